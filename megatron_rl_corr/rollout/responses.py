@@ -1,0 +1,157 @@
+"""Parses what an SGLang server answers: bytes in, `Trajectory` or dict out, or a `RolloutProtocolError`.
+
+P prompt tokens, R response tokens.
+"""
+
+import json
+from typing import Any
+
+import numpy as np
+import orjson
+import torch
+
+from megatron_rl_corr.rollout.errors import RolloutProtocolError, RolloutServerError, body_start
+from megatron_rl_corr.rollout.trajectory import Trajectory, VersionSpan
+
+GENERATE = "/generate"
+
+
+def parse_generate(
+    body: bytes,
+    *,
+    prompt_ids: torch.Tensor,
+    prompt_index: int,
+    sample_index: int,
+    server: str,
+    vocab_size: int | None = None,
+    accept_failed: bool = False,
+) -> Trajectory:
+    """The trajectory in the answer to one `generate_request`.
+
+    Log-probs that are null, NaN or infinite become NaN. An abort for a pause or by request is a trajectory
+    with the tokens so far; an abort because the request failed (it carries a status code or an error type)
+    raises RolloutServerError unless accept_failed. Raises RolloutProtocolError where the answer is not what
+    was asked for: ids that differ from those the log-probs are of, lengths that disagree, unknown ids.
+    """
+    answer = _json_object(body, server, GENERATE)
+    meta = answer.get("meta_info")
+    if not isinstance(meta, dict) or "output_ids" not in answer:
+        raise RolloutProtocolError(server, GENERATE, f"no output_ids or meta_info in {body_start(body)}")
+    finish_reason = _finish_reason(meta, server, accept_failed)
+    output_ids = _token_ids(answer["output_ids"], "output_ids", server)
+    _check_count(meta, "prompt_tokens", prompt_ids.numel(), "ids were sent", server)
+    _check_count(meta, "completion_tokens", output_ids.size, "output_ids were returned", server)
+    outside = output_ids[(output_ids < 0) | (output_ids >= (vocab_size or np.inf))]
+    if outside.size:
+        detail = f"it returned token id {outside[0]}, outside [0, {vocab_size}): is it serving another model?"
+        raise RolloutProtocolError(server, GENERATE, detail)
+    return Trajectory(
+        prompt_index=prompt_index,
+        sample_index=sample_index,
+        prompt_ids=prompt_ids,
+        output_ids=torch.from_numpy(output_ids),
+        rollout_logprobs=torch.from_numpy(_logprobs(meta, output_ids, server)),
+        finish_reason=finish_reason,
+        weight_versions=_weight_versions(meta, output_ids.size, server),
+        cached_tokens=meta.get("cached_tokens", 0),  # absent when a request was aborted before it started
+        server=server,
+    )
+
+
+def parse_control(body: bytes, *, server: str, endpoint: str, status: int) -> dict[str, Any]:
+    """The JSON object of a control endpoint's answer; {"message": text} for the ones that answer with text.
+
+    Raises RolloutServerError for {"success": false}, whatever the status.
+    """
+    try:
+        answer = orjson.loads(body) if body else {}
+    except orjson.JSONDecodeError:  # /flush_cache answers with a sentence
+        answer = {"message": body.decode("utf-8", "replace").strip()}
+    if not isinstance(answer, dict):
+        raise RolloutProtocolError(server, endpoint, f"expected a JSON object, got {body_start(body)}")
+    if answer.get("success") is False:
+        raise RolloutServerError(server, endpoint, status, body_start(body))
+    return answer
+
+
+def _json_object(body: bytes, server: str, endpoint: str) -> dict[str, Any]:
+    try:
+        answer = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        try:
+            answer = json.loads(body)  # the standard library reads the NaN and Infinity that orjson refuses
+        except ValueError as error:
+            raise RolloutProtocolError(server, endpoint, f"not JSON ({error}): {body_start(body)}") from None
+    if not isinstance(answer, dict):
+        raise RolloutProtocolError(server, endpoint, f"expected a JSON object, got {body_start(body)}")
+    return answer
+
+
+def _token_ids(values, name: str, server: str) -> np.ndarray:
+    try:
+        ids = np.array(values) if values else np.empty(0, np.int64)
+    except ValueError:  # ragged
+        ids = np.empty((0, 0))
+    if ids.ndim != 1 or ids.dtype.kind != "i":
+        raise RolloutProtocolError(server, GENERATE, f"{name} is not a list of integers: {str(values)[:200]}")
+    return ids.astype(np.int64, copy=False)
+
+
+def _logprobs(meta: dict, output_ids: np.ndarray, server: str) -> np.ndarray:
+    """[R] float32 from rows of (log-prob or null, id, text or null); the ids must be the output_ids."""
+    rows = meta.get("output_token_logprobs") or []
+    if len(rows) != output_ids.size:
+        detail = f"{output_ids.size} output_ids have {len(rows)} entries in output_token_logprobs"
+        raise RolloutProtocolError(server, GENERATE, detail)
+    try:
+        logprobs = np.array([row[0] for row in rows], dtype=np.float32)  # None becomes NaN
+        ids = _token_ids([row[1] for row in rows], "output_token_logprobs", server)
+    except (TypeError, ValueError, IndexError, KeyError) as error:
+        raise RolloutProtocolError(
+            server, GENERATE, f"output_token_logprobs is not a list of (log-prob, id, text): {error}"
+        ) from None
+    differs = np.flatnonzero(ids != output_ids)
+    if differs.size:
+        first = differs[0]
+        detail = (
+            f"output_ids and the ids of output_token_logprobs differ at {differs.size} of {ids.size} "
+            f"positions, first at {first}: {output_ids[first]} and {ids[first]}"
+        )
+        raise RolloutProtocolError(server, GENERATE, detail)
+    logprobs[~np.isfinite(logprobs)] = np.nan
+    return logprobs
+
+
+def _finish_reason(meta: dict, server: str, accept_failed: bool) -> str:
+    reason = meta.get("finish_reason")
+    kind = reason.get("type") if isinstance(reason, dict) else None
+    if kind not in ("stop", "length", "abort"):
+        detail = f"finish_reason must be stop, length or abort, got {reason!r}"
+        raise RolloutProtocolError(server, GENERATE, detail)
+    failed = kind == "abort" and (reason.get("status_code") is not None or reason.get("err_type") is not None)
+    if failed and not accept_failed:
+        detail = f"request {meta.get('id')} was aborted ({reason.get('err_type')}): {reason.get('message')}"
+        raise RolloutServerError(server, GENERATE, reason.get("status_code") or 200, detail)
+    return kind
+
+
+def _weight_versions(meta: dict, response_length: int, server: str) -> tuple[VersionSpan, ...]:
+    """Spans that partition [0, R). SGLang before 0.5.19 reports no spans, only the version at the end."""
+    spans = meta.get("weight_versions")
+    if spans is None:
+        version = meta.get("weight_version")
+        if not isinstance(version, str):
+            raise RolloutProtocolError(server, GENERATE, f"weight_version must be a string, got {version!r}")
+        return (VersionSpan(version, 0, response_length),)
+    parsed = tuple(VersionSpan(span["version"], span["start"], span["end"]) for span in spans)
+    bounds = [0, *(span.end for span in parsed)]
+    if not parsed or bounds[-1] != response_length or bounds[:-1] != [span.start for span in parsed]:
+        raise RolloutProtocolError(
+            server, GENERATE, f"weight_versions {spans} do not partition the {response_length} output_ids"
+        )
+    return parsed
+
+
+def _check_count(meta: dict, name: str, count: int, what: str, server: str) -> None:
+    if name in meta and meta[name] != count:
+        raise RolloutProtocolError(server, GENERATE, f"{name} is {meta[name]} where {count} {what}")
