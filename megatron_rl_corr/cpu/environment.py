@@ -1,0 +1,95 @@
+"""The environment and the flags that make a new process run Megatron or SGLang without a GPU (stdlib only)."""
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+VARIABLE = "MEGATRON_RL_CORR_CPU"
+ENGINES = ("megatron", "sglang")
+SITE = Path(__file__).resolve().parent / "site"
+PACKAGE_ROOT = SITE.parents[2]
+
+_ENGINE_VARIABLES = {
+    # Tensor parallelism asks for one connection; on a CPU the value means nothing but its absence is an error.
+    "megatron": {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCHDYNAMO_DISABLE": "1"},
+    "sglang": {"SGLANG_USE_CPU_ENGINE": "1"},
+}
+
+
+@cache
+def _nvidia_device_present() -> bool:
+    if any(re.fullmatch(r"nvidia\d+", name) for name in os.listdir("/dev")):
+        return True
+    if shutil.which("nvidia-smi") is None:
+        return False
+    # WSL has a driver but no /dev/nvidia0; "nvidia-smi -L" prints one line per GPU.
+    answer = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
+    return answer.returncode == 0 and "GPU " in answer.stdout
+
+
+def gpu_available(base: Mapping[str, str] = os.environ) -> bool:
+    """Whether a process with environment `base` finds an NVIDIA GPU, found out without importing torch.
+
+    True if /dev/nvidia<N> exists or `nvidia-smi -L` lists a GPU, unless CUDA_VISIBLE_DEVICES hides them all
+    (set, and empty or -1).
+    """
+    if base.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
+        return False
+    return _nvidia_device_present()
+
+
+def environment(engine: str, base: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """`base` with what a process of `engine` ("megatron" or "sglang") needs on the CPU.
+
+    With a GPU it is `base` unchanged, so a caller need not ask. PYTHONPATH gets the `site` folder and this package's
+    root in front of what it held; OMP_NUM_THREADS stays as it is if set, since ranks share the cores.
+    """
+    if engine not in ENGINES:
+        raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
+    variables = dict(base)
+    if gpu_available(base):
+        return variables
+    kept = [p for p in variables.get("PYTHONPATH", "").split(os.pathsep) if p and p != str(SITE)]
+    variables["PYTHONPATH"] = os.pathsep.join([str(SITE), str(PACKAGE_ROOT), *kept])
+    variables[VARIABLE] = engine
+    variables.setdefault("OMP_NUM_THREADS", "1")
+    variables.update(_ENGINE_VARIABLES[engine])
+    return variables
+
+
+def sglang_arguments(base: Mapping[str, str] = os.environ) -> list[str]:
+    """The flags `sglang.launch_server` needs on the CPU; none with a GPU. Model, port and dtype are the caller's.
+
+    A flag given again later on the command line wins.
+    """
+    if gpu_available(base):
+        return []
+    return [
+        "--device", "cpu",
+        "--attention-backend", "torch_native",
+        "--sampling-backend", "pytorch",
+        "--grammar-backend", "none",
+        "--skip-server-warmup",
+        # The default sizes the KV cache by the machine's memory: 14 GB for a model of a few MB.
+        "--max-total-tokens", "16384",
+        "--max-running-requests", "32",
+        # Without it an idle server spins on a whole core.
+        "--sleep-on-idle",
+    ]  # fmt: skip
+
+
+def replacements(engine: str) -> list[tuple[str, str]]:
+    """Every (what is replaced, why) in a process of `engine`; the tables that the import hook applies, read out."""
+    if engine == "megatron":
+        from megatron_rl_corr.cpu.megatron_replacements import EARLY, LATE
+        from megatron_rl_corr.cpu.megatron_replacements import SILENCED as silenced
+    elif engine == "sglang":
+        from megatron_rl_corr.cpu.sglang_replacements import EARLY, LATE
+        silenced = []
+    else:
+        raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
+    return [(r.target, r.why) for r in (*EARLY, *LATE)] + list(silenced)

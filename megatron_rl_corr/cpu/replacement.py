@@ -1,0 +1,45 @@
+"""One replaced attribute: where it is, what takes its place, and why."""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+MARK = "_megatron_rl_corr_cpu"
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """`module.name` becomes `make(original)`; `name` may be a path such as `Tensor.to`."""
+
+    module: str
+    name: str
+    make: Callable[[Any], Any]
+    why: str
+
+    @property
+    def target(self) -> str:
+        return f"{self.module}.{self.name}"
+
+    def locate(self) -> tuple[Any, str]:
+        """The object that holds the attribute, and the attribute's last name."""
+        owner = importlib.import_module(self.module)
+        *path, last = self.name.split(".")
+        for part in path:
+            owner = getattr(owner, part)
+        if not hasattr(owner, last):
+            raise RuntimeError(
+                f"megatron_rl_corr.cpu replaces {self.target}, which this version does not have; install the versions "
+                "of requirements/cpu.lock"
+            )
+        return owner, last
+
+    def apply(self) -> None:
+        owner, last = self.locate()
+        new = self.make(getattr(owner, last))
+        setattr(new, MARK, True)
+        setattr(owner, last, new)
+
+    def is_applied(self) -> bool:
+        owner, last = self.locate()
+        return hasattr(getattr(owner, last), MARK)
