@@ -86,10 +86,8 @@ def replacements(engine: str) -> list[tuple[str, str]]:
     """Every (what is replaced, why) in a process of `engine`; the tables that the import hook applies, read out."""
     if engine == "megatron":
         from megatron_rl_corr.cpu.megatron_replacements import EARLY, LATE
-        from megatron_rl_corr.cpu.megatron_replacements import SILENCED as silenced
     elif engine == "sglang":
         from megatron_rl_corr.cpu.sglang_replacements import EARLY, LATE
-        silenced = []
     else:
         raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
-    return [(r.target, r.why) for r in (*EARLY, *LATE)] + list(silenced)
+    return [(r.target, r.why) for r in (*EARLY, *LATE)]

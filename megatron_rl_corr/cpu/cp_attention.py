@@ -1,0 +1,111 @@
+"""Causal attention over context-parallel ranks and packed sequences for Megatron's local spec; for tests, not for speed.
+
+Local tokens t (of T = cp * t), batch b, heads h, key-value heads g, head size d.
+
+The local spec's own attention takes neither context parallelism nor packed sequences; Transformer Engine's, which
+takes both, needs a GPU. This one gathers the keys and values of all ranks and masks by position.
+"""
+
+import math
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.module import MegatronModule
+from torch.nn.functional import scaled_dot_product_attention
+
+
+class _AllGatherTokens(torch.autograd.Function):
+    """[t, ...] -> [T, ...], rank after rank; backward sums over the ranks and takes this rank's part."""
+
+    @staticmethod
+    def forward(ctx, local: torch.Tensor, group) -> torch.Tensor:
+        ctx.group = group
+        gathered = local.new_empty(group.size() * local.shape[0], *local.shape[1:])
+        dist.all_gather_into_tensor(gathered, local.contiguous(), group=group)
+        return gathered
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        local = gradient.new_empty(gradient.shape[0] // ctx.group.size(), *gradient.shape[1:])
+        dist.reduce_scatter_tensor(local, gradient.contiguous(), group=ctx.group)
+        return local, None
+
+
+def zigzag_positions(rank: int, size: int, boundaries: list[int]) -> torch.Tensor:
+    """Global positions [t] of the tokens that CP rank `rank` of `size` holds.
+
+    `boundaries` are the cumulative lengths 0, n1, n1 + n2, ... of the sequences; each, a multiple of 2 * size, is cut
+    into 2 * size chunks, of which the rank holds numbers `rank` and `2 * size - 1 - rank`.
+    """
+    parts = []
+    for start, end in zip(boundaries[:-1], boundaries[1:], strict=True):
+        chunk, rest = divmod(end - start, 2 * size)
+        assert rest == 0, f"a sequence of {end - start} tokens is no multiple of 2 * context parallel size {size}"
+        for index in (rank, 2 * size - 1 - rank):
+            parts.append(torch.arange(start + index * chunk, start + (index + 1) * chunk))
+    return torch.cat(parts)
+
+
+class ContextParallelAttention(MegatronModule):
+    """A `core_attention` for `get_gpt_layer_local_spec`; its arguments are those of Megatron's DotProductAttention."""
+
+    def __init__(
+        self,
+        config,
+        layer_number,
+        attn_mask_type,
+        attention_type,
+        attention_dropout=None,
+        softmax_scale=None,
+        cp_comm_type=None,
+        pg_collection=None,
+    ) -> None:
+        super().__init__(config=config)
+        assert attn_mask_type.name in ("causal", "padding_causal"), f"only causal masks, got {attn_mask_type}"
+        self.group = pg_collection.cp if pg_collection else parallel_state.get_context_parallel_group()
+        self.scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+
+    def forward(
+        self,
+        query,
+        key,
+        value,
+        attention_mask,
+        attn_mask_type=None,
+        attention_bias=None,
+        packed_seq_params=None,
+    ) -> torch.Tensor:
+        """query [t, b, h, d], key and value [t, b, g, d] -> [t, b, h * d]; packed: the same without b."""
+        assert attention_bias is None, "attention_bias is not supported here"
+        packed = packed_seq_params is not None
+        if packed:
+            query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))
+        tokens, size = query.shape[0], self.group.size()
+        if size > 1:
+            key, value = _AllGatherTokens.apply(key, self.group), _AllGatherTokens.apply(value, self.group)
+        boundaries = _boundaries(packed_seq_params) if packed else [0, size * tokens]
+        out = scaled_dot_product_attention(
+            *(tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)),
+            attn_mask=self._visible(boundaries),
+            dropout_p=self.dropout if self.training else 0.0,
+            scale=self.scale,
+            enable_gqa=query.shape[2] != key.shape[2],
+        )
+        out = out.permute(2, 0, 1, 3).flatten(2)
+        return out.squeeze(1) if packed else out
+
+    def _visible(self, boundaries: list[int]) -> torch.Tensor:
+        """[t, T] bool: the key is of the query's sequence, and not after it."""
+        rank, size = self.group.rank(), self.group.size()
+        queries = zigzag_positions(rank, size, boundaries)
+        keys = torch.cat([zigzag_positions(r, size, boundaries) for r in range(size)])
+        sequence = torch.bucketize(torch.arange(boundaries[-1]), torch.tensor(boundaries[1:]), right=True)
+        same = sequence[queries][:, None] == sequence[keys][None, :]
+        return same & (keys[None, :] <= queries[:, None])
+
+
+def _boundaries(packed_seq_params) -> list[int]:
+    padded = packed_seq_params.cu_seqlens_q_padded
+    return (packed_seq_params.cu_seqlens_q if padded is None else padded).tolist()
