@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron_rl_corr.rollout import requests
-from megatron_rl_corr.rollout.errors import RolloutServerError
+from megatron_rl_corr.rollout.errors import RolloutError, RolloutServerError
 from megatron_rl_corr.rollout.fan_out import all_or_first_failure, raise_first
 from megatron_rl_corr.rollout.requests import Request
 from megatron_rl_corr.rollout.responses import parse_control, parse_generate
@@ -87,17 +87,21 @@ class RolloutClient:
 
         async def sample(request: Request, prompt_ids: torch.Tensor, prompt: int, index: int) -> Trajectory:
             nonlocal done
-            async with self._slots:
-                url = next(self._next_url)
-                _, body = await self._transport.send(url, request)
-            trajectory = parse_generate(
-                body,
-                prompt_ids=prompt_ids,
-                prompt_index=prompt,
-                sample_index=index,
-                server=url,
-                vocab_size=self.vocab_size,
-            )
+            try:
+                async with self._slots:
+                    url = next(self._next_url)
+                    _, body = await self._transport.send(url, request)
+                trajectory = parse_generate(
+                    body,
+                    prompt_ids=prompt_ids,
+                    prompt_index=prompt,
+                    sample_index=index,
+                    server=url,
+                    vocab_size=self.vocab_size,
+                )
+            except RolloutError as error:
+                error.add_note(f"it was sample {index} of prompt {prompt} ({prompt_ids.numel()} tokens)")
+                raise
             done += 1
             if on_progress is not None:
                 on_progress(done, total)

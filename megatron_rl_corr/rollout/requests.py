@@ -38,7 +38,10 @@ def checked_prompt_ids(prompt_ids: Sequence[int], *, vocab_size: int, prompt_ind
     An id outside the vocabulary is an out-of-range row of the embedding: it ends the server's process, with
     everybody's requests. Raises ValueError naming the prompt, the position, the id and the limit.
     """
-    ids = np.asarray(prompt_ids)
+    try:
+        ids = np.asarray(prompt_ids)
+    except ValueError:  # ragged
+        ids = np.empty((0, 0))
     if ids.ndim != 1 or ids.size == 0:
         raise ValueError(f"prompt {prompt_index} must be a non-empty list of ids, got shape {ids.shape}")
     if ids.dtype.kind not in "iu":

@@ -104,7 +104,8 @@ def _logprobs(meta: dict, output_ids: np.ndarray, server: str) -> np.ndarray:
         detail = f"{output_ids.size} output_ids have {len(rows)} entries in output_token_logprobs"
         raise RolloutProtocolError(server, GENERATE, detail)
     try:
-        logprobs = np.array([row[0] for row in rows], dtype=np.float32)  # None becomes NaN
+        with np.errstate(over="ignore"):  # to infinity, and below to NaN
+            logprobs = np.array([row[0] for row in rows], dtype=np.float32)  # None becomes NaN
         ids = _token_ids([row[1] for row in rows], "output_token_logprobs", server)
     except (TypeError, ValueError, IndexError, KeyError) as error:
         raise RolloutProtocolError(
@@ -143,12 +144,15 @@ def _weight_versions(meta: dict, response_length: int, server: str) -> tuple[Ver
         if not isinstance(version, str):
             raise RolloutProtocolError(server, GENERATE, f"weight_version must be a string, got {version!r}")
         return (VersionSpan(version, 0, response_length),)
-    parsed = tuple(VersionSpan(span["version"], span["start"], span["end"]) for span in spans)
+    try:
+        parsed = tuple(VersionSpan(span["version"], span["start"], span["end"]) for span in spans)
+    except (TypeError, KeyError):
+        parsed = ()
     bounds = [0, *(span.end for span in parsed)]
-    if not parsed or bounds[-1] != response_length or bounds[:-1] != [span.start for span in parsed]:
-        raise RolloutProtocolError(
-            server, GENERATE, f"weight_versions {spans} do not partition the {response_length} output_ids"
-        )
+    adjoin = bounds[-1] == response_length and bounds[:-1] == [span.start for span in parsed]
+    if not parsed or not adjoin or not all(isinstance(span.version, str) for span in parsed):
+        detail = f"weight_versions {spans} do not partition the {response_length} output_ids"
+        raise RolloutProtocolError(server, GENERATE, detail)
     return parsed
 
 

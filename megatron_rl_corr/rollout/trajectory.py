@@ -11,6 +11,8 @@ import torch
 
 FinishReason = Literal["stop", "length", "abort"]
 
+MIN_TEMPERATURE = 1e-6  # below it SGLang samples greedily and returns the log-probs of temperature 1
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -34,8 +36,10 @@ class SamplingParams:
             raise ValueError(f"max_new_tokens must be an integer of at least 1, got {self.max_new_tokens!r}")
         if isinstance(self.temperature, bool) or not isinstance(self.temperature, (int, float)):
             raise ValueError(f"temperature must be a number, got {self.temperature!r}")
-        if not math.isfinite(self.temperature) or self.temperature < 0:
-            raise ValueError(f"temperature must be finite and at least 0 (greedy), got {self.temperature}")
+        if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature < math.inf:
+            raise ValueError(
+                f"temperature must be 0 (greedy) or finite and at least {MIN_TEMPERATURE}, got {self.temperature}"
+            )
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         for token in self.stop_token_ids:
             if not _is_int(token) or token < 0:

@@ -1,0 +1,76 @@
+"""A server in this process that misbehaves as a test tells it to, and a client for it."""
+
+import asyncio
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+
+import pytest
+from aiohttp import web
+
+from megatron_rl_corr.rollout import RolloutClient, RolloutError, SamplingParams
+
+
+def one_token(prompt_tokens, token=5):
+    """A well-formed /generate body of one token."""
+    return web.json_response(
+        {
+            "output_ids": [token],
+            "meta_info": {
+                "finish_reason": {"type": "length", "length": 1},
+                "prompt_tokens": prompt_tokens,
+                "completion_tokens": 1,
+                "weight_version": "v1",
+                "output_token_logprobs": [[-1.0, token, None]],
+            },
+        }
+    )
+
+
+@asynccontextmanager
+async def serving(handle):
+    """The address of a server that gives every request to `async handle(request)`."""
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", handle)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+def run(scenario, *handlers, **options):
+    """`await scenario(client)` with one server for each handler."""
+
+    async def inner():
+        async with serving(handlers[0]) as first, serving(handlers[-1]) as last:
+            urls = [first, last][: len(handlers)]
+            async with RolloutClient(urls, **({"vocab_size": 10} | options)) as client:
+                return await asyncio.wait_for(scenario(client), timeout=20)
+
+    return asyncio.run(inner())
+
+
+async def good(request):
+    """A handler that answers /generate well."""
+    body = await request.json()
+    return one_token(len(body["input_ids"]))
+
+
+def failure(handle, **options):
+    """The RolloutError that `generate` raises when every request is given to `handle`."""
+
+    async def scenario(client):
+        with pytest.raises(RolloutError) as error:
+            await client.generate([[1]], SamplingParams(1))
+        return error.value
+
+    return run(scenario, handle, **options)
+
+
+@pytest.fixture
+def faulty():
+    """The functions of this file: faulty.run, faulty.failure, faulty.good, faulty.one_token."""
+    return SimpleNamespace(run=run, failure=failure, good=good, one_token=one_token)

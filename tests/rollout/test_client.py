@@ -1,0 +1,168 @@
+"""Sampling from a server that misbehaves: what the caller is told, and what becomes of the other requests."""
+
+import asyncio
+import socket
+import time
+
+import pytest
+from aiohttp import web
+
+from megatron_rl_corr.rollout import RolloutClient, RolloutServerError, SamplingParams
+
+ONE = SamplingParams(1)
+
+
+def test_generate_when_the_server_answers_500_then_error_names_url_endpoint_status_and_body(faulty):
+    async def handle(request):
+        return web.Response(status=500, text="CUDA error:\n  device-side assert")
+
+    error = faulty.failure(handle)
+    assert (error.endpoint, error.status, error.method) == ("/generate", 500, "POST")
+    said = f"SGLang server {error.url} answered POST /generate with HTTP 500: CUDA error: device-side assert"
+    assert str(error) == said
+    assert error.__notes__ == ["it was sample 0 of prompt 0 (1 tokens)"]
+
+
+def test_generate_when_the_server_hangs_then_times_out_with_the_limit_and_a_remedy(faulty):
+    async def handle(request):
+        await asyncio.sleep(30)
+
+    started = time.monotonic()
+    error = faulty.failure(handle, timeout_s=0.2)
+    assert time.monotonic() - started < 5
+    assert error.status is None
+    assert "did not answer POST /generate: timed out after 0.2 s" in str(error)
+    assert "larger timeout_s" in str(error)
+
+
+def test_generate_when_the_server_is_not_there_then_connection_refused_with_a_remedy():
+    async def scenario():
+        with socket.socket() as unused:
+            unused.bind(("127.0.0.1", 0))
+            url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+            async with RolloutClient([url], vocab_size=10) as client:
+                await client.generate([[1]], ONE)
+
+    with pytest.raises(RolloutServerError, match="generate: connection refused; is the server still running"):
+        asyncio.run(scenario())
+
+
+def test_generate_when_the_connection_closes_before_the_answer_then_error_says_so(faulty):
+    async def handle(request):
+        request.transport.close()
+
+    said = "closed the connection without an answer; is the server still running"
+    assert said in str(faulty.failure(handle))
+
+
+def test_generate_when_the_connection_closes_in_mid_answer_then_error_says_so(faulty):
+    async def handle(request):
+        response = web.StreamResponse(headers={"Content-Length": "1000"})
+        await response.prepare(request)
+        await response.write(b'{"output_ids": [')
+        request.transport.close()
+        return response
+
+    assert "the connection broke in the middle of the answer" in str(faulty.failure(handle))
+
+
+def test_generate_when_redirected_then_not_followed(faulty):
+    asked = []
+
+    async def handle(request):
+        asked.append(request.path)
+        return web.Response(status=307, headers={"Location": "/elsewhere"})
+
+    assert faulty.failure(handle).status == 307 and asked == ["/generate"]
+
+
+def test_generate_when_an_answer_is_wrong_then_protocol_error(faulty):
+    async def handle(request):
+        return faulty.one_token(prompt_tokens=2)
+
+    assert "prompt_tokens is 2 where 1 ids were sent" in str(faulty.failure(handle))
+
+
+def test_generate_when_an_id_is_outside_the_vocabulary_then_nothing_is_sent(faulty):
+    asked = []
+
+    async def handle(request):
+        asked.append(request.path)
+        return await faulty.good(request)
+
+    async def scenario(client):
+        with pytest.raises(ValueError, match="prompt 1 has token id 10 at position 0"):
+            await client.generate([[1], [10]], ONE)
+
+    faulty.run(scenario, handle)
+    assert asked == []
+
+
+def test_generate_when_one_request_fails_then_the_others_are_cancelled_at_once(faulty):
+    ended = []
+
+    async def handle(request):
+        if (await request.json())["input_ids"] == [2]:
+            await asyncio.sleep(0.3)  # until the others are being served
+            return web.Response(status=503, text="out of memory")
+        try:
+            await asyncio.sleep(30)
+        finally:
+            ended.append(1)
+
+    async def scenario(client):
+        started = time.monotonic()
+        with pytest.raises(RolloutServerError, match="HTTP 503: out of memory"):
+            await client.generate([[1], [2], [3]], ONE, samples_per_prompt=1)
+        assert time.monotonic() - started < 5
+
+    faulty.run(scenario, handle)
+    assert len(ended) <= 2
+
+
+def test_generate_when_the_caller_cancels_then_the_slots_are_free_again(faulty):
+    async def handle(request):
+        if (await request.json())["input_ids"] == [1]:
+            await asyncio.sleep(30)
+        return await faulty.good(request)
+
+    async def scenario(client):
+        stuck = asyncio.create_task(client.generate([[1]] * 4, ONE))
+        await asyncio.sleep(0.2)
+        stuck.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await stuck
+        return await client.generate([[2]], ONE)
+
+    assert len(faulty.run(scenario, handle, max_concurrency=2)) == 1
+
+
+def test_generate_when_concurrency_is_bounded_then_never_more_and_order_and_turns_are_kept(faulty):
+    running, most, per_server = 0, 0, {0: 0, 1: 0}
+
+    def server(number):
+        async def handle(request):
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            per_server[number] += 1
+            ids = (await request.json())["input_ids"]
+            await asyncio.sleep(0.05 / ids[0])  # the first prompts take longest
+            running -= 1
+            return faulty.one_token(len(ids), token=ids[0])
+
+        return handle
+
+    progress = []
+
+    async def scenario(client):
+        return await client.generate(
+            [[1], [2, 2], [3]], ONE, samples_per_prompt=4, on_progress=lambda *seen: progress.append(seen)
+        )
+
+    trajectories = faulty.run(scenario, server(0), server(1), max_concurrency=3)
+    assert most == 3 and per_server == {0: 6, 1: 6}
+    order = [(p, s) for p in range(3) for s in range(4)]
+    assert [(t.prompt_index, t.sample_index) for t in trajectories] == order
+    assert [t.output_ids.tolist() for t in trajectories] == [[1]] * 4 + [[2]] * 4 + [[3]] * 4
+    assert progress == [(done, 12) for done in range(1, 13)]

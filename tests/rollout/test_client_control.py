@@ -1,0 +1,196 @@
+"""Steering servers that misbehave, and what the client keeps to itself."""
+
+import asyncio
+import time
+
+import pytest
+from aiohttp import web
+
+from megatron_rl_corr.rollout import LoopThread, RolloutClient, RolloutServerError, SamplingParams
+
+SECRET = "sk-do-not-show"
+ONE = SamplingParams(1)
+
+
+def test_control_when_all_slots_are_taken_by_samples_then_not_kept_waiting(faulty):
+    release = asyncio.Event()
+
+    async def handle(request):
+        if request.path == "/generate":
+            await release.wait()
+            return await faulty.good(request)
+        release.set()
+        return web.json_response({"status": "ok"})
+
+    async def scenario(client):
+        samples = asyncio.create_task(client.generate([[1]] * 300, ONE))
+        await asyncio.sleep(0.3)
+        assert await client.pause_generation("retract") == [{"status": "ok"}]
+        return await samples
+
+    assert len(faulty.run(scenario, handle, max_concurrency=200)) == 300
+
+
+def test_control_when_one_server_fails_then_the_others_are_asked_too_and_the_error_names_it(faulty):
+    asked = []
+
+    async def bad(request):
+        return web.json_response({"success": False, "message": "no such mode"})
+
+    async def slow(request):
+        await asyncio.sleep(0.2)
+        asked.append(request.path)
+        return web.json_response({})
+
+    async def scenario(client):
+        with pytest.raises(RolloutServerError, match="no such mode") as error:
+            await client.continue_generation()
+        assert error.value.url == client.base_urls[0]
+
+    faulty.run(scenario, bad, slow)
+    assert asked == ["/continue_generation"]
+
+
+def test_control_when_several_servers_fail_then_the_other_failures_are_notes(faulty):
+    async def bad(request):
+        return web.Response(status=500, text="down")
+
+    async def scenario(client):
+        with pytest.raises(RolloutServerError) as error:
+            await client.pause_generation("abort")
+        (note,) = error.value.__notes__
+        assert note.startswith(f"also: SGLang server {client.base_urls[1]} answered")
+
+    faulty.run(scenario, bad, bad)
+
+
+def test_weight_group_when_one_server_refuses_then_the_error_does_not_wait_for_the_others(faulty):
+    async def refuses(request):
+        return web.json_response({"success": False, "message": "port in use"}, status=400)
+
+    async def waits(request):
+        await asyncio.sleep(30)
+
+    async def scenario(client):
+        started = time.monotonic()
+        with pytest.raises(RolloutServerError, match="port in use"):
+            await client.init_weights_update_group("127.0.0.1", 1, group_name="g", backend="gloo")
+        assert time.monotonic() - started < 5
+
+    faulty.run(scenario, waits, refuses)
+
+
+def test_weight_group_when_two_servers_have_two_ranks_each_then_offsets_follow_on(faulty):
+    seen = {}
+
+    def server(number):
+        async def handle(request):
+            body = await request.json()
+            seen[number] = (body["rank_offset"], body["world_size"])
+            return web.json_response({"success": True})
+
+        return handle
+
+    async def scenario(client):
+        await client.init_weights_update_group(
+            "127.0.0.1", 1, group_name="g", backend="nccl", ranks_per_server=2
+        )
+
+    faulty.run(scenario, server(0), server(1))
+    assert seen == {0: (1, 5), 1: (3, 5)}  # the trainer is rank 0 of 1 + 2 * 2
+
+
+def test_weight_session_when_no_server_has_one_then_false_and_when_one_has_then_true(faulty):
+    async def without(request):
+        return web.json_response({"detail": "Not Found"}, status=404)
+
+    async def with_session(request):
+        return web.json_response({"success": True})
+
+    async def scenario(client):
+        return await client.begin_weight_update(), await client.end_weight_update()
+
+    assert faulty.run(scenario, without) == (False, False)
+    assert faulty.run(scenario, without, with_session) == (True, True)
+
+
+def test_api_key_when_given_then_sent_as_bearer_and_shown_nowhere(faulty):
+    seen = []
+
+    async def handle(request):
+        seen.append(request.headers["Authorization"])
+        return web.Response(status=401, text=f"bad key {SECRET}")
+
+    async def scenario(client):
+        with pytest.raises(RolloutServerError) as error:
+            await client.generate([[1]], ONE)
+        return str(error.value) + repr(error.value) + repr(client) + repr(vars(client))
+
+    shown = faulty.run(scenario, handle, api_key=SECRET)
+    assert seen == [f"Bearer {SECRET}"]
+    assert SECRET not in shown and "HTTP 401: bad key ***" in shown and "--api-key" in shown
+
+
+def test_proxy_when_the_environment_names_one_then_not_used(faulty, monkeypatch):
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nothing listens there
+    monkeypatch.delenv("no_proxy", raising=False)
+    assert len(faulty.run(lambda client: client.generate([[1]], ONE), faulty.good)) == 1
+
+
+def test_wait_healthy_when_the_server_comes_up_later_then_returns_and_else_says_how_long_it_waited(faulty):
+    asked = 0
+
+    async def starting(request):
+        nonlocal asked
+        asked += 1
+        return web.Response(status=503 if asked < 3 else 200)
+
+    faulty.run(lambda client: client.wait_healthy(10), starting)
+    assert asked == 3
+
+    async def never(request):
+        return web.Response(status=503)
+
+    async def scenario(client):
+        with pytest.raises(RolloutServerError, match="GET /health with HTTP 503.*see its log") as error:
+            await client.wait_healthy(0.7)
+        assert error.value.__notes__ == ["waited 0.7 s for it to become healthy"]
+
+    faulty.run(scenario, never)
+
+
+@pytest.mark.parametrize(
+    "urls, named",
+    [
+        ([], "non-empty"),
+        ("http://a:1", "non-empty list"),
+        (["127.0.0.1:30000"], "http://HOST:PORT"),
+        (["ftp://a:1"], "http://HOST:PORT"),
+        (["http://a:1/", "http://a:1"], "given twice"),
+        ([f"http://user:{SECRET}@a:1"], "must not hold a password"),
+    ],
+)
+def test_base_urls_when_malformed_then_error_says_how_without_the_password(urls, named):
+    with pytest.raises(ValueError, match=named) as error:
+        RolloutClient(urls, vocab_size=10)
+    assert SECRET not in str(error.value)
+
+
+@pytest.mark.parametrize("option", ["vocab_size", "max_concurrency", "timeout_s", "connect_timeout_s"])
+def test_client_when_a_bound_is_not_positive_then_refused(option):
+    with pytest.raises(ValueError, match=option):
+        RolloutClient(["http://a:1"], **({"vocab_size": 10} | {option: 0}))
+
+
+def test_client_when_used_from_a_second_loop_then_error_says_what_to_do(faulty):
+    async def use(client):
+        await client.generate([[1]], ONE)
+
+    async def scenario(client):
+        await use(client)
+        with LoopThread() as other:
+            with pytest.raises(RuntimeError, match="belongs to another event loop: use one LoopThread"):
+                await asyncio.to_thread(other.call, use(client))
+
+    faulty.run(scenario, faulty.good)
