@@ -1,0 +1,34 @@
+# `make setup` once; `make test`, `make quickstart`. `make help` lists the rest.
+.DEFAULT_GOAL := help
+.PHONY: help setup test lint quickstart quickstart-stop clean
+
+PYTHON := .venv/bin/python
+# The environment is shared between checkouts, so the package is found by path, not installed into it.
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+export OMP_NUM_THREADS ?= 1
+
+QUICKSTART := $(PYTHON) examples/quickstart/run.py
+QUICKSTART_OPTIONS := $(if $(SEED),--seed $(SEED)) $(if $(STEPS),--steps $(STEPS)) \
+	$(if $(SERVER_DTYPE),--server-dtype $(SERVER_DTYPE))
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: ## Make .venv (once; later it only checks), with or without a GPU
+	@scripts/setup
+
+test: setup ## Run every test; TESTS=path or TESTS="-k name" for some of them
+	$(PYTHON) -m pytest $(TESTS)
+
+lint: setup ## Check style and line length
+	$(PYTHON) -m ruff check .
+
+quickstart: setup ## Train the tiny MoE against a real SGLang server; SEED= STEPS= SERVER_DTYPE=
+	$(QUICKSTART) $(QUICKSTART_OPTIONS)
+
+quickstart-stop: setup ## End what an interrupted quickstart left running
+	$(QUICKSTART) --stop
+
+clean: ## Remove caches and the link .venv (the environment itself stays for other checkouts)
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,38 @@
+"""Package metadata. The exact versions that are developed and tested against are in requirements/*.lock."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+VERSION = re.search(r'__version__ = "(.+)"', Path("megatron_rl_corr/__init__.py").read_text()).group(1)
+
+setup(
+    name="megatron_rl_corr",
+    version=VERSION,
+    description="Measure, explain and correct the train-rollout mismatch of RL on Megatron-LM with SGLang servers",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.12",  # megatron-core asks for it from 0.17 on
+    packages=find_packages(include=["megatron_rl_corr", "megatron_rl_corr.*"]),
+    package_data={
+        # A folder for PYTHONPATH, not a package: `sitecustomize` is imported under that bare name.
+        "megatron_rl_corr.cpu": ["site/*.py"],
+    },
+    install_requires=[
+        "torch>=2.6",
+        "megatron-core>=0.17.1,<0.20",
+        "pyyaml>=6",
+        "tensorboard>=2.14",
+        "aiohttp>=3.9",
+        "orjson>=3.9",
+        "safetensors>=0.4",
+        "matplotlib>=3.8",
+    ],
+    extras_require={
+        "dev": ["pytest>=8", "hypothesis>=6", "ruff>=0.6"],
+        "gpu": ["transformer-engine[pytorch]>=2"],
+        "sglang": ["sglang==0.5.23"],
+    },
+    entry_points={"console_scripts": ["megatron-rl-corr = megatron_rl_corr.cli:main"]},
+)
