@@ -1,0 +1,189 @@
+"""What every metric means, its formula and its usual range: the one table the page and the docs read.
+
+D = log pi_train - log pi_rollout of a sampled token, rho = e^D, w = the importance weight after its bounds.
+"""
+
+import math
+from dataclasses import dataclass
+
+from megatron_rl_corr.report.values import readable
+
+GAP_REMEDY = (
+    "Compare both sides: the same temperature and top-p/top-k support, lm_head in float32 on both or on "
+    "neither, the same checkpoint and dtype, the prefix cache flushed after each weight update; for a "
+    "mixture of experts turn on routing replay. If KL(k1) is in its range, a few improbable tokens carry the "
+    "gap: see max |log-ratio|. What remains depends on the GPU and its attention kernel: 5e-4 to 1e-2 is "
+    "common."
+)
+SHIFT_REMEDY = (
+    "If KL(k3) is in its range, all tokens are shifted alike: look for a temperature, or a top-p/top-k "
+    "renormalisation, that only one side applies. Otherwise follow the advice for KL(k3)."
+)
+WEIGHT_REMEDY = (
+    "Over long sequences a product of ratios collapses or explodes: use token or geometric weights, or "
+    "reject sequences geometrically. If token weights drift too, close the gap itself first (see the KL)."
+)
+
+
+@dataclass(frozen=True)
+class UsualRange:
+    """The closed interval a healthy run keeps to, what it means to leave it, and what to do then."""
+
+    says: str
+    remedy: str
+    low: float = -math.inf
+    high: float = math.inf
+
+    def excludes(self, value: float) -> bool:
+        """True outside the interval, and for NaN."""
+        return not self.low <= value <= self.high
+
+    def __str__(self) -> str:
+        if self.low == self.high:
+            return readable(self.low)
+        if self.low == -math.inf:
+            return f"at most {readable(self.high)}"
+        if self.high == math.inf:
+            return f"at least {readable(self.low)}"
+        return f"{readable(self.low)} to {readable(self.high)}"
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """One metric: a line for a person, its formula, a short label, and its usual range if it has one."""
+
+    text: str
+    formula: str = ""
+    label: str = ""
+    usual: UsualRange | None = None
+
+
+MEANINGS: dict[str, Meaning] = {
+    "step": Meaning("training step"),
+    "reward/mean": Meaning("reward of the step's samples; should rise", "mean(r)", "reward"),
+    "reward/std": Meaning("spread of the rewards; 0 leaves nothing to learn from", "std(r)"),
+    "reward/max": Meaning("best reward of the step", "max(r)"),
+    "reward/min": Meaning("worst reward of the step", "min(r)"),
+    "rollout_corr/kl": Meaning(
+        "train-infer KL, k1 estimate: sees a shift common to all tokens", "mean(-D)", "KL(k1)",
+        UsualRange("train and rollout probabilities are shifted against each other", SHIFT_REMEDY,
+                   low=-1e-2, high=1e-2),
+    ),
+    "rollout_corr/k3_kl": Meaning(
+        "train-infer KL, k3 estimate: never negative, dominated by the worst tokens",
+        "mean(e^D - D - 1)", "KL(k3)",
+        UsualRange("train and rollout disagree more than numerics explain", GAP_REMEDY, high=1e-2),
+    ),
+    "rollout_corr/log_ratio_abs_max": Meaning(
+        "largest disagreement on one token", "max |D|", "max |log-ratio|"
+    ),
+    "rollout_corr/log_ratio_abs_mean": Meaning("average disagreement per token", "mean |D|"),
+    "rollout_corr/weight_mean": Meaning(
+        "average importance weight; 1 when both sides agree", "mean(w)", "weight",
+        UsualRange("the correction rescales the whole gradient", WEIGHT_REMEDY, low=0.5, high=2.0),
+    ),
+    "rollout_corr/weight_std": Meaning("spread of the importance weights", "std(w)"),
+    "rollout_corr/weight_max": Meaning(
+        "largest importance weight; stays at the upper bound if truncated", "max(w)"
+    ),
+    "rollout_corr/weight_min": Meaning("smallest importance weight", "min(w)"),
+    "rollout_corr/ess": Meaning(
+        "effective sample size: share of the batch that carries the gradient; 1 is ideal",
+        "1 / mean((w / mean(w))^2)", "ESS",
+        UsualRange(
+            "a few samples carry the gradient",
+            "Lower the upper bound of the weights, or prefer token to sequence weights; check that samples "
+            "are not several weight versions old.", low=0.3,
+        ),
+    ),
+    "rollout_corr/kept_fraction": Meaning(
+        "tokens left after rejection", "kept tokens / valid tokens", "kept"
+    ),
+    "rollout_corr/kept_sequence_fraction": Meaning(
+        "sequences left after rejection", "kept sequences / valid sequences", "kept sequences"
+    ),
+    "rollout_corr/nonfinite_tokens": Meaning(
+        "tokens dropped because a log-probability was NaN or infinite", "count", "dropped",
+        UsualRange(
+            "log-probabilities came back NaN or infinite",
+            "Look for overflow in the rollout server's logits (its dtype and quantisation), and for tokens "
+            "that sampling could not have produced.", low=0, high=0,
+        ),
+    ),
+    "rollout_corr/valid_tokens": Meaning("tokens in the loss mask with finite log-probabilities", "count"),
+    "rollout_corr/sequences": Meaning("sequences with at least one valid token", "count"),
+    "rollout_corr/chi2_token": Meaning(
+        "chi-squared divergence per token: variance of the raw ratios", "mean(rho^2) - 1", "chi2",
+        UsualRange(
+            "raw ratios vary so much that weights are mostly noise",
+            "Bound the weights on both sides (IcePop) or reject on k3; find out which tokens do it: "
+            "improbable tokens and late turns come first.", high=1,
+        ),
+    ),
+    "rollout_corr/training_ppl": Meaning(
+        "perplexity of the samples under the trained model",
+        "mean over sequences of exp(-mean log pi_train)",
+    ),
+    "rollout_corr/rollout_ppl": Meaning(
+        "perplexity of the samples under the rollout server",
+        "mean over sequences of exp(-mean log pi_rollout)",
+    ),
+    "rollout_corr/log_ppl_diff": Meaning(
+        "gap of the two log-perplexities", "mean over sequences of mean(log pi_rollout - log pi_train)"
+    ),
+    "rollout_corr/pearson": Meaning(
+        "correlation of the two sides' token probabilities; 1 is ideal", "corr(pi_train, pi_rollout)"
+    ),
+    "loss/policy": Meaning("policy loss; its level says little, jumps do"),
+    "loss/clip_fraction": Meaning("tokens whose policy ratio was clipped", "clipped tokens / valid tokens"),
+    "loss/old_new_k3_kl": Meaning("how far the policy moved from pi_old within the step, k3 estimate"),
+    "loss/entropy": Meaning("entropy of the policy per token; a fall to 0 is collapse", "mean(-sum p log p)"),
+    "grad_norm": Meaning("gradient norm before clipping; spikes often follow the KL", label="grad norm"),
+    "lr": Meaning("learning rate"),
+    "response_length/mean": Meaning("tokens per response", label="response length"),
+    "tokens_per_s": Meaning("response tokens per second of the whole step", label="tokens/s"),
+    "time/collect_s": Meaning("seconds waiting for samples and rewards"),
+    "time/score_s": Meaning("seconds in the forward-only pass for the old log-probabilities"),
+    "time/train_s": Meaning("seconds in forward, backward and optimizer"),
+    "time/push_s": Meaning("seconds sending weights to the servers"),
+    "time/step_s": Meaning("seconds of the whole step"),
+    "weight_version": Meaning("weight version the servers hold after the step", label="version"),
+    "weight_lag": Meaning(
+        "how many weight versions the samples are behind the trained weights; 0 is on-policy", label="lag"
+    ),
+    "skipped": Meaning(
+        "1 when the optimizer step was left out", "", "skip",
+        UsualRange(
+            "every token was rejected, or the gradient was not finite",
+            "Widen the rejection bounds if the kept fraction is 0; otherwise find the first NaN in the "
+            "losses.", low=0, high=0,
+        ),
+    ),
+}
+
+
+# Families of metrics: one per rejection rule.
+PREFIXES: dict[str, Meaning] = {
+    "rollout_corr/rejected_fraction/": Meaning(
+        "tokens that this rejection rule drops", "rejected tokens / valid tokens"
+    ),
+}
+
+
+def meaning_of(name: str) -> Meaning | None:
+    """The metric's meaning, or that of its family; None for a metric that is not known."""
+    if name in MEANINGS:
+        return MEANINGS[name]
+    return next((meaning for prefix, meaning in PREFIXES.items() if name.startswith(prefix)), None)
+
+
+def label_of(name: str) -> str:
+    """The metric's short label, or its name where it has none."""
+    meaning = meaning_of(name)
+    return meaning.label if meaning and meaning.label else name
+
+
+def usual_range(name: str) -> UsualRange | None:
+    """The metric's usual range, or None for a metric that has none or is not known."""
+    meaning = meaning_of(name)
+    return meaning.usual if meaning else None

@@ -1,0 +1,34 @@
+"""The one table of metrics: complete, short, and with the levels that the alerts are known by."""
+
+import pytest
+
+from megatron_rl_corr.report.meaning import MEANINGS, label_of, meaning_of, usual_range
+
+
+def test_meanings_when_compared_with_the_steps_metrics_then_every_one_is_described(healthy):
+    assert set(healthy) <= set(MEANINGS)
+
+
+def test_meanings_when_shown_in_a_table_then_one_line_each():
+    for name, meaning in MEANINGS.items():
+        assert meaning.text and "\n" not in meaning.text and len(meaning.text) <= 90, name
+        if meaning.usual:
+            # The live table prints label, value, range and this in one line of 110 characters.
+            assert len(meaning.usual.says) <= 66 and meaning.usual.remedy.endswith("."), name
+
+
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        ("rollout_corr/weight_mean", "0.5 to 2"), ("rollout_corr/ess", "at least 0.3"),
+        ("rollout_corr/k3_kl", "at most 0.01"), ("rollout_corr/kl", "-0.01 to 0.01"),
+        ("rollout_corr/chi2_token", "at most 1"), ("rollout_corr/nonfinite_tokens", "0"), ("skipped", "0"),
+    ],
+)
+def test_usual_range_when_written_then_these_words(name, text):
+    assert str(usual_range(name)) == text
+
+
+def test_meaning_of_when_the_metric_belongs_to_a_family_then_the_familys():
+    assert "rejection rule" in meaning_of("rollout_corr/rejected_fraction/seq_mean_k3").text
+    assert meaning_of("my/own") is None and usual_range("my/own") is None and label_of("my/own") == "my/own"
