@@ -1,0 +1,1 @@
+"""Everything that touches Megatron: arguments, batches, the corrected step and its hooks."""

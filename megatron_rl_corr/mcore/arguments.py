@@ -1,0 +1,171 @@
+"""The launcher's flags: parsed and checked before anything heavy is imported, and added to Megatron's own parser.
+
+Only the standard library and config.py, so that a wrong flag is told at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl_corr.config import (
+    ADVANTAGES, DENOMINATORS, LEVELS, LOSSES, MODES, PRESETS, RolloutCorrectionConfig, with_overrides,
+)
+
+PREFIX = "--rollout-"
+
+
+@dataclass(frozen=True)
+class RolloutOptions:
+    """Where samples come from and where the step's numbers go."""
+
+    urls: tuple[str, ...]
+    hf_checkpoint: str
+    prompts: str
+    reward_function: str
+    group_size: int
+    max_new_tokens: int
+    temperature: float
+    max_concurrency: int
+    timeout_s: float
+    bucket_mib: float
+    log_dir: str | None
+
+
+def add_rollout_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add both groups of flags to Megatron's parser, or to our own."""
+    _add_correction(parser.add_argument_group("rollout correction"))
+    _add_rollout(parser.add_argument_group("rollout servers"))
+    return parser
+
+
+def _add_correction(group: Any) -> None:
+    add = group.add_argument
+    default = RolloutCorrectionConfig()
+    add("--rollout-correction-preset", metavar="NAME", default=None,
+        help=f"start from a preset: {', '.join(PRESETS)}")
+    add("--rollout-correction-config", metavar="YAML", default=None,
+        help="start from a YAML file of settings (our field names, or verl's); flags override it")
+    add("--rollout-is", metavar="LEVEL", default=None,
+        help=f"level of the importance weight pi_train / pi_rollout: {', '.join(LEVELS)} or none")
+    add("--rollout-is-mode", metavar="MODE", default=None,
+        help=f"what happens to weights out of bounds: {', '.join(MODES)} "
+        "(default: truncate with one bound, mask with two)")
+    add("--rollout-is-threshold", metavar="UPPER|LOWER_UPPER", default=None,
+        help="closed bounds on the weight; 2.0 is usual, 0.5_5.0 for IcePop")
+    add("--rollout-is-batch-normalize", action=argparse.BooleanOptionalAction, default=None,
+        help="divide the weights by their mean over the global batch")
+    add("--rollout-rs", metavar="RULE[,RULE]", default=None,
+        help="rejection rules, all must keep a token: {token,seq_sum,seq_mean}_ratio with closed bounds on rho "
+        "(seq_mean_ratio is the geometric mean), {token,seq_sum,seq_mean,seq_max}_{k2,k3}, verl's *_k1 on 1/rho; "
+        "or none")
+    add("--rollout-rs-threshold", metavar="BOUNDS[,BOUNDS]", default=None,
+        help="bounds of the rules, one for all or one a rule: LOWER_UPPER for ratios, one upper bound for k2 and k3")
+    add("--rollout-loss", metavar="NAME", default=None,
+        help=f"policy loss: {', '.join(LOSSES)} (default {default.loss})")
+    add("--rollout-clip-ratio-low", metavar="X", type=float, default=None,
+        help=f"clip pi_theta / pi_old below at 1 - X (default {default.clip_ratio_low})")
+    add("--rollout-clip-ratio-high", metavar="X", type=float, default=None,
+        help=f"clip pi_theta / pi_old above at 1 + X (default {default.clip_ratio_high})")
+    add("--rollout-loss-denominator", metavar="KIND", default=None,
+        help=f"tokens the loss is divided by: {' or '.join(DENOMINATORS)} (default {default.loss_denominator})")
+    add("--rollout-advantage", metavar="KIND", default=None,
+        help=f"group-relative advantage: {' or '.join(ADVANTAGES)} (default {default.advantage})")
+
+
+def _add_rollout(group: Any) -> None:
+    add = group.add_argument
+    add("--rollout-url", metavar="URL", nargs="+", default=None,
+        help="SGLang servers, for example http://127.0.0.1:30000")
+    add("--rollout-hf-checkpoint", metavar="DIR", default=None,
+        help="Hugging Face folder of the model that the servers run: loaded into Megatron's shards when a run starts "
+        "without --load, and the source of weight names and of the true vocabulary size")
+    add("--rollout-prompts", metavar="JSONL", default=None,
+        help='one JSON object a line: {"input_ids": [...]} or {"prompt": "text"}, further keys for the reward')
+    add("--rollout-reward-function", metavar="FILE.py:NAME", default=None,
+        help="reward(prompt, output_ids, finish_reason) -> number; also package.module:NAME")
+    add("--rollout-group-size", metavar="G", type=int, default=8,
+        help="samples of each prompt (default 8); --global-batch-size counts samples")
+    add("--rollout-max-new-tokens", metavar="N", type=int, default=1024,
+        help="longest response, in tokens (default 1024)")
+    add("--rollout-temperature", metavar="T", type=float, default=1.0,
+        help="sampling temperature, applied to the training log-probs too (default 1.0)")
+    add("--rollout-max-concurrency", metavar="N", type=int, default=64,
+        help="samples in flight per data-parallel replica (default 64)")
+    add("--rollout-timeout-s", metavar="S", type=float, default=600.0,
+        help="longest wait for one request (default 600)")
+    add("--rollout-bucket-mib", metavar="MIB", type=float, default=256.0,
+        help="weights are sent in buckets of this size (default 256)")
+    add("--rollout-log-dir", metavar="DIR", default=None,
+        help="write metrics.jsonl and run.json there, for `megatron-rl-corr report DIR`")
+
+
+def parse(arguments: Sequence[str]) -> tuple[RolloutCorrectionConfig, RolloutOptions]:
+    """Our flags out of a whole Megatron command line, checked. ValueError names the flag and the remedy."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    add_rollout_arguments(parser)
+    try:
+        values, others = parser.parse_known_args(list(arguments))
+    except argparse.ArgumentError as error:
+        raise ValueError(str(error).removeprefix("argument ")) from None
+    known = [option for action in parser._actions for option in action.option_strings]
+    for other in others:
+        name = other.split("=")[0]
+        if name.startswith(PREFIX):
+            near = difflib.get_close_matches(name, known, n=1)
+            raise ValueError(f"unknown flag {name}" + (f"; did you mean {near[0]}?" if near else "; see --help"))
+    return correction_config(values), rollout_options(values)
+
+
+def correction_config(values: argparse.Namespace) -> RolloutCorrectionConfig:
+    """Preset or YAML, then flags over it."""
+    if values.rollout_correction_preset and values.rollout_correction_config:
+        raise ValueError(
+            "--rollout-correction-preset and --rollout-correction-config both start a configuration; "
+            "give one (a YAML file may name a preset under the key `preset`)"
+        )
+    base = RolloutCorrectionConfig()
+    if values.rollout_correction_preset:
+        base = RolloutCorrectionConfig.from_preset(values.rollout_correction_preset)
+    elif values.rollout_correction_config:
+        base = RolloutCorrectionConfig.from_yaml(values.rollout_correction_config)
+    overrides = {
+        name.removeprefix("rollout_") if name in _STRIPPED else name: getattr(values, name)
+        for name in _CORRECTION_FLAGS
+        if getattr(values, name) is not None
+    }
+    config = with_overrides(base, overrides)
+    if config.rollout_is is None and values.rollout_is_threshold is not None:
+        raise ValueError(
+            f"--rollout-is-threshold {values.rollout_is_threshold} has no effect without weights; "
+            f"add --rollout-is {LEVELS[0]}, or drop it"
+        )
+    return config
+
+
+_STRIPPED = ("rollout_loss", "rollout_clip_ratio_low", "rollout_clip_ratio_high", "rollout_loss_denominator",
+             "rollout_advantage")
+_CORRECTION_FLAGS = ("rollout_is", "rollout_is_mode", "rollout_is_threshold", "rollout_is_batch_normalize",
+                     "rollout_rs", "rollout_rs_threshold", *_STRIPPED)
+
+
+def rollout_options(values: argparse.Namespace) -> RolloutOptions:
+    """ValueError for what is missing or out of range."""
+    for flag in ("url", "hf_checkpoint", "prompts", "reward_function"):
+        if not getattr(values, f"rollout_{flag}"):
+            raise ValueError(f"{PREFIX}{flag.replace('_', '-')} is required; see --help")
+    fields = {field.name for field in dataclasses.fields(RolloutOptions)} - {"urls"}
+    options = RolloutOptions(
+        urls=tuple(values.rollout_url), **{name: getattr(values, f"rollout_{name}") for name in fields}
+    )
+    for name in ("group_size", "max_new_tokens", "max_concurrency", "temperature", "timeout_s", "bucket_mib"):
+        value = getattr(options, name)
+        if not value > 0:
+            raise ValueError(f"{PREFIX}{name.replace('_', '-')} must be positive, got {value}")
+    if options.group_size < 2:
+        raise ValueError("--rollout-group-size 1 leaves a group-relative advantage of 0 everywhere; use 2 or more")
+    return options

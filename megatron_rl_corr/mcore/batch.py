@@ -1,0 +1,146 @@
+"""A step's samples as tensors that every rank of a replica holds, and their microbatches.
+
+N samples of this replica, L = --seq-length, b = --micro-batch-size. Position t of a row predicts token t + 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl_corr.core.correction import Correction
+from megatron_rl_corr.mcore.compat import Layout
+from megatron_rl_corr.parallel.failure import communication_device
+from megatron_rl_corr.rollout.trajectory import Trajectory
+
+
+@dataclass(frozen=True)
+class RolloutBatch:
+    """One replica's samples, padded to rows of L."""
+
+    tokens: Tensor
+    """[N, L] int64, input ids; 0 behind the end."""
+    labels: Tensor
+    """[N, L] int64, tokens moved left by one."""
+    loss_mask: Tensor
+    """[N, L] bool: the label was sampled by the policy."""
+    rollout_logprobs: Tensor
+    """[N, L] float32 of the label; 0 outside the mask, NaN where the server gave none."""
+    rewards: Tensor
+    """[N] float32."""
+    group_ids: Tensor
+    """[N] int64: which prompt of this replica the sample answers."""
+    version_lags: Tensor
+    """[N] float32: trainer's weight version less the one that sampled the first token."""
+
+    @classmethod
+    def empty(cls, rows: int, length: int) -> RolloutBatch:
+        """Zeros of the right shapes, to receive into."""
+        device = communication_device()
+
+        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        return cls(
+            zeros(rows, length, dtype=torch.int64), zeros(rows, length, dtype=torch.int64),
+            zeros(rows, length, dtype=torch.bool), zeros(rows, length, dtype=torch.float32),
+            zeros(rows, dtype=torch.float32), zeros(rows, dtype=torch.int64), zeros(rows, dtype=torch.float32),
+        )
+
+    @classmethod
+    def from_trajectories(
+        cls, trajectories: Sequence[Trajectory], rewards: Tensor, *, length: int, version: int
+    ) -> RolloutBatch:
+        """ValueError for a sample of more than length + 1 tokens (the last one is a label only)."""
+        batch = cls.empty(len(trajectories), length)
+        host = {name: tensor.cpu() for name, tensor in vars(batch).items()}
+        for row, sample in enumerate(trajectories):
+            ids = torch.cat([sample.prompt_ids, sample.output_ids])
+            prompt, end = len(sample.prompt_ids), len(ids) - 1
+            if end > length:
+                raise ValueError(
+                    f"--seq-length {length} is too short for a sample of {len(ids)} tokens ({prompt} of them prompt); "
+                    f"use --seq-length {end} or more, or a smaller --rollout-max-new-tokens"
+                )
+            host["tokens"][row, :end] = ids[:-1]
+            host["labels"][row, :end] = ids[1:]
+            host["loss_mask"][row, prompt - 1 : end] = True
+            host["rollout_logprobs"][row, prompt - 1 : end] = sample.rollout_logprobs
+            host["group_ids"][row] = sample.prompt_index
+            host["version_lags"][row] = version - int(sample.oldest_version)
+        host["rewards"].copy_(rewards)
+        return cls(**{name: tensor.to(batch.tokens.device) for name, tensor in host.items()})
+
+    def broadcast(self, layout: Layout) -> RolloutBatch:
+        """The data leader's batch on every rank of its replica: two tensors over tensor x context, then pipeline.
+
+        Every rank passes a batch of the same shapes; only the leader's values count.
+        """
+        whole = torch.stack([self.tokens, self.labels, self.loss_mask.long()]).contiguous()
+        rows = torch.stack([self.rewards, self.group_ids.float(), self.version_lags])
+        real = torch.cat([self.rollout_logprobs.reshape(-1), rows.reshape(-1)])
+        if layout.pp_rank == 0:
+            _broadcast_from_first([whole, real], layout.tp_cp_group)
+        _broadcast_from_first([whole, real], layout.pp_group)
+        logprobs, rows = real.split([self.rollout_logprobs.numel(), rows.numel()])
+        rewards, group_ids, lags = rows.view(3, -1)
+        return RolloutBatch(
+            whole[0], whole[1], whole[2].bool(), logprobs.view_as(self.rollout_logprobs),
+            rewards, group_ids.long(), lags,
+        )
+
+    @property
+    def seq_ids(self) -> Tensor:
+        """[N * L] int64: the row of each token."""
+        rows, length = self.tokens.shape
+        return torch.arange(rows, device=self.tokens.device).repeat_interleave(length)
+
+
+def _broadcast_from_first(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
+    if group.size() > 1:
+        source = dist.get_process_group_ranks(group)[0]
+        for tensor in tensors:
+            dist.broadcast(tensor, source, group=group)
+
+
+@dataclass(frozen=True)
+class TrainingTargets:
+    """What the loss needs beside the logits, flat over tokens; on the last pipeline stage only."""
+
+    old_logprobs: Tensor
+    """[tokens] float32, log pi_old of the label."""
+    advantages: Tensor
+    """[tokens] float32."""
+    correction: Correction
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """b rows: the model's inputs and, in training on the last stage, the loss's."""
+
+    tokens: Tensor
+    """[b, L] int64."""
+    labels: Tensor
+    """[b, L] int64."""
+    position_ids: Tensor
+    """[b, L] int64."""
+    targets: TrainingTargets | None = None
+
+
+def microbatches(batch: RolloutBatch, size: int, targets: TrainingTargets | None = None) -> Iterator[Microbatch]:
+    """Rows in order, `size` at a time; N must be a multiple of it."""
+    rows, length = batch.tokens.shape
+    positions = torch.arange(length, device=batch.tokens.device).expand(size, length)
+    for start in range(0, rows, size):
+        part = slice(start, start + size)
+        micro = Microbatch(batch.tokens[part], batch.labels[part], positions)
+        if targets is not None:
+            first, last = start * length, (start + size) * length
+            micro = replace(micro, targets=TrainingTargets(
+                targets.old_logprobs[first:last], targets.advantages[first:last], targets.correction.rows(first, last)
+            ))
+        yield micro

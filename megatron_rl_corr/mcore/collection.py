@@ -1,0 +1,75 @@
+"""Samples of one step: each data-parallel replica's leader asks the servers, and its replica receives the tensors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from megatron_rl_corr.mcore.arguments import RolloutOptions
+from megatron_rl_corr.mcore.batch import RolloutBatch
+from megatron_rl_corr.mcore.compat import Layout
+from megatron_rl_corr.parallel.failure import all_reduce_failure, communication_device
+from megatron_rl_corr.rollout.blocking import LoopThread
+from megatron_rl_corr.rollout.client import RolloutClient
+from megatron_rl_corr.rollout.prompts import PromptDataset
+from megatron_rl_corr.rollout.rewards import RewardFunction, score
+from megatron_rl_corr.rollout.trajectory import SamplingParams
+
+PROGRESS_EVERY_S = 10.0
+
+
+class Collector:
+    """Collects a global batch of `samples` rows, group_size of each prompt."""
+
+    def __init__(
+        self, options: RolloutOptions, layout: Layout, *, samples: int, length: int,
+        client: RolloutClient, loop: LoopThread, prompts: PromptDataset, reward: RewardFunction,
+    ):
+        share = samples // layout.dp_size
+        if samples % layout.dp_size or share % options.group_size:
+            raise ValueError(
+                f"--global-batch-size {samples} must be a multiple of --rollout-group-size {options.group_size} times "
+                f"the data-parallel size {layout.dp_size}: a prompt's samples stay on one replica"
+            )
+        self._options, self._layout, self._length = options, layout, length
+        self._client, self._loop, self._prompts, self._reward = client, loop, prompts, reward
+        self._rows, self._prompts_per_step = share, samples // options.group_size
+        self.device = communication_device()
+        self._sampling = SamplingParams(max_new_tokens=options.max_new_tokens, temperature=options.temperature)
+
+    def collect(self, step: int, version: int) -> RolloutBatch:
+        """This replica's rows of step number `step`, sampled from weights `version` or older; every rank calls it."""
+        batch, error = RolloutBatch.empty(self._rows, self._length), None
+        if self._layout.is_data_leader:
+            try:
+                batch = self._ask(step, version)
+            except Exception as failure:  # raised below, on this rank, once the others know
+                error = failure
+        all_reduce_failure(error)
+        return batch.broadcast(self._layout)
+
+    def _ask(self, step: int, version: int) -> RolloutBatch:
+        per_replica = self._prompts_per_step // self._layout.dp_size
+        first = self._layout.dp_rank * per_replica
+        prompts = self._prompts.batch(step, self._prompts_per_step)[first : first + per_replica]
+        trajectories = self._loop.call(
+            self._client.generate(
+                [prompt.input_ids for prompt in prompts], self._sampling,
+                samples_per_prompt=self._options.group_size, on_progress=_progress_printer(step),
+            )
+        )
+        rewards = score(trajectories, prompts, self._reward)
+        return RolloutBatch.from_trajectories(trajectories, rewards, length=self._length, version=version)
+
+
+def _progress_printer(step: int) -> Callable[[int, int], None]:
+    """Says how far a slow collection has come, every ten seconds; a fast one stays silent."""
+    last = time.monotonic()
+
+    def on_progress(done: int, total: int) -> None:
+        nonlocal last
+        if time.monotonic() - last >= PROGRESS_EVERY_S:
+            last = time.monotonic()
+            print(f"[rollout] step {step + 1}: {done} of {total} samples", flush=True)
+
+    return on_progress

@@ -1,0 +1,133 @@
+"""Every version-sensitive fact of Megatron in one place: supported versions, groups, signatures, results."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import __version__ as megatron_version
+from megatron.core import parallel_state as mpu
+from torch.distributed import ProcessGroup
+
+from megatron_rl_corr.weight_sync.export import StageGroups
+from megatron_rl_corr.weight_sync.shards import ShardRanks
+
+SUPPORTED = ((0, 19), (0, 20))
+"""From, inclusive, to, exclusive."""
+
+
+def check_version() -> None:
+    """RuntimeError unless this megatron-core is one that the hooks were written for."""
+    found = tuple(int(part) for part in megatron_version.split(".")[:2])
+    low, high = SUPPORTED
+    if not low <= found < high:
+        raise RuntimeError(
+            f"megatron-core {megatron_version} is not supported by megatron_rl_corr: "
+            f"install >={low[0]}.{low[1]},<{high[0]}.{high[1]}"
+        )
+
+
+def check_parameters(function: Callable, names: tuple[str, ...]) -> None:
+    """RuntimeError if a function that is about to be replaced does not take these arguments."""
+    found = inspect.signature(function).parameters
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise RuntimeError(
+            f"{function.__module__}.{function.__qualname__} of megatron-core {megatron_version} does not take "
+            f"{', '.join(missing)}: this Megatron was changed in a way that megatron_rl_corr does not know"
+        )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """This rank's place in Megatron's process groups."""
+
+    dp_rank: int
+    dp_size: int
+    cp_size: int
+    pp_rank: int
+    pp_size: int
+    is_last_stage: bool
+    tp_group: ProcessGroup
+    cp_group: ProcessGroup
+    dp_cp_group: ProcessGroup
+    pp_group: ProcessGroup
+    tp_cp_group: ProcessGroup
+    shard: ShardRanks
+    stage_groups: StageGroups
+
+    @property
+    def is_data_leader(self) -> bool:
+        """Exactly one rank of each data-parallel replica: it talks to the rollout servers."""
+        return self.pp_rank == 0 and self.tp_cp_group.rank() == 0
+
+
+def layout() -> Layout:
+    """Read from Megatron's initialised parallel state."""
+    expert_group = mpu.get_expert_tensor_and_model_parallel_group()
+    # Ranks of a stage are numbered tensor first, so its lowest rank is tensor rank 0 of the first replica.
+    stage_ranks = torch.distributed.get_process_group_ranks(
+        mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    )
+    return Layout(
+        dp_rank=mpu.get_data_parallel_rank(),
+        dp_size=mpu.get_data_parallel_world_size(),
+        cp_size=mpu.get_context_parallel_world_size(),
+        pp_rank=mpu.get_pipeline_model_parallel_rank(),
+        pp_size=mpu.get_pipeline_model_parallel_world_size(),
+        is_last_stage=mpu.is_pipeline_last_stage(ignore_virtual=True),
+        tp_group=mpu.get_tensor_model_parallel_group(),
+        cp_group=mpu.get_context_parallel_group(),
+        dp_cp_group=mpu.get_data_parallel_group(with_context_parallel=True),
+        pp_group=mpu.get_pipeline_model_parallel_group(),
+        tp_cp_group=mpu.get_tensor_and_context_parallel_group(),
+        shard=ShardRanks(
+            tp_rank=mpu.get_tensor_model_parallel_rank(),
+            tp_size=mpu.get_tensor_model_parallel_world_size(),
+            expert_tp_rank=mpu.get_expert_tensor_parallel_rank(),
+            expert_tp_size=mpu.get_expert_tensor_parallel_world_size(),
+            ep_rank=mpu.get_expert_model_parallel_rank(),
+        ),
+        stage_groups=StageGroups(tp=mpu.get_tensor_model_parallel_group(), expert=expert_group, sender=min(stage_ranks)),
+    )
+
+
+@contextlib.contextmanager
+def gathered_parameters(model: list, optimizer: Any) -> Iterator[None]:
+    """Whole, current parameters within, also where the optimizer's all-gather is left to the next forward pass."""
+    from megatron.training import training
+
+    overlapped = [chunk for chunk in model if getattr(chunk, "remove_forward_pre_hook_handles", None)]
+    if overlapped:
+        training.disable_forward_pre_hook(model, optimizer=optimizer)
+    try:
+        yield
+    finally:
+        if overlapped:
+            training.enable_forward_pre_hook(model)
+
+
+def skipped_step() -> tuple:
+    """What `train_step` returns for a step without an update: losses, skipped, checkpoint?, exit?, code, and norms."""
+    return {}, 1, False, False, 0, None, None, 0
+
+
+def grad_norm_of(result: tuple) -> float | None:
+    """The gradient norm in `train_step`'s result."""
+    norm = result[5]
+    return None if norm is None else float(norm)
+
+
+def was_skipped(result: tuple) -> bool:
+    return bool(result[1])
+
+
+def unwrapped(model: list) -> list:
+    """The model chunks without DDP's and the precision's wrappers."""
+    from megatron.core.utils import unwrap_model
+
+    return unwrap_model(model)

@@ -1,0 +1,74 @@
+"""The corrected policy loss as Megatron's schedules want it: right in both modes of --calculate-per-token-loss.
+
+b rows of L tokens, V/tp vocabulary columns, M microbatches, N the loss's denominator over the global batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_rl_corr.config import RolloutCorrectionConfig
+from megatron_rl_corr.core.losses import policy_loss
+from megatron_rl_corr.core.metrics import Metric
+from megatron_rl_corr.mcore.batch import Microbatch
+from megatron_rl_corr.parallel.vocab import vocab_parallel_logprobs
+
+
+@dataclass(frozen=True)
+class LogprobSettings:
+    """How logits become log-probs of the same distribution that the server sampled from."""
+
+    tp_group: ProcessGroup | None
+    temperature: float
+    vocab_size: int
+
+
+def label_logprobs(
+    logits: Tensor, labels: Tensor, settings: LogprobSettings, *, with_entropy: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs (and entropy) of a microbatch, flat: logits [b, L, V/tp], labels [b, L] -> [b * L]."""
+    return vocab_parallel_logprobs(
+        logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), tp_group=settings.tp_group,
+        temperature=settings.temperature, vocab_size=settings.vocab_size, with_entropy=with_entropy,
+    )
+
+
+@dataclass
+class CorrectedLoss:
+    """Builds the schedule's loss of each microbatch of one step and keeps the metrics of all."""
+
+    config: RolloutCorrectionConfig
+    logprobs: LogprobSettings
+    num_microbatches: int
+    dp_size: int
+    per_token: bool
+    """Megatron's calculate_per_token_loss."""
+    global_positions: int
+    """All positions of the global batch, padding included: global batch size x L."""
+    metrics: list[dict[str, Metric]] = field(default_factory=list)
+
+    def __call__(self, micro: Microbatch, logits: Tensor) -> tuple:
+        """The microbatch's share of (sum over the global batch of the token losses) / N.
+
+        Off: a 2-tuple; the schedule multiplies it by cp and divides by M, DDP by dp * cp, which leaves
+        M * dp to put back. On: a 3-tuple; the gradient is divided by the sum of the returned counts, so all positions
+        are counted, and the loss scaled to match: MoE's auxiliary losses, which that division also meets, then do not
+        grow where tokens are masked or rejected.
+        """
+        targets = micro.targets
+        logprobs, _ = label_logprobs(logits, micro.labels, self.logprobs)
+        metrics: dict[str, Metric] = {}
+        losses = policy_loss(
+            self.config.loss, logprobs, targets.old_logprobs, targets.advantages, targets.correction, self.config,
+            metrics=metrics,
+        )
+        self.metrics.append(metrics)
+        share = losses.sum() / targets.correction.denominator(self.config.loss_denominator).float()
+        if self.per_token:
+            count = torch.tensor(losses.numel(), dtype=torch.int, device=losses.device)
+            return share * self.global_positions, count, {}
+        return share * (self.num_microbatches * self.dp_size), {}

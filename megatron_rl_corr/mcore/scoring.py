@@ -1,0 +1,48 @@
+"""Log-probs of sampled tokens under the current weights, by Megatron's forward-only schedule.
+
+N samples of L tokens, b rows a microbatch.
+"""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megatron_rl_corr.mcore.batch import RolloutBatch, microbatches
+from megatron_rl_corr.mcore.forward_step import make_forward_step
+from megatron_rl_corr.mcore.loss import LogprobSettings, label_logprobs
+
+
+@torch.no_grad()
+def score(
+    model: list, batch: RolloutBatch, settings: LogprobSettings, *, micro_batch_size: int
+) -> tuple[Tensor, Tensor] | None:
+    """(log-probs, entropies), each [N * L] float32, on the last pipeline stage; None on the others.
+
+    The model is in evaluation mode meanwhile (no dropout), and back in training mode after.
+    """
+    rows, length = batch.tokens.shape
+    forward_step = make_forward_step(
+        lambda micro, logits: label_logprobs(logits, micro.labels, settings, with_entropy=True)
+    )
+    iterators = [microbatches(batch, micro_batch_size) for _ in model]
+    for chunk in model:
+        chunk.eval()
+    try:
+        results = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iterators if len(model) > 1 else iterators[0],
+            model=model,
+            num_microbatches=rows // micro_batch_size,
+            seq_length=length,
+            micro_batch_size=micro_batch_size,
+            forward_only=True,
+            collect_non_loss_data=True,
+        )
+    finally:
+        for chunk in model:
+            chunk.train()
+    if not results:
+        return None
+    return torch.cat([logprobs for logprobs, _ in results]), torch.cat([entropy for _, entropy in results])

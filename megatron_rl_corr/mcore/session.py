@@ -1,0 +1,107 @@
+"""Builds everything a corrected run needs once Megatron has made its model: checks, weights, servers, the step."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl_corr.config import RolloutCorrectionConfig
+from megatron_rl_corr.mcore import compat
+from megatron_rl_corr.mcore.arguments import RolloutOptions
+from megatron_rl_corr.mcore.collection import Collector
+from megatron_rl_corr.mcore.loss import LogprobSettings
+from megatron_rl_corr.mcore.step import CorrectedStep
+from megatron_rl_corr.parallel.failure import all_reduce_failure
+from megatron_rl_corr.rollout.blocking import LoopThread
+from megatron_rl_corr.rollout.client import RolloutClient
+from megatron_rl_corr.rollout.errors import RolloutError
+from megatron_rl_corr.rollout.prompts import PromptDataset
+from megatron_rl_corr.rollout.rewards import load_function
+from megatron_rl_corr.weight_sync.export import StageExporter
+from megatron_rl_corr.weight_sync.hf_checkpoint import HFCheckpoint
+from megatron_rl_corr.weight_sync.names import NameTable
+from megatron_rl_corr.weight_sync.push import push_weights
+from megatron_rl_corr.weight_sync.servers import WeightServers
+from megatron_rl_corr.weight_sync.shards import LocalParameter, load_shards, local_parameters
+
+Report = Callable[[dict[str, float]], None]
+WAIT_FOR_SERVERS_S = 60.0
+
+
+def check_megatron_arguments(args: argparse.Namespace) -> None:
+    """ValueError for Megatron flags that a corrected step can't honour."""
+    if args.context_parallel_size > 1:
+        raise ValueError(
+            f"--context-parallel-size {args.context_parallel_size} is not supported with rollouts; use 1"
+        )
+    if args.yaml_cfg is not None:
+        raise ValueError("--yaml-cfg replaces every flag, the rollout ones too; give Megatron's settings as flags")
+    if args.rampup_batch_size is not None:
+        raise ValueError("--rampup-batch-size is not supported with rollouts: every step takes --global-batch-size")
+    if args.eval_iters:
+        raise ValueError(
+            f"--eval-iters {args.eval_iters}: evaluation would score the script's data set, not rollouts; "
+            "use --eval-iters 0"
+        )
+
+
+def start(
+    config: RolloutCorrectionConfig, options: RolloutOptions, args: argparse.Namespace, model: list, optimizer: Any,
+    encode: Callable[[str], list[int]], report: Report,
+) -> CorrectedStep:
+    """Load the weights, reach the servers, push the first version, and return the step; every rank calls it."""
+    layout = compat.layout()
+    checkpoint = HFCheckpoint(options.hf_checkpoint)
+    table = NameTable(checkpoint.config, padded_vocab_size=args.padded_vocab_size)
+    experts = (args.num_experts or 0) // args.expert_model_parallel_size
+    parameters = local_parameters(compat.unwrapped(model), table, experts_per_rank=experts)
+    if args.iteration == 0:
+        load_shards(parameters, checkpoint, layout.shard)
+        optimizer.reload_model_params()
+    vocab_size = checkpoint.config["vocab_size"]
+    loop = LoopThread()
+    client = RolloutClient(
+        options.urls, vocab_size=vocab_size, max_concurrency=options.max_concurrency, timeout_s=options.timeout_s
+    )
+    _reach(client, loop)
+    push = _pusher(parameters, layout, client, loop, options)
+    with compat.gathered_parameters(model, optimizer):
+        push(args.iteration)
+    collector = Collector(
+        options, layout, samples=args.global_batch_size, length=args.seq_length, client=client, loop=loop,
+        prompts=PromptDataset.from_jsonl(options.prompts, encode, seed=args.seed),
+        reward=load_function(options.reward_function),
+    )
+    return CorrectedStep(
+        config=config, layout=layout, collector=collector,
+        logprobs=LogprobSettings(layout.tp_group, options.temperature, vocab_size),
+        push=push, report=report, micro_batch_size=args.micro_batch_size,
+        global_batch_size=args.global_batch_size, group_size=options.group_size,
+    )
+
+
+def _reach(client: RolloutClient, loop: LoopThread) -> None:
+    """Every server answers, seen from rank 0; failing here is cheaper than in the middle of a step."""
+    error = None
+    if dist.get_rank() == 0:
+        try:
+            loop.call(client.wait_healthy(WAIT_FOR_SERVERS_S))
+        except RolloutError as failure:
+            error = failure
+    all_reduce_failure(error)
+
+
+def _pusher(
+    parameters: list[LocalParameter], layout: compat.Layout, client: RolloutClient, loop: LoopThread,
+    options: RolloutOptions,
+) -> Callable[[int], None]:
+    exporter = StageExporter(
+        parameters, layout.shard, layout.stage_groups, stage=layout.pp_rank, num_stages=layout.pp_size
+    )
+    servers = WeightServers(client, loop, backend="nccl" if torch.cuda.is_available() else "gloo")
+    bucket_bytes = int(options.bucket_mib * 2**20)
+    return lambda version: push_weights(exporter, servers, version=str(version), bucket_bytes=bucket_bytes)

@@ -1,0 +1,141 @@
+"""One corrected optimizer step: collect, score, correct, train, push, report.
+
+N samples of this replica, L tokens a row.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.rerun_state_machine import RerunDataIterator
+
+from megatron_rl_corr.config import RolloutCorrectionConfig
+from megatron_rl_corr.core.metrics import Metric
+from megatron_rl_corr.mcore import compat
+from megatron_rl_corr.mcore.batch import RolloutBatch, TrainingTargets, microbatches
+from megatron_rl_corr.mcore.collection import Collector
+from megatron_rl_corr.mcore.forward_step import make_forward_step
+from megatron_rl_corr.mcore.loss import CorrectedLoss, LogprobSettings
+from megatron_rl_corr.mcore.scoring import score
+from megatron_rl_corr.mcore.targets import batch_metrics, make_targets
+from megatron_rl_corr.parallel.groups import ParallelGroups
+from megatron_rl_corr.parallel.reduce import all_gather_metrics, merge
+
+TrainStep = Callable[..., tuple]
+
+
+@dataclass
+class StepTimes:
+    """Wall seconds of a step's parts on this rank, in order."""
+
+    last: float = field(default_factory=time.perf_counter)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def mark(self, name: str) -> None:
+        """What passed since the last mark belongs to `name`."""
+        now = time.perf_counter()
+        self.seconds[f"time/{name}_s"] = now - self.last
+        self.last = now
+
+
+@dataclass(frozen=True)
+class CorrectedStep:
+    """Stands in for Megatron's train step: makes the batch from rollouts, and lets the original train on it."""
+
+    config: RolloutCorrectionConfig
+    layout: compat.Layout
+    collector: Collector
+    logprobs: LogprobSettings
+    push: Callable[[int], None]
+    """push(version): send the current weights; every rank calls it."""
+    report: Callable[[dict[str, float]], None]
+    """Takes a step's numbers, on the job's last rank."""
+    micro_batch_size: int
+    global_batch_size: int
+    group_size: int
+
+    @property
+    def groups(self) -> ParallelGroups:
+        return ParallelGroups(cp=self.layout.cp_group, dp_cp=self.layout.dp_cp_group)
+
+    def run(self, train_step: TrainStep, iteration: int, model: list, optimizer: Any, per_token: bool) -> tuple:
+        """The step after `iteration` finished ones; train_step(forward_step, data_iterator) is Megatron's own."""
+        times = StepTimes()
+        batch = self.collector.collect(iteration, version=iteration)
+        times.mark("collect")
+        with compat.gathered_parameters(model, optimizer):
+            scored = score(model, batch, self.logprobs, micro_batch_size=self.micro_batch_size)
+        times.mark("score")
+        targets, metrics = None, {}
+        if scored is not None:
+            old_logprobs, entropy = scored
+            targets = make_targets(batch, old_logprobs, self.config, self.groups, group_size=self.group_size)
+            metrics = batch_metrics(batch, targets, entropy)
+        if self._broadcast_kept_tokens(targets) > 0:
+            result, loss_metrics = self._train(train_step, batch, targets, len(model), per_token)
+            metrics |= loss_metrics
+        else:
+            result = compat.skipped_step()
+        times.mark("train")
+        with compat.gathered_parameters(model, optimizer):
+            self.push(iteration + 1)
+        times.mark("push")
+        self._log(iteration, metrics, result, times)
+        return result
+
+    def _broadcast_kept_tokens(self, targets: TrainingTargets | None) -> float:
+        """Tokens of the global batch that the loss keeps, known to the last stage, on every stage.
+
+        The one host read before training: a step without a token must be skipped by all, or Adam's momentum and
+        weight decay would still move the weights.
+        """
+        device = self.collector.device
+        kept = torch.zeros((), dtype=torch.float64, device=device) if targets is None else targets.correction.kept_tokens
+        if self.layout.pp_size > 1:
+            last = dist.get_process_group_ranks(self.layout.pp_group)[-1]
+            dist.broadcast(kept, last, group=self.layout.pp_group)
+        count = kept.item()
+        if count == 0 and dist.get_rank() == dist.get_world_size() - 1:
+            print(
+                "[rollout] every token of the batch was rejected: no update in this step. "
+                "See rollout_corr/rejected_fraction/* for the rule, and widen --rollout-rs-threshold",
+                file=sys.stderr, flush=True,
+            )
+        return count
+
+    def _train(
+        self, train_step: TrainStep, batch: RolloutBatch, targets: TrainingTargets | None, num_chunks: int,
+        per_token: bool,
+    ) -> tuple[tuple, dict[str, Metric]]:
+        rows, length = batch.tokens.shape
+        loss = CorrectedLoss(
+            self.config, self.logprobs, num_microbatches=rows // self.micro_batch_size,
+            dp_size=self.layout.dp_size, per_token=per_token, global_positions=self.global_batch_size * length,
+        )
+        iterators = [
+            RerunDataIterator(microbatches(batch, self.micro_batch_size, targets)) for _ in range(num_chunks)
+        ]
+        result = train_step(make_forward_step(loss), iterators if num_chunks > 1 else iterators[0])
+        return result, {f"loss/{name}": metric for name, metric in merge(loss.metrics).items()}
+
+    def _log(self, iteration: int, metrics: dict[str, Metric], result: tuple, times: StepTimes) -> None:
+        if not self.layout.is_last_stage:
+            return
+        numbers = all_gather_metrics(metrics, self.layout.dp_cp_group)
+        if dist.get_rank() != dist.get_world_size() - 1:
+            return
+        step_s = sum(times.seconds.values())
+        grad_norm = compat.grad_norm_of(result)
+        samples_tokens = numbers["response_length/mean"] * self.global_batch_size
+        self.report({
+            "step": iteration + 1, **numbers, **times.seconds, "time/step_s": step_s,
+            "tokens_per_s": samples_tokens / step_s, "weight_version": iteration + 1,
+            "skipped": int(compat.was_skipped(result)),
+            **({} if grad_norm is None else {"grad_norm": grad_norm}),
+        })

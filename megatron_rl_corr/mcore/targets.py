@@ -1,0 +1,55 @@
+"""From scored samples to what the loss needs: correction and advantages, and the metrics of the batch.
+
+N samples of L tokens; all flat tensors have N * L entries.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_rl_corr.config import RolloutCorrectionConfig
+from megatron_rl_corr.core.advantages import group_advantages
+from megatron_rl_corr.core.correction import compute_correction
+from megatron_rl_corr.core.metrics import Max, Mean, Metric, Min, Std
+from megatron_rl_corr.mcore.batch import RolloutBatch, TrainingTargets
+from megatron_rl_corr.parallel.groups import ParallelGroups
+
+
+def make_targets(
+    batch: RolloutBatch, old_logprobs: Tensor, config: RolloutCorrectionConfig, groups: ParallelGroups,
+    *, group_size: int,
+) -> TrainingTargets:
+    """Correct pi_old against pi_rollout, then take group-relative advantages over the rows that were not rejected."""
+    rows, length = batch.tokens.shape
+    correction = compute_correction(
+        old_logprobs, batch.rollout_logprobs.reshape(-1), batch.loss_mask.reshape(-1), batch.seq_ids,
+        num_sequences=rows, config=config, groups=groups,
+    )
+    advantages = group_advantages(
+        batch.rewards, batch.group_ids, num_groups=rows // group_size, kind=config.advantage,
+        in_baseline=correction.kept_sequences,
+    )
+    return TrainingTargets(old_logprobs, advantages.repeat_interleave(length), correction)
+
+
+def batch_metrics(batch: RolloutBatch, targets: TrainingTargets, entropy: Tensor) -> dict[str, Metric]:
+    """Rewards, lengths, staleness, entropy and the correction's own metrics, under the names that are logged."""
+    rewards, ones = batch.rewards.double(), torch.ones_like(batch.rewards, dtype=torch.float64)
+    lengths, lags = batch.loss_mask.sum(dim=1).double(), batch.version_lags.double()
+    total, squares, count, length, lag = torch.stack(
+        [rewards, rewards.square(), ones, lengths, lags]
+    ).sum(dim=1).unbind()
+    valid = targets.correction.valid
+    seen = torch.stack([torch.where(valid, entropy, 0.0), valid.float()]).sum(dim=1, dtype=torch.float64)
+    metrics: dict[str, Metric] = {
+        "reward/mean": Mean(torch.stack([total, count])),
+        "reward/std": Std(torch.stack([total, squares, count])),
+        "reward/max": Max(rewards.amax()[None]),
+        "reward/min": Min(rewards.amin()[None]),
+        "response_length/mean": Mean(torch.stack([length, count])),
+        "weight_lag": Max(lags.amax()[None]),
+        "weight_lag_mean": Mean(torch.stack([lag, count])),
+        "loss/entropy": Mean(seen),
+    }
+    return metrics | {f"rollout_corr/{name}": metric for name, metric in targets.correction.metrics.items()}

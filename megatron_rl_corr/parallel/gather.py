@@ -1,0 +1,20 @@
+"""One tensor of every rank, stacked in rank order."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+
+def all_gather_stacked(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+    """[...] on each of R ranks -> [R, ...] on all: one collective; without a group, or alone in it, a view.
+
+    Reducing the result locally gives every rank the same bits, which a ring all-reduce does not promise.
+    """
+    if group is None or group.size() == 1:
+        return tensor[None]
+    # Flat, because gloo takes only the concatenation of its inputs' first dimension, not a new one.
+    gathered = tensor.new_empty(group.size() * tensor.numel())
+    dist.all_gather_into_tensor(gathered, tensor.contiguous().view(-1), group=group)
+    return gathered.view(group.size(), *tensor.shape)

@@ -1,0 +1,83 @@
+"""Streams a pipeline stage's weights under their Hugging Face names, one parameter at a time, to one sending rank.
+
+No rank ever holds more than one parameter (with its expert-parallel siblings) beside its own shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from megatron_rl_corr.parallel.gather import all_gather_stacked
+from megatron_rl_corr.weight_sync.buckets import NamedTensor
+from megatron_rl_corr.weight_sync.shards import LocalParameter, ShardRanks
+
+
+@dataclass(frozen=True)
+class StageGroups:
+    """The groups of one pipeline stage that a parameter is gathered over, and who sends."""
+
+    tp: ProcessGroup | None
+    """Tensor parallel."""
+    expert: ProcessGroup | None
+    """Expert tensor x expert parallel: together they hold every expert of the stage once."""
+    sender: int
+    """Global rank of the stage's sender: tensor rank 0 of the first data-parallel replica."""
+
+
+class StageExporter:
+    """Gathers and renames the weights of one stage."""
+
+    def __init__(
+        self, parameters: Sequence[LocalParameter], ranks: ShardRanks, groups: StageGroups,
+        *, stage: int, num_stages: int,
+    ):
+        self.stage, self.num_stages = stage, num_stages
+        self._parameters, self._ranks, self._groups = parameters, ranks, groups
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        self.sends = rank == groups.sender
+        self.leads = rank == 0
+        self._in_tp = _holds(groups.tp, groups.sender, rank)
+        self._in_expert = _holds(groups.expert, groups.sender, rank)
+        self._expert_places = self._gather_places() if self._in_expert else []
+
+    def _gather_places(self) -> list[tuple[int, int]]:
+        """(expert-parallel rank, expert-tensor rank) of each member of the expert group."""
+        place = (self._ranks.ep_rank, self._ranks.expert_tp_rank)
+        if self._groups.expert is None or self._groups.expert.size() == 1:
+            return [place]
+        places = [None] * self._groups.expert.size()
+        dist.all_gather_object(places, place, group=self._groups.expert)
+        return places
+
+    @torch.no_grad()
+    def tensors(self) -> Iterator[NamedTensor]:
+        """(Hugging Face name, whole tensor) of the stage; every rank of the stage must run through it."""
+        for parameter in self._parameters:
+            rule = parameter.rule(self._ranks.ep_rank)
+            if not rule.is_expert:
+                if self._in_tp:
+                    # A replicated parameter is whole already: gathering it would only move copies.
+                    group = None if rule.layout.replicated else self._groups.tp
+                    shards = all_gather_stacked(parameter.tensor.detach(), group).unbind()
+                    yield from zip(rule.hf_names, rule.layout.merge(shards))
+            elif self._in_expert:
+                yield from self._expert_tensors(parameter)
+
+    def _expert_tensors(self, parameter: LocalParameter) -> Iterator[NamedTensor]:
+        gathered = all_gather_stacked(parameter.tensor.detach(), self._groups.expert)
+        for ep_rank in sorted({ep for ep, _ in self._expert_places}):
+            mine = sorted((etp, i) for i, (ep, etp) in enumerate(self._expert_places) if ep == ep_rank)
+            rule = parameter.rule(ep_rank)
+            yield from zip(rule.hf_names, rule.layout.merge([gathered[i] for _, i in mine]))
+
+
+def _holds(group: ProcessGroup | None, sender: int, rank: int) -> bool:
+    if group is None:
+        return rank == sender
+    return sender in dist.get_process_group_ranks(group)

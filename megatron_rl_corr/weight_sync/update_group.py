@@ -1,0 +1,87 @@
+"""A process group of one trainer rank and all rollout servers' ranks, that weights are broadcast over."""
+
+from __future__ import annotations
+
+import socket
+import uuid
+from datetime import timedelta
+from urllib.parse import urlsplit
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import (
+    Backend, PrefixStore, ProcessGroup, _new_process_group_helper, _world, rendezvous,
+)
+
+from megatron_rl_corr.rollout.blocking import LoopThread
+from megatron_rl_corr.rollout.client import RolloutClient
+from megatron_rl_corr.weight_sync.buckets import NamedTensor
+
+
+class UpdateGroup:
+    """Rank 0 is this process; the servers follow in the client's order."""
+
+    def __init__(
+        self, client: RolloutClient, loop: LoopThread, *, backend: str, ranks_per_server: int = 1,
+        timeout_s: float = 300.0,
+    ):
+        self._client, self._loop = client, loop
+        self._timeout_s = timeout_s
+        # SGLang keeps a group's name for ever, also when its trainer has died: never use one twice.
+        self.name = f"rollout-corr-{uuid.uuid4().hex[:12]}"
+        address = _address_towards(client.base_urls[0])
+        port = _free_port(address)
+        joining = loop.submit(
+            client.init_weights_update_group(
+                address, port, group_name=self.name, backend=backend, ranks_per_server=ranks_per_server
+            )
+        )
+        world_size = 1 + len(client.base_urls) * ranks_per_server
+        self._group = _join(address, port, world_size, self.name, backend, timeout_s)
+        joining.result(timeout_s)
+
+    def broadcast(self, bucket: list[NamedTensor]) -> None:
+        """Send one bucket to every server and wait until all have it; RolloutServerError if one has not."""
+        receiving = self._loop.submit(
+            self._client.update_weights_from_distributed(
+                [name for name, _ in bucket],
+                [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
+                [list(tensor.shape) for _, tensor in bucket],
+                group_name=self.name,
+                flush_cache=False,
+            )
+        )
+        works = [
+            dist.broadcast(tensor.contiguous(), src=0, group=self._group, async_op=True) for _, tensor in bucket
+        ]
+        # The servers' answer first: where one has died, waiting for the broadcast would only hide why.
+        receiving.result(self._timeout_s)
+        for work in works:
+            work.wait()
+
+
+def _join(address: str, port: int, world_size: int, name: str, backend: str, timeout_s: float) -> ProcessGroup:
+    """init_process_group for a group beside the default one: torch has no public call for it."""
+    timeout = timedelta(seconds=timeout_s)
+    store, rank, world_size = next(rendezvous(f"tcp://{address}:{port}", 0, world_size, timeout=timeout))
+    store.set_timeout(timeout)
+    group, _ = _new_process_group_helper(
+        world_size, rank, [], Backend(backend), PrefixStore(name, store),
+        group_name=name, backend_options=None, timeout=timeout,
+    )
+    _world.pg_group_ranks[group] = {i: i for i in range(world_size)}
+    return group
+
+
+def _address_towards(url: str) -> str:
+    """This host's address on the route to a server; nothing is sent by connecting a datagram socket."""
+    parts = urlsplit(url)
+    family, _, _, _, address = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return probe.getsockname()[0]
+
+
+def _free_port(address: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return probe.getsockname()[1]
