@@ -1,0 +1,40 @@
+"""The tiny model and the real SGLang server that tests share: made once a session, and only if a test asks."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_rl_corr.cpu import environment, sglang_arguments
+from megatron_rl_corr.rollout.local_server import LocalServer
+from megatron_rl_corr.rollout.process_group import group_members
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session")
+def tiny_moe_dir(tmp_path_factory) -> Path:
+    """A tiny Qwen3-MoE in Hugging Face format, seed 0."""
+    out = tmp_path_factory.mktemp("tiny_moe")
+    subprocess.run([sys.executable, ROOT / "examples/quickstart/make_model.py", out, "--seed", "0"], check=True)
+    return out
+
+
+@pytest.fixture(scope="session")
+def sglang_server_fp32(tiny_moe_dir, tmp_path_factory):
+    """A real SGLang server of the tiny model in float32; without routed experts."""
+    if importlib.util.find_spec("sglang") is None:
+        pytest.skip("sglang is not installed; make setup installs it")
+    server = LocalServer(
+        tiny_moe_dir,
+        dtype="float32",
+        log_path=tmp_path_factory.mktemp("sglang") / "server.log",
+        extra_arguments=[*sglang_arguments(), "--random-seed", "0"],
+        environment=environment("sglang"),
+    )
+    with server:
+        group = server.pid
+        yield server
+    assert group_members(group) == []
