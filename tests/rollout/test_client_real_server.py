@@ -1,0 +1,191 @@
+"""Sampling from a real SGLang server: what its answers mean, checked against the Hugging Face model."""
+
+import asyncio
+import json
+import time
+
+import pytest
+import torch
+
+from megatron_rl_corr.rollout import LoopThread, RolloutClient, RolloutServerError, SamplingParams
+
+PROMPTS = [[3, 1, 4], [15, 9, 2, 6, 5], [3, 1, 4, 1]]
+
+
+@pytest.fixture(scope="module")
+def loop():
+    with LoopThread() as thread:
+        yield thread
+
+
+@pytest.fixture(scope="module")
+def vocab_size(tiny_moe_dir):
+    return json.loads((tiny_moe_dir / "config.json").read_text())["vocab_size"]
+
+
+@pytest.fixture(scope="module")
+def client(sglang_server_fp32, vocab_size, loop):
+    client = RolloutClient([sglang_server_fp32.url], vocab_size=vocab_size, timeout_s=120)
+    loop.call(client.wait_healthy(60))
+    yield client
+    loop.call(client.close())
+
+
+@pytest.fixture(scope="module")
+def model(tiny_moe_dir):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(tiny_moe_dir, dtype=torch.float32).eval()
+
+
+def expected_logprobs(model, trajectory, temperature):
+    """[R] float32: log softmax(logits / temperature) of the response's tokens, by the Hugging Face model."""
+    ids = torch.cat([trajectory.prompt_ids, trajectory.output_ids])
+    with torch.no_grad():
+        logits = model(ids[None]).logits[0, trajectory.prompt_ids.numel() - 1 : -1]
+    return torch.log_softmax(logits / temperature, -1).gather(1, trajectory.output_ids[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.5])
+def test_generate_when_several_samples_then_logprobs_are_of_the_temperature_scaled_softmax(
+    client, loop, model, vocab_size, temperature
+):
+    sampling = SamplingParams(12, temperature=temperature, ignore_eos=True)
+    trajectories = loop.call(client.generate(PROMPTS, sampling, samples_per_prompt=3))
+    order = [(p, s) for p in range(3) for s in range(3)]
+    assert [(t.prompt_index, t.sample_index) for t in trajectories] == order
+    for t in trajectories:
+        assert t.prompt_ids.tolist() == PROMPTS[t.prompt_index]
+        assert t.output_ids.numel() == 12 and t.finish_reason == "length"
+        assert 0 <= t.output_ids.min() and t.output_ids.max() < vocab_size
+        assert [(span.start, span.end) for span in t.weight_versions] == [(0, 12)]
+        assert t.server == client.base_urls[0]
+        torch.testing.assert_close(
+            t.rollout_logprobs, expected_logprobs(model, t, temperature), atol=2e-5, rtol=0
+        )
+    assert len({tuple(t.output_ids.tolist()) for t in trajectories}) > 3  # samples of one prompt differ
+
+
+def test_generate_when_greedy_then_the_likeliest_tokens_with_the_logprobs_of_temperature_1(client, loop, model):
+    (trajectory,) = loop.call(client.generate(PROMPTS[:1], SamplingParams(8, temperature=0, ignore_eos=True)))
+    ids = torch.cat([trajectory.prompt_ids, trajectory.output_ids])
+    with torch.no_grad():
+        likeliest = model(ids[None]).logits[0, trajectory.prompt_ids.numel() - 1 : -1].argmax(-1)
+    assert trajectory.output_ids.tolist() == likeliest.tolist()
+    torch.testing.assert_close(
+        trajectory.rollout_logprobs, expected_logprobs(model, trajectory, 1.0), atol=2e-5, rtol=0
+    )
+
+
+def test_generate_when_a_stop_id_is_sampled_then_it_is_the_last_token_and_has_a_logprob(
+    client, loop, model, vocab_size
+):
+    half = tuple(range(vocab_size // 2))
+    trajectories = loop.call(
+        client.generate(PROMPTS, SamplingParams(64, stop_token_ids=half), samples_per_prompt=4)
+    )
+    stopped = [t for t in trajectories if t.finish_reason == "stop"]
+    assert len(stopped) > 6  # each token stops with a probability of about a half
+    eos = model.config.eos_token_id
+    for t in stopped:
+        *before, last = t.output_ids.tolist()
+        assert (last in half or last == eos) and not set(before) & {*half, eos}
+        torch.testing.assert_close(t.rollout_logprobs, expected_logprobs(model, t, 1.0), atol=2e-5, rtol=0)
+
+
+def test_generate_when_more_samples_than_slots_then_all_of_them_in_order(sglang_server_fp32, vocab_size):
+    async def scenario():
+        progress = []
+        async with RolloutClient([sglang_server_fp32.url], vocab_size=vocab_size, max_concurrency=3) as client:
+            trajectories = await client.generate(
+                PROMPTS,
+                SamplingParams(4, ignore_eos=True),
+                samples_per_prompt=10,
+                on_progress=lambda done, total: progress.append(done),
+            )
+        assert progress == list(range(1, 31))
+        assert [t.prompt_ids.tolist() for t in trajectories] == [p for p in PROMPTS for _ in range(10)]
+
+    asyncio.run(scenario())
+
+
+def test_generate_when_the_prompt_does_not_fit_then_error_names_it_and_the_server_goes_on(client, loop):
+    with pytest.raises(RolloutServerError) as error:
+        loop.call(client.generate([[1], [2] * 5000], SamplingParams(4)))
+    assert error.value.status == 400 and "context length" in str(error.value)
+    assert error.value.__notes__ == ["it was sample 0 of prompt 1 (5000 tokens)"]
+    assert len(loop.call(client.generate([[1]], SamplingParams(1)))) == 1
+
+
+def test_generate_when_cancelled_then_the_server_becomes_idle_long_before_the_samples_would_end(client, loop):
+    long = SamplingParams(400, ignore_eos=True)
+    with pytest.raises(TimeoutError):
+        loop.call(client.generate([[1, 2, 3]], long, samples_per_prompt=32), timeout=0.7)
+    started = time.monotonic()
+    while True:
+        try:
+            loop.call(client.flush_cache())  # refused while anything runs
+            break
+        except RolloutServerError:
+            assert time.monotonic() - started < 10
+            time.sleep(0.2)
+
+
+def long_samples(client, loop, count, tokens=200):
+    """`count` samples of `tokens` tokens, under way when this returns."""
+    sampling = SamplingParams(tokens, ignore_eos=True)
+    future = loop.submit(client.generate([[1, 2, 3]], sampling, samples_per_prompt=count))
+    time.sleep(0.7)
+    assert not future.done()
+    return future
+
+
+def test_pause_when_aborting_then_running_and_queued_samples_return_what_they_have(client, loop, model):
+    future = long_samples(client, loop, 60, tokens=400)
+    try:
+        loop.call(client.pause_generation("abort"))
+        trajectories = future.result(30)
+    finally:
+        loop.call(client.continue_generation())
+    assert {t.finish_reason for t in trajectories} == {"abort"}
+    lengths = [t.output_ids.numel() for t in trajectories]
+    assert max(lengths) > 0 and min(lengths) == 0  # more samples than the server runs at a time
+    assert all(t.weight_versions[-1].end == t.output_ids.numel() for t in trajectories)
+    longest = max(trajectories, key=lambda t: t.output_ids.numel())
+    torch.testing.assert_close(
+        longest.rollout_logprobs, expected_logprobs(model, longest, 1.0), atol=2e-5, rtol=0
+    )
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_pause_when_not_aborting_then_samples_wait_and_end_after_continue(client, loop, model, mode):
+    future = long_samples(client, loop, 4)
+    try:
+        loop.call(client.pause_generation(mode))
+        later = loop.submit(client.generate([[5]], SamplingParams(1)))
+        time.sleep(1.0)
+        assert not future.done() and not later.done()
+        loop.call(client.begin_weight_update())  # control is answered during a pause
+        loop.call(client.end_weight_update())
+    finally:
+        loop.call(client.continue_generation())
+    trajectories = future.result(60)
+    assert [t.finish_reason for t in trajectories] == ["length"] * 4 and len(later.result(60)) == 1
+    for t in trajectories:
+        torch.testing.assert_close(t.rollout_logprobs, expected_logprobs(model, t, 1.0), atol=2e-5, rtol=0)
+
+
+def test_weight_version_when_renamed_then_samples_and_model_info_carry_the_name(client, loop):
+    (before,) = loop.call(client.model_info())
+    try:
+        loop.call(client.update_weight_version("renamed"))
+        assert loop.call(client.model_info())[0]["weight_version"] == "renamed"
+        (trajectory,) = loop.call(client.generate([[1]], SamplingParams(2, ignore_eos=True)))
+        assert trajectory.oldest_version == "renamed"
+    finally:
+        loop.call(client.update_weight_version(before["weight_version"]))
+
+
+def test_server_info_when_asked_then_holds_the_version(client, loop):
+    (info,) = loop.call(client.server_info())
+    assert info["version"].count(".") >= 2 and info["internal_states"]
