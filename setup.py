@@ -10,7 +10,7 @@ VERSION = re.search(r'__version__ = "(.+)"', Path("megatron_rl_corr/__init__.py"
 setup(
     name="megatron_rl_corr",
     version=VERSION,
-    description="Measure, explain and correct the train-rollout mismatch of RL on Megatron-LM with SGLang servers",
+    description="Measure and correct the train-rollout mismatch of RL on Megatron-LM with SGLang servers",
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.12",  # megatron-core asks for it from 0.17 on

@@ -1,4 +1,4 @@
-"""The tiny model and the real SGLang server that tests share: made once a session, and only if a test asks."""
+"""The tiny model and the real SGLang server that tests share: made once a session, if a test asks."""
 
 import importlib.util
 import subprocess
@@ -18,7 +18,9 @@ ROOT = Path(__file__).resolve().parents[1]
 def tiny_moe_dir(tmp_path_factory) -> Path:
     """A tiny Qwen3-MoE in Hugging Face format, seed 0."""
     out = tmp_path_factory.mktemp("tiny_moe")
-    subprocess.run([sys.executable, ROOT / "examples/quickstart/make_model.py", out, "--seed", "0"], check=True)
+    subprocess.run(
+        [sys.executable, ROOT / "examples/quickstart/make_model.py", out, "--seed", "0"], check=True
+    )
     return out
 
 

@@ -1,4 +1,4 @@
-"""Makes a tiny Qwen3-MoE with a character tokenizer, in Hugging Face format: python make_model.py OUT_DIR --seed 0"""
+"""Makes a tiny Qwen3-MoE and its character tokenizer in Hugging Face format: python make_model.py OUT_DIR"""
 
 import argparse
 import string
@@ -10,7 +10,7 @@ VOCAB_SIZE = len(CHARACTERS) + len(SPECIALS)
 
 
 def make_tokenizer():
-    """One token per character, ids in the order of CHARACTERS, then <pad> and <eos>; no merges, no normalisation."""
+    """One token per character, ids in the order of CHARACTERS, then <pad> and <eos>; no merges."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -51,7 +51,7 @@ def model_config():
         rope_theta=10000.0,
         max_position_embeddings=512,
         tie_word_embeddings=False,
-        # Small enough that the untrained model samples nearly uniformly: an RL run starts with every answer possible.
+        # Small enough that the untrained model samples nearly uniformly: every answer is possible at first.
         initializer_range=0.05,
         bos_token_id=None,
         pad_token_id=VOCAB_SIZE - 2,

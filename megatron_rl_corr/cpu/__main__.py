@@ -3,7 +3,7 @@
 import argparse
 from itertools import groupby
 
-from megatron_rl_corr.cpu.environment import ENGINES, VARIABLE, gpu_available, replacements
+from megatron_rl_corr.cpu.process_environment import ENGINES, VARIABLE, gpu_available, replacements
 
 
 def main() -> None:

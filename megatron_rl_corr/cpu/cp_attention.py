@@ -1,9 +1,9 @@
-"""Causal attention over context-parallel ranks and packed sequences for Megatron's local spec; for tests, not for speed.
+"""Causal attention over context-parallel ranks and packed sequences, for Megatron's local spec and for tests.
 
 Local tokens t (of T = cp * t), batch b, heads h, key-value heads g, head size d.
 
-The local spec's own attention takes neither context parallelism nor packed sequences; Transformer Engine's, which
-takes both, needs a GPU. This one gathers the keys and values of all ranks and masks by position.
+The local spec's own attention takes neither context parallelism nor packed sequences; Transformer Engine's,
+which takes both, needs a GPU. This one gathers the keys and values of all ranks and masks by position.
 """
 
 import math
@@ -35,20 +35,22 @@ class _AllGatherTokens(torch.autograd.Function):
 def zigzag_positions(rank: int, size: int, boundaries: list[int]) -> torch.Tensor:
     """Global positions [t] of the tokens that CP rank `rank` of `size` holds.
 
-    `boundaries` are the cumulative lengths 0, n1, n1 + n2, ... of the sequences; each, a multiple of 2 * size, is cut
-    into 2 * size chunks, of which the rank holds numbers `rank` and `2 * size - 1 - rank`.
+    `boundaries` are the cumulative lengths 0, n1, n1 + n2, ... of the sequences; each, a multiple of 2 *
+    size, is cut into 2 * size chunks, of which the rank holds numbers `rank` and `2 * size - 1 - rank`.
     """
     parts = []
     for start, end in zip(boundaries[:-1], boundaries[1:], strict=True):
         chunk, rest = divmod(end - start, 2 * size)
-        assert rest == 0, f"a sequence of {end - start} tokens is no multiple of 2 * context parallel size {size}"
+        assert rest == 0, (
+            f"a sequence of {end - start} tokens is no multiple of 2 * context parallel size {size}"
+        )
         for index in (rank, 2 * size - 1 - rank):
             parts.append(torch.arange(start + index * chunk, start + (index + 1) * chunk))
     return torch.cat(parts)
 
 
 class ContextParallelAttention(MegatronModule):
-    """A `core_attention` for `get_gpt_layer_local_spec`; its arguments are those of Megatron's DotProductAttention."""
+    """A `core_attention` for `get_gpt_layer_local_spec`, with DotProductAttention's arguments."""
 
     def __init__(
         self,

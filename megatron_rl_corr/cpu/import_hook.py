@@ -1,4 +1,4 @@
-"""Finds an engine's modules and applies the replacements: the early ones before the first, the late ones after each."""
+"""Applies the replacements: early ones before an engine's first module, each late one after its module."""
 
 import importlib.machinery
 from collections import defaultdict
@@ -13,8 +13,8 @@ ENTRIES = {"megatron": ("megatron.core", "megatron.training"), "sglang": ("sglan
 class ReplacingFinder:
     """Meta-path finder that never finds a module of its own, but wraps what the path finder found.
 
-    A late replacement is applied right after its module was executed, hence before another module can copy the
-    original name from it. Where torch sees a GPU the finder is inert.
+    A late replacement is applied right after its module was executed, hence before another module can copy
+    the original name from it. Where torch sees a GPU the finder is inert.
     """
 
     def __init__(self, engine: str) -> None:

@@ -1,4 +1,4 @@
-"""The replacements of a process that runs Megatron without a GPU (Megatron-core 0.19.2). No arithmetic among them."""
+"""What is replaced in a process that runs Megatron without a GPU (Megatron-core 0.19.2); no arithmetic."""
 
 import collections
 import functools
@@ -108,7 +108,7 @@ LATE = [
         "megatron.core.transformer.torch_norm",
         "WrappedTorchNorm.__new__",
         _norm_with_sequence_parallel,
-        "it refuses sequence parallelism because it does not mark its parameters for the sum over TP; here it does",
+        "it refuses sequence parallelism, not marking its parameters for the sum over TP; here it does",
     ),
     Replacement(
         "megatron.core.pipeline_parallel.schedules",
@@ -132,6 +132,6 @@ LATE = [
         "megatron.training.initialize",
         "_compile_dependencies",
         _compile_if_missing,
-        "it runs make in the installed package at every start, also when the wheel holds the compiled helpers",
+        "it runs make in the installed package at every start, even if the wheel holds the compiled helpers",
     ),
 ]

@@ -29,8 +29,8 @@ class Replacement:
             owner = getattr(owner, part)
         if not hasattr(owner, last):
             raise RuntimeError(
-                f"megatron_rl_corr.cpu replaces {self.target}, which this version does not have; install the versions "
-                "of requirements/cpu.lock"
+                f"megatron_rl_corr.cpu replaces {self.target}, which this version does not have; "
+                "install the versions of requirements/cpu.lock"
             )
         return owner, last
 

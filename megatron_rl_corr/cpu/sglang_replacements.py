@@ -2,7 +2,9 @@
 
 from megatron_rl_corr.cpu.replacement import Replacement
 
+# Imported all over SGLang, called only on a GPU; there is no wheel of it without CUDA.
 STUB = "sgl_kernel"
+STUB_WHY = "SGLang imports its GPU kernels by name; without them a stand-in can be imported but not called"
 
 EARLY: list[Replacement] = []
 

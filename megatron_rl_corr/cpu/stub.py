@@ -1,4 +1,4 @@
-"""A stand-in for a package of GPU kernels: everything can be imported from it, nothing in it can be called."""
+"""A stand-in for a package of GPU kernels: everything can be imported from it, and nothing called."""
 
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -18,7 +18,9 @@ class _Kernel:
         return _Kernel(f"{self._name}.{item}")
 
     def __call__(self, *args, **kwargs):
-        raise KernelMissingError(f"{self._name} needs a GPU; without one it is a stand-in that can only be imported")
+        raise KernelMissingError(
+            f"{self._name} needs a GPU; without one it is a stand-in that can only be imported"
+        )
 
 
 class _StubModule(ModuleType):

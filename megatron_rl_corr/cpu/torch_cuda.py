@@ -66,7 +66,7 @@ _ONLY_STREAM = _Stream()
 
 
 def _answering(value):
-    """A maker of functions that return `value`: a new one for each name, as torch refuses one object under two."""
+    """A maker of functions that return `value`; each is new, as torch refuses one object under two names."""
     return lambda original: lambda *args, **kwargs: value
 
 
@@ -90,7 +90,9 @@ def _manual_seed(original):
     return lambda seed: torch.default_generator.manual_seed(seed)
 
 
-_PROPERTIES = types.SimpleNamespace(name="cpu", major=0, minor=0, multi_processor_count=1, total_memory=1 << 34)
+_PROPERTIES = types.SimpleNamespace(
+    name="cpu", major=0, minor=0, multi_processor_count=1, total_memory=1 << 34
+)
 
 _DEVICE = "Megatron asks for a current CUDA device, and cannot go on without one"
 _ORDER = "streams and events order work on a GPU; on the CPU the program's order is the order"
@@ -110,11 +112,19 @@ _TABLE = [
     (_ORDER, lambda original: _Stream, ["Stream"]),
     (_ORDER, lambda original: _Event, ["Event"]),
     (_MEMORY, _answering(None), ["empty_cache", "ipc_collect", "reset_peak_memory_stats"]),
-    (_MEMORY, _answering(0), ["memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"]),
+    (
+        _MEMORY,
+        _answering(0),
+        ["memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"],
+    ),
     (_MEMORY, lambda original: lambda *args, **kwargs: defaultdict(int), ["memory_stats"]),
     (_RANDOM, _get_rng_state, ["get_rng_state", "random.get_rng_state"]),
     (_RANDOM, _set_rng_state, ["set_rng_state", "random.set_rng_state"]),
-    (_RANDOM, _manual_seed, ["manual_seed", "manual_seed_all", "random.manual_seed", "random.manual_seed_all"]),
+    (
+        _RANDOM,
+        _manual_seed,
+        ["manual_seed", "manual_seed_all", "random.manual_seed", "random.manual_seed_all"],
+    ),
     (_PROFILER, _answering(None), ["nvtx.range_push", "nvtx.range_pop", "nvtx.mark"]),
 ]
 

@@ -8,11 +8,29 @@ from megatron_rl_corr.cpu.replacement import Replacement
 
 CPU = torch.device("cpu")
 
-FACTORIES = (
-    "empty zeros ones full tensor as_tensor arange linspace eye rand randn randint randperm empty_strided "
-    "empty_like zeros_like ones_like full_like rand_like randn_like"
-).split()
-METHODS = "new_empty new_zeros new_ones new_full new_tensor".split()
+FACTORIES = [
+    "empty",
+    "zeros",
+    "ones",
+    "full",
+    "tensor",
+    "as_tensor",
+    "arange",
+    "linspace",
+    "eye",
+    "rand",
+    "randn",
+    "randint",
+    "randperm",
+    "empty_strided",
+    "empty_like",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "rand_like",
+    "randn_like",
+]
+METHODS = ["new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"]
 
 
 def _is_cuda(device) -> bool:
@@ -22,8 +40,8 @@ def _is_cuda(device) -> bool:
 
 
 def _device_argument_on_cpu(original):
-    # A wrapper, not a TorchFunctionMode: a mode is off inside Tensor.backward(), where activation recomputation
-    # runs Megatron's forward again.
+    # A wrapper, not a TorchFunctionMode: a mode is off inside Tensor.backward(), where activation
+    # recomputation runs Megatron's forward again.
     @functools.wraps(original)
     def on_cpu(*args, **kwargs):
         if _is_cuda(kwargs.get("device")):
@@ -77,9 +95,12 @@ REPLACEMENTS = [
         "torch",
         "Tensor.type",
         _type_names_cuda,
-        "Megatron's optimizer takes a parameter only if its type is called torch.cuda.FloatTensor and the like",
+        "Megatron's optimizer takes a parameter only if its type is named torch.cuda.FloatTensor or the like",
     ),
     Replacement(
-        "torch", "compile", _identity_compile, "Megatron's jit_fuser is torch.compile, which needs a C++ compiler here"
+        "torch",
+        "compile",
+        _identity_compile,
+        "Megatron's jit_fuser is torch.compile, which needs a C++ compiler here",
     ),
 ]

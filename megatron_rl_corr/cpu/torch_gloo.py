@@ -27,7 +27,9 @@ def _all_gather(original):
         if not _unequal(tensor_list):
             return original(tensor_list, tensor, group=group, async_op=async_op)
         assert not async_op, "an unequal all_gather is synchronous here"
-        for output, part in zip(tensor_list, _exchange(tensor_list, [tensor] * len(tensor_list), group), strict=True):
+        for output, part in zip(
+            tensor_list, _exchange(tensor_list, [tensor] * len(tensor_list), group), strict=True
+        ):
             output.copy_(part.view_as(output))
         return None
 

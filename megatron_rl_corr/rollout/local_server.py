@@ -1,4 +1,4 @@
-"""One SGLang server on this machine's loopback: started, watched until it answers, and stopped with all its children."""
+"""One SGLang server on this machine's loopback: started, awaited, and stopped with all its children."""
 
 import os
 import shutil
@@ -40,10 +40,10 @@ def free_port() -> int:
 
 
 class LocalServer:
-    """`with LocalServer(model_path, dtype="float32", log_path=...) as server:` starts it, waits, and stops it.
+    """`with LocalServer(path, dtype="float32", log_path=...) as server:` starts it, waits, and stops it.
 
-    `environment` replaces the process's whole environment (None: inherit); `extra_arguments` go after the flags set
-    here, so they win. The server also ends when this process dies, however it dies.
+    `environment` replaces the process's whole environment (None: inherit); `extra_arguments` go after the
+    flags set here, so they win. The server also ends when this process dies, however it dies.
     """
 
     def __init__(
@@ -89,14 +89,22 @@ class LocalServer:
     def start(self) -> "LocalServer":
         """Starts the process and returns at once; its output goes to `log_path`."""
         if self._process is not None:
-            raise LocalServerError(f"the server was started already, as process {self._process.pid}; stop() it first")
+            raise LocalServerError(
+                f"the server was started already, as process {self._process.pid}; stop() it first"
+            )
         if threading.current_thread() is not threading.main_thread():
-            raise LocalServerError("start() from the main thread: the kernel ends the server with the thread that began it")
+            raise LocalServerError(
+                "start() from the main thread: the kernel ends the server with the thread that began it"
+            )
         self.port = self.port or free_port()
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        # SGLang leaves its sockets and locks where TMPDIR says. The path must be short: a socket's has 107 characters.
+        # SGLang leaves its sockets and locks in TMPDIR. The path must be short: a socket's has 107
+        # characters.
         self._scratch = Path(tempfile.mkdtemp(prefix="sglang-"))
-        environment = {**(os.environ if self.environment is None else self.environment), "TMPDIR": str(self._scratch)}
+        environment = {
+            **(os.environ if self.environment is None else self.environment),
+            "TMPDIR": str(self._scratch),
+        }
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
                 self.command(),
@@ -112,9 +120,10 @@ class LocalServer:
     def wait_ready(
         self, timeout_s: float = 300.0, on_wait: Callable[[float, str], None] | None = None
     ) -> "LocalServer":
-        """Returns when GET /health answers 200; `on_wait(elapsed_s, last_log_line)` is called before each new try.
+        """Returns when GET /health answers 200; calls `on_wait(elapsed_s, last_log_line)` before each new
+        try.
 
-        Raises LocalServerError with the log's tail when the process ends or the time is up, and stops the server.
+        When the process ends or the time is up: stops the server, LocalServerError with the log's tail.
         """
         started = time.monotonic()
         while not self._healthy():
@@ -133,7 +142,7 @@ class LocalServer:
         return self._process is not None and self._process.poll() is None
 
     def stop(self) -> None:
-        """Ends the server and every process it started, and removes what they left; harmless when it is stopped."""
+        """Ends the server and every process it started, removes what they left; harmless when stopped."""
         if self._process is None:
             return
         left_behind = shared_memory(self._process.pid)
@@ -162,7 +171,8 @@ class LocalServer:
         tail = self.log_tail()
         self.stop()
         raise LocalServerError(
-            f"the SGLang server for {self.model_path} {what}; its whole log is {self.log_path}, which ends with:\n{tail}"
+            f"the SGLang server for {self.model_path} {what}; "
+            f"its whole log is {self.log_path}, which ends with:\n{tail}"
         )
 
     def __enter__(self) -> "LocalServer":

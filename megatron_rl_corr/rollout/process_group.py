@@ -11,7 +11,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def group_members(group: int) -> list[int]:
-    """The ids of the living processes of process group `group`; zombies, which only await their parent, are left out."""
+    """The ids of the living processes of group `group`; no zombies, which only await their parent."""
     members = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -40,10 +40,10 @@ def shared_memory(group: int) -> set[Path]:
 
 
 def end_group(group: int, *, grace_s: float, reap: Callable[[], object]) -> None:
-    """Ends every process of the group: SIGTERM to its leader, then SIGKILL to the leader, then SIGKILL to the rest.
+    """Ends every process of the group: SIGTERM to its leader, SIGKILL to the leader, SIGKILL to the rest.
 
-    The leader goes first, because its children know how to clean up after it. Each step waits up to `grace_s` for the
-    group to be empty; `reap` is called meanwhile, to collect the caller's own child.
+    The leader goes first, because its children know how to clean up after it. Each step waits up to
+    `grace_s` for the group to be empty; `reap` is called meanwhile, to collect the caller's own child.
     """
     for kill, sent in ((os.kill, signal.SIGTERM), (os.kill, signal.SIGKILL), (os.killpg, signal.SIGKILL)):
         if not group_members(group):
@@ -59,11 +59,13 @@ def end_group(group: int, *, grace_s: float, reap: Callable[[], object]) -> None
     reap()
     left = group_members(group)
     if left:
-        raise RuntimeError(f"processes {left} of group {group} outlived SIGKILL; they wait on the kernel, look at them")
+        raise RuntimeError(
+            f"processes {left} of group {group} outlived SIGKILL; they wait on the kernel, look at them"
+        )
 
 
 def die_with_parent() -> Callable[[], None]:
-    """A function for the child, between fork and exec: the kernel kills it when the thread that started it ends."""
+    """A function for the child, between fork and exec: it dies with the thread that started it."""
     libc = ctypes.CDLL(None, use_errno=True)  # loaded before the fork: a child must not load libraries
     parent = os.getpid()
 

@@ -1,4 +1,4 @@
-"""Loss and gradient norm of one tiny Megatron MoE under several layouts; run by torchrun, prints one JSON line each.
+"""Loss and gradient norm of one tiny Megatron MoE, a JSON line for each layout; run by torchrun.
 
 python gpt_worker.py '{"tp": 2, "sp": true}' '{"cp": 2, "packed": true}' ...
 """
@@ -11,7 +11,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state as ps
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -83,11 +87,15 @@ def set_weights(model: GPTModel, config: TransformerConfig) -> None:
         shape = list(parameter.shape)
         if dimension is not None:
             shape[dimension] *= size
-        generator = torch.Generator().manual_seed(sum(ord(c) * (i + 1) for i, c in enumerate(".".join(parts))))
+        generator = torch.Generator().manual_seed(
+            sum(ord(c) * (i + 1) for i, c in enumerate(".".join(parts)))
+        )
         full = torch.randn(shape, generator=generator) * 0.15
         full = 1 + full if "norm" in name else full
         if dimension is not None and "linear_fc1" in name:  # gate and up are split separately
-            full = torch.cat([half.chunk(size, dimension)[rank] for half in full.chunk(2, dimension)], dimension)
+            full = torch.cat(
+                [half.chunk(size, dimension)[rank] for half in full.chunk(2, dimension)], dimension
+            )
         elif dimension is not None:
             full = full.chunk(size, dimension)[rank]
         parameter.data.copy_(full)
@@ -104,7 +112,9 @@ def batches(layout: dict):
         if cp > 1:
             from megatron_rl_corr.cpu.cp_attention import zigzag_positions
 
-            kept = zigzag_positions(ps.get_context_parallel_rank(), cp, BOUNDARIES if "packed" in layout else [0, LENGTH])
+            kept = zigzag_positions(
+                ps.get_context_parallel_rank(), cp, BOUNDARIES if "packed" in layout else [0, LENGTH]
+            )
             batch = {key: value[kept] for key, value in batch.items()}
         yield {key: value[None] for key, value in batch.items()}
 
@@ -125,7 +135,11 @@ def forward_step(layout: dict):
         )
 
         def loss(output):
-            return output.sum(), torch.tensor(output.numel(), dtype=torch.int), {"loss": output.sum().detach().clone()}
+            return (
+                output.sum(),
+                torch.tensor(output.numel(), dtype=torch.int),
+                {"loss": output.sum().detach().clone()},
+            )
 
         return out, loss
 
@@ -133,11 +147,21 @@ def forward_step(layout: dict):
 
 
 def run(layout: dict) -> dict:
-    names = {"tp": "tensor_model", "pp": "pipeline_model", "cp": "context", "ep": "expert_model", "etp": "expert_tensor"}
-    ps.initialize_model_parallel(**{f"{name}_parallel_size": layout.get(key, 1) for key, name in names.items()})
+    names = {
+        "tp": "tensor_model",
+        "pp": "pipeline_model",
+        "cp": "context",
+        "ep": "expert_model",
+        "etp": "expert_tensor",
+    }
+    ps.initialize_model_parallel(
+        **{f"{name}_parallel_size": layout.get(key, 1) for key, name in names.items()}
+    )
     model_parallel_cuda_manual_seed(1)
     config = transformer_config(layout)
-    spec = get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm")
+    spec = get_gpt_layer_local_spec(
+        num_experts=4, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm"
+    )
     if layout.get("cp", 1) > 1 or "packed" in layout:
         from megatron_rl_corr.cpu.cp_attention import ContextParallelAttention
 
@@ -164,7 +188,9 @@ def run(layout: dict) -> dict:
         micro_batch_size=1,
         forward_only=False,
     )
-    loss = sum(float(report["loss"]) for report in reports) if ps.get_tensor_model_parallel_rank() == 0 else 0.0
+    loss = (
+        sum(float(report["loss"]) for report in reports) if ps.get_tensor_model_parallel_rank() == 0 else 0.0
+    )
     totals = torch.tensor([loss, *gradient_squares(model)], dtype=torch.float64)
     dist.all_reduce(totals)
     ps.destroy_model_parallel()

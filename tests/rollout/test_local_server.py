@@ -1,4 +1,4 @@
-"""A local SGLang server: its log-probs are the model's, its failures are told, and it never outlives its owner."""
+"""A local SGLang server: its log-probs are the model's, failures are told, it never outlives its owner."""
 
 import json
 import os
@@ -48,7 +48,7 @@ def test_generate_when_served_in_float32_then_logprobs_are_the_models(sglang_ser
     model = AutoModelForCausalLM.from_pretrained(tiny_moe_dir, dtype=torch.float32).eval()
     with torch.no_grad():
         logits = model(torch.tensor([PROMPT + output])).logits[0]
-    # The logits at position p predict token p + 1; the first output token is predicted by the prompt's last position.
+    # The logits at position p predict token p + 1: the prompt's last position predicts the first output.
     predicted = torch.log_softmax(logits, -1)[len(PROMPT) - 1 : -1]
     expected = predicted.gather(1, torch.tensor(output)[:, None]).squeeze(1)
     served = torch.tensor([logprob for logprob, _, _ in entries])
@@ -130,7 +130,9 @@ def stand_in(tmp_path):
     (tmp_path / "sglang" / "__init__.py").touch()
     (tmp_path / "sglang" / "launch_server.py").write_text(STAND_IN)
     return LocalServer(
-        "model", log_path=tmp_path / "logs" / "server.log", environment={**os.environ, "PYTHONPATH": str(tmp_path)}
+        "model",
+        log_path=tmp_path / "logs" / "server.log",
+        environment={**os.environ, "PYTHONPATH": str(tmp_path)},
     )
 
 
@@ -168,7 +170,9 @@ def test_start_when_not_in_the_main_thread_then_it_is_refused(stand_in):
 
 
 def test_wait_ready_when_time_is_up_then_the_server_is_stopped(stand_in, tmp_path):
-    (tmp_path / "sglang" / "launch_server.py").write_text("import time; print('loading', flush=True); time.sleep(600)")
+    (tmp_path / "sglang" / "launch_server.py").write_text(
+        "import time; print('loading', flush=True); time.sleep(600)"
+    )
     seen = []
     stand_in.start()
     group = stand_in.pid

@@ -1,7 +1,7 @@
 """Installs the import hook that MEGATRON_RL_CORR_CPU asks for; without that variable it does nothing at all.
 
-Python imports this file at its start when the folder is on PYTHONPATH, so it must stay cheap: the hook waits for the
-engine's first import before it loads anything.
+Python imports this file at its start when the folder is on PYTHONPATH, so it must stay cheap: the hook
+waits for the engine's first import before it loads anything.
 """
 
 import os
@@ -12,7 +12,7 @@ _HOOKED = {"megatron": ("megatron",), "sglang": ("sglang", "sgl_kernel")}
 
 
 class _Waiting:
-    """Meta-path finder: on the first import of the engine it loads the replacements, and asks them from then on."""
+    """Meta-path finder: at the engine's first import it loads the replacements and asks them ever after."""
 
     def __init__(self, engine):
         self.engine = engine
@@ -34,7 +34,8 @@ def _install(engine):
     if engine not in _HOOKED:
         # `site` swallows ordinary exceptions, and the process would go on without its replacements.
         sys.stderr.write(
-            f"MEGATRON_RL_CORR_CPU must be one of {', '.join(_HOOKED)}, got {engine!r}; unset it to run unchanged\n"
+            f"MEGATRON_RL_CORR_CPU must be one of {', '.join(_HOOKED)}, got {engine!r}; "
+            "unset it to run unchanged\n"
         )
         sys.stderr.flush()
         os._exit(2)

@@ -1,4 +1,4 @@
-"""The environment and the flags that make a new process run Megatron or SGLang without a GPU (stdlib only)."""
+"""The environment and flags that make a new process run Megatron or SGLang without a GPU (stdlib only)."""
 
 import os
 import re
@@ -14,7 +14,7 @@ SITE = Path(__file__).resolve().parent / "site"
 PACKAGE_ROOT = SITE.parents[2]
 
 _ENGINE_VARIABLES = {
-    # Tensor parallelism asks for one connection; on a CPU the value means nothing but its absence is an error.
+    # Tensor parallelism asks for one connection; on a CPU it means nothing, but it is checked.
     "megatron": {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCHDYNAMO_DISABLE": "1"},
     "sglang": {"SGLANG_USE_CPU_ENGINE": "1"},
 }
@@ -45,8 +45,9 @@ def gpu_available(base: Mapping[str, str] = os.environ) -> bool:
 def environment(engine: str, base: Mapping[str, str] = os.environ) -> dict[str, str]:
     """`base` with what a process of `engine` ("megatron" or "sglang") needs on the CPU.
 
-    With a GPU it is `base` unchanged, so a caller need not ask. PYTHONPATH gets the `site` folder and this package's
-    root in front of what it held; OMP_NUM_THREADS stays as it is if set, since ranks share the cores.
+    With a GPU it is `base` unchanged, so a caller need not ask. PYTHONPATH gets the `site` folder and this
+    package's root in front of what it held; OMP_NUM_THREADS stays as it is if set, since ranks share the
+    cores.
     """
     if engine not in ENGINES:
         raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
@@ -62,7 +63,7 @@ def environment(engine: str, base: Mapping[str, str] = os.environ) -> dict[str, 
 
 
 def sglang_arguments(base: Mapping[str, str] = os.environ) -> list[str]:
-    """The flags `sglang.launch_server` needs on the CPU; none with a GPU. Model, port and dtype are the caller's.
+    """The flags `sglang.launch_server` needs on the CPU; none with a GPU. Model, port, dtype: the caller's.
 
     A flag given again later on the command line wins.
     """
@@ -83,11 +84,13 @@ def sglang_arguments(base: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def replacements(engine: str) -> list[tuple[str, str]]:
-    """Every (what is replaced, why) in a process of `engine`; the tables that the import hook applies, read out."""
+    """Every (what is replaced, why) in a process of `engine`: the tables that the import hook applies."""
     if engine == "megatron":
         from megatron_rl_corr.cpu.megatron_replacements import EARLY, LATE
-    elif engine == "sglang":
-        from megatron_rl_corr.cpu.sglang_replacements import EARLY, LATE
-    else:
-        raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
-    return [(r.target, r.why) for r in (*EARLY, *LATE)]
+
+        return [(r.target, r.why) for r in (*EARLY, *LATE)]
+    if engine == "sglang":
+        from megatron_rl_corr.cpu.sglang_replacements import EARLY, LATE, STUB, STUB_WHY
+
+        return [(STUB, STUB_WHY), *((r.target, r.why) for r in (*EARLY, *LATE))]
+    raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
