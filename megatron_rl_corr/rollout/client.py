@@ -244,4 +244,5 @@ class RolloutClient:
 
     async def _ask_together(self, per_server: Sequence[Request]) -> list[dict[str, Any]]:
         """For collectives: once one server has failed the others wait in vain, so that is raised at once."""
-        return await all_or_first_failure([self._ask(u, r) for u, r in zip(self.base_urls, per_server)])
+        calls = zip(self.base_urls, per_server, strict=True)
+        return await all_or_first_failure([self._ask(url, request) for url, request in calls])

@@ -38,7 +38,8 @@ class SamplingParams:
             raise ValueError(f"temperature must be a number, got {self.temperature!r}")
         if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature < math.inf:
             raise ValueError(
-                f"temperature must be 0 (greedy) or finite and at least {MIN_TEMPERATURE}, got {self.temperature}"
+                f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE} and finite, "
+                f"got {self.temperature}"
             )
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         for token in self.stop_token_ids:

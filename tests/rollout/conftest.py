@@ -1,6 +1,9 @@
-"""A server in this process that misbehaves as a test tells it to, and a client for it."""
+"""A server in this process that misbehaves as a test tells it to; and when a real one is busy."""
 
 import asyncio
+import json
+import time
+import urllib.request
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
@@ -74,3 +77,20 @@ def failure(handle, **options):
 def faulty():
     """The functions of this file: faulty.run, faulty.failure, faulty.good, faulty.one_token."""
     return SimpleNamespace(run=run, failure=failure, good=good, one_token=one_token)
+
+
+@pytest.fixture
+def wait_until_sampling():
+    """wait_until_sampling(url): returns once a real server holds 20 tokens of running requests."""
+
+    def wait(url):
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            with opener.open(f"{url}/v1/loads", timeout=10) as answer:
+                if json.load(answer)["loads"][0]["num_used_tokens"] >= 20:
+                    return
+            time.sleep(0.02)
+        raise TimeoutError(f"{url} has not sampled 20 tokens in 30 s")
+
+    return wait

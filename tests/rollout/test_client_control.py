@@ -189,8 +189,8 @@ def test_client_when_used_from_a_second_loop_then_error_says_what_to_do(faulty):
 
     async def scenario(client):
         await use(client)
-        with LoopThread() as other:
-            with pytest.raises(RuntimeError, match="belongs to another event loop: use one LoopThread"):
-                await asyncio.to_thread(other.call, use(client))
+        said = "belongs to another event loop: use one LoopThread"
+        with LoopThread() as other, pytest.raises(RuntimeError, match=said):
+            await asyncio.to_thread(other.call, use(client))
 
     faulty.run(scenario, faulty.good)

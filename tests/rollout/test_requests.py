@@ -74,15 +74,18 @@ def test_generate_request_when_no_rid_is_given_then_none_is_sent():
 @pytest.mark.parametrize(
     "arguments, named",
     [
-        (dict(max_new_tokens=0), "max_new_tokens .* at least 1, got 0"),
-        (dict(max_new_tokens=1.5), "max_new_tokens .* got 1.5"),
-        (dict(max_new_tokens=True), "max_new_tokens .* got True"),
-        (dict(max_new_tokens=1, temperature=-0.1), "temperature .* got -0.1"),
-        (dict(max_new_tokens=1, temperature=float("nan")), "temperature .* got nan"),
-        (dict(max_new_tokens=1, temperature=1e-7), "temperature must be 0 .greedy. or .* 1e-06, got 1e-07"),
-        (dict(max_new_tokens=1, temperature="1"), "temperature .* got '1'"),
-        (dict(max_new_tokens=1, stop_token_ids=(-2,)), "stop_token_ids .* got -2"),
-        (dict(max_new_tokens=1, stop_token_ids=("</s>",)), "stop_token_ids .* got '</s>'"),
+        ({"max_new_tokens": 0}, "max_new_tokens .* at least 1, got 0"),
+        ({"max_new_tokens": 1.5}, "max_new_tokens .* got 1.5"),
+        ({"max_new_tokens": True}, "max_new_tokens .* got True"),
+        ({"max_new_tokens": 1, "temperature": -0.1}, "temperature .* got -0.1"),
+        ({"max_new_tokens": 1, "temperature": float("nan")}, "temperature .* got nan"),
+        (
+            {"max_new_tokens": 1, "temperature": 1e-7},
+            "temperature must be 0 .greedy. or at least 1e-06 .* got 1e-07",
+        ),
+        ({"max_new_tokens": 1, "temperature": "1"}, "temperature .* got '1'"),
+        ({"max_new_tokens": 1, "stop_token_ids": (-2,)}, "stop_token_ids .* got -2"),
+        ({"max_new_tokens": 1, "stop_token_ids": ("</s>",)}, "stop_token_ids .* got '</s>'"),
     ],
 )
 def test_sampling_params_when_out_of_bounds_then_error_names_field_and_value(arguments, named):

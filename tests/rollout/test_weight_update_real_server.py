@@ -137,11 +137,13 @@ def test_update_when_sent_in_a_session_then_samples_are_of_the_new_weights_and_c
     assert [name for name in now if now[name] != checksum[name]] == ["model.norm.weight"]
 
 
-def test_update_when_samples_are_under_way_and_retracted_then_their_spans_name_both_versions(trainer, weights):
+def test_update_when_samples_are_retracted_then_their_spans_name_both_versions(
+    trainer, weights, wait_until_sampling
+):
     old = trainer.greedy().oldest_version
     long = SamplingParams(300, ignore_eos=True)
     future = trainer.loop.submit(trainer.client.generate([PROMPT], long, samples_per_prompt=2))
-    trainer.loop.call(trainer.client.wait_healthy(30))  # takes a second, during which they run
+    wait_until_sampling(trainer.client.base_urls[0])
     try:
         trainer.loop.call(trainer.client.pause_generation("retract"))
         assert not future.done()
