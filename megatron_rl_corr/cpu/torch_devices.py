@@ -3,6 +3,7 @@
 import functools
 
 import torch
+from torch.utils._device import _device_constructors
 
 from megatron_rl_corr.cpu.replacement import Replacement
 
@@ -40,6 +41,10 @@ def _is_cuda(device) -> bool:
 
 
 def _device_argument_on_cpu(original):
+    # torch remembers its factories at the first `with torch.device(...)`. It must be the originals, or such a
+    # block has no effect any more: transformers builds its models on "meta" that way.
+    _device_constructors()
+
     # A wrapper, not a TorchFunctionMode: a mode is off inside Tensor.backward(), where activation
     # recomputation runs Megatron's forward again.
     @functools.wraps(original)

@@ -134,3 +134,27 @@ def test_list_when_printed_then_every_target_and_reason_is_there():
     for engine in ("megatron", "sglang"):
         for target, why in replacements(engine):
             assert f"    {target}\n" in answer.stdout and f"  {why}:\n" in answer.stdout
+
+
+def test_devices_when_megatron_is_imported_then_cuda_is_the_cpu_and_other_devices_are_themselves():
+    code = """
+import json, torch, megatron.core
+with torch.device("meta"):
+    inside = torch.empty(2)
+made = [torch.zeros(2, device="cuda"), torch.ones(2, device=torch.device("cuda", 0)), torch.ones(2).to("cuda"),
+        torch.ones(2).cuda(), torch.ones(2).to(device="cuda:0", dtype=torch.float64), inside,
+        torch.empty(2, device="meta"), torch.arange(3, device=torch.cuda.current_device(), pin_memory=True)]
+print(json.dumps([str(t.device) for t in made] + [str(made[4].dtype), made[0].type()]))
+"""
+    expected = ["cpu"] * 5 + ["meta"] * 2 + ["cpu", "torch.float64", "torch.cuda.FloatTensor"]
+    assert output(code, environment("megatron")) == expected
+
+
+def test_transformers_when_megatron_is_imported_before_then_its_rotary_frequencies_are_right(tiny_moe_dir):
+    code = f"""
+import json, megatron.core, transformers
+model = transformers.AutoModelForCausalLM.from_pretrained({str(tiny_moe_dir)!r})
+print(json.dumps(model.model.rotary_emb.inv_freq.tolist()))
+"""
+    # 10000 ** (-2 i / 16) for head size 16
+    assert output(code, environment("megatron")) == pytest.approx([10 ** (-i / 2) for i in range(8)])
