@@ -141,7 +141,7 @@ def test_devices_when_megatron_is_imported_then_cuda_is_the_cpu_and_other_device
 import json, torch, megatron.core
 with torch.device("meta"):
     inside = torch.empty(2)
-made = [torch.zeros(2, device="cuda"), torch.ones(2, device=torch.device("cuda", 0)), torch.ones(2).to("cuda"),
+made = [torch.zeros(2, device="cuda"), torch.ones(2, device=torch.device("cuda")), torch.ones(2).to("cuda"),
         torch.ones(2).cuda(), torch.ones(2).to(device="cuda:0", dtype=torch.float64), inside,
         torch.empty(2, device="meta"), torch.arange(3, device=torch.cuda.current_device(), pin_memory=True)]
 print(json.dumps([str(t.device) for t in made] + [str(made[4].dtype), made[0].type()]))
