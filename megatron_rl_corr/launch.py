@@ -1,4 +1,4 @@
-"""torchrun ... -m megatron_rl_corr.launch SCRIPT <its flags> <ours>: a Megatron pretrain script with corrected steps.
+"""torchrun ... -m megatron_rl_corr.launch SCRIPT <its flags> <ours>: a pretrain script with corrected steps.
 
 The script is not changed and need not know of this package.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron_rl_corr.mcore.arguments import add_rollout_arguments, parse
 
-USAGE = "torchrun [...] -m megatron_rl_corr.launch SCRIPT.py [Megatron's and the script's flags] [rollout flags]"
+USAGE = "torchrun [...] -m megatron_rl_corr.launch SCRIPT.py [its and Megatron's flags] [rollout flags]"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -59,7 +59,8 @@ def _run(script: str, arguments: list[str], config, options) -> int:
     except PeerFailure:
         return _leave(1)
     except RolloutError as error:
-        print(f"\nmegatron_rl_corr: {error}", *getattr(error, "__notes__", ()), sep="\n  ", file=sys.stderr, flush=True)
+        notes = getattr(error, "__notes__", ())
+        print(f"\nmegatron_rl_corr: {error}", *notes, sep="\n  ", file=sys.stderr, flush=True)
         return _leave(1)
     return 0
 
@@ -74,7 +75,9 @@ def _leave(status: int) -> int:
 def _print_help() -> None:
     import argparse
 
-    parser = argparse.ArgumentParser(prog="megatron_rl_corr.launch", usage=USAGE, description=__doc__, add_help=False)
+    parser = argparse.ArgumentParser(
+        prog="megatron_rl_corr.launch", usage=USAGE, description=__doc__, add_help=False
+    )
     add_rollout_arguments(parser).print_help()
 
 

@@ -1,4 +1,4 @@
-"""The launcher's flags: parsed and checked before anything heavy is imported, and added to Megatron's own parser.
+"""The launcher's flags: parsed and checked before anything heavy is imported; added to Megatron's own parser.
 
 Only the standard library and config.py, so that a wrong flag is told at once.
 """
@@ -13,7 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl_corr.config import (
-    ADVANTAGES, DENOMINATORS, LEVELS, LOSSES, MODES, PRESETS, RolloutCorrectionConfig, with_overrides,
+    ADVANTAGES,
+    DENOMINATORS,
+    LEVELS,
+    LOSSES,
+    MODES,
+    PRESETS,
+    RolloutCorrectionConfig,
+    with_overrides,
 )
 
 PREFIX = "--rollout-"
@@ -60,11 +67,12 @@ def _add_correction(group: Any) -> None:
     add("--rollout-is-batch-normalize", action=argparse.BooleanOptionalAction, default=None,
         help="divide the weights by their mean over the global batch")
     add("--rollout-rs", metavar="RULE[,RULE]", default=None,
-        help="rejection rules, all must keep a token: {token,seq_sum,seq_mean}_ratio with closed bounds on rho "
-        "(seq_mean_ratio is the geometric mean), {token,seq_sum,seq_mean,seq_max}_{k2,k3}, verl's *_k1 on 1/rho; "
-        "or none")
+        help="rejection rules, all must keep a token: {token,seq_sum,seq_mean}_ratio with closed bounds on "
+        "rho (seq_mean_ratio is the geometric mean), {token,seq_sum,seq_mean,seq_max}_{k2,k3}, verl's *_k1 "
+        "on 1/rho; or none")
     add("--rollout-rs-threshold", metavar="BOUNDS[,BOUNDS]", default=None,
-        help="bounds of the rules, one for all or one a rule: LOWER_UPPER for ratios, one upper bound for k2 and k3")
+        help="bounds of the rules, one for all or one a rule: LOWER_UPPER for ratios, one upper bound for k2 "
+        "and k3")
     add("--rollout-loss", metavar="NAME", default=None,
         help=f"policy loss: {', '.join(LOSSES)} (default {default.loss})")
     add("--rollout-clip-ratio-low", metavar="X", type=float, default=None,
@@ -72,7 +80,8 @@ def _add_correction(group: Any) -> None:
     add("--rollout-clip-ratio-high", metavar="X", type=float, default=None,
         help=f"clip pi_theta / pi_old above at 1 + X (default {default.clip_ratio_high})")
     add("--rollout-loss-denominator", metavar="KIND", default=None,
-        help=f"tokens the loss is divided by: {' or '.join(DENOMINATORS)} (default {default.loss_denominator})")
+        help=f"tokens the loss is divided by: {' or '.join(DENOMINATORS)} "
+        f"(default {default.loss_denominator})")
     add("--rollout-advantage", metavar="KIND", default=None,
         help=f"group-relative advantage: {' or '.join(ADVANTAGES)} (default {default.advantage})")
 
@@ -82,10 +91,11 @@ def _add_rollout(group: Any) -> None:
     add("--rollout-url", metavar="URL", nargs="+", default=None,
         help="SGLang servers, for example http://127.0.0.1:30000")
     add("--rollout-hf-checkpoint", metavar="DIR", default=None,
-        help="Hugging Face folder of the model that the servers run: loaded into Megatron's shards when a run starts "
-        "without --load, and the source of weight names and of the true vocabulary size")
+        help="Hugging Face folder of the model that the servers run: loaded into Megatron's shards when a "
+        "run starts without --load, and the source of weight names and of the true vocabulary size")
     add("--rollout-prompts", metavar="JSONL", default=None,
-        help='one JSON object a line: {"input_ids": [...]} or {"prompt": "text"}, further keys for the reward')
+        help='one JSON object a line: {"input_ids": [...]} or {"prompt": "text"}, further keys for the '
+        "reward")
     add("--rollout-reward-function", metavar="FILE.py:NAME", default=None,
         help="reward(prompt, output_ids, finish_reason) -> number; also package.module:NAME")
     add("--rollout-group-size", metavar="G", type=int, default=8,
@@ -117,7 +127,8 @@ def parse(arguments: Sequence[str]) -> tuple[RolloutCorrectionConfig, RolloutOpt
         name = other.split("=")[0]
         if name.startswith(PREFIX):
             near = difflib.get_close_matches(name, known, n=1)
-            raise ValueError(f"unknown flag {name}" + (f"; did you mean {near[0]}?" if near else "; see --help"))
+            hint = f"did you mean {near[0]}?" if near else "see --help"
+            raise ValueError(f"unknown flag {name}; {hint}")
     return correction_config(values), rollout_options(values)
 
 
@@ -167,5 +178,7 @@ def rollout_options(values: argparse.Namespace) -> RolloutOptions:
         if not value > 0:
             raise ValueError(f"{PREFIX}{name.replace('_', '-')} must be positive, got {value}")
     if options.group_size < 2:
-        raise ValueError("--rollout-group-size 1 leaves a group-relative advantage of 0 everywhere; use 2 or more")
+        raise ValueError(
+            "--rollout-group-size 1 leaves a group-relative advantage of 0 everywhere; use 2 or more"
+        )
     return options

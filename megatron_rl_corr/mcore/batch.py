@@ -46,9 +46,13 @@ class RolloutBatch:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
         return cls(
-            zeros(rows, length, dtype=torch.int64), zeros(rows, length, dtype=torch.int64),
-            zeros(rows, length, dtype=torch.bool), zeros(rows, length, dtype=torch.float32),
-            zeros(rows, dtype=torch.float32), zeros(rows, dtype=torch.int64), zeros(rows, dtype=torch.float32),
+            tokens=zeros(rows, length, dtype=torch.int64),
+            labels=zeros(rows, length, dtype=torch.int64),
+            loss_mask=zeros(rows, length, dtype=torch.bool),
+            rollout_logprobs=zeros(rows, length, dtype=torch.float32),
+            rewards=zeros(rows, dtype=torch.float32),
+            group_ids=zeros(rows, dtype=torch.int64),
+            version_lags=zeros(rows, dtype=torch.float32),
         )
 
     @classmethod
@@ -63,8 +67,8 @@ class RolloutBatch:
             prompt, end = len(sample.prompt_ids), len(ids) - 1
             if end > length:
                 raise ValueError(
-                    f"--seq-length {length} is too short for a sample of {len(ids)} tokens ({prompt} of them prompt); "
-                    f"use --seq-length {end} or more, or a smaller --rollout-max-new-tokens"
+                    f"--seq-length {length} is too short for a sample of {len(ids)} tokens ({prompt} of them "
+                    f"prompt); use --seq-length {end} or more, or a smaller --rollout-max-new-tokens"
                 )
             host["tokens"][row, :end] = ids[:-1]
             host["labels"][row, :end] = ids[1:]
@@ -76,7 +80,7 @@ class RolloutBatch:
         return cls(**{name: tensor.to(batch.tokens.device) for name, tensor in host.items()})
 
     def broadcast(self, layout: Layout) -> RolloutBatch:
-        """The data leader's batch on every rank of its replica: two tensors over tensor x context, then pipeline.
+        """The data leader's batch on its whole replica: two tensors over tensor x context, then pipeline.
 
         Every rank passes a batch of the same shapes; only the leader's values count.
         """
@@ -131,7 +135,9 @@ class Microbatch:
     targets: TrainingTargets | None = None
 
 
-def microbatches(batch: RolloutBatch, size: int, targets: TrainingTargets | None = None) -> Iterator[Microbatch]:
+def microbatches(
+    batch: RolloutBatch, size: int, targets: TrainingTargets | None = None
+) -> Iterator[Microbatch]:
     """Rows in order, `size` at a time; N must be a multiple of it."""
     rows, length = batch.tokens.shape
     positions = torch.arange(length, device=batch.tokens.device).expand(size, length)
@@ -140,7 +146,8 @@ def microbatches(batch: RolloutBatch, size: int, targets: TrainingTargets | None
         micro = Microbatch(batch.tokens[part], batch.labels[part], positions)
         if targets is not None:
             first, last = start * length, (start + size) * length
+            flat = slice(first, last)
             micro = replace(micro, targets=TrainingTargets(
-                targets.old_logprobs[first:last], targets.advantages[first:last], targets.correction.rows(first, last)
+                targets.old_logprobs[flat], targets.advantages[flat], targets.correction.rows(first, last)
             ))
         yield micro

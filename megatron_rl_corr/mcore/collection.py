@@ -1,4 +1,4 @@
-"""Samples of one step: each data-parallel replica's leader asks the servers, and its replica receives the tensors."""
+"""Samples of one step: the leader of each data-parallel replica asks the servers; the replica receives."""
 
 from __future__ import annotations
 
@@ -28,22 +28,25 @@ class Collector:
         share = samples // layout.dp_size
         if samples % layout.dp_size or share % options.group_size:
             raise ValueError(
-                f"--global-batch-size {samples} must be a multiple of --rollout-group-size {options.group_size} times "
-                f"the data-parallel size {layout.dp_size}: a prompt's samples stay on one replica"
+                f"--global-batch-size {samples} must be a multiple of --rollout-group-size "
+                f"{options.group_size} times the data-parallel size {layout.dp_size}: "
+                "a prompt's samples stay on one replica"
             )
         self._options, self._layout, self._length = options, layout, length
         self._client, self._loop, self._prompts, self._reward = client, loop, prompts, reward
         self._rows, self._prompts_per_step = share, samples // options.group_size
         self.device = communication_device()
-        self._sampling = SamplingParams(max_new_tokens=options.max_new_tokens, temperature=options.temperature)
+        self._sampling = SamplingParams(
+            max_new_tokens=options.max_new_tokens, temperature=options.temperature
+        )
 
     def collect(self, step: int, version: int) -> RolloutBatch:
-        """This replica's rows of step number `step`, sampled from weights `version` or older; every rank calls it."""
+        """This replica's rows of a step, sampled from weights `version` or older; every rank calls it."""
         batch, error = RolloutBatch.empty(self._rows, self._length), None
         if self._layout.is_data_leader:
             try:
                 batch = self._ask(step, version)
-            except Exception as failure:  # raised below, on this rank, once the others know
+            except Exception as failure:  # noqa: BLE001  raised below, on this rank, once the others know
                 error = failure
         all_reduce_failure(error)
         return batch.broadcast(self._layout)

@@ -37,8 +37,9 @@ def check_parameters(function: Callable, names: tuple[str, ...]) -> None:
     missing = [name for name in names if name not in found]
     if missing:
         raise RuntimeError(
-            f"{function.__module__}.{function.__qualname__} of megatron-core {megatron_version} does not take "
-            f"{', '.join(missing)}: this Megatron was changed in a way that megatron_rl_corr does not know"
+            f"{function.__module__}.{function.__qualname__} of megatron-core {megatron_version} does "
+            f"not take {', '.join(missing)}: this Megatron was changed in a way that megatron_rl_corr "
+            "does not know"
         )
 
 
@@ -92,13 +93,15 @@ def layout() -> Layout:
             expert_tp_size=mpu.get_expert_tensor_parallel_world_size(),
             ep_rank=mpu.get_expert_model_parallel_rank(),
         ),
-        stage_groups=StageGroups(tp=mpu.get_tensor_model_parallel_group(), expert=expert_group, sender=min(stage_ranks)),
+        stage_groups=StageGroups(
+            tp=mpu.get_tensor_model_parallel_group(), expert=expert_group, sender=min(stage_ranks)
+        ),
     )
 
 
 @contextlib.contextmanager
 def gathered_parameters(model: list, optimizer: Any) -> Iterator[None]:
-    """Whole, current parameters within, also where the optimizer's all-gather is left to the next forward pass."""
+    """Whole, current parameters within, also where their all-gather is left to the next forward pass."""
     from megatron.training import training
 
     overlapped = [chunk for chunk in model if getattr(chunk, "remove_forward_pre_hook_handles", None)]
@@ -112,7 +115,7 @@ def gathered_parameters(model: list, optimizer: Any) -> Iterator[None]:
 
 
 def skipped_step() -> tuple:
-    """What `train_step` returns for a step without an update: losses, skipped, checkpoint?, exit?, code, and norms."""
+    """`train_step`'s result for a step without update: losses, skipped, checkpoint?, exit?, code, norms."""
     return {}, 1, False, False, 0, None, None, 0
 
 

@@ -12,12 +12,14 @@ LossOf = Callable[[Microbatch, Tensor], object]
 
 
 def make_forward_step(loss_of: LossOf) -> Callable:
-    """forward_step_func for a schedule: logits of the next microbatch, and loss_of(microbatch, logits) of them.
+    """forward_step_func for a schedule: the next microbatch's logits, and loss_of(microbatch, logits).
 
     The attention mask is left to the model's own causal one.
     """
 
-    def forward_step(data_iterator: Iterator[Microbatch], model: nn.Module, return_schedule_plan: bool = False):
+    def forward_step(
+        data_iterator: Iterator[Microbatch], model: nn.Module, return_schedule_plan: bool = False
+    ):
         if return_schedule_plan:
             raise ValueError(
                 "--overlap-moe-expert-parallel-comm is not supported with rollout correction; leave it out"

@@ -19,11 +19,13 @@ from megatron_rl_corr.mcore import compat, session
 from megatron_rl_corr.mcore.arguments import RolloutOptions, add_rollout_arguments
 
 
-def install(config: RolloutCorrectionConfig, options: RolloutOptions, report: Callable[[dict, Any], None]) -> None:
+def install(
+    config: RolloutCorrectionConfig, options: RolloutOptions, report: Callable[[dict, Any], None]
+) -> None:
     """Replace them; call it once, before the script runs. RuntimeError for a Megatron that is not known.
 
-    report(metrics, writer) takes each step's numbers on the job's last rank, with Megatron's TensorBoard writer or
-    None.
+    report(metrics, writer) takes each step's numbers on the job's last rank, with Megatron's TensorBoard
+    writer or None.
     """
     compat.check_version()
     steps: dict[str, Any] = {}
@@ -46,15 +48,18 @@ def install(config: RolloutCorrectionConfig, options: RolloutOptions, report: Ca
     def corrected(original: Callable) -> Callable:
         @functools.wraps(original)
         def train_step(
-            forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, model_config, *args, **kwargs
+            forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, model_config, *args,
+            **kwargs,
         ):
             def megatrons(forward_step: Callable, iterator: Any) -> tuple:
                 return original(
-                    forward_step, iterator, model, optimizer, opt_param_scheduler, model_config, *args, **kwargs
+                    forward_step, iterator, model, optimizer, opt_param_scheduler, model_config, *args,
+                    **kwargs,
                 )
 
             return steps["step"].run(
-                megatrons, training.get_args().curr_iteration, model, optimizer, model_config.calculate_per_token_loss
+                megatrons, training.get_args().curr_iteration, model, optimizer,
+                model_config.calculate_per_token_loss,
             )
 
         return train_step
@@ -76,8 +81,10 @@ def _encode(text: str) -> list[int]:
     return training.get_tokenizer().tokenize(text)
 
 
-def _replace(module: ModuleType, name: str, parameters: tuple[str, ...], wrap: Callable[[Callable], Callable]) -> None:
-    """Bind a wrapped function in its module and wherever it was imported to: a copied name keeps the original."""
+def _replace(
+    module: ModuleType, name: str, parameters: tuple[str, ...], wrap: Callable[[Callable], Callable]
+) -> None:
+    """Bind a wrapped function in its module and wherever it was imported: a copy keeps the original."""
     original = getattr(module, name)
     compat.check_parameters(original, parameters)
     replacement = wrap(original)

@@ -1,4 +1,4 @@
-"""The corrected policy loss as Megatron's schedules want it: right in both modes of --calculate-per-token-loss.
+"""The corrected policy loss as Megatron's schedules want it, in both modes of --calculate-per-token-loss.
 
 b rows of L tokens, V/tp vocabulary columns, M microbatches, N the loss's denominator over the global batch.
 """
@@ -55,16 +55,16 @@ class CorrectedLoss:
         """The microbatch's share of (sum over the global batch of the token losses) / N.
 
         Off: a 2-tuple; the schedule multiplies it by cp and divides by M, DDP by dp * cp, which leaves
-        M * dp to put back. On: a 3-tuple; the gradient is divided by the sum of the returned counts, so all positions
-        are counted, and the loss scaled to match: MoE's auxiliary losses, which that division also meets, then do not
-        grow where tokens are masked or rejected.
+        M * dp to put back. On: a 3-tuple; the gradient is divided by the sum of the returned counts, so all
+        positions are counted, and the loss scaled to match: MoE's auxiliary losses, which that division also
+        meets, then do not grow where tokens are masked or rejected.
         """
         targets = micro.targets
         logprobs, _ = label_logprobs(logits, micro.labels, self.logprobs)
         metrics: dict[str, Metric] = {}
         losses = policy_loss(
-            self.config.loss, logprobs, targets.old_logprobs, targets.advantages, targets.correction, self.config,
-            metrics=metrics,
+            self.config.loss, logprobs, targets.old_logprobs, targets.advantages, targets.correction,
+            self.config, metrics=metrics,
         )
         self.metrics.append(metrics)
         share = losses.sum() / targets.correction.denominator(self.config.loss_denominator).float()

@@ -1,4 +1,4 @@
-"""Builds everything a corrected run needs once Megatron has made its model: checks, weights, servers, the step."""
+"""Builds what a corrected run needs once Megatron has made its model: checks, weights, servers, the step."""
 
 from __future__ import annotations
 
@@ -39,9 +39,13 @@ def check_megatron_arguments(args: argparse.Namespace) -> None:
             f"--context-parallel-size {args.context_parallel_size} is not supported with rollouts; use 1"
         )
     if args.yaml_cfg is not None:
-        raise ValueError("--yaml-cfg replaces every flag, the rollout ones too; give Megatron's settings as flags")
+        raise ValueError(
+            "--yaml-cfg replaces every flag, the rollout ones too; give Megatron's settings as flags"
+        )
     if args.rampup_batch_size is not None:
-        raise ValueError("--rampup-batch-size is not supported with rollouts: every step takes --global-batch-size")
+        raise ValueError(
+            "--rampup-batch-size is not supported with rollouts: every step takes --global-batch-size"
+        )
     if args.eval_iters:
         raise ValueError(
             f"--eval-iters {args.eval_iters}: evaluation would score the script's data set, not rollouts; "
@@ -50,10 +54,10 @@ def check_megatron_arguments(args: argparse.Namespace) -> None:
 
 
 def start(
-    config: RolloutCorrectionConfig, options: RolloutOptions, args: argparse.Namespace, model: list, optimizer: Any,
-    encode: Callable[[str], list[int]], report: Report,
+    config: RolloutCorrectionConfig, options: RolloutOptions, args: argparse.Namespace, model: list,
+    optimizer: Any, encode: Callable[[str], list[int]], report: Report,
 ) -> CorrectedStep:
-    """Load the weights, reach the servers, push the first version, and return the step; every rank calls it."""
+    """Load the weights, reach the servers, push the first version, return the step; every rank calls it."""
     layout = compat.layout()
     checkpoint = HFCheckpoint(options.hf_checkpoint)
     table = NameTable(checkpoint.config, padded_vocab_size=args.padded_vocab_size)
@@ -65,7 +69,8 @@ def start(
     vocab_size = checkpoint.config["vocab_size"]
     loop = LoopThread()
     client = RolloutClient(
-        options.urls, vocab_size=vocab_size, max_concurrency=options.max_concurrency, timeout_s=options.timeout_s
+        options.urls, vocab_size=vocab_size, max_concurrency=options.max_concurrency,
+        timeout_s=options.timeout_s,
     )
     _reach(client, loop)
     push = _pusher(parameters, layout, client, loop, options)

@@ -46,7 +46,7 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class CorrectedStep:
-    """Stands in for Megatron's train step: makes the batch from rollouts, and lets the original train on it."""
+    """Stands in for Megatron's train step: makes the batch from rollouts, lets the original train on it."""
 
     config: RolloutCorrectionConfig
     layout: compat.Layout
@@ -64,8 +64,10 @@ class CorrectedStep:
     def groups(self) -> ParallelGroups:
         return ParallelGroups(cp=self.layout.cp_group, dp_cp=self.layout.dp_cp_group)
 
-    def run(self, train_step: TrainStep, iteration: int, model: list, optimizer: Any, per_token: bool) -> tuple:
-        """The step after `iteration` finished ones; train_step(forward_step, data_iterator) is Megatron's own."""
+    def run(
+        self, train_step: TrainStep, iteration: int, model: list, optimizer: Any, per_token: bool
+    ) -> tuple:
+        """The step after `iteration` others; train_step(forward_step, data_iterator) is Megatron's own."""
         times = StepTimes()
         batch = self.collector.collect(iteration, version=iteration)
         times.mark("collect")
@@ -92,11 +94,13 @@ class CorrectedStep:
     def _broadcast_kept_tokens(self, targets: TrainingTargets | None) -> float:
         """Tokens of the global batch that the loss keeps, known to the last stage, on every stage.
 
-        The one host read before training: a step without a token must be skipped by all, or Adam's momentum and
-        weight decay would still move the weights.
+        The one host read before training: a step without a token must be skipped by all, or Adam's momentum
+        and weight decay would still move the weights.
         """
-        device = self.collector.device
-        kept = torch.zeros((), dtype=torch.float64, device=device) if targets is None else targets.correction.kept_tokens
+        if targets is None:
+            kept = torch.zeros((), dtype=torch.float64, device=self.collector.device)
+        else:
+            kept = targets.correction.kept_tokens
         if self.layout.pp_size > 1:
             last = dist.get_process_group_ranks(self.layout.pp_group)[-1]
             dist.broadcast(kept, last, group=self.layout.pp_group)
@@ -116,7 +120,8 @@ class CorrectedStep:
         rows, length = batch.tokens.shape
         loss = CorrectedLoss(
             self.config, self.logprobs, num_microbatches=rows // self.micro_batch_size,
-            dp_size=self.layout.dp_size, per_token=per_token, global_positions=self.global_batch_size * length,
+            dp_size=self.layout.dp_size, per_token=per_token,
+            global_positions=self.global_batch_size * length,
         )
         iterators = [
             RerunDataIterator(microbatches(batch, self.micro_batch_size, targets)) for _ in range(num_chunks)

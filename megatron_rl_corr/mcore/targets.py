@@ -20,7 +20,7 @@ def make_targets(
     batch: RolloutBatch, old_logprobs: Tensor, config: RolloutCorrectionConfig, groups: ParallelGroups,
     *, group_size: int,
 ) -> TrainingTargets:
-    """Correct pi_old against pi_rollout, then take group-relative advantages over the rows that were not rejected."""
+    """Correct pi_old against pi_rollout, then take advantages over the rows that were not rejected."""
     rows, length = batch.tokens.shape
     correction = compute_correction(
         old_logprobs, batch.rollout_logprobs.reshape(-1), batch.loss_mask.reshape(-1), batch.seq_ids,
@@ -34,7 +34,7 @@ def make_targets(
 
 
 def batch_metrics(batch: RolloutBatch, targets: TrainingTargets, entropy: Tensor) -> dict[str, Metric]:
-    """Rewards, lengths, staleness, entropy and the correction's own metrics, under the names that are logged."""
+    """Rewards, lengths, staleness, entropy and the correction's own metrics, under their logged names."""
     rewards, ones = batch.rewards.double(), torch.ones_like(batch.rewards, dtype=torch.float64)
     lengths, lags = batch.loss_mask.sum(dim=1).double(), batch.version_lags.double()
     total, squares, count, length, lag = torch.stack(

@@ -1,13 +1,12 @@
-"""Streams a pipeline stage's weights under their Hugging Face names, one parameter at a time, to one sending rank.
+"""Streams a pipeline stage's weights under their Hugging Face names to one sending rank.
 
 No rank ever holds more than one parameter (with its expert-parallel siblings) beside its own shards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Sequence
 
 import torch
 import torch.distributed as dist
@@ -65,7 +64,7 @@ class StageExporter:
                     # A replicated parameter is whole already: gathering it would only move copies.
                     group = None if rule.layout.replicated else self._groups.tp
                     shards = all_gather_stacked(parameter.tensor.detach(), group).unbind()
-                    yield from zip(rule.hf_names, rule.layout.merge(shards))
+                    yield from zip(rule.hf_names, rule.layout.merge(shards), strict=True)
             elif self._in_expert:
                 yield from self._expert_tensors(parameter)
 
@@ -74,7 +73,8 @@ class StageExporter:
         for ep_rank in sorted({ep for ep, _ in self._expert_places}):
             mine = sorted((etp, i) for i, (ep, etp) in enumerate(self._expert_places) if ep == ep_rank)
             rule = parameter.rule(ep_rank)
-            yield from zip(rule.hf_names, rule.layout.merge([gathered[i] for _, i in mine]))
+            shards = [gathered[i] for _, i in mine]
+            yield from zip(rule.hf_names, rule.layout.merge(shards), strict=True)
 
 
 def _holds(group: ProcessGroup | None, sender: int, rank: int) -> bool:

@@ -17,7 +17,10 @@ class HFCheckpoint:
         self.path = Path(path)
         config = self.path / "config.json"
         if not config.is_file():
-            raise ValueError(f"--rollout-hf-checkpoint {path}: there is no config.json in it; name a Hugging Face model folder")
+            raise ValueError(
+                f"--rollout-hf-checkpoint {path}: there is no config.json in it; "
+                "name a Hugging Face model folder"
+            )
         self.config: dict[str, Any] = json.loads(config.read_text())
         self._file_of = self._index()
 

@@ -6,8 +6,9 @@ split(those, rank, size) one rank's shard.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -51,7 +52,7 @@ class Sharded:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Rows are token ids, padded with rows of 0 from `vocab_size` to `padded_size`, then cut along dimension 0."""
+    """Rows are token ids, padded with zeros from vocab_size to padded_size rows, cut along dimension 0."""
 
     vocab_size: int
     padded_size: int
@@ -82,7 +83,7 @@ class GatedUp:
 
 @dataclass(frozen=True)
 class GroupedQKV:
-    """Per query group its query heads, then its key, then its value, along dimension 0; groups are cut over ranks.
+    """Per query group its query heads, its key, its value, along dimension 0; groups are cut over ranks.
 
     Three Hugging Face tensors (q, k, v), each with heads of head_dim rows. Weights and biases alike.
     """
@@ -103,10 +104,10 @@ class GroupedQKV:
     def split(self, tensors, rank, size):
         if self.groups % size:
             raise ValueError(
-                f"--tensor-model-parallel-size {size} does not divide the model's {self.groups} key-value heads; "
-                "use a divisor of them"
+                f"--tensor-model-parallel-size {size} does not divide the model's {self.groups} key-value "
+                "heads; use a divisor of them"
             )
         rest = tensors[0].shape[1:]
         heads = (self.heads // self.groups, 1, 1)
-        parts = [t.view(self.groups, n, self.head_dim, *rest) for t, n in zip(tensors, heads)]
+        parts = [t.view(self.groups, n, self.head_dim, *rest) for t, n in zip(tensors, heads, strict=True)]
         return torch.cat(parts, dim=1).chunk(size, dim=0)[rank].reshape(-1, *rest)

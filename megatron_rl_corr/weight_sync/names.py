@@ -1,14 +1,15 @@
 """Which Hugging Face tensors each parameter of a Megatron GPT model is made of: a table of rules.
 
-Both of Megatron's layer specs are covered: the local one, and Transformer Engine's, which folds a norm into the
-linear layer behind it. L is the layer's number in the whole model, E the expert's, both from 0.
+Both of Megatron's layer specs are covered: the local one, and Transformer Engine's, which folds a norm into
+the linear layer behind it. L is the layer's number in the whole model, E the expert's, both from 0.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Mapping
+from typing import Any
 
 from megatron_rl_corr.weight_sync.layouts import GatedUp, GroupedQKV, Layout, Replicated, Sharded, Vocabulary
 
@@ -42,7 +43,7 @@ class NameTable:
         self._rules = _rules(hf_config, padded_vocab_size)
 
     def find(self, name: str) -> ParameterRule:
-        """The rule for a parameter's name with global layer and expert numbers; ValueError if there is none."""
+        """The rule for a name with global layer and expert numbers; ValueError if there is none."""
         for pattern, layout, templates in self._rules:
             match = pattern.fullmatch(name)
             if match:
@@ -51,7 +52,8 @@ class NameTable:
                 return ParameterRule(layout, names, "E" in numbers)
         raise ValueError(
             f"Megatron parameter {name} has no counterpart in the checkpoint's architecture; "
-            "do the model flags (--num-experts, --qk-layernorm, --disable-bias-linear, ...) describe that model?"
+            "do the model flags (--num-experts, --qk-layernorm, --disable-bias-linear, ...) describe that "
+            "model?"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from megatron_rl_corr.parallel.failure import all_reduce_failure
 from megatron_rl_corr.rollout.errors import RolloutError
@@ -11,17 +12,20 @@ from megatron_rl_corr.weight_sync.export import StageExporter
 from megatron_rl_corr.weight_sync.servers import WeightServers
 
 
-def push_weights(exporter: StageExporter, client: WeightServers, *, version: str, bucket_bytes: int) -> None:
+def push_weights(
+    exporter: StageExporter, client: WeightServers, *, version: str, bucket_bytes: int
+) -> None:
     """Send the current weights to every server under the name `version`; every rank calls it.
 
     Rank 0 opens and closes the update for all; each stage's sender broadcasts its own part, in buckets of
-    bucket_bytes. The servers resume whatever happens. A server's failure is raised as RolloutError on the rank
-    that saw it and as PeerFailure on every other.
+    bucket_bytes. The servers resume whatever happens. A server's failure is raised as RolloutError on the
+    rank that saw it and as PeerFailure on every other.
     """
     try:
         all_reduce_failure(_failure_of(client.begin) if exporter.leads else None)
         for stage in range(exporter.num_stages):
-            all_reduce_failure(_send_stage(exporter, client, bucket_bytes) if stage == exporter.stage else None)
+            mine = stage == exporter.stage
+            all_reduce_failure(_send_stage(exporter, client, bucket_bytes) if mine else None)
         all_reduce_failure(_failure_of(lambda: client.end(version)) if exporter.leads else None)
     except BaseException as error:
         if exporter.leads:
@@ -34,11 +38,11 @@ def push_weights(exporter: StageExporter, client: WeightServers, *, version: str
 
 
 def _send_stage(exporter: StageExporter, client: WeightServers, bucket_bytes: int) -> RolloutError | None:
-    """Run through the stage's weights; after a failure still to the end, because the other ranks gather with us."""
+    """Run through the stage's weights, after a failure too: the other ranks gather together with this one."""
     error = None
     for bucket in buckets(exporter.tensors(), bucket_bytes):
         if exporter.sends and error is None:
-            error = _failure_of(lambda: client.send(bucket))
+            error = _failure_of(partial(client.send, bucket))
     return error
 
 

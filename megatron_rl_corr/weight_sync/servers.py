@@ -23,7 +23,7 @@ class WeightServers:
         try:
             self._loop.call(self._client.begin_weight_update())
         except RolloutServerError as error:
-            # A trainer that was killed in the middle of an update left its session open: nobody else will close it.
+            # A trainer that was killed in the middle of an update left its session open: nobody closes it.
             if error.status != 400 or "already open" not in error.detail:
                 raise
             self._loop.call(self._client.end_weight_update())
@@ -36,16 +36,16 @@ class WeightServers:
         self._group.broadcast(bucket)
 
     def end(self, version: str) -> None:
-        """Close the session, name the weights, check that every server says so, forget prefixes of old weights."""
+        """Close the session, name the weights, check every server's answer, drop prefixes of old weights."""
         self._loop.call(self._client.end_weight_update())
         self._loop.call(self._client.update_weight_version(version))
         answers = self._loop.call(self._client.model_info())
-        for url, answer in zip(self._client.base_urls, answers):
+        for url, answer in zip(self._client.base_urls, answers, strict=True):
             if str(answer.get("weight_version")) != version:
                 raise RolloutProtocolError(
                     url, "/model_info",
-                    f"weight_version is {answer.get('weight_version')!r} after version {version!r} was pushed; "
-                    "does another trainer push to this server?",
+                    f"weight_version is {answer.get('weight_version')!r} after version {version!r} was "
+                    "pushed; does another trainer push to this server?",
                 )
         self._loop.call(self._client.flush_cache())
 

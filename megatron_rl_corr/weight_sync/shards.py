@@ -1,9 +1,9 @@
-"""A rank's parameters with the rule that relates each to its Hugging Face tensors; loading those into them."""
+"""A rank's parameters, each with the rule that ties it to Hugging Face tensors; loading those into them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from megatron_rl_corr.weight_sync.names import NameTable, ParameterRule, global_
 
 @dataclass(frozen=True)
 class ShardRanks:
-    """This rank's place among those that cut a parameter; expert parameters have a tensor-parallel size of their own."""
+    """This rank's place among those that cut a parameter; experts have their own tensor-parallel size."""
 
     tp_rank: int = 0
     tp_size: int = 1
@@ -34,9 +34,10 @@ class LocalParameter:
     table: NameTable
 
     def rule(self, ep_rank: int) -> ParameterRule:
-        """Its rule as expert-parallel rank `ep_rank` would name it (other ranks hold other experts in its place)."""
+        """Its rule as expert-parallel rank `ep_rank` would name it (others hold other experts there)."""
         offset = ep_rank * self.experts_per_rank
-        return self.table.find(global_name(self.local_name, layer_offset=self.layer_offset, expert_offset=offset))
+        name = global_name(self.local_name, layer_offset=self.layer_offset, expert_offset=offset)
+        return self.table.find(name)
 
 
 def local_parameters(
@@ -67,7 +68,7 @@ def load_shards(parameters: Sequence[LocalParameter], checkpoint: HFCheckpoint, 
         if shard.shape != parameter.tensor.shape:
             raise ValueError(
                 f"{parameter.local_name}: the checkpoint's {' + '.join(rule.hf_names)} makes a shard of "
-                f"{tuple(shard.shape)}, the model has {tuple(parameter.tensor.shape)}; give Megatron the sizes of "
-                f"{checkpoint.path / 'config.json'}"
+                f"{tuple(shard.shape)}, the model has {tuple(parameter.tensor.shape)}; give Megatron the "
+                f"sizes of {checkpoint.path / 'config.json'}"
             )
         parameter.tensor.copy_(shard)

@@ -9,7 +9,12 @@ from urllib.parse import urlsplit
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import (
-    Backend, PrefixStore, ProcessGroup, _new_process_group_helper, _world, rendezvous,
+    Backend,
+    PrefixStore,
+    ProcessGroup,
+    _new_process_group_helper,
+    _world,
+    rendezvous,
 )
 
 from megatron_rl_corr.rollout.blocking import LoopThread
@@ -51,7 +56,8 @@ class UpdateGroup:
             )
         )
         works = [
-            dist.broadcast(tensor.contiguous(), src=0, group=self._group, async_op=True) for _, tensor in bucket
+            dist.broadcast(tensor.contiguous(), src=0, group=self._group, async_op=True)
+            for _, tensor in bucket
         ]
         # The servers' answer first: where one has died, waiting for the broadcast would only hide why.
         receiving.result(self._timeout_s)
@@ -59,7 +65,9 @@ class UpdateGroup:
             work.wait()
 
 
-def _join(address: str, port: int, world_size: int, name: str, backend: str, timeout_s: float) -> ProcessGroup:
+def _join(
+    address: str, port: int, world_size: int, name: str, backend: str, timeout_s: float
+) -> ProcessGroup:
     """init_process_group for a group beside the default one: torch has no public call for it."""
     timeout = timedelta(seconds=timeout_s)
     store, rank, world_size = next(rendezvous(f"tcp://{address}:{port}", 0, world_size, timeout=timeout))
