@@ -76,8 +76,8 @@ class Transport:
                 trust_env=False,  # a proxy from the environment cannot reach a server on the loopback
                 connector=aiohttp.TCPConnector(
                     limit=0,  # control requests must not queue behind samples
-                    # The server closes idle connections after 5 s, and a POST that meets a closing one can't
-                    # be repeated safely; against sampling, the time to connect is nothing.
+                    # The server closes idle connections after some seconds, and a POST that meets a closing
+                    # one can't be repeated safely; against sampling, the time to connect is nothing.
                     force_close=True,
                 ),
             )
