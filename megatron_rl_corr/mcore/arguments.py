@@ -20,8 +20,8 @@ from megatron_rl_corr.config import (
     MODES,
     PRESETS,
     RolloutCorrectionConfig,
-    with_overrides,
 )
+from megatron_rl_corr.config_sources import with_overrides
 
 PREFIX = "--rollout-"
 
@@ -143,7 +143,9 @@ def correction_config(values: argparse.Namespace) -> RolloutCorrectionConfig:
     if values.rollout_correction_preset:
         base = RolloutCorrectionConfig.from_preset(values.rollout_correction_preset)
     elif values.rollout_correction_config:
-        base = RolloutCorrectionConfig.from_yaml(values.rollout_correction_config)
+        # A level given as a flag makes the file's threshold count, where its own level says null.
+        level = {} if values.rollout_is in (None, "none") else {"rollout_is": values.rollout_is}
+        base = RolloutCorrectionConfig.from_yaml(values.rollout_correction_config, **level)
     overrides = {
         name.removeprefix("rollout_") if name in _STRIPPED else name: getattr(values, name)
         for name in _CORRECTION_FLAGS
