@@ -22,16 +22,16 @@ def vocab_parallel_logprobs(
     with_entropy: bool = False,
     chunk_tokens: int = 1024,
 ) -> tuple[Tensor, Tensor | None]:
-    """log softmax(logits / temperature)[label], float32 [T]; with_entropy: also -sum p log p, float32 [T], else None.
+    """log softmax(logits / temperature)[label] and, with_entropy, -sum p log p (else None); each float32 [T].
 
-    logits [T, V/tp] in any float type, this rank's slice of the vocabulary, never modified; labels [T] int64, global
-    ids. Columns >= vocab_size (padding of the embedding) are outside the support. One collective over tp_group in
-    forward, none in backward. Beside the logits and their gradient, no more than one chunk of C tokens is held in
-    float32. Every rank's upstream gradient must be that of the same loss (tensor-parallel ranks hold the same
-    tokens), so none is summed over tp.
+    logits [T, V/tp] in any float type, this rank's slice of the vocabulary, never modified; labels [T] int64,
+    global ids. Columns >= vocab_size (padding of the embedding) are outside the support. One collective over
+    tp_group in forward, none in backward. Beside the logits and their gradient, no more than one chunk of C
+    tokens is held in float32. Every rank's upstream gradient must be that of the same loss (tensor-parallel
+    ranks hold the same tokens), so none is summed over tp.
 
-    Raises ValueError for unlike lengths or a temperature that is not positive. A label outside [0, vocab_size) gives
-    -inf.
+    Raises ValueError for unlike lengths, and for a temperature or chunk_tokens that is not positive. A label
+    outside [0, vocab_size) gives -inf.
     """
     if logits.dim() != 2 or labels.shape != logits.shape[:1]:
         raise ValueError(
@@ -39,7 +39,11 @@ def vocab_parallel_logprobs(
             f"{tuple(labels.shape)}"
         )
     if not temperature > 0:
-        raise ValueError(f"temperature must be positive, got {temperature}; greedy samples have no log-prob to correct")
+        raise ValueError(
+            f"temperature must be positive, got {temperature}; greedy samples have no log-prob to correct"
+        )
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens must be positive, got {chunk_tokens}; 1024 is usual")
     logprobs, entropy = _VocabParallelLogProbs.apply(
         logits, labels, tp_group, temperature, vocab_size, with_entropy, chunk_tokens
     )
@@ -52,11 +56,12 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         width = logits.shape[1]
         first = 0 if tp_group is None else tp_group.rank() * width
         limit = width if vocab_size is None else min(max(vocab_size - first, 0), width)
-        # Per token: max, sum of exp(x - max), the label's x (or -inf), sum of exp(x - max) x.
+        # Per token: max, sum of e = exp(x - max), the label's x (or -inf), sum of e (x - max).
         stats = logits.new_empty(4, logits.shape[0], dtype=torch.float32)
         for start in range(0, logits.shape[0], chunk_tokens):
             rows = slice(start, start + chunk_tokens)
-            stats[:, rows] = _chunk_stats(logits[rows, :limit], labels[rows] - first, temperature, with_entropy)
+            local = labels[rows] - first
+            stats[:, rows] = _chunk_stats(logits[rows, :limit], local, temperature, with_entropy)
         # Every rank combines the same numbers in one order, so tensor-parallel ranks agree bit by bit.
         logprobs, entropy, log_sum = _combine(all_gather_stacked(stats, tp_group), with_entropy)
         ctx.save_for_backward(logits, labels, log_sum, entropy)
@@ -101,22 +106,34 @@ def _chunk_stats(logits: Tensor, local_labels: Tensor, temperature: float, with_
     mine = (local_labels >= 0) & (local_labels < columns)
     target = x.gather(1, local_labels.clamp(0, columns - 1)[:, None])[:, 0]
     out[2] = torch.where(mine, target, -torch.inf)
-    out[0] = x.amax(dim=1)
-    weights = (x - out[0][:, None]).exp_()
+    # Finite even where a rank's logits are all -inf, because -inf less itself is NaN.
+    out[0] = x.amax(dim=1).clamp(min=torch.finfo(torch.float32).min)
+    x -= out[0][:, None]
+    if not with_entropy:
+        out[1] = x.exp_().sum(dim=1)
+        return out
+    weights = x.exp()
     out[1] = weights.sum(dim=1)
-    if with_entropy:
-        out[3] = weights.mul_(x).sum(dim=1)
+    # A logit of -inf has weight 0, and 0 * -inf must be 0.
+    out[3] = weights.mul_(x.clamp_(min=-1e4)).sum(dim=1)
     return out
 
 
 def _combine(stats: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """[tp, 4, T] -> log-prob of the label, entropy and log-sum-exp, each [T]."""
+    """[tp, 4, T] -> log-prob of the label, entropy and log-sum-exp, each [T].
+
+    Differences from the largest logit, not the logits themselves: near 0 a log-prob would lose its digits.
+    """
     maxima, sums, targets, products = stats.unbind(dim=1)
     top = maxima.amax(dim=0)
     # A rank whose columns are all padding has max -inf and sum 0: exp(-inf) drops it.
-    scale = (maxima - top).exp()
+    drop = maxima - top
+    scale = drop.exp()
     total = (sums * scale).sum(dim=0)
-    log_sum = top + total.log()
-    logprobs = targets.amax(dim=0) - log_sum
-    entropy = log_sum - (products * scale).sum(dim=0) / total if with_entropy else torch.empty_like(log_sum)
-    return logprobs, entropy, log_sum
+    log_total = total.log()
+    logprobs = targets.amax(dim=0) - top - log_total
+    entropy = torch.empty_like(logprobs)
+    if with_entropy:
+        products = products + sums * drop.clamp(min=-1e4)
+        entropy = log_total - (products * scale).sum(dim=0) / total
+    return logprobs, entropy, top + log_total
