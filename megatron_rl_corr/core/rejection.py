@@ -6,7 +6,7 @@ T tokens, S sequences; D = log pi_train - log pi_rollout; k2 = D^2 / 2; k3 = e^D
 from __future__ import annotations
 
 import math
-from typing import Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from megatron_rl_corr.config import RejectionRule
 
 
 def divergence(name: str, log_ratio: Tensor) -> Tensor:
-    """The divergence that a rule bounds, per token [T]; `ratio` is bounded in log space, so it is D itself."""
+    """The divergence that a rule bounds, per token [T]; `ratio` is bounded in log space: it is D itself."""
     if name == "ratio":
         return log_ratio
     if name == "k2":
@@ -26,8 +26,13 @@ def divergence(name: str, log_ratio: Tensor) -> Tensor:
 
 
 def within(rule: RejectionRule, value: Tensor) -> Tensor:
-    """Whether the divergence lies in the rule's closed interval; a ratio's bounds are taken to log space."""
+    """Whether the divergence lies in the rule's closed interval; ratio bounds are taken to log space.
+
+    Compared in float32 at every level: log-probs are no finer, so a value on the bound is kept whether it is
+    a float32 token's or a float64 sum's.
+    """
     to_bound = math.log if rule.divergence == "ratio" else float
+    value = value.float()
     keep = torch.ones_like(value, dtype=torch.bool)
     if rule.lower is not None:
         keep = value >= to_bound(rule.lower)
@@ -42,8 +47,8 @@ def decisions(
 ) -> list[Tensor]:
     """What each rule keeps: bool [T] of a token-level rule, bool [S] of a sequence-level one.
 
-    sums and maxima hold, per divergence name, the float64 [S] reductions over valid tokens. An empty sequence is
-    kept: there is nothing to reject.
+    sums and maxima hold, per divergence name, the float64 [S] reductions over valid tokens. An empty sequence
+    is kept: there is nothing to reject.
     """
     keep = []
     for rule in rules:
