@@ -16,8 +16,8 @@ def group_advantages(
 ) -> Tensor:
     """group_mean: r - mean of the group; grpo: that over (population std of the group + 1e-6). [N] float32.
 
-    rewards [N]; group_ids [N] int64 in [0, num_groups); in_baseline [N] bool: rows that count in the mean and the
-    std (default all). A group without such a row gets advantage 0. Source: GRPO, arXiv:2402.03300, eq. 4.
+    rewards [N]; group_ids [N] int64 in [0, num_groups); in_baseline [N] bool: rows that count in the mean and
+    the std (default all). A group without such a row gets advantage 0. Source: GRPO, arXiv:2402.03300, eq. 4.
     """
     if kind not in ("grpo", "group_mean"):
         raise ValueError(f"advantage must be grpo or group_mean, got {kind!r}")

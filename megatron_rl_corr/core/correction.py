@@ -16,7 +16,7 @@ from megatron_rl_corr.core.diagnostics import TokenView, sequence_metrics, token
 from megatron_rl_corr.core.metrics import Metric
 from megatron_rl_corr.core.rejection import decisions, divergence
 from megatron_rl_corr.core.segments import sequence_maxima, sequence_sums, to_tokens
-from megatron_rl_corr.core.weights import LOG_CLAMP, bound_weights, raw_weights
+from megatron_rl_corr.core.weights import LOG_CLAMP, bound_weights, out_of_bounds, raw_weights
 
 if TYPE_CHECKING:
     from megatron_rl_corr.parallel.groups import ParallelGroups
@@ -30,7 +30,7 @@ class Correction:
     """[T] float32 importance weights; 0 outside the valid tokens."""
 
     mask: Tensor
-    """[T] bool: in the loss mask, finite on both sides and not rejected (a zero weight of IcePop is no rejection)."""
+    """[T] bool: valid and not rejected (a zero weight of IcePop is no rejection)."""
 
     valid: Tensor
     """[T] bool: in the loss mask and finite on both sides, before rejection."""
@@ -48,7 +48,7 @@ class Correction:
     """Device-side partials of this rank's share, by name."""
 
     def rows(self, start: int, stop: int) -> Correction:
-        """Weights and masks of tokens [start, stop), for a microbatch; the global counts stay, metrics do not."""
+        """Weights and masks of tokens [start, stop), for a microbatch; global counts stay, metrics do not."""
         part = slice(start, stop)
         return replace(
             self, weights=self.weights[part], mask=self.mask[part], valid=self.valid[part], metrics={}
@@ -75,9 +75,10 @@ def compute_correction(
     """Weights w = bounded(rho), keep mask and metrics, with rho = pi_train / pi_rollout.
 
     train_logprobs, rollout_logprobs [T] float (subtracted in float32); loss_mask [T]; seq_ids [T] int64 in
-    [0, num_sequences), the same numbering on every context-parallel rank. Without `groups` this rank stands alone;
-    with them, one collective over cp and one over dp_cp, whatever the number of rules. A token whose log-prob is
-    not finite on either side is dropped and counted; what stands outside the loss mask never matters.
+    [0, num_sequences), the same numbering on every context-parallel rank. Without `groups` this rank stands
+    alone; with them, one collective over cp and one over dp_cp, whatever the number of rules. A token whose
+    log-prob is not finite on either side is dropped and counted; what stands outside the loss mask never
+    matters.
 
     Raises ValueError for inputs of unlike lengths.
     """
@@ -91,9 +92,10 @@ def compute_correction(
 
     sums, maxima = _sequence_partials(config, train, rollout, clamped, valid, seq_ids, num_sequences, groups)
     count = sums["count"]
-    weights = _weights(config, clamped, sums["ratio"], count, valid, seq_ids)
+    weights, outside = _weights(config, clamped, sums["ratio"], count, valid, seq_ids)
     rule_masks, kept, kept_sequences = {}, valid, count > 0
-    for rule, keep in zip(config.rollout_rs, decisions(config.rollout_rs, clamped, sums, maxima, count)):
+    kept_by = decisions(config.rollout_rs, clamped, sums, maxima, count)
+    for rule, keep in zip(config.rollout_rs, kept_by, strict=True):
         if rule.level != "token":
             kept_sequences = kept_sequences & keep
             keep = to_tokens(keep, seq_ids)
@@ -108,21 +110,23 @@ def compute_correction(
         mean = totals[2] / totals[0].clamp(min=1)
         weights = weights / torch.where(mean > 0, mean, 1.0).float()
 
-    view = TokenView(train, rollout, log_ratio, clamped, weights, valid, kept, in_mask & ~valid)
+    view = TokenView(train, rollout, log_ratio, clamped, weights, valid, kept, in_mask & ~valid, outside)
     metrics = token_metrics(view, rule_masks)
     metrics |= sequence_metrics(
         train_sum=sums["train"], rollout_sum=sums["rollout"], count=count, kept=kept_sequences,
-        owner=1.0 if groups is None or groups.cp_rank == 0 else 0.0,
+        owner=groups is None or groups.cp_rank == 0,
     )
     return Correction(weights, kept, valid, kept_sequences, totals[0], totals[1], metrics)
 
 
-def _weights(config, clamped, seq_ratio_sum, count, valid, seq_ids) -> Tensor:
+def _weights(config, clamped, seq_ratio_sum, count, valid, seq_ids) -> tuple[Tensor, Tensor | None]:
+    """Bounded weights [T], 0 outside valid, and where the raw ones were out of bounds (None: no weights)."""
     if config.rollout_is is None:
-        return valid.float()
-    weights = raw_weights(config.rollout_is, clamped, seq_ratio_sum, count, seq_ids)
-    weights = bound_weights(config.rollout_is_mode, weights, config.rollout_is_lower, config.rollout_is_upper)
-    return torch.where(valid, weights, 0.0)
+        return valid.float(), None
+    raw = raw_weights(config.rollout_is, clamped, seq_ratio_sum, count, seq_ids)
+    lower, upper = config.rollout_is_lower, config.rollout_is_upper
+    weights = bound_weights(config.rollout_is_mode, raw, lower, upper)
+    return torch.where(valid, weights, 0.0), valid & out_of_bounds(raw, lower, upper)
 
 
 def _sequence_partials(
@@ -142,13 +146,16 @@ def _sequence_partials(
         maxima = sequence_maxima(torch.stack(list(max_columns.values())), seq_ids, num_sequences)
     if groups is not None:
         sums, maxima = groups.all_gather_cp_partials(sums, maxima)
-    return dict(zip(columns, sums.unbind())), dict(zip(max_columns, maxima.unbind()))
+    return (
+        dict(zip(columns, sums.unbind(), strict=True)),
+        dict(zip(max_columns, maxima.unbind(), strict=True)),
+    )
 
 
 def _check_shapes(train_logprobs, rollout_logprobs, loss_mask, seq_ids) -> None:
     shapes = [tuple(t.shape) for t in (train_logprobs, rollout_logprobs, loss_mask, seq_ids)]
     if len(set(shapes)) != 1 or len(shapes[0]) != 1:
         raise ValueError(
-            "compute_correction takes train_logprobs, rollout_logprobs, loss_mask and seq_ids of one shape [T], "
-            f"got {', '.join(map(str, shapes))}; flatten_padded turns padded rows [B, L] into [T]"
+            "compute_correction takes train_logprobs, rollout_logprobs, loss_mask and seq_ids of one shape "
+            f"[T], got {', '.join(map(str, shapes))}; flatten_padded turns padded rows [B, L] into [T]"
         )

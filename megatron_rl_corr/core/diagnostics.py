@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from megatron_rl_corr.core.metrics import (
-    Chi2, EffectiveSampleSize, Max, Mean, Metric, Min, Pearson, Std, Sum,
+    Chi2,
+    EffectiveSampleSize,
+    Max,
+    Mean,
+    Metric,
+    Min,
+    Pearson,
+    Std,
+    Sum,
 )
 
 
@@ -35,32 +43,38 @@ class TokenView:
     """valid and not rejected [T] bool."""
     nonfinite: Tensor
     """In the loss mask, dropped for a non-finite log-prob [T] bool."""
+    out_of_bounds: Tensor | None
+    """valid, and the weight was out of bounds before they were applied [T] bool; None without weights."""
 
 
 def token_metrics(view: TokenView, rule_masks: dict[str, Tensor]) -> dict[str, Metric]:
-    """Metrics that are sums or extrema over tokens; one stacked reduction for all sums, one for all extrema."""
-    rho = view.clamped.exp()
-    p_train, p_rollout = (torch.where(view.valid, side.exp(), 0.0) for side in (view.train, view.rollout))
-    valid = view.valid.float()
+    """Metrics that are sums or extrema over tokens; one stacked reduction for all sums, two for extrema."""
+    # Squares in float64: a spread of 1e-4 around 1 drowns in a float32 square's rounding.
+    clamped, weights = view.clamped.double(), view.weights.double()
+    p_train, p_rollout = (
+        torch.where(view.valid, side.double().exp(), 0.0) for side in (view.train, view.rollout)
+    )
     columns = {
-        "valid": valid,
-        "kept": view.kept.float(),
-        "nonfinite": view.nonfinite.float(),
+        "valid": view.valid,
+        "kept": view.kept,
+        "nonfinite": view.nonfinite,
         "k1": -view.log_ratio,
         "abs_d": view.log_ratio.abs(),
-        "k3": torch.expm1(view.clamped) - view.clamped,
-        "rho2": torch.where(view.valid, rho.square(), 0.0),
-        "w": view.weights,
-        "w2": view.weights.square(),
+        "k3": torch.expm1(clamped) - clamped,
+        "rho2": torch.where(view.valid, (2 * clamped).exp(), 0.0),
+        "w": weights,
+        "w2": weights.square(),
         "pt": p_train,
         "pr": p_rollout,
         "pt2": p_train.square(),
         "pr2": p_rollout.square(),
         "ptpr": p_train * p_rollout,
     }
+    if view.out_of_bounds is not None:
+        columns["out_of_bounds"] = view.out_of_bounds
     for name, keep in rule_masks.items():
-        columns[f"rejected/{name}"] = (view.valid & ~keep).float()
-    sums = torch.stack(list(columns.values())).sum(dim=1, dtype=torch.float64)
+        columns[f"rejected/{name}"] = view.valid & ~keep
+    sums = torch.stack([column.double() for column in columns.values()]).sum(dim=1)
     at = {name: i for i, name in enumerate(columns)}
 
     def pick(*names: str) -> Tensor:
@@ -84,6 +98,8 @@ def token_metrics(view: TokenView, rule_masks: dict[str, Tensor]) -> dict[str, M
         "weight_min": Min(lowest[0:1]),
         "ess": EffectiveSampleSize(pick("w", "w2", "valid")),
     }
+    if view.out_of_bounds is not None:
+        metrics["weight_out_of_bounds"] = Mean(pick("out_of_bounds", "valid"))
     for name in rule_masks:
         metrics[f"rejected_fraction/{name}"] = Mean(pick(f"rejected/{name}", "valid"))
     return metrics
@@ -98,21 +114,21 @@ def _extreme(columns: Tensor, valid: Tensor, op: str) -> Tensor:
 
 
 def sequence_metrics(
-    *, train_sum: Tensor, rollout_sum: Tensor, count: Tensor, kept: Tensor, owner: float
+    *, train_sum: Tensor, rollout_sum: Tensor, count: Tensor, kept: Tensor, owner: bool
 ) -> dict[str, Metric]:
     """Metrics that are means over sequences with at least one valid token.
 
-    train_sum, rollout_sum [S] are sums of log-probs over a sequence's valid tokens, count [S] their number, kept
-    [S] bool. Every context-parallel rank holds them whole, so only the one with owner = 1 counts them (else 0).
+    train_sum, rollout_sum [S] are sums of log-probs over a sequence's valid tokens, count [S] their number,
+    kept [S] bool. Every context-parallel rank holds them whole: only their owner counts them.
     """
-    present = (count > 0).double() * owner
+    present = (count > 0) & owner
     safe = count.clamp(min=1)
     rows = torch.stack([
-        present,
-        kept.double() * present,
-        (-train_sum / safe).exp() * present,
-        (-rollout_sum / safe).exp() * present,
-        (rollout_sum - train_sum) / safe * present,
+        present.double(),
+        (kept & present).double(),
+        torch.where(present, (-train_sum / safe).exp(), 0.0),
+        torch.where(present, (-rollout_sum / safe).exp(), 0.0),
+        torch.where(present, (rollout_sum - train_sum) / safe, 0.0),
     ])
     n, kept_n, train_ppl, rollout_ppl, log_ppl_diff = rows.sum(dim=1).unbind()
     return {

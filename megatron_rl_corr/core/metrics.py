@@ -1,4 +1,4 @@
-"""Metrics that carry their own reduction: partial values that add, or take a maximum, over ranks and microbatches.
+"""Metrics that carry their own reduction: partial values that add, or take an extremum, over ranks.
 
 A metric is exact however the tokens are split, because only sums, counts and extrema travel, never means.
 """
@@ -6,15 +6,15 @@ A metric is exact however the tokens are split, because only sums, counts and ex
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Sequence
 
 from torch import Tensor
 
 
 @dataclass(frozen=True)
 class Metric:
-    """`values` is a float64 device tensor [k]; partials of one metric combine entry by entry with `reduction`."""
+    """`values` is a float64 device tensor [k]; partials combine entry by entry with `reduction`."""
 
     values: Tensor
     reduction = "sum"
@@ -51,7 +51,7 @@ class Std(Metric):
 
 
 class EffectiveSampleSize(Metric):
-    """ESS as a fraction: 1 / mean((w / mean w)^2) = (sum w)^2 / (n sum w^2); values = [sum, sum of squares, n]."""
+    """ESS as a fraction: 1 / mean((w / mean w)^2) = (sum w)^2 / (n sum w^2); values = [sum w, sum w^2, n]."""
 
     @staticmethod
     def finish(values: Sequence[float]) -> float:
@@ -76,7 +76,10 @@ class Pearson(Metric):
         if not n:
             return math.nan
         var_x, var_y = xx / n - (x / n) ** 2, yy / n - (y / n) ** 2
-        return (xy / n - x * y / n**2) / math.sqrt(var_x * var_y) if var_x > 0 and var_y > 0 else math.nan
+        # Below it a variance is rounding: without spread there is no correlation.
+        if var_x <= 1e-12 * xx / n or var_y <= 1e-12 * yy / n:
+            return math.nan
+        return (xy / n - x * y / n**2) / math.sqrt(var_x * var_y)
 
 
 class Max(Metric):

@@ -12,8 +12,8 @@ from torch import Tensor
 def sequence_sums(columns: Tensor, seq_ids: Tensor, num_sequences: int) -> Tensor:
     """Sum of each column over each sequence: [K, T], [T] -> float64 [K, S]; an empty sequence sums to 0.
 
-    float64, because on a GPU the order of additions is not fixed: in float32 two tensor-parallel ranks could put
-    the same sequence on different sides of a bound.
+    float64, because on a GPU the order of additions is not fixed: in float32 two tensor-parallel ranks could
+    put the same sequence on different sides of a bound.
     """
     out = columns.new_zeros(columns.shape[0], num_sequences, dtype=torch.float64)
     return out.index_add_(1, seq_ids, columns.double())

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_rl_corr.core.segments import to_tokens
 
 LOG_CLAMP = 20.0
-"""exp(+-20) = 4.9e8 and 2.1e-9: beyond it float32 sums of weights lose every other token (verl's bound as well)."""
+"""exp(+-20) = 4.9e8 and 2.1e-9: beyond it float32 sums lose every other token (verl's bound too)."""
 
 
 def raw_weights(level: str, log_ratio: Tensor, seq_sum: Tensor, seq_count: Tensor, seq_ids: Tensor) -> Tensor:
@@ -32,11 +32,17 @@ def raw_weights(level: str, log_ratio: Tensor, seq_sum: Tensor, seq_count: Tenso
 
 
 def bound_weights(mode: str, weights: Tensor, lower: float | None, upper: float) -> Tensor:
-    """truncate: min(w, upper). clip: into [lower, upper]. mask: w inside the closed interval, else 0 (IcePop)."""
+    """truncate: min(w, upper). clip: into [lower, upper]. mask: w inside [lower, upper], else 0 (IcePop)."""
     if mode == "truncate":
         return weights.clamp(max=upper)
     if mode == "clip":
         return weights.clamp(lower, upper)
     if mode == "mask":
-        return torch.where((weights >= lower) & (weights <= upper), weights, 0.0)
+        return torch.where(out_of_bounds(weights, lower, upper), 0.0, weights)
     raise ValueError(f"unknown weight mode {mode!r}")
+
+
+def out_of_bounds(weights: Tensor, lower: float | None, upper: float) -> Tensor:
+    """Whether each weight lies outside the closed interval [lower, upper]; bool [T]."""
+    above = weights > upper
+    return above if lower is None else above | (weights < lower)

@@ -87,6 +87,9 @@ MEANINGS: dict[str, Meaning] = {
         "largest importance weight; stays at the upper bound if truncated", "max(w)"
     ),
     "rollout_corr/weight_min": Meaning("smallest importance weight", "min(w)"),
+    "rollout_corr/weight_out_of_bounds": Meaning(
+        "tokens whose weight the bounds changed", "tokens with raw w outside its bounds / valid tokens"
+    ),
     "rollout_corr/ess": Meaning(
         "effective sample size: share of the batch that carries the gradient; 1 is ideal",
         "1 / mean((w / mean(w))^2)", "ESS",
@@ -135,7 +138,7 @@ MEANINGS: dict[str, Meaning] = {
         "correlation of the two sides' token probabilities; 1 is ideal", "corr(pi_train, pi_rollout)"
     ),
     "loss/policy": Meaning("policy loss; its level says little, jumps do"),
-    "loss/clip_fraction": Meaning("tokens whose policy ratio was clipped", "clipped tokens / valid tokens"),
+    "loss/clip_fraction": Meaning("tokens whose policy ratio was clipped", "clipped tokens / kept tokens"),
     "loss/old_new_k3_kl": Meaning("how far the policy moved from pi_old within the step, k3 estimate"),
     "loss/entropy": Meaning("entropy of the policy per token; a fall to 0 is collapse", "mean(-sum p log p)"),
     "grad_norm": Meaning("gradient norm before clipping; spikes often follow the KL", label="grad norm"),

@@ -22,9 +22,9 @@ def policy_loss(
     *,
     metrics: dict[str, Metric] | None = None,
 ) -> Tensor:
-    """The loss of each token [T], 0 where correction.mask is False; sum it and divide by a global denominator.
+    """The loss of each token [T], 0 where correction.mask is False; sum it, divide by a global denominator.
 
-    logprobs [T] carries the gradient; old_logprobs, advantages [T] do not. With `metrics`, the loss adds its own.
+    logprobs [T] carries the gradient; old_logprobs, advantages [T] do not. With `metrics`, it adds its own.
     """
     if name not in _LOSSES:
         raise ValueError(f"--rollout-loss: unknown loss {name!r}; known: {', '.join(sorted(_LOSSES))}")
