@@ -69,6 +69,7 @@ class CorrectedLoss:
         self.metrics.append(metrics)
         share = losses.sum() / targets.correction.denominator(self.config.loss_denominator).float()
         if self.per_token:
-            count = torch.tensor(losses.numel(), dtype=torch.int, device=losses.device)
+            # A fill, not torch.tensor: copying a number from the host would wait for the device.
+            count = torch.full((), losses.numel(), dtype=torch.int, device=losses.device)
             return share * self.global_positions, count, {}
         return share * (self.num_microbatches * self.dp_size), {}

@@ -40,6 +40,11 @@ class NameTable:
                 "--rollout-hf-checkpoint: tied word embeddings are not supported; "
                 "use a checkpoint with tie_word_embeddings false"
             )
+        if padded_vocab_size < hf_config["vocab_size"]:
+            raise ValueError(
+                f"--vocab-size: Megatron's padded vocabulary of {padded_vocab_size} is smaller than the "
+                f"checkpoint's {hf_config['vocab_size']}; give --vocab-size {hf_config['vocab_size']}"
+            )
         self._rules = _rules(hf_config, padded_vocab_size)
 
     def find(self, name: str) -> ParameterRule:
