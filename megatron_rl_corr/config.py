@@ -190,7 +190,7 @@ class RolloutCorrectionConfig:
 
 def check_bounds(flag: str, lower: float | None, upper: float | None, remedy: str) -> None:
     """ValueError unless the given bounds are positive, finite and in order; `remedy` follows "use"."""
-    small = "a small one, such as 1e-6, to keep everything below"
+    small = "a small one, such as 1e-9, to keep everything below"
     for side, value, use in (("lower", lower, small), ("upper", upper, remedy)):
         if value is None:
             continue

@@ -26,4 +26,6 @@ def all_reduce_failure(error: BaseException | None, group: ProcessGroup | None =
 
 def communication_device() -> torch.device:
     """Where tensors of this job's collectives live: NCCL takes device tensors only."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

@@ -19,7 +19,7 @@ from megatron_rl_corr.parallel.gather import all_gather_stacked
 class ParallelGroups:
     """Groups of one pipeline stage; None means this rank alone.
 
-    Tensor-parallel ranks hold the same tokens, and expert-parallel ranks lie inside dp_cp: neither is summed over.
+    Tensor-parallel ranks hold the same tokens, expert-parallel ranks lie in dp_cp: neither is summed over.
     """
 
     cp: ProcessGroup | None = None
@@ -35,7 +35,7 @@ class ParallelGroups:
     def all_gather_cp_partials(self, sums: Tensor, maxima: Tensor) -> tuple[Tensor, Tensor]:
         """Per-sequence partials [K, S] made whole over cp: one collective for both reductions.
 
-        A gather, not two all-reduces: cp is small, and every rank adds in the same order, so all decide alike.
+        A gather, not two all-reduces: cp is small, and all ranks add in the same order, so all decide alike.
         """
         if self.cp is None or self.cp.size() == 1:
             return sums, maxima

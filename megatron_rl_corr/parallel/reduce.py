@@ -24,17 +24,18 @@ def merge(parts: Iterable[dict[str, Metric]]) -> dict[str, Metric]:
     for part in parts[1:]:
         if part.keys() != parts[0].keys():
             raise ValueError(f"microbatches hold unlike metrics: {sorted(part.keys() ^ parts[0].keys())}")
-    return {
-        name: type(metric)(_COMBINE[metric.reduction](torch.stack([part[name].values for part in parts]), dim=0))
-        for name, metric in parts[0].items()
-    }
+    merged = {}
+    for name, metric in parts[0].items():
+        values = torch.stack([part[name].values for part in parts])
+        merged[name] = type(metric)(_COMBINE[metric.reduction](values, dim=0))
+    return merged
 
 
 def all_gather_metrics(metrics: dict[str, Metric], group: ProcessGroup | None) -> dict[str, float]:
-    """Every metric over the group, exact whatever its reduction: one gather of [P] values, one read to the host.
+    """Every metric over the group, exact whatever its reduction: one gather of [P] values, one host read.
 
-    Every rank of the group must hold the same names; they are packed in sorted order. A gather serves sums and
-    extrema alike, and P is under a hundred: 100 kB at 128 data-parallel ranks.
+    Every rank of the group must hold the same names; they are packed in sorted order. A gather serves sums
+    and extrema alike, and P is under a hundred: 100 kB at 128 data-parallel ranks.
     """
     names = sorted(metrics)
     if not names:
@@ -43,7 +44,7 @@ def all_gather_metrics(metrics: dict[str, Metric], group: ProcessGroup | None) -
     gathered = all_gather_stacked(packed, group)
     # One reduction of each kind over everything; each metric then reads its own.
     reduced = torch.stack([_COMBINE[kind](gathered, dim=0) for kind in ("sum", "max", "min")]).tolist()
-    rows = dict(zip(("sum", "max", "min"), reduced))
+    rows = dict(zip(("sum", "max", "min"), reduced, strict=True))
     numbers, start = {}, 0
     for name in names:
         stop = start + metrics[name].values.numel()
