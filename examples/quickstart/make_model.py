@@ -65,7 +65,10 @@ def make_model(out_dir: Path, *, seed: int) -> int:
     from transformers import Qwen3MoeForCausalLM
 
     torch.manual_seed(seed)
-    model = Qwen3MoeForCausalLM(model_config()).to(torch.float32)
+    config = model_config()
+    model = Qwen3MoeForCausalLM(config).to(torch.float32)
+    # transformers makes the row of <pad> zero; the model may sample it, and the gradient of a norm at 0 is 1000-fold.
+    torch.nn.init.normal_(model.model.embed_tokens.weight[config.pad_token_id], std=config.initializer_range)
     model.save_pretrained(out_dir)
     make_tokenizer().save_pretrained(out_dir)
     return sum(p.numel() for p in model.parameters())

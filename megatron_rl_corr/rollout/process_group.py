@@ -64,13 +64,16 @@ def end_group(group: int, *, grace_s: float, reap: Callable[[], object]) -> None
         )
 
 
-def die_with_parent() -> Callable[[], None]:
-    """A function for the child, between fork and exec: it dies with the thread that started it."""
+def die_with_parent(sent: signal.Signals = signal.SIGKILL) -> Callable[[], None]:
+    """A function for the child, between fork and exec: `sent` reaches it when the thread that started it ends.
+
+    SIGTERM for a child that has children of its own to end.
+    """
     libc = ctypes.CDLL(None, use_errno=True)  # loaded before the fork: a child must not load libraries
     parent = os.getpid()
 
     def arm() -> None:
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        libc.prctl(PR_SET_PDEATHSIG, sent)
         if os.getppid() != parent:  # it died before the signal was armed
             os._exit(1)
 

@@ -1,0 +1,162 @@
+"""The quickstart: make a tiny MoE, serve it with SGLang, train it with Megatron against that server, draw the run.
+
+python examples/quickstart/run.py [--seed 0] [--steps 60] [--server-dtype bfloat16] [--out DIR] [-- more launcher flags]
+python examples/quickstart/run.py --stop
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(ROOT), str(HERE)]
+
+from megatron_flags import local_flags, model_flags  # noqa: E402
+from reward import KINDS, WANTED_TOKENS  # noqa: E402
+from running import Running  # noqa: E402
+
+from megatron_rl_corr import cpu  # noqa: E402
+from megatron_rl_corr.rollout.local_server import LocalServer, LocalServerError, free_port, print_wait  # noqa: E402
+from megatron_rl_corr.rollout.process_group import die_with_parent, end_group  # noqa: E402
+
+SHOWN = ("[rl-corr]", "[rollout]", "megatron_rl_corr")
+PROMPTS_A_KIND = 4
+
+
+def parse_arguments(argv):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0, help="of the model's weights and the order of prompts")
+    parser.add_argument("--steps", type=int, default=60, help="optimizer steps (default 60)")
+    parser.add_argument("--server-dtype", choices=("bfloat16", "float32"), default="bfloat16",
+                        help="bfloat16 shows a real mismatch with the float32 trainer, float32 next to none")
+    parser.add_argument("--out", type=Path, help="new folder for the run (default runs/quickstart/TIME-seedN)")
+    parser.add_argument("--stop", action="store_true", help="end a quickstart that is running, and all it started")
+    parser.add_argument("launcher_flags", nargs="*", metavar="-- FLAGS", help="appended to the launcher's command")
+    return parser.parse_args(argv)
+
+
+def environment(engine):
+    """The model is tiny: GPUs are left alone, so that the same run works everywhere."""
+    base = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    base["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return cpu.environment(engine, base)
+
+
+def write_prompts(path):
+    rows = [{"prompt": f"{kind} {i}:", "kind": kind} for kind in KINDS for i in range(PROMPTS_A_KIND)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def training_command(out, model, url, options):
+    flags = [
+        *model_flags(model), *local_flags(),
+        "--tensor-model-parallel-size", 2, "--pipeline-model-parallel-size", 2, "--sequence-parallel",
+        "--expert-model-parallel-size", 2, "--expert-tensor-parallel-size", 1,
+        "--seq-length", 32, "--micro-batch-size", 16, "--global-batch-size", 64, "--train-iters", options.steps,
+        "--lr", 2e-3, "--lr-decay-style", "constant", "--weight-decay", 0, "--clip-grad", 1.0,
+        "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", model, "--seed", options.seed + 1,
+        "--mock-data", "--split", "100,0,0", "--num-workers", 0, "--no-create-attention-mask-in-dataloader",
+        "--eval-iters", 0, "--eval-interval", 1000, "--log-interval", 1000, "--tensorboard-dir", out / "tensorboard",
+        "--rollout-url", url, "--rollout-hf-checkpoint", model, "--rollout-prompts", out / "prompts.jsonl",
+        "--rollout-reward-function", f"{HERE / 'reward.py'}:reward", "--rollout-group-size", 8,
+        "--rollout-max-new-tokens", WANTED_TOKENS, "--rollout-log-dir", out,
+        # Token weights truncated at 2, and a geometric gate: a response whose mean ratio is off by 0.4% is rejected.
+        "--rollout-correction-preset", "decoupled_geo_rs_token_tis",
+        "--rollout-rs", "seq_mean_ratio", "--rollout-rs-threshold", "0.996_1.004",
+        *options.launcher_flags,
+    ]  # fmt: skip
+    return [
+        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "4",
+        "--master-addr", "127.0.0.1", "--master-port", str(free_port()),
+        "-m", "megatron_rl_corr.launch", str(HERE / "pretrain_moe.py"), *map(str, flags),
+    ]  # fmt: skip
+
+
+def train(command, log_path, running):
+    """Run torchrun; its whole output goes to the log, the table and our messages to the screen. The exit status."""
+    with log_path.open("w") as log:
+        process = subprocess.Popen(
+            command, env=environment("megatron"), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, errors="replace", start_new_session=True, preexec_fn=die_with_parent(signal.SIGTERM),
+        )
+        running.add(process.pid)
+        try:
+            for line in process.stdout:
+                log.write(line)
+                log.flush()
+                if line.startswith(SHOWN) and "FAILED" not in line:
+                    print(line, end="", flush=True)
+            return process.wait()
+        finally:
+            end_group(process.pid, grace_s=5.0, reap=process.poll)
+
+
+def run(options, out, running):
+    say(f"1/4 making a tiny Qwen3-MoE and its tokenizer in {out / 'model'}")
+    model = out / "model"
+    subprocess.run(
+        [sys.executable, str(HERE / "make_model.py"), str(model), "--seed", str(options.seed)],
+        env=environment("sglang"), check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )
+    write_prompts(out / "prompts.jsonl")
+    say(f"2/4 starting SGLang in {options.server_dtype}; its log is {out / 'server.log'}")
+    server = LocalServer(
+        model, dtype=options.server_dtype, log_path=out / "server.log", environment=environment("sglang"),
+        extra_arguments=[*cpu.sglang_arguments({"CUDA_VISIBLE_DEVICES": ""}), "--max-running-requests", "64",
+                         "--random-seed", str(options.seed)],
+    )  # fmt: skip
+    server.start()
+    running.add(server.pid)
+    try:
+        started = time.monotonic()
+        server.wait_ready(on_wait=print_wait)
+        print_wait.done(f"{server.url} is ready after {time.monotonic() - started:.0f} s")
+        say(f"3/4 training with 4 processes, TP 2 x PP 2 x EP 2; their log is {out / 'train.log'}")
+        status = train(training_command(out, model, server.url, options), out / "train.log", running)
+    finally:
+        server.stop()
+    if status:
+        say(f"training ended with status {status}: see {out / 'train.log'} and {out / 'server.log'}")
+        return status
+    from megatron_rl_corr.report.page import write_page
+
+    say(f"4/4 the run, drawn: {write_page(out)}")
+    return 0
+
+
+def say(text):
+    print(f"[quickstart] {text}", flush=True)
+
+
+def main(argv=None):
+    options = parse_arguments(argv)
+    home = ROOT / "runs" / "quickstart"
+    if options.stop:
+        return Running(home).stop(say)
+    out = options.out or home / f"{time.strftime('%Y%m%d-%H%M%S')}-seed{options.seed}"
+    out = out.resolve()
+    if out.exists() and any(out.iterdir()):
+        say(f"--out {out} is not empty; name a new folder, so that no other run's files are overwritten")
+        return 2
+    out.mkdir(parents=True, exist_ok=True)
+    # Ctrl-C and `quickstart-stop` both unwind through the `finally` blocks, which end what was started.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    with Running(home) as running:
+        try:
+            return run(options, out, running)
+        except LocalServerError as error:
+            say(str(error))
+            return 1
+        except KeyboardInterrupt:
+            say("stopped; nothing is left running")
+            return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""Remembers in a file which processes a quickstart started, so that `--stop` can end them from another terminal."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+from megatron_rl_corr.rollout.process_group import end_group, group_members
+
+STOP_S = 30.0
+
+
+class Running:
+    """Within `with`, the file `running-PID.json` holds this process and the leaders of the groups it started."""
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+        self.path = self.folder / f"running-{os.getpid()}.json"
+        self.groups = []
+
+    def __enter__(self):
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._write()
+        return self
+
+    def __exit__(self, *exc_info):
+        self.path.unlink(missing_ok=True)
+
+    def add(self, group):
+        self.groups.append(identity(group))
+        self._write()
+
+    def _write(self):
+        self.path.write_text(json.dumps({"driver": identity(os.getpid()), "groups": self.groups}))
+
+    def stop(self, say):
+        """End every quickstart recorded in the folder; 0 also where there is none."""
+        found = sorted(self.folder.glob("running-*.json"))
+        for path in found:
+            record = json.loads(path.read_text())
+            end_recorded(record)
+            path.unlink(missing_ok=True)
+            say(f"stopped the quickstart of process {record['driver']['pid']}")
+        if not found:
+            say("no quickstart is running")
+        return 0
+
+
+def end_recorded(record):
+    """SIGTERM to the driver, which ends its own children; then whatever of its groups is still there."""
+    driver = record["driver"]
+    if is_same(driver):
+        os.kill(driver["pid"], signal.SIGTERM)
+        deadline = time.monotonic() + STOP_S
+        while is_same(driver) and time.monotonic() < deadline:
+            time.sleep(0.1)
+    for group in record["groups"]:
+        # A leader that has ended may have left its children; a number that was given anew leads another group.
+        if is_same(group) or (start_time(group["pid"]) is None and group_members(group["pid"])):
+            end_group(group["pid"], grace_s=2.0, reap=lambda: None)
+
+
+def identity(pid):
+    """A process id and when it started: together they can't be another process's."""
+    return {"pid": pid, "started": start_time(pid)}
+
+
+def is_same(recorded):
+    return recorded["started"] is not None and start_time(recorded["pid"]) == recorded["started"]
+
+
+def start_time(pid):
+    """Clock ticks since boot, or None for a process that is not there or only awaits its parent."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])

@@ -1,0 +1,139 @@
+"""The quickstart as a user starts it: real SGLang, real Megatron, four processes; and what it leaves behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_rl_corr.report.metrics_file import read_metrics
+from megatron_rl_corr.rollout.process_group import group_members
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN = ROOT / "examples/quickstart/run.py"
+START_S = 240
+
+
+class Quickstart:
+    """A running quickstart whose output is read line by line; ended, with all it started, when the test leaves."""
+
+    def __init__(self, out, *options):
+        self.out = out
+        self.lines = []
+        self.process = subprocess.Popen(
+            [sys.executable, RUN, "--out", out, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc_info):
+        if self.process.poll() is None:
+            self.process.terminate()
+            self.process.wait(60)
+        self.process.stdout.close()
+
+    def read_until(self, text):
+        for line in self.process.stdout:
+            self.lines.append(line)
+            if text in line:
+                return
+        pytest.fail(f"{text!r} never came:\n{self.text}")
+
+    def finish(self):
+        self.lines += self.process.stdout.readlines()
+        return self.process.wait(60)
+
+    @property
+    def text(self):
+        return "".join(self.lines)
+
+    def groups(self):
+        """The process groups it has started so far: the server's, then torchrun's."""
+        path = ROOT / "runs/quickstart" / f"running-{self.process.pid}.json"
+        return [group["pid"] for group in json.loads(path.read_text())["groups"]]
+
+
+def left_of(out):
+    """Processes that name the run's folder on their command line; SGLang's and torchrun's children rename or inherit."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                command = (entry / "cmdline").read_bytes()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if str(out).encode() in command:
+                found.append(command)
+    return found
+
+
+def test_quickstart_in_bfloat16_then_reward_is_learned_and_the_mismatch_is_seen(tmp_path):
+    with Quickstart(tmp_path / "run") as quickstart:
+        assert quickstart.finish() == 0, quickstart.text
+    steps = read_metrics(quickstart.out / "metrics.jsonl")
+    rewards = [step["reward/mean"] for step in steps]
+    assert len(steps) == 60
+    assert sum(rewards[:5]) / 5 < 0.35
+    assert sum(rewards[-5:]) / 5 >= 0.8
+    for number, step in enumerate(steps, start=1):
+        assert step["weight_version"] == number and step["weight_lag"] == 0
+        assert step["rollout_corr/k3_kl"] > 1e-7 and step["rollout_corr/log_ratio_abs_max"] > 1e-3
+        assert 0 < step["rollout_corr/kept_fraction"] <= 1 and step["skipped"] == 0
+    assert any(step["rollout_corr/kept_fraction"] < 1 for step in steps)
+    # Every sample of every step was asked for over HTTP: 60 steps of 64.
+    log = (quickstart.out / "server.log").read_text()
+    assert log.count("POST /generate HTTP/1.1") == 60 * 64
+    assert log.count("POST /update_weights_from_distributed") >= 61 and log.count("POST /end_weight_update") == 61
+    assert quickstart.lines[-1].strip().endswith(str(quickstart.out / "report.html"))
+    assert (quickstart.out / "report.html").stat().st_size > 50_000
+    assert list((quickstart.out / "tensorboard").glob("events.out.tfevents.*"))
+    assert quickstart.text.count("[rl-corr]") >= 60
+    assert left_of(quickstart.out) == []
+
+
+def test_quickstart_in_float32_then_log_ratios_after_every_push_are_below_1e_4(tmp_path):
+    with Quickstart(tmp_path / "run", "--server-dtype", "float32", "--steps", "5") as quickstart:
+        assert quickstart.finish() == 0, quickstart.text
+    steps = read_metrics(quickstart.out / "metrics.jsonl")
+    assert [step["weight_version"] for step in steps] == [1, 2, 3, 4, 5]
+    assert all(step["rollout_corr/log_ratio_abs_max"] <= 1e-4 for step in steps)
+    # The weights did move, so it was the push that kept the two together.
+    assert all(step["grad_norm"] > 0 for step in steps) and steps[0]["rollout_corr/valid_tokens"] > 300
+
+
+def test_server_killed_in_mid_run_then_training_ends_naming_url_and_endpoint_and_nothing_is_left(tmp_path):
+    with Quickstart(tmp_path / "run") as quickstart:
+        quickstart.read_until("[rl-corr]      2 ")
+        groups = quickstart.groups()
+        os.killpg(groups[0], signal.SIGKILL)
+        killed = time.monotonic()
+        assert quickstart.finish() == 1
+        assert time.monotonic() - killed < 60
+    [message] = [line for line in quickstart.lines if line.startswith("megatron_rl_corr: ")]
+    assert "SGLang server http://127.0.0.1:" in message and " POST /" in message
+    assert "Traceback" not in quickstart.text
+    assert [group_members(group) for group in groups] == [[], []]
+    assert left_of(quickstart.out) == []
+
+
+def test_stop_or_ctrl_c_in_mid_run_then_no_process_is_left(tmp_path):
+    with Quickstart(tmp_path / "run") as quickstart:
+        quickstart.read_until("[rl-corr]      1 ")
+        groups = quickstart.groups()
+        assert all(group_members(group) for group in groups)
+        quickstart.process.send_signal(signal.SIGINT)
+        assert quickstart.finish() == 130
+    assert [group_members(group) for group in groups] == [[], []]
+    with Quickstart(tmp_path / "again") as quickstart:
+        quickstart.read_until("2/4 starting SGLang")
+        quickstart.read_until("waiting for the SGLang server")
+        [server] = quickstart.groups()
+        subprocess.run([sys.executable, RUN, "--stop"], check=True, timeout=60)
+        assert quickstart.finish() == 143
+    assert group_members(server) == []
+    assert left_of(tmp_path) == []
