@@ -54,7 +54,7 @@ def environment(engine: str, base: Mapping[str, str] = os.environ) -> dict[str, 
     variables = dict(base)
     if gpu_available(base):
         return variables
-    kept = [p for p in variables.get("PYTHONPATH", "").split(os.pathsep) if p and p != str(SITE)]
+    kept = [p for p in variables.get("PYTHONPATH", "").split(os.pathsep) if p and p not in (str(SITE), str(PACKAGE_ROOT))]
     variables["PYTHONPATH"] = os.pathsep.join([str(SITE), str(PACKAGE_ROOT), *kept])
     variables[VARIABLE] = engine
     variables.setdefault("OMP_NUM_THREADS", "1")
