@@ -54,8 +54,9 @@ def environment(engine: str, base: Mapping[str, str] = os.environ) -> dict[str, 
     variables = dict(base)
     if gpu_available(base):
         return variables
-    kept = [p for p in variables.get("PYTHONPATH", "").split(os.pathsep) if p and p not in (str(SITE), str(PACKAGE_ROOT))]
-    variables["PYTHONPATH"] = os.pathsep.join([str(SITE), str(PACKAGE_ROOT), *kept])
+    first = [str(SITE), str(PACKAGE_ROOT)]
+    kept = [p for p in variables.get("PYTHONPATH", "").split(os.pathsep) if p and p not in first]
+    variables["PYTHONPATH"] = os.pathsep.join(first + kept)
     variables[VARIABLE] = engine
     variables.setdefault("OMP_NUM_THREADS", "1")
     variables.update(_ENGINE_VARIABLES[engine])

@@ -15,7 +15,7 @@ import torch
 
 from megatron_rl_corr.cpu import environment, sglang_arguments
 from megatron_rl_corr.rollout.local_server import LocalServer, LocalServerError
-from megatron_rl_corr.rollout.process_group import group_members
+from megatron_rl_corr.rollout.process_group import group_members, shared_memory
 from megatron_rl_corr.rollout.wait_line import WaitLine
 
 PROMPT = [3, 67, 4, 71]  # "3+4="
@@ -102,12 +102,15 @@ def test_owner_when_killed_then_no_process_of_its_server_is_left(tiny_moe_dir, t
         assert line, "the owner ended before its server was ready"
         group = int(line)
         assert len(group_members(group)) >= 3
+        left_behind = shared_memory(group)
     finally:
         owner.kill()
         owner.wait()
         owner.stdout.close()
     assert wait_until(lambda: not group_members(group), 10), group_members(group)
     shutil.rmtree(scratch)
+    for path in left_behind:
+        path.unlink(missing_ok=True)
 
 
 STAND_IN = """
