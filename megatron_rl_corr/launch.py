@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 
 from megatron_rl_corr.mcore.arguments import add_rollout_arguments, parse
 
 USAGE = "torchrun [...] -m megatron_rl_corr.launch SCRIPT.py [its and Megatron's flags] [rollout flags]"
+
+TIME_TO_TELL_S = 1.0
+"""torchrun ends all ranks when the first exits: the one that knows what went wrong must be faster."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -39,6 +43,7 @@ def _run(script: str, arguments: list[str], config, options) -> int:
     import runpy
 
     from megatron_rl_corr.mcore import hooks
+    from megatron_rl_corr.mcore.session import Refusal
     from megatron_rl_corr.parallel.failure import PeerFailure
     from megatron_rl_corr.report.run_log import RunLog
     from megatron_rl_corr.rollout.errors import RolloutError
@@ -57,8 +62,9 @@ def _run(script: str, arguments: list[str], config, options) -> int:
     try:
         runpy.run_path(script, run_name="__main__")
     except PeerFailure:
+        time.sleep(TIME_TO_TELL_S)
         return _leave(1)
-    except RolloutError as error:
+    except (RolloutError, Refusal) as error:
         notes = getattr(error, "__notes__", ())
         print(f"\nmegatron_rl_corr: {error}", *notes, sep="\n  ", file=sys.stderr, flush=True)
         return _leave(1)

@@ -32,6 +32,13 @@ class Collector:
                 f"{options.group_size} times the data-parallel size {layout.dp_size}: "
                 "a prompt's samples stay on one replica"
             )
+        longest = max(len(prompt.input_ids) for prompt in prompts.prompts)
+        needed = longest + options.max_new_tokens - 1
+        if needed > length:
+            raise ValueError(
+                f"--seq-length {length} is too short for the longest prompt of {longest} tokens and "
+                f"--rollout-max-new-tokens {options.max_new_tokens}; use --seq-length {needed} or more"
+            )
         self._options, self._layout, self._length = options, layout, length
         self._client, self._loop, self._prompts, self._reward = client, loop, prompts, reward
         self._rows, self._prompts_per_step = share, samples // options.group_size

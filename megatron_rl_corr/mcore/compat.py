@@ -101,16 +101,23 @@ def layout() -> Layout:
 
 @contextlib.contextmanager
 def gathered_parameters(model: list, optimizer: Any) -> Iterator[None]:
-    """Whole, current parameters within, also where their all-gather is left to the next forward pass."""
+    """Whole, current parameters within.
+
+    With --overlap-param-gather the optimizer leaves the all-gather to hooks of the next forward pass; before the
+    first step has ended those hooks are off, and then nobody gathers.
+    """
     from megatron.training import training
 
-    overlapped = [chunk for chunk in model if getattr(chunk, "remove_forward_pre_hook_handles", None)]
-    if overlapped:
+    overlapped = any(chunk.ddp_config.overlap_param_gather for chunk in model)
+    hooked = overlapped and bool(model[0].remove_forward_pre_hook_handles)
+    if hooked:
         training.disable_forward_pre_hook(model, optimizer=optimizer)
+    elif overlapped:
+        training.force_param_sync(model, optimizer)
     try:
         yield
     finally:
-        if overlapped:
+        if hooked:
             training.enable_forward_pre_hook(model)
 
 

@@ -35,7 +35,7 @@ def install(
         @functools.wraps(original)
         def setup_model_and_optimizer(*args, **kwargs):
             settings = training.get_args()
-            session.check_megatron_arguments(settings)
+            session.all_reduce_refusal(lambda: session.check_megatron_arguments(settings))
             model, optimizer, scheduler = original(*args, **kwargs)
             steps["step"] = session.start(
                 config, options, settings, model, optimizer, _encode,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from megatron_rl_corr.weight_sync.servers import WeightServers
 from megatron_rl_corr.weight_sync.shards import LocalParameter, load_shards, local_parameters
 
 Report = Callable[[dict[str, float]], None]
+Prepared = TypeVar("Prepared")
 WAIT_FOR_SERVERS_S = 60.0
 
 
@@ -53,40 +54,64 @@ def check_megatron_arguments(args: argparse.Namespace) -> None:
         )
 
 
+class Refusal(ValueError):
+    """The run can't start as it was asked for; the message names the flag and the remedy."""
+
+
+def all_reduce_refusal(prepare: Callable[[], Prepared]) -> Prepared:
+    """prepare() on every rank; what it finds wrong (ValueError, OSError) is told once, by one rank."""
+    prepared, error = None, None
+    try:
+        prepared = prepare()
+    except (ValueError, OSError) as failure:
+        error = Refusal(str(failure))
+    all_reduce_failure(error)
+    return prepared
+
+
 def start(
     config: RolloutCorrectionConfig, options: RolloutOptions, args: argparse.Namespace, model: list,
     optimizer: Any, encode: Callable[[str], list[int]], report: Report,
 ) -> CorrectedStep:
     """Load the weights, reach the servers, push the first version, return the step; every rank calls it."""
-    layout = compat.layout()
-    checkpoint = HFCheckpoint(options.hf_checkpoint)
-    table = NameTable(checkpoint.config, padded_vocab_size=args.padded_vocab_size)
-    experts = (args.num_experts or 0) // args.expert_model_parallel_size
-    parameters = local_parameters(compat.unwrapped(model), table, experts_per_rank=experts)
+    layout, loop = compat.layout(), LoopThread()
+
+    def prepare() -> tuple[list[LocalParameter], RolloutClient, Collector, int]:
+        checkpoint = HFCheckpoint(options.hf_checkpoint)
+        vocab_size = checkpoint.config["vocab_size"]
+        client = RolloutClient(
+            options.urls, vocab_size=vocab_size, max_concurrency=options.max_concurrency,
+            timeout_s=options.timeout_s,
+        )
+        collector = Collector(
+            options, layout, samples=args.global_batch_size, length=args.seq_length, client=client, loop=loop,
+            prompts=PromptDataset.from_jsonl(options.prompts, encode, seed=args.seed),
+            reward=load_function(options.reward_function),
+        )
+        parameters = _parameters(checkpoint, args, model)
+        if args.iteration == 0:
+            load_shards(parameters, checkpoint, layout.shard)
+        return parameters, client, collector, vocab_size
+
+    parameters, client, collector, vocab_size = all_reduce_refusal(prepare)
     if args.iteration == 0:
-        load_shards(parameters, checkpoint, layout.shard)
         optimizer.reload_model_params()
-    vocab_size = checkpoint.config["vocab_size"]
-    loop = LoopThread()
-    client = RolloutClient(
-        options.urls, vocab_size=vocab_size, max_concurrency=options.max_concurrency,
-        timeout_s=options.timeout_s,
-    )
     _reach(client, loop)
     push = _pusher(parameters, layout, client, loop, options)
     with compat.gathered_parameters(model, optimizer):
         push(args.iteration)
-    collector = Collector(
-        options, layout, samples=args.global_batch_size, length=args.seq_length, client=client, loop=loop,
-        prompts=PromptDataset.from_jsonl(options.prompts, encode, seed=args.seed),
-        reward=load_function(options.reward_function),
-    )
     return CorrectedStep(
         config=config, layout=layout, collector=collector,
         logprobs=LogprobSettings(layout.tp_group, options.temperature, vocab_size),
         push=push, report=report, micro_batch_size=args.micro_batch_size,
         global_batch_size=args.global_batch_size, group_size=options.group_size,
     )
+
+
+def _parameters(checkpoint: HFCheckpoint, args: argparse.Namespace, model: list) -> list[LocalParameter]:
+    table = NameTable(checkpoint.config, padded_vocab_size=args.padded_vocab_size)
+    experts = (args.num_experts or 0) // args.expert_model_parallel_size
+    return local_parameters(compat.unwrapped(model), table, experts_per_rank=experts)
 
 
 def _reach(client: RolloutClient, loop: LoopThread) -> None:

@@ -12,15 +12,17 @@ class PeerFailure(RuntimeError):
 
 
 def all_reduce_failure(error: BaseException | None, group: ProcessGroup | None = None) -> None:
-    """Raise `error` on the ranks that have one and PeerFailure on the others; return where none has one.
+    """Return where no rank of the group has an error; else raise it on the first rank that has one.
 
-    One collective of one number; every rank of the group must call it.
+    All other ranks get PeerFailure, those with an error of their own too: one cause is told once, not by a thousand
+    ranks. One collective of one number; every rank of the group must call it.
     """
-    failed = torch.tensor(0.0 if error is None else 1.0, device=communication_device())
-    dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
-    if error is not None:
+    rank, nobody = dist.get_rank(group), dist.get_world_size(group)
+    first = torch.tensor(nobody if error is None else rank, device=communication_device())
+    dist.all_reduce(first, op=dist.ReduceOp.MIN, group=group)
+    if first.item() == rank and error is not None:
         raise error
-    if failed.item():
+    if first.item() < nobody:
         raise PeerFailure("another rank failed; its message says why")
 
 

@@ -96,11 +96,22 @@ def test_quickstart_in_bfloat16_then_reward_is_learned_and_the_mismatch_is_seen(
     assert left_of(quickstart.out) == []
 
 
-def test_quickstart_in_float32_then_log_ratios_after_every_push_are_below_1e_4(tmp_path):
-    with Quickstart(tmp_path / "run", "--server-dtype", "float32", "--steps", "5") as quickstart:
+@pytest.mark.parametrize(
+    "layout",
+    [
+        [],
+        # Two replicas, whose weights are gathered late: between the optimizer's step and the next forward pass.
+        ["--tensor-model-parallel-size", "1", "--use-distributed-optimizer", "--overlap-grad-reduce",
+         "--overlap-param-gather", "--calculate-per-token-loss"],
+    ],
+    ids=["tp2-pp2-ep2", "dp2-pp2-ep2-distributed-optimizer"],
+)  # fmt: skip
+def test_quickstart_in_float32_then_log_ratios_after_every_push_are_below_1e_4(layout, tmp_path):
+    options = ("--server-dtype", "float32", "--steps", "4", "--", *layout)
+    with Quickstart(tmp_path / "run", *options) as quickstart:
         assert quickstart.finish() == 0, quickstart.text
     steps = read_metrics(quickstart.out / "metrics.jsonl")
-    assert [step["weight_version"] for step in steps] == [1, 2, 3, 4, 5]
+    assert [step["weight_version"] for step in steps] == [1, 2, 3, 4]
     assert all(step["rollout_corr/log_ratio_abs_max"] <= 1e-4 for step in steps)
     # The weights did move, so it was the push that kept the two together.
     assert all(step["grad_norm"] > 0 for step in steps) and steps[0]["rollout_corr/valid_tokens"] > 300
