@@ -218,7 +218,9 @@ def plain(value: Any) -> str:
 def _one_of(flag: str, value: Any, choices: tuple[str, ...], also: str | None = None) -> None:
     if value not in choices:
         listed = ", ".join(choices + ((also,) if also else ()))
-        raise ValueError(f"{flag} must be one of {listed}; got {value!r}{nearest(str(value), choices)}")
+        near = difflib.get_close_matches(str(value), choices, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"{flag} must be one of {listed}; got {value!r}{hint}")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
