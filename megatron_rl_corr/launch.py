@@ -56,11 +56,12 @@ def _run(script: str, arguments: list[str], config, options) -> int:
             logs.append(RunLog(options.log_dir, settings, writer))
         logs[0].write(metrics)
 
-    hooks.install(config, options, report)
+    leave_servers = hooks.install(config, options, report)
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).resolve().parent)
     try:
         runpy.run_path(script, run_name="__main__")
+        leave_servers()
     except PeerFailure:
         time.sleep(TIME_TO_TELL_S)
         return _leave(1)

@@ -67,8 +67,9 @@ def make_model(out_dir: Path, *, seed: int) -> int:
     torch.manual_seed(seed)
     config = model_config()
     model = Qwen3MoeForCausalLM(config).to(torch.float32)
-    # transformers makes the row of <pad> zero; the model may sample it, and the gradient of a norm at 0 is 1000-fold.
-    torch.nn.init.normal_(model.model.embed_tokens.weight[config.pad_token_id], std=config.initializer_range)
+    # transformers makes the row of <pad> zero; the model may sample it, and a norm's gradient at 0 is 1000-fold.
+    pad_row = model.model.embed_tokens.weight[config.pad_token_id]
+    torch.nn.init.normal_(pad_row, std=config.initializer_range)
     model.save_pretrained(out_dir)
     make_tokenizer().save_pretrained(out_dir)
     return sum(p.numel() for p in model.parameters())

@@ -1,7 +1,7 @@
 """Pretrain a Mixture-of-Experts GPT model: an ordinary Megatron script, with nothing in it about rollouts.
 
-It runs on its own under torchrun (language modelling on Megatron's mock data), and under the rollout-correction launcher
-without a change.
+It runs on its own under torchrun (language modelling on Megatron's mock data), and under the
+rollout-correction launcher without a change.
 """
 
 from functools import partial
@@ -16,16 +16,21 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.training import get_args, get_tokenizer, pretrain
-from megatron.training.argument_utils import core_transformer_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.argument_utils import (
+    core_transformer_config_from_args,
+    pretrain_cfg_container_from_args,
+)
 from megatron.training.arguments import parse_and_validate_args
 
 
 def model_provider(pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):
     args = get_args()
     config = config or core_transformer_config_from_args(args)
-    shape = dict(
-        num_experts=args.num_experts, moe_grouped_gemm=args.moe_grouped_gemm, qk_layernorm=args.qk_layernorm
-    )
+    shape = {
+        "num_experts": args.num_experts,
+        "moe_grouped_gemm": args.moe_grouped_gemm,
+        "qk_layernorm": args.qk_layernorm,
+    }
     if args.transformer_impl == "local":
         spec = get_gpt_layer_local_spec(normalization=args.normalization, **shape)
     else:
@@ -56,7 +61,8 @@ def loss_func(loss_mask, output):
 def forward_step(data_iterator, model):
     # Every rank reads its replica's samples itself: the data loader deals them out by data-parallel rank.
     batch = {name: tensor.cuda(non_blocking=True) for name, tensor in next(data_iterator).items()}
-    output = model(batch["tokens"], batch["position_ids"], batch.get("attention_mask"), labels=batch["labels"])
+    mask = batch.get("attention_mask")
+    output = model(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"])
     return output, partial(loss_func, batch["loss_mask"])
 
 

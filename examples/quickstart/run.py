@@ -1,7 +1,7 @@
-"""The quickstart: make a tiny MoE, serve it with SGLang, train it with Megatron against that server, draw the run.
+"""The quickstart: make a tiny MoE, serve it with SGLang, train it with Megatron against that, draw the run.
 
-python examples/quickstart/run.py [--seed 0] [--steps 60] [--server-dtype bfloat16] [--out DIR] [-- more launcher flags]
-python examples/quickstart/run.py --stop
+run.py [--seed 0] [--steps 60] [--server-dtype bfloat16] [--out DIR] [-- more launcher flags]
+run.py --stop
 """
 
 import argparse
@@ -30,14 +30,16 @@ PROMPTS_A_KIND = 4
 
 
 def parse_arguments(argv):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=0, help="of the model's weights and the order of prompts")
-    parser.add_argument("--steps", type=int, default=60, help="optimizer steps (default 60)")
-    parser.add_argument("--server-dtype", choices=("bfloat16", "float32"), default="bfloat16",
-                        help="bfloat16 shows a real mismatch with the float32 trainer, float32 next to none")
-    parser.add_argument("--out", type=Path, help="new folder for the run (default runs/quickstart/TIME-seedN)")
-    parser.add_argument("--stop", action="store_true", help="end a quickstart that is running, and all it started")
-    parser.add_argument("launcher_flags", nargs="*", metavar="-- FLAGS", help="appended to the launcher's command")
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
+    add = parser.add_argument
+    add("--seed", type=int, default=0, help="of the model's weights, the sampling and the order of prompts")
+    add("--steps", type=int, default=60, help="optimizer steps (default 60)")
+    add("--server-dtype", choices=("bfloat16", "float32"), default="bfloat16",
+        help="bfloat16 shows a real mismatch with the float32 trainer, float32 next to none")
+    add("--out", type=Path, help="new folder for the run (default runs/quickstart/TIME-seedN)")
+    add("--stop", action="store_true", help="end every quickstart that is running, and all it started")
+    add("launcher_flags", nargs="*", metavar="-- FLAGS", help="appended to the launcher's command")
     return parser.parse_args(argv)
 
 
@@ -66,7 +68,7 @@ def training_command(out, model, url, options):
         "--rollout-url", url, "--rollout-hf-checkpoint", model, "--rollout-prompts", out / "prompts.jsonl",
         "--rollout-reward-function", f"{HERE / 'reward.py'}:reward", "--rollout-group-size", 8,
         "--rollout-max-new-tokens", WANTED_TOKENS, "--rollout-log-dir", out,
-        # Token weights truncated at 2, and a geometric gate: a response whose mean ratio is off by 0.4% is rejected.
+        # Token weights truncated at 2; a response whose geometric mean ratio is off by 0.4% is rejected.
         "--rollout-correction-preset", "decoupled_geo_rs_token_tis",
         "--rollout-rs", "seq_mean_ratio", "--rollout-rs-threshold", "0.996_1.004",
         *options.launcher_flags,

@@ -21,11 +21,11 @@ from megatron_rl_corr.mcore.arguments import RolloutOptions, add_rollout_argumen
 
 def install(
     config: RolloutCorrectionConfig, options: RolloutOptions, report: Callable[[dict, Any], None]
-) -> None:
-    """Replace them; call it once, before the script runs. RuntimeError for a Megatron that is not known.
+) -> Callable[[], None]:
+    """Replace them, once, before the script runs; returns what leaves the servers after the script has ended.
 
     report(metrics, writer) takes each step's numbers on the job's last rank, with Megatron's TensorBoard
-    writer or None.
+    writer or None. RuntimeError for a Megatron that is not known.
     """
     compat.check_version()
     steps: dict[str, Any] = {}
@@ -67,6 +67,7 @@ def install(
     _replace(training, "setup_model_and_optimizer", ("model_type",), set_up)
     _replace(training, "train_step", ("forward_step_func", "data_iterator", "model", "optimizer",
                                       "opt_param_scheduler", "config"), corrected)
+    return lambda: steps["step"].close() if steps else None
 
 
 def _with_our_flags(original: Callable) -> Callable:

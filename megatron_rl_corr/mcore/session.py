@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,6 @@ from megatron_rl_corr.weight_sync.servers import WeightServers
 from megatron_rl_corr.weight_sync.shards import LocalParameter, load_shards, local_parameters
 
 Report = Callable[[dict[str, float]], None]
-Prepared = TypeVar("Prepared")
 WAIT_FOR_SERVERS_S = 60.0
 
 
@@ -58,7 +57,7 @@ class Refusal(ValueError):
     """The run can't start as it was asked for; the message names the flag and the remedy."""
 
 
-def all_reduce_refusal(prepare: Callable[[], Prepared]) -> Prepared:
+def all_reduce_refusal[Prepared](prepare: Callable[[], Prepared]) -> Prepared:
     """prepare() on every rank; what it finds wrong (ValueError, OSError) is told once, by one rank."""
     prepared, error = None, None
     try:
@@ -97,13 +96,27 @@ def start(
     if args.iteration == 0:
         optimizer.reload_model_params()
     _reach(client, loop)
-    push = _pusher(parameters, layout, client, loop, options)
+    exporter = StageExporter(
+        parameters, layout.shard, layout.stage_groups, stage=layout.pp_rank, num_stages=layout.pp_size
+    )
+    servers = WeightServers(client, loop, backend="nccl" if torch.cuda.is_available() else "gloo")
+
+    def push(version: int) -> None:
+        push_weights(
+            exporter, servers, version=str(version), bucket_bytes=int(options.bucket_mib * 2**20)
+        )
+
+    def close() -> None:
+        servers.close()
+        loop.call(client.close())
+        loop.close()
+
     with compat.gathered_parameters(model, optimizer):
         push(args.iteration)
     return CorrectedStep(
         config=config, layout=layout, collector=collector,
         logprobs=LogprobSettings(layout.tp_group, options.temperature, vocab_size),
-        push=push, report=report, micro_batch_size=args.micro_batch_size,
+        push=push, report=report, close=close, micro_batch_size=args.micro_batch_size,
         global_batch_size=args.global_batch_size, group_size=options.group_size,
     )
 
@@ -123,15 +136,3 @@ def _reach(client: RolloutClient, loop: LoopThread) -> None:
         except RolloutError as failure:
             error = failure
     all_reduce_failure(error)
-
-
-def _pusher(
-    parameters: list[LocalParameter], layout: compat.Layout, client: RolloutClient, loop: LoopThread,
-    options: RolloutOptions,
-) -> Callable[[int], None]:
-    exporter = StageExporter(
-        parameters, layout.shard, layout.stage_groups, stage=layout.pp_rank, num_stages=layout.pp_size
-    )
-    servers = WeightServers(client, loop, backend="nccl" if torch.cuda.is_available() else "gloo")
-    bucket_bytes = int(options.bucket_mib * 2**20)
-    return lambda version: push_weights(exporter, servers, version=str(version), bucket_bytes=bucket_bytes)

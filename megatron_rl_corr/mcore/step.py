@@ -56,6 +56,8 @@ class CorrectedStep:
     """push(version): send the current weights; every rank calls it."""
     report: Callable[[dict[str, float]], None]
     """Takes a step's numbers, on the job's last rank."""
+    close: Callable[[], None]
+    """Leave the servers, after the last step."""
     micro_batch_size: int
     global_batch_size: int
     group_size: int

@@ -10,10 +10,10 @@ from megatron_rl_corr.report.values import readable
 
 GAP_REMEDY = (
     "Compare both sides: the same temperature and top-p/top-k support, lm_head in float32 on both or on "
-    "neither, the same checkpoint and dtype, the prefix cache flushed after each weight update; for a "
-    "mixture of experts turn on routing replay. If KL(k1) is in its range, a few improbable tokens carry the "
-    "gap: see max |log-ratio|. What remains depends on the GPU and its attention kernel: 5e-4 to 1e-2 is "
-    "common."
+    "neither, the same checkpoint and dtype, the prefix cache flushed after each weight update; in a mixture "
+    "of experts, tokens that the two sides route to different experts. If KL(k1) is in its range, a few "
+    "improbable tokens carry the gap: see max |log-ratio|. What remains depends on the GPU and its attention "
+    "kernel: 5e-4 to 1e-2 is common."
 )
 SHIFT_REMEDY = (
     "If KL(k3) is in its range, all tokens are shifted alike: look for a temperature, or a top-p/top-k "
@@ -142,7 +142,6 @@ MEANINGS: dict[str, Meaning] = {
     "loss/old_new_k3_kl": Meaning("how far the policy moved from pi_old within the step, k3 estimate"),
     "loss/entropy": Meaning("entropy of the policy per token; a fall to 0 is collapse", "mean(-sum p log p)"),
     "grad_norm": Meaning("gradient norm before clipping; spikes often follow the KL", label="grad norm"),
-    "lr": Meaning("learning rate"),
     "response_length/mean": Meaning("tokens per response", label="response length"),
     "tokens_per_s": Meaning("response tokens per second of the whole step", label="tokens/s"),
     "time/collect_s": Meaning("seconds waiting for samples and rewards"),
@@ -152,8 +151,10 @@ MEANINGS: dict[str, Meaning] = {
     "time/step_s": Meaning("seconds of the whole step"),
     "weight_version": Meaning("weight version the servers hold after the step", label="version"),
     "weight_lag": Meaning(
-        "how many weight versions the samples are behind the trained weights; 0 is on-policy", label="lag"
+        "weight versions that the oldest sample is behind the trained weights; 0 is on-policy",
+        "max(version trained - version sampled)", "lag",
     ),
+    "weight_lag_mean": Meaning("the same, averaged over samples", "mean(version trained - version sampled)"),
     "skipped": Meaning(
         "1 when the optimizer step was left out", "", "skip",
         UsualRange(

@@ -59,3 +59,9 @@ class WeightServers:
             self._loop.call(self._client.end_weight_update())
         finally:
             self.resume()
+
+    def close(self) -> None:
+        """Take this process's broadcast group off the servers, if it made one."""
+        if self._group is not None:
+            self._loop.call(self._client.destroy_weights_update_group(self._group.name))
+            self._group = None

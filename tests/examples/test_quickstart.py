@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl_corr.report.meaning import MEANINGS, meaning_of
 from megatron_rl_corr.report.metrics_file import read_metrics
 from megatron_rl_corr.rollout.process_group import group_members
 
@@ -59,7 +60,7 @@ class Quickstart:
 
 
 def left_of(out):
-    """Processes that name the run's folder on their command line; SGLang's and torchrun's children rename or inherit."""
+    """Command lines of living processes that name the run's folder."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
@@ -85,6 +86,9 @@ def test_quickstart_in_bfloat16_then_reward_is_learned_and_the_mismatch_is_seen(
         assert step["rollout_corr/k3_kl"] > 1e-7 and step["rollout_corr/log_ratio_abs_max"] > 1e-3
         assert 0 < step["rollout_corr/kept_fraction"] <= 1 and step["skipped"] == 0
     assert any(step["rollout_corr/kept_fraction"] < 1 for step in steps)
+    # What is logged is explained, and what is explained is logged.
+    assert {name for name in steps[0] if meaning_of(name) is None} == set()
+    assert set(MEANINGS) - set(steps[0]) == set()
     # Every sample of every step was asked for over HTTP: 60 steps of 64.
     log = (quickstart.out / "server.log").read_text()
     assert log.count("POST /generate HTTP/1.1") == 60 * 64

@@ -1,4 +1,4 @@
-"""The corrected loss and its gradient by Hugging Face autograd in float64, one sequence at a time, with none of our code.
+"""The corrected loss and its gradient by Hugging Face autograd in float64, one sequence at a time, without our code.
 
 python hf_reference.py MODEL_DIR OUT.pt: makes samples, rollout and old log-probs, and saves them with the results.
 """
@@ -52,7 +52,7 @@ def main(model_dir, out):
     for index, sample in enumerate(samples):
         with torch.no_grad():
             old = logprobs_of(model, sample) + sample["old_shift"]
-        ratios = [float(a - b) for a, b in zip(old, sample["rollout"])]
+        ratios = [float(a - b) for a, b in zip(old, sample["rollout"], strict=True)]
         accepted[index] = GEO_LOW <= math.exp(sum(ratios) / len(ratios)) <= GEO_HIGH
         sample["weights"] = [min(math.exp(d), UPPER) for d in ratios]
         sample["old"] = old
@@ -79,8 +79,9 @@ def main(model_dir, out):
             clipped += bool(bounded < free)
     assert 0 < rejected < len(samples) and 0 < clipped < kept, "the case must exercise rejection and clip"
     (total / valid).backward()
+    given = ("prompt", "output", "group", "old_shift", "rollout", "reward")
     torch.save({
-        "samples": [{k: s[k] for k in ("prompt", "output", "group", "old_shift", "rollout", "reward")} for s in samples],
+        "samples": [{name: sample[name] for name in given} for sample in samples],
         "grads": hf_named_grads(model),
         "policy": float(total) / kept,
         "clip_fraction": clipped / kept,

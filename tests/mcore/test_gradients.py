@@ -1,6 +1,7 @@
-"""The corrected step on real Megatron-core over gloo, in every layout, against Hugging Face autograd in float64.
+"""The corrected step on real Megatron-core over gloo, in every layout, against Hugging Face autograd.
 
-The references share no code with the package; the two compare the loss, every parameter's gradient, and the metrics.
+The reference is float64 and shares no code with the package; compared are the loss, every parameter's
+gradient, and the metrics.
 """
 
 import json
@@ -57,7 +58,8 @@ def test_corrected_step_in_every_layout_then_loss_gradients_and_metrics_equal_hf
         ],
         env=environment("megatron"), capture_output=True, text=True, timeout=300,
     )  # fmt: skip
-    results = [json.loads(line.removeprefix("RESULT ")) for line in run.stdout.splitlines() if line[:7] == "RESULT "]
+    lines = [line for line in run.stdout.splitlines() if line.startswith("RESULT ")]
+    results = [json.loads(line.removeprefix("RESULT ")) for line in lines]
     assert [result["layout"] for result in results] == LAYOUTS[processes], run.stderr[-3000:]
     for result in results:
         assert result["parameters"] == 135  # 3 outside the layers; 4 x (9 + 8 experts x 3) inside

@@ -16,7 +16,7 @@ HEALTHY = {
     "rollout_corr/kept_sequence_fraction": 1.0, "rollout_corr/nonfinite_tokens": 0,
     "rollout_corr/chi2_token": 0.004, "rollout_corr/training_ppl": 1.31, "rollout_corr/rollout_ppl": 1.3,
     "rollout_corr/pearson": 0.999, "loss/policy": -0.0125, "loss/clip_fraction": 0.002, "loss/entropy": 0.5,
-    "grad_norm": 0.43219, "lr": 1e-6, "response_length/mean": 412.5, "tokens_per_s": 12345.6,
+    "grad_norm": 0.43219, "response_length/mean": 412.5, "tokens_per_s": 12345.6,
     "time/collect_s": 8.0, "time/score_s": 2.0, "time/train_s": 6.0, "time/push_s": 1.0, "time/step_s": 17.5,
     "weight_version": 7, "weight_lag": 1, "skipped": 0,
 }
