@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import socket
 import uuid
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
@@ -19,6 +21,7 @@ from torch.distributed.distributed_c10d import (
 
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
+from megatron_rl_corr.rollout.errors import RolloutProtocolError
 from megatron_rl_corr.weight_sync.buckets import NamedTensor
 
 
@@ -26,13 +29,13 @@ class UpdateGroup:
     """Rank 0 is this process; the servers follow in the client's order."""
 
     def __init__(
-        self, client: RolloutClient, loop: LoopThread, *, backend: str, ranks_per_server: int = 1,
-        timeout_s: float = 300.0,
+        self, client: RolloutClient, loop: LoopThread, *, backend: str, timeout_s: float = 300.0
     ):
         self._client, self._loop = client, loop
         self._timeout_s = timeout_s
         # SGLang keeps a group's name for ever, also when its trainer has died: never use one twice.
         self.name = f"rollout-corr-{uuid.uuid4().hex[:12]}"
+        ranks_per_server = count_ranks(client.base_urls, loop.call(client.server_info()))
         address = _address_towards(client.base_urls[0])
         port = _free_port(address)
         joining = loop.submit(
@@ -63,6 +66,28 @@ class UpdateGroup:
         receiving.result(self._timeout_s)
         for work in works:
             work.wait()
+
+
+def count_ranks(urls: Sequence[str], infos: Sequence[Mapping[str, Any]]) -> int:
+    """Ranks that each server brings into the group: tensor times pipeline parallel size of its /server_info.
+
+    Raises RolloutProtocolError for servers of unlike size, or one that hides several replicas.
+    """
+    counts = []
+    for url, info in zip(urls, infos, strict=True):
+        if info["dp_size"] > 1 and not info["enable_dp_attention"]:
+            raise RolloutProtocolError(
+                url, "/server_info",
+                f"it runs --dp-size {info['dp_size']} replicas; start as many servers and name each in --rollout-url",
+            )
+        counts.append(info["tp_size"] * info["pp_size"])
+        if counts[-1] != counts[0]:
+            raise RolloutProtocolError(
+                url, "/server_info",
+                f"it has {counts[-1]} ranks and {urls[0]} has {counts[0]}; "
+                "give all servers the same --tp-size and --pp-size",
+            )
+    return counts[0]
 
 
 def _join(
