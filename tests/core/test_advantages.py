@@ -1,0 +1,60 @@
+"""Group-relative advantages by hand; rejected rows leave the baseline and may hold anything."""
+
+import math
+
+import pytest
+import torch
+
+from megatron_rl_corr.core.advantages import group_advantages
+
+NAN = float("nan")
+# Group 1: rewards 1, 2, 6; group 0: rewards 3, 5.
+REWARDS, GROUPS = torch.tensor([1.0, 3.0, 2.0, 5.0, 6.0]), torch.tensor([1, 0, 1, 0, 1])
+
+
+def test_group_mean_when_groups_interleave_and_differ_in_size_then_each_its_own_mean():
+    # means 4 and 3
+    advantages = group_advantages(REWARDS, GROUPS, num_groups=2, kind="group_mean")
+    assert advantages.tolist() == [-2.0, -1.0, -1.0, 1.0, 3.0]
+    assert advantages.dtype == torch.float32
+
+
+def test_grpo_when_computed_by_hand_then_over_the_population_deviation():
+    # group 0: std 1; group 1: variance (4 + 1 + 9) / 3
+    deviation = math.sqrt(14 / 3)
+    advantages = group_advantages(REWARDS, GROUPS, num_groups=2, kind="grpo")
+    assert advantages.tolist() == pytest.approx(
+        [-2 / deviation, -1.0, -1 / deviation, 1.0, 3 / deviation], rel=1e-5
+    )
+
+
+@pytest.mark.parametrize("rejected_reward", [6.0, 1e30, NAN])
+def test_baseline_when_a_row_is_rejected_then_the_others_do_not_see_it(rejected_reward):
+    # Group 1 is left with 1 and 2: mean 1.5, deviation 0.5. Group 0 with 5 alone: advantage 0.
+    rewards = REWARDS.clone()
+    rewards[4] = rejected_reward
+    kept = torch.tensor([True, False, True, True, False])
+    mean = group_advantages(rewards, GROUPS, num_groups=2, kind="group_mean", in_baseline=kept)
+    assert mean[[0, 2, 3]].tolist() == [-0.5, 0.5, 0.0]
+    grpo = group_advantages(rewards, GROUPS, num_groups=2, kind="grpo", in_baseline=kept)
+    assert grpo[[0, 2, 3]].tolist() == pytest.approx([-1.0, 1.0, 0.0], rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "group_mean"])
+def test_group_when_every_row_is_rejected_then_zero(kind):
+    kept = torch.tensor([False, True, False, True, False])
+    rewards = torch.tensor([NAN, 3.0, 2.0, 5.0, 6.0])
+    advantages = group_advantages(rewards, GROUPS, num_groups=3, kind=kind, in_baseline=kept)
+    assert advantages.tolist() == pytest.approx([0.0, -1.0, 0.0, 1.0, 0.0], rel=1e-5)
+
+
+def test_grpo_when_all_rewards_are_equal_then_zero_not_rounding_over_epsilon():
+    # 0.1 has no exact binary form: a mean in float32 would leave 7e-9 / 1e-6.
+    rewards = torch.full((7,), 0.1)
+    advantages = group_advantages(rewards, torch.zeros(7, dtype=torch.int64), num_groups=1, kind="grpo")
+    assert advantages.abs().max().item() < 1e-9
+
+
+def test_kind_when_unknown_then_named():
+    with pytest.raises(ValueError, match="advantage must be grpo or group_mean, got 'gae'"):
+        group_advantages(REWARDS, GROUPS, num_groups=2, kind="gae")

@@ -1,0 +1,173 @@
+"""Every metric against its formula, worked out by hand on one small batch, and where little is measurable."""
+
+import math
+
+import pytest
+import torch
+
+from megatron_rl_corr.config import PRESETS, RejectionRule, RolloutCorrectionConfig
+from megatron_rl_corr.core.correction import compute_correction
+
+NAN = float("nan")
+LN2 = math.log(2)
+
+# Sequence 0: pi_train 1/2, 1/4 against pi_rollout 1/4, 1/4; sequence 1: 1/5 against 4/5; sequence 2: empty.
+# The fourth token is masked, the fifth has no rollout log-prob. D = ln 2, 0, -2 ln 2.
+TRAIN = torch.tensor([0.5, 0.25, 0.2, NAN, 0.9]).log()
+ROLLOUT = torch.tensor([0.25, 0.25, 0.8, 0.5, NAN]).log()
+MASK = torch.tensor([True, True, True, False, True])
+SEQ_IDS = torch.tensor([0, 0, 1, 1, 2])
+CONFIG = RolloutCorrectionConfig(
+    rollout_is="token", rollout_is_upper=1.5, rollout_rs=(RejectionRule("token", "k2", upper=0.5),)
+)
+
+
+def metrics_of(train, rollout, mask, seq_ids, *, num_sequences, config=CONFIG) -> dict[str, float]:
+    correction = compute_correction(train, rollout, mask, seq_ids, num_sequences=num_sequences, config=config)
+    return {name: metric.value() for name, metric in correction.metrics.items()}
+
+
+EXPECTED = {
+    "valid_tokens": 3,
+    "nonfinite_tokens": 1,
+    # k2 = D^2 / 2 = 0.240, 0, 0.961: the third token is over 0.5.
+    "kept_fraction": 2 / 3,
+    "rejected_fraction/token_k2": 1 / 3,
+    "kl": LN2 / 3,  # mean(-D) = (-1 + 0 + 2) ln 2 / 3
+    # e^D - 1 - D = 2 - 1 - ln 2, 0, 1/4 - 1 + 2 ln 2, sum 1/4 + ln 2
+    "k3_kl": (0.25 + LN2) / 3,
+    "log_ratio_abs_mean": LN2,  # (1 + 0 + 2) ln 2 / 3
+    "log_ratio_abs_max": 2 * LN2,
+    "chi2_token": (4 + 1 + 1 / 16) / 3 - 1,
+    # x = .5, .25, .2 and y = .25, .25, .8; deviations .18333, -.06667, -.11667 and -.18333, -.18333, .36667:
+    # cov -.0641667, variances .0516667 and .2016667 (all times 3)
+    "pearson": -0.0641667 / math.sqrt(0.0516667 * 0.2016667),
+    # w = min(rho, 1.5) = 1.5, 1, 0.25
+    "weight_mean": 2.75 / 3,
+    "weight_std": math.sqrt(3.3125 / 3 - (2.75 / 3) ** 2),
+    "weight_max": 1.5,
+    "weight_min": 0.25,
+    "ess": 2.75**2 / (3 * 3.3125),
+    "weight_out_of_bounds": 1 / 3,  # rho = 2
+    "sequences": 2,
+    "kept_sequence_fraction": 1,  # no rule took a whole sequence
+    "training_ppl": (math.sqrt(8) + 5) / 2,  # (1/2 * 1/4)^(-1/2) and 5
+    "rollout_ppl": (4 + 1.25) / 2,
+    "log_ppl_diff": (-LN2 / 2 + 2 * LN2) / 2,  # mean over sequences of mean(-D)
+}
+
+
+def test_metrics_when_worked_out_by_hand_then_all_equal():
+    metrics = metrics_of(TRAIN, ROLLOUT, MASK, SEQ_IDS, num_sequences=3)
+    assert metrics == pytest.approx(EXPECTED, rel=1e-5)
+
+
+def test_metrics_when_the_policies_agree_then_their_neutral_values():
+    logprobs = torch.tensor([0.5, 0.25, 0.8]).log()
+    metrics = metrics_of(logprobs, logprobs, MASK[:3], SEQ_IDS[:3], num_sequences=2)
+    for name in ("kl", "k3_kl", "log_ratio_abs_mean", "log_ratio_abs_max", "chi2_token", "weight_std",
+                 "log_ppl_diff", "weight_out_of_bounds", "nonfinite_tokens"):
+        assert metrics[name] == 0, name
+    for name in ("ess", "weight_mean", "weight_min", "weight_max", "kept_fraction", "kept_sequence_fraction"):
+        assert metrics[name] == 1, name
+    assert metrics["pearson"] == pytest.approx(1, abs=1e-12)
+    assert metrics["training_ppl"] == metrics["rollout_ppl"]
+
+
+def test_weight_metrics_when_weights_are_those_of_icepop_then_the_published_numbers():
+    # Raw weights 0.4, 0.8, 6.0 with bounds 0.5_5.0 become 0, 0.8, 0.
+    config = PRESETS["decoupled_token_icepop"]
+    metrics = metrics_of(
+        torch.tensor([0.4, 0.8, 6.0]).log(), torch.zeros(3), torch.ones(3), torch.zeros(3, dtype=torch.int64),
+        num_sequences=1, config=config,
+    )
+    assert metrics["weight_out_of_bounds"] == pytest.approx(2 / 3)
+    assert metrics["weight_std"] == pytest.approx(0.3771236, abs=1e-6)
+    assert metrics["ess"] == pytest.approx(1 / 3)
+    assert metrics["weight_min"] == 0 and metrics["kept_fraction"] == 1
+    # D = -0.5, -1, -0.2: 0.6065307, 0 (0.368 is below 0.5), 0.8187308.
+    metrics = metrics_of(
+        torch.tensor([-0.5, -1.0, -0.2]), torch.zeros(3), torch.ones(3), torch.zeros(3, dtype=torch.int64),
+        num_sequences=1, config=config,
+    )
+    assert metrics["weight_out_of_bounds"] == pytest.approx(1 / 3)
+    assert metrics["weight_mean"] == pytest.approx((0.6065307 + 0.8187308) / 3, rel=1e-6)
+
+
+def test_metrics_when_one_token_is_an_outlier_then_finite_and_its_size_is_told():
+    # D = 0, 15: k3 = e^15 - 16 = 3269001.37, half of it in the mean; the truncated weight is 2.
+    def outlier(d: float) -> dict[str, float]:
+        train = torch.tensor([-1.0, -2.0])
+        return metrics_of(
+            train, train - torch.tensor([0.0, d]), torch.ones(2), torch.zeros(2, dtype=torch.int64),
+            num_sequences=1, config=PRESETS["decoupled_token_is"],
+        )
+
+    metrics = outlier(15)
+    assert metrics["k3_kl"] == pytest.approx(3269001.37 / 2, rel=1e-6)
+    assert metrics["kl"] == -7.5 and metrics["log_ratio_abs_max"] == 15
+    assert metrics["weight_mean"] == 1.5 and metrics["weight_out_of_bounds"] == 0.5
+    # D = 0, 200: exponentials stop at 20, the size does not.
+    metrics = outlier(200)
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert metrics["k3_kl"] == pytest.approx((math.exp(20) - 21) / 2, rel=1e-6)
+    assert metrics["log_ratio_abs_max"] == 200 and metrics["weight_max"] == 2
+
+
+def test_weight_std_when_the_spread_is_small_then_it_is_not_rounding():
+    # 1000 weights of e^0.0001 have no spread; a float32 square of one is off by 6e-8, and its root is 2e-4.
+    ids = torch.zeros(1000, dtype=torch.int64)
+    config = PRESETS["decoupled_token_is"]
+    rollout = torch.full((1000,), -1.0)
+    metrics = metrics_of(rollout + 1e-4, rollout, torch.ones(1000), ids, num_sequences=1, config=config)
+    assert metrics["weight_std"] < 1e-7
+    # Half of them e^0.0001, half e^-0.0001: a spread of 1e-4, a chi-square of E[e^2D] - 1 = 2e-8.
+    train = rollout + torch.tensor([1e-4, -1e-4]).repeat(500)
+    metrics = metrics_of(train, rollout, torch.ones(1000), ids, num_sequences=1, config=config)
+    assert metrics["weight_std"] == pytest.approx(1e-4, rel=1e-2)
+    drift = (train - rollout).double()
+    assert metrics["chi2_token"] == pytest.approx((2 * drift).exp().mean().item() - 1, abs=1e-12)
+
+
+def test_pearson_when_probabilities_do_not_vary_then_there_is_none():
+    ids, ones = torch.zeros(7, dtype=torch.int64), torch.ones(7)
+    # Seven times 0.9: mean of squares less square of the mean is 1e-16, not 0.
+    same = torch.full((7,), 0.9).log()
+    assert math.isnan(metrics_of(same, same, ones, ids, num_sequences=1)["pearson"])
+    varied = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7]).log()
+    assert math.isnan(metrics_of(same, varied, ones, ids, num_sequences=1)["pearson"])
+    assert math.isnan(metrics_of(varied, same, ones, ids, num_sequences=1)["pearson"])
+
+
+def test_sequence_metrics_when_another_rank_owns_the_sequences_then_nothing_is_counted_twice():
+    class SecondRank:
+        cp_rank = 1
+
+        def all_gather_cp_partials(self, sums, maxima):
+            return sums, maxima
+
+        def all_reduce_dp_cp(self, totals):
+            return totals
+
+    # A sequence of log-probs of -1000 has no finite perplexity, and 0 times infinity is no number.
+    correction = compute_correction(
+        torch.tensor([-1000.0, -1.0]), torch.tensor([-1000.0, -1.0]), torch.ones(2), torch.tensor([0, 1]),
+        num_sequences=2, config=CONFIG, groups=SecondRank(),
+    )
+    for name in ("sequences", "kept_sequence_fraction", "training_ppl", "rollout_ppl", "log_ppl_diff"):
+        assert correction.metrics[name].values.count_nonzero() == 0, name
+
+
+@pytest.mark.parametrize("config", [PRESETS["decoupled_token_is"], CONFIG, PRESETS["disabled"]])
+@pytest.mark.parametrize("tokens, sequences", [(0, 0), (0, 2), (4, 2)])
+def test_metrics_when_there_is_nothing_valid_then_the_same_names_and_no_number(config, tokens, sequences):
+    metrics = metrics_of(
+        torch.full((tokens,), NAN), torch.full((tokens,), NAN), torch.zeros(tokens),
+        torch.zeros(tokens, dtype=torch.int64), num_sequences=sequences, config=config,
+    )
+    some = metrics_of(TRAIN, ROLLOUT, MASK, SEQ_IDS, num_sequences=3, config=config)
+    # Ranks pack their metrics by name: one without tokens must not lack any.
+    assert metrics.keys() == some.keys()
+    counts = {"valid_tokens", "nonfinite_tokens", "sequences"}
+    assert {name for name, value in metrics.items() if value == 0} == counts
+    assert all(math.isnan(value) for name, value in metrics.items() if name not in counts)

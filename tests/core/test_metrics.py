@@ -1,0 +1,48 @@
+"""What a metric makes of its reduced values, and how partials of one combine."""
+
+import math
+
+import pytest
+import torch
+
+from megatron_rl_corr.core.metrics import Chi2, EffectiveSampleSize, Max, Mean, Min, Pearson, Std, Sum
+
+
+@pytest.mark.parametrize(
+    "kind, values, expected",
+    [
+        (Sum, [7.0], 7.0),
+        (Mean, [6.0, 4.0], 1.5),
+        # 1, 1, 4: mean 2, squares 18 / 3 - 4 = 2
+        (Std, [6.0, 18.0, 3.0], math.sqrt(2)),
+        # 0.1 three times: the difference of the squares is rounding and must not be a negative root
+        (Std, [0.1 + 0.1 + 0.1, 0.1**2 * 3, 3.0], 0.0),
+        # 1, 1, 4: 36 / (3 * 18)
+        (EffectiveSampleSize, [6.0, 18.0, 3.0], 2 / 3),
+        (Chi2, [5.0, 4.0], 0.25),
+        # x = 1, 2, 3 and y = 2, 4, 6
+        (Pearson, [6.0, 12.0, 14.0, 56.0, 28.0, 3.0], 1.0),
+        (Pearson, [6.0, -12.0, 14.0, 56.0, -28.0, 3.0], -1.0),
+        (Max, [-2.5], -2.5),
+        (Min, [3.5], 3.5),
+    ],
+)
+def test_finish_when_values_are_known_then_the_formulas_number(kind, values, expected):
+    assert kind.finish(values) == pytest.approx(expected, abs=1e-8)
+
+
+@pytest.mark.parametrize(
+    "kind, values",
+    [
+        (Mean, [0.0, 0.0]), (Std, [0.0, 0.0, 0.0]), (EffectiveSampleSize, [0.0, 0.0, 0.0]),
+        (Chi2, [0.0, 0.0]), (Pearson, [0.0] * 6), (Max, [-math.inf]), (Min, [math.inf]),
+        # Weights that are all 0 carry nothing: no effective sample either.
+        (EffectiveSampleSize, [0.0, 0.0, 5.0]),
+    ],
+)
+def test_finish_when_there_was_nothing_to_measure_then_nan_not_an_error(kind, values):
+    assert math.isnan(kind.finish(values))
+
+
+def test_value_when_one_rank_alone_then_its_own_number():
+    assert Mean(torch.tensor([3.0, 2.0], dtype=torch.float64)).value() == 1.5

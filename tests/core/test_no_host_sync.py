@@ -1,0 +1,110 @@
+"""Nothing between the log-probs and the gradient reads the device: it runs on tensors that hold no data at all.
+
+On the meta device a value cannot be read, so .item(), .tolist(), .cpu(), `if tensor:` and boolean indexing raise.
+"""
+
+import contextlib
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_rl_corr.config import PRESETS, RejectionRule, RolloutCorrectionConfig
+from megatron_rl_corr.core.advantages import group_advantages
+from megatron_rl_corr.core.correction import compute_correction
+from megatron_rl_corr.core.losses import policy_loss
+from megatron_rl_corr.core.segments import flatten_padded
+from megatron_rl_corr.parallel.vocab import vocab_parallel_logprobs
+
+EVERY_RULE = tuple(
+    RejectionRule(level, kind, upper=2.0)
+    for level in ("token", "seq_sum", "seq_mean", "seq_max")
+    for kind in ("ratio", "k2", "k3")
+    if (level, kind) != ("seq_max", "ratio")
+)
+CONFIGS = {
+    "every rule, batch-normalised": RolloutCorrectionConfig(
+        rollout_is="sequence", rollout_is_mode="mask", rollout_is_lower=0.5, rollout_is_upper=2.0,
+        rollout_is_batch_normalize=True, rollout_rs=EVERY_RULE,
+    ),
+    "geometric, clipped": RolloutCorrectionConfig(
+        rollout_is="geometric", rollout_is_mode="clip", rollout_is_lower=0.5, rollout_is_upper=2.0,
+        advantage="group_mean", loss_denominator="kept",
+    ),
+    **PRESETS,
+}
+
+
+def step(config: RolloutCorrectionConfig, device: str) -> torch.Tensor:
+    """From logits to their gradient, as a training step does it; two groups of two rows of three tokens."""
+    vocab, rows, length = 11, 4, 3
+    logits = torch.randn(rows * length, vocab, device=device).requires_grad_()
+    labels = torch.zeros(rows * length, dtype=torch.int64, device=device)
+    mask = torch.ones(rows, length, device=device)
+    rollout, flat_mask, seq_ids, count = flatten_padded(-torch.rand(rows, length, device=device), mask)
+    with torch.no_grad():
+        old, _ = vocab_parallel_logprobs(logits, labels, vocab_size=10, with_entropy=True, chunk_tokens=5)
+    correction = compute_correction(old, rollout, flat_mask, seq_ids, num_sequences=count, config=config)
+    advantages = group_advantages(
+        torch.rand(rows, device=device), torch.zeros(rows, dtype=torch.int64, device=device), num_groups=2,
+        kind=config.advantage, in_baseline=correction.kept_sequences,
+    ).repeat_interleave(length)
+    now, entropy = vocab_parallel_logprobs(logits, labels, vocab_size=10, with_entropy=True, chunk_tokens=5)
+    losses = policy_loss(config.loss, now, old, advantages, correction, config, metrics={})
+    total = losses.sum() / correction.denominator(config.loss_denominator).float() - 0.01 * entropy.mean()
+    total.backward()
+    return logits.grad
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_step_when_tensors_hold_no_data_then_it_runs(name):
+    assert step(CONFIGS[name], "meta").device.type == "meta"
+
+
+class NoHostReads(TorchDispatchMode):
+    """Raises where an operator would make the host wait for a value of the device."""
+
+    READS = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "equal", "unique")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.removeprefix("aten::")
+        if name in self.READS:
+            raise AssertionError(f"{name} reads the device")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_step_when_every_operator_is_watched_then_none_reads_a_value(name):
+    with NoHostReads():
+        gradient = step(CONFIGS[name], "cpu")
+    assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x.sum().item(), lambda x: x.tolist(), lambda x: bool(x.sum() > 0), lambda x: x[x > 0],
+        lambda x: x.cpu().numpy(), lambda x: torch.repeat_interleave(x.long()),
+    ],
+)
+def test_the_watch_when_code_does_read_then_one_of_the_two_notices(read):
+    noticed = 0
+    for device, watch in (("meta", contextlib.nullcontext()), ("cpu", NoHostReads())):
+        try:
+            with watch:
+                read(torch.ones(3, device=device))
+        except (AssertionError, RuntimeError, NotImplementedError):
+            noticed += 1
+    assert noticed
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_steps_when_on_a_gpu_then_no_synchronisation():
+    for config in CONFIGS.values():
+        step(config, "cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for config in CONFIGS.values():
+            step(config, "cuda")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,143 @@
+"""Rejection rules by hand: every divergence at every level, closed bounds, one decision per sequence."""
+
+import math
+
+import pytest
+import torch
+
+from megatron_rl_corr.config import RejectionRule, RolloutCorrectionConfig
+from megatron_rl_corr.core.correction import compute_correction
+from megatron_rl_corr.core.rejection import divergence, within
+
+NAN = float("nan")
+
+
+def test_divergences_when_computed_by_hand_then_equal():
+    # D = log pi_train - log pi_rollout = [0, -15, -30] - (-1).
+    log_ratio = torch.tensor([1.0, -14.0, -29.0])
+    assert divergence("ratio", log_ratio).tolist() == [1.0, -14.0, -29.0]  # verl's k1 is [-1, 14, 29]
+    assert divergence("k2", log_ratio).tolist() == [0.5, 98.0, 420.5]
+    # e - 2, and e^D is nothing beside 1 for the others.
+    assert divergence("k3", log_ratio).tolist() == pytest.approx([0.7182818, 13.0, 28.0], abs=1e-5)
+    with pytest.raises(ValueError, match="unknown divergence 'k1'"):
+        divergence("k1", log_ratio)
+
+
+# Sequence 0: D = 0.1, -0.2, 0.4 around a masked token with D = 9; sequence 1: nothing but a masked token;
+# sequence 2: D = 0.01. Packed 0 0 2 0 1 0.
+SEQ_IDS = torch.tensor([0, 0, 2, 0, 1, 0])
+LOG_RATIO = torch.tensor([0.1, -0.2, 0.01, 9.0, NAN, 0.4])
+MASK = torch.tensor([True, True, True, False, False, True])
+
+
+def correct(*rules: RejectionRule):
+    config = RolloutCorrectionConfig(rollout_rs=rules)
+    return compute_correction(
+        LOG_RATIO - 1, torch.full((6,), -1.0), MASK, SEQ_IDS, num_sequences=3, config=config
+    )
+
+
+@pytest.mark.parametrize(
+    "level, name, value",
+    [
+        # 0.1 - 0.2 + 0.4 = 0.3; e^0.3, and e^0.1 for the mean of three.
+        ("seq_sum", "ratio", 1.3498588),
+        ("seq_mean", "ratio", 1.1051709),
+        # (0.01 + 0.04 + 0.16) / 2, a third of it, and its largest term.
+        ("seq_sum", "k2", 0.105),
+        ("seq_mean", "k2", 0.035),
+        ("seq_max", "k2", 0.08),
+        # e^D - 1 - D: 0.0051709 + 0.0187308 + 0.0918247.
+        ("seq_sum", "k3", 0.1157264),
+        ("seq_mean", "k3", 0.0385755),
+        ("seq_max", "k3", 0.0918247),
+    ],
+)
+def test_sequence_rule_when_its_bound_passes_the_value_then_the_whole_sequence_goes(level, name, value):
+    kept = correct(RejectionRule(level, name, upper=value * 1.0001))
+    assert kept.mask.tolist() == MASK.tolist()
+    assert kept.kept_sequences.tolist() == [True, False, True]  # a sequence without tokens is not kept
+    rejected = correct(RejectionRule(level, name, upper=value * 0.9999))
+    assert rejected.mask.tolist() == [False, False, True, False, False, False]
+    assert rejected.kept_sequences.tolist() == [False, False, True]
+    # Three of the four valid tokens.
+    assert rejected.metrics[f"rejected_fraction/{level}_{name}"].value() == 0.75
+    assert rejected.metrics["kept_fraction"].value() == 0.25
+    assert rejected.metrics["kept_sequence_fraction"].value() == 0.5
+    assert (rejected.valid_tokens.item(), rejected.kept_tokens.item()) == (4.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    "name, lower, upper, expected",
+    [
+        # rho = 1.105, 0.819, 1.010, 1.492 at the valid tokens.
+        ("ratio", 0.9, 1.2, [True, False, True, False, False, False]),
+        ("ratio", None, 1.2, [True, True, True, False, False, False]),
+        ("ratio", 1.05, None, [True, False, False, False, False, True]),
+        # 0.005, 0.02, 0.00005, 0.08
+        ("k2", None, 0.03, [True, True, True, False, False, False]),
+        # 0.0052, 0.0187, 0.00005, 0.0918
+        ("k3", None, 0.01, [True, False, True, False, False, False]),
+    ],
+)
+def test_token_rule_when_tokens_of_a_sequence_differ_then_each_its_own(name, lower, upper, expected):
+    correction = correct(RejectionRule("token", name, lower, upper))
+    assert correction.mask.tolist() == expected
+    # A token-level rule takes no sequence away, even from the baseline.
+    assert correction.kept_sequences.tolist() == [True, False, True]
+
+
+def test_rules_when_one_divergence_is_summed_averaged_and_maximised_then_each_has_its_own_value():
+    # k2 of sequence 0: sum 0.105, mean 0.035, maximum 0.08; each bound lets one of them pass only.
+    for level, upper, kept in [
+        ("seq_sum", 0.104, False), ("seq_mean", 0.036, True), ("seq_max", 0.081, True), ("seq_max", 0.079, False),
+    ]:
+        others = [RejectionRule(o, "k2", upper=9.0) for o in ("seq_sum", "seq_mean", "seq_max") if o != level]
+        correction = correct(*others, RejectionRule(level, "k2", upper=upper))
+        assert correction.kept_sequences.tolist() == [kept, False, True]
+
+
+def test_rules_when_there_are_several_then_a_token_must_pass_all_and_each_counts_its_own():
+    token, largest = RejectionRule("token", "ratio", 0.9, 1.2), RejectionRule("seq_max", "k2", upper=0.081)
+    correction = correct(token, largest)
+    assert correction.mask.tolist() == [True, False, True, False, False, False]
+    assert correction.metrics["rejected_fraction/token_ratio"].value() == 0.5
+    assert correction.metrics["rejected_fraction/seq_max_k2"].value() == 0.0
+
+
+def step(value: float, towards: float) -> float:
+    return torch.nextafter(torch.tensor(value), torch.tensor(towards)).item()
+
+
+ON_THE_BOUND = [
+    (level, *rest)
+    for level in ("token", "seq_sum", "seq_mean", "seq_max")
+    for rest in [
+        ("ratio", "upper", 2.0), ("ratio", "upper", 1.001), ("ratio", "lower", 0.5), ("ratio", "lower", 0.999),
+        ("k2", "upper", 0.125), ("k3", "upper", 0.08),
+    ]
+    if (level, rest[0]) != ("seq_max", "ratio")
+]
+
+
+@pytest.mark.parametrize("level, name, side, bound", ON_THE_BOUND)
+def test_rule_when_a_value_is_on_its_bound_then_kept_one_outside_not(level, name, side, bound):
+    # The float32 that is nearest to the bound; log-probs come in float32.
+    on = torch.tensor(math.log(bound) if name == "ratio" else bound).item()
+    outside = step(on, math.inf if side == "upper" else -math.inf)
+    inside = step(on, -math.inf if side == "upper" else math.inf)
+    rule = RejectionRule(level, name, **{side: bound})
+    dtype = torch.float32 if level == "token" else torch.float64  # sums over a sequence are float64
+    values = torch.tensor([inside, on, outside], dtype=dtype)
+    assert within(rule, values).tolist() == [True, True, False]
+
+
+def test_sequence_rule_when_one_token_is_the_sequence_then_it_decides_as_the_token_rule_does():
+    # D = ln 2 in float32, which is a little more than ln 2.
+    train, rollout = torch.tensor([math.log(2.0)]), torch.zeros(1)
+    for level in ("token", "seq_sum", "seq_mean"):
+        config = RolloutCorrectionConfig(rollout_rs=(RejectionRule(level, "ratio", 0.5, 2.0),))
+        correction = compute_correction(
+            train, rollout, torch.ones(1), torch.zeros(1, dtype=torch.int64), num_sequences=1, config=config
+        )
+        assert correction.mask.tolist() == [True]
