@@ -77,7 +77,8 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         grad[:, limit:] = 0
         for start in range(0, logits.shape[0], chunk_tokens):
             rows = slice(start, start + chunk_tokens)
-            log_p = logits[rows, :limit].float().div_(temperature).sub_(log_sum[rows, None])
+            # Not div_: on float32 logits .float() is no copy, and they are the caller's.
+            log_p = (logits[rows, :limit].float() / temperature).sub_(log_sum[rows, None])
             p = log_p.exp()
             upstream = grad_logprobs[rows, None].float()
             if with_entropy:
