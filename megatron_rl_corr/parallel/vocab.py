@@ -63,22 +63,23 @@ class _VocabParallelLogProbs(torch.autograd.Function):
             local = labels[rows] - first
             stats[:, rows] = _chunk_stats(logits[rows, :limit], local, temperature, with_entropy)
         # Every rank combines the same numbers in one order, so tensor-parallel ranks agree bit by bit.
-        logprobs, entropy, log_sum = _combine(all_gather_stacked(stats, tp_group), with_entropy)
-        ctx.save_for_backward(logits, labels, log_sum, entropy)
+        logprobs, entropy, top, log_total = _combine(all_gather_stacked(stats, tp_group), with_entropy)
+        ctx.save_for_backward(logits, labels, top, log_total, entropy)
         ctx.settings = (first, limit, temperature, with_entropy, chunk_tokens)
         ctx.mark_non_differentiable(*([] if with_entropy else [entropy]))
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropy):
-        logits, labels, log_sum, entropy = ctx.saved_tensors
+        logits, labels, top, log_total, entropy = ctx.saved_tensors
         first, limit, temperature, with_entropy, chunk_tokens = ctx.settings
         grad = torch.empty_like(logits)
         grad[:, limit:] = 0
         for start in range(0, logits.shape[0], chunk_tokens):
             rows = slice(start, start + chunk_tokens)
             # Not div_: on float32 logits .float() is no copy, and they are the caller's.
-            log_p = (logits[rows, :limit].float() / temperature).sub_(log_sum[rows, None])
+            log_p = logits[rows, :limit].float() / temperature
+            log_p.sub_(top[rows, None]).sub_(log_total[rows, None])
             p = log_p.exp()
             upstream = grad_logprobs[rows, None].float()
             if with_entropy:
@@ -120,8 +121,8 @@ def _chunk_stats(logits: Tensor, local_labels: Tensor, temperature: float, with_
     return out
 
 
-def _combine(stats: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """[tp, 4, T] -> log-prob of the label, entropy and log-sum-exp, each [T].
+def _combine(stats: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """[tp, 4, T] -> log-prob of the label, entropy, largest x and log of the sum of exp(x - that), each [T].
 
     Differences from the largest logit, not the logits themselves: near 0 a log-prob would lose its digits.
     """
@@ -137,4 +138,4 @@ def _combine(stats: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]
     if with_entropy:
         products = products + sums * drop.clamp(min=-1e4)
         entropy = log_total - (products * scale).sum(dim=0) / total
-    return logprobs, entropy, top + log_total
+    return logprobs, entropy, top, log_total
