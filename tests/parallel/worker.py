@@ -1,0 +1,212 @@
+"""Four ranks over gloo, started once: runs every case of tests/parallel and saves inputs and outputs per rank.
+
+python worker.py FOLDER writes FOLDER/<rank>.pt. Tensor- or context-parallel pairs are ranks 0-1 and 2-3.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_rl_corr.config import RejectionRule, RolloutCorrectionConfig
+from megatron_rl_corr.core.correction import compute_correction
+from megatron_rl_corr.parallel.failure import PeerFailure, all_reduce_failure
+from megatron_rl_corr.parallel.gather import all_gather_stacked
+from megatron_rl_corr.parallel.groups import ParallelGroups
+from megatron_rl_corr.parallel.reduce import all_gather_metrics, merge
+from megatron_rl_corr.parallel.vocab import vocab_parallel_logprobs
+
+WORLD = 4
+NAN, INF = float("nan"), float("inf")
+
+
+class Collectives(TorchDispatchMode):
+    """Names of the collectives within, however they are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            self.names.append(func._schema.name.removeprefix("c10d::"))
+        return func(*args, **(kwargs or {}))
+
+
+# Vocabulary
+
+VOCAB_CASES = {
+    "plain": {},
+    "temperature": {"temperature": 0.7},
+    "chunks that do not divide": {"chunk_tokens": 3},
+    "one padded column": {"vocab_size": 11},
+    "a rank of padding": {"vocab_size": 6, "chunk_tokens": 4},
+    "a rank of -inf": {},
+    "no entropy": {"with_entropy": False, "temperature": 1.3},
+    "bfloat16": {"temperature": 0.7, "vocab_size": 10},
+    "no tokens": {},
+}
+
+
+def vocab_inputs(name: str) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(sum(map(ord, name)))
+    tokens, columns = 0 if name == "no tokens" else 10, 12
+    support = VOCAB_CASES[name].get("vocab_size", columns)
+    logits = torch.randn(tokens, columns, generator=generator) * 4
+    if tokens:
+        logits[2] += 300  # the size of the logits must not cost digits
+        logits[3] = torch.tensor([40.0] + [0.0] * 11)  # a token that is certain
+    labels = torch.arange(tokens) % min(support, 6)
+    if name == "a rank of -inf":
+        logits[:, 6:9] = -INF  # all columns of rank 2 of 4, half of rank 1's of 2
+        logits[1, 6:] = -INF
+    logits[:, support:] = 1e4  # padding holds anything
+    grads = torch.randn(2, tokens, generator=generator)
+    if tokens:
+        labels[4], grads[0, 4] = -100, 0  # a masked token
+        labels[5] = columns - 1 if support == columns and name != "a rank of -inf" else labels[5]
+    dtype = torch.bfloat16 if name == "bfloat16" else torch.float32
+    return {"logits": logits.to(dtype), "labels": labels, "grads": grads}
+
+
+def run_vocab_case(name: str, rank: int, size: int, group) -> dict:
+    """This rank's outputs, its shard of the gradient and the collectives of either direction."""
+    inputs = vocab_inputs(name)
+    shard = inputs["logits"].chunk(size, dim=1)[rank].clone()
+    logits = shard.clone().requires_grad_()
+    options = {"with_entropy": True} | VOCAB_CASES[name]
+    with Collectives() as forward:
+        logprobs, entropy = vocab_parallel_logprobs(logits, inputs["labels"], tp_group=group, **options)
+    outputs = [logprobs] if entropy is None else [logprobs, entropy]
+    with Collectives() as backward:
+        torch.autograd.backward(outputs, list(inputs["grads"][: len(outputs)]))
+    return {
+        "logprobs": logprobs.detach(), "entropy": None if entropy is None else entropy.detach(),
+        "gradient": logits.grad, "untouched": torch.equal(logits.detach(), shard),
+        "forward": forward.names, "backward": backward.names,
+    }
+
+
+# Correction and metrics
+
+CORRECTION = RolloutCorrectionConfig(
+    rollout_is="sequence", rollout_is_mode="clip", rollout_is_lower=0.5, rollout_is_upper=2.0,
+    rollout_is_batch_normalize=True,
+    rollout_rs=(
+        RejectionRule("token", "ratio", 0.2, 5.0), RejectionRule("seq_mean", "ratio", 0.6, 1.6),
+        RejectionRule("seq_sum", "k3", upper=2.5), RejectionRule("seq_max", "k2", upper=1.2),
+    ),
+)
+LENGTHS = [7, 1, 0, 12, 5, 3, 9, 2]
+"""Of the sequences of the global batch; each data-parallel replica has four. The third has no token at all."""
+
+
+def global_batch() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    total = sum(LENGTHS)
+    train = -torch.rand(total, generator=generator) * 3
+    rollout = train + torch.randn(total, generator=generator) * 0.8
+    mask = torch.rand(total, generator=generator) < 0.85
+    rollout[[2, 20]] = NAN
+    train[~mask] = NAN
+    seq_ids = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
+    return {"train": train, "rollout": rollout, "mask": mask, "seq_ids": seq_ids}
+
+
+def my_positions(cut: str, dp_rank: int, cp_rank: int) -> torch.Tensor:
+    """Positions in the global batch of this rank's tokens: replica by sequence, then a cut of each sequence."""
+    seq_ids, parts = global_batch()["seq_ids"], []
+    for sequence in range(4 * dp_rank, 4 * dp_rank + 4):
+        positions = (seq_ids == sequence).nonzero()[:, 0]
+        if cut == "zigzag":
+            chunks = positions.tensor_split(4)
+            parts += [chunks[cp_rank], chunks[3 - cp_rank]]
+        else:
+            parts.append(positions.tensor_split(2)[cp_rank])
+    return torch.cat(parts)
+
+
+def run_correction(cut: str, rank: int, groups: ParallelGroups) -> dict:
+    dp_rank, cp_rank = divmod(rank, 2)
+    mine, batch = my_positions(cut, dp_rank, cp_rank), global_batch()
+    with Collectives() as collectives:
+        correction = compute_correction(
+            batch["train"][mine], batch["rollout"][mine], batch["mask"][mine],
+            batch["seq_ids"][mine] - 4 * dp_rank, num_sequences=4, config=CORRECTION, groups=groups,
+        )
+    with Collectives() as reporting:
+        numbers = all_gather_metrics(correction.metrics, groups.dp_cp)
+    return {
+        "positions": mine, "weights": correction.weights, "mask": correction.mask, "valid": correction.valid,
+        "kept_sequences": correction.kept_sequences, "valid_tokens": correction.valid_tokens,
+        "kept_tokens": correction.kept_tokens, "metrics": numbers,
+        "collectives": collectives.names, "reporting": reporting.names,
+    }
+
+
+def run_microbatches(rank: int) -> dict:
+    """Data parallel 4, three microbatches of unlike size each; rank 2 has no tokens at all."""
+    batch, config = global_batch(), RolloutCorrectionConfig(rollout_is="token", rollout_is_upper=2.0)
+    parts = []
+    for micro in range(3):
+        mine = (batch["seq_ids"] % 4 == rank) & (torch.arange(len(batch["mask"])) % 3 <= micro)
+        mine &= (torch.arange(len(batch["mask"])) + 1) % 3 <= 2 - micro
+        mine = mine & (rank != 2)
+        parts.append(compute_correction(
+            batch["train"][mine], batch["rollout"][mine], batch["mask"][mine],
+            torch.zeros(int(mine.sum()), dtype=torch.int64), num_sequences=1, config=config,
+        ).metrics)
+    with Collectives() as collectives:
+        numbers = all_gather_metrics(merge(parts), dist.group.WORLD)
+    return {"metrics": numbers, "collectives": collectives.names}
+
+
+# Failures
+
+
+def run_failures(rank: int) -> list[str]:
+    outcomes = []
+    for failing in ((), (2,), (1, 3)):
+        try:
+            all_reduce_failure(ValueError(f"rank {rank} has no disk") if rank in failing else None)
+            outcomes.append("went on")
+        except (ValueError, PeerFailure) as error:
+            outcomes.append(f"{type(error).__name__}: {error}")
+    return outcomes
+
+
+def main(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
+    )
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    pair, world = pairs[rank // 2], dist.group.WORLD
+    groups = ParallelGroups(cp=pair, dp_cp=world)
+    results = {
+        "vocab": {
+            (name, size): run_vocab_case(name, rank % size, size, pair if size == 2 else world)
+            for name in VOCAB_CASES for size in (2, 4)
+        },
+        "correction": {cut: run_correction(cut, rank, groups) for cut in ("zigzag", "contiguous")},
+        "microbatches": run_microbatches(rank),
+        "failures": run_failures(rank),
+        "gather": all_gather_stacked(torch.tensor([[rank, 10 * rank]]), pair),
+        "inputs": {"vocab": {name: vocab_inputs(name) for name in VOCAB_CASES}, "batch": global_batch()},
+        "options": VOCAB_CASES, "config": CORRECTION,
+    }
+    torch.save(results, Path(folder) / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # fork: torch is imported once for all ranks; this process has run nothing of it.
+    mp.start_processes(main, args=(sys.argv[1],), nprocs=WORLD, start_method="fork")
