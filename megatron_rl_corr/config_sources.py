@@ -1,33 +1,37 @@
-"""Where a configuration comes from: mappings and YAML with our names or verl's, and flags over them.
-
-A bound is written U or LOWER_UPPER; a rule LEVEL_DIVERGENCE, where verl's divergence k1 bounds 1/rho.
-"""
+"""Where a configuration comes from: mappings and YAML with our names or a peer's, and flags over them."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
 
-from megatron_rl_corr.config import (
-    DIVERGENCES,
-    NO_RULES,
-    RULE_LEVELS,
-    RejectionRule,
-    RolloutCorrectionConfig,
-    check_bounds,
-    nearest,
-)
+from megatron_rl_corr.config import RolloutCorrectionConfig
+from megatron_rl_corr.config_notation import SHORTHANDS, parse_bounds, parse_rules, with_shorthand
+from megatron_rl_corr.config_rules import RejectionRule
+from megatron_rl_corr.config_words import nearest
 
-_VERL_KEYS = ("rollout_is_threshold", "rollout_rs_threshold", "bypass_mode", "loss_type")
+_THRESHOLDS = ("rollout_is_threshold", "rollout_rs_threshold")
+# The same setting under a peer's name.
+_RENAMED = {
+    "loss_type": ("loss", "verl"),
+    "loss_agg_mode": ("loss_aggregation", "verl"),
+    "loss_scale_factor": ("loss_scale_length", "verl"),
+    "entropy_coeff": ("entropy_coef", "verl"),
+    "off_policy_sequence_mask_delta": ("rollout_opsm_delta", "ms-swift"),
+    "opsm_delta": ("rollout_opsm_delta", "slime"),
+}
+# Settings that the word none turns off.
+_OPTIONAL = ("clip_ratio_c", "rollout_m2_threshold", "rollout_batch_filter_kl", "loss_scale_length")
 
 
 def from_mapping(mapping: Mapping[str, Any]) -> RolloutCorrectionConfig:
     """Defaults, or the preset named under `preset`, with these settings; ValueError for an unknown key."""
-    known = [field.name for field in dataclasses.fields(RolloutCorrectionConfig)] + [*_VERL_KEYS, "preset"]
+    fields = [field.name for field in dataclasses.fields(RolloutCorrectionConfig)]
+    known = [*fields, *_THRESHOLDS, *_RENAMED, *SHORTHANDS, "preset"]
     for key in mapping:
         if key not in known:
             raise ValueError(f"unknown key {key!r}{nearest(key, known)}")
@@ -69,24 +73,32 @@ _SettingsLoader.add_implicit_resolver(
 
 
 def with_overrides(base: RolloutCorrectionConfig, mapping: Mapping[str, Any]) -> RolloutCorrectionConfig:
-    """`base` with these fields (ours or verl's) replaced; turning a part off also clears its bounds."""
-    mapping = dict(mapping)
+    """`base` with these settings (ours or a peer's) replaced; turning a part off also clears its bounds."""
+    mapping = _in_our_names(mapping)
     if "preset" in mapping:
         base = RolloutCorrectionConfig.from_preset(mapping.pop("preset"))
     changes: dict[str, Any] = {}
-    if mapping.pop("bypass_mode", False):
-        raise ValueError(
-            "bypass_mode: true (two policies, pi_rollout as pi_old) is not supported; "
-            "use bypass_mode: false, which recomputes pi_old in Megatron"
-        )
-    if "loss_type" in mapping:
-        if "loss" in mapping:
-            raise ValueError("loss and loss_type (verl's name) are the same setting; give one of them")
-        changes["loss"] = mapping.pop("loss_type")
     _override_weights(base, mapping, changes)
     _override_rules(mapping, changes)
+    for key in SHORTHANDS:
+        if key in mapping:
+            rules = changes.get("rollout_rs", base.rollout_rs)
+            changes["rollout_rs"] = with_shorthand(rules, key, mapping.pop(key))
+    for key in _OPTIONAL:
+        if mapping.get(key) == "none":
+            mapping[key] = None
     changes.update(mapping)
     return dataclasses.replace(base, **changes)
+
+
+def _in_our_names(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    ours = dict(mapping)
+    for theirs, (name, peer) in _RENAMED.items():
+        if theirs in ours:
+            if name in ours:
+                raise ValueError(f"{name} and {theirs} ({peer}'s name) are the same setting; give one of them")
+            ours[name] = ours.pop(theirs)
+    return ours
 
 
 def _override_weights(base: RolloutCorrectionConfig, mapping: dict, changes: dict) -> None:
@@ -152,64 +164,3 @@ def _rule_from(rule: Any) -> RejectionRule:
         if key not in rule:
             raise ValueError(f"--rollout-rs: the rule {dict(rule)} lacks {key!r}")
     return RejectionRule(**rule)
-
-
-def parse_bounds(flag: str, spec: float | str) -> tuple[float | None, float]:
-    """A number is an upper bound; "LOWER_UPPER" is both (verl's notation)."""
-    if isinstance(spec, bool):
-        raise ValueError(f"{flag} must be a number or LOWER_UPPER, got {spec}")
-    parts = str(spec).strip().split("_")
-    try:
-        numbers = [float(part) for part in parts]
-    except ValueError:
-        numbers = []
-    if len(numbers) not in (1, 2):
-        raise ValueError(f"{flag} must be a number or LOWER_UPPER such as 0.5_5.0, got {spec!r}")
-    lower, upper = (None, numbers[0]) if len(numbers) == 1 else (numbers[0], numbers[1])
-    return lower, upper
-
-
-def parse_rules(
-    names: str, thresholds: float | str | Sequence[float | str] | None
-) -> tuple[RejectionRule, ...]:
-    """Comma-separated rules with as many thresholds, or one for all; `*_k1` takes verl's bounds on 1/rho."""
-    rules = [name.strip() for name in names.split(",") if name.strip()]
-    if not rules:
-        raise ValueError(f"--rollout-rs {names!r} names no rule; use {NO_RULES}")
-    if thresholds is None:
-        raise ValueError(
-            f"--rollout-rs {names} needs --rollout-rs-threshold, one bound a rule or one for all"
-        )
-    if isinstance(thresholds, (list, tuple)):
-        thresholds = ",".join(str(threshold) for threshold in thresholds)
-    specs = [spec.strip() for spec in str(thresholds).split(",") if spec.strip()]
-    if len(specs) == 1:
-        specs = specs * len(rules)
-    if len(specs) != len(rules):
-        raise ValueError(
-            f"--rollout-rs-threshold gives {len(specs)} bounds for {len(rules)} rules ({names}); "
-            "give one for all or one a rule, separated by commas"
-        )
-    return tuple(_parse_rule(name, spec) for name, spec in zip(rules, specs, strict=True))
-
-
-def _parse_rule(name: str, spec: str) -> RejectionRule:
-    known = [
-        f"{level}_{kind}" for level in RULE_LEVELS for kind in (*DIVERGENCES, "k1")
-        if not (level == "seq_max" and kind in ("ratio", "k1"))
-    ]
-    if name not in known:
-        raise ValueError(f"--rollout-rs: unknown rule {name!r}{nearest(name, known)}")
-    level, divergence = name.rsplit("_", 1)
-    flag = f"--rollout-rs-threshold for {name}"
-    lower, upper = parse_bounds(flag, spec)
-    if divergence in ("k2", "k3"):
-        return RejectionRule(level, divergence, lower, upper)
-    check_bounds(flag, lower, upper, NO_RULES)
-    if lower is None:
-        lower = 1.0 / upper
-    if lower > upper:
-        raise ValueError(f"{flag}: one bound means [1/{spec}, {spec}], so it must be at least 1; got {spec}")
-    if divergence == "k1":
-        lower, upper = 1.0 / upper, 1.0 / lower
-    return RejectionRule(level, "ratio", lower, upper)

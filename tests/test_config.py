@@ -93,6 +93,14 @@ def test_from_dict_when_keys_are_verls_then_verls_meaning(verl, expected):
         ("seq_sum_k3", "1e-2", "seq_sum", "k3", None, 0.01),
         ("seq_max_k2", 3, "seq_max", "k2", None, 3.0),
         ("seq_mean_k3", 0.01, "seq_mean", "k3", None, 0.01),
+        ("turn_mean_k1", "0.5_5.0", "turn_mean", "ratio", 0.2, 2.0),
+        ("turn_mean_k2", 0.5, "turn_mean", "k2", None, 0.5),
+        # Every token's rho in the bounds.
+        ("seq_max_ratio", "0.1_5.0", "seq_max", "ratio", 0.1, 5.0),
+        ("seq_sum_abs_diff", 1.5, "seq_sum", "abs_diff", None, 1.5),
+        ("seq_mean_exp_abs", 1.5, "seq_mean", "exp_abs", None, 1.5),
+        ("token_rollout_prob", 1e-4, "token", "rollout_prob", 1e-4, None),
+        ("seq_mean_opsm", 1e-4, "seq_mean", "opsm", None, 1e-4),
     ],
 )
 def test_rollout_rs_when_named_as_verl_does_then_bounds_on_rho(
@@ -149,14 +157,73 @@ def test_preset_when_taken_then_what_verls_values_of_it_mean(preset, verl):
     assert RolloutCorrectionConfig.from_preset(preset) == from_dict(verl) == from_dict({"preset": preset})
 
 
-def test_presets_when_listed_then_all_are_frozen_and_only_disabled_changes_nothing():
-    for name, config in PRESETS.items():
-        assert config.changes_gradient == (name != "disabled")
+def test_presets_when_listed_then_all_are_frozen_and_two_have_neither_weights_nor_rules():
+    without = [name for name, config in PRESETS.items() if not config.changes_gradient]
+    assert without == ["disabled", "bypass_ppo_clip"]
+    for config in PRESETS.values():
         with pytest.raises(dataclasses.FrozenInstanceError):
             config.rollout_is = "token"
         for rule in config.rollout_rs:
             with pytest.raises(dataclasses.FrozenInstanceError):
                 rule.upper = 3.0
+
+
+@pytest.mark.parametrize(
+    "key, flag, value, rule",
+    [
+        ("rollout_token_veto_threshold", "--rollout-token-veto-threshold", "1e-4",
+         RejectionRule("seq_max", "ratio", 1e-4, 1e4)),
+        ("rollout_opsm_delta", "--rollout-opsm-delta", 2e-4, RejectionRule("seq_mean", "opsm", upper=2e-4)),
+        ("opsm_delta", "--rollout-opsm-delta", 2e-4, RejectionRule("seq_mean", "opsm", upper=2e-4)),
+        ("off_policy_sequence_mask_delta", "--rollout-opsm-delta", 0.5, RejectionRule("seq_mean", "opsm", upper=0.5)),
+        ("rollout_min_prob", "--rollout-min-prob", 1e-3, RejectionRule("token", "rollout_prob", lower=1e-3)),
+    ],
+)
+def test_shorthand_of_a_rule_when_given_then_the_rule_joins_the_others(key, flag, value, rule):
+    geo = PRESETS["decoupled_geo_rs"]
+    both = dataclasses.replace(geo, rollout_rs=(*geo.rollout_rs, rule))
+    assert from_dict({"preset": "decoupled_geo_rs", key: value}) == both
+    assert from_flags("--rollout-correction-preset", "decoupled_geo_rs", flag, str(value)) == both
+    # A second value takes the first one's place; none takes it away, and null, as a peer writes it, adds nothing.
+    name = rule.name if rule.name != "seq_max_ratio" else "seq_mean_exp_abs"
+    old = {"rollout_rs": name, "rollout_rs_threshold": 1.01 if "exp" in name else 0.9}
+    assert rule in from_dict({**old, key: value}).rollout_rs
+    assert from_dict({key: None}) == RolloutCorrectionConfig()
+
+
+def test_shorthand_when_none_then_a_presets_rule_goes(tmp_path):
+    path = tmp_path / "correction.yaml"
+    path.write_text("rollout_token_veto_threshold: 1e-4\nrollout_min_prob: 1e-3\n")
+    yaml = ("--rollout-correction-config", str(path))
+    assert [rule.name for rule in from_flags(*yaml).rollout_rs] == ["seq_max_ratio", "token_rollout_prob"]
+    assert from_flags(*yaml, "--rollout-token-veto-threshold", "none", "--rollout-min-prob", "0.01").rollout_rs == (
+        RejectionRule("token", "rollout_prob", lower=0.01),
+    )
+
+
+def test_mask_when_one_sided_then_allowed_since_nothing_lies_below_zero():
+    assert from_dict({"rollout_is": "token", "rollout_is_mode": "mask", "rollout_is_threshold": 2.0}) == (
+        RolloutCorrectionConfig(rollout_is="token", rollout_is_mode="mask", rollout_is_upper=2.0)
+    )
+
+
+@pytest.mark.parametrize(
+    "settings, clip, aggregation, advantage",
+    [
+        ({}, (0.2, 0.2), "token-mean", "grpo"),
+        ({"loss": "grpo"}, (0.2, 0.2), "seq-mean-token-mean", "grpo"),
+        ({"loss": "dr_grpo", "loss_scale_length": 9}, (0.2, 0.2), "seq-mean-token-sum-norm", "group_mean"),
+        ({"loss": "dapo"}, (0.2, 0.28), "token-mean", "grpo"),
+        ({"loss": "gspo"}, (3e-4, 4e-4), "seq-mean-token-mean", "grpo"),
+        ({"loss": "rloo"}, None, "seq-mean-token-sum", "rloo"),
+        ({"loss": "gspo", "clip_ratio_high": 1e-3, "loss_aggregation": "token-mean", "advantage": "raw"},
+         (3e-4, 1e-3), "token-mean", "raw"),
+    ],
+)
+def test_loss_when_named_then_brings_its_own_clip_aggregation_and_advantage(settings, clip, aggregation, advantage):
+    config = from_dict(settings)
+    assert clip is None or config.clip == clip
+    assert (config.aggregation, config.advantage_kind) == (aggregation, advantage)
 
 
 # The same from every source
@@ -165,8 +232,10 @@ EVERYTHING = RolloutCorrectionConfig(
     rollout_is="geometric", rollout_is_mode="clip", rollout_is_lower=0.25, rollout_is_upper=4.0,
     rollout_is_batch_normalize=True,
     rollout_rs=(RejectionRule("token", "ratio", 0.2, 2.0), RejectionRule("seq_max", "k3", upper=1.5)),
-    loss="ppo_clip", clip_ratio_low=0.1, clip_ratio_high=0.3, loss_denominator="kept",
-    advantage="group_mean",
+    rollout_m2_threshold=0.04, rollout_batch_filter_kl=0.01, diagnostics_only=True,
+    loss="dapo", clip_ratio_low=0.1, clip_ratio_high=0.3, clip_ratio_c=None,
+    loss_aggregation="seq-mean-token-sum-norm", loss_scale_length=512.0, loss_denominator="kept",
+    entropy_coef=1e-3, advantage="group_mean",
 )
 YAML_OURS = """
 rollout_is: geometric
@@ -177,10 +246,17 @@ rollout_is_batch_normalize: true
 rollout_rs:
   - {level: token, divergence: ratio, lower: 0.2, upper: 2.0}
   - {level: seq_max, divergence: k3, upper: 15e-1}
-loss: ppo_clip
+rollout_m2_threshold: 0.04
+rollout_batch_filter_kl: 1e-2
+diagnostics_only: true
+loss: dapo
 clip_ratio_low: 1e-1
 clip_ratio_high: 0.3
+clip_ratio_c: null
+loss_aggregation: seq-mean-token-sum-norm
+loss_scale_length: 512
 loss_denominator: kept
+entropy_coef: 1e-3
 advantage: group_mean
 """
 YAML_MIXED = """
@@ -191,19 +267,28 @@ rollout_correction:
   rollout_is_batch_normalize: true
   rollout_rs: [token_k1, seq_max_k3]
   rollout_rs_threshold: [0.5_5, 1.5]
-  loss_type: ppo_clip
+  rollout_m2_threshold: 0.04
+  rollout_batch_filter_kl: 0.01
+  diagnostics_only: true
+  loss_type: dapo
   bypass_mode: false
   clip_ratio_low: 0.1
   clip_ratio_high: 0.3
+  clip_ratio_c: none
+  loss_agg_mode: seq-mean-token-sum-norm
+  loss_scale_factor: 512
   loss_denominator: kept
+  entropy_coeff: 0.001
   advantage: group_mean
 """
 FLAGS = (
     "--rollout-is", "geometric", "--rollout-is-mode", "clip", "--rollout-is-threshold", "0.25_4",
     "--rollout-is-batch-normalize", "--rollout-rs", "token_k1,seq_max_k3",
-    "--rollout-rs-threshold", "0.5_5,1.5", "--rollout-loss", "ppo_clip", "--rollout-clip-ratio-low", "0.1",
-    "--rollout-clip-ratio-high", "0.3", "--rollout-loss-denominator", "kept",
-    "--rollout-advantage", "group_mean",
+    "--rollout-rs-threshold", "0.5_5,1.5", "--rollout-m2-threshold", "0.04", "--rollout-batch-filter-kl", "0.01",
+    "--rollout-diagnostics-only", "--rollout-loss", "dapo", "--rollout-clip-ratio-low", "0.1",
+    "--rollout-clip-ratio-high", "0.3", "--rollout-clip-ratio-c", "none",
+    "--rollout-loss-aggregation", "seq-mean-token-sum-norm", "--rollout-loss-scale-length", "512",
+    "--rollout-loss-denominator", "kept", "--rollout-entropy-coef", "0.001", "--rollout-advantage", "group_mean",
 )
 
 
@@ -211,7 +296,8 @@ def test_every_field_when_set_from_yaml_flags_or_python_then_one_configuration(t
     # No field may keep its default here, or the comparison would say nothing about it.
     default = dataclasses.asdict(RolloutCorrectionConfig())
     same = [name for name, value in dataclasses.asdict(EVERYTHING).items() if default[name] == value]
-    assert same == ["loss"]  # the only policy loss there is
+    # Two policies exclude what needs the whole batch; the launcher has no reference policy for a KL.
+    assert same == ["bypass_mode", "kl_loss_coef", "kl_loss_type"]
     assert from_yaml(tmp_path, YAML_OURS) == EVERYTHING
     assert from_yaml(tmp_path, YAML_MIXED) == EVERYTHING
     assert from_flags(*FLAGS) == EVERYTHING
@@ -328,7 +414,7 @@ def test_flags_when_they_name_the_level_that_yaml_left_out_then_the_files_thresh
         ),
         (
             {"rollout_is": "tokens"},
-            "--rollout-is must be one of token, sequence, geometric, none; got 'tokens'; "
+            "--rollout-is must be one of token, sequence, geometric, turn, none; got 'tokens'; "
             "did you mean 'token'?",
         ),
         (
@@ -360,7 +446,7 @@ def test_flags_when_they_name_the_level_that_yaml_left_out_then_the_files_thresh
         (
             {"rollout_rs": "token_k2", "rollout_rs_threshold": "0.1_0.5"},
             "--rollout-rs-threshold for token_k2 takes one upper bound, got a lower bound of 0.1: "
-            "k2 and k3 are 0 where the policies agree; leave the lower bound out",
+            "it is 0 where the policies agree; leave the lower bound out",
         ),
         (
             {"rollout_rs": "token_k1", "rollout_rs_threshold": 0.5},
@@ -383,10 +469,15 @@ def test_flags_when_they_name_the_level_that_yaml_left_out_then_the_files_thresh
             {"rollout_rs": [{"level": "token", "upper": 1.0}]},
             "--rollout-rs: the rule {'level': 'token', 'upper': 1.0} lacks 'divergence'",
         ),
-        ({"loss": "ppo"}, "--rollout-loss must be one of ppo_clip; got 'ppo'"),
         (
-            {"loss_type": "reinforce"},
-            "--rollout-loss must be one of ppo_clip; got 'reinforce'",
+            {"loss": "ppo"},
+            "--rollout-loss must be one of ppo_clip, grpo, dr_grpo, dapo, gspo, cispo, dppo_tv, reinforce, rloo; "
+            "got 'ppo'; did you mean 'dppo_tv'?",
+        ),
+        (
+            {"loss_type": "reinforced"},
+            "--rollout-loss must be one of ppo_clip, grpo, dr_grpo, dapo, gspo, cispo, dppo_tv, reinforce, rloo; "
+            "got 'reinforced'; did you mean 'reinforce'?",
         ),
         (
             {"loss_denominator": "keep"},
@@ -394,19 +485,62 @@ def test_flags_when_they_name_the_level_that_yaml_left_out_then_the_files_thresh
         ),
         (
             {"advantage": "gae"},
-            "--rollout-advantage must be one of grpo, group_mean; got 'gae'",
+            "--rollout-advantage must be one of grpo, group_mean, rloo, raw; got 'gae'",
         ),
-        ({"clip_ratio_low": 1.0}, "--rollout-clip-ratio-low must be in (0, 1), got 1; 0.2 is usual"),
-        ({"clip_ratio_high": 0}, "--rollout-clip-ratio-high must be positive, got 0; 0.2 is usual"),
-        ({"clip_ratio_high": "0.2"}, "--rollout-clip-ratio-high must be positive, got '0.2'; 0.2 is usual"),
+        ({"clip_ratio_low": 1.5}, "--rollout-clip-ratio-low must be in (0, 1], got 1.5; 0.2 is usual for ppo_clip"),
+        ({"clip_ratio_high": 0}, "--rollout-clip-ratio-high must be positive, got 0; 0.2 is usual for ppo_clip"),
+        (
+            {"clip_ratio_high": "0.2"},
+            "--rollout-clip-ratio-high must be positive, got '0.2'; 0.2 is usual for ppo_clip",
+        ),
         (
             {"clip_ratio_high": float("inf")},
-            "--rollout-clip-ratio-high must be positive, got inf; 0.2 is usual",
+            "--rollout-clip-ratio-high must be positive, got inf; 0.2 is usual for ppo_clip",
+        ),
+        ({"bypass_mode": "yes"}, "--rollout-bypass-mode must be true or false, got 'yes'"),
+        ({"clip_ratio_c": 1.0}, "--rollout-clip-ratio-c must be above 1, got 1; 3 is usual, none turns it off"),
+        (
+            {"rollout_m2_threshold": 0},
+            "--rollout-m2-threshold must be positive, got 0; 0.04 is usual",
         ),
         (
-            {"bypass_mode": True},
-            "bypass_mode: true (two policies, pi_rollout as pi_old) is not supported; "
-            "use bypass_mode: false, which recomputes pi_old in Megatron",
+            {"rollout_batch_filter_kl": float("inf")},
+            "--rollout-batch-filter-kl must be finite, got inf; use 1e-2, for example",
+        ),
+        (
+            {"entropy_coef": -0.1},
+            "--rollout-entropy-coef must be a finite number, not negative, got -0.1; 0 turns it off",
+        ),
+        (
+            {"rollout_rs": "seq_mean_exp_abs", "rollout_rs_threshold": 0.9},
+            "--rollout-rs-threshold for seq_mean_exp_abs must be at least 1, got 0.9: e^|D| is never below 1; "
+            "NeMo-RL uses 1.5",
+        ),
+        (
+            {"rollout_rs": "token_rollout_prob", "rollout_rs_threshold": "0.1_0.5"},
+            "--rollout-rs-threshold for token_rollout_prob takes one lower bound, got an upper bound of 0.5: it drops "
+            "the tokens that the server found improbable; leave the upper bound out",
+        ),
+        (
+            {"rollout_min_prob": 1},
+            "--rollout-rs-threshold for token_rollout_prob must be a probability below 1, got 1; 1e-4 is usual",
+        ),
+        (
+            {"rollout_rs": "token_abs_diff", "rollout_rs_threshold": 1},
+            "--rollout-rs-threshold for token_abs_diff must be below 1, got 1: a difference of probabilities is "
+            "never above it; use 0.2, for example",
+        ),
+        (
+            {"rollout_token_veto_threshold": 2},
+            "--rollout-token-veto-threshold 2 means rho in [2, 1 / 2], so it must be below 1; 1e-4 is usual",
+        ),
+        (
+            {"opsm_delta": "0.1_0.2"},
+            "--rollout-opsm-delta takes one number, got '0.1_0.2'; 1e-4 is usual",
+        ),
+        (
+            {"off_policy_sequence_mask_delta": -1},
+            "--rollout-opsm-delta must be positive, got -1; use none to turn it off",
         ),
         ({"rollout_iss": "token"}, "unknown key 'rollout_iss'; did you mean 'rollout_is'?"),
         ({"losstype": "ppo_clip"}, "unknown key 'losstype'; did you mean 'loss_type'?"),
@@ -454,6 +588,51 @@ def test_setting_when_wrong_then_flag_rule_value_and_remedy(settings, words):
             "--rollout-rs-threshold 2.0 has no effect without --rollout-rs; name the rules that it bounds",
         ),
         (
+            {"loss": "reinforce", "clip_ratio_low": 0.2},
+            "--rollout-clip-ratio-low has no effect with --rollout-loss reinforce, which does not clip; drop it, or "
+            "use --rollout-loss ppo_clip",
+        ),
+        (
+            {"loss": "gspo", "clip_ratio_c": 4},
+            "--rollout-clip-ratio-c has no effect with --rollout-loss gspo; drop it",
+        ),
+        (
+            {"loss_scale_length": 512},
+            "--rollout-loss-scale-length has no effect with --rollout-loss-aggregation token-mean; use "
+            "seq-mean-token-sum-norm, or drop it",
+        ),
+        (
+            {"loss": "dr_grpo"},
+            "--rollout-loss-aggregation seq-mean-token-sum-norm needs --rollout-loss-scale-length; use the longest "
+            "response, the value of --rollout-max-new-tokens",
+        ),
+        (
+            {"kl_loss_type": "k1"},
+            "--rollout-kl-loss-type has no effect without --rollout-kl-loss-coef; give it, or drop both",
+        ),
+        (
+            {"bypass_mode": True, "rollout_is": "token"},
+            "--rollout-is token in bypass mode would weigh twice: the ratio of --rollout-loss ppo_clip is pi_theta / "
+            "pi_rollout already; use --rollout-is none, or --rollout-loss reinforce",
+        ),
+        (
+            {"bypass_mode": True, "loss": "reinforce", "rollout_is": "token", "rollout_is_batch_normalize": True},
+            "--rollout-is-batch-normalize needs the whole batch, but bypass mode corrects one microbatch at a time, in "
+            "the loss; drop it, or --rollout-bypass-mode",
+        ),
+        *[
+            (
+                {"bypass_mode": True, **setting},
+                f"{flag} needs the whole batch, but bypass mode corrects one microbatch at a time, in the loss; drop "
+                "it, or --rollout-bypass-mode",
+            )
+            for flag, setting in [
+                ("--rollout-loss-denominator kept", {"loss_denominator": "kept"}),
+                ("--rollout-m2-threshold", {"rollout_m2_threshold": 0.04}),
+                ("--rollout-batch-filter-kl", {"rollout_batch_filter_kl": 0.01}),
+            ]
+        ],
+        (
             {"loss": "ppo_clip", "loss_type": "ppo_clip"},
             "loss and loss_type (verl's name) are the same setting; give one of them",
         ),
@@ -482,15 +661,13 @@ def test_flags_when_a_preset_and_a_file_both_start_then_refused(tmp_path):
 @pytest.mark.parametrize(
     "level, divergence, lower, upper, words",
     [
-        ("seq_max", "ratio", 0.5, 2.0,
-         "--rollout-rs seq_max_ratio does not exist: a largest ratio sees one direction only; "
-         "use seq_max_k2 or seq_max_k3, which see both"),
+        ("token", "opsm", None, 2.0, "--rollout-rs token_opsm does not exist; use seq_mean_opsm"),
         ("token", "k2", None, None, "--rollout-rs token_k2 needs a bound; give --rollout-rs-threshold"),
         ("tokn", "k2", None, 1.0,
-         "--rollout-rs level must be one of token, seq_sum, seq_mean, seq_max; got 'tokn'; "
+         "--rollout-rs level must be one of token, seq_sum, seq_mean, seq_max, turn_mean; got 'tokn'; "
          "did you mean 'token'?"),
         ("token", "k1", None, 1.0,
-         "--rollout-rs divergence must be one of ratio, k2, k3; got 'k1'"),
+         "--rollout-rs divergence must be one of ratio, k2, k3, abs_diff, exp_abs, rollout_prob, opsm; got 'k1'"),
     ],
 )
 def test_rule_when_made_in_python_and_wrong_then_the_same_words(level, divergence, lower, upper, words):

@@ -27,7 +27,7 @@ def make_targets(
         num_sequences=rows, config=config, groups=groups,
     )
     advantages = group_advantages(
-        batch.rewards, batch.group_ids, num_groups=rows // group_size, kind=config.advantage,
+        batch.rewards, batch.group_ids, num_groups=rows // group_size, kind=config.advantage_kind,
         in_baseline=correction.kept_sequences,
     )
     return TrainingTargets(old_logprobs, advantages.repeat_interleave(length), correction)

@@ -47,7 +47,7 @@ def step(config: RolloutCorrectionConfig, device: str) -> torch.Tensor:
     correction = compute_correction(old, rollout, flat_mask, seq_ids, num_sequences=count, config=config)
     advantages = group_advantages(
         torch.rand(rows, device=device), torch.zeros(rows, dtype=torch.int64, device=device), num_groups=2,
-        kind=config.advantage, in_baseline=correction.kept_sequences,
+        kind=config.advantage_kind, in_baseline=correction.kept_sequences,
     ).repeat_interleave(length)
     now, entropy = vocab_parallel_logprobs(logits, labels, vocab_size=10, with_entropy=True, chunk_tokens=5)
     losses = policy_loss(config.loss, now, old, advantages, correction, config, metrics={})

@@ -178,7 +178,7 @@ def naive_loss(now, old, advantages, weights, kept, denominator, config):
     for t in range(len(old)):
         if kept[t]:
             ratio = (now[t] - old[t]).exp()
-            clipped = ratio.clamp(1 - config.clip_ratio_low, 1 + config.clip_ratio_high)
+            clipped = ratio.clamp(1 - config.clip[0], 1 + config.clip[1])
             total = total - weights[t] * torch.minimum(ratio * advantages[t], clipped * advantages[t])
     return total / denominator
 

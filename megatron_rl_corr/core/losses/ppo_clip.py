@@ -27,8 +27,9 @@ def ppo_clip(
     log_ratio = log_ratio.clamp(-LOG_CLAMP, LOG_CLAMP)
     ratio = log_ratio.exp()
     advantages = torch.where(mask, advantages.float(), 0.0)
+    low, high = config.clip
     free = ratio * advantages
-    clipped = ratio.clamp(1.0 - config.clip_ratio_low, 1.0 + config.clip_ratio_high) * advantages
+    clipped = ratio.clamp(1.0 - low, 1.0 + high) * advantages
     loss = -torch.where(mask, correction.weights, 0.0) * torch.minimum(free, clipped)
     if metrics is not None:
         moved = log_ratio.detach()
