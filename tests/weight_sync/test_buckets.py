@@ -25,6 +25,8 @@ TENSORS = [
         # 8 + 16 fill 24 exactly; 4 cannot take 40; 40 passes the limit alone; 4 + 12.
         (24, [["a", "b"], ["c"], ["d"], ["e", "f"]]),
         (23, [["a"], ["b", "c"], ["d"], ["e", "f"]]),
+        # 16 is full alone, and 4 + 12 fill a later bucket exactly.
+        (16, [["a"], ["b"], ["c"], ["d"], ["e", "f"]]),
         (1, [["a"], ["b"], ["c"], ["d"], ["e"], ["f"]]),
         (84, [["a", "b", "c", "d", "e", "f"]]),
     ],
