@@ -33,8 +33,10 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     try:
         config, options = parse(arguments)
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         return _refuse(str(error))
+    except OSError as error:
+        return _refuse(f"--rollout-correction-config {error.filename} cannot be read: {error.strerror}")
     return _run(script, arguments, config, options)
 
 

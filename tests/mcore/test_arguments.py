@@ -1,0 +1,112 @@
+"""Our flags out of a Megatron command line: what they mean, what is missing, what is wrong."""
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_rl_corr.config import PRESETS, RolloutCorrectionConfig
+from megatron_rl_corr.mcore.arguments import RolloutOptions, add_rollout_arguments, parse
+
+ROOT = Path(__file__).resolve().parents[2]
+REQUIRED = [
+    "--rollout-url", "http://a:30000", "http://b:30000", "--rollout-hf-checkpoint", "model",
+    "--rollout-prompts", "prompts.jsonl", "--rollout-reward-function", "reward.py:reward",
+]
+DEFAULTS = {
+    "urls": ("http://a:30000", "http://b:30000"), "hf_checkpoint": "model", "prompts": "prompts.jsonl",
+    "reward_function": "reward.py:reward", "group_size": 8, "max_new_tokens": 1024, "temperature": 1.0,
+    "max_concurrency": 64, "timeout_s": 600.0, "bucket_mib": 256.0, "log_dir": None,
+}
+
+
+def refusal(*arguments: str) -> str:
+    with pytest.raises(ValueError) as raised:
+        parse(arguments)
+    return str(raised.value)
+
+
+def test_parse_when_only_what_is_required_is_given_then_the_defaults():
+    config, options = parse(REQUIRED)
+    assert config == RolloutCorrectionConfig()
+    assert {name: getattr(options, name) for name in DEFAULTS} == DEFAULTS
+
+
+def test_parse_when_mixed_with_megatrons_flags_then_only_ours_are_taken():
+    config, options = parse([
+        "--num-layers", "2", *REQUIRED, "--lr", "1e-6", "--rollout-correction-preset=decoupled_geo_rs_token_tis",
+        "--bf16", "--rollout-is-threshold", "3", "--rollout-group-size", "4", "--use-mcore-models",
+        "--rollout-max-new-tokens=32", "--rollout-temperature", "0.8", "--tensor-model-parallel-size", "2",
+        "--rollout-max-concurrency", "7", "--rollout-timeout-s", "1.5", "--rollout-bucket-mib", "0.25",
+        "--rollout-log-dir", "logs", "positional",
+    ])
+    expected = PRESETS["decoupled_geo_rs_token_tis"]
+    assert config.rollout_rs == expected.rollout_rs
+    assert (config.rollout_is, config.rollout_is_upper) == ("token", 3.0)
+    given = {
+        "group_size": 4, "max_new_tokens": 32, "temperature": 0.8, "max_concurrency": 7, "timeout_s": 1.5,
+        "bucket_mib": 0.25, "log_dir": "logs",
+    }
+    assert {name: getattr(options, name) for name in DEFAULTS} == DEFAULTS | given
+
+
+@pytest.mark.parametrize("missing", ["url", "hf-checkpoint", "prompts", "reward-function"])
+def test_parse_when_a_required_flag_is_missing_then_named(missing):
+    start = REQUIRED.index(f"--rollout-{missing}")
+    values = 3 if missing == "url" else 2
+    assert refusal(*REQUIRED[:start], *REQUIRED[start + values :]) == (
+        f"--rollout-{missing} is required; see --help"
+    )
+
+
+@pytest.mark.parametrize(
+    "flag, value, words",
+    [
+        ("--rollout-group-size", "0", "--rollout-group-size must be positive, got 0"),
+        ("--rollout-group-size", "1",
+         "--rollout-group-size 1 leaves a group-relative advantage of 0 everywhere; use 2 or more"),
+        ("--rollout-group-size", "four", "--rollout-group-size: invalid int value: 'four'"),
+        ("--rollout-max-new-tokens", "-3", "--rollout-max-new-tokens must be positive, got -3"),
+        ("--rollout-max-concurrency", "0", "--rollout-max-concurrency must be positive, got 0"),
+        ("--rollout-temperature", "0", "--rollout-temperature must be positive, got 0.0"),
+        ("--rollout-temperature", "nan", "--rollout-temperature must be positive, got nan"),
+        ("--rollout-timeout-s", "-1", "--rollout-timeout-s must be positive, got -1.0"),
+        ("--rollout-bucket-mib", "0", "--rollout-bucket-mib must be positive, got 0.0"),
+        ("--rollout-grup-size", "4", "unknown flag --rollout-grup-size; did you mean --rollout-group-size?"),
+        ("--rollout-grup-size=4", None, "unknown flag --rollout-grup-size; did you mean --rollout-group-size?"),
+        # No abbreviations: Megatron allows none either, and a later flag would change their meaning.
+        ("--rollout-temp", "1", "unknown flag --rollout-temp; did you mean --rollout-temperature?"),
+        ("--rollout-log-dir", None, "--rollout-log-dir: expected one argument"),
+    ],
+)
+def test_parse_when_a_value_is_wrong_then_flag_rule_and_value(flag, value, words):
+    assert refusal(*REQUIRED, flag, *([] if value is None else [value])) == words
+
+
+def test_parser_when_it_is_megatrons_then_ours_join_it_and_nothing_is_required():
+    # Megatron may parse a second time, with another command line; what is required is checked in parse.
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--num-layers", type=int)
+    assert add_rollout_arguments(parser) is parser
+    values = vars(parser.parse_args(["--num-layers", "2"]))
+    ours = {name for name in values if name.startswith("rollout_")}
+    assert set(values) == ours | {"num_layers"}
+    assert {f"rollout_{name}" for name in DEFAULTS} - ours == {"rollout_urls"}  # the flag is --rollout-url
+
+
+def test_arguments_when_imported_and_parsed_then_without_torch():
+    code = (
+        "import sys\n"
+        "from megatron_rl_corr.mcore.arguments import parse\n"
+        f"parse({REQUIRED!r} + ['--rollout-correction-preset', 'decoupled_token_is'])\n"
+        "print([name for name in ('torch', 'numpy', 'megatron') if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert result.stdout == "[]\n", result.stderr
+
+
+def test_options_when_built_then_frozen():
+    with pytest.raises(AttributeError):
+        RolloutOptions(**DEFAULTS).group_size = 2

@@ -1,0 +1,105 @@
+"""The launcher's command line as a user meets it: help at once, a wrong flag in one line, on one rank."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+REQUIRED = {
+    "--rollout-url": "http://127.0.0.1:30000", "--rollout-hf-checkpoint": "model",
+    "--rollout-prompts": "prompts.jsonl", "--rollout-reward-function": "reward.py:reward",
+}
+
+
+def run(*arguments: str, rank: str | None = None, code: str | None = None) -> subprocess.CompletedProcess:
+    command = ["-c", code] if code else ["-m", "megatron_rl_corr.launch", *arguments]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment.pop("RANK", None)
+    if rank is not None:
+        environment["RANK"] = rank
+    return subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, env=environment, timeout=60
+    )
+
+
+def flags(without: str = "", **more: str) -> list[str]:
+    given = {name: value for name, value in REQUIRED.items() if name != without}
+    given |= {"--" + name.replace("_", "-"): value for name, value in more.items()}
+    return [part for pair in given.items() for part in pair]
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory) -> str:
+    """A script that must never be reached."""
+    path = tmp_path_factory.mktemp("script") / "pretrain_gpt.py"
+    path.write_text("raise SystemExit('the script ran')\n")
+    return str(path)
+
+
+def test_help_when_asked_then_under_a_second_of_work_and_nothing_heavy_imported():
+    # The heavy names are gone from sys.modules only if the help never imported them; the clock is this process's.
+    code = """
+import resource, sys
+from megatron_rl_corr import launch
+status = launch.main(["--help"])
+used = resource.getrusage(resource.RUSAGE_SELF)
+print("status", status, "heavy", [n for n in ("torch", "numpy", "megatron", "transformers") if n in sys.modules])
+print("seconds", used.ru_utime + used.ru_stime, file=sys.stderr)
+"""
+    result = run(code=code)
+    assert result.returncode == 0, result.stderr
+    assert "status 0 heavy []" in result.stdout
+    assert "torchrun [...] -m megatron_rl_corr.launch SCRIPT.py" in result.stdout
+    for flag in (*REQUIRED, "--rollout-is-threshold", "--rollout-rs", "--rollout-log-dir"):
+        assert flag in result.stdout
+    assert float(result.stderr.split()[1]) < 1.0
+
+
+def test_help_when_asked_after_the_script_then_ours_and_where_the_rest_is(script):
+    result = run(script, "--num-layers", "2", "--help")
+    assert result.returncode == 0
+    assert "--rollout-url" in result.stdout and "Megatron's: run it without the launcher" in result.stdout
+    assert "the script ran" not in result.stdout + result.stderr
+
+
+def test_command_when_empty_then_usage_and_status_2():
+    result = run()
+    assert result.returncode == 2 and result.stdout.startswith("usage: torchrun")
+
+
+def test_script_when_it_is_not_there_then_its_name_and_status_2():
+    result = run("pretrain_gtp.py", *flags())
+    assert result.returncode == 2 and result.stdout == ""
+    assert result.stderr == (
+        "megatron_rl_corr.launch: there is no script pretrain_gtp.py; "
+        "the first argument names a Megatron pretrain script\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (flags(rollout_is="token", rollout_is_threshold="-1"),
+         "--rollout-is-threshold upper bound must be positive, got -1; "
+         "use --rollout-is none to disable the weights"),
+        (flags(without="--rollout-prompts"), "--rollout-prompts is required; see --help"),
+        (flags(rollout_max_new_token="3"),
+         "unknown flag --rollout-max-new-token; did you mean --rollout-max-new-tokens?"),
+        (flags(rollout_correction_config="nowhere.yaml"),
+         "--rollout-correction-config nowhere.yaml cannot be read: No such file or directory"),
+    ],
+)
+def test_flags_when_wrong_then_one_line_on_rank_0_and_status_2(script, arguments, words):
+    result = run(script, "--num-layers", "2", *arguments)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == f"megatron_rl_corr.launch: {words}\n"
+
+
+def test_flags_when_wrong_on_another_rank_then_it_leaves_the_telling_to_rank_0(script):
+    told = run(script, *flags(rollout_is="tokens"), rank="0")
+    assert told.returncode == 2 and told.stderr.count("\n") == 1
+    silent = run(script, *flags(rollout_is="tokens"), rank="3")
+    assert (silent.returncode, silent.stdout, silent.stderr) == (2, "", "")
