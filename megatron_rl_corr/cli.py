@@ -1,9 +1,7 @@
 """The command line `megatron-rl-corr`: writes a run's report, lists the presets."""
 
 import argparse
-import dataclasses
 import sys
-import textwrap
 from collections.abc import Sequence
 
 from megatron_rl_corr import __version__
@@ -11,7 +9,6 @@ from megatron_rl_corr import __version__
 # Packages are imported by the subcommand that needs them, so that --help answers at once.
 
 PROGRAM = "megatron-rl-corr"
-TABLE_WIDTH = 110
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,7 +31,7 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("run_dir", metavar="RUN_DIR", help="folder that holds the run's metrics.jsonl")
     report.set_defaults(run=_report)
 
-    presets = commands.add_parser("presets", help="list the correction presets and what each one sets")
+    presets = commands.add_parser("presets", help="list the correction presets: weights, what the rules keep, loss")
     presets.set_defaults(run=_presets)
     return parser
 
@@ -48,42 +45,50 @@ def _report(arguments: argparse.Namespace) -> None:
 def _presets(arguments: argparse.Namespace) -> None:
     from megatron_rl_corr.config import PRESETS
 
-    width = max(map(len, PRESETS))
-    print(f"{'preset':<{width}}  sets (everything else is at its default)")
-    for name, config in PRESETS.items():
-        settings = ", ".join(f"{field}={text}" for field, text in differences(config).items()) or "nothing"
-        first, further = f"{name:<{width}}  ", " " * (width + 2)
-        print(textwrap.fill(settings, TABLE_WIDTH, initial_indent=first, subsequent_indent=further,
-                            break_long_words=False, break_on_hyphens=False))
+    rows = [("preset", "weights", ["keeps"], "loss")]
+    rows += [(name, weights_as_text(config), rules_as_text(config), loss_as_text(config))
+             for name, config in PRESETS.items()]
+    widths = [max(len(row[0]) for row in rows), max(len(row[1]) for row in rows),
+              max(len(rule) for row in rows for rule in row[2])]
+    for name, weights, rules, loss in rows:
+        for line, rule in enumerate(rules):
+            cells = (name, weights, rule, loss) if line == 0 else ("", "", rule, "")
+            print("  ".join([*map(str.ljust, cells[:3], widths), cells[3]]).rstrip())
 
 
-def differences(config) -> dict[str, str]:
-    """The fields of a configuration that differ from its class's defaults, with their values as text."""
-    default = type(config)()
-    return {
-        field.name: _as_text(getattr(config, field.name))
-        for field in dataclasses.fields(config)
-        if getattr(config, field.name) != getattr(default, field.name)
-    }
+def weights_as_text(config) -> str:
+    """The importance weight and its bounds, in a few words."""
+    from megatron_rl_corr.config_presets import NO_BOUND
+
+    if config.rollout_is is None:
+        return "1"
+    low, high = config.rollout_is_lower, config.rollout_is_upper
+    interval = f"above {high:g}" if low is None else f"outside [{low:g}, {high:g}]"
+    bounded = {"truncate": f"at most {high:g}", "clip": f"into [{low}, {high:g}]", "mask": f"0 {interval}"}
+    text = "no bound" if high == NO_BOUND else bounded[config.rollout_is_mode]
+    return f"{config.rollout_is}, {text}" + (", mean 1" if config.rollout_is_batch_normalize else "")
 
 
-def _as_text(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    if isinstance(value, tuple):
-        return " and ".join(map(_as_text, value))
-    if dataclasses.is_dataclass(value):
-        return _rule_as_text(value)
-    return str(value)
+def rules_as_text(config) -> list[str]:
+    """What the rejection rules keep, one a line."""
+    rules = [rule_as_text(rule) for rule in config.rollout_rs]
+    if config.rollout_m2_threshold is not None:
+        rules.append(f"m2 <= {config.rollout_m2_threshold:g}")
+    return rules or ["all"]
 
 
-def _rule_as_text(rule) -> str:
+def rule_as_text(rule) -> str:
     """A rejection rule as the interval it keeps."""
     if rule.lower is None:
-        return f"{rule.name}<={_as_text(rule.upper)}"
+        return f"{rule.name} <= {rule.upper:.5g}"
     if rule.upper is None:
-        return f"{rule.name}>={_as_text(rule.lower)}"
-    return f"{rule.name}[{_as_text(rule.lower)},{_as_text(rule.upper)}]"
+        return f"{rule.name} >= {rule.lower:.5g}"
+    return f"{rule.name} in [{rule.lower:.5g}, {rule.upper:.5g}]"
+
+
+def loss_as_text(config) -> str:
+    """The loss, and whether pi_rollout is its pi_old."""
+    return f"{config.loss}, bypass" if config.bypass_mode else config.loss
 
 
 if __name__ == "__main__":

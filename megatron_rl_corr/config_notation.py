@@ -89,6 +89,9 @@ SHORTHANDS = {
     "rollout_token_veto_threshold": ("seq_max_ratio", _veto),
     "rollout_opsm_delta": ("seq_mean_opsm", lambda value: RejectionRule("seq_mean", "opsm", upper=value)),
     "rollout_min_prob": ("token_rollout_prob", lambda value: RejectionRule("token", "rollout_prob", lower=value)),
+    "rollout_seq_logprob_error_threshold": (
+        "seq_mean_exp_abs", lambda value: RejectionRule("seq_mean", "exp_abs", upper=value)
+    ),
 }
 
 

@@ -11,19 +11,11 @@ import yaml
 
 from megatron_rl_corr.config import RolloutCorrectionConfig
 from megatron_rl_corr.config_notation import SHORTHANDS, parse_bounds, parse_rules, with_shorthand
+from megatron_rl_corr.config_peers import PEER_KEYS, in_our_names
 from megatron_rl_corr.config_rules import RejectionRule
 from megatron_rl_corr.config_words import nearest
 
 _THRESHOLDS = ("rollout_is_threshold", "rollout_rs_threshold")
-# The same setting under a peer's name.
-_RENAMED = {
-    "loss_type": ("loss", "verl"),
-    "loss_agg_mode": ("loss_aggregation", "verl"),
-    "loss_scale_factor": ("loss_scale_length", "verl"),
-    "entropy_coeff": ("entropy_coef", "verl"),
-    "off_policy_sequence_mask_delta": ("rollout_opsm_delta", "ms-swift"),
-    "opsm_delta": ("rollout_opsm_delta", "slime"),
-}
 # Settings that the word none turns off.
 _OPTIONAL = ("clip_ratio_c", "rollout_m2_threshold", "rollout_batch_filter_kl", "loss_scale_length")
 
@@ -31,7 +23,7 @@ _OPTIONAL = ("clip_ratio_c", "rollout_m2_threshold", "rollout_batch_filter_kl", 
 def from_mapping(mapping: Mapping[str, Any]) -> RolloutCorrectionConfig:
     """Defaults, or the preset named under `preset`, with these settings; ValueError for an unknown key."""
     fields = [field.name for field in dataclasses.fields(RolloutCorrectionConfig)]
-    known = [*fields, *_THRESHOLDS, *_RENAMED, *SHORTHANDS, "preset"]
+    known = [*fields, *_THRESHOLDS, *PEER_KEYS, *SHORTHANDS, "preset"]
     for key in mapping:
         if key not in known:
             raise ValueError(f"unknown key {key!r}{nearest(key, known)}")
@@ -74,7 +66,7 @@ _SettingsLoader.add_implicit_resolver(
 
 def with_overrides(base: RolloutCorrectionConfig, mapping: Mapping[str, Any]) -> RolloutCorrectionConfig:
     """`base` with these settings (ours or a peer's) replaced; turning a part off also clears its bounds."""
-    mapping = _in_our_names(mapping)
+    mapping = in_our_names(dict(mapping))
     if "preset" in mapping:
         base = RolloutCorrectionConfig.from_preset(mapping.pop("preset"))
     changes: dict[str, Any] = {}
@@ -89,16 +81,6 @@ def with_overrides(base: RolloutCorrectionConfig, mapping: Mapping[str, Any]) ->
             mapping[key] = None
     changes.update(mapping)
     return dataclasses.replace(base, **changes)
-
-
-def _in_our_names(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    ours = dict(mapping)
-    for theirs, (name, peer) in _RENAMED.items():
-        if theirs in ours:
-            if name in ours:
-                raise ValueError(f"{name} and {theirs} ({peer}'s name) are the same setting; give one of them")
-            ours[name] = ours.pop(theirs)
-    return ours
 
 
 def _override_weights(base: RolloutCorrectionConfig, mapping: dict, changes: dict) -> None:

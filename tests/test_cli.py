@@ -76,16 +76,23 @@ def test_report_when_the_folder_is_missing_then_status_2_and_its_name(tmp_path):
     )
 
 
-def test_presets_when_listed_then_each_name_with_what_it_sets_and_no_line_too_long():
-    lines = run("presets").stdout.splitlines()
-    assert [line.split()[0] for line in lines[1:] if not line.startswith(" ")] == list(PRESETS)
+def test_presets_when_listed_then_a_table_of_all_within_110_columns():
+    header, *lines = run("presets").stdout.splitlines()
+    assert header.split() == ["preset", "weights", "keeps", "loss"]
     assert max(map(len, lines)) <= 110
-    text = {line.split()[0]: line.split(maxsplit=1)[1] for line in lines[1:] if not line.startswith(" ")}
-    assert text["disabled"] == "nothing"
-    assert text["decoupled_token_icepop"] == (
-        "rollout_is=token, rollout_is_mode=mask, rollout_is_lower=0.5, rollout_is_upper=5"
-    )
-    assert text["decoupled_k3_rs"] == "rollout_rs=seq_mean_k3<=0.01"
+    starts = [header.index(word) for word in ("preset", "weights", "keeps", "loss")]
+    cells = [[line[a:b].strip() for a, b in zip(starts, [*starts[1:], None], strict=True)] for line in lines]
+    table = {row[0]: row[1:] for row in cells if row[0]}
+    assert list(table) == list(PRESETS)
+    assert table["disabled"] == ["1", "all", "ppo_clip"]
+    assert table["decoupled_token_icepop"] == ["token, 0 outside [0.5, 5]", "all", "ppo_clip"]
+    assert table["decoupled_k3_rs"] == ["1", "seq_mean_k3 <= 0.01", "ppo_clip"]
+    assert table["bypass_pg_is"] == ["sequence, at most 2", "all", "reinforce, bypass"]
+    assert table["ms_swift_sequence_mask"] == ["geometric, 0 above 2", "all", "ppo_clip"]
+    assert table["slime_mis"] == ["token, at most 2, mean 1", "token_ratio in [0.5, 2]", "ppo_clip"]
+    assert ["", "", "seq_max_ratio >= 0.0001", ""] in cells
+    assert table["nemo_rl_seq_mask_tis"] == ["token, no bound", "seq_mean_ratio in [0.999, 1.002]", "ppo_clip"]
+    assert table["m2po"] == ["1", "m2 <= 0.04", "ppo_clip"]
 
 
 @pytest.mark.parametrize("arguments", [(), ("reprot",)])

@@ -157,9 +157,9 @@ def test_preset_when_taken_then_what_verls_values_of_it_mean(preset, verl):
     assert RolloutCorrectionConfig.from_preset(preset) == from_dict(verl) == from_dict({"preset": preset})
 
 
-def test_presets_when_listed_then_all_are_frozen_and_two_have_neither_weights_nor_rules():
+def test_presets_when_listed_then_all_are_frozen_and_three_have_neither_weights_nor_rules():
     without = [name for name, config in PRESETS.items() if not config.changes_gradient]
-    assert without == ["disabled", "bypass_ppo_clip"]
+    assert without == ["disabled", "bypass_ppo_clip", "slime_rollout_logprobs"]
     for config in PRESETS.values():
         with pytest.raises(dataclasses.FrozenInstanceError):
             config.rollout_is = "token"

@@ -74,6 +74,8 @@ def _add_correction(group: Any) -> None:
         "(off-policy sequence mask)")
     add("--rollout-min-prob", metavar="P", default=None,
         help="drop the tokens that the server sampled with a probability below P")
+    add("--rollout-seq-logprob-error-threshold", metavar="X", default=None,
+        help="drop a sequence whose mean of e^|log-ratio| is above X: seq_mean_exp_abs by another name")
     add("--rollout-m2-threshold", metavar="X", type=_number_or_none, default=None,
         help="M2PO: drop the tokens of largest log-ratio until their mean square is at most X; 0.04 is usual, "
         "or none")
@@ -197,6 +199,7 @@ _STRIPPED = tuple(
 _CORRECTION_FLAGS = (
     "rollout_is", "rollout_is_mode", "rollout_is_threshold", "rollout_is_batch_normalize", "rollout_rs",
     "rollout_rs_threshold", "rollout_token_veto_threshold", "rollout_opsm_delta", "rollout_min_prob",
+    "rollout_seq_logprob_error_threshold",
     "rollout_m2_threshold", "rollout_batch_filter_kl", *_STRIPPED,
 )
 
