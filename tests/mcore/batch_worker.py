@@ -1,0 +1,99 @@
+"""Makes the batches of test_batch.py in a process that can import Megatron, and saves them: batch_worker.py FILE."""
+
+import sys
+from types import SimpleNamespace
+
+import torch
+
+from megatron_rl_corr.config import RejectionRule, RolloutCorrectionConfig
+from megatron_rl_corr.core.correction import compute_correction
+from megatron_rl_corr.mcore.batch import RolloutBatch, TrainingTargets, microbatches
+from megatron_rl_corr.mcore.targets import batch_metrics, make_targets
+from megatron_rl_corr.parallel.groups import ParallelGroups
+from megatron_rl_corr.rollout.trajectory import Trajectory, VersionSpan
+
+NAN = float("nan")
+LENGTH = 5
+
+
+def sample(
+    prompt_index: int, prompt: list[int], output: list[int], logprobs: list[float], *versions: str
+) -> Trajectory:
+    spans = tuple(VersionSpan(version, i, i + 1) for i, version in enumerate(versions))
+    return Trajectory(
+        prompt_index=prompt_index, sample_index=0, prompt_ids=torch.tensor(prompt),
+        output_ids=torch.tensor(output, dtype=torch.int64), rollout_logprobs=torch.tensor(logprobs),
+        finish_reason="stop", weight_versions=spans, cached_tokens=0, server="http://127.0.0.1:1",
+    )
+
+
+SAMPLES = [
+    sample(0, [11, 12, 13], [21, 22], [-0.1, NAN], "7"),
+    sample(0, [14], [], [], "7"),  # aborted before its first token
+    sample(1, [15, 16], [31, 32, 33, 34], [-0.3, -0.4, -0.5, -0.6], "5", "6"),  # fills the row
+    sample(1, [17, 18], [41], [-0.7], "4"),
+]
+
+
+def fields(batch: RolloutBatch) -> dict[str, torch.Tensor]:
+    return dict(vars(batch))
+
+
+def error_of(output_tokens: int) -> str:
+    long = sample(0, [1, 2, 3], list(range(output_tokens)), [-1.0] * output_tokens, "1")
+    try:
+        RolloutBatch.from_trajectories([long], torch.ones(1), length=LENGTH, version=1)
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+def cut(batch: RolloutBatch) -> list[dict]:
+    """Microbatches of two rows with targets that are numbered through."""
+    tokens = batch.tokens.numel()
+    numbers = torch.arange(tokens, dtype=torch.float32)
+    correction = compute_correction(
+        -numbers, -numbers - 0.25, batch.loss_mask.reshape(-1), batch.seq_ids, num_sequences=4,
+        config=RolloutCorrectionConfig(rollout_is="token", rollout_is_upper=2.0),
+    )
+    micros = microbatches(batch, 2, TrainingTargets(numbers, numbers + 100, correction))
+    return [
+        {
+            "tokens": micro.tokens, "labels": micro.labels, "position_ids": micro.position_ids,
+            "old_logprobs": micro.targets.old_logprobs, "advantages": micro.targets.advantages,
+            "mask": micro.targets.correction.mask, "valid_tokens": micro.targets.correction.valid_tokens,
+        }
+        for micro in micros
+    ]
+
+
+def targets(batch: RolloutBatch) -> dict:
+    """Two groups of two; the rule rejects row 0 (D = 3), row 1 has no tokens, rows 2 and 3 agree (D = 0)."""
+    old = batch.rollout_logprobs.reshape(-1).nan_to_num(0.0)
+    old[2] += 3
+    config = RolloutCorrectionConfig(
+        rollout_rs=(RejectionRule("seq_mean", "ratio", 0.5, 2.0),), advantage="group_mean"
+    )
+    made = make_targets(batch, old, config, ParallelGroups(), group_size=2)
+    entropy = torch.arange(20, dtype=torch.float32)
+    metrics = batch_metrics(batch, made, entropy)
+    return {
+        "advantages": made.advantages, "mask": made.correction.mask,
+        "metrics": {name: metric.value() for name, metric in metrics.items()},
+    }
+
+
+def main(path: str) -> None:
+    rewards = torch.tensor([1.0, 5.0, 2.0, 4.0])
+    batch = RolloutBatch.from_trajectories(SAMPLES, rewards, length=LENGTH, version=7)
+    alone = SimpleNamespace(size=lambda: 1)
+    layout = SimpleNamespace(pp_rank=0, tp_cp_group=alone, pp_group=alone)
+    torch.save({
+        "batch": fields(batch), "seq_ids": batch.seq_ids, "broadcast": fields(batch.broadcast(layout)),
+        "fits": error_of(3), "too long": error_of(4), "microbatches": cut(batch),
+        "without targets": [micro.targets for micro in microbatches(batch, 1)], "targets": targets(batch),
+    }, path)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

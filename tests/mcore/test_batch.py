@@ -1,0 +1,93 @@
+"""Samples as rows of tensors, by hand: position t predicts token t + 1."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_rl_corr.cpu import environment
+
+HERE = Path(__file__).resolve().parent
+NAN = float("nan")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> dict:
+    """What batch_worker.py saved: it imports Megatron, which this process must not."""
+    path = tmp_path_factory.mktemp("batch") / "batch.pt"
+    done = subprocess.run(
+        [sys.executable, HERE / "batch_worker.py", path], env=environment("megatron"), capture_output=True,
+        text=True, timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return torch.load(path)
+
+
+# Rows of 5: a prompt of 3 and 2 sampled tokens; one aborted at once; one that fills the row; a short one.
+TOKENS = [[11, 12, 13, 21, 0], [0, 0, 0, 0, 0], [15, 16, 31, 32, 33], [17, 18, 0, 0, 0]]
+LABELS = [[12, 13, 21, 22, 0], [0, 0, 0, 0, 0], [16, 31, 32, 33, 34], [18, 41, 0, 0, 0]]
+MASK = [[0, 0, 1, 1, 0], [0, 0, 0, 0, 0], [0, 1, 1, 1, 1], [0, 1, 0, 0, 0]]
+LOGPROBS = [[0, 0, -0.1, NAN, 0], [0, 0, 0, 0, 0], [0, -0.3, -0.4, -0.5, -0.6], [0, -0.7, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("which", ["batch", "broadcast"])
+def test_rows_when_made_and_when_broadcast_then_each_label_is_the_next_token(made, which):
+    batch = made[which]
+    assert batch["tokens"].tolist() == TOKENS and batch["labels"].tolist() == LABELS
+    assert batch["loss_mask"].int().tolist() == MASK and batch["loss_mask"].dtype == torch.bool
+    for row, expected in zip(batch["rollout_logprobs"].tolist(), LOGPROBS, strict=True):
+        assert row == pytest.approx(expected, nan_ok=True)
+    assert batch["rewards"].tolist() == [1.0, 5.0, 2.0, 4.0]
+    assert batch["group_ids"].tolist() == [0, 0, 1, 1]
+    # Version 7 trains; the third row's first token is of version 5, although its later ones are of 6.
+    assert batch["version_lags"].tolist() == [0, 0, 2, 3]
+
+
+def test_labels_when_in_the_mask_then_the_sampled_tokens_in_order(made):
+    batch = made["batch"]
+    assert batch["labels"][batch["loss_mask"]].tolist() == [21, 22, 31, 32, 33, 34, 41]
+    assert made["seq_ids"].tolist() == [0] * 5 + [1] * 5 + [2] * 5 + [3] * 5
+
+
+def test_sample_when_longer_than_the_row_then_refused_with_the_length_that_fits(made):
+    # 3 + 3 tokens fit in 5, the last is a label only.
+    assert made["fits"] == "accepted"
+    assert made["too long"] == (
+        "--seq-length 5 is too short for a sample of 7 tokens (3 of them prompt); "
+        "use --seq-length 6 or more, or a smaller --rollout-max-new-tokens"
+    )
+
+
+def test_microbatches_when_cut_then_rows_and_their_targets_stay_together(made):
+    first, second = made["microbatches"]
+    assert first["tokens"].tolist() == TOKENS[:2] and second["tokens"].tolist() == TOKENS[2:]
+    assert first["labels"].tolist() == LABELS[:2] and second["labels"].tolist() == LABELS[2:]
+    assert second["position_ids"].tolist() == [[0, 1, 2, 3, 4]] * 2
+    # Tokens are numbered through: the second microbatch begins at 10.
+    assert second["old_logprobs"].tolist() == list(range(10, 20))
+    assert second["advantages"].tolist() == list(range(110, 120))
+    assert second["mask"].int().tolist() == MASK[2] + MASK[3]
+    # The denominator is the whole batch's: 7 tokens (the log-probs that are compared here are all finite).
+    assert first["valid_tokens"].item() == second["valid_tokens"].item() == 7
+    assert made["without targets"] == [None] * 4
+
+
+def test_targets_when_a_row_is_rejected_then_it_leaves_its_groups_baseline(made):
+    # Group 0 has a rejected row and one without tokens: no baseline, advantage 0. Group 1: rewards 2, 4, mean 3.
+    assert made["targets"]["advantages"].tolist() == [0.0] * 10 + [-1.0] * 5 + [1.0] * 5
+    assert made["targets"]["mask"].int().tolist() == [0] * 10 + MASK[2] + MASK[3]
+
+
+def test_metrics_when_of_a_batch_then_by_hand(made):
+    metrics = made["targets"]["metrics"]
+    expected = {
+        "reward/mean": 3.0, "reward/std": 2.5**0.5, "reward/max": 5.0, "reward/min": 1.0,  # 1, 5, 2, 4
+        "response_length/mean": 7 / 4, "weight_lag": 3.0, "weight_lag_mean": 5 / 4,
+        # Entropy is the position's number: valid ones are 2, 11, 12, 13, 14, 16 (3 has no log-prob).
+        "loss/entropy": 68 / 6,
+        "rollout_corr/valid_tokens": 6, "rollout_corr/nonfinite_tokens": 1, "rollout_corr/sequences": 3,
+        "rollout_corr/kept_sequence_fraction": 2 / 3, "rollout_corr/kept_fraction": 5 / 6,
+    }
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
