@@ -1,0 +1,325 @@
+"""The rules that keep the source readable: floors of imports, host reads, errors that go on, names, paths.
+
+Each rule is a function from source text to what breaks it, and is tried on text that does.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "megatron_rl_corr"
+MODULES = sorted(path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*.py"))
+
+# A file imports from its own folder and from lower floors. Floor 0 is every module named config*.
+FLOORS = {
+    "config": 0, "core": 1, "parallel": 2, "rollout": 2, "weight_sync": 3, "mcore": 3, "cpu": 3,
+    "report": 4, "launch": 4, "cli": 4,
+}
+SAME_FLOOR = {("mcore", "weight_sync"), ("launch", "report"), ("cli", "report"), ("cli", "launch")}
+"""(who, from whom): Megatron's glue drives the weight push; the commands show reports."""
+
+HOST_READS = {
+    ("core/metrics.py", "value"): "one rank's number, when a person asks",
+    ("parallel/reduce.py", "all_gather_metrics"): "the one read of a step's metrics",
+    ("parallel/failure.py", "all_reduce_failure"): "whether to stop decides what Python does next",
+}
+"""(file, function): why it may wait for the device."""
+
+BROAD_EXCEPTIONS = {
+    ("mcore/collection.py", "collect"): "all_reduce_failure raises it once the other ranks know",
+}
+"""(file, function): how an error that is caught broadly is raised after all."""
+
+
+def source(module: str) -> str:
+    return (ROOT / module).read_text(encoding="utf-8")
+
+
+def place(module: str) -> str:
+    """The package or top-level module that a file belongs to: core, config, launch; '' for __init__."""
+    first = Path(module).relative_to("megatron_rl_corr").parts[0].removesuffix(".py")
+    return "config" if first.startswith("config") else first.removeprefix("__init__")
+
+
+def runtime_nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """All nodes but those under `if TYPE_CHECKING:`, which are never imported."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        yield node
+        yield from runtime_nodes(node)
+
+
+def imported(text: str) -> Iterator[str]:
+    """Full names of what is imported, within functions too."""
+    for node in runtime_nodes(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute here"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def functions(text: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield node
+
+
+def enclosing(text: str, line: int) -> str:
+    """The innermost function around a line; '' outside all."""
+    around = [f for f in functions(text) if f.lineno <= line <= f.end_lineno]
+    return max(around, key=lambda f: f.lineno).name if around else ""
+
+
+# The rules
+
+
+def wrong_floors(module: str, text: str) -> list[str]:
+    mine = place(module)
+    if not mine:
+        return []
+    wrong = []
+    for name in imported(text):
+        if not name.startswith("megatron_rl_corr."):
+            continue
+        other = place(name.replace(".", "/").removesuffix("/*"))
+        if other == mine or (mine, other) in SAME_FLOOR or name == "megatron_rl_corr.__version__":
+            continue
+        if FLOORS[other] >= FLOORS[mine]:
+            wrong.append(f"{module} (floor {FLOORS[mine]}) imports {name} (floor {FLOORS[other]})")
+    return wrong
+
+
+def wrong_frameworks(module: str, text: str) -> list[str]:
+    mine, wrong = place(module), []
+    for name in imported(text):
+        if name.split(".")[0] == "megatron" and mine not in ("mcore", "cpu"):
+            wrong.append(f"{module} imports {name}: only mcore/ and cpu/ may know Megatron")
+        if name.startswith("torch.distributed") and mine not in ("parallel", "weight_sync", "mcore", "cpu"):
+            wrong.append(f"{module} imports {name}: only parallel/ and above may know process groups")
+        if mine == "config" and name.split(".")[0] in ("torch", "numpy"):
+            wrong.append(f"{module} imports {name}: the configuration is read before anything heavy")
+    return wrong
+
+
+def host_reads(module: str, text: str) -> list[str]:
+    """Calls that wait for the device, in the code that a loss reaches."""
+    wrong = []
+    for node in ast.walk(ast.parse(text)):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+            continue
+        name = node.func.attr
+        if name in ("item", "tolist", "cpu", "numpy", "nonzero", "masked_select", "unique", "synchronize"):
+            where = (module.removeprefix("megatron_rl_corr/"), enclosing(text, node.lineno))
+            if where not in HOST_READS:
+                wrong.append(f"{module}:{node.lineno} .{name}() reads the device")
+    return wrong
+
+
+def broad_excepts(module: str, text: str) -> list[str]:
+    """Handlers of everything that do not end by raising."""
+    wrong = []
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.ExceptHandler):
+            continue
+        caught = "" if node.type is None else ast.unparse(node.type)
+        if caught and not re.search(r"\b(Base)?Exception\b", caught):
+            continue
+        where = (module.removeprefix("megatron_rl_corr/"), enclosing(text, node.lineno))
+        if not isinstance(node.body[-1], ast.Raise) and where not in BROAD_EXCEPTIONS:
+            wrong.append(f"{module}:{node.lineno} except {caught or 'everything'} goes on")
+    return wrong
+
+
+def unsafe_yaml(module: str, text: str) -> list[str]:
+    """Any reading of YAML but by safe_load, or by a loader that this file derives from SafeLoader."""
+    tree = ast.parse(text)
+    safe = {"yaml.SafeLoader"} | {
+        node.name for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and [ast.unparse(base) for base in node.bases] == ["yaml.SafeLoader"]
+    }
+    wrong = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("yaml."):
+            name, loaders = ast.unparse(node.func), [k.value for k in node.keywords if k.arg == "Loader"]
+            if "load" in name and name != "yaml.safe_load" and not (
+                name == "yaml.load" and loaders and ast.unparse(loaders[0]) in safe
+            ):
+                wrong.append(f"{module}:{node.lineno} {name} is not safe")
+    return wrong
+
+
+def hidden_collectives(module: str, text: str) -> list[str]:
+    """Functions that talk to other ranks under a name that does not say so; cpu/ stands in for collectives."""
+    if place(module) == "cpu":
+        return []
+    wrong = []
+    collective = re.compile(r"(^|\.)(dist|distributed)\.(all_|broadcast|reduce|barrier|gather|scatter)")
+    for function in functions(text):
+        if re.search(r"all_reduce|gather|broadcast", function.name) or function.name in ("forward", "backward"):
+            continue
+        for node in ast.walk(function):
+            if isinstance(node, ast.Call) and collective.search(ast.unparse(node.func)):
+                wrong.append(f"{module}:{node.lineno} {function.name} hides {ast.unparse(node.func)}")
+    return wrong
+
+
+def guessed_arguments(module: str, text: str) -> list[str]:
+    """getattr(args, "x", default): an argument that does not exist would pass for one that is off."""
+    return [
+        f"{module}:{node.lineno} {ast.unparse(node)}"
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and len(node.args) == 3
+        and ast.unparse(node.args[0]) in ("args", "values", "settings", "options", "config")
+    ]
+
+
+def vague_names(module: str, text: str = "") -> list[str]:
+    vague = {"utils", "util", "helpers", "helper", "common", "misc"}
+    return [f"{module}: name it after its idea" for part in Path(module).parts if Path(part).stem in vague]
+
+
+def too_long(module: str, text: str) -> list[str]:
+    wrong = [f"{module} has {n} lines"] if (n := text.count("\n")) > 300 else []
+    for function in functions(text):
+        if (n := function.end_lineno - function.lineno + 1) > 70:
+            wrong.append(f"{module}:{function.lineno} {function.name} has {n} lines")
+    return wrong
+
+
+def undocumented(module: str, text: str) -> list[str]:
+    return [] if ast.get_docstring(ast.parse(text)) else [f"{module} does not say what it is"]
+
+
+EVERYWHERE = [
+    wrong_floors, wrong_frameworks, broad_excepts, unsafe_yaml, hidden_collectives, guessed_arguments, vague_names,
+    too_long, undocumented,
+]
+
+
+@pytest.mark.parametrize("rule", EVERYWHERE, ids=lambda rule: rule.__name__)
+def test_package_when_checked_then_no_file_breaks_the_rule(rule):
+    assert [line for module in MODULES for line in rule(module, source(module))] == []
+
+
+def test_loss_path_when_checked_then_nothing_reads_the_device():
+    path = [m for m in MODULES if place(m) in ("core", "parallel")]
+    path += ["megatron_rl_corr/mcore/loss.py", "megatron_rl_corr/mcore/forward_step.py"]
+    assert [line for module in path for line in host_reads(module, source(module))] == []
+
+
+@pytest.mark.parametrize("allowed", [HOST_READS, BROAD_EXCEPTIONS], ids=["host reads", "broad exceptions"])
+def test_exceptions_to_a_rule_when_listed_then_they_exist(allowed):
+    for file, function in allowed:
+        assert function in [f.name for f in functions(source(f"megatron_rl_corr/{file}"))]
+
+
+def test_cpu_when_imported_then_by_no_other_part_of_the_package():
+    users = [
+        module for module in MODULES
+        if place(module) != "cpu" and any(n.startswith("megatron_rl_corr.cpu") for n in imported(source(module)))
+    ]
+    assert users == []
+
+
+# Tracked files
+
+
+def tracked() -> list[Path]:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    return [ROOT / name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
+
+
+MACHINE_PATH = re.compile(r"(?<![\w.$~}-])/(?:work|root|mnt|data|scratch|workspace)/\w")
+ANOTHER_INDEX = re.compile(r"--(?:extra-)?index-url|--trusted-host|--find-links|PIP_INDEX|UV_INDEX")
+URL_HOST = re.compile(r"https?://([A-Za-z0-9.-]+)")
+PACKAGE_HOSTS = {"pypi.org", "files.pythonhosted.org", "download.pytorch.org", "github.com"}
+
+
+def machine_traces(name: str, text: str) -> list[str]:
+    """Paths of one machine; in what installs packages, hosts that are not everybody's."""
+    wrong = [f"{name}: {match.group()}" for match in MACHINE_PATH.finditer(text)]
+    if name.startswith(("requirements/", "scripts/", ".ci/")) or name in ("setup.py", "pyproject.toml", "Makefile"):
+        wrong += [f"{name}: {match.group()}" for match in ANOTHER_INDEX.finditer(text)]
+        wrong += [f"{name}: {host}" for host in URL_HOST.findall(text) if host not in PACKAGE_HOSTS]
+    return wrong
+
+
+def test_tracked_files_when_read_then_no_path_or_index_of_one_machine():
+    wrong = []
+    for path in tracked():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue  # a picture
+        wrong += machine_traces(path.relative_to(ROOT).as_posix(), text)
+    assert wrong == []
+
+
+# Each rule on what breaks it
+
+CORE, MCORE = "megatron_rl_corr/core/x.py", "megatron_rl_corr/mcore/x.py"
+
+
+@pytest.mark.parametrize(
+    "rule, module, text",
+    [
+        (wrong_floors, CORE, "from megatron_rl_corr.parallel.groups import ParallelGroups"),
+        (wrong_floors, CORE, "def f():\n    import megatron_rl_corr.rollout.client"),
+        (wrong_floors, "megatron_rl_corr/config_x.py", "from megatron_rl_corr.core import metrics"),
+        (wrong_floors, "megatron_rl_corr/parallel/x.py", "from megatron_rl_corr.rollout import client"),
+        (wrong_floors, "megatron_rl_corr/weight_sync/x.py", "from megatron_rl_corr.mcore import compat"),
+        (wrong_floors, MCORE, "from megatron_rl_corr.cpu import environment"),
+        (wrong_frameworks, CORE, "import torch.distributed as dist"),
+        (wrong_frameworks, "megatron_rl_corr/weight_sync/x.py", "from megatron.core import mpu"),
+        (wrong_frameworks, "megatron_rl_corr/config_x.py", "import torch"),
+        (host_reads, CORE, "def f(x):\n    return x.sum().item()"),
+        (host_reads, CORE, "def value(x):\n    return x.tolist()"),
+        (broad_excepts, CORE, "try:\n    f()\nexcept Exception:\n    pass"),
+        (broad_excepts, CORE, "try:\n    f()\nexcept (ValueError, BaseException) as e:\n    print(e)"),
+        (broad_excepts, CORE, "try:\n    f()\nexcept:\n    raise_it = True"),
+        (unsafe_yaml, CORE, "import yaml\nyaml.load(f)"),
+        (unsafe_yaml, CORE, "import yaml\nyaml.load(f, Loader=yaml.Loader)"),
+        (unsafe_yaml, CORE, "import yaml\nyaml.unsafe_load(f)"),
+        (hidden_collectives, MCORE, "def count(x):\n    dist.all_reduce(x)"),
+        (hidden_collectives, MCORE, "def wait():\n    torch.distributed.barrier()"),
+        (guessed_arguments, MCORE, "x = getattr(args, 'seq_length', 0)"),
+        (vague_names, "megatron_rl_corr/core/utils.py", ""),
+        (vague_names, "megatron_rl_corr/helpers/x.py", ""),
+        (too_long, CORE, "x = 1\n" * 301),
+        (too_long, CORE, "def f():\n" + "    x = 1\n" * 70),
+        (undocumented, CORE, "x = 1"),
+        (machine_traces, "README.md", "see /" + "work/main"),
+        (machine_traces, "requirements/x.lock", "--index-url https://pypi.org/simple"),
+        (machine_traces, "setup.py", "https://" + "mirror.internal/simple"),
+    ],
+)
+def test_rule_when_broken_then_it_says_so(rule, module, text):
+    assert len(rule(module, text)) >= 1
+
+
+@pytest.mark.parametrize(
+    "rule, module, text",
+    [
+        (wrong_floors, CORE, "if TYPE_CHECKING:\n    from megatron_rl_corr.parallel.groups import ParallelGroups"),
+        (wrong_floors, MCORE, "from megatron_rl_corr.weight_sync import push"),
+        (host_reads, "megatron_rl_corr/core/metrics.py", "def value(x):\n    return x.tolist()"),
+        (broad_excepts, CORE, "try:\n    f()\nexcept BaseException:\n    g()\n    raise"),
+        (broad_excepts, CORE, "try:\n    f()\nexcept RolloutError:\n    pass"),
+        (unsafe_yaml, CORE, "class L(yaml.SafeLoader): pass\nyaml.load(f, Loader=L)\nyaml.safe_load(f)"),
+        (hidden_collectives, MCORE, "def all_reduce_count(x):\n    dist.all_reduce(x)"),
+        (machine_traces, "README.md", "https://example.org/work/x and ./data/x and $HOME/data/x"),
+    ],
+)
+def test_rule_when_kept_then_it_is_silent(rule, module, text):
+    assert rule(module, text) == []
