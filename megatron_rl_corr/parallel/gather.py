@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+try:
+    from torch.distributed import all_gather_single
+except ImportError:  # before torch 2.14; from then on the old name warns on every rank
+    from torch.distributed import all_gather_into_tensor as all_gather_single
 
 
 def all_gather_stacked(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -16,5 +20,5 @@ def all_gather_stacked(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
         return tensor[None]
     # Flat, because gloo takes only the concatenation of its inputs' first dimension, not a new one.
     gathered = tensor.new_empty(group.size() * tensor.numel())
-    dist.all_gather_into_tensor(gathered, tensor.contiguous().view(-1), group=group)
+    all_gather_single(gathered, tensor.contiguous().view(-1), group=group)
     return gathered.view(group.size(), *tensor.shape)
