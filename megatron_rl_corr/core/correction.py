@@ -12,11 +12,14 @@ import torch
 from torch import Tensor
 
 from megatron_rl_corr.config import RolloutCorrectionConfig
-from megatron_rl_corr.core.diagnostics import TokenView, sequence_metrics, token_metrics
-from megatron_rl_corr.core.metrics import Metric
-from megatron_rl_corr.core.rejection import decisions, divergence
-from megatron_rl_corr.core.segments import sequence_maxima, sequence_sums, to_tokens
-from megatron_rl_corr.core.weights import LOG_CLAMP, bound_weights, out_of_bounds, raw_weights
+from megatron_rl_corr.core import diagnostics
+from megatron_rl_corr.core.decisions import KeepMasks, decide
+from megatron_rl_corr.core.metrics import Max, Metric, Min
+from megatron_rl_corr.core.moments import MomentTable, constant
+from megatron_rl_corr.core.segments import segment_sums, turn_segments
+from megatron_rl_corr.core.sequence_diagnostics import sequence_metrics
+from megatron_rl_corr.core.sequence_table import SequenceTable
+from megatron_rl_corr.core.weights import bound_weights, segment_weights
 
 if TYPE_CHECKING:
     from megatron_rl_corr.parallel.groups import ParallelGroups
@@ -42,7 +45,7 @@ class Correction:
     """float64 scalar: valid tokens of the global batch (over dp_cp, if the groups have it)."""
 
     kept_tokens: Tensor
-    """float64 scalar: kept tokens of the global batch."""
+    """float64 scalar: kept tokens of the global batch; 0 if the batch filter takes the whole batch."""
 
     metrics: dict[str, Metric] = field(default_factory=dict)
     """Device-side partials of this rank's share, by name."""
@@ -71,91 +74,138 @@ def compute_correction(
     num_sequences: int,
     config: RolloutCorrectionConfig,
     groups: ParallelGroups | None = None,
+    turn_ids: Tensor | None = None,
+    advantages: Tensor | None = None,
 ) -> Correction:
     """Weights w = bounded(rho), keep mask and metrics, with rho = pi_train / pi_rollout.
 
     train_logprobs, rollout_logprobs [T] float (subtracted in float32); loss_mask [T]; seq_ids [T] int64 in
-    [0, num_sequences), the same numbering on every context-parallel rank. Without `groups` this rank stands
-    alone; with them, one collective over cp and one over dp_cp, whatever the number of rules. A token whose
-    log-prob is not finite on either side is dropped and counted; what stands outside the loss mask never
-    matters.
+    [0, num_sequences), the same numbering on every context-parallel rank; turn_ids [T] int64, 0 for a sequence's first
+    turn; advantages [T], for the rule that looks at their sign. Without `groups` this rank stands alone; with them,
+    one collective over cp and one over dp_cp, whatever the number of rules (one more for M2PO). A token whose log-prob
+    is not finite on either side is dropped and counted; what stands outside the loss mask never matters.
 
-    Raises ValueError for inputs of unlike lengths.
+    Raises ValueError for inputs of unlike lengths, or for a turn or advantage rule without its input.
     """
-    _check_shapes(train_logprobs, rollout_logprobs, loss_mask, seq_ids)
-    in_mask = loss_mask.bool()
-    train, rollout = train_logprobs.float(), rollout_logprobs.float()
-    valid = in_mask & train.isfinite() & rollout.isfinite()
-    train, rollout = torch.where(valid, train, 0.0), torch.where(valid, rollout, 0.0)
-    log_ratio = train - rollout
-    clamped = log_ratio.clamp(-LOG_CLAMP, LOG_CLAMP)
+    _check_inputs(config, groups, train_logprobs, rollout_logprobs, loss_mask, seq_ids, turn_ids, advantages)
+    train, rollout, in_mask = train_logprobs.float(), rollout_logprobs.float(), loss_mask.bool()
+    difference = train - rollout
+    size = difference.abs()
+    valid = in_mask & (size < torch.inf)  # inf - inf is NaN, which is no smaller
 
-    sums, maxima = _sequence_partials(config, train, rollout, clamped, valid, seq_ids, num_sequences, groups)
-    count = sums["count"]
-    weights, outside = _weights(config, clamped, sums["ratio"], count, valid, seq_ids)
-    rule_masks, kept, kept_sequences = {}, valid, count > 0
-    kept_by = decisions(config.rollout_rs, clamped, sums, maxima, count)
-    for rule, keep in zip(config.rollout_rs, kept_by, strict=True):
-        if rule.level != "token":
-            kept_sequences = kept_sequences & keep
-            keep = to_tokens(keep, seq_ids)
-        rule_masks[rule.name] = keep
-        kept = kept & keep
+    weighted, rules = config.rollout_is is not None, tuple(rule.name for rule in config.rollout_rs)
+    if config.rollout_m2_threshold is not None:
+        rules += ("m2",)
+    table = MomentTable(_rows(weighted, rules, turn_ids), len(train), train.device)
+    diagnostics.fill_base_rows(table, train, rollout, difference, size, valid, in_mask)
+    turns = None if turn_ids is None else _turns(config, seq_ids, turn_ids)
+    if turn_ids is not None:
+        torch.eq(turn_ids, 0, out=table.row("first_turn"))
 
-    totals = torch.stack([valid.sum(), kept.sum(), weights.sum(dtype=torch.float64)]).double()
-    if groups is not None:
-        totals = groups.all_reduce_dp_cp(totals)
-    if config.rollout_is_batch_normalize:
-        # With every weight 0 (all masked by IcePop) there is no scale to remove: they stay 0.
-        mean = totals[2] / totals[0].clamp(min=1)
-        weights = weights / torch.where(mean > 0, mean, 1.0).float()
+    keep: KeepMasks = decide(config, table, valid, seq_ids, num_sequences, groups, turns, advantages)
+    weights = _weights(config, table, keep.sequences, seq_ids, turns) if weighted else valid.float()
+    normaliser, totals = _batch_mean(config, table, diagnostics.kept_row(rules), groups)
+    if normaliser is not None:
+        weights = table.row("weight").div_(normaliser).float()
 
-    view = TokenView(train, rollout, log_ratio, clamped, weights, valid, kept, in_mask & ~valid, outside)
-    metrics = token_metrics(view, rule_masks)
+    metrics, own_totals = diagnostics.token_metrics(table, weighted=weighted, rules=rules, turns=turn_ids is not None)
+    if totals is None:
+        totals = own_totals if groups is None else groups.all_reduce_dp_cp(own_totals.clone())
     metrics |= sequence_metrics(
-        train_sum=sums["train"], rollout_sum=sums["rollout"], count=count, kept=kept_sequences,
+        keep.sequences, keep.kept_sequences if keep.takes_sequences else None,
         owner=groups is None or groups.cp_rank == 0,
     )
-    return Correction(weights, kept, valid, kept_sequences, totals[0], totals[1], metrics)
+    if weighted:
+        present = torch.where(valid, table.row("weight"), constant((torch.inf,), torch.float64, weights.device))
+        metrics["weight_min"] = Min(_amin(present))
+    return _finish(config, weights, keep, valid, totals, metrics)
 
 
-def _weights(config, clamped, seq_ratio_sum, count, valid, seq_ids) -> tuple[Tensor, Tensor | None]:
-    """Bounded weights [T], 0 outside valid, and where the raw ones were out of bounds (None: no weights)."""
-    if config.rollout_is is None:
-        return valid.float(), None
-    raw = raw_weights(config.rollout_is, clamped, seq_ratio_sum, count, seq_ids)
-    lower, upper = config.rollout_is_lower, config.rollout_is_upper
-    weights = bound_weights(config.rollout_is_mode, raw, lower, upper)
-    return torch.where(valid, weights, 0.0), valid & out_of_bounds(raw, lower, upper)
+def _rows(weighted: bool, rules: tuple[str, ...], turn_ids: Tensor | None) -> tuple[str, ...]:
+    names = diagnostics.BASE_ROWS
+    if weighted:
+        names += ("weight", "out_of_bounds")
+    names += tuple(f"rule/{rule}" for rule in rules)
+    if len(rules) > 1:
+        names += ("kept",)
+    return names + (("first_turn",) if turn_ids is not None else ())
 
 
-def _sequence_partials(
-    config, train, rollout, clamped, valid, seq_ids, num_sequences, groups
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Float64 [S] sums (count, train, rollout, ratio and what the rules need) and maxima, whole over cp."""
-    columns = {"count": valid.float(), "train": train, "rollout": rollout, "ratio": clamped}
-    max_columns: dict[str, Tensor] = {}
-    for rule in config.rollout_rs:
-        into = max_columns if rule.level == "seq_max" else columns
-        if rule.level != "token" and rule.divergence not in into:
-            into[rule.divergence] = divergence(rule.divergence, clamped)
-    sums = sequence_sums(torch.stack(list(columns.values())), seq_ids, num_sequences)
-    if not max_columns:
-        maxima = sums.new_empty(0, num_sequences)
+def _turns(config: RolloutCorrectionConfig, seq_ids: Tensor, turn_ids: Tensor) -> Tensor | None:
+    """Each token's turn as a segment number, where something is decided by turns."""
+    wanted = config.rollout_is == "turn" or any(rule.level == "turn_mean" for rule in config.rollout_rs)
+    return turn_segments(seq_ids, turn_ids) if wanted else None
+
+
+def _weights(
+    config: RolloutCorrectionConfig, table: MomentTable, sequences: SequenceTable, seq_ids: Tensor,
+    turns: Tensor | None,
+) -> Tensor:
+    """The bounded weights [T] float32; the rows `weight` and `out_of_bounds` hold them, and where the bounds acted."""
+    raw = table.row("weight")
+    if config.rollout_is == "token":
+        torch.add(table.row("e"), 1.0, out=raw)
+    elif config.rollout_is == "turn":
+        [total] = segment_sums(table.row("d")[None], turns, len(turns))
+        segment_weights(total, turns, raw)
     else:
-        maxima = sequence_maxima(torch.stack(list(max_columns.values())), seq_ids, num_sequences)
+        log_weight = (sequences.sums if config.rollout_is == "sequence" else sequences.means)["d"]
+        segment_weights(log_weight, seq_ids, raw)
+    weights = bound_weights(config, raw, table.row("one"), table.row("out_of_bounds"))
+    raw.copy_(weights)
+    return weights
+
+
+def _batch_mean(
+    config: RolloutCorrectionConfig, table: MomentTable, kept: str, groups: ParallelGroups | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The mean weight of the global batch and the batch's totals, where weights are batch-normalised."""
+    if not config.rollout_is_batch_normalize:
+        return None, None
+    totals = torch.stack([table.row(row) for row in ("one", kept, "e", "d", "weight")]).sum(dim=1)
     if groups is not None:
-        sums, maxima = groups.all_gather_cp_partials(sums, maxima)
-    return (
-        dict(zip(columns, sums.unbind(), strict=True)),
-        dict(zip(max_columns, maxima.unbind(), strict=True)),
-    )
+        totals = groups.all_reduce_dp_cp(totals)
+    mean = totals[4] / totals[0].clamp(min=1)
+    # With every weight 0 (all masked by IcePop) there is no scale to remove: they stay 0.
+    return torch.where(mean > 0, mean, 1.0), totals[:4]
 
 
-def _check_shapes(train_logprobs, rollout_logprobs, loss_mask, seq_ids) -> None:
-    shapes = [tuple(t.shape) for t in (train_logprobs, rollout_logprobs, loss_mask, seq_ids)]
+def _finish(config, weights, keep: KeepMasks, valid, totals, metrics) -> Correction:
+    """Apply what acts on the whole batch: the filter, and the promise of diagnostics_only to change nothing."""
+    valid_tokens, kept_tokens = totals[0], totals[1]
+    if config.rollout_batch_filter_kl is not None:
+        # k3 of the batch is (sum of e - sum of D) / n, by the same numbers on every rank.
+        filtered = totals[2] - totals[3] > config.rollout_batch_filter_kl * totals[0]
+        metrics["batch_filtered"] = Max(filtered.double()[None])
+        if not config.diagnostics_only:
+            kept_tokens = torch.where(filtered, 0.0, kept_tokens)
+    if config.diagnostics_only:
+        present = keep.sequences.sums["count"] > 0
+        return Correction(valid.float(), valid, valid, present, valid_tokens, valid_tokens, metrics)
+    return Correction(weights, keep.mask, valid, keep.kept_sequences, valid_tokens, kept_tokens, metrics)
+
+
+def _amin(values: Tensor) -> Tensor:
+    """Smallest entry, [1]; inf where there is none."""
+    return values.amin()[None] if len(values) else values.new_full((1,), torch.inf)
+
+
+def _check_inputs(config, groups, train, rollout, loss_mask, seq_ids, turn_ids, advantages) -> None:
+    given = [train, rollout, loss_mask, seq_ids] + [t for t in (turn_ids, advantages) if t is not None]
+    shapes = [tuple(tensor.shape) for tensor in given]
     if len(set(shapes)) != 1 or len(shapes[0]) != 1:
         raise ValueError(
-            "compute_correction takes train_logprobs, rollout_logprobs, loss_mask and seq_ids of one shape "
-            f"[T], got {', '.join(map(str, shapes))}; flatten_padded turns padded rows [B, L] into [T]"
+            "compute_correction takes train_logprobs, rollout_logprobs, loss_mask and seq_ids (turn_ids, advantages) "
+            f"of one shape [T], got {', '.join(map(str, shapes))}; flatten_padded turns rows [B, L] into [T]"
         )
+    by_turn = [rule.name for rule in config.rollout_rs if rule.level == "turn_mean"]
+    by_turn += ["turn weights"] if config.rollout_is == "turn" else []
+    if by_turn and turn_ids is None:
+        raise ValueError(f"{by_turn[0]} needs turn_ids; pass them, or use a token or sequence level")
+    if by_turn and groups is not None and groups.cp_size > 1:
+        raise ValueError(
+            f"{by_turn[0]} is not supported with --context-parallel-size {groups.cp_size}: a turn may be split over "
+            "ranks; use a token or sequence level"
+        )
+    if advantages is None and any(rule.divergence == "opsm" for rule in config.rollout_rs):
+        raise ValueError("the off-policy sequence mask (opsm) looks at the advantages' sign; pass advantages")

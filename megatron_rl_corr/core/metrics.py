@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+LIFT = 2.0**14
+"""Added to what is there, so that the zeros of what is not are smaller; log-probs differ by far less."""
+
 
 @dataclass(frozen=True)
 class Metric:
@@ -33,12 +36,52 @@ class Sum(Metric):
     """A count or a total."""
 
 
+class Difference(Metric):
+    """A count less another; values = [a, b]."""
+
+    @staticmethod
+    def finish(values: Sequence[float]) -> float:
+        return values[0] - values[1]
+
+
 class Mean(Metric):
     """values = [total, count]."""
 
     @staticmethod
     def finish(values: Sequence[float]) -> float:
         return values[0] / values[1] if values[1] else math.nan
+
+
+class NegativeMean(Metric):
+    """-mean; values = [total, count]."""
+
+    @staticmethod
+    def finish(values: Sequence[float]) -> float:
+        return -values[0] / values[1] if values[1] else math.nan
+
+
+class MeanPlusOne(Metric):
+    """mean(x) of which x - 1 was summed, so that what is not there adds 0; values = [sum (x - 1), count]."""
+
+    @staticmethod
+    def finish(values: Sequence[float]) -> float:
+        return values[0] / values[1] + 1 if values[1] else math.nan
+
+
+class LeftOut(Metric):
+    """1 - mean: the share that a keep mask leaves out; values = [kept, count]."""
+
+    @staticmethod
+    def finish(values: Sequence[float]) -> float:
+        return 1 - values[0] / values[1] if values[1] else math.nan
+
+
+class MeanOfDifference(Metric):
+    """mean(x - y), where each mean alone would hide the difference; values = [sum x, sum y, count]."""
+
+    @staticmethod
+    def finish(values: Sequence[float]) -> float:
+        return (values[0] - values[1]) / values[2] if values[2] else math.nan
 
 
 class Std(Metric):
@@ -48,6 +91,15 @@ class Std(Metric):
     def finish(values: Sequence[float]) -> float:
         total, squares, count = values
         return math.sqrt(max(squares / count - (total / count) ** 2, 0.0)) if count else math.nan
+
+
+class StdOfDifference(Metric):
+    """Population standard deviation of x - y; values = [sum x, sum y, sum x^2, sum y^2, sum xy, count]."""
+
+    @staticmethod
+    def finish(values: Sequence[float]) -> float:
+        x, y, xx, yy, xy, n = values
+        return math.sqrt(max((xx - 2 * xy + yy) / n - ((x - y) / n) ** 2, 0.0)) if n else math.nan
 
 
 class EffectiveSampleSize(Metric):
@@ -60,15 +112,28 @@ class EffectiveSampleSize(Metric):
 
 
 class Chi2(Metric):
-    """chi-square divergence estimate mean(rho^2) - 1; values = [sum of rho^2, count]."""
+    """mean(rho^2) - 1 = mean(e^2 + 2 e) with e = rho - 1; values = [sum e^2, sum e, count]."""
 
     @staticmethod
     def finish(values: Sequence[float]) -> float:
-        return values[0] / values[1] - 1.0 if values[1] else math.nan
+        squares, total, count = values
+        return (squares + 2 * total) / count if count else math.nan
+
+
+class JensenShannon(Metric):
+    """mean of [rho ln(2 rho / (1 + rho)) + ln(2 / (1 + rho))] / 2 over samples of pi_rollout.
+
+    With e = rho - 1 and s = ln(1 + rho): values = [sum e s, sum e D, sum s, sum e, sum D, count].
+    """
+
+    @staticmethod
+    def finish(values: Sequence[float]) -> float:
+        es, ed, s, e, d, count = values
+        return (math.log(2) * (e + 2 * count) - es + ed - 2 * s + d) / (2 * count) if count else math.nan
 
 
 class Pearson(Metric):
-    """Correlation of x and y; values = [sum x, sum y, sum x^2, sum y^2, sum xy, count]."""
+    """Correlation of x and y; values = [sum x, sum y, sum x^2, sum y^2, sum xy, count]; shifts do not matter."""
 
     @staticmethod
     def finish(values: Sequence[float]) -> float:
@@ -82,6 +147,32 @@ class Pearson(Metric):
         return (xy / n - x * y / n**2) / math.sqrt(var_x * var_y)
 
 
+class Band(Metric):
+    """mean(x) over the tokens of one band of nested sets; values = [x above, x above the next, n, n of the next]."""
+
+    @staticmethod
+    def finish(values: Sequence[float]) -> float:
+        outer, inner, n_outer, n_inner = values
+        return (outer - inner) / (n_outer - n_inner) if n_outer > n_inner else math.nan
+
+
+class NegativeBand(Band):
+    """-mean(x) over such a band."""
+
+    @staticmethod
+    def finish(values: Sequence[float]) -> float:
+        return -Band.finish(values)
+
+
+class BandOfDifference(Metric):
+    """The same for mean(x - y); values = [x, y, x of the next, y of the next, n, n of the next]."""
+
+    @staticmethod
+    def finish(values: Sequence[float]) -> float:
+        x, y, x_next, y_next, n, n_next = values
+        return ((x - y) - (x_next - y_next)) / (n - n_next) if n > n_next else math.nan
+
+
 class Max(Metric):
     reduction = "max"
 
@@ -90,9 +181,37 @@ class Max(Metric):
         return values[0] if values[0] > -math.inf else math.nan
 
 
+class MaxOfPresent(Metric):
+    """A maximum over rows that are 0 where nothing is; values = [1 if anything was there, maximum]."""
+
+    reduction = "max"
+
+    @staticmethod
+    def finish(values: Sequence[float]) -> float:
+        return values[1] if values[0] else math.nan
+
+
 class Min(Metric):
     reduction = "min"
 
     @staticmethod
     def finish(values: Sequence[float]) -> float:
         return values[0] if values[0] < math.inf else math.nan
+
+
+class LiftedMax(Metric):
+    """A maximum over entries that were lifted above the zeros of absent ones; values = [maximum + LIFT]."""
+
+    reduction = "max"
+
+    @staticmethod
+    def finish(values: Sequence[float]) -> float:
+        return values[0] - LIFT if values[0] > 0 else math.nan
+
+
+class LiftedMin(LiftedMax):
+    """A minimum; values = [LIFT - minimum]."""
+
+    @staticmethod
+    def finish(values: Sequence[float]) -> float:
+        return LIFT - values[0] if values[0] > 0 else math.nan

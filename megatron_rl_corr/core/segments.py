@@ -1,6 +1,6 @@
-"""Packed tokens to per-sequence sums and maxima, and back.
+"""Packed tokens to per-sequence and per-turn sums and maxima, and back.
 
-T tokens, S sequences, K columns.
+T tokens, S sequences or other segments, K columns.
 """
 
 from __future__ import annotations
@@ -9,29 +9,36 @@ import torch
 from torch import Tensor
 
 
-def sequence_sums(columns: Tensor, seq_ids: Tensor, num_sequences: int) -> Tensor:
-    """Sum of each column over each sequence: [K, T], [T] -> float64 [K, S]; an empty sequence sums to 0.
+def segment_sums(columns: Tensor, ids: Tensor, num_segments: int) -> Tensor:
+    """Sum of each column over each segment: [K, T], [T] -> float64 [K, S]; an empty segment sums to 0.
 
     float64, because on a GPU the order of additions is not fixed: in float32 two tensor-parallel ranks could
     put the same sequence on different sides of a bound.
     """
-    out = columns.new_zeros(columns.shape[0], num_sequences, dtype=torch.float64)
-    return out.index_add_(1, seq_ids, columns.double())
+    out = columns.new_zeros(columns.shape[0], num_segments, dtype=torch.float64)
+    return out.index_add_(1, ids, columns.double())
 
 
-def sequence_maxima(columns: Tensor, seq_ids: Tensor, num_sequences: int) -> Tensor:
-    """Largest entry of each column in each sequence: [K, T], [T] -> float64 [K, S]; an empty sequence has 0.
+def segment_maxima(columns: Tensor, ids: Tensor, num_segments: int) -> Tensor:
+    """Largest entry of each column in each segment: [K, T], [T] -> float64 [K, S]; an empty segment has 0.
 
     The columns must not be negative.
     """
-    out = columns.new_zeros(columns.shape[0], num_sequences, dtype=torch.float64)
-    index = seq_ids.expand(columns.shape[0], -1)
-    return out.scatter_reduce_(1, index, columns.double(), "amax", include_self=True)
+    out = columns.new_zeros(columns.shape[0], num_segments, dtype=torch.float64)
+    return out.scatter_reduce_(1, ids.expand(columns.shape[0], -1), columns.double(), "amax", include_self=True)
 
 
-def to_tokens(per_sequence: Tensor, seq_ids: Tensor) -> Tensor:
-    """Each token gets its sequence's entry: [S], [T] -> [T]."""
-    return per_sequence.index_select(0, seq_ids)
+def turn_segments(seq_ids: Tensor, turn_ids: Tensor) -> Tensor:
+    """A segment number in [0, T) for each token, the same for tokens of one turn of one sequence: [T] int64.
+
+    Turns may be interrupted, and turn ids be any integers below 2^31. By a stable sort, so that the number of turns
+    need not be known: there are never more than T.
+    """
+    keys = seq_ids * 2**32 + turn_ids
+    ordered, order = keys.sort(stable=True)
+    begins = torch.zeros_like(keys)
+    begins[1:] = ordered[1:] != ordered[:-1]
+    return torch.empty_like(keys).scatter_(0, order, begins.cumsum(0))
 
 
 def flatten_padded(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:

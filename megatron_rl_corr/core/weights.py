@@ -1,6 +1,6 @@
-"""Importance weights: a level (token, sequence, geometric) and a mode (truncate, clip, mask).
+"""Importance weights: a level (token, sequence, geometric, turn) and a mode (truncate, clip, mask).
 
-T tokens, S sequences; D = log pi_train - log pi_rollout per token.
+T tokens, S sequences, U turns; D = log pi_train - log pi_rollout per token, clamped to +-20.
 """
 
 from __future__ import annotations
@@ -8,41 +8,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_rl_corr.core.segments import to_tokens
+from megatron_rl_corr.config import RolloutCorrectionConfig
 
 LOG_CLAMP = 20.0
 """exp(+-20) = 4.9e8 and 2.1e-9: beyond it float32 sums lose every other token (verl's bound too)."""
 
 
-def raw_weights(level: str, log_ratio: Tensor, seq_sum: Tensor, seq_count: Tensor, seq_ids: Tensor) -> Tensor:
-    """The unbounded weight of each token, [T] float32.
+def segment_weights(log_weight: Tensor, ids: Tensor, out: Tensor) -> None:
+    """e^(log_weight of the token's segment, clamped) for each token: [S], [T] -> out [T]."""
+    torch.index_select(log_weight.clamp(-LOG_CLAMP, LOG_CLAMP).exp_(), 0, ids, out=out)
 
-    token: e^D. sequence: e^(sum of D over the sequence). geometric: e^(mean of D over the sequence).
-    log_ratio [T] is D, clamped; seq_sum, seq_count [S] are its sum and its number of valid tokens.
+
+def bound_weights(config: RolloutCorrectionConfig, raw: Tensor, valid: Tensor, out_of_bounds: Tensor) -> Tensor:
+    """The weights that the loss uses, float32 [T], 0 where valid [T] is 0; out_of_bounds [T] gets 1 where w was.
+
+    truncate: min(w, upper). clip: w into [lower, upper]. mask: w inside the closed interval, else 0 (IcePop). Compared
+    in float32: log-probs are no finer, and a weight on the bound must be found on it.
     """
-    if level == "token":
-        log_weight = log_ratio
-    elif level == "sequence":
-        log_weight = to_tokens(seq_sum.clamp(-LOG_CLAMP, LOG_CLAMP).float(), seq_ids)
-    elif level == "geometric":
-        log_weight = to_tokens((seq_sum / seq_count.clamp(min=1)).float(), seq_ids)
-    else:
-        raise ValueError(f"unknown weight level {level!r}")
-    return log_weight.exp()
-
-
-def bound_weights(mode: str, weights: Tensor, lower: float | None, upper: float) -> Tensor:
-    """truncate: min(w, upper). clip: into [lower, upper]. mask: w inside [lower, upper], else 0 (IcePop)."""
-    if mode == "truncate":
-        return weights.clamp(max=upper)
-    if mode == "clip":
-        return weights.clamp(lower, upper)
-    if mode == "mask":
-        return torch.where(out_of_bounds(weights, lower, upper), 0.0, weights)
-    raise ValueError(f"unknown weight mode {mode!r}")
-
-
-def out_of_bounds(weights: Tensor, lower: float | None, upper: float) -> Tensor:
-    """Whether each weight lies outside the closed interval [lower, upper]; bool [T]."""
-    above = weights > upper
-    return above if lower is None else above | (weights < lower)
+    weights = raw.float()
+    bounded = weights.clamp(config.rollout_is_lower, config.rollout_is_upper)
+    torch.ne(weights, bounded, out=out_of_bounds)
+    if config.rollout_is_mode == "mask":
+        bounded = torch.addcmul(raw, raw, out_of_bounds, value=-1)
+    return torch.mul(bounded, valid, out=weights)

@@ -29,6 +29,10 @@ class ParallelGroups:
     """Ranks that together hold each token of the global batch once."""
 
     @property
+    def cp_size(self) -> int:
+        return 1 if self.cp is None else self.cp.size()
+
+    @property
     def cp_rank(self) -> int:
         return 0 if self.cp is None else self.cp.rank()
 

@@ -38,7 +38,19 @@ EXPECTED = {
     "k3_kl": (0.25 + LN2) / 3,
     "log_ratio_abs_mean": LN2,  # (1 + 0 + 2) ln 2 / 3
     "log_ratio_abs_max": 2 * LN2,
+    "log_ratio_large_fraction": 1 / 3,  # |D| above ln 2: a ratio of 2 is not
+    "token_mult_prob_error": (2 + 1 + 4) / 3,
     "chi2_token": (4 + 1 + 1 / 16) / 3 - 1,
+    # Nothing here is beyond the clamps.
+    "kl_clamped": LN2 / 3,
+    "k3_kl_clamped": (0.25 + LN2) / 3,
+    "chi2_token_clamped": (4 + 1 + 1 / 16) / 3 - 1,
+    # rho = 2: [2 ln(4/3) + ln(2/3)] / 2; rho = 1: 0; rho = 1/4: [ln(0.5/1.25) / 4 + ln(2/1.25)] / 2
+    "jsd": (math.log(32 / 27) + math.log(0.4) / 4 + math.log(1.6)) / 6,
+    # pi_train - pi_rollout = 0.25, 0, -0.6
+    "prob_diff_abs_mean": 0.85 / 3,
+    "prob_diff_abs_max": 0.6,
+    "prob_diff_std": math.sqrt(0.4225 / 3 - (0.35 / 3) ** 2),
     # x = .5, .25, .2 and y = .25, .25, .8; deviations .18333, -.06667, -.11667 and -.18333, -.18333, .36667:
     # cov -.0641667, variances .0516667 and .2016667 (all times 3)
     "pearson": -0.0641667 / math.sqrt(0.0516667 * 0.2016667),
@@ -53,13 +65,31 @@ EXPECTED = {
     "kept_sequence_fraction": 1,  # no rule took a whole sequence
     "training_ppl": (math.sqrt(8) + 5) / 2,  # (1/2 * 1/4)^(-1/2) and 5
     "rollout_ppl": (4 + 1.25) / 2,
-    "log_ppl_diff": (-LN2 / 2 + 2 * LN2) / 2,  # mean over sequences of mean(-D)
+    "training_log_ppl": (1.5 * LN2 + math.log(5)) / 2,
+    "rollout_log_ppl": (2 * LN2 + math.log(1.25)) / 2,
+    # mean(-D) of a sequence: -ln 2 / 2 and 2 ln 2
+    "log_ppl_diff": (-LN2 / 2 + 2 * LN2) / 2,
+    "log_ppl_diff_abs": (LN2 / 2 + 2 * LN2) / 2,
+    "log_ppl_diff_max": 2 * LN2,
+    "log_ppl_diff_min": -LN2 / 2,
+    "ppl_ratio": (1 / math.sqrt(2) + 4) / 2,
+    "chi2_seq": (4 + 1 / 16) / 2 - 1,  # products 2 and 1/4
+    "chi2_geo": (2 + 1 / 16) / 2 - 1,  # geometric means sqrt 2 and 1/4
+    # Every pi_rollout is above 0.1.
+    "by_prob/above_1e-1/tokens": 3,
+    "by_prob/above_1e-1/kl": LN2 / 3,
+    "by_prob/above_1e-1/k3_kl": (0.25 + LN2) / 3,
+    "by_prob/above_1e-1/log_ratio_abs_mean": LN2,
+} | {
+    f"by_prob/{band}/{name}": 0 if name == "tokens" else NAN
+    for band in ("below_1e-4", "1e-4_to_1e-3", "1e-3_to_1e-2", "1e-2_to_1e-1")
+    for name in ("tokens", "kl", "k3_kl", "log_ratio_abs_mean")
 }
 
 
 def test_metrics_when_worked_out_by_hand_then_all_equal():
     metrics = metrics_of(TRAIN, ROLLOUT, MASK, SEQ_IDS, num_sequences=3)
-    assert metrics == pytest.approx(EXPECTED, rel=1e-5)
+    assert metrics == pytest.approx(EXPECTED, rel=1e-5, nan_ok=True)
 
 
 def test_metrics_when_the_policies_agree_then_their_neutral_values():
@@ -106,11 +136,22 @@ def test_metrics_when_one_token_is_an_outlier_then_finite_and_its_size_is_told()
     metrics = outlier(15)
     assert metrics["k3_kl"] == pytest.approx(3269001.37 / 2, rel=1e-6)
     assert metrics["kl"] == -7.5 and metrics["log_ratio_abs_max"] == 15
+    # Clamped where k3 is 10, at e^D = 11 + D, D = 2.610869: that is all that the token may add.
+    assert metrics["k3_kl_clamped"] == pytest.approx(10 / 2, rel=1e-8)
+    assert metrics["kl_clamped"] == pytest.approx(-2.610869 / 2, rel=1e-6)
+    assert metrics["chi2_token_clamped"] == pytest.approx((1 + 13.610869**2) / 2 - 1, rel=1e-6)
+    assert metrics["token_mult_prob_error"] == pytest.approx((1 + math.exp(15)) / 2)
     assert metrics["weight_mean"] == 1.5 and metrics["weight_out_of_bounds"] == 0.5
+    # From below k3 is 10 where D = e^D - 11.
+    metrics = outlier(-15)
+    assert metrics["k3_kl_clamped"] == pytest.approx(10 / 2, rel=1e-8)
+    assert metrics["k3_kl"] == pytest.approx(14 / 2, rel=1e-6)
+    assert metrics["kl_clamped"] == pytest.approx((11 - math.exp(-11)) / 2, rel=1e-8)
     # D = 0, 200: exponentials stop at 20, the size does not.
     metrics = outlier(200)
-    assert all(math.isfinite(value) for value in metrics.values())
+    assert all(math.isfinite(value) for name, value in metrics.items() if not name.startswith("by_prob/"))
     assert metrics["k3_kl"] == pytest.approx((math.exp(20) - 21) / 2, rel=1e-6)
+    assert metrics["token_mult_prob_error"] == pytest.approx((1 + math.exp(20)) / 2)
     assert metrics["log_ratio_abs_max"] == 200 and metrics["weight_max"] == 2
 
 
@@ -169,5 +210,6 @@ def test_metrics_when_there_is_nothing_valid_then_the_same_names_and_no_number(c
     # Ranks pack their metrics by name: one without tokens must not lack any.
     assert metrics.keys() == some.keys()
     counts = {"valid_tokens", "nonfinite_tokens", "sequences"}
+    counts |= {name for name in metrics if name.startswith("by_prob/") and name.endswith("/tokens")}
     assert {name for name, value in metrics.items() if value == 0} == counts
     assert all(math.isnan(value) for name, value in metrics.items() if name not in counts)

@@ -5,7 +5,30 @@ import math
 import pytest
 import torch
 
-from megatron_rl_corr.core.metrics import Chi2, EffectiveSampleSize, Max, Mean, Min, Pearson, Std, Sum
+from megatron_rl_corr.core.metrics import (
+    LIFT,
+    Band,
+    BandOfDifference,
+    Chi2,
+    Difference,
+    EffectiveSampleSize,
+    JensenShannon,
+    LeftOut,
+    LiftedMax,
+    LiftedMin,
+    Max,
+    MaxOfPresent,
+    Mean,
+    MeanOfDifference,
+    MeanPlusOne,
+    Min,
+    NegativeBand,
+    NegativeMean,
+    Pearson,
+    Std,
+    StdOfDifference,
+    Sum,
+)
 
 
 @pytest.mark.parametrize(
@@ -19,7 +42,25 @@ from megatron_rl_corr.core.metrics import Chi2, EffectiveSampleSize, Max, Mean, 
         (Std, [0.1 + 0.1 + 0.1, 0.1**2 * 3, 3.0], 0.0),
         # 1, 1, 4: 36 / (3 * 18)
         (EffectiveSampleSize, [6.0, 18.0, 3.0], 2 / 3),
-        (Chi2, [5.0, 4.0], 0.25),
+        # rho = 0.5, 1, 2: e = -0.5, 0, 1, their squares sum to 1.25; mean(rho^2) = 5.25 / 3
+        (Chi2, [1.25, 0.5, 3.0], 0.75),
+        # rho = 2: [2 ln(4/3) + ln(2/3)] / 2 = ln(4/3) / 2 + ln(8/9) / 2; e = 1, s = ln 3, D = ln 2, one token
+        (JensenShannon, [math.log(3), math.log(2), math.log(3), 1.0, math.log(2), 1.0], math.log(32 / 27) / 2),
+        (Difference, [7.0, 5.0], 2.0),
+        (NegativeMean, [6.0, 4.0], -1.5),
+        (MeanPlusOne, [6.0, 4.0], 2.5),
+        (LeftOut, [1.0, 4.0], 0.75),
+        (MeanOfDifference, [6.0, 4.0, 4.0], 0.5),
+        # x - y = 1, 3 of x = 2, 3 and y = 1, 0: mean 2, deviation 1
+        (StdOfDifference, [5.0, 1.0, 13.0, 1.0, 2.0, 2.0], 1.0),
+        # 6 of 4 tokens, of which 1 of 2 lie in the next band: 5 / 2
+        (Band, [6.0, 1.0, 4.0, 2.0], 2.5),
+        (NegativeBand, [6.0, 1.0, 4.0, 2.0], -2.5),
+        # (6 - 2) - (1 - 0) over 4 - 2 tokens
+        (BandOfDifference, [6.0, 2.0, 1.0, 0.0, 4.0, 2.0], 1.5),
+        (LiftedMax, [LIFT - 3.0], -3.0),
+        (LiftedMin, [LIFT - 3.0], 3.0),
+        (MaxOfPresent, [1.0, 0.0], 0.0),
         # x = 1, 2, 3 and y = 2, 4, 6
         (Pearson, [6.0, 12.0, 14.0, 56.0, 28.0, 3.0], 1.0),
         (Pearson, [6.0, -12.0, 14.0, 56.0, -28.0, 3.0], -1.0),
@@ -35,7 +76,11 @@ def test_finish_when_values_are_known_then_the_formulas_number(kind, values, exp
     "kind, values",
     [
         (Mean, [0.0, 0.0]), (Std, [0.0, 0.0, 0.0]), (EffectiveSampleSize, [0.0, 0.0, 0.0]),
-        (Chi2, [0.0, 0.0]), (Pearson, [0.0] * 6), (Max, [-math.inf]), (Min, [math.inf]),
+        (Chi2, [0.0, 0.0, 0.0]), (Pearson, [0.0] * 6), (Max, [-math.inf]), (Min, [math.inf]),
+        (JensenShannon, [0.0] * 6), (NegativeMean, [0.0, 0.0]), (MeanPlusOne, [0.0, 0.0]), (LeftOut, [0.0, 0.0]),
+        (MeanOfDifference, [0.0, 0.0, 0.0]), (StdOfDifference, [0.0] * 6), (Band, [1.0, 1.0, 2.0, 2.0]),
+        (NegativeBand, [1.0, 1.0, 2.0, 2.0]), (BandOfDifference, [1.0, 0.0, 1.0, 0.0, 2.0, 2.0]),
+        (LiftedMax, [0.0]), (LiftedMin, [0.0]), (MaxOfPresent, [0.0, 0.0]),
         # Weights that are all 0 carry nothing: no effective sample either.
         (EffectiveSampleSize, [0.0, 0.0, 5.0]),
     ],

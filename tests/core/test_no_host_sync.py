@@ -22,6 +22,12 @@ EVERY_RULE = tuple(
     for kind in ("ratio", "k2", "k3")
     if (level, kind) != ("seq_max", "ratio")
 )
+NEW_RULES = (
+    RejectionRule("seq_max", "ratio", 1e-3, 1e3), RejectionRule("turn_mean", "ratio", 0.5, 2.0),
+    RejectionRule("turn_mean", "k3", upper=0.5), RejectionRule("seq_mean", "abs_diff", upper=0.5),
+    RejectionRule("seq_mean", "exp_abs", upper=3.0), RejectionRule("token", "rollout_prob", lower=1e-3),
+    RejectionRule("seq_mean", "opsm", upper=0.1),
+)
 CONFIGS = {
     "every rule, batch-normalised": RolloutCorrectionConfig(
         rollout_is="sequence", rollout_is_mode="mask", rollout_is_lower=0.5, rollout_is_upper=2.0,
@@ -30,6 +36,13 @@ CONFIGS = {
     "geometric, clipped": RolloutCorrectionConfig(
         rollout_is="geometric", rollout_is_mode="clip", rollout_is_lower=0.5, rollout_is_upper=2.0,
         advantage="group_mean", loss_denominator="kept",
+    ),
+    "turns, M2PO, batch filter": RolloutCorrectionConfig(
+        rollout_is="turn", rollout_is_upper=2.0, rollout_rs=NEW_RULES, rollout_m2_threshold=0.5,
+        rollout_batch_filter_kl=1.0,
+    ),
+    "diagnostics only": RolloutCorrectionConfig(
+        rollout_is="token", rollout_is_upper=2.0, rollout_rs=NEW_RULES, diagnostics_only=True,
     ),
     **PRESETS,
 }
@@ -44,13 +57,19 @@ def step(config: RolloutCorrectionConfig, device: str) -> torch.Tensor:
     rollout, flat_mask, seq_ids, count = flatten_padded(-torch.rand(rows, length, device=device), mask)
     with torch.no_grad():
         old, _ = vocab_parallel_logprobs(logits, labels, vocab_size=10, with_entropy=True, chunk_tokens=5)
-    correction = compute_correction(old, rollout, flat_mask, seq_ids, num_sequences=count, config=config)
+    rewards, group_ids = torch.rand(rows, device=device), torch.zeros(rows, dtype=torch.int64, device=device)
+    kinds = {"num_groups": 2, "kind": config.advantage_kind}
+    correction = compute_correction(
+        old, rollout, flat_mask, seq_ids, num_sequences=count, config=config, turn_ids=seq_ids % 2,
+        advantages=group_advantages(rewards, group_ids, **kinds).repeat_interleave(length),
+    )
     advantages = group_advantages(
-        torch.rand(rows, device=device), torch.zeros(rows, dtype=torch.int64, device=device), num_groups=2,
-        kind=config.advantage_kind, in_baseline=correction.kept_sequences,
+        rewards, group_ids, in_baseline=correction.kept_sequences, **kinds
     ).repeat_interleave(length)
     now, entropy = vocab_parallel_logprobs(logits, labels, vocab_size=10, with_entropy=True, chunk_tokens=5)
-    losses = policy_loss(config.loss, now, old, advantages, correction, config, metrics={})
+    losses = policy_loss(
+        config.loss, now, old, advantages, correction, config, seq_ids=seq_ids, num_sequences=count, metrics={}
+    )
     total = losses.sum() / correction.denominator(config.loss_denominator).float() - 0.01 * entropy.mean()
     total.backward()
     return logits.grad

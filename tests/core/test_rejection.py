@@ -7,20 +7,31 @@ import torch
 
 from megatron_rl_corr.config import RejectionRule, RolloutCorrectionConfig
 from megatron_rl_corr.core.correction import compute_correction
-from megatron_rl_corr.core.rejection import divergence, within
+from megatron_rl_corr.core.rejection import within
 
 NAN = float("nan")
 
 
-def test_divergences_when_computed_by_hand_then_equal():
-    # D = log pi_train - log pi_rollout = [0, -15, -30] - (-1).
-    log_ratio = torch.tensor([1.0, -14.0, -29.0])
-    assert divergence("ratio", log_ratio).tolist() == [1.0, -14.0, -29.0]  # verl's k1 is [-1, 14, 29]
-    assert divergence("k2", log_ratio).tolist() == [0.5, 98.0, 420.5]
-    # e - 2, and e^D is nothing beside 1 for the others.
-    assert divergence("k3", log_ratio).tolist() == pytest.approx([0.7182818, 13.0, 28.0], abs=1e-5)
-    with pytest.raises(ValueError, match="unknown divergence 'k1'"):
-        divergence("k1", log_ratio)
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        # D = log pi_train - log pi_rollout = [0, -15] - (-1); k2 = D^2 / 2.
+        ("k2", [0.5, 98.0]),
+        # e - 2, and e^D is nothing beside 1 for the other.
+        ("k3", [0.7182818, 13.0]),
+        # |1 - e^-1|, |e^-15 - e^-1|
+        ("abs_diff", [0.6321206, 0.3678791]),
+    ],
+)
+def test_token_divergence_when_the_bound_is_at_it_then_kept_and_below_it_dropped(name, values):
+    train = torch.tensor([0.0, -15.0])
+    for i, value in enumerate(values):
+        for bound, kept in ((value * 1.0001, True), (value * 0.9999, False)):
+            config = RolloutCorrectionConfig(rollout_rs=(RejectionRule("token", name, upper=bound),))
+            found = compute_correction(
+                train, torch.full((2,), -1.0), torch.ones(2), torch.tensor([0, 1]), num_sequences=2, config=config
+            )
+            assert found.mask[i].item() is kept, (name, bound)
 
 
 # Sequence 0: D = 0.1, -0.2, 0.4 around a masked token with D = 9; sequence 1: nothing but a masked token;
