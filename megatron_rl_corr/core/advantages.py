@@ -9,30 +9,39 @@ import torch
 from torch import Tensor
 
 STD_EPSILON = 1e-6
+KINDS = ("grpo", "group_mean", "rloo", "raw")
 
 
 def group_advantages(
     rewards: Tensor, group_ids: Tensor, *, num_groups: int, kind: str, in_baseline: Tensor | None = None
 ) -> Tensor:
-    """group_mean: r - mean of the group; grpo: that over (population std of the group + 1e-6). [N] float32.
+    """Advantage of each row, [N] float32; mean and std are over the rows of its group that count in the baseline.
 
-    rewards [N]; group_ids [N] int64 in [0, num_groups); in_baseline [N] bool: rows that count in the mean and
-    the std (default all). A group without such a row gets advantage 0. Source: GRPO, arXiv:2402.03300, eq. 4.
+    group_mean: r - mean. grpo: that over (population std + 1e-6). rloo: r - mean of the other rows; for a row outside
+    the baseline all that count are others. raw: r. rewards [N]; group_ids [N] int64 in [0, num_groups); in_baseline
+    [N] bool (default all). A row whose group has nothing to compare it with gets 0. Sources: GRPO, arXiv:2402.03300,
+    eq. 4; Dr.GRPO, arXiv:2503.20783; RLOO, arXiv:2402.14740, eq. 8.
     """
-    if kind not in ("grpo", "group_mean"):
-        raise ValueError(f"advantage must be grpo or group_mean, got {kind!r}")
+    if kind not in KINDS:
+        raise ValueError(f"advantage must be one of {', '.join(KINDS)}, got {kind!r}")
+    if kind == "raw":
+        return rewards.float()
     counted = torch.ones_like(rewards, dtype=torch.float64) if in_baseline is None else in_baseline.double()
     values = rewards.double()
 
     def group_sum(row_values: Tensor) -> Tensor:
-        return row_values.new_zeros(num_groups).index_add_(0, group_ids, row_values)
+        return row_values.new_zeros(num_groups).index_add_(0, group_ids, row_values)[group_ids]
 
     count = group_sum(counted)
-    size = count.clamp(min=1)
     # Rewards outside the baseline may be anything, NaN too: select, never multiply.
-    mean = group_sum(torch.where(counted > 0, values, 0.0)) / size
-    centred = values - mean[group_ids]
+    own = torch.where(counted > 0, values, 0.0)
+    total = group_sum(own)
+    if kind == "rloo":
+        others = count - counted
+        return torch.where(others > 0, values - (total - own) / others.clamp(min=1), 0.0).float()
+    size = count.clamp(min=1)
+    centred = values - total / size
     if kind == "grpo":
         variance = group_sum(torch.where(counted > 0, centred.square(), 0.0)) / size
-        centred = centred / (variance.sqrt() + STD_EPSILON)[group_ids]
-    return torch.where(count[group_ids] > 0, centred, 0.0).float()
+        centred = centred / (variance.sqrt() + STD_EPSILON)
+    return torch.where(count > 0, centred, 0.0).float()

@@ -40,12 +40,13 @@ def test_baseline_when_a_row_is_rejected_then_the_others_do_not_see_it(rejected_
     assert grpo[[0, 2, 3]].tolist() == pytest.approx([-1.0, 1.0, 0.0], rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["grpo", "group_mean"])
+@pytest.mark.parametrize("kind", ["grpo", "group_mean", "rloo"])
 def test_group_when_every_row_is_rejected_then_zero(kind):
     kept = torch.tensor([False, True, False, True, False])
     rewards = torch.tensor([NAN, 3.0, 2.0, 5.0, 6.0])
     advantages = group_advantages(rewards, GROUPS, num_groups=3, kind=kind, in_baseline=kept)
-    assert advantages.tolist() == pytest.approx([0.0, -1.0, 0.0, 1.0, 0.0], rel=1e-5)
+    apart = 2.0 if kind == "rloo" else 1.0  # from each other, or from their mean
+    assert advantages.tolist() == pytest.approx([0.0, -apart, 0.0, apart, 0.0], rel=1e-5)
 
 
 def test_grpo_when_all_rewards_are_equal_then_zero_not_rounding_over_epsilon():
@@ -56,5 +57,27 @@ def test_grpo_when_all_rewards_are_equal_then_zero_not_rounding_over_epsilon():
 
 
 def test_kind_when_unknown_then_named():
-    with pytest.raises(ValueError, match="advantage must be grpo or group_mean, got 'gae'"):
+    with pytest.raises(ValueError, match="advantage must be one of grpo, group_mean, rloo, raw, got .gae."):
         group_advantages(REWARDS, GROUPS, num_groups=2, kind="gae")
+
+
+def test_rloo_when_groups_differ_in_size_then_against_the_mean_of_the_others():
+    # Group 1: 1 - (2 + 6) / 2, 2 - (1 + 6) / 2, 6 - (1 + 2) / 2. Group 0: 3 - 5, 5 - 3.
+    advantages = group_advantages(REWARDS, GROUPS, num_groups=2, kind="rloo")
+    assert advantages.tolist() == [-3.0, -2.0, -1.5, 2.0, 4.5]
+
+
+@pytest.mark.parametrize("rejected_reward", [6.0, 1e30, NAN])
+def test_rloo_when_a_row_is_rejected_then_it_is_nobodys_other(rejected_reward):
+    rewards = REWARDS.clone()
+    rewards[4] = rejected_reward
+    kept = torch.tensor([True, False, True, True, False])
+    advantages = group_advantages(rewards, GROUPS, num_groups=2, kind="rloo", in_baseline=kept)
+    # Group 1: 1 - 2 and 2 - 1; group 0 has 5 alone, with nothing to compare; the rejected 3 is held against 5.
+    assert advantages[:4].tolist() == [-1.0, -2.0, 1.0, 0.0]
+
+
+def test_raw_when_rows_are_rejected_then_rewards_as_they_are():
+    kept = torch.zeros(5, dtype=torch.bool)
+    advantages = group_advantages(REWARDS.double(), GROUPS, num_groups=2, kind="raw", in_baseline=kept)
+    assert advantages.tolist() == [1.0, 3.0, 2.0, 5.0, 6.0] and advantages.dtype == torch.float32

@@ -1,4 +1,4 @@
-"""PPO's clipped loss by hand: both sides of the clip, weights, masks, metrics, gradients."""
+"""Every policy loss by hand: where it cuts and where it does not, weights, masks, penalties, metrics, gradients."""
 
 import math
 
@@ -6,26 +6,36 @@ import pytest
 import torch
 
 from megatron_rl_corr.config import PRESETS, RolloutCorrectionConfig
+from megatron_rl_corr.config_losses import AGGREGATIONS, LOSSES
+from megatron_rl_corr.core.aggregation import token_coefficients
 from megatron_rl_corr.core.correction import Correction
 from megatron_rl_corr.core.losses import policy_loss
+from megatron_rl_corr.core.losses.penalties import reference_kl
 
 NAN, INF = float("nan"), float("inf")
-CONFIG = RolloutCorrectionConfig(clip_ratio_low=0.2, clip_ratio_high=0.3)
+CONFIG = RolloutCorrectionConfig(clip_ratio_low=0.2, clip_ratio_high=0.3, clip_ratio_c=None)
+
+
+def config_of(loss: str, **settings) -> RolloutCorrectionConfig:
+    if loss == "dr_grpo":
+        settings |= {"loss_scale_length": 4}
+    return RolloutCorrectionConfig(loss=loss, **settings)
 
 
 def correction_of(weights: list[float], mask: list[bool]) -> Correction:
-    weights, mask = torch.tensor(weights), torch.tensor(mask)
+    weights, mask = torch.tensor(weights), torch.tensor(mask, dtype=torch.bool)
     count = mask.sum().double()
     return Correction(weights, mask, mask, torch.ones(1, dtype=torch.bool), count, count)
 
 
-def loss_and_gradient(ratios, advantages, weights, mask=None, metrics=None):
+def loss_and_gradient(ratios, advantages, weights, mask=None, metrics=None, config=CONFIG, seq_ids=None):
     """Losses and their gradients in log pi_theta, with pi_old = e^-2."""
     mask = [True] * len(ratios) if mask is None else mask
     logprobs = (torch.tensor(ratios).log() - 2).requires_grad_()
+    seq_ids = torch.zeros(len(ratios), dtype=torch.int64) if seq_ids is None else torch.tensor(seq_ids)
     losses = policy_loss(
-        "ppo_clip", logprobs, torch.full((len(ratios),), -2.0), torch.tensor(advantages),
-        correction_of(weights, mask), CONFIG, metrics=metrics,
+        config.loss, logprobs, torch.full((len(ratios),), -2.0), torch.tensor(advantages),
+        correction_of(weights, mask), config, metrics=metrics, seq_ids=seq_ids, num_sequences=4,
     )
     losses.sum().backward()
     return losses.tolist(), logprobs.grad.tolist()
@@ -45,25 +55,151 @@ def loss_and_gradient(ratios, advantages, weights, mask=None, metrics=None):
     ],
 )
 @pytest.mark.parametrize("weight", [1.0, 0.25])
-def test_ppo_clip_when_inside_or_outside_the_clip_then_by_hand(ratio, advantage, loss, gradient, weight):
-    losses, gradients = loss_and_gradient([ratio], [advantage], [weight])
+@pytest.mark.parametrize("loss_name", ["ppo_clip", "grpo", "dr_grpo", "dapo"])
+def test_ppo_clip_when_inside_or_outside_the_clip_then_by_hand(
+    loss_name, ratio, advantage, loss, gradient, weight
+):
+    config = config_of(loss_name, clip_ratio_low=0.2, clip_ratio_high=0.3)
+    losses, gradients = loss_and_gradient([ratio], [advantage], [weight], config=config)
     assert losses == pytest.approx([weight * loss], rel=1e-6)
     assert gradients == pytest.approx([weight * gradient], rel=1e-6)
 
 
-@pytest.mark.parametrize("bad", [NAN, INF, -INF])
-def test_ppo_clip_when_a_masked_token_holds_garbage_then_loss_and_gradient_are_zero_there(bad):
-    mask = torch.tensor([True, False, True])
-    now = torch.tensor([-1.0, bad, -2.0], requires_grad=True)
+def test_dapo_when_no_clip_is_given_then_its_own_upper_bound():
+    losses, _ = loss_and_gradient([1.5], [1.0], [1.0], config=config_of("dapo"))
+    assert losses == pytest.approx([-1.28])
+
+
+@pytest.mark.parametrize(
+    "ratio, advantage, c, loss, gradient",
+    [
+        (2.9, -2.0, 3.0, 5.8, 5.8),
+        (3.5, -2.0, 3.0, 6.0, 0.0),  # at most c |A|
+        (3.5, -2.0, 5.0, 7.0, 7.0),
+        (3.5, -2.0, None, 7.0, 7.0),
+        (3.5, 2.0, 3.0, -2.4, 0.0),  # PPO's own clip; c is for bad tokens
+        (0.1, 2.0, 3.0, -0.2, -0.2),
+    ],
+)
+def test_dual_clip_when_a_bad_token_grew_beyond_c_then_its_loss_stops_there(ratio, advantage, c, loss, gradient):
+    config = RolloutCorrectionConfig(clip_ratio_c=c)
     metrics = {}
+    losses, gradients = loss_and_gradient([ratio], [advantage], [1.0], config=config, metrics=metrics)
+    assert losses == pytest.approx([loss], rel=1e-6) and gradients == pytest.approx([gradient], rel=1e-6)
+    if c is None:
+        assert "dual_clip_fraction" not in metrics
+    else:
+        assert metrics["dual_clip_fraction"].value() == (ratio > c and advantage < 0)
+
+
+@pytest.mark.parametrize(
+    "ratio, advantage, loss_at_log_pi, clipped",
+    [
+        # -min(r, 1.3) A log pi, no token's gradient is cut: -clip(r) A.
+        (1.1, 2.0, -2.2, False),
+        (1.5, 2.0, -2.6, True),
+        (1.5, -2.0, 2.6, True),
+        (0.5, 2.0, -1.6, True),  # at least 0.8
+    ],
+)
+def test_cispo_when_outside_the_clip_then_the_weight_stops_and_the_gradient_flows(
+    ratio, advantage, loss_at_log_pi, clipped
+):
+    config, metrics = config_of("cispo", clip_ratio_low=0.2, clip_ratio_high=0.3), {}
+    losses, gradients = loss_and_gradient([ratio], [advantage], [0.5], config=config, metrics=metrics)
+    assert gradients == pytest.approx([0.5 * loss_at_log_pi], rel=1e-6)
+    assert losses == pytest.approx([0.5 * loss_at_log_pi * (math.log(ratio) - 2)], rel=1e-6)
+    assert metrics["clip_fraction"].value() == clipped
+
+
+@pytest.mark.parametrize("loss_name", ["reinforce", "rloo"])
+def test_reinforce_when_weighted_then_minus_w_a_log_pi(loss_name):
+    metrics = {}
+    losses, gradients = loss_and_gradient(
+        [1.0, 7.0], [2.0, -1.0], [0.5, 3.0], config=config_of(loss_name), metrics=metrics
+    )
+    assert losses == pytest.approx([-0.5 * 2 * -2, 3 * (math.log(7) - 2)], rel=1e-6)
+    assert gradients == pytest.approx([-1.0, 3.0], rel=1e-6)  # the ratio to pi_old does not act
+    assert "clip_fraction" not in metrics
+
+
+@pytest.mark.parametrize(
+    "now, old, advantage, gradient",
+    [
+        (0.5, 0.4, 2.0, -2.5),  # r = 1.25; moved by 0.1
+        (0.6, 0.4, 2.0, 0.0),  # by 0.2 > 0.15, in the direction of the update
+        (0.6, 0.4, -2.0, 3.0),  # against it: the update brings it back
+        (0.2, 0.4, -2.0, 0.0),
+        (0.2, 0.4, 2.0, -1.0),
+        (0.01, 0.0001, 2.0, -40.0),  # r = 100 inside the region: 20 at most
+    ],
+)
+def test_dppo_tv_when_a_probability_moved_too_far_then_its_token_is_left_out(now, old, advantage, gradient):
+    logprobs = torch.tensor([now]).log().requires_grad_()
     losses = policy_loss(
-        "ppo_clip", now, torch.tensor([-1.0, bad, -2.0]), torch.tensor([1.0, bad, -1.0]),
-        correction_of([2.0, bad, 0.5], mask.tolist()), CONFIG, metrics=metrics,
+        "dppo_tv", logprobs, torch.tensor([old]).log(), torch.tensor([advantage]), correction_of([1.0], [True]),
+        config_of("dppo_tv"), metrics=(metrics := {}),
     )
     losses.sum().backward()
-    assert losses.tolist() == [-2.0, 0.0, 0.5]
+    assert logprobs.grad.tolist() == pytest.approx([gradient], rel=1e-5)
+    assert losses.tolist() == pytest.approx([gradient * math.log(now)], rel=1e-5)
+    assert metrics["clip_fraction"].value() == (gradient == 0)
+
+
+def test_gspo_when_sequences_interleave_then_one_ratio_and_one_clip_for_each():
+    # Sequence 0: ratios 2, 0.5, and 4 at a hole: geometric mean 1. Sequence 2: 1.5, 1.5 -> 1.5. Sequence 3: 0.5, one
+    # token. Sequence 1 is empty.
+    config, metrics = config_of("gspo", clip_ratio_low=0.2, clip_ratio_high=0.3), {}
+    losses, gradients = loss_and_gradient(
+        [2.0, 1.5, 4.0, 0.5, 1.5, 0.5], [1.0, 1.0, NAN, 1.0, -1.0, -1.0], [1.0, 1.0, NAN, 1.0, 2.0, 1.0],
+        mask=[True, True, False, True, True, True], config=config, metrics=metrics, seq_ids=[0, 2, 0, 0, 2, 3],
+    )
+    # A token's own ratio of 2 or 0.5 does not matter: s = 1. 1.5 is clipped where A > 0, 0.5 where A < 0.
+    assert losses == pytest.approx([-1.0, -1.3, 0.0, -1.0, 3.0, 0.8], rel=1e-5)
+    assert gradients == pytest.approx([-1.0, 0.0, 0.0, -1.0, 3.0, 0.0], rel=1e-5)
+    assert metrics["clip_fraction"].value() == pytest.approx(2 / 5)
+
+
+def test_gspo_when_no_clip_is_given_then_its_own_narrow_one():
+    losses, _ = loss_and_gradient([1.001], [1.0], [1.0], config=config_of("gspo"))
+    assert losses == pytest.approx([-1.0004])
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@pytest.mark.parametrize("loss_name", LOSSES)
+def test_loss_when_a_masked_token_holds_garbage_then_loss_and_gradient_are_zero_there(loss_name, bad):
+    mask = torch.tensor([True, False, True])
+    now = torch.tensor([-1.0, bad, -2.0], requires_grad=True)
+    entropy = torch.tensor([0.5, bad, 0.25], requires_grad=True)
+    config = config_of(loss_name, kl_loss_coef=0.5, entropy_coef=0.1)
+    losses = policy_loss(
+        loss_name, now, torch.tensor([-1.0, bad, -2.0]), torch.tensor([1.0, bad, -1.0]),
+        correction_of([2.0, bad, 0.5], mask.tolist()), config, metrics=(metrics := {}),
+        seq_ids=torch.tensor([0, 0, 0]), num_sequences=1, ref_logprobs=torch.tensor([-1.0, bad, -2.0]),
+        entropy=entropy,
+    )
+    losses.sum().backward()
+    # At r = 1 every loss has the gradient -w A; k3 has none where the policies agree.
     assert now.grad.tolist() == [-2.0, 0.0, 0.5]
-    assert metrics["policy"].value() == -0.75 and metrics["old_new_k3_kl"].value() == 0
+    assert entropy.grad.tolist() == pytest.approx([-0.1, 0.0, -0.1])
+    assert losses[1] == 0 and losses.isfinite().all()
+    assert all(math.isfinite(metric.value()) for metric in metrics.values())
+    assert metrics["old_new_k3_kl"].value() == 0 and metrics["reference_kl"].value() == 0
+    assert not any(metric.values.requires_grad for metric in metrics.values())
+
+
+@pytest.mark.parametrize("loss_name", LOSSES)
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_loss_when_everything_is_rejected_or_there_is_nothing_then_zero(loss_name, tokens):
+    now = torch.full((tokens,), -1.0, requires_grad=True)
+    losses = policy_loss(
+        loss_name, now, torch.full((tokens,), -2.0), torch.ones(tokens),
+        correction_of([1.0] * tokens, [False] * tokens), config_of(loss_name), metrics=(metrics := {}),
+        seq_ids=torch.zeros(tokens, dtype=torch.int64), num_sequences=2,
+    )
+    losses.sum().backward()
+    assert losses.tolist() == [0.0] * tokens and now.grad.tolist() == [0.0] * tokens
+    assert math.isnan(metrics["policy"].value())
 
 
 def test_ppo_clip_when_a_weight_is_zero_then_no_gradient_but_the_token_still_counts():
@@ -77,24 +213,93 @@ def test_ppo_clip_when_a_weight_is_zero_then_no_gradient_but_the_token_still_cou
     assert metrics["clip_fraction"].value() == 0.25
     # r - 1 - ln r at 1.5, twice
     assert metrics["old_new_k3_kl"].value() == pytest.approx((0.5 - math.log(1.5)) / 2, rel=1e-5)
-    assert not any(metric.values.requires_grad for metric in metrics.values())
 
 
-def test_ppo_clip_when_the_policy_ran_away_then_the_ratio_stops_at_e20():
+@pytest.mark.parametrize("loss_name", LOSSES)
+def test_loss_when_the_policy_ran_away_then_finite(loss_name):
     metrics = {}
     now = torch.tensor([-1.0, -200.0], requires_grad=True)
-    old = torch.tensor([-200.0, -1.0])
     losses = policy_loss(
-        "ppo_clip", now, old, torch.tensor([-1.0, 1.0]), correction_of([1.0, 1.0], [True, True]), CONFIG,
-        metrics=metrics,
+        loss_name, now, torch.tensor([-200.0, -1.0]), torch.tensor([-1.0, 1.0]),
+        correction_of([1.0, 1.0], [True, True]), config_of(loss_name), metrics=metrics,
+        seq_ids=torch.tensor([0, 1]), num_sequences=2,
     )
     losses.sum().backward()
-    assert losses.tolist() == pytest.approx([math.exp(20), -math.exp(-20)], rel=1e-5)
-    assert now.grad.isfinite().all()
+    assert losses.isfinite().all() and now.grad.isfinite().all()
     assert metrics["old_new_k3_kl"].value() == pytest.approx((math.exp(20) - 21 + 19) / 2, rel=1e-6)
 
 
-def test_policy_loss_when_the_name_is_unknown_then_the_known_ones():
+def test_ppo_clip_when_there_is_no_dual_clip_then_the_ratio_stops_at_e20():
+    now = torch.tensor([-1.0, -200.0], requires_grad=True)
+    losses = policy_loss(
+        "ppo_clip", now, torch.tensor([-200.0, -1.0]), torch.tensor([-1.0, 1.0]),
+        correction_of([1.0, 1.0], [True, True]), CONFIG,
+    )
+    assert losses.tolist() == pytest.approx([math.exp(20), -math.exp(-20)], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "kind, difference, value, gradient",
+    [
+        # difference = log pi_theta - log pi_ref
+        ("k1", 0.5, 0.5, 1.0),
+        ("k2", 0.5, 0.125, 0.5),
+        ("k2", -2.0, 2.0, -2.0),
+        ("k3", 0.5, math.exp(-0.5) - 1 + 0.5, 1 - math.exp(-0.5)),
+        ("k3", -2.0, math.exp(2.0) - 1 - 2.0, 1 - math.exp(2.0)),
+        ("k3", -3.0, 10.0, 0.0),  # e^3 - 4 = 16.1: clamped
+        ("k3", -100.0, 10.0, 0.0),
+        ("k1", -100.0, -20.0, 0.0),
+    ],
+)
+def test_reference_kl_when_policies_differ_then_by_hand(kind, difference, value, gradient):
+    logprobs = torch.tensor([difference - 1.0], requires_grad=True)
+    kl = reference_kl(logprobs, torch.tensor([-1.0]), torch.tensor([True]), kind)
+    kl.sum().backward()
+    assert kl.tolist() == pytest.approx([value], rel=1e-5)
+    assert logprobs.grad.tolist() == pytest.approx([gradient], rel=1e-5, abs=1e-6)
+
+
+def test_penalties_when_coefficients_are_set_then_added_unweighted():
+    config = RolloutCorrectionConfig(kl_loss_coef=0.1, kl_loss_type="k2", entropy_coef=0.01)
+    arguments = (torch.tensor([-1.0]), torch.tensor([-1.0]), torch.tensor([2.0]), correction_of([3.0], [True]), config)
+    losses = policy_loss(
+        "ppo_clip", *arguments, ref_logprobs=torch.tensor([-3.0]), entropy=torch.tensor([5.0]), metrics=(metrics := {})
+    )
+    # -3 * 2 + 0.1 * 2^2 / 2 - 0.01 * 5
+    assert losses.tolist() == pytest.approx([-6 + 0.2 - 0.05])
+    assert metrics["reference_kl"].value() == pytest.approx(2.0)
+    with pytest.raises(ValueError, match="--rollout-kl-loss-coef needs a reference policy; pass ref_logprobs"):
+        policy_loss("ppo_clip", *arguments, entropy=torch.tensor([5.0]))
+    with pytest.raises(ValueError, match="--rollout-entropy-coef needs the entropy of each token"):
+        policy_loss("ppo_clip", *arguments, ref_logprobs=torch.tensor([-3.0]))
+
+
+def test_policy_loss_when_the_name_is_unknown_or_sequences_are_missing_then_told():
+    arguments = (*[torch.zeros(1)] * 3, correction_of([1.0], [True]), PRESETS["disabled"])
     with pytest.raises(ValueError) as raised:
-        policy_loss("gspo", *[torch.zeros(1)] * 3, correction_of([1.0], [True]), PRESETS["disabled"])
-    assert str(raised.value) == "--rollout-loss: unknown loss 'gspo'; known: ppo_clip"
+        policy_loss("ppo", *arguments)
+    assert str(raised.value) == f"--rollout-loss: unknown loss 'ppo'; known: {', '.join(sorted(LOSSES))}"
+    with pytest.raises(ValueError, match="--rollout-loss gspo looks at whole sequences; pass seq_ids and num_seq"):
+        policy_loss("gspo", *arguments)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("loss_name", LOSSES)
+def test_loss_when_tensors_hold_no_data_then_it_runs_since_nothing_is_read(loss_name, aggregation):
+    norm = aggregation == "seq-mean-token-sum-norm"
+    config = RolloutCorrectionConfig(
+        loss=loss_name, loss_aggregation=aggregation, loss_scale_length=4 if norm else None, kl_loss_coef=0.1,
+        entropy_coef=0.1,
+    )
+    now, old, advantages, reference, entropy, weights = torch.zeros(6, 5, device="meta").unbind()
+    now.requires_grad_()
+    mask, seq_ids = now > 0, torch.zeros(5, dtype=torch.int64, device="meta")
+    count = mask.sum().double()
+    correction = Correction(weights, mask, mask, mask[:2], count, count)
+    losses = policy_loss(
+        loss_name, now, old, advantages, correction, config, seq_ids=seq_ids, num_sequences=2,
+        ref_logprobs=reference, entropy=entropy, metrics={},
+    )
+    (losses * token_coefficients(correction, seq_ids, 2, config)).sum().backward()
+    assert now.grad.device.type == "meta"

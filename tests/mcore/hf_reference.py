@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 GROUPS, GROUP_SIZE = 4, 4
-CLIP, UPPER, GEO_LOW, GEO_HIGH = 0.2, 1.02, 0.98, 1.03
+CLIP, DUAL_CLIP, UPPER, GEO_LOW, GEO_HIGH = 0.2, 3.0, 1.02, 0.98, 1.03
 
 
 def make_samples(model, generator):
@@ -47,7 +47,7 @@ def main(model_dir, out):
         sample["old_shift"] = 0.25 * torch.randn(now.shape, generator=generator)
         sample["rollout"] = now + sample["old_shift"] + 0.1 * torch.randn(now.shape, generator=generator)
         sample["reward"] = float(torch.rand((), generator=generator))
-    total, valid, kept, clipped, rejected = 0.0, 0, 0, 0, 0
+    total, valid, kept, clipped, dual_clipped, rejected = 0.0, 0, 0, 0, 0, 0
     accepted = {}
     for index, sample in enumerate(samples):
         with torch.no_grad():
@@ -74,10 +74,15 @@ def main(model_dir, out):
             ratio = torch.exp(logprobs[t] - sample["old"][t])
             free = ratio * sample["advantage"]
             bounded = ratio.clamp(1 - CLIP, 1 + CLIP) * sample["advantage"]
-            total = total - sample["weights"][t] * torch.minimum(free, bounded)
+            surrogate = torch.minimum(free, bounded)
+            if surrogate < DUAL_CLIP * min(sample["advantage"], 0.0):
+                surrogate = torch.tensor(DUAL_CLIP * sample["advantage"])
+                dual_clipped += 1
+            total = total - sample["weights"][t] * surrogate
             kept += 1
             clipped += bool(bounded < free)
     assert 0 < rejected < len(samples) and 0 < clipped < kept, "the case must exercise rejection and clip"
+    assert dual_clipped > 0, "and the dual clip"
     (total / valid).backward()
     given = ("prompt", "output", "group", "old_shift", "rollout", "reward")
     torch.save({

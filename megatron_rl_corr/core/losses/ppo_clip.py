@@ -1,6 +1,6 @@
-"""PPO's clipped surrogate, weighted by the rollout correction.
+"""PPO's clipped surrogate with dual clip, weighted by the rollout correction; also GRPO's, Dr.GRPO's and DAPO's.
 
-T tokens.
+T tokens. Those differ from PPO in the clip's bounds, the advantage and the aggregation (config_losses.py).
 """
 
 from __future__ import annotations
@@ -10,34 +10,40 @@ from torch import Tensor
 
 from megatron_rl_corr.config import RolloutCorrectionConfig
 from megatron_rl_corr.core.correction import Correction
-from megatron_rl_corr.core.metrics import Mean, Metric
-from megatron_rl_corr.core.weights import LOG_CLAMP
+from megatron_rl_corr.core.losses.ratio import moved_log_ratio, record
+from megatron_rl_corr.core.metrics import Metric
 
 
 def ppo_clip(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, correction: Correction,
     config: RolloutCorrectionConfig, *, metrics: dict[str, Metric] | None = None,
 ) -> Tensor:
-    """-w min(r A, clip(r, 1 - low, 1 + high) A) per token, r = pi_theta / pi_old; 0 outside correction.mask.
+    """-w s per token, s = min(r A, clip(r, 1 - low, 1 + high) A), at least c A where A < 0; r = pi_theta / pi_old.
 
-    w, the weight of pi_old against pi_rollout, is constant in the step. Source: PPO, arXiv:1707.06347, eq. 7.
+    [T], 0 outside correction.mask; w, the weight of pi_old against pi_rollout, is constant in the step. Sources:
+    PPO, arXiv:1707.06347, eq. 7; the dual clip c, arXiv:1912.09729, eq. 5; unequal bounds, DAPO, arXiv:2503.14476.
     """
     mask = correction.mask
-    log_ratio = torch.where(mask, logprobs.float() - old_logprobs.float(), 0.0)
-    log_ratio = log_ratio.clamp(-LOG_CLAMP, LOG_CLAMP)
-    ratio = log_ratio.exp()
+    moved = moved_log_ratio(logprobs, old_logprobs, mask)
+    return clipped_surrogate(moved.exp(), moved, advantages, correction, config, metrics=metrics)
+
+
+def clipped_surrogate(
+    ratio: Tensor, moved: Tensor, advantages: Tensor, correction: Correction, config: RolloutCorrectionConfig, *,
+    metrics: dict[str, Metric] | None,
+) -> Tensor:
+    """The loss of `ppo_clip` for any ratio [T], a token's or its sequence's."""
+    mask, (low, high) = correction.mask, config.clip
     advantages = torch.where(mask, advantages.float(), 0.0)
-    low, high = config.clip
     free = ratio * advantages
     clipped = ratio.clamp(1.0 - low, 1.0 + high) * advantages
-    loss = -torch.where(mask, correction.weights, 0.0) * torch.minimum(free, clipped)
-    if metrics is not None:
-        moved = log_ratio.detach()
-        columns = torch.stack([
-            loss.detach(), (clipped < free).float(), moved.expm1() - moved, mask.float(),
-        ])
-        total, was_clipped, k3, count = columns.sum(dim=1, dtype=torch.float64).unbind()
-        metrics["policy"] = Mean(torch.stack([total, count]))
-        metrics["clip_fraction"] = Mean(torch.stack([was_clipped, count]))
-        metrics["old_new_k3_kl"] = Mean(torch.stack([k3, count]))
+    surrogate = torch.minimum(free, clipped)
+    fractions = {"clip_fraction": clipped < free}
+    if config.kind.dual_clip and config.clip_ratio_c is not None:
+        # Where A >= 0 the surrogate is not negative: a floor of 0 leaves it alone.
+        floor = advantages.clamp(max=0.0) * config.clip_ratio_c
+        fractions["dual_clip_fraction"] = surrogate < floor
+        surrogate = torch.maximum(surrogate, floor)
+    loss = -torch.where(mask, correction.weights, 0.0) * surrogate
+    record(metrics, mask, loss, moved, **fractions)
     return loss

@@ -1,0 +1,40 @@
+"""DPPO with the binary total-variation trust region: a token that has moved too far, in probability, is left out.
+
+T tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_rl_corr.config import RolloutCorrectionConfig
+from megatron_rl_corr.core.correction import Correction
+from megatron_rl_corr.core.losses.ratio import moved_log_ratio, record
+from megatron_rl_corr.core.metrics import Metric
+
+RATIO_CAP = 20.0
+"""A rare token's ratio may be huge inside the region, since its probability has hardly moved; verl's cap too."""
+
+
+def dppo_tv(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, correction: Correction,
+    config: RolloutCorrectionConfig, *, metrics: dict[str, Metric] | None = None,
+) -> Tensor:
+    """-w sg(min(r, 20)) A log pi_theta per token inside the region, r = pi_theta / pi_old; else 0. [T].
+
+    The region bounds the move in the direction of the update only: pi_theta - pi_old <= clip_ratio_high where
+    A > 0, >= -clip_ratio_low elsewhere. Source: DPPO, arXiv:2602.04879 (binary TV).
+    """
+    mask, (low, high) = correction.mask, config.clip
+    now = torch.where(mask, logprobs.float(), 0.0)
+    constant = now.detach()
+    old = torch.where(mask, old_logprobs.float(), 0.0)
+    moved = moved_log_ratio(constant, old, mask)
+    gain = constant.exp() - old.exp()
+    advantages = torch.where(mask, advantages.float(), 0.0)
+    outside = torch.where(advantages > 0, gain > high, gain < -low)
+    factor = moved.exp().clamp(max=RATIO_CAP) * torch.where(mask, correction.weights, 0.0) * advantages
+    loss = -torch.where(outside, 0.0, factor) * now
+    record(metrics, mask, loss, moved, clip_fraction=outside)
+    return loss

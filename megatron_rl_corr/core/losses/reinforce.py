@@ -1,0 +1,31 @@
+"""REINFORCE, weighted by the rollout correction; RLOO's loss too, whose baseline is in the advantage.
+
+T tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_rl_corr.config import RolloutCorrectionConfig
+from megatron_rl_corr.core.correction import Correction
+from megatron_rl_corr.core.losses.ratio import moved_log_ratio, record
+from megatron_rl_corr.core.metrics import Metric
+
+
+def reinforce(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, correction: Correction,
+    config: RolloutCorrectionConfig, *, metrics: dict[str, Metric] | None = None,
+) -> Tensor:
+    """-w A log pi_theta per token; [T], 0 outside correction.mask.
+
+    With two policies (bypass) w is of the current policy against pi_rollout, and constant. Sources: Williams 1992;
+    RLOO, arXiv:2402.14740.
+    """
+    mask = correction.mask
+    factor = torch.where(mask, correction.weights * advantages.float(), 0.0)
+    loss = -factor * torch.where(mask, logprobs.float(), 0.0)
+    if metrics is not None:
+        record(metrics, mask, loss, moved_log_ratio(logprobs.detach(), old_logprobs, mask))
+    return loss
