@@ -160,7 +160,13 @@ def parse(arguments: Sequence[str]) -> tuple[RolloutCorrectionConfig, RolloutOpt
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]}?" if near else "see --help"
             raise ValueError(f"unknown flag {name}; {hint}")
-    return correction_config(values), rollout_options(values)
+    config = correction_config(values)
+    if config.kl_loss_coef:
+        raise ValueError(
+            f"kl_loss_coef {config.kl_loss_coef} needs a reference policy, which the launcher does not load; set it to "
+            "0, or call policy_loss with ref_logprobs from your own loop"
+        )
+    return config, rollout_options(values)
 
 
 def correction_config(values: argparse.Namespace) -> RolloutCorrectionConfig:

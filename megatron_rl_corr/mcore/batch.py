@@ -120,6 +120,8 @@ class TrainingTargets:
     advantages: Tensor
     """[tokens] float32."""
     correction: Correction
+    coefficients: Tensor
+    """[tokens] float32: the loss of the global batch is the sum of coefficients x token losses."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,7 @@ def microbatches(
             first, last = start * length, (start + size) * length
             flat = slice(first, last)
             micro = replace(micro, targets=TrainingTargets(
-                targets.old_logprobs[flat], targets.advantages[flat], targets.correction.rows(first, last)
+                targets.old_logprobs[flat], targets.advantages[flat], targets.correction.rows(first, last),
+                targets.coefficients[flat],
             ))
         yield micro

@@ -1,6 +1,6 @@
 """The corrected policy loss as Megatron's schedules want it, in both modes of --calculate-per-token-loss.
 
-b rows of L tokens, V/tp vocabulary columns, M microbatches, N the loss's denominator over the global batch.
+b rows of L tokens, V/tp vocabulary columns, M microbatches.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from megatron_rl_corr.config import RolloutCorrectionConfig
 from megatron_rl_corr.core.losses import policy_loss
 from megatron_rl_corr.core.metrics import Metric
 from megatron_rl_corr.mcore.batch import Microbatch
+from megatron_rl_corr.parallel.groups import ParallelGroups
 from megatron_rl_corr.parallel.vocab import vocab_parallel_logprobs
 
 
@@ -49,25 +50,30 @@ class CorrectedLoss:
     """Megatron's calculate_per_token_loss."""
     global_positions: int
     """All positions of the global batch, padding included: global batch size x L."""
+    groups: ParallelGroups | None = None
+    """For a loss that looks at whole sequences."""
     metrics: list[dict[str, Metric]] = field(default_factory=list)
 
     def __call__(self, micro: Microbatch, logits: Tensor) -> tuple:
-        """The microbatch's share of (sum over the global batch of the token losses) / N.
+        """The microbatch's share of the sum over the global batch of coefficient x token loss.
 
         Off: a 2-tuple; the schedule multiplies it by cp and divides by M, DDP by dp * cp, which leaves
         M * dp to put back. On: a 3-tuple; the gradient is divided by the sum of the returned counts, so all
         positions are counted, and the loss scaled to match: MoE's auxiliary losses, which that division also
         meets, then do not grow where tokens are masked or rejected.
         """
-        targets = micro.targets
-        logprobs, _ = label_logprobs(logits, micro.labels, self.logprobs)
+        targets, (rows, length) = micro.targets, micro.labels.shape
+        logprobs, entropy = label_logprobs(
+            logits, micro.labels, self.logprobs, with_entropy=self.config.entropy_coef > 0
+        )
         metrics: dict[str, Metric] = {}
         losses = policy_loss(
             self.config.loss, logprobs, targets.old_logprobs, targets.advantages, targets.correction,
-            self.config, metrics=metrics,
+            self.config, entropy=entropy, metrics=metrics, num_sequences=rows, groups=self.groups,
+            seq_ids=torch.arange(rows, device=logits.device).repeat_interleave(length),
         )
         self.metrics.append(metrics)
-        share = losses.sum() / targets.correction.denominator(self.config.loss_denominator).float()
+        share = (losses * targets.coefficients).sum()
         if self.per_token:
             # A fill, not torch.tensor: copying a number from the host would wait for the device.
             count = torch.full((), losses.numel(), dtype=torch.int, device=losses.device)

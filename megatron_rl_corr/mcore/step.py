@@ -123,7 +123,7 @@ class CorrectedStep:
         loss = CorrectedLoss(
             self.config, self.logprobs, num_microbatches=rows // self.micro_batch_size,
             dp_size=self.layout.dp_size, per_token=per_token,
-            global_positions=self.global_batch_size * length,
+            global_positions=self.global_batch_size * length, groups=self.groups,
         )
         iterators = [
             RerunDataIterator(microbatches(batch, self.micro_batch_size, targets)) for _ in range(num_chunks)

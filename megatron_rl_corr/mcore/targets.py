@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_rl_corr.config import RolloutCorrectionConfig
 from megatron_rl_corr.core.advantages import group_advantages
+from megatron_rl_corr.core.aggregation import token_coefficients
 from megatron_rl_corr.core.correction import compute_correction
 from megatron_rl_corr.core.metrics import Max, Mean, Metric, Min, Std
 from megatron_rl_corr.mcore.batch import RolloutBatch, TrainingTargets
@@ -20,17 +21,24 @@ def make_targets(
     batch: RolloutBatch, old_logprobs: Tensor, config: RolloutCorrectionConfig, groups: ParallelGroups,
     *, group_size: int,
 ) -> TrainingTargets:
-    """Correct pi_old against pi_rollout, then take advantages over the rows that were not rejected."""
+    """Correct pi_old against pi_rollout, then take advantages over the rows that were not rejected.
+
+    The off-policy sequence mask looks at advantages before that: over all rows.
+    """
     rows, length = batch.tokens.shape
+    group = {"num_groups": rows // group_size, "kind": config.advantage_kind}
+    before = None
+    if any(rule.divergence == "opsm" for rule in config.rollout_rs):
+        before = group_advantages(batch.rewards, batch.group_ids, **group).repeat_interleave(length)
     correction = compute_correction(
         old_logprobs, batch.rollout_logprobs.reshape(-1), batch.loss_mask.reshape(-1), batch.seq_ids,
-        num_sequences=rows, config=config, groups=groups,
+        num_sequences=rows, config=config, groups=groups, advantages=before,
     )
     advantages = group_advantages(
-        batch.rewards, batch.group_ids, num_groups=rows // group_size, kind=config.advantage_kind,
-        in_baseline=correction.kept_sequences,
-    )
-    return TrainingTargets(old_logprobs, advantages.repeat_interleave(length), correction)
+        batch.rewards, batch.group_ids, **group, in_baseline=correction.kept_sequences
+    ).repeat_interleave(length)
+    coefficients = token_coefficients(correction, batch.seq_ids, rows, config, groups)
+    return TrainingTargets(old_logprobs, advantages, correction, coefficients)
 
 
 def batch_metrics(batch: RolloutBatch, targets: TrainingTargets, entropy: Tensor) -> dict[str, Metric]:

@@ -56,7 +56,7 @@ def cut(batch: RolloutBatch) -> list[dict]:
         -numbers, -numbers - 0.25, batch.loss_mask.reshape(-1), batch.seq_ids, num_sequences=4,
         config=RolloutCorrectionConfig(rollout_is="token", rollout_is_upper=2.0),
     )
-    micros = microbatches(batch, 2, TrainingTargets(numbers, numbers + 100, correction))
+    micros = microbatches(batch, 2, TrainingTargets(numbers, numbers + 100, correction, numbers + 200))
     return [
         {
             "tokens": micro.tokens, "labels": micro.labels, "position_ids": micro.position_ids,
