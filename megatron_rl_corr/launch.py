@@ -76,6 +76,10 @@ def _run(script: str, arguments: list[str], config, options) -> int:
 
 def _leave(status: int) -> int:
     """End at once: the other ranks may be gone, and an orderly shutdown would wait for them."""
+    import multiprocessing
+
+    for child in multiprocessing.active_children():  # checkpoint writers: os._exit would leave them behind
+        child.terminate()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

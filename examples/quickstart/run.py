@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -23,7 +24,12 @@ from running import Running  # noqa: E402
 
 from megatron_rl_corr import cpu  # noqa: E402
 from megatron_rl_corr.rollout.local_server import LocalServer, LocalServerError, free_port, print_wait  # noqa: E402
-from megatron_rl_corr.rollout.process_group import die_with_parent, end_group  # noqa: E402
+from megatron_rl_corr.rollout.process_group import (  # noqa: E402
+    adopt_orphans,
+    die_with_parent,
+    end_descendants,
+    end_group,
+)
 
 SHOWN = ("[rl-corr]", "[rollout]", "megatron_rl_corr")
 PROMPTS_A_KIND = 4
@@ -80,23 +86,32 @@ def training_command(out, model, url, options):
     ]  # fmt: skip
 
 
-def train(command, log_path, running):
+def train(command, log_path, running, server_group):
     """Run torchrun; its whole output goes to the log, the table and our messages to the screen. The exit status."""
+    adopt_orphans()
+    process = subprocess.Popen(
+        command, env=environment("megatron"), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, errors="replace", start_new_session=True, preexec_fn=die_with_parent(signal.SIGTERM),
+    )
+    running.add(process.pid)
+    output = threading.Thread(target=show, args=(process.stdout, log_path), daemon=True)
+    output.start()
+    try:
+        return process.wait()
+    finally:
+        end_group(process.pid, grace_s=5.0, reap=process.poll)
+        # torchrun's workers have sessions of their own, and the checkpoint writers they start outlive them.
+        end_descendants(keep_group=server_group)
+        output.join()
+
+
+def show(lines, log_path):
     with log_path.open("w") as log:
-        process = subprocess.Popen(
-            command, env=environment("megatron"), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, errors="replace", start_new_session=True, preexec_fn=die_with_parent(signal.SIGTERM),
-        )
-        running.add(process.pid)
-        try:
-            for line in process.stdout:
-                log.write(line)
-                log.flush()
-                if line.startswith(SHOWN) and "FAILED" not in line:
-                    print(line, end="", flush=True)
-            return process.wait()
-        finally:
-            end_group(process.pid, grace_s=5.0, reap=process.poll)
+        for line in lines:
+            log.write(line)
+            log.flush()
+            if line.startswith(SHOWN) and "FAILED" not in line:
+                print(line, end="", flush=True)
 
 
 def run(options, out, running):
@@ -120,7 +135,8 @@ def run(options, out, running):
         server.wait_ready(on_wait=print_wait)
         print_wait.done(f"{server.url} is ready after {time.monotonic() - started:.0f} s")
         say(f"3/4 training with 4 processes, TP 2 x PP 2 x EP 2; their log is {out / 'train.log'}")
-        status = train(training_command(out, model, server.url, options), out / "train.log", running)
+        command = training_command(out, model, server.url, options)
+        status = train(command, out / "train.log", running, server.pid)
     finally:
         server.stop()
     if status:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
 
 
 def group_members(group: int) -> list[int]:
@@ -62,6 +63,42 @@ def end_group(group: int, *, grace_s: float, reap: Callable[[], object]) -> None
         raise RuntimeError(
             f"processes {left} of group {group} outlived SIGKILL; they wait on the kernel, look at them"
         )
+
+
+def adopt_orphans() -> None:
+    """From now on a descendant whose parent has ended becomes a child of this process, and can be found by it."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def descendants(ancestor: int) -> list[int]:
+    """The ids of the living processes below `ancestor`, in whatever groups and sessions they are."""
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            state, parent, _ = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # ended since the listing
+        parents[int(entry.name)] = int(parent), state not in "ZX"
+    below, waiting = [], [ancestor]
+    while waiting:
+        parent = waiting.pop()
+        children = [pid for pid, (of, _) in parents.items() if of == parent]
+        waiting += children
+        below += [pid for pid in children if parents[pid][1]]
+    return below
+
+
+def end_descendants(*, keep_group: int) -> None:
+    """SIGKILL everything below this process but the group `keep_group`; for a process that adopts orphans."""
+    kept = set(group_members(keep_group))
+    for pid in descendants(os.getpid()):
+        if pid not in kept:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue  # ended since the listing
 
 
 def die_with_parent(sent: signal.Signals = signal.SIGKILL) -> Callable[[], None]:

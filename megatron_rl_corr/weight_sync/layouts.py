@@ -47,7 +47,7 @@ class Sharded:
         return [torch.cat(list(shards), dim=self.dim)]
 
     def split(self, tensors, rank, size):
-        return tensors[0].chunk(size, dim=self.dim)[rank]
+        return _cut(tensors[0], self.dim, rank, size)
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Vocabulary:
     def split(self, tensors, rank, size):
         [whole] = tensors
         padding = whole.new_zeros(self.padded_size - whole.shape[0], *whole.shape[1:])
-        return torch.cat([whole, padding]).chunk(size, dim=0)[rank]
+        return _cut(torch.cat([whole, padding]), 0, rank, size)
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class GatedUp:
         return [torch.cat([half[i] for half in halves], dim=0) for i in range(2)]
 
     def split(self, tensors, rank, size):
-        return torch.cat([tensor.chunk(size, dim=0)[rank] for tensor in tensors], dim=0)
+        return torch.cat([_cut(tensor, 0, rank, size) for tensor in tensors], dim=0)
 
 
 @dataclass(frozen=True)
@@ -111,3 +111,13 @@ class GroupedQKV:
         heads = (self.heads // self.groups, 1, 1)
         parts = [t.view(self.groups, n, self.head_dim, *rest) for t, n in zip(tensors, heads, strict=True)]
         return torch.cat(parts, dim=1).chunk(size, dim=0)[rank].reshape(-1, *rest)
+
+
+def _cut(tensor: Tensor, dim: int, rank: int, size: int) -> Tensor:
+    """The rank's even part of a tensor; ValueError where there is none."""
+    if tensor.shape[dim] % size:
+        raise ValueError(
+            f"a tensor-parallel size of {size} does not divide dimension {dim} of a weight of shape "
+            f"{tuple(tensor.shape)}; use a divisor of {tensor.shape[dim]}"
+        )
+    return tensor.chunk(size, dim=dim)[rank]

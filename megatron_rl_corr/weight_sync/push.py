@@ -26,15 +26,18 @@ def push_weights(
         for stage in range(exporter.num_stages):
             mine = stage == exporter.stage
             all_reduce_failure(_send_stage(exporter, client, bucket_bytes) if mine else None)
-        all_reduce_failure(_failure_of(lambda: client.end(version)) if exporter.leads else None)
+        all_reduce_failure(_failure_of(lambda: _finish(client, version)) if exporter.leads else None)
     except BaseException as error:
         if exporter.leads:
             failure = _failure_of(client.abandon)
             if failure is not None:
                 error.add_note(f"and the servers could not be told to go on: {failure}")
         raise
-    if exporter.leads:
-        client.resume()
+
+
+def _finish(client: WeightServers, version: str) -> None:
+    client.end(version)
+    client.resume()
 
 
 def _send_stage(exporter: StageExporter, client: WeightServers, bucket_bytes: int) -> RolloutError | None:

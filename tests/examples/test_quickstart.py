@@ -16,7 +16,7 @@ from megatron_rl_corr.rollout.process_group import group_members
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = ROOT / "examples/quickstart/run.py"
-START_S = 240
+MARK = "TEST_QUICKSTART_OUT"
 
 
 class Quickstart:
@@ -26,7 +26,8 @@ class Quickstart:
         self.out = out
         self.lines = []
         self.process = subprocess.Popen(
-            [sys.executable, RUN, "--out", out, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [sys.executable, RUN, "--out", out, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env={**os.environ, MARK: str(out)},
         )
 
     def __enter__(self):
@@ -60,16 +61,16 @@ class Quickstart:
 
 
 def left_of(out):
-    """Command lines of living processes that name the run's folder."""
+    """Command lines of living processes that inherited the run's mark, in whatever group or session they are."""
+    mark = f"{MARK}={out}".encode()
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             try:
-                command = (entry / "cmdline").read_bytes()
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            if str(out).encode() in command:
-                found.append(command)
+                if mark in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append((entry / "cmdline").read_bytes().replace(b"\0", b" "))
+            except (FileNotFoundError, ProcessLookupError, PermissionError):
+                continue  # ended since the listing, or somebody else's
     return found
 
 
@@ -164,4 +165,4 @@ def test_stop_or_ctrl_c_in_mid_run_then_no_process_is_left(tmp_path):
         subprocess.run([sys.executable, RUN, "--stop"], check=True, timeout=60)
         assert quickstart.finish() == 143
     assert group_members(server) == []
-    assert left_of(tmp_path) == []
+    assert left_of(tmp_path / "run") == [] and left_of(tmp_path / "again") == []

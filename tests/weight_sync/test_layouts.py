@@ -112,3 +112,10 @@ def test_split_then_merge_when_over_any_number_of_ranks_then_the_same_tensors(la
     # All ranks hold equally much, and together all of it (with the padding).
     shards = [layout.split(tensors, rank, size) for rank in range(size)]
     assert len({shard.shape for shard in shards}) == 1
+
+
+@pytest.mark.parametrize("layout", [Sharded(0), GatedUp()])
+def test_split_when_the_size_does_not_divide_the_weight_then_both_are_named(layout):
+    weight = torch.zeros(6, 2)
+    with pytest.raises(ValueError, match=r"size of 4 does not divide dimension 0 of a weight of shape \(6, 2\)"):
+        layout.split([weight, weight], 0, 4)
