@@ -5,16 +5,18 @@ b rows of L tokens, V/tp vocabulary columns, M microbatches.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_rl_corr.config import RolloutCorrectionConfig
+from megatron_rl_corr.core.correction import Correction, compute_correction
 from megatron_rl_corr.core.losses import policy_loss
+from megatron_rl_corr.core.losses.penalties import mean_entropy
 from megatron_rl_corr.core.metrics import Metric
-from megatron_rl_corr.mcore.batch import Microbatch
+from megatron_rl_corr.mcore.batch import Microbatch, TrainingTargets
 from megatron_rl_corr.parallel.groups import ParallelGroups
 from megatron_rl_corr.parallel.vocab import vocab_parallel_logprobs
 
@@ -53,6 +55,8 @@ class CorrectedLoss:
     groups: ParallelGroups | None = None
     """For a loss that looks at whole sequences."""
     metrics: list[dict[str, Metric]] = field(default_factory=list)
+    corrections: list[dict[str, Metric]] = field(default_factory=list)
+    """Metrics of the corrections that bypass mode makes here."""
 
     def __call__(self, micro: Microbatch, logits: Tensor) -> tuple:
         """The microbatch's share of the sum over the global batch of coefficient x token loss.
@@ -62,15 +66,19 @@ class CorrectedLoss:
         positions are counted, and the loss scaled to match: MoE's auxiliary losses, which that division also
         meets, then do not grow where tokens are masked or rejected.
         """
-        targets, (rows, length) = micro.targets, micro.labels.shape
+        config, targets, (rows, length) = self.config, micro.targets, micro.labels.shape
         logprobs, entropy = label_logprobs(
-            logits, micro.labels, self.logprobs, with_entropy=self.config.entropy_coef > 0
+            logits, micro.labels, self.logprobs, with_entropy=config.bypass_mode or config.entropy_coef > 0
         )
+        seq_ids = torch.arange(rows, device=logits.device).repeat_interleave(length)
         metrics: dict[str, Metric] = {}
+        correction = targets.correction
+        if config.bypass_mode:
+            metrics["entropy"] = mean_entropy(entropy, correction.valid)
+            correction = self._correct(targets, logprobs.detach(), seq_ids, rows)
         losses = policy_loss(
-            self.config.loss, logprobs, targets.old_logprobs, targets.advantages, targets.correction,
-            self.config, entropy=entropy, metrics=metrics, num_sequences=rows, groups=self.groups,
-            seq_ids=torch.arange(rows, device=logits.device).repeat_interleave(length),
+            config.loss, logprobs, targets.old_logprobs, targets.advantages, correction, config,
+            entropy=entropy, metrics=metrics, seq_ids=seq_ids, num_sequences=rows, groups=self.groups,
         )
         self.metrics.append(metrics)
         share = (losses * targets.coefficients).sum()
@@ -79,3 +87,13 @@ class CorrectedLoss:
             count = torch.full((), losses.numel(), dtype=torch.int, device=losses.device)
             return share * self.global_positions, count, {}
         return share * (self.num_microbatches * self.dp_size), {}
+
+    def _correct(self, targets: TrainingTargets, logprobs: Tensor, seq_ids: Tensor, rows: int) -> Correction:
+        """Two policies: the current one against pi_rollout, over one microbatch."""
+        correction = compute_correction(
+            logprobs, targets.old_logprobs, targets.correction.valid, seq_ids, num_sequences=rows, config=self.config,
+            # What the batch has in all is known, and the other replicas may be at another microbatch.
+            groups=None if self.groups is None else replace(self.groups, dp_cp=None), advantages=targets.advantages,
+        )
+        self.corrections.append(correction.metrics)
+        return correction

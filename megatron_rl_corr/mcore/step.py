@@ -23,7 +23,7 @@ from megatron_rl_corr.mcore.collection import Collector
 from megatron_rl_corr.mcore.forward_step import make_forward_step
 from megatron_rl_corr.mcore.loss import CorrectedLoss, LogprobSettings
 from megatron_rl_corr.mcore.scoring import score
-from megatron_rl_corr.mcore.targets import batch_metrics, make_targets
+from megatron_rl_corr.mcore.targets import batch_metrics, make_bypass_targets, make_targets
 from megatron_rl_corr.parallel.groups import ParallelGroups
 from megatron_rl_corr.parallel.reduce import all_gather_metrics, merge
 
@@ -73,14 +73,8 @@ class CorrectedStep:
         times = StepTimes()
         batch = self.collector.collect(iteration, version=iteration)
         times.mark("collect")
-        with compat.gathered_parameters(model, optimizer):
-            scored = score(model, batch, self.logprobs, micro_batch_size=self.micro_batch_size)
+        targets, metrics = self._targets(batch, model, optimizer)
         times.mark("score")
-        targets, metrics = None, {}
-        if scored is not None:
-            old_logprobs, entropy = scored
-            targets = make_targets(batch, old_logprobs, self.config, self.groups, group_size=self.group_size)
-            metrics = batch_metrics(batch, targets, entropy)
         if self._broadcast_kept_tokens(targets) > 0:
             result, loss_metrics = self._train(train_step, batch, targets, len(model), per_token)
             metrics |= loss_metrics
@@ -92,6 +86,23 @@ class CorrectedStep:
         times.mark("push")
         self._log(iteration, metrics, result, times)
         return result
+
+    def _targets(
+        self, batch: RolloutBatch, model: list, optimizer: Any
+    ) -> tuple[TrainingTargets | None, dict[str, Metric]]:
+        """What the loss needs, and the batch's metrics; None and none but on the last stage."""
+        if self.config.bypass_mode:
+            if not self.layout.is_last_stage:
+                return None, {}
+            targets = make_bypass_targets(batch, self.config, self.groups, group_size=self.group_size)
+            return targets, batch_metrics(batch, targets, None)
+        with compat.gathered_parameters(model, optimizer):
+            scored = score(model, batch, self.logprobs, micro_batch_size=self.micro_batch_size)
+        if scored is None:
+            return None, {}
+        old_logprobs, entropy = scored
+        targets = make_targets(batch, old_logprobs, self.config, self.groups, group_size=self.group_size)
+        return targets, batch_metrics(batch, targets, entropy)
 
     def _broadcast_kept_tokens(self, targets: TrainingTargets | None) -> float:
         """Tokens of the global batch that the loss keeps, known to the last stage, on every stage.
@@ -129,7 +140,8 @@ class CorrectedStep:
             RerunDataIterator(microbatches(batch, self.micro_batch_size, targets)) for _ in range(num_chunks)
         ]
         result = train_step(make_forward_step(loss), iterators if num_chunks > 1 else iterators[0])
-        return result, {f"loss/{name}": metric for name, metric in merge(loss.metrics).items()}
+        metrics = {f"loss/{name}": metric for name, metric in merge(loss.metrics).items()}
+        return result, metrics | {f"rollout_corr/{name}": m for name, m in merge(loss.corrections).items()}
 
     def _log(self, iteration: int, metrics: dict[str, Metric], result: tuple, times: StepTimes) -> None:
         if not self.layout.is_last_stage:

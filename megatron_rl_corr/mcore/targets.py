@@ -5,6 +5,8 @@ N samples of L tokens; all flat tensors have N * L entries.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,7 @@ from megatron_rl_corr.config import RolloutCorrectionConfig
 from megatron_rl_corr.core.advantages import group_advantages
 from megatron_rl_corr.core.aggregation import token_coefficients
 from megatron_rl_corr.core.correction import compute_correction
+from megatron_rl_corr.core.losses.penalties import mean_entropy
 from megatron_rl_corr.core.metrics import Max, Mean, Metric, Min, Std
 from megatron_rl_corr.mcore.batch import RolloutBatch, TrainingTargets
 from megatron_rl_corr.parallel.groups import ParallelGroups
@@ -41,15 +44,34 @@ def make_targets(
     return TrainingTargets(old_logprobs, advantages, correction, coefficients)
 
 
-def batch_metrics(batch: RolloutBatch, targets: TrainingTargets, entropy: Tensor) -> dict[str, Metric]:
-    """Rewards, lengths, staleness, entropy and the correction's own metrics, under their logged names."""
+def make_bypass_targets(
+    batch: RolloutBatch, config: RolloutCorrectionConfig, groups: ParallelGroups, *, group_size: int
+) -> TrainingTargets:
+    """Two policies: pi_rollout is pi_old, and the loss corrects the current policy against it.
+
+    Nothing is rejected before the loss, so every row that has tokens is in its group's baseline.
+    """
+    rows, length = batch.tokens.shape
+    rollout = batch.rollout_logprobs.reshape(-1)
+    whole = compute_correction(
+        rollout, rollout, batch.loss_mask.reshape(-1), batch.seq_ids, num_sequences=rows,
+        config=RolloutCorrectionConfig(), groups=groups,
+    )
+    advantages = group_advantages(
+        batch.rewards, batch.group_ids, num_groups=rows // group_size, kind=config.advantage_kind,
+        in_baseline=whole.kept_sequences,
+    ).repeat_interleave(length)
+    coefficients = token_coefficients(whole, batch.seq_ids, rows, config, groups)
+    return TrainingTargets(rollout, advantages, replace(whole, metrics={}), coefficients)
+
+
+def batch_metrics(batch: RolloutBatch, targets: TrainingTargets, entropy: Tensor | None) -> dict[str, Metric]:
+    """Rewards, lengths, staleness, entropy (if scored) and the correction's own, under their logged names."""
     rewards, ones = batch.rewards.double(), torch.ones_like(batch.rewards, dtype=torch.float64)
     lengths, lags = batch.loss_mask.sum(dim=1).double(), batch.version_lags.double()
     total, squares, count, length, lag = torch.stack(
         [rewards, rewards.square(), ones, lengths, lags]
     ).sum(dim=1).unbind()
-    valid = targets.correction.valid
-    seen = torch.stack([torch.where(valid, entropy, 0.0), valid.float()]).sum(dim=1, dtype=torch.float64)
     metrics: dict[str, Metric] = {
         "reward/mean": Mean(torch.stack([total, count])),
         "reward/std": Std(torch.stack([total, squares, count])),
@@ -58,6 +80,7 @@ def batch_metrics(batch: RolloutBatch, targets: TrainingTargets, entropy: Tensor
         "response_length/mean": Mean(torch.stack([length, count])),
         "weight_lag": Max(lags.amax()[None]),
         "weight_lag_mean": Mean(torch.stack([lag, count])),
-        "loss/entropy": Mean(seen),
     }
+    if entropy is not None:
+        metrics["loss/entropy"] = mean_entropy(entropy, targets.correction.valid)
     return metrics | {f"rollout_corr/{name}": metric for name, metric in targets.correction.metrics.items()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_rl_corr.core.metrics import Mean
 from megatron_rl_corr.core.weights import LOG_CLAMP
 
 KL_CLAMP = 10.0
@@ -34,3 +35,9 @@ def reference_kl(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, kind: str
 def entropy_bonus(entropy: Tensor, mask: Tensor) -> Tensor:
     """Entropy of each kept token's distribution, [T]; 0 outside the mask."""
     return torch.where(mask, entropy.float(), 0.0)
+
+
+def mean_entropy(entropy: Tensor, mask: Tensor) -> Mean:
+    """The mean of `entropy` [T] over the tokens of the mask."""
+    seen = torch.stack([entropy_bonus(entropy.detach(), mask), mask.float()])
+    return Mean(seen.sum(dim=1, dtype=torch.float64))

@@ -1,0 +1,60 @@
+"""Two policies on one rank: saves the loss and its gradient in the logits for test_bypass.py; bypass_worker.py FILE."""
+
+import sys
+
+import torch
+
+from megatron_rl_corr.config import RejectionRule, RolloutCorrectionConfig
+from megatron_rl_corr.mcore.batch import RolloutBatch, microbatches
+from megatron_rl_corr.mcore.loss import CorrectedLoss, LogprobSettings
+from megatron_rl_corr.mcore.targets import make_bypass_targets
+from megatron_rl_corr.parallel.groups import ParallelGroups
+from megatron_rl_corr.parallel.reduce import merge
+
+CONFIGS = {
+    "ppo_clip": RolloutCorrectionConfig(
+        bypass_mode=True, rollout_rs=(RejectionRule("seq_mean", "ratio", 0.5, 2.0),), advantage="raw"
+    ),
+    "reinforce": RolloutCorrectionConfig(
+        bypass_mode=True, loss="reinforce", rollout_is="token", rollout_is_upper=1.5, advantage="raw",
+        rollout_rs=(RejectionRule("seq_mean", "ratio", 0.5, 2.0), RejectionRule("seq_mean", "opsm", upper=0.1)),
+    ),
+}
+
+
+def main(path: str) -> None:
+    generator = torch.Generator().manual_seed(3)
+    rows, length, vocab = 4, 6, 7
+    logits = torch.randn(rows, length, vocab, generator=generator)
+    labels = torch.randint(0, vocab, (rows, length), generator=generator)
+    now = torch.log_softmax(logits.double(), -1).gather(2, labels[..., None])[..., 0].float()
+    rollout = now + 0.3 * torch.randn(rows, length, generator=generator)
+    rollout[1] -= 2.0  # row 1's mean ratio is far above 2
+    rollout[2] += 0.5  # row 2's mean of -D is above 0.1, and its advantage negative
+    mask = torch.rand(rows, length, generator=generator) < 0.7
+    mask[:, 0] = True
+    rollout[0, 0] = float("nan")
+    batch = RolloutBatch(
+        labels, labels, mask, rollout, torch.tensor([1.0, 2.0, -1.0, 0.5]), torch.tensor([0, 0, 1, 1]),
+        torch.zeros(rows),
+    )
+    saved = {"logits": logits, "labels": labels, "rollout": rollout, "mask": mask, "rewards": batch.rewards}
+    for name, config in CONFIGS.items():
+        groups = ParallelGroups()
+        targets = make_bypass_targets(batch, config, groups, group_size=2)
+        loss = CorrectedLoss(
+            config, LogprobSettings(None, 1.0, vocab), num_microbatches=2, dp_size=1, per_token=False,
+            global_positions=rows * length, groups=groups,
+        )
+        leaf = logits.clone().requires_grad_()
+        parts = [loss(micro, leaf[2 * i : 2 * i + 2])[0] for i, micro in enumerate(microbatches(batch, 2, targets))]
+        total = sum(parts) / 2  # the schedule divides by the number of microbatches
+        total.backward()
+        numbers = {key: metric.value() for key, metric in merge(loss.corrections).items()}
+        saved[name] = {"loss": total.detach(), "grad": leaf.grad, "kept_fraction": numbers["kept_fraction"],
+                       "entropy": merge(loss.metrics)["entropy"].value()}
+    torch.save(saved, path)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,63 @@
+"""Two policies: the current one is corrected against pi_rollout in the loss, one microbatch at a time."""
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_rl_corr.cpu import environment
+
+HERE = Path(__file__).resolve().parent
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> dict:
+    """What bypass_worker.py saved: it imports Megatron, which this process must not."""
+    path = tmp_path_factory.mktemp("bypass") / "bypass.pt"
+    done = subprocess.run(
+        [sys.executable, HERE / "bypass_worker.py", path], env=environment("megatron"), capture_output=True,
+        text=True, timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return torch.load(path)
+
+
+def naive(made: dict, loss: str) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """Loss, gradient and kept fraction, token by token in float64."""
+    logits = made["logits"].double().requires_grad_()
+    logprobs = torch.log_softmax(logits, -1)
+    total, valid, kept = torch.zeros((), dtype=torch.float64), 0, 0
+    for row, label_row in enumerate(made["labels"].tolist()):
+        tokens = [
+            t for t in range(len(label_row)) if made["mask"][row, t] and made["rollout"][row, t].isfinite()
+        ]
+        valid += len(tokens)
+        now = [logprobs[row, t, label_row[t]] for t in tokens]
+        d = [float(p.detach()) - float(made["rollout"][row, t]) for p, t in zip(now, tokens, strict=True)]
+        mean, advantage = sum(d) / len(d), float(made["rewards"][row])
+        if not 0.5 <= math.exp(mean) <= 2.0 or (loss == "reinforce" and -mean > 0.1 and advantage < 0):
+            continue
+        kept += len(tokens)
+        for p, t, log_ratio in zip(now, tokens, d, strict=True):
+            if loss == "reinforce":
+                total = total - min(math.exp(log_ratio), 1.5) * advantage * p
+                continue
+            ratio = (p - made["rollout"][row, t].double()).exp()
+            surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+            total = total - (surrogate if advantage > 0 else torch.maximum(surrogate, torch.tensor(3.0 * advantage)))
+    (total / valid).backward()
+    return total.detach() / valid, logits.grad, kept / valid
+
+
+@pytest.mark.parametrize(("loss", "rejected_rows"), [("ppo_clip", [1]), ("reinforce", [1, 2])])
+def test_bypass_when_rows_are_rejected_in_the_loss_then_the_naive_loss_and_gradient(made, loss, rejected_rows):
+    total, gradient, kept_fraction = naive(made, loss)
+    result = made[loss]
+    assert result["loss"].item() == pytest.approx(total.item(), rel=1e-5)
+    torch.testing.assert_close(result["grad"].double(), gradient, rtol=1e-4, atol=1e-7)
+    assert [row for row in range(4) if not result["grad"][row].any()] == rejected_rows
+    assert result["kept_fraction"] == pytest.approx(kept_fraction)
+    assert math.isfinite(result["entropy"])
