@@ -14,12 +14,13 @@ from torch import Tensor
 from megatron_rl_corr.config import RolloutCorrectionConfig
 from megatron_rl_corr.core import diagnostics
 from megatron_rl_corr.core.decisions import KeepMasks, decide
-from megatron_rl_corr.core.metrics import Max, Metric, Min
+from megatron_rl_corr.core.metrics import Max, Metric
 from megatron_rl_corr.core.moments import MomentTable, constant
+from megatron_rl_corr.core.rejection import ROW
 from megatron_rl_corr.core.segments import segment_sums, turn_segments
 from megatron_rl_corr.core.sequence_diagnostics import sequence_metrics
 from megatron_rl_corr.core.sequence_table import SequenceTable
-from megatron_rl_corr.core.weights import bound_weights, segment_weights
+from megatron_rl_corr.core.weights import LOG_CLAMP, bound_weights
 
 if TYPE_CHECKING:
     from megatron_rl_corr.parallel.groups import ParallelGroups
@@ -96,39 +97,45 @@ def compute_correction(
     weighted, rules = config.rollout_is is not None, tuple(rule.name for rule in config.rollout_rs)
     if config.rollout_m2_threshold is not None:
         rules += ("m2",)
-    table = MomentTable(_rows(weighted, rules, turn_ids), len(train), train.device)
-    diagnostics.fill_base_rows(table, train, rollout, difference, size, valid, in_mask)
-    turns = None if turn_ids is None else _turns(config, seq_ids, turn_ids)
-    if turn_ids is not None:
-        torch.eq(turn_ids, 0, out=table.row("first_turn"))
+    looked_at = advantages if any(rule.divergence == "opsm" for rule in config.rollout_rs) else None
+    table = MomentTable(_rows(config, rules, turn_ids), len(train), train.device)
+    diagnostics.fill_base_rows(
+        table, train, rollout, difference, size, valid, in_mask, turn_ids=turn_ids, advantages=looked_at
+    )
 
-    keep: KeepMasks = decide(config, table, valid, seq_ids, num_sequences, groups, turns, advantages)
+    turns = None if turn_ids is None else _turns(config, seq_ids, turn_ids)
+    keep: KeepMasks = decide(config, table, valid, seq_ids, num_sequences, groups, turns)
     weights = _weights(config, table, keep.sequences, seq_ids, turns) if weighted else valid.float()
-    normaliser, totals = _batch_mean(config, table, diagnostics.kept_row(rules), groups)
-    if normaliser is not None:
-        weights = table.row("weight").div_(normaliser).float()
+    totals = None
+    if config.rollout_is_batch_normalize:
+        totals = table.totals() if groups is None else groups.all_reduce_dp_cp(table.totals())
+        weights = _normalized(table, totals)
+    if weighted:
+        nothing = constant((torch.inf,), torch.float64, weights.device)
+        torch.where(valid, table.row("weight"), nothing, out=table.row("weight_or_inf"))
 
     metrics, own_totals = diagnostics.token_metrics(table, weighted=weighted, rules=rules, turns=turn_ids is not None)
-    if totals is None:
+    if totals is not None:
+        totals = [totals[table.index(row)] for row in ("one", diagnostics.kept_row(rules), "e", "d")]
+    else:
         totals = own_totals if groups is None else groups.all_reduce_dp_cp(own_totals.clone())
     metrics |= sequence_metrics(
-        keep.sequences, keep.kept_sequences if keep.takes_sequences else None,
-        owner=groups is None or groups.cp_rank == 0,
+        keep.sequences, has_kept=keep.takes_sequences, owner=groups is None or groups.cp_rank == 0
     )
-    if weighted:
-        present = torch.where(valid, table.row("weight"), constant((torch.inf,), torch.float64, weights.device))
-        metrics["weight_min"] = Min(_amin(present))
     return _finish(config, weights, keep, valid, totals, metrics)
 
 
-def _rows(weighted: bool, rules: tuple[str, ...], turn_ids: Tensor | None) -> tuple[str, ...]:
-    names = diagnostics.BASE_ROWS
-    if weighted:
-        names += ("weight", "out_of_bounds")
+def _rows(config: RolloutCorrectionConfig, rules: tuple[str, ...], turn_ids: Tensor | None) -> tuple[str, ...]:
+    """Names of the moment table's rows."""
+    optional = {ROW[rule.divergence] for rule in config.rollout_rs}
+    optional |= {"advantage"} if any(rule.divergence == "opsm" for rule in config.rollout_rs) else set()
+    optional |= set() if config.rollout_m2_threshold is None else {"square"}
+    optional |= set() if turn_ids is None else {"turns"}
+    names = diagnostics.base_rows(optional)
+    if config.rollout_is is not None:
+        names += ("weight", "out_of_bounds", "weight_or_inf")
     names += tuple(f"rule/{rule}" for rule in rules)
-    if len(rules) > 1:
-        names += ("kept",)
-    return names + (("first_turn",) if turn_ids is not None else ())
+    return names + (("kept",) if len(rules) > 1 else ())
 
 
 def _turns(config: RolloutCorrectionConfig, seq_ids: Tensor, turn_ids: Tensor) -> Tensor | None:
@@ -142,32 +149,23 @@ def _weights(
     turns: Tensor | None,
 ) -> Tensor:
     """The bounded weights [T] float32; the rows `weight` and `out_of_bounds` hold them, and where the bounds acted."""
-    raw = table.row("weight")
+    weight = table.row("weight")
     if config.rollout_is == "token":
-        torch.add(table.row("e"), 1.0, out=raw)
+        torch.add(table.row("e"), table.row("one"), out=weight)
     elif config.rollout_is == "turn":
         [total] = segment_sums(table.row("d")[None], turns, len(turns))
-        segment_weights(total, turns, raw)
+        torch.index_select(total.clamp_(-LOG_CLAMP, LOG_CLAMP).exp_(), 0, turns, out=weight)
     else:
-        log_weight = (sequences.sums if config.rollout_is == "sequence" else sequences.means)["d"]
-        segment_weights(log_weight, seq_ids, raw)
-    weights = bound_weights(config, raw, table.row("one"), table.row("out_of_bounds"))
-    raw.copy_(weights)
-    return weights
+        log_weight = sequences.log_product if config.rollout_is == "sequence" else sequences.means["d"]
+        torch.index_select(log_weight.exp(), 0, seq_ids, out=weight)
+    return bound_weights(config, weight, table.row("one"), table.row("out_of_bounds"))
 
 
-def _batch_mean(
-    config: RolloutCorrectionConfig, table: MomentTable, kept: str, groups: ParallelGroups | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """The mean weight of the global batch and the batch's totals, where weights are batch-normalised."""
-    if not config.rollout_is_batch_normalize:
-        return None, None
-    totals = torch.stack([table.row(row) for row in ("one", kept, "e", "d", "weight")]).sum(dim=1)
-    if groups is not None:
-        totals = groups.all_reduce_dp_cp(totals)
-    mean = totals[4] / totals[0].clamp(min=1)
+def _normalized(table: MomentTable, totals: Tensor) -> Tensor:
+    """The weights [T] float32 over their mean in the global batch; totals [K] of the table's rows."""
+    mean = totals[table.index("weight")] / totals[table.index("one")].clamp(min=1)
     # With every weight 0 (all masked by IcePop) there is no scale to remove: they stay 0.
-    return torch.where(mean > 0, mean, 1.0), totals[:4]
+    return table.row("weight").div_(torch.where(mean > 0, mean, 1.0)).float()
 
 
 def _finish(config, weights, keep: KeepMasks, valid, totals, metrics) -> Correction:
@@ -180,14 +178,9 @@ def _finish(config, weights, keep: KeepMasks, valid, totals, metrics) -> Correct
         if not config.diagnostics_only:
             kept_tokens = torch.where(filtered, 0.0, kept_tokens)
     if config.diagnostics_only:
-        present = keep.sequences.sums["count"] > 0
+        present = keep.sequences.present > 0
         return Correction(valid.float(), valid, valid, present, valid_tokens, valid_tokens, metrics)
     return Correction(weights, keep.mask, valid, keep.kept_sequences, valid_tokens, kept_tokens, metrics)
-
-
-def _amin(values: Tensor) -> Tensor:
-    """Smallest entry, [1]; inf where there is none."""
-    return values.amin()[None] if len(values) else values.new_full((1,), torch.inf)
 
 
 def _check_inputs(config, groups, train, rollout, loss_mask, seq_ids, turn_ids, advantages) -> None:

@@ -6,7 +6,7 @@ T tokens; D = log pi_train - log pi_rollout (subtracted in float32), rho = e^D, 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 
 import torch
@@ -19,42 +19,67 @@ from megatron_rl_corr.core.weights import LOG_CLAMP
 # Where k3 = e^D - 1 - D reaches 10: the clamped metrics let no token weigh more, as verl's KL penalty does.
 CLAMPED = (-10.9999833, 2.610868638)
 
-# Lower and upper, of the rows d, abs_clamped and d_clamped.
-_CLAMPS = (((-LOG_CLAMP,), (0.0,), (CLAMPED[0],)), ((LOG_CLAMP,), (LOG_CLAMP,), (CLAMPED[1],)))
+# Lower and upper, of the rows abs_clamped, d_clamped, train, rollout and d.
+_CLAMPS = (
+    ((0.0,), (CLAMPED[0],), (-math.inf,), (-math.inf,), (-LOG_CLAMP,)),
+    ((LOG_CLAMP,), (CLAMPED[1],), (math.inf,), (math.inf,), (LOG_CLAMP,)),
+)
 
 BANDS = ("below_1e-4", "1e-4_to_1e-3", "1e-3_to_1e-2", "1e-2_to_1e-1", "above_1e-1")
-_NESTED = ("p_1e-4", "p_1e-3", "p_1e-2", "p_1e-1")
-_EDGES = tuple((math.log(10.0**-power),) for power in (4, 3, 2, 1))
+_EDGES = tuple(math.log(10.0**-power) for power in (4, 3, 2, 1))
+_BAND_ROWS = tuple(f"by_prob/{band}" for band in BANDS)
+_TURN_ROWS = ("by_turn/first", "by_turn/later")
 
-BASE_ROWS = (
-    "q_train", "q_rollout", "e", "e_abs", "e_clamped",  # expm1 of train, rollout, d, abs_clamped, d_clamped
-    "one", "exact", "abs", "train", "rollout", "d", "abs_clamped", "d_clamped",  # from the inputs, 0 outside valid
-    "softplus", "abs_diff", "large", *_NESTED, "in_mask",
-)  # fmt: skip
+
+def base_rows(optional: Collection[str]) -> tuple[str, ...]:
+    """Names of the rows that `fill_base_rows` writes, in an order in which one kernel can write several."""
+    return (
+        "in_mask", "abs_clamped", "d_clamped", "train", "rollout", "d", "exact", "one",
+        *(name for name in ("advantage",) if name in optional), "abs",
+        "e_abs", "e_clamped", "q_train", "q_rollout", "e",  # expm1 of the rows from abs_clamped to d
+        "abs_diff", *(name for name in ("square", "k3") if name in optional),
+        "softplus", "large", *_BAND_ROWS, *(_TURN_ROWS if "turns" in optional else ()),
+    )  # fmt: skip
 
 
 def fill_base_rows(
     table: MomentTable, train: Tensor, rollout: Tensor, difference: Tensor, size: Tensor, valid: Tensor,
-    in_mask: Tensor,
+    in_mask: Tensor, *, turn_ids: Tensor | None, advantages: Tensor | None,
 ) -> None:
-    """Every row that needs only the log-probs; [T] each, `difference` is D and `size` |D|, both before masking."""
-    table.row("in_mask").copy_(in_mask)
+    """Every row that needs only the inputs; [T] each, `difference` is D and `size` |D|, both before masking.
+
+    advantages: where a rule looks at them.
+    """
     device = valid.device
-    given = table.rows("one", "d_clamped")
     ones = constant(1.0, torch.float32, device).expand_as(train)
-    torch.stack([ones, difference, size, train, rollout, difference, size, difference], out=given)
+    given = [size, difference, train, rollout, difference, difference, ones]
+    given += [size] if advantages is None else [advantages, size]
+    torch.stack([in_mask, *given], out=table.rows("in_mask", "abs"))
+    given = table.rows("abs_clamped", "abs")
     # A select, not a product: a NaN outside the mask must leave nothing behind.
     torch.where(valid, given, constant((0.0,), torch.float64, device), out=given)
     lower, upper = (constant(bounds, torch.float64, device) for bounds in _CLAMPS)
-    table.rows("d", "d_clamped").clamp_(lower, upper)
+    exponents = table.rows("abs_clamped", "d").clamp_(lower, upper)
     # expm1, not exp: it is 0 outside the mask, and D of 1e-7 keeps its digits.
-    torch.expm1(table.rows("train", "d_clamped"), out=table.rows("q_train", "e_clamped"))
-    torch.logaddexp(table.row("d"), constant(0.0, torch.float64, device), out=table.row("softplus"))
+    torch.expm1(exponents, out=table.rows("e_abs", "e"))
     torch.sub(table.row("q_train"), table.row("q_rollout"), out=table.row("abs_diff")).abs_()
+    if table.has("square"):
+        torch.square(table.row("d"), out=table.row("square"))
+    if table.has("k3"):
+        torch.sub(table.row("e"), table.row("d"), out=table.row("k3"))
+    torch.logaddexp(table.row("d"), constant(0.0, torch.float64, device), out=table.row("softplus"))
     # Bounds rounded to float32, as log-probs are: a ratio of 2 is not above 2.
     torch.gt(table.row("abs"), constant(math.log(2), torch.float32, device), out=table.row("large"))
-    edges = constant(_EDGES, torch.float32, device)
-    torch.ge(table.row("rollout"), edges, out=table.rows(_NESTED[0], _NESTED[-1]))
+    # One row a part, not nested ones to subtract: an outlier in one must not round away another.
+    band = torch.bucketize(table.row("rollout"), constant(_EDGES, torch.float32, device), right=True)
+    torch.eq(band, _column(len(BANDS), device), out=table.rows(_BAND_ROWS[0], _BAND_ROWS[-1]))
+    if turn_ids is not None:
+        torch.eq(turn_ids != 0, _column(2, device), out=table.rows(*_TURN_ROWS))
+
+
+def _column(count: int, device: torch.device) -> Tensor:
+    """0, 1, ... as int64 [count, 1]."""
+    return constant(tuple((i,) for i in range(count)), torch.int64, device)
 
 
 Pairs = tuple[tuple[str, str], ...]
@@ -92,8 +117,13 @@ _WEIGHTS: dict[str, tuple[type[m.Metric], Pairs]] = {
     "ess": (m.EffectiveSampleSize, (("weight", "one"), ("weight", "weight"), ("one", "one"))),
     "weight_out_of_bounds": (m.Mean, _sums("out_of_bounds", "one")),
 }
-_BY_PART = {"k3_kl": ("e", "d"), "kl": ("exact",), "log_ratio_abs_mean": ("abs",)}
-"""What is told for each probability band and each kind of turn."""
+_BY_PART: dict[str, tuple[type[m.Metric], tuple[str, ...]]] = {
+    "tokens": (m.Sum, ("one",)),
+    "kl": (m.NegativeMean, ("exact", "one")),
+    "k3_kl": (m.MeanOfDifference, ("e", "d", "one")),
+    "log_ratio_abs_mean": (m.Mean, ("abs", "one")),
+}
+"""What is told for each probability band and each kind of turn, of the products of its row with these."""
 
 MAXIMA = {"log_ratio_abs_max": "abs", "prob_diff_abs_max": "abs_diff", "weight_max": "weight"}
 
@@ -108,12 +138,9 @@ def metric_pairs(weighted: bool, rules: tuple[str, ...], turns: bool) -> dict[st
     found["kept_fraction"] = (m.Mean, _sums(kept, "one"))
     for rule in rules:
         found[f"rejected_fraction/{rule}"] = (m.LeftOut, _sums(f"rule/{rule}", "one"))
-    nested = ("one", *_NESTED)
-    for band, outer, inner in zip(BANDS, nested, (*_NESTED, None), strict=True):
-        found |= _part(f"by_prob/{band}", outer, inner)
-    if turns:
-        found |= _part("by_turn/first", "first_turn", None)
-        found |= _part("by_turn/later", "one", "first_turn")
+    for part in _BAND_ROWS + (_TURN_ROWS if turns else ()):
+        for name, (kind, rows) in _BY_PART.items():
+            found[f"{part}/{name}"] = (kind, tuple((part, row) for row in rows))
     return found
 
 
@@ -122,27 +149,6 @@ def kept_row(rules: Sequence[str]) -> str:
     if len(rules) > 1:
         return "kept"
     return f"rule/{rules[0]}" if rules else "one"
-
-
-def _part(prefix: str, outer: str, inner: str | None) -> dict[str, tuple[type[m.Metric], Pairs]]:
-    """Metrics over the tokens in `outer` but not in `inner` (a set within it)."""
-    found: dict[str, tuple[type[m.Metric], Pairs]] = {}
-    for name, rows in _BY_PART.items():
-        sign_flipped = name == "kl"
-        if inner is None:
-            kind = {1: m.NegativeMean if sign_flipped else m.Mean, 2: m.MeanOfDifference}[len(rows)]
-            pairs = (*((outer, row) for row in rows), (outer, "one"))
-        else:
-            kind = {1: m.NegativeBand if sign_flipped else m.Band, 2: m.BandOfDifference}[len(rows)]
-            pairs = (
-                *((outer, row) for row in rows), *((inner, row) for row in rows), (outer, "one"), (inner, "one")
-            )  # fmt: skip
-        found[f"{prefix}/{name}"] = (kind, pairs)
-    if inner is None:
-        found[f"{prefix}/tokens"] = (m.Sum, ((outer, "one"),))
-    else:
-        found[f"{prefix}/tokens"] = (m.Difference, ((outer, "one"), (inner, "one")))
-    return found
 
 
 def token_metrics(
@@ -159,9 +165,12 @@ def token_metrics(
     metrics = {
         name: kind(sums[starts[name] : starts[name] + len(wanted)]) for name, (kind, wanted) in chosen.items()
     }
-    maxima = table.maxima()
+    minima, maxima = table.extrema()
     for name, row in MAXIMA.items():
         if weighted or row != "weight":
             present, at = table.index("one"), table.index(row)
             metrics[name] = m.MaxOfPresent(maxima[present : at + 1 : at - present])
+    if weighted:
+        at = table.index("weight_or_inf")
+        metrics["weight_min"] = m.Min(minima[at : at + 1])
     return metrics, sums[:4]

@@ -147,32 +147,6 @@ class Pearson(Metric):
         return (xy / n - x * y / n**2) / math.sqrt(var_x * var_y)
 
 
-class Band(Metric):
-    """mean(x) over the tokens of one band of nested sets; values = [x above, x above the next, n, n of the next]."""
-
-    @staticmethod
-    def finish(values: Sequence[float]) -> float:
-        outer, inner, n_outer, n_inner = values
-        return (outer - inner) / (n_outer - n_inner) if n_outer > n_inner else math.nan
-
-
-class NegativeBand(Band):
-    """-mean(x) over such a band."""
-
-    @staticmethod
-    def finish(values: Sequence[float]) -> float:
-        return -Band.finish(values)
-
-
-class BandOfDifference(Metric):
-    """The same for mean(x - y); values = [x, y, x of the next, y of the next, n, n of the next]."""
-
-    @staticmethod
-    def finish(values: Sequence[float]) -> float:
-        x, y, x_next, y_next, n, n_next = values
-        return ((x - y) - (x_next - y_next)) / (n - n_next) if n > n_next else math.nan
-
-
 class Max(Metric):
     reduction = "max"
 

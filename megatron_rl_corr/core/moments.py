@@ -32,6 +32,18 @@ class MomentTable:
         """The adjacent rows from `first` to `last`: one kernel fills or reduces all of them."""
         return self._rows[self._at[first] : self._at[last] + 1]
 
+    def pair(self, first: str, second: str) -> Tensor:
+        """Two rows as [2, T], without a copy; `first` stands before `second`."""
+        return self._rows[self._at[first] : self._at[second] + 1 : self._at[second] - self._at[first]]
+
+    def names(self, first: str, last: str) -> tuple[str, ...]:
+        """The rows that `rows` gives, by name."""
+        return tuple(self._at)[self._at[first] : self._at[last] + 1]
+
+    def totals(self) -> Tensor:
+        """Sum of each row over the tokens where the row `one` is 1, [K]."""
+        return self._rows @ self.row("one")
+
     def sums(self, pairs: Sequence[tuple[str, str]]) -> Tensor:
         """Sum over all T of the product of each pair of rows, float64 [pairs].
 
@@ -41,14 +53,17 @@ class MomentTable:
         index = tuple(self._at[a] * len(self._at) + self._at[b] for a, b in pairs)
         return gram.view(-1).index_select(0, constant(index, torch.int64, gram.device))
 
-    def maxima(self) -> Tensor:
-        """Largest entry of each row, [K]; rows that are 0 outside the valid tokens must not be negative."""
+    def extrema(self) -> tuple[Tensor, Tensor]:
+        """Smallest and largest entry of each row, [K] each; inf and 0 where there are no tokens."""
         if self._rows.shape[1] == 0:
-            return self._rows.new_zeros(len(self._at))
-        return self._rows.amax(dim=1)
+            return self._rows.new_full((len(self._at),), torch.inf), self._rows.new_zeros(len(self._at))
+        return self._rows.aminmax(dim=1)
 
     def index(self, name: str) -> int:
         return self._at[name]
+
+    def has(self, name: str) -> bool:
+        return name in self._at
 
 
 @lru_cache(maxsize=256)

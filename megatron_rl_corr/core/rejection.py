@@ -6,44 +6,47 @@ T tokens, S sequences or turns; D = log pi_train - log pi_rollout; k2 = D^2 / 2;
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
+import torch
 from torch import Tensor
 
 from megatron_rl_corr.config import RejectionRule
-from megatron_rl_corr.core.moments import MomentTable
 
-_ROWS = {"ratio": "d", "opsm": "d", "exp_abs": "e_abs", "abs_diff": "abs_diff", "rollout_prob": "rollout"}
-
-
-def divergence(name: str, table: MomentTable) -> Tensor:
-    """The divergence that a rule bounds, float64 [T], 0 where the policies agree and outside the valid tokens.
-
-    ratio is bounded in log space, so it is D itself; exp_abs is e^|D| - 1; abs_diff |pi_train - pi_rollout|;
-    rollout_prob log pi_rollout.
-    """
-    if name == "k2":
-        return 0.5 * table.row("d").square()
-    if name == "k3":
-        return table.row("e") - table.row("d")
-    return table.row(_ROWS[name])
+ROW = {
+    "ratio": "d", "opsm": "d", "k2": "square", "k3": "k3", "exp_abs": "e_abs", "abs_diff": "abs_diff",
+    "rollout_prob": "rollout",
+}  # fmt: skip
+"""The row of the moment table that holds a divergence, as `row_bounds` bounds it."""
 
 
-def log_bounds(rule: RejectionRule) -> tuple[float | None, float | None]:
-    """The rule's bounds on what `divergence` gives."""
+@lru_cache(maxsize=64)
+def row_bounds(rule: RejectionRule) -> tuple[float | None, float | None]:
+    """The rule's bounds on its row: on D, log pi_rollout, D^2 or e^|D| - 1, as float32 values would meet them."""
+    lower, upper = rule.lower, rule.upper
     if rule.divergence in ("ratio", "rollout_prob"):
-        to = math.log
+        lower, upper = (None if bound is None else math.log(bound) for bound in (lower, upper))
+    elif rule.divergence == "k2":
+        upper = 2 * upper
     elif rule.divergence == "exp_abs":
-        to = lambda bound: bound - 1  # noqa: E731
-    else:
-        to = float
-    return tuple(None if bound is None else to(bound) for bound in (rule.lower, rule.upper))
+        upper = upper - 1
+    elif rule.divergence == "opsm":
+        lower, upper = -upper, None  # mean(-D) at most the upper bound
+    return as_float32_meets(lower, -1), as_float32_meets(upper, 1)
 
 
-def within(rule: RejectionRule, value: Tensor) -> Tensor:
-    """Whether the divergence lies in the rule's closed interval, bool.
+def as_float32_meets(bound: float | None, side: int) -> float | None:
+    """A bound that a float64 value passes if, rounded to float32, it passes the rounded bound; side -1 is lower.
 
-    Compared in float32 at every level: log-probs are no finer, so a value on the bound is kept whether it is a float32
-    token's or a float64 sum's.
+    Log-probs are no finer than float32, so a value on the bound is kept whether it is one token's or a long sum's.
     """
-    value = value.float()
-    return value.clamp(*log_bounds(rule)) == value
+    if not bound:
+        return bound
+    step = math.ldexp(1.0, math.frexp(bound)[1] - 24)
+    return (round(bound / step) + 0.499 * side) * step
+
+
+def within(rule: RejectionRule, value: Tensor, out: Tensor | None = None) -> Tensor:
+    """1 where the row's value lies in the rule's closed interval, else 0 (and for NaN): float64."""
+    out = torch.empty_like(value, dtype=torch.float64) if out is None else out
+    return torch.eq(value.clamp(*row_bounds(rule)), value, out=out)

@@ -5,6 +5,7 @@ T tokens, B bins. Source: M2PO, arXiv:2510.01161.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,25 +19,26 @@ LOWEST, OCTAVES = -40.0, 50.0
 """Bins are even in log2(D^2) from 2^-40 to 2^10, 82 an octave: the cut is exact to 0.9 % of D^2."""
 
 
-def bin_of(log_ratio: Tensor) -> Tensor:
-    """The bin of each token's D^2, int64 [T]."""
-    exponent = log_ratio.square().log2_()
-    return ((exponent - LOWEST) * (BINS / OCTAVES)).clamp_(0, BINS - 1).long()
+@lru_cache(maxsize=8)
+def bin_edges(device: torch.device) -> Tensor:
+    """The upper edges of all bins but the last, float64 [B - 1]."""
+    edges = [2.0 ** (LOWEST + i * OCTAVES / BINS) for i in range(1, BINS)]
+    return torch.tensor(edges, dtype=torch.float64, device=device)
 
 
 def keep_within_second_moment(
-    log_ratio: Tensor, valid: Tensor, bound: float, groups: ParallelGroups | None
+    counted: Tensor, bound: float, groups: ParallelGroups | None, *, out: Tensor
 ) -> Tensor:
-    """bool [T]: tokens in the bins up to the last whose running mean of D^2, over the global batch, is within bound.
+    """1 in out [T] for tokens in the bins up to the last whose running mean of D^2 over the batch is within bound.
 
-    log_ratio float64 [T], 0 outside valid. A histogram instead of a sort: it adds over ranks in one collective, and
-    every rank cuts at the same place.
+    counted [2, T] float64: 1 and D^2 of each valid token, 0 elsewhere. A histogram instead of a sort: it adds over
+    ranks in one collective, and every rank cuts at the same place.
     """
-    bins = bin_of(log_ratio)
-    columns = torch.stack([valid.double(), log_ratio.square()])
-    histogram = columns.new_zeros(2, BINS).index_add_(1, bins, columns)
+    bins = torch.bucketize(counted[1], bin_edges(counted.device), right=True)
+    histogram = counted.new_zeros(2, BINS).index_add_(1, bins, counted)
     if groups is not None:
         histogram = groups.all_reduce_dp_cp(histogram)
     count, total = histogram.cumsum(dim=1).unbind()
     # The running mean grows with the bins, so what is within the bound is a prefix.
-    return (total <= bound * count).index_select(0, bins)
+    keep = torch.le(total, bound * count, out=torch.empty_like(total))
+    return torch.index_select(keep, 0, bins, out=out)

@@ -20,10 +20,7 @@ def segment_sums(columns: Tensor, ids: Tensor, num_segments: int) -> Tensor:
 
 
 def segment_maxima(columns: Tensor, ids: Tensor, num_segments: int) -> Tensor:
-    """Largest entry of each column in each segment: [K, T], [T] -> float64 [K, S]; an empty segment has 0.
-
-    The columns must not be negative.
-    """
+    """Largest entry of each column in each segment, at least 0: [K, T], [T] -> float64 [K, S]."""
     out = columns.new_zeros(columns.shape[0], num_segments, dtype=torch.float64)
     return out.scatter_reduce_(1, ids.expand(columns.shape[0], -1), columns.double(), "amax", include_self=True)
 

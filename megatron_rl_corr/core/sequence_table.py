@@ -5,27 +5,34 @@ S sequences.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-BASE = ("count", "exact", "abs", "train", "rollout", "d")
-EXPONENTIALS = ("q_train", "q_rollout", "e", "e_abs", "e_clamped")
-"""Summed as well where a rule looks at e^D: they stand before the base rows in the moment table."""
+from megatron_rl_corr.core.weights import LOG_CLAMP
+
+SUMMED = ("train", "rollout", "d", "exact", "one")
+"""Rows that are always summed; what rules look at follows them."""
 
 
 class SequenceTable:
     """float64 [S] by name: `sums` over a sequence's valid tokens, `means` (0 for a sequence without any)."""
 
-    SPARE = 11
+    SPARE = 9
 
-    def __init__(self, sums: Tensor):
-        names = (*EXPONENTIALS, *BASE)[-len(sums) :]
+    def __init__(self, sums: Tensor, names: Sequence[str]):
         self.sums: Mapping[str, Tensor] = dict(zip(names, sums.unbind(), strict=True))
         self.num_sequences = sums.shape[1]
-        rows = sums.new_empty(len(names) + self.SPARE, self.num_sequences)
-        torch.div(sums, self.sums["count"].clamp(min=1), out=rows[: len(names)])
-        self.means: Mapping[str, Tensor] = dict(zip(names, rows.unbind(), strict=False))
-        self.base = rows[len(names) - len(BASE) + 1 :]
-        """The means from `exact` to `d`, then SPARE rows for what the sequence metrics make of them."""
+        rows = sums.new_empty(self.SPARE + 1 + len(names), self.num_sequences)
+        means = rows[self.SPARE + 1 :]
+        torch.div(sums, self.sums["one"].clamp(min=1), out=means)
+        self.means: Mapping[str, Tensor] = dict(zip(names, means.unbind(), strict=True))
+        self.log_product = torch.clamp(self.sums["d"], -LOG_CLAMP, LOG_CLAMP, out=rows[self.SPARE])
+        """The sum of D, clamped again."""
+        self.present = self.means["one"]
+        """1 for a sequence with valid tokens, else 0."""
+        self.kept = rows[0]
+        """For the rules: 1 for a present sequence that they keep, else 0; unset where there are none."""
+        self.rows = rows[: self.SPARE + 1 + len(SUMMED)]
+        """`kept`, SPARE - 1 rows for what the sequence metrics make of the others, log_product, means of SUMMED."""

@@ -9,25 +9,29 @@ import torch
 from torch import Tensor
 
 from megatron_rl_corr.config import RolloutCorrectionConfig
+from megatron_rl_corr.core.rejection import as_float32_meets
 
 LOG_CLAMP = 20.0
 """exp(+-20) = 4.9e8 and 2.1e-9: beyond it float32 sums lose every other token (verl's bound too)."""
 
 
-def segment_weights(log_weight: Tensor, ids: Tensor, out: Tensor) -> None:
-    """e^(log_weight of the token's segment, clamped) for each token: [S], [T] -> out [T]."""
-    torch.index_select(log_weight.clamp(-LOG_CLAMP, LOG_CLAMP).exp_(), 0, ids, out=out)
-
-
-def bound_weights(config: RolloutCorrectionConfig, raw: Tensor, valid: Tensor, out_of_bounds: Tensor) -> Tensor:
+def bound_weights(config: RolloutCorrectionConfig, weight: Tensor, valid: Tensor, out_of_bounds: Tensor) -> Tensor:
     """The weights that the loss uses, float32 [T], 0 where valid [T] is 0; out_of_bounds [T] gets 1 where w was.
 
-    truncate: min(w, upper). clip: w into [lower, upper]. mask: w inside the closed interval, else 0 (IcePop). Compared
-    in float32: log-probs are no finer, and a weight on the bound must be found on it.
+    truncate: min(w, upper). clip: w into [lower, upper]. mask: w inside the closed interval, else 0 (IcePop).
+    `weight` [T] float64 is bounded in place: the metrics are of what the loss uses, before it is rounded. At token
+    level it comes as 0 where valid is 0.
     """
-    weights = raw.float()
-    bounded = weights.clamp(config.rollout_is_lower, config.rollout_is_upper)
-    torch.ne(weights, bounded, out=out_of_bounds)
+    lower, upper = config.rollout_is_lower, config.rollout_is_upper
+    if lower is None:
+        torch.gt(weight, as_float32_meets(upper, 1), out=out_of_bounds)
+    else:
+        inside = weight.clamp(as_float32_meets(lower, -1), as_float32_meets(upper, 1))
+        torch.ne(weight, inside, out=out_of_bounds)
     if config.rollout_is_mode == "mask":
-        bounded = torch.addcmul(raw, raw, out_of_bounds, value=-1)
-    return torch.mul(bounded, valid, out=weights)
+        weight.addcmul_(weight, out_of_bounds, value=-1)
+    else:
+        weight.clamp_(lower, upper)
+    if config.rollout_is != "token" or config.rollout_is_mode == "clip":
+        weight.mul_(valid)
+    return weight.float()

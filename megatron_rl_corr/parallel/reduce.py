@@ -35,7 +35,7 @@ def all_gather_metrics(metrics: dict[str, Metric], group: ProcessGroup | None) -
     """Every metric over the group, exact whatever its reduction: one gather of [P] values, one host read.
 
     Every rank of the group must hold the same names; they are packed in sorted order. A gather serves sums
-    and extrema alike, and P is under a hundred: 100 kB at 128 data-parallel ranks.
+    and extrema alike, and P is under two hundred: 200 kB at 128 data-parallel ranks.
     """
     names = sorted(metrics)
     if not names:

@@ -7,8 +7,6 @@ import torch
 
 from megatron_rl_corr.core.metrics import (
     LIFT,
-    Band,
-    BandOfDifference,
     Chi2,
     Difference,
     EffectiveSampleSize,
@@ -22,7 +20,6 @@ from megatron_rl_corr.core.metrics import (
     MeanOfDifference,
     MeanPlusOne,
     Min,
-    NegativeBand,
     NegativeMean,
     Pearson,
     Std,
@@ -53,11 +50,6 @@ from megatron_rl_corr.core.metrics import (
         (MeanOfDifference, [6.0, 4.0, 4.0], 0.5),
         # x - y = 1, 3 of x = 2, 3 and y = 1, 0: mean 2, deviation 1
         (StdOfDifference, [5.0, 1.0, 13.0, 1.0, 2.0, 2.0], 1.0),
-        # 6 of 4 tokens, of which 1 of 2 lie in the next band: 5 / 2
-        (Band, [6.0, 1.0, 4.0, 2.0], 2.5),
-        (NegativeBand, [6.0, 1.0, 4.0, 2.0], -2.5),
-        # (6 - 2) - (1 - 0) over 4 - 2 tokens
-        (BandOfDifference, [6.0, 2.0, 1.0, 0.0, 4.0, 2.0], 1.5),
         (LiftedMax, [LIFT - 3.0], -3.0),
         (LiftedMin, [LIFT - 3.0], 3.0),
         (MaxOfPresent, [1.0, 0.0], 0.0),
@@ -78,8 +70,7 @@ def test_finish_when_values_are_known_then_the_formulas_number(kind, values, exp
         (Mean, [0.0, 0.0]), (Std, [0.0, 0.0, 0.0]), (EffectiveSampleSize, [0.0, 0.0, 0.0]),
         (Chi2, [0.0, 0.0, 0.0]), (Pearson, [0.0] * 6), (Max, [-math.inf]), (Min, [math.inf]),
         (JensenShannon, [0.0] * 6), (NegativeMean, [0.0, 0.0]), (MeanPlusOne, [0.0, 0.0]), (LeftOut, [0.0, 0.0]),
-        (MeanOfDifference, [0.0, 0.0, 0.0]), (StdOfDifference, [0.0] * 6), (Band, [1.0, 1.0, 2.0, 2.0]),
-        (NegativeBand, [1.0, 1.0, 2.0, 2.0]), (BandOfDifference, [1.0, 0.0, 1.0, 0.0, 2.0, 2.0]),
+        (MeanOfDifference, [0.0, 0.0, 0.0]), (StdOfDifference, [0.0] * 6),
         (LiftedMax, [0.0]), (LiftedMin, [0.0]), (MaxOfPresent, [0.0, 0.0]),
         # Weights that are all 0 carry nothing: no effective sample either.
         (EffectiveSampleSize, [0.0, 0.0, 5.0]),

@@ -133,13 +133,12 @@ ON_THE_BOUND = [
 
 @pytest.mark.parametrize("level, name, side, bound", ON_THE_BOUND)
 def test_rule_when_a_value_is_on_its_bound_then_kept_one_outside_not(level, name, side, bound):
-    # The float32 that is nearest to the bound; log-probs come in float32.
-    on = torch.tensor(math.log(bound) if name == "ratio" else bound).item()
+    # The float32 that is nearest to the bound; log-probs come in float32. k2 is bounded as D^2.
+    on = torch.tensor({"ratio": math.log(bound), "k2": 2 * bound, "k3": bound}[name]).item()
     outside = step(on, math.inf if side == "upper" else -math.inf)
     inside = step(on, -math.inf if side == "upper" else math.inf)
     rule = RejectionRule(level, name, **{side: bound})
-    dtype = torch.float32 if level == "token" else torch.float64  # sums over a sequence are float64
-    values = torch.tensor([inside, on, outside], dtype=dtype)
+    values = torch.tensor([inside, on, outside], dtype=torch.float64)
     assert within(rule, values).tolist() == [True, True, False]
 
 

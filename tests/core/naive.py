@@ -1,0 +1,270 @@
+"""The correction done naively: Python floats, one sequence after the other, one metric after the other.
+
+What the packed code is compared with; it shares nothing with it but the configuration.
+"""
+
+import math
+import struct
+from dataclasses import dataclass
+
+from megatron_rl_corr.config import RejectionRule, RolloutCorrectionConfig
+
+CLAMP = 20.0
+# Where e^D - 1 - D is 10.
+LOW, HIGH = -10.999983298020256, 2.610868638149876
+BANDS = {
+    "below_1e-4": (0.0, 1e-4), "1e-4_to_1e-3": (1e-4, 1e-3), "1e-3_to_1e-2": (1e-3, 1e-2),
+    "1e-2_to_1e-1": (1e-2, 1e-1), "above_1e-1": (1e-1, math.inf),
+}  # fmt: skip
+
+
+@dataclass
+class Batch:
+    """Packed tokens in any order, log-probs as float32 holds them."""
+
+    train: list[float]
+    rollout: list[float]
+    mask: list[bool]
+    seq_ids: list[int]
+    num_sequences: int
+    turn_ids: list[int]
+    advantages: list[float]
+
+
+@dataclass
+class Answer:
+    weights: list[float]
+    mask: list[bool]
+    kept_sequences: list[bool]
+    kept_tokens: int
+    metrics: dict[str, float]
+
+
+def single(value: float) -> float:
+    """The nearest float32: log-probs are subtracted, and compared with bounds, in it."""
+    return struct.unpack("f", struct.pack("f", value))[0]
+
+
+def clamp(value: float, low: float = -CLAMP, high: float = CLAMP) -> float:
+    return min(max(value, low), high)
+
+
+def mean(values) -> float:
+    values = list(values)
+    return sum(values) / len(values) if values else math.nan
+
+
+def std(values) -> float:
+    values = list(values)
+    centre = mean(values)
+    return math.sqrt(mean((value - centre) ** 2 for value in values)) if values else math.nan
+
+
+def k3(d: float) -> float:
+    return math.expm1(d) - d
+
+
+class Token:
+    """One valid token and all that is derived from it alone."""
+
+    def __init__(self, batch: Batch, t: int):
+        self.t, self.seq, self.turn, self.advantage = t, batch.seq_ids[t], batch.turn_ids[t], batch.advantages[t]
+        self.train, self.rollout = batch.train[t], batch.rollout[t]
+        self.exact = single(self.train - self.rollout)
+        self.d = clamp(self.exact)
+        self.d_clamped = clamp(self.exact, LOW, HIGH)
+        self.p_train, self.p_rollout = math.exp(self.train), math.exp(self.rollout)
+        self.prob_diff = self.p_train - self.p_rollout
+
+    def divergence(self, kind: str) -> float:
+        if kind == "rollout_prob":
+            return self.rollout  # its bound is compared in log space
+        return {
+            "ratio": self.d, "opsm": -self.d, "k2": self.d**2 / 2, "k3": k3(self.d), "abs_diff": abs(self.prob_diff),
+            "exp_abs": math.exp(abs(self.d)),
+        }[kind]
+
+    def jsd(self) -> float:
+        """Half of log(r / m) and of rho log(t / m), where r is 1, t is rho and m their mean."""
+        rho = math.exp(self.d)
+        middle = (1 + rho) / 2
+        return (math.log(1 / middle) + rho * math.log(rho / middle)) / 2
+
+
+def inside(rule: RejectionRule, value: float) -> bool:
+    if rule.divergence == "exp_abs":
+        return single(value - 1) <= single(rule.upper - 1)
+    bound = math.log if rule.divergence in ("ratio", "rollout_prob") else float
+    value = single(value)
+    return (rule.lower is None or value >= single(bound(rule.lower))) and (
+        rule.upper is None or value <= single(bound(rule.upper))
+    )
+
+
+def passes(rule: RejectionRule, token: Token, sequence: list[Token]) -> bool:
+    """Whether the rule keeps the token; sequence holds the valid tokens of the token's sequence."""
+    if rule.level == "token":
+        return inside(rule, token.divergence(rule.divergence))
+    if rule.level == "turn_mean":
+        return inside(rule, mean(o.divergence(rule.divergence) for o in sequence if o.turn == token.turn))
+    values = [other.divergence(rule.divergence) for other in sequence]
+    if rule.level == "seq_max":
+        return all(inside(rule, value) for value in values)
+    if rule.divergence == "opsm" and sum(other.advantage for other in sequence) >= 0:
+        return True
+    return inside(rule, sum(values) if rule.level == "seq_sum" else mean(values))
+
+
+def within_second_moment(tokens: list[Token], bound: float) -> set[int]:
+    """Tokens in the bins of D^2, 4096 in 50 octaves from 2^-40, up to the last whose running mean is within bound."""
+    bins: dict[int, list[Token]] = {}
+    for token in tokens:
+        exponent = math.log2(token.d**2) if token.d else -math.inf
+        bins.setdefault(int(clamp((exponent + 40) * 4096 / 50, 0, 4095)), []).append(token)
+    kept, total, count = set(), 0.0, 0
+    for at in sorted(bins):
+        total += sum(token.d**2 for token in bins[at])
+        count += len(bins[at])
+        if total <= bound * count:
+            kept |= {token.t for token in bins[at]}
+    return kept
+
+
+def raw_weight(level: str, token: Token, sequence: list[Token]) -> float:
+    if level == "token":
+        return math.exp(token.d)
+    if level == "turn":
+        sequence = [other for other in sequence if other.turn == token.turn]
+    total = sum(other.d for other in sequence)
+    return math.exp(total / len(sequence)) if level == "geometric" else math.exp(clamp(total))
+
+
+def bounded(config: RolloutCorrectionConfig, weight: float) -> float:
+    low = -math.inf if config.rollout_is_lower is None else single(config.rollout_is_lower)
+    high = single(config.rollout_is_upper)
+    if config.rollout_is_mode == "mask":
+        return weight if low <= single(weight) <= high else 0.0
+    return clamp(weight, low, high)
+
+
+def correct(batch: Batch, config: RolloutCorrectionConfig, *, with_turns: bool = True) -> Answer:
+    """All that compute_correction gives."""
+    finite = [math.isfinite(a) and math.isfinite(b) for a, b in zip(batch.train, batch.rollout, strict=True)]
+    tokens = [Token(batch, t) for t in range(len(batch.train)) if batch.mask[t] and finite[t]]
+    sequences = [[token for token in tokens if token.seq == s] for s in range(batch.num_sequences)]
+    valid = {token.t for token in tokens}
+
+    kept, kept_sequences = set(valid), [bool(sequence) for sequence in sequences]
+    rejected: dict[str, int] = {}
+    for rule in config.rollout_rs:
+        gone = {token.t for token in tokens if not passes(rule, token, sequences[token.seq])}
+        rejected[rule.name] = len(gone)
+        kept -= gone
+        if rule.level.startswith("seq_"):
+            for token in tokens:
+                kept_sequences[token.seq] &= token.t not in gone
+    if config.rollout_m2_threshold is not None:
+        gone = valid - within_second_moment(tokens, config.rollout_m2_threshold)
+        rejected["m2"] = len(gone)
+        kept -= gone
+
+    metrics = token_metrics(tokens) | sequence_metrics([s for s in sequences if s], sum(kept_sequences))
+    metrics["nonfinite_tokens"] = sum(batch.mask) - len(tokens)
+    metrics["kept_fraction"] = mean(token.t in kept for token in tokens)
+    metrics |= {f"rejected_fraction/{name}": n / len(tokens) if tokens else math.nan for name, n in rejected.items()}
+    for band, (low, high) in BANDS.items():
+        # Edges as float32 log-probs have them.
+        low, high = single(math.log(low)) if low else -math.inf, single(math.log(high))
+        metrics |= part_metrics(f"by_prob/{band}", [token for token in tokens if low <= token.rollout < high])
+    if with_turns:
+        metrics |= part_metrics("by_turn/first", [token for token in tokens if token.turn == 0])
+        metrics |= part_metrics("by_turn/later", [token for token in tokens if token.turn != 0])
+
+    weights = dict.fromkeys(valid, 1.0)
+    if config.rollout_is is not None:
+        raw = {token.t: raw_weight(config.rollout_is, token, sequences[token.seq]) for token in tokens}
+        weights = {t: bounded(config, weight) for t, weight in raw.items()}
+        outside = mean(single(bounded(config, weight)) != single(weight) for weight in raw.values())
+        if config.rollout_is_batch_normalize and sum(weights.values()) > 0:
+            scale = mean(weights.values())
+            weights = {t: weight / scale for t, weight in weights.items()}
+        metrics |= weight_metrics(list(weights.values())) | {"weight_out_of_bounds": outside}
+
+    kept_tokens = len(kept)
+    if config.rollout_batch_filter_kl is not None:
+        filtered = mean(k3(token.d) for token in tokens) > config.rollout_batch_filter_kl
+        metrics["batch_filtered"] = float(filtered)
+        kept_tokens = 0 if filtered else kept_tokens
+    if config.diagnostics_only:
+        weights, kept, kept_sequences = dict.fromkeys(valid, 1.0), valid, [bool(sequence) for sequence in sequences]
+        kept_tokens = len(valid)
+    positions = range(len(batch.train))
+    return Answer(
+        [weights.get(t, 0.0) for t in positions], [t in kept for t in positions], kept_sequences, kept_tokens, metrics
+    )
+
+
+def token_metrics(tokens: list[Token]) -> dict[str, float]:
+    p, q = [token.p_train for token in tokens], [token.p_rollout for token in tokens]
+    together = mean((a - mean(p)) * (b - mean(q)) for a, b in zip(p, q, strict=True))
+    return {
+        "valid_tokens": len(tokens),
+        "kl": mean(-token.exact for token in tokens),
+        "kl_clamped": mean(-token.d_clamped for token in tokens),
+        "k3_kl": mean(k3(token.d) for token in tokens),
+        "k3_kl_clamped": mean(k3(token.d_clamped) for token in tokens),
+        "log_ratio_abs_mean": mean(abs(token.exact) for token in tokens),
+        "log_ratio_abs_max": max((abs(token.exact) for token in tokens), default=math.nan),
+        "log_ratio_large_fraction": mean(abs(token.exact) > single(math.log(2)) for token in tokens),
+        "token_mult_prob_error": mean(math.exp(abs(token.d)) for token in tokens),
+        "prob_diff_abs_mean": mean(abs(token.prob_diff) for token in tokens),
+        "prob_diff_abs_max": max((abs(token.prob_diff) for token in tokens), default=math.nan),
+        "prob_diff_std": std(token.prob_diff for token in tokens),
+        "chi2_token": mean(math.expm1(2 * token.d) for token in tokens),
+        "chi2_token_clamped": mean(math.expm1(2 * token.d_clamped) for token in tokens),
+        "jsd": mean(token.jsd() for token in tokens),
+        "pearson": together / (std(p) * std(q)) if tokens and std(p) * std(q) else math.nan,
+    }
+
+
+def part_metrics(prefix: str, tokens: list[Token]) -> dict[str, float]:
+    return {
+        f"{prefix}/tokens": len(tokens),
+        f"{prefix}/kl": mean(-token.exact for token in tokens),
+        f"{prefix}/k3_kl": mean(k3(token.d) for token in tokens),
+        f"{prefix}/log_ratio_abs_mean": mean(abs(token.exact) for token in tokens),
+    }
+
+
+def sequence_metrics(present: list[list[Token]], kept: int) -> dict[str, float]:
+    gaps = [-mean(token.exact for token in sequence) for sequence in present]
+    train = [-mean(token.train for token in sequence) for sequence in present]
+    rollout = [-mean(token.rollout for token in sequence) for sequence in present]
+    totals = [clamp(sum(token.d for token in sequence)) for sequence in present]
+    means = [mean(token.d for token in sequence) for sequence in present]
+    return {
+        "sequences": len(present),
+        "kept_sequence_fraction": kept / len(present) if present else math.nan,
+        "training_log_ppl": mean(train),
+        "rollout_log_ppl": mean(rollout),
+        "training_ppl": mean(map(math.exp, train)),
+        "rollout_ppl": mean(map(math.exp, rollout)),
+        "ppl_ratio": mean(map(math.exp, gaps)),
+        "log_ppl_diff": mean(gaps),
+        "log_ppl_diff_abs": mean(map(abs, gaps)),
+        "log_ppl_diff_max": max(gaps, default=math.nan),
+        "log_ppl_diff_min": min(gaps, default=math.nan),
+        "chi2_seq": mean(math.expm1(2 * total) for total in totals),
+        "chi2_geo": mean(math.expm1(2 * value) for value in means),
+    }
+
+
+def weight_metrics(weights: list[float]) -> dict[str, float]:
+    average = mean(weights)
+    return {
+        "weight_mean": average,
+        "weight_std": std(weights),
+        "weight_max": max(weights, default=math.nan),
+        "weight_min": min(weights, default=math.nan),
+        "ess": 1 / mean((weight / average) ** 2 for weight in weights) if weights and average else math.nan,
+    }
