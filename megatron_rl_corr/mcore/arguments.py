@@ -166,6 +166,13 @@ def parse(arguments: Sequence[str]) -> tuple[RolloutCorrectionConfig, RolloutOpt
             f"kl_loss_coef {config.kl_loss_coef} needs a reference policy, which the launcher does not load; set it to "
             "0, or call policy_loss with ref_logprobs from your own loop"
         )
+    by_turn = [rule.name for rule in config.rollout_rs if rule.level == "turn_mean"]
+    by_turn += ["--rollout-is turn"] if config.rollout_is == "turn" else []
+    if by_turn:
+        raise ValueError(
+            f"{by_turn[0]} looks at turns, and the launcher's rollouts have one turn each; use a token or sequence "
+            "level, or call compute_correction with turn_ids from your own loop"
+        )
     return config, rollout_options(values)
 
 

@@ -5,6 +5,7 @@ N samples of this replica, L tokens a row.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -147,6 +148,8 @@ class CorrectedStep:
         if not self.layout.is_last_stage:
             return
         numbers = all_gather_metrics(metrics, self.layout.dp_cp_group)
+        # A probability band or a kind of turn without a token has no mean: it is left out, not told as NaN.
+        numbers = {name: value for name, value in numbers.items() if "/by_" not in name or not math.isnan(value)}
         if dist.get_rank() != dist.get_world_size() - 1:
             return
         step_s = sum(times.seconds.values())

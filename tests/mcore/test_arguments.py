@@ -110,3 +110,17 @@ def test_arguments_when_imported_and_parsed_then_without_torch():
 def test_options_when_built_then_frozen():
     with pytest.raises(AttributeError):
         RolloutOptions(**DEFAULTS).group_size = 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "rule"),
+    [
+        (["--rollout-is", "turn", "--rollout-is-threshold", "2"], "--rollout-is turn"),
+        (["--rollout-rs", "turn_mean_ratio", "--rollout-rs-threshold", "0.9_1.1"], "turn_mean_ratio"),
+    ],
+)
+def test_parse_when_turns_decide_then_refused_because_rollouts_have_one(flags, rule):
+    assert refusal(*REQUIRED, *flags) == (
+        f"{rule} looks at turns, and the launcher's rollouts have one turn each; use a token or sequence level, or "
+        "call compute_correction with turn_ids from your own loop"
+    )
