@@ -17,9 +17,8 @@ from megatron_rl_corr.core.decisions import KeepMasks, decide
 from megatron_rl_corr.core.metrics import Max, Metric
 from megatron_rl_corr.core.moments import MomentTable, constant
 from megatron_rl_corr.core.rejection import ROW
-from megatron_rl_corr.core.segments import segment_sums, turn_segments
+from megatron_rl_corr.core.segments import turn_segments
 from megatron_rl_corr.core.sequence_diagnostics import sequence_metrics
-from megatron_rl_corr.core.sequence_table import SequenceTable
 from megatron_rl_corr.core.weights import LOG_CLAMP, bound_weights
 
 if TYPE_CHECKING:
@@ -105,7 +104,7 @@ def compute_correction(
 
     turns = None if turn_ids is None else _turns(config, seq_ids, turn_ids)
     keep: KeepMasks = decide(config, table, valid, seq_ids, num_sequences, groups, turns)
-    weights = _weights(config, table, keep.sequences, seq_ids, turns) if weighted else valid.float()
+    weights = _weights(config, table, keep, seq_ids, turns) if weighted else valid.float()
     totals = None
     if config.rollout_is_batch_normalize:
         totals = table.totals() if groups is None else groups.all_reduce_dp_cp(table.totals())
@@ -145,18 +144,16 @@ def _turns(config: RolloutCorrectionConfig, seq_ids: Tensor, turn_ids: Tensor) -
 
 
 def _weights(
-    config: RolloutCorrectionConfig, table: MomentTable, sequences: SequenceTable, seq_ids: Tensor,
-    turns: Tensor | None,
+    config: RolloutCorrectionConfig, table: MomentTable, keep: KeepMasks, seq_ids: Tensor, turns: Tensor | None
 ) -> Tensor:
     """The bounded weights [T] float32; the rows `weight` and `out_of_bounds` hold them, and where the bounds acted."""
     weight = table.row("weight")
     if config.rollout_is == "token":
         torch.add(table.row("e"), table.row("one"), out=weight)
     elif config.rollout_is == "turn":
-        [total] = segment_sums(table.row("d")[None], turns, len(turns))
-        torch.index_select(total.clamp_(-LOG_CLAMP, LOG_CLAMP).exp_(), 0, turns, out=weight)
+        torch.index_select(keep.turn_log_products.clamp(-LOG_CLAMP, LOG_CLAMP).exp_(), 0, turns, out=weight)
     else:
-        log_weight = sequences.log_product if config.rollout_is == "sequence" else sequences.means["d"]
+        log_weight = keep.sequences.log_product if config.rollout_is == "sequence" else keep.sequences.means["d"]
         torch.index_select(log_weight.exp(), 0, seq_ids, out=weight)
     return bound_weights(config, weight, table.row("one"), table.row("out_of_bounds"))
 

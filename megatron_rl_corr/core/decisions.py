@@ -34,6 +34,8 @@ class KeepMasks:
     """Whether there is such a rule."""
     sequences: SequenceTable
     """Sums and means per sequence."""
+    turn_log_products: Tensor | None
+    """[T] float64: the sum of D over each turn, where something is decided by turns."""
 
 
 def decide(
@@ -46,6 +48,7 @@ def decide(
     """
     by_sequence = [rule for rule in config.rollout_rs if rule.level.startswith("seq_")]
     sequences, maxima = _sequence_partials(by_sequence, table, seq_ids, num_sequences, groups)
+    turn_sums, turn_means = ({}, {}) if turns is None else _turn_partials(config, table, turns)
     kept_sequences = sequences.present
     verdicts = []
     for rule in config.rollout_rs:
@@ -54,7 +57,7 @@ def decide(
         if rule.level == "token":
             within(rule, table.row(ROW[rule.divergence]), out=verdict)
         elif rule.level == "turn_mean":
-            torch.index_select(_turn_decision(rule, table, turns), 0, turns, out=verdict)
+            torch.index_select(within(rule, turn_means[ROW[rule.divergence]]), 0, turns, out=verdict)
         else:
             keep = _sequence_decision(rule, sequences, maxima)
             kept_sequences = torch.mul(kept_sequences, keep, out=sequences.kept)
@@ -70,7 +73,7 @@ def decide(
         for verdict in verdicts[2:]:
             kept.mul_(verdict)
         mask = torch.logical_and(kept, valid)
-    return KeepMasks(mask, kept_sequences > 0, bool(by_sequence), sequences)
+    return KeepMasks(mask, kept_sequences > 0, bool(by_sequence), sequences, turn_sums.get("d"))
 
 
 def _sequence_partials(
@@ -100,6 +103,19 @@ def _sequence_partials(
     return SequenceTable(sums, table.names(SUMMED[0], last)), dict(zip(columns, maxima.unbind(), strict=True))
 
 
+def _turn_partials(
+    config: RolloutCorrectionConfig, table: MomentTable, turns: Tensor
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Sums and means over each turn's valid tokens, by row, as far as the furthest that a rule looks at."""
+    looked_at = {"one"} | {ROW[rule.divergence] for rule in config.rollout_rs if rule.level == "turn_mean"}
+    last = max(looked_at, key=table.index)
+    names = table.names("d", last)
+    sums = segment_sums(table.rows("d", last), turns, len(turns))
+    by_row = dict(zip(names, sums.unbind(), strict=True))
+    means = sums / by_row["one"].clamp(min=1)
+    return by_row, dict(zip(names, means.unbind(), strict=True))
+
+
 def _sequence_decision(
     rule: RejectionRule, sequences: SequenceTable, maxima: dict[tuple[str, str], Tensor]
 ) -> Tensor:
@@ -118,10 +134,3 @@ def _sequence_decision(
         # Only where the sequence is bad on average as well is pushing it down further unsafe.
         return torch.logical_or(keep, sequences.sums["advantage"] >= 0, out=keep)
     return keep
-
-
-def _turn_decision(rule: RejectionRule, table: MomentTable, turns: Tensor) -> Tensor:
-    """float64 per turn: 1 for keep, by the mean over its valid tokens."""
-    columns = torch.stack([table.row("one"), table.row(ROW[rule.divergence])])
-    count, total = segment_sums(columns, turns, len(turns))
-    return within(rule, total / count.clamp(min=1))

@@ -1,0 +1,155 @@
+"""Operators that launch a kernel, counted on a batch of ordinary size; and that none of them reads the device.
+
+64 sequences of 2048 tokens.
+"""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_rl_corr.config import PRESETS, RejectionRule, RolloutCorrectionConfig
+from megatron_rl_corr.config_losses import LOSSES
+from megatron_rl_corr.core.correction import Correction, compute_correction
+from megatron_rl_corr.core.losses import policy_loss
+
+SEQUENCES, LENGTH = 64, 2048
+# These allocate, or only look at memory otherwise; with the views, they are all that launches nothing. Every other
+# operator counts as one kernel, though a GPU's sort or cumsum may take a few.
+LAUNCHES_NOTHING = {
+    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "lift_fresh",
+    "_unsafe_view", "_reshape_alias",
+}  # fmt: skip
+HOST_READS = {"_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "equal", "unique", "_unique2"}
+
+SINGLE = [
+    name for name, config in PRESETS.items()
+    if (config.rollout_is is not None) + len(config.rollout_rs) + (config.rollout_m2_threshold is not None) <= 1
+]  # fmt: skip
+WEIGHTS = {"rollout_is_mode": "mask", "rollout_is_lower": 0.5, "rollout_is_upper": 2.0}
+THREE_RULES = {
+    "token": [RejectionRule("token", kind, upper=2.0) for kind in ("ratio", "k2", "k3")],
+    "sequence": [
+        RejectionRule("seq_max", "ratio", 1e-4, 1e4), RejectionRule("seq_mean", "opsm", upper=0.1),
+        RejectionRule("seq_sum", "k3", upper=2.0),
+    ],
+    "geometric": [
+        RejectionRule("seq_mean", "exp_abs", upper=2.0), RejectionRule("token", "rollout_prob", lower=1e-4),
+        RejectionRule("seq_max", "abs_diff", upper=0.9),
+    ],
+    "turn": [RejectionRule("turn_mean", kind, upper=0.9) for kind in ("k2", "k3", "abs_diff")],
+}  # fmt: skip
+
+
+class OperatorCount(TorchDispatchMode):
+    """Names of the operators that launch a kernel, and of those that make the host wait for the device."""
+
+    def __init__(self):
+        super().__init__()
+        self.kernels: list[str] = []
+        self.host_reads: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.removeprefix("aten::")
+        if name in HOST_READS:
+            self.host_reads.append(name)
+        if name.startswith("index") and isinstance(args[1], (list, tuple)):
+            by_mask = any(index is not None and index.dtype == torch.bool for index in args[1])
+            self.host_reads += ["index by a mask"] * by_mask
+        # A view's result is memory of an argument that it does not write to.
+        results = [result.alias_info for result in func._schema.returns]
+        is_view = any(alias is not None and not alias.is_write for alias in results)
+        if not is_view and name not in LAUNCHES_NOTHING:
+            self.kernels.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(scope="module")
+def batch() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    tokens = SEQUENCES * LENGTH
+    train = -torch.rand(tokens, generator=generator) * 4
+    positions = torch.arange(tokens) % LENGTH
+    return {
+        "train_logprobs": train,
+        "rollout_logprobs": train + 0.02 * torch.randn(tokens, generator=generator),
+        "loss_mask": torch.rand(tokens, generator=generator) < 0.9,
+        "seq_ids": torch.arange(SEQUENCES).repeat_interleave(LENGTH),
+        "turn_ids": positions // 512,
+        "advantages": torch.randn(SEQUENCES, generator=generator).repeat_interleave(LENGTH),
+    }
+
+
+def counted(batch: dict[str, torch.Tensor], config: RolloutCorrectionConfig) -> tuple[OperatorCount, Correction]:
+    """The operators of one correction, after one that made the constants."""
+    compute_correction(**batch, num_sequences=SEQUENCES, config=config)
+    with OperatorCount() as count:
+        correction = compute_correction(**batch, num_sequences=SEQUENCES, config=config)
+    return count, correction
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_correction_when_of_a_preset_then_few_kernels_and_no_host_read(name, batch):
+    config = PRESETS[name]
+    count, _ = counted({k: v for k, v in batch.items() if k != "turn_ids"}, config)
+    print(f"{name}: {len(count.kernels)} kernels")
+    assert count.host_reads == []
+    assert len(count.kernels) <= (40 if name in SINGLE else 41 if not config.rollout_is_batch_normalize else 60)
+
+
+@pytest.mark.parametrize("name", ["decoupled_token_is", "decoupled_geo_rs"])
+def test_correction_when_turns_are_told_apart_then_two_kernels_more(name, batch):
+    with_turns, _ = counted(batch, PRESETS[name])
+    without, _ = counted({k: v for k, v in batch.items() if k != "turn_ids"}, PRESETS[name])
+    assert len(with_turns.kernels) == len(without.kernels) + 2
+
+
+@pytest.mark.parametrize("level", THREE_RULES)
+def test_correction_when_of_three_rules_and_normalised_weights_then_at_most_80_kernels(level, batch):
+    config = RolloutCorrectionConfig(
+        rollout_is=level, rollout_is_batch_normalize=True, rollout_rs=tuple(THREE_RULES[level]), **WEIGHTS,
+        rollout_batch_filter_kl=0.1,
+    )
+    count, correction = counted(batch, config)
+    print(f"three rules, {level} weights: {len(count.kernels)} kernels")
+    assert len(count.kernels) <= 80 and count.host_reads == []
+    assert len(correction.metrics) > 60
+
+
+@pytest.mark.parametrize("with_metrics", [False, True])
+@pytest.mark.parametrize("name", LOSSES)
+def test_loss_when_run_forward_then_few_kernels_and_no_host_read(name, with_metrics, batch):
+    config = RolloutCorrectionConfig(
+        loss=name, loss_scale_length=2048.0 if name == "dr_grpo" else None, rollout_is="token", rollout_is_upper=2.0
+    )
+    correction = compute_correction(**batch, num_sequences=SEQUENCES, config=config)
+    now = (batch["train_logprobs"] + 0.01).requires_grad_()
+
+    def forward(metrics):
+        return policy_loss(
+            name, now, batch["train_logprobs"], batch["advantages"], correction, config,
+            seq_ids=batch["seq_ids"], num_sequences=SEQUENCES, metrics=metrics,
+        )  # fmt: skip
+
+    forward({} if with_metrics else None)
+    with OperatorCount() as count:
+        forward({} if with_metrics else None)
+    print(f"{name}{' and its metrics' if with_metrics else ''}: {len(count.kernels)} kernels")
+    assert len(count.kernels) <= (40 if with_metrics else 30) and count.host_reads == []
+
+
+@pytest.mark.parametrize(
+    ("work", "kernels", "host_reads"),
+    [
+        (lambda x: x.clone() + 1, ["clone", "add"], []),
+        (lambda x: (x.view(2, 3)[1:, None].expand(4, 1, 3).T, x.detach(), torch.empty_like(x)), [], []),
+        (lambda x: (x.new_zeros(3), x.sum(), x.mul_(2)), ["new_zeros", "sum", "mul_"], []),
+        (lambda x: x.sum().item(), ["sum", "_local_scalar_dense"], ["_local_scalar_dense"]),
+        # A GPU must count the hits before it can allocate the result.
+        (lambda x: x[x > 0], ["gt", "index"], ["index by a mask"]),
+    ],
+)
+def test_count_when_the_work_is_known_then_each_of_its_operators(work, kernels, host_reads):
+    given = torch.ones(6)
+    with OperatorCount() as count:
+        work(given)
+    assert (count.kernels, count.host_reads) == (kernels, host_reads)
