@@ -5,7 +5,7 @@ from megatron_rl_corr.rollout.client import RolloutClient
 from megatron_rl_corr.rollout.errors import RolloutError, RolloutProtocolError, RolloutServerError
 from megatron_rl_corr.rollout.prompts import Prompt, PromptDataset
 from megatron_rl_corr.rollout.rewards import load_function, score
-from megatron_rl_corr.rollout.trajectory import SamplingParams, Trajectory, VersionSpan
+from megatron_rl_corr.rollout.trajectory import SamplingParams, Support, Trajectory, VersionSpan
 
 __all__ = [
     "LoopThread",
@@ -16,6 +16,7 @@ __all__ = [
     "RolloutProtocolError",
     "RolloutServerError",
     "SamplingParams",
+    "Support",
     "Trajectory",
     "VersionSpan",
     "load_function",

@@ -98,6 +98,7 @@ class RolloutClient:
                     sample_index=index,
                     server=url,
                     vocab_size=self.vocab_size,
+                    truncated=sampling.truncated,
                 )
             except RolloutError as error:
                 error.add_note(f"it was sample {index} of prompt {prompt} ({prompt_ids.numel()} tokens)")

@@ -10,11 +10,9 @@ from megatron_rl_corr.rollout.trajectory import SamplingParams
 
 PAUSE_MODES = ("abort", "in_place", "retract")
 
-# Sent in full because a server's --preferred-sampling-params fill whatever a request leaves out, and the
-# log-probs it returns would not show the truncation or the penalty.
-FULL_SUPPORT = {
-    "top_p": 1.0,
-    "top_k": -1,
+# Sent in full, and top_p and top_k too where they are off, because a server's --preferred-sampling-params fill
+# whatever a request leaves out, and the log-probs it returns would not show the truncation or the penalty.
+NEUTRAL = {
     "min_p": 0.0,
     "frequency_penalty": 0.0,
     "presence_penalty": 0.0,
@@ -57,13 +55,19 @@ def checked_prompt_ids(prompt_ids: Sequence[int], *, vocab_size: int, prompt_ind
 
 
 def generate_request(prompt_ids: list[int], sampling: SamplingParams, rid: str | None = None) -> Request:
-    """One sample of one prompt (ids already checked), with a log-prob for every sampled token, no text."""
+    """One sample of one prompt (ids already checked), with a log-prob for every sampled token, no text.
+
+    With top_p or top_k the answer also tells, for every token, the ids that it was drawn from and its log-prob
+    renormalised on them.
+    """
     body = {
         "input_ids": prompt_ids,
         "sampling_params": {
-            **FULL_SUPPORT,
+            **NEUTRAL,
             "max_new_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
             "stop_token_ids": list(sampling.stop_token_ids),
             "ignore_eos": sampling.ignore_eos,
         },
@@ -71,6 +75,8 @@ def generate_request(prompt_ids: list[int], sampling: SamplingParams, rid: str |
         "return_text_in_logprobs": False,
         "stream": False,
     }
+    if sampling.truncated:
+        body["return_sampling_mask"] = True
     if rid is not None:
         body["rid"] = rid
     return Request("POST", "/generate", body)

@@ -1,8 +1,9 @@
 """Parses what an SGLang server answers: bytes in, `Trajectory` or dict out, or a `RolloutProtocolError`.
 
-P prompt tokens, R response tokens.
+P prompt tokens, R response tokens, K_t ids that token t was drawn from.
 """
 
+import itertools
 import json
 from typing import Any
 
@@ -11,9 +12,10 @@ import orjson
 import torch
 
 from megatron_rl_corr.rollout.errors import RolloutProtocolError, RolloutServerError, body_start
-from megatron_rl_corr.rollout.trajectory import Trajectory, VersionSpan
+from megatron_rl_corr.rollout.trajectory import Support, Trajectory, VersionSpan
 
 GENERATE = "/generate"
+MASK, MASK_LOGPROBS = "output_token_sampling_mask", "output_token_sampling_logprobs"
 
 
 def parse_generate(
@@ -24,14 +26,17 @@ def parse_generate(
     sample_index: int,
     server: str,
     vocab_size: int | None = None,
+    truncated: bool = False,
     accept_failed: bool = False,
 ) -> Trajectory:
     """The trajectory in the answer to one `generate_request`.
 
-    Log-probs that are null, NaN or infinite become NaN. An abort for a pause or by request is a trajectory
-    with the tokens so far; an abort because the request failed (it carries a status code or an error type)
-    raises RolloutServerError unless accept_failed. Raises RolloutProtocolError where the answer is not what
-    was asked for: ids that differ from those the log-probs are of, lengths that disagree, unknown ids.
+    truncated: it was asked with top_p or top_k, so the trajectory has a support and the log-probs are those
+    renormalised on it. Log-probs that are null, NaN or infinite become NaN. An abort for a pause or by request
+    is a trajectory with the tokens so far; an abort because the request failed (it carries a status code or an
+    error type) raises RolloutServerError unless accept_failed. Raises RolloutProtocolError where the answer is
+    not what was asked for: ids that differ from those the log-probs are of, lengths that disagree, unknown ids,
+    a support that is missing or without the token drawn from it.
     """
     answer = _json_object(body, server, GENERATE)
     meta = answer.get("meta_info")
@@ -41,20 +46,21 @@ def parse_generate(
     output_ids = _token_ids(answer["output_ids"], "output_ids", server)
     _check_count(meta, "prompt_tokens", prompt_ids.numel(), "ids were sent", server)
     _check_count(meta, "completion_tokens", output_ids.size, "output_ids were returned", server)
-    outside = output_ids[(output_ids < 0) | (output_ids >= (vocab_size or np.inf))]
-    if outside.size:
-        detail = f"it returned token id {outside[0]}, outside [0, {vocab_size}): is it serving another model?"
-        raise RolloutProtocolError(server, GENERATE, detail)
+    _check_vocabulary(output_ids, vocab_size, "token id", server)
+    logprobs, support = _logprobs(meta, output_ids, server), None
+    if truncated:
+        logprobs, support = _truncated(meta, output_ids, vocab_size, server)
     return Trajectory(
         prompt_index=prompt_index,
         sample_index=sample_index,
         prompt_ids=prompt_ids,
         output_ids=torch.from_numpy(output_ids),
-        rollout_logprobs=torch.from_numpy(_logprobs(meta, output_ids, server)),
+        rollout_logprobs=torch.from_numpy(logprobs),
         finish_reason=finish_reason,
         weight_versions=_weight_versions(meta, output_ids.size, server),
         cached_tokens=meta.get("cached_tokens", 0),  # absent when a request was aborted before it started
         server=server,
+        support=support,
     )
 
 
@@ -123,6 +129,60 @@ def _logprobs(meta: dict, output_ids: np.ndarray, server: str) -> np.ndarray:
     return logprobs
 
 
+def _truncated(
+    meta: dict, output_ids: np.ndarray, vocab_size: int | None, server: str
+) -> tuple[np.ndarray, Support]:
+    """[R] float32 log-probs renormalised on the ids that each token was drawn from, and those ids."""
+    if not output_ids.size:  # an abort before the first token has neither field
+        meta = {MASK: [], MASK_LOGPROBS: []} | meta
+    for name in (MASK, MASK_LOGPROBS):
+        values = meta.get(name)
+        if values is None:
+            detail = (
+                f"it sent no {name} though return_sampling_mask asked for it, so what --rollout-top-p and "
+                "--rollout-top-k kept is unknown: use SGLang 0.5.16 or newer, or leave both flags out"
+            )
+            raise RolloutProtocolError(server, GENERATE, detail)
+        if not isinstance(values, list) or len(values) != output_ids.size:
+            entries = f"{len(values)} entries" if isinstance(values, list) else "no list"
+            raise RolloutProtocolError(server, GENERATE, f"{output_ids.size} output_ids have {entries} in {name}")
+    try:
+        with np.errstate(over="ignore"):
+            logprobs = np.array(meta[MASK_LOGPROBS], dtype=np.float32)  # None becomes NaN
+    except (TypeError, ValueError):
+        logprobs = np.empty((0, 0))
+    if logprobs.ndim != 1:
+        detail = f"{MASK_LOGPROBS} is not a list of log-probs: {str(meta[MASK_LOGPROBS])[:200]}"
+        raise RolloutProtocolError(server, GENERATE, detail)
+    logprobs[~np.isfinite(logprobs)] = np.nan
+    return logprobs, _support(meta[MASK], output_ids, vocab_size, server)
+
+
+def _support(sets: list, output_ids: np.ndarray, vocab_size: int | None, server: str) -> Support:
+    """The sets, each not empty, of distinct ids in the vocabulary, and with the token drawn from it."""
+    if not all(isinstance(ids, list) for ids in sets):
+        raise RolloutProtocolError(server, GENERATE, f"{MASK} is not a list of lists: {str(sets)[:200]}")
+    ids = _token_ids(list(itertools.chain.from_iterable(sets)), MASK, server)
+    _check_vocabulary(ids, vocab_size, f"{MASK} with id", server)
+    lengths = np.array([len(ids) for ids in sets], dtype=np.int32)
+    if not lengths.all():
+        detail = f"{MASK} is empty at position {lengths.argmin()}, where a token was drawn from it"
+        raise RolloutProtocolError(server, GENERATE, detail)
+    rows = np.repeat(np.arange(lengths.size), lengths)
+    found = np.bincount(rows[ids == output_ids[rows]], minlength=lengths.size)
+    if not found.all():
+        first = int(np.argmin(found))
+        detail = f"{MASK} at position {first} has not the token {output_ids[first]} that was drawn from it"
+        raise RolloutProtocolError(server, GENERATE, detail)
+    stride = ids.max(initial=0) + 1
+    pairs = np.sort(rows * stride + ids)
+    repeated = pairs[1:][np.diff(pairs) == 0]
+    if repeated.size:
+        row, token = divmod(int(repeated[0]), int(stride))
+        raise RolloutProtocolError(server, GENERATE, f"{MASK} at position {row} has id {token} twice")
+    return Support(torch.from_numpy(ids.astype(np.int32)), torch.from_numpy(lengths))
+
+
 def _finish_reason(meta: dict, server: str, accept_failed: bool) -> str:
     reason = meta.get("finish_reason")
     kind = reason.get("type") if isinstance(reason, dict) else None
@@ -154,6 +214,14 @@ def _weight_versions(meta: dict, response_length: int, server: str) -> tuple[Ver
         detail = f"weight_versions {spans} do not partition the {response_length} output_ids"
         raise RolloutProtocolError(server, GENERATE, detail)
     return parsed
+
+
+def _check_vocabulary(ids: np.ndarray, vocab_size: int | None, what: str, server: str) -> None:
+    limit = np.iinfo(np.int32).max if vocab_size is None else vocab_size
+    outside = ids[(ids < 0) | (ids >= limit)]
+    if outside.size:
+        detail = f"it returned {what} {outside[0]}, outside [0, {limit}): is it serving another model?"
+        raise RolloutProtocolError(server, GENERATE, detail)
 
 
 def _check_count(meta: dict, name: str, count: int, what: str, server: str) -> None:

@@ -1,6 +1,6 @@
 """A sampled answer as it came from a rollout server, and the parameters it was sampled with.
 
-P prompt tokens, R response tokens.
+P prompt tokens, R response tokens, K_t ids that token t was drawn from.
 """
 
 import math
@@ -12,20 +12,25 @@ import torch
 FinishReason = Literal["stop", "length", "abort"]
 
 MIN_TEMPERATURE = 1e-6  # below it SGLang samples greedily and returns the log-probs of temperature 1
+MAX_TOP_K = 4096  # SGLang's --sampling-mask-max-tokens; for a larger top_k, or none, it refuses to name the ids
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a response is drawn: from the whole softmax at a temperature.
+    """How a response is drawn: from the softmax at a temperature, all of it or what top_k and top_p keep.
 
-    There is no top_p or top_k: SGLang's log-probs are of the full, temperature-scaled softmax whatever those
-    say, so samples truncated by them would not be samples of the distribution the log-probs describe.
+    A truncated softmax is renormalised on the ids that it keeps, so its samples can only be corrected where
+    those ids are known. SGLang returns them for 1 < top_k <= MAX_TOP_K: top_p takes such a top_k beside it.
     """
 
     max_new_tokens: int
     """Upper bound on R, at least 1."""
     temperature: float = 1.0
     """Divides the logits before the softmax. 0 is greedy: its log-probs are those of temperature 1."""
+    top_p: float = 1.0
+    """Keep the likeliest ids up to this sum of probabilities, in (0, 1]. Below 1 it needs a top_k."""
+    top_k: int = -1
+    """Keep this many of the likeliest ids, in [2, MAX_TOP_K]; ids that tie for the last place may all stay. -1: off."""
     stop_token_ids: tuple[int, ...] = ()
     """Ids that end a response, beside the model's own end-of-sequence ids."""
     ignore_eos: bool = False
@@ -41,10 +46,38 @@ class SamplingParams:
                 f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE} and finite, "
                 f"got {self.temperature}"
             )
+        self._check_truncation()
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         for token in self.stop_token_ids:
             if not _is_int(token) or token < 0:
                 raise ValueError(f"stop_token_ids must be integers of at least 0, got {token!r}")
+
+    @property
+    def truncated(self) -> bool:
+        """Whether top_p or top_k is on: the server is then asked which ids each token was drawn from."""
+        return self.top_p != 1 or self.top_k != -1
+
+    def _check_truncation(self) -> None:
+        number = isinstance(self.top_p, (int, float)) and not isinstance(self.top_p, bool)
+        if not number or not 0 < self.top_p <= 1:
+            raise ValueError(f"--rollout-top-p must be in (0, 1], got {self.top_p!r}; use 1 to keep every token")
+        if not _is_int(self.top_k) or (self.top_k != -1 and not 1 < self.top_k <= MAX_TOP_K):
+            raise ValueError(
+                f"--rollout-top-k must be -1 (off) or in [2, {MAX_TOP_K}], for which SGLang tells the ids that a token "
+                f"was drawn from, got {self.top_k!r}; use --rollout-top-k {MAX_TOP_K} or less, or -1"
+            )
+        if self.top_p != 1 and self.top_k == -1:
+            raise ValueError(
+                f"--rollout-top-p below 1 needs a --rollout-top-k in [2, {MAX_TOP_K}]: only then does SGLang tell the "
+                "ids that a token was drawn from, without which truncated samples cannot be corrected; got "
+                f"--rollout-top-p {self.top_p} with --rollout-top-k -1; give --rollout-top-k {MAX_TOP_K} beside it, or "
+                "the vocabulary size where that is smaller"
+            )
+        if self.truncated and self.temperature == 0:
+            raise ValueError(
+                "--rollout-top-p and --rollout-top-k have no effect on greedy sampling, got "
+                f"--rollout-top-p {self.top_p} and --rollout-top-k {self.top_k} at temperature 0; leave them out"
+            )
 
 
 @dataclass(frozen=True)
@@ -54,6 +87,36 @@ class VersionSpan:
     version: str
     start: int
     end: int
+
+
+@dataclass(frozen=True, eq=False)
+class Support:
+    """The ids that each response token was drawn from, itself among them: ragged, one token after the other."""
+
+    ids: torch.Tensor
+    """[sum of K_t] int32, distinct within a token's set and in no order."""
+    lengths: torch.Tensor
+    """[R] int32: K_t, at least 1."""
+
+    def __post_init__(self):
+        _check_vectors(self, {"ids": torch.int32, "lengths": torch.int32})
+        if self.lengths.numel() and self.lengths.min() < 1:
+            raise ValueError(f"lengths must be at least 1, got {int(self.lengths.min())}")
+        if self.lengths.sum() != self.ids.numel():
+            raise ValueError(f"lengths that sum to {int(self.lengths.sum())} have {self.ids.numel()} ids")
+
+    @property
+    def longest(self) -> int:
+        """The largest K_t, 0 without a token: the least width that `padded` takes."""
+        return int(self.lengths.max()) if self.lengths.numel() else 0
+
+    def padded(self, width: int) -> torch.Tensor:
+        """[R, width] int64: a row's ids from the left, then -1. Raises ValueError for width < longest."""
+        if width < self.longest:
+            raise ValueError(f"width must be at least the {self.longest} ids of the longest set, got {width}")
+        padded = torch.full((self.lengths.numel(), width), -1, dtype=torch.int64)
+        padded[torch.arange(width) < self.lengths[:, None]] = self.ids.long()  # row by row, as the ids are
+        return padded
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,8 +132,9 @@ class Trajectory:
     output_ids: torch.Tensor
     """[R] int64, ending with the stop id where there was one. R may be 0 after an abort."""
     rollout_logprobs: torch.Tensor
-    """[R] float32, natural log, of the temperature-scaled softmax. NaN is "no log-prob": the server gave
-    none, or one that is not finite (a token it sampled cannot have probability 0)."""
+    """[R] float32, natural log, of the distribution the token was drawn from: the temperature-scaled softmax,
+    renormalised on `support` where there is one. NaN is "no log-prob": the server gave none, or one that is
+    not finite (a token it sampled cannot have probability 0)."""
     finish_reason: FinishReason
     """stop: a stop id; length: max_new_tokens; abort: cut short, the tokens so far are valid samples."""
     weight_versions: tuple[VersionSpan, ...]
@@ -79,16 +143,19 @@ class Trajectory:
     """Prompt tokens whose keys and values the server had already."""
     server: str
     """Base URL of the server that answered."""
+    support: Support | None = None
+    """The ids that each response token was drawn from, with top_p or top_k; None: the whole vocabulary."""
 
     def __post_init__(self):
-        dtypes = {"prompt_ids": torch.int64, "output_ids": torch.int64, "rollout_logprobs": torch.float32}
-        for name, dtype in dtypes.items():
-            tensor = getattr(self, name)
-            if tensor.dtype != dtype or tensor.dim() != 1:
-                raise ValueError(f"{name} must be 1-d {dtype}, got {tensor.dim()}-d {tensor.dtype}")
+        int64, float32 = torch.int64, torch.float32
+        _check_vectors(self, {"prompt_ids": int64, "output_ids": int64, "rollout_logprobs": float32})
         if self.output_ids.numel() != self.rollout_logprobs.numel():
             raise ValueError(
                 f"{self.output_ids.numel()} output_ids have {self.rollout_logprobs.numel()} rollout_logprobs"
+            )
+        if self.support is not None and self.support.lengths.numel() != self.output_ids.numel():
+            raise ValueError(
+                f"{self.output_ids.numel()} output_ids have a support of {self.support.lengths.numel()} sets"
             )
         if not self.weight_versions:
             raise ValueError("weight_versions must hold at least one span")
@@ -97,6 +164,13 @@ class Trajectory:
     def oldest_version(self) -> str:
         """The weight version of the first token: what decides how stale the response is."""
         return self.weight_versions[0].version
+
+
+def _check_vectors(owner, dtypes: dict[str, torch.dtype]) -> None:
+    for name, dtype in dtypes.items():
+        tensor = getattr(owner, name)
+        if tensor.dtype != dtype or tensor.dim() != 1:
+            raise ValueError(f"{name} must be 1-d {dtype}, got {tensor.dim()}-d {tensor.dtype}")
 
 
 def _is_int(value) -> bool:
