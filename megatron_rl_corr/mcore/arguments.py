@@ -31,6 +31,8 @@ class RolloutOptions:
     group_size: int
     max_new_tokens: int
     temperature: float
+    top_p: float
+    top_k: int
     max_concurrency: int
     timeout_s: float
     bucket_mib: float
@@ -135,6 +137,11 @@ def _add_rollout(group: Any) -> None:
         help="longest response, in tokens (default 1024)")
     add("--rollout-temperature", metavar="T", type=float, default=1.0,
         help="sampling temperature, applied to the training log-probs too (default 1.0)")
+    add("--rollout-top-p", metavar="P", type=float, default=1.0,
+        help="nucleus sampling; the training log-probs are renormalised on the ids that it kept (default 1.0)")
+    add("--rollout-top-k", metavar="K", type=int, default=-1,
+        help="sample from the K likeliest ids, 2 to 4096; --rollout-top-p needs it, because SGLang tells the kept ids "
+        "only with it (default -1: off)")
     add("--rollout-max-concurrency", metavar="N", type=int, default=64,
         help="samples in flight per data-parallel replica (default 64)")
     add("--rollout-timeout-s", metavar="S", type=float, default=600.0,
@@ -157,7 +164,7 @@ def parse(arguments: Sequence[str]) -> tuple[RolloutCorrectionConfig, RolloutOpt
     for other in others:
         name = other.split("=")[0]
         if name.startswith(PREFIX):
-            near = difflib.get_close_matches(name, known, n=1)
+            near = [flag for flag in known if flag.startswith(name)] or difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]}?" if near else "see --help"
             raise ValueError(f"unknown flag {name}; {hint}")
     config = correction_config(values)

@@ -36,10 +36,12 @@ class RolloutBatch:
     """[N] int64: which prompt of this replica the sample answers."""
     version_lags: Tensor
     """[N] float32: trainer's weight version less the one that sampled the first token."""
+    support: Tensor
+    """[N, L, K] int32: the ids that the label was drawn from, -1 behind their end; K is 0 for the whole vocabulary."""
 
     @classmethod
-    def empty(cls, rows: int, length: int) -> RolloutBatch:
-        """Zeros of the right shapes, to receive into."""
+    def empty(cls, rows: int, length: int, support: int = 0) -> RolloutBatch:
+        """Zeros of the right shapes, to receive into; `support` is K."""
         device = communication_device()
 
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -53,6 +55,7 @@ class RolloutBatch:
             rewards=zeros(rows, dtype=torch.float32),
             group_ids=zeros(rows, dtype=torch.int64),
             version_lags=zeros(rows, dtype=torch.float32),
+            support=zeros(rows, length, support, dtype=torch.int32) - 1,
         )
 
     @classmethod
@@ -60,7 +63,8 @@ class RolloutBatch:
         cls, trajectories: Sequence[Trajectory], rewards: Tensor, *, length: int, version: int
     ) -> RolloutBatch:
         """ValueError for a sample of more than length + 1 tokens (the last one is a label only)."""
-        batch = cls.empty(len(trajectories), length)
+        widths = [int(sample.support.lengths.max()) for sample in trajectories if sample.support is not None]
+        batch = cls.empty(len(trajectories), length, max(widths, default=0))
         host = {name: tensor.cpu() for name, tensor in vars(batch).items()}
         for row, sample in enumerate(trajectories):
             ids = torch.cat([sample.prompt_ids, sample.output_ids])
@@ -74,27 +78,35 @@ class RolloutBatch:
             host["labels"][row, :end] = ids[1:]
             host["loss_mask"][row, prompt - 1 : end] = True
             host["rollout_logprobs"][row, prompt - 1 : end] = sample.rollout_logprobs
+            if sample.support is not None:
+                host["support"][row, prompt - 1 : end] = sample.support.padded(max(widths)).int()
             host["group_ids"][row] = sample.prompt_index
             host["version_lags"][row] = version - int(sample.oldest_version)
         host["rewards"].copy_(rewards)
         return cls(**{name: tensor.to(batch.tokens.device) for name, tensor in host.items()})
 
-    def broadcast(self, layout: Layout) -> RolloutBatch:
+    def broadcast(self, layout: Layout, *, with_support: bool = False) -> RolloutBatch:
         """The data leader's batch on its whole replica: two tensors over tensor x context, then pipeline.
 
-        Every rank passes a batch of the same shapes; only the leader's values count.
+        Every rank passes a batch of the same shapes, but for K; only the leader's values count. with_support: two
+        more, K and the supports.
         """
         whole = torch.stack([self.tokens, self.labels, self.loss_mask.long()]).contiguous()
         rows = torch.stack([self.rewards, self.group_ids.float(), self.version_lags])
         real = torch.cat([self.rollout_logprobs.reshape(-1), rows.reshape(-1)])
-        if layout.pp_rank == 0:
-            _broadcast_from_first([whole, real], layout.tp_cp_group)
-        _broadcast_from_first([whole, real], layout.pp_group)
+        _broadcast_to_replica([whole, real], layout)
+        support = self.support
+        if with_support:
+            width = torch.full((), support.shape[2], dtype=torch.int64, device=support.device)
+            _broadcast_to_replica([width], layout)
+            if support.shape[2] != width.item():
+                support = support.new_empty(*support.shape[:2], int(width.item()))
+            _broadcast_to_replica([support], layout)
         logprobs, rows = real.split([self.rollout_logprobs.numel(), rows.numel()])
         rewards, group_ids, lags = rows.view(3, -1)
         return RolloutBatch(
             whole[0], whole[1], whole[2].bool(), logprobs.view_as(self.rollout_logprobs),
-            rewards, group_ids.long(), lags,
+            rewards, group_ids.long(), lags, support,
         )
 
     @property
@@ -102,6 +114,13 @@ class RolloutBatch:
         """[N * L] int64: the row of each token."""
         rows, length = self.tokens.shape
         return torch.arange(rows, device=self.tokens.device).repeat_interleave(length)
+
+
+def _broadcast_to_replica(tensors: list[Tensor], layout: Layout) -> None:
+    """From the first rank of the first stage to its stage, and from there down every pipeline."""
+    if layout.pp_rank == 0:
+        _broadcast_from_first(tensors, layout.tp_cp_group)
+    _broadcast_from_first(tensors, layout.pp_group)
 
 
 def _broadcast_from_first(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
@@ -134,6 +153,8 @@ class Microbatch:
     """[b, L] int64."""
     position_ids: Tensor
     """[b, L] int64."""
+    support: Tensor
+    """[b, L, K] int32."""
     targets: TrainingTargets | None = None
 
 
@@ -145,7 +166,7 @@ def microbatches(
     positions = torch.arange(length, device=batch.tokens.device).expand(size, length)
     for start in range(0, rows, size):
         part = slice(start, start + size)
-        micro = Microbatch(batch.tokens[part], batch.labels[part], positions)
+        micro = Microbatch(batch.tokens[part], batch.labels[part], positions, batch.support[part])
         if targets is not None:
             first, last = start * length, (start + size) * length
             flat = slice(first, last)

@@ -44,7 +44,8 @@ class Collector:
         self._rows, self._prompts_per_step = share, samples // options.group_size
         self.device = communication_device()
         self._sampling = SamplingParams(
-            max_new_tokens=options.max_new_tokens, temperature=options.temperature
+            max_new_tokens=options.max_new_tokens, temperature=options.temperature, top_p=options.top_p,
+            top_k=options.top_k,
         )
 
     def collect(self, step: int, version: int) -> RolloutBatch:
@@ -56,7 +57,7 @@ class Collector:
             except Exception as failure:  # noqa: BLE001  raised below, on this rank, once the others know
                 error = failure
         all_reduce_failure(error)
-        return batch.broadcast(self._layout)
+        return batch.broadcast(self._layout, with_support=self._sampling.truncated)
 
     def _ask(self, step: int, version: int) -> RolloutBatch:
         per_replica = self._prompts_per_step // self._layout.dp_size

@@ -18,6 +18,7 @@ from megatron_rl_corr.core.losses.penalties import mean_entropy
 from megatron_rl_corr.core.metrics import Metric
 from megatron_rl_corr.mcore.batch import Microbatch, TrainingTargets
 from megatron_rl_corr.parallel.groups import ParallelGroups
+from megatron_rl_corr.parallel.support import support_logprobs
 from megatron_rl_corr.parallel.vocab import vocab_parallel_logprobs
 
 
@@ -31,9 +32,18 @@ class LogprobSettings:
 
 
 def label_logprobs(
-    logits: Tensor, labels: Tensor, settings: LogprobSettings, *, with_entropy: bool = False
+    logits: Tensor, micro: Microbatch, settings: LogprobSettings, *, with_entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs (and entropy) of a microbatch, flat: logits [b, L, V/tp], labels [b, L] -> [b * L]."""
+    """Log-probs (and entropy) of a microbatch's labels, flat: logits [b, L, V/tp] -> [b * L].
+
+    Over the support that the server sampled from where it is known, else over the whole vocabulary.
+    """
+    labels = micro.labels
+    if micro.support.shape[2]:
+        return support_logprobs(
+            logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), micro.support.flatten(0, 1),
+            tp_group=settings.tp_group, temperature=settings.temperature, with_entropy=with_entropy,
+        )
     return vocab_parallel_logprobs(
         logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), tp_group=settings.tp_group,
         temperature=settings.temperature, vocab_size=settings.vocab_size, with_entropy=with_entropy,
@@ -68,7 +78,7 @@ class CorrectedLoss:
         """
         config, targets, (rows, length) = self.config, micro.targets, micro.labels.shape
         logprobs, entropy = label_logprobs(
-            logits, micro.labels, self.logprobs, with_entropy=config.bypass_mode or config.entropy_coef > 0
+            logits, micro, self.logprobs, with_entropy=config.bypass_mode or config.entropy_coef > 0
         )
         seq_ids = torch.arange(rows, device=logits.device).repeat_interleave(length)
         metrics: dict[str, Metric] = {}

@@ -24,7 +24,7 @@ def score(
     """
     rows, length = batch.tokens.shape
     forward_step = make_forward_step(
-        lambda micro, logits: label_logprobs(logits, micro.labels, settings, with_entropy=True)
+        lambda micro, logits: label_logprobs(logits, micro, settings, with_entropy=True)
     )
     iterators = [microbatches(batch, micro_batch_size) for _ in model]
     for chunk in model:

@@ -33,9 +33,18 @@ def vocab_parallel_logprobs(
     Raises ValueError for unlike lengths, and for a temperature or chunk_tokens that is not positive. A label
     outside [0, vocab_size) gives -inf.
     """
+    check_inputs(logits, labels, temperature, chunk_tokens)
+    logprobs, entropy = _VocabParallelLogProbs.apply(
+        logits, labels, tp_group, temperature, vocab_size, with_entropy, chunk_tokens
+    )
+    return logprobs, entropy if with_entropy else None
+
+
+def check_inputs(logits: Tensor, labels: Tensor, temperature: float, chunk_tokens: int) -> None:
+    """ValueError for unlike lengths, and for a temperature or chunk_tokens that is not positive."""
     if logits.dim() != 2 or labels.shape != logits.shape[:1]:
         raise ValueError(
-            f"vocab_parallel_logprobs takes logits [T, V/tp] and labels [T], got {tuple(logits.shape)} and "
+            f"log-probs take logits [T, V/tp] and labels [T], got {tuple(logits.shape)} and "
             f"{tuple(labels.shape)}"
         )
     if not temperature > 0:
@@ -44,10 +53,6 @@ def vocab_parallel_logprobs(
         )
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens must be positive, got {chunk_tokens}; 1024 is usual")
-    logprobs, entropy = _VocabParallelLogProbs.apply(
-        logits, labels, tp_group, temperature, vocab_size, with_entropy, chunk_tokens
-    )
-    return logprobs, entropy if with_entropy else None
 
 
 class _VocabParallelLogProbs(torch.autograd.Function):
@@ -63,7 +68,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
             local = labels[rows] - first
             stats[:, rows] = _chunk_stats(logits[rows, :limit], local, temperature, with_entropy)
         # Every rank combines the same numbers in one order, so tensor-parallel ranks agree bit by bit.
-        logprobs, entropy, top, log_total = _combine(all_gather_stacked(stats, tp_group), with_entropy)
+        logprobs, entropy, top, log_total = combine_stats(all_gather_stacked(stats, tp_group), with_entropy)
         ctx.save_for_backward(logits, labels, top, log_total, entropy)
         ctx.settings = (first, limit, temperature, with_entropy, chunk_tokens)
         ctx.mark_non_differentiable(*([] if with_entropy else [entropy]))
@@ -107,7 +112,13 @@ def _chunk_stats(logits: Tensor, local_labels: Tensor, temperature: float, with_
     x = logits.float() / temperature
     mine = (local_labels >= 0) & (local_labels < columns)
     target = x.gather(1, local_labels.clamp(0, columns - 1)[:, None])[:, 0]
-    out[2] = torch.where(mine, target, -torch.inf)
+    return stats_of(x, torch.where(mine, target, -torch.inf), with_entropy)
+
+
+def stats_of(x: Tensor, target: Tensor, with_entropy: bool) -> Tensor:
+    """Per token [4, C]: max, sum of e = exp(x - max), the label's x, sum of e (x - max); x [C, columns] is consumed."""
+    out = x.new_zeros(4, x.shape[0])
+    out[2] = target
     # Finite even where a rank's logits are all -inf, because -inf less itself is NaN.
     out[0] = x.amax(dim=1).clamp(min=torch.finfo(torch.float32).min)
     x -= out[0][:, None]
@@ -121,7 +132,7 @@ def _chunk_stats(logits: Tensor, local_labels: Tensor, temperature: float, with_
     return out
 
 
-def _combine(stats: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def combine_stats(stats: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """[tp, 4, T] -> log-prob of the label, entropy, largest x and log of the sum of exp(x - that), each [T].
 
     Differences from the largest logit, not the logits themselves: near 0 a log-prob would lose its digits.

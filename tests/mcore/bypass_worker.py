@@ -36,7 +36,7 @@ def main(path: str) -> None:
     rollout[0, 0] = float("nan")
     batch = RolloutBatch(
         labels, labels, mask, rollout, torch.tensor([1.0, 2.0, -1.0, 0.5]), torch.tensor([0, 0, 1, 1]),
-        torch.zeros(rows),
+        torch.zeros(rows), torch.zeros(rows, length, 0, dtype=torch.int32),
     )
     saved = {"logits": logits, "labels": labels, "rollout": rollout, "mask": mask, "rewards": batch.rewards}
     for name, config in CONFIGS.items():

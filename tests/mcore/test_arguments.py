@@ -18,6 +18,7 @@ REQUIRED = [
 DEFAULTS = {
     "urls": ("http://a:30000", "http://b:30000"), "hf_checkpoint": "model", "prompts": "prompts.jsonl",
     "reward_function": "reward.py:reward", "group_size": 8, "max_new_tokens": 1024, "temperature": 1.0,
+    "top_p": 1.0, "top_k": -1,
     "max_concurrency": 64, "timeout_s": 600.0, "bucket_mib": 256.0, "log_dir": None,
 }
 

@@ -138,9 +138,9 @@ def test_memory_when_chunked_then_never_more_than_a_chunk_in_float32():
 @pytest.mark.parametrize(
     "logits, labels, options, words",
     [
-        ((2, 3), (3,), {}, "vocab_parallel_logprobs takes logits [T, V/tp] and labels [T], got (2, 3) and (3,)"),
+        ((2, 3), (3,), {}, "log-probs take logits [T, V/tp] and labels [T], got (2, 3) and (3,)"),
         ((1, 2, 3), (2,), {},
-         "vocab_parallel_logprobs takes logits [T, V/tp] and labels [T], got (1, 2, 3) and (2,)"),
+         "log-probs take logits [T, V/tp] and labels [T], got (1, 2, 3) and (2,)"),
         ((2, 3), (2,), {"temperature": 0.0},
          "temperature must be positive, got 0.0; greedy samples have no log-prob to correct"),
         ((2, 3), (2,), {"chunk_tokens": 0}, "chunk_tokens must be positive, got 0; 1024 is usual"),

@@ -21,6 +21,7 @@ from megatron_rl_corr.parallel.failure import PeerFailure, all_reduce_failure
 from megatron_rl_corr.parallel.gather import all_gather_stacked
 from megatron_rl_corr.parallel.groups import ParallelGroups
 from megatron_rl_corr.parallel.reduce import all_gather_metrics, merge
+from megatron_rl_corr.parallel.support import support_logprobs
 from megatron_rl_corr.parallel.vocab import vocab_parallel_logprobs
 
 WORLD = 4
@@ -84,6 +85,45 @@ def run_vocab_case(name: str, rank: int, size: int, group) -> dict:
     options = {"with_entropy": True} | VOCAB_CASES[name]
     with Collectives() as forward:
         logprobs, entropy = vocab_parallel_logprobs(logits, inputs["labels"], tp_group=group, **options)
+    outputs = [logprobs] if entropy is None else [logprobs, entropy]
+    with Collectives() as backward:
+        torch.autograd.backward(outputs, list(inputs["grads"][: len(outputs)]))
+    return {
+        "logprobs": logprobs.detach(), "entropy": None if entropy is None else entropy.detach(),
+        "gradient": logits.grad, "untouched": torch.equal(logits.detach(), shard),
+        "forward": forward.names, "backward": backward.names,
+    }
+
+
+SUPPORT_CASES = {"plain": {}, "temperature and chunks": {"temperature": 0.7, "chunk_tokens": 3}, "no entropy": {}}
+
+
+def support_inputs(name: str) -> dict[str, torch.Tensor]:
+    """Supports of 1 to 5 ids in any order, some wholly on one rank; the label among them; the last token has none."""
+    generator = torch.Generator().manual_seed(len(name))
+    tokens, columns = 9, 12
+    logits = torch.randn(tokens, columns, generator=generator) * 4
+    logits[2] += 300
+    support = torch.full((tokens, 5), -1, dtype=torch.int32)
+    for token in range(tokens - 1):
+        size = 1 + token % 5
+        support[token, :size] = torch.randperm(columns, generator=generator)[:size].int()
+    support[1, :2] = torch.tensor([11, 9])  # the last of four ranks
+    labels = support[:, 0].long().clamp(min=0)
+    grads = torch.randn(2, tokens, generator=generator)
+    grads[:, -1] = 0
+    return {"logits": logits, "labels": labels, "support": support, "grads": grads}
+
+
+def run_support_case(name: str, rank: int, size: int, group) -> dict:
+    inputs = support_inputs(name)
+    shard = inputs["logits"].chunk(size, dim=1)[rank].clone()
+    logits = shard.clone().requires_grad_()
+    options = {"with_entropy": name != "no entropy"} | SUPPORT_CASES[name]
+    with Collectives() as forward:
+        logprobs, entropy = support_logprobs(
+            logits, inputs["labels"], inputs["support"], tp_group=group, **options
+        )
     outputs = [logprobs] if entropy is None else [logprobs, entropy]
     with Collectives() as backward:
         torch.autograd.backward(outputs, list(inputs["grads"][: len(outputs)]))
@@ -198,12 +238,19 @@ def main(rank: int, folder: str) -> None:
             (name, size): run_vocab_case(name, rank % size, size, pair if size == 2 else world)
             for name in VOCAB_CASES for size in (2, 4)
         },
+        "support": {
+            (name, size): run_support_case(name, rank % size, size, pair if size == 2 else world)
+            for name in SUPPORT_CASES for size in (2, 4)
+        },
         "correction": {cut: run_correction(cut, rank, groups) for cut in ("zigzag", "contiguous")},
         "microbatches": run_microbatches(rank),
         "failures": run_failures(rank),
         "gather": all_gather_stacked(torch.tensor([[rank, 10 * rank]]), pair),
-        "inputs": {"vocab": {name: vocab_inputs(name) for name in VOCAB_CASES}, "batch": global_batch()},
-        "options": VOCAB_CASES, "config": CORRECTION,
+        "inputs": {
+            "vocab": {name: vocab_inputs(name) for name in VOCAB_CASES}, "batch": global_batch(),
+            "support": {name: support_inputs(name) for name in SUPPORT_CASES},
+        },
+        "options": VOCAB_CASES, "support_options": SUPPORT_CASES, "config": CORRECTION,
     }
     torch.save(results, Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()
