@@ -172,8 +172,7 @@ def _finish(config, weights, keep: KeepMasks, valid, totals, metrics) -> Correct
         # k3 of the batch is (sum of e - sum of D) / n, by the same numbers on every rank.
         filtered = totals[2] - totals[3] > config.rollout_batch_filter_kl * totals[0]
         metrics["batch_filtered"] = Max(filtered.double()[None])
-        if not config.diagnostics_only:
-            kept_tokens = torch.where(filtered, 0.0, kept_tokens)
+        kept_tokens = torch.where(filtered, 0.0, kept_tokens)
     if config.diagnostics_only:
         present = keep.sequences.present > 0
         return Correction(valid.float(), valid, valid, present, valid_tokens, valid_tokens, metrics)

@@ -22,6 +22,16 @@ EVERY_PART = RolloutCorrectionConfig(
     ),
 )
 
+EVERY_NEW_RULE = RolloutCorrectionConfig(
+    rollout_is="turn", rollout_is_upper=2.0, rollout_m2_threshold=2.0, rollout_batch_filter_kl=0.5,
+    rollout_rs=(
+        RejectionRule("seq_max", "ratio", 0.02, 50.0), RejectionRule("turn_mean", "ratio", 0.3, 3.0),
+        RejectionRule("turn_mean", "k3", upper=2.0), RejectionRule("seq_mean", "abs_diff", upper=0.5),
+        RejectionRule("seq_mean", "exp_abs", upper=4.0), RejectionRule("token", "rollout_prob", lower=1e-2),
+        RejectionRule("seq_mean", "opsm", upper=0.2),
+    ),
+)
+
 
 def correct(log_ratio: list[float], *, mask=None, seq_ids=None, config=TOKEN_IS) -> Correction:
     count = len(log_ratio)
@@ -112,21 +122,29 @@ def test_log_probs_when_in_bfloat16_then_subtracted_in_float32():
 # NaN and infinities
 
 
-def test_nan_when_outside_the_mask_then_every_bit_is_as_without_it():
+@pytest.mark.parametrize("config", [EVERY_PART, EVERY_NEW_RULE], ids=["every part", "every new rule"])
+def test_nan_when_outside_the_mask_then_every_bit_is_as_without_it(config):
     generator = torch.Generator().manual_seed(1)
     train = -torch.rand(40, generator=generator) * 4
     rollout = train + torch.randn(40, generator=generator)
     mask = torch.rand(40, generator=generator) < 0.6
     seq_ids = torch.randint(0, 5, (40,), generator=generator)
+    advantages = (seq_ids % 3 - 1).float()
     garbage = torch.tensor([NAN, INF, -INF, 1e30]).repeat(10)
 
-    def everything(train, rollout) -> list[torch.Tensor]:
-        c = compute_correction(train, rollout, mask, seq_ids, num_sequences=6, config=EVERY_PART)
+    def everything(train, rollout, advantages) -> list[torch.Tensor]:
+        c = compute_correction(
+            train, rollout, mask, seq_ids, num_sequences=6, config=config, turn_ids=torch.arange(40) % 3,
+            advantages=advantages,
+        )
         fields = [c.weights, c.mask, c.valid, c.kept_sequences, c.valid_tokens, c.kept_tokens]
         return fields + [metric.values for metric in c.metrics.values()]
 
-    clean = everything(torch.where(mask, train, 0.0), torch.where(mask, rollout, 0.0))
-    dirty = everything(torch.where(mask, train, garbage), torch.where(mask, rollout, garbage.flip(0)))
+    clean = everything(*(torch.where(mask, side, 0.0) for side in (train, rollout, advantages)))
+    dirty = everything(
+        torch.where(mask, train, garbage), torch.where(mask, rollout, garbage.flip(0)),
+        torch.where(mask, advantages, garbage),
+    )
     for left, right in zip(clean, dirty, strict=True):
         assert torch.equal(left, right)
     assert clean[0].isfinite().all() and 0 < clean[1].sum() < mask.sum()  # the rules did reject some
@@ -195,13 +213,14 @@ def test_everything_when_rejected_then_zero_loss_zero_gradient_and_no_nan():
 
 
 @pytest.mark.parametrize(
-    "config", [TOKEN_IS, EVERY_PART, dataclasses.replace(EVERY_PART, rollout_is="geometric")]
+    "config", [TOKEN_IS, EVERY_PART, EVERY_NEW_RULE, dataclasses.replace(EVERY_PART, rollout_is="geometric")]
 )
 @pytest.mark.parametrize("tokens, sequences", [(5, 2), (0, 2), (0, 0)])
 def test_everything_when_padding_or_absent_then_zero_weights_and_no_nan(config, tokens, sequences):
     correction = compute_correction(
         torch.full((tokens,), NAN), torch.full((tokens,), -INF), torch.zeros(tokens),
         torch.zeros(tokens, dtype=torch.int64), num_sequences=sequences, config=config,
+        turn_ids=torch.zeros(tokens, dtype=torch.int64), advantages=torch.full((tokens,), NAN),
     )
     assert correction.weights.tolist() == [0.0] * tokens
     assert not correction.mask.any() and correction.kept_sequences.tolist() == [False] * sequences

@@ -155,6 +155,36 @@ def test_metrics_when_one_token_is_an_outlier_then_finite_and_its_size_is_told()
     assert metrics["log_ratio_abs_max"] == 200 and metrics["weight_max"] == 2
 
 
+def test_metrics_by_probability_when_each_band_has_its_tokens_then_each_its_own():
+    # pi_rollout, and pi_train as a multiple of it; a bound belongs to the band above it.
+    tokens = [(5e-5, 2.0), (1e-4, 0.5), (5e-4, 1.0), (5e-3, 4.0), (0.05, 1.0), (0.1, 0.5), (0.5, 1.0)]
+    rollout = torch.tensor([p for p, _ in tokens] + [0.9, NAN]).log()
+    train = torch.tensor([p * rho for p, rho in tokens] + [1.0, 0.5]).log()
+    mask = torch.tensor([1] * 7 + [0, 1])
+    metrics = metrics_of(train, rollout, mask, torch.zeros(9, dtype=torch.int64), num_sequences=1)
+    expected = {
+        # k3 of rho 2, 1/2, 4 is 1 - ln 2, ln 2 - 1/2, 3 - 2 ln 2.
+        "below_1e-4": (1, -LN2, 1 - LN2, LN2),
+        "1e-4_to_1e-3": (2, LN2 / 2, (LN2 - 0.5) / 2, LN2 / 2),
+        "1e-3_to_1e-2": (1, -2 * LN2, 3 - 2 * LN2, 2 * LN2),
+        "1e-2_to_1e-1": (1, 0, 0, 0),
+        "above_1e-1": (2, LN2 / 2, (LN2 - 0.5) / 2, LN2 / 2),
+    }
+    for band, values in expected.items():
+        found = [metrics[f"by_prob/{band}/{name}"] for name in ("tokens", "kl", "k3_kl", "log_ratio_abs_mean")]
+        assert found == pytest.approx(values, rel=1e-5, abs=1e-6), band
+
+
+def test_chi2_when_a_product_leaves_all_bounds_then_it_is_clamped_and_the_geometric_one_is_not():
+    # 30 tokens of D = 1 and one sequence of D = -0.5: products e^30, clamped to e^20, and e^-0.5.
+    rollout = torch.full((31,), -2.0)
+    train = rollout + torch.tensor([1.0] * 30 + [-0.5])
+    seq_ids = torch.tensor([0] * 30 + [1])
+    metrics = metrics_of(train, rollout, torch.ones(31), seq_ids, num_sequences=2)
+    assert metrics["chi2_seq"] == pytest.approx((math.exp(40) + math.exp(-1)) / 2 - 1, rel=1e-9)
+    assert metrics["chi2_geo"] == pytest.approx((math.exp(2) + math.exp(-1)) / 2 - 1, rel=1e-9)
+
+
 def test_weight_std_when_the_spread_is_small_then_it_is_not_rounding():
     # 1000 weights of e^0.0001 have no spread; a float32 square of one is off by 6e-8, and its root is 2e-4.
     ids = torch.zeros(1000, dtype=torch.int64)

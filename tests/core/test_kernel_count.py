@@ -141,7 +141,7 @@ def test_loss_when_run_forward_then_few_kernels_and_no_host_read(name, with_metr
     ("work", "kernels", "host_reads"),
     [
         (lambda x: x.clone() + 1, ["clone", "add"], []),
-        (lambda x: (x.view(2, 3)[1:, None].expand(4, 1, 3).T, x.detach(), torch.empty_like(x)), [], []),
+        (lambda x: (x.view(2, 3)[1:, None].expand(4, 1, 3).mT, x.detach(), torch.empty_like(x)), [], []),
         (lambda x: (x.new_zeros(3), x.sum(), x.mul_(2)), ["new_zeros", "sum", "mul_"], []),
         (lambda x: x.sum().item(), ["sum", "_local_scalar_dense"], ["_local_scalar_dense"]),
         # A GPU must count the hits before it can allocate the result.

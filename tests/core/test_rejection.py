@@ -15,21 +15,21 @@ NAN = float("nan")
 @pytest.mark.parametrize(
     ("name", "values"),
     [
-        # D = log pi_train - log pi_rollout = [0, -15] - (-1); k2 = D^2 / 2.
-        ("k2", [0.5, 98.0]),
-        # e - 2, and e^D is nothing beside 1 for the other.
-        ("k3", [0.7182818, 13.0]),
-        # |1 - e^-1|, |e^-15 - e^-1|
-        ("abs_diff", [0.6321206, 0.3678791]),
+        # D = [0, -15, -30] - (-1) = 1, -14, and -29, which is clamped to -20; k2 = D^2 / 2.
+        ("k2", [0.5, 98.0, 200.0]),
+        # e - 2, and e^D is nothing beside 1 for the others.
+        ("k3", [0.7182818, 13.0, 19.0]),
+        # |1 - e^-1|, |e^-15 - e^-1|, e^-1
+        ("abs_diff", [0.6321206, 0.3678791, 0.3678794]),
     ],
 )
 def test_token_divergence_when_the_bound_is_at_it_then_kept_and_below_it_dropped(name, values):
-    train = torch.tensor([0.0, -15.0])
+    train = torch.tensor([0.0, -15.0, -30.0])
     for i, value in enumerate(values):
         for bound, kept in ((value * 1.0001, True), (value * 0.9999, False)):
             config = RolloutCorrectionConfig(rollout_rs=(RejectionRule("token", name, upper=bound),))
             found = compute_correction(
-                train, torch.full((2,), -1.0), torch.ones(2), torch.tensor([0, 1]), num_sequences=2, config=config
+                train, torch.full((3,), -1.0), torch.ones(3), torch.tensor([0, 1, 1]), num_sequences=2, config=config
             )
             assert found.mask[i].item() is kept, (name, bound)
 
@@ -62,6 +62,14 @@ def correct(*rules: RejectionRule):
         ("seq_sum", "k3", 0.1157264),
         ("seq_mean", "k3", 0.0385755),
         ("seq_max", "k3", 0.0918247),
+        # pi_rollout = e^-1 = 0.3678794, pi_train = e^(D - 1) = 0.4065697, 0.3011942, 0.5488116.
+        ("seq_sum", "abs_diff", 0.2863077),
+        ("seq_mean", "abs_diff", 0.0954359),
+        ("seq_max", "abs_diff", 0.1809322),
+        # e^|D| = 1.1051709, 1.2214028, 1.4918247
+        ("seq_mean", "exp_abs", 1.2727995),
+        # The veto, from above: e^0.4. The masked token, e^9, vetoes nothing.
+        ("seq_max", "ratio", 1.4918247),
     ],
 )
 def test_sequence_rule_when_its_bound_passes_the_value_then_the_whole_sequence_goes(level, name, value):
@@ -76,6 +84,70 @@ def test_sequence_rule_when_its_bound_passes_the_value_then_the_whole_sequence_g
     assert rejected.metrics["kept_fraction"].value() == 0.25
     assert rejected.metrics["kept_sequence_fraction"].value() == 0.5
     assert (rejected.valid_tokens.item(), rejected.kept_tokens.item()) == (4.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    "lower, upper, kept",
+    [
+        # rho = 1.105, 0.8187, 1.4918 at the valid tokens of sequence 0.
+        (0.81, None, True), (0.82, None, False), (None, 1.5, True), (None, 1.49, False),
+        (0.81, 1.5, True), (0.82, 1.5, False), (0.81, 1.49, False),
+    ],
+)
+def test_veto_when_one_token_is_outside_on_either_side_then_its_sequence_goes(lower, upper, kept):
+    correction = correct(RejectionRule("seq_max", "ratio", lower, upper))
+    assert correction.mask.tolist() == [kept, kept, True, False, False, kept]
+    assert correction.kept_sequences.tolist() == [kept, False, True]
+
+
+def test_veto_when_one_token_in_a_thousand_is_catastrophic_then_the_mean_does_not_see_it_but_the_veto_does():
+    # D = -10 once: the geometric mean is e^-0.01, rho of the token 4.5e-5.
+    log_ratio = torch.zeros(2000)
+    log_ratio[400] = -10
+    seq_ids = torch.arange(2).repeat_interleave(1000)
+    for rule, kept in [
+        (RejectionRule("seq_mean", "ratio", 0.98, 1.02), [True, True]),
+        (RejectionRule("seq_max", "ratio", lower=1e-4), [False, True]),
+        (RejectionRule("seq_max", "ratio", lower=4e-5), [True, True]),
+    ]:
+        correction = compute_correction(
+            log_ratio - 11, torch.full((2000,), -11.0), torch.ones(2000), seq_ids, num_sequences=2,
+            config=RolloutCorrectionConfig(rollout_rs=(rule,)),
+        )
+        assert correction.kept_sequences.tolist() == kept, rule
+        assert correction.kept_tokens.item() == 1000 * sum(kept)
+
+
+def test_low_probability_rule_when_the_server_found_a_token_improbable_then_it_goes_and_on_the_bound_it_stays():
+    # pi_train is 0.5 everywhere: it does not matter. The last token has no pi_rollout.
+    rollout = torch.tensor([0.5, 1e-3, 0.999e-3, 1e-5, NAN]).log()
+    config = RolloutCorrectionConfig(rollout_rs=(RejectionRule("token", "rollout_prob", lower=1e-3),))
+    correction = compute_correction(
+        torch.full((5,), 0.5).log(), rollout, torch.ones(5), torch.zeros(5, dtype=torch.int64), num_sequences=1,
+        config=config,
+    )
+    assert correction.mask.tolist() == [True, True, False, False, False]
+    assert correction.metrics["rejected_fraction/token_rollout_prob"].value() == 0.5
+    assert correction.kept_sequences.tolist() == [True]
+
+
+def test_off_policy_sequence_mask_when_far_and_bad_then_rejected_whole_and_else_kept():
+    # mean(-D) of sequences 0, 1, 3: (0.5 - 0.1) / 2 = 0.2, over the bound of 0.1; of sequence 2: 0.05.
+    # Sequence 0 is bad, 1 good, 2 bad but near, 3 neither good nor bad, 4 empty.
+    log_ratio = torch.tensor([-0.5, 0.1, -0.5, 0.1, -0.05, -0.5, 0.1, -9.0])
+    seq_ids = torch.tensor([0, 0, 1, 1, 2, 3, 3, 2])
+    advantages = torch.tensor([-1.0, -1.0, 1.0, 1.0, -1.0, 0.0, 0.0, NAN])
+    mask = torch.tensor([1, 1, 1, 1, 1, 1, 1, 0])
+    config = RolloutCorrectionConfig(rollout_rs=(RejectionRule("seq_mean", "opsm", upper=0.1),))
+    correction = compute_correction(
+        log_ratio - 1, torch.full((8,), -1.0), mask, seq_ids, num_sequences=5, config=config, advantages=advantages
+    )
+    # Its second token, more probable in training, goes with the first: one decision per sequence.
+    assert correction.mask.tolist() == [False, False, True, True, True, True, True, False]
+    assert correction.kept_sequences.tolist() == [False, True, True, True, False]
+    assert correction.metrics["rejected_fraction/seq_mean_opsm"].value() == pytest.approx(2 / 7)
+    with pytest.raises(ValueError, match=r"off-policy sequence mask \(opsm\) looks at the advantages' sign; pass adv"):
+        compute_correction(log_ratio, log_ratio, mask, seq_ids, num_sequences=5, config=config)
 
 
 @pytest.mark.parametrize(
