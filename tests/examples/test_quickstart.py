@@ -108,8 +108,10 @@ def test_quickstart_in_bfloat16_then_reward_is_learned_and_the_mismatch_is_seen(
         # Two replicas, whose weights are gathered late: between the optimizer's step and the next forward pass.
         ["--tensor-model-parallel-size", "1", "--use-distributed-optimizer", "--overlap-grad-reduce",
          "--overlap-param-gather", "--calculate-per-token-loss"],
+        # Truncated sampling: both sides renormalise on the ids that the server kept.
+        ["--rollout-temperature", "0.8", "--rollout-top-p", "0.9", "--rollout-top-k", "40"],
     ],
-    ids=["tp2-pp2-ep2", "dp2-pp2-ep2-distributed-optimizer"],
+    ids=["tp2-pp2-ep2", "dp2-pp2-ep2-distributed-optimizer", "top-p-top-k"],
 )  # fmt: skip
 def test_quickstart_in_float32_then_log_ratios_after_every_push_are_below_1e_4(layout, tmp_path):
     options = ("--server-dtype", "float32", "--steps", "4", "--", *layout)
