@@ -74,10 +74,38 @@ MEANINGS: dict[str, Meaning] = {
         "mean(e^D - D - 1)", "KL(k3)",
         UsualRange("train and rollout disagree more than numerics explain", GAP_REMEDY, high=1e-2),
     ),
+    "rollout_corr/kl_clamped": Meaning(
+        "KL(k1) in which no token counts for more than k3 = 10; far from KL(k1), outliers make that",
+        "mean(-D), D clamped to [-11.0, 2.61]",
+    ),
+    "rollout_corr/k3_kl_clamped": Meaning(
+        "KL(k3) in which no token counts for more than 10; far below KL(k3), outliers make that",
+        "mean(e^D - D - 1), D clamped to [-11.0, 2.61]",
+    ),
+    "rollout_corr/jsd": Meaning(
+        "Jensen-Shannon divergence of the two sides, bounded by ln 2; outliers cannot run it up",
+        "mean(rho ln(2 rho / (1 + rho)) + ln(2 / (1 + rho))) / 2",
+    ),
     "rollout_corr/log_ratio_abs_max": Meaning(
         "largest disagreement on one token", "max |D|", "max |log-ratio|"
     ),
     "rollout_corr/log_ratio_abs_mean": Meaning("average disagreement per token", "mean |D|"),
+    "rollout_corr/log_ratio_large_fraction": Meaning(
+        "tokens on which one side is more than twice as sure as the other", "tokens with |D| > ln 2 / valid tokens"
+    ),
+    "rollout_corr/token_mult_prob_error": Meaning(
+        "average factor between the two probabilities of a token; 1 is ideal", "mean(e^|D|)"
+    ),
+    "rollout_corr/prob_diff_abs_mean": Meaning(
+        "average difference of a token's two probabilities; says little of improbable tokens",
+        "mean |pi_train - pi_rollout|",
+    ),
+    "rollout_corr/prob_diff_abs_max": Meaning(
+        "largest difference of a token's two probabilities", "max |pi_train - pi_rollout|"
+    ),
+    "rollout_corr/prob_diff_std": Meaning(
+        "spread of the difference of a token's two probabilities", "std(pi_train - pi_rollout)"
+    ),
     "rollout_corr/weight_mean": Meaning(
         "average importance weight; 1 when both sides agree", "mean(w)", "weight",
         UsualRange("the correction rescales the whole gradient", WEIGHT_REMEDY, low=0.5, high=2.0),
@@ -123,6 +151,22 @@ MEANINGS: dict[str, Meaning] = {
             "improbable tokens and late turns come first.", high=1,
         ),
     ),
+    "rollout_corr/chi2_token_clamped": Meaning(
+        "the same without outliers: what is left if no token counts for more than k3 = 10",
+        "mean(rho^2) - 1, D clamped to [-11.0, 2.61]",
+    ),
+    "rollout_corr/chi2_geo": Meaning(
+        "chi-squared divergence of geometric means over sequences", "mean(exp(2 mean(D))) - 1", "chi2 geometric",
+        UsualRange(
+            "whole sequences are shifted against each other",
+            "A shift of every token of a sequence is no noise: look for a temperature, a stale weight version or a "
+            "stale prefix cache.", high=1,
+        ),
+    ),
+    "rollout_corr/chi2_seq": Meaning(
+        "chi-squared divergence of products; above 1, sequence weights are mostly noise",
+        "mean(exp(2 sum(D))) - 1, sum(D) clamped to +-20",
+    ),
     "rollout_corr/training_ppl": Meaning(
         "perplexity of the samples under the trained model",
         "mean over sequences of exp(-mean log pi_train)",
@@ -131,8 +175,27 @@ MEANINGS: dict[str, Meaning] = {
         "perplexity of the samples under the rollout server",
         "mean over sequences of exp(-mean log pi_rollout)",
     ),
+    "rollout_corr/training_log_ppl": Meaning(
+        "log-perplexity under the trained model: one bad sequence cannot hide the others",
+        "mean over sequences of -mean log pi_train",
+    ),
+    "rollout_corr/rollout_log_ppl": Meaning(
+        "log-perplexity under the rollout server", "mean over sequences of -mean log pi_rollout"
+    ),
+    "rollout_corr/ppl_ratio": Meaning(
+        "how many times more perplexed the trained model is; 1 is ideal", "mean over sequences of exp(mean(-D))"
+    ),
     "rollout_corr/log_ppl_diff": Meaning(
         "gap of the two log-perplexities", "mean over sequences of mean(log pi_rollout - log pi_train)"
+    ),
+    "rollout_corr/log_ppl_diff_abs": Meaning(
+        "size of that gap: sequences shifted up and down do not cancel", "mean over sequences of |mean(D)|"
+    ),
+    "rollout_corr/log_ppl_diff_max": Meaning(
+        "the sequence whose tokens training finds the least probable, against the server", "max of mean(-D)"
+    ),
+    "rollout_corr/log_ppl_diff_min": Meaning(
+        "the sequence whose tokens training finds the most probable, against the server", "min of mean(-D)"
     ),
     "rollout_corr/pearson": Meaning(
         "correlation of the two sides' token probabilities; 1 is ideal", "corr(pi_train, pi_rollout)"
@@ -166,12 +229,28 @@ MEANINGS: dict[str, Meaning] = {
 }
 
 
-# Families of metrics: one per rejection rule.
 PREFIXES: dict[str, Meaning] = {
     "rollout_corr/rejected_fraction/": Meaning(
         "tokens that this rejection rule drops", "rejected tokens / valid tokens"
     ),
+    "rollout_corr/by_prob/": Meaning(
+        "kl, k3_kl, log_ratio_abs_mean and tokens of one band of pi_rollout; the lowest come first",
+        "the metric of that name over below_1e-4, 1e-4_to_1e-3, ..., above_1e-1",
+    ),
+    "rollout_corr/by_turn/": Meaning(
+        "the same for first turns and later ones; later ones carry more, where tools answer",
+        "the metric of that name over turn 0 (first) and the others (later)",
+    ),
+    "rollout_corr/batch_filtered": Meaning(
+        "1 when the batch filter skipped the step", "KL(k3) > --rollout-batch-filter-kl", "filtered",
+        UsualRange(
+            "the train-infer KL of a whole step was above the filter's bound",
+            "A step now and then is what the filter is for. If many go, close the gap itself (see KL(k3)), or raise "
+            "the bound.", low=0, high=0,
+        ),
+    ),
 }
+"""Families of metrics, by the start of their names, and metrics that only some settings have."""
 
 
 def meaning_of(name: str) -> Meaning | None:

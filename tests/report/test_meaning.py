@@ -1,8 +1,11 @@
 """The one table of metrics: complete, short, and with the levels that the alerts are known by."""
 
 import pytest
+import torch
 
-from megatron_rl_corr.report.meaning import MEANINGS, label_of, meaning_of, usual_range
+from megatron_rl_corr.config import RejectionRule, RolloutCorrectionConfig
+from megatron_rl_corr.core.correction import compute_correction
+from megatron_rl_corr.report.meaning import MEANINGS, PREFIXES, label_of, meaning_of, usual_range
 
 
 def test_meanings_when_compared_with_the_steps_metrics_then_every_one_is_described(healthy):
@@ -10,7 +13,7 @@ def test_meanings_when_compared_with_the_steps_metrics_then_every_one_is_describ
 
 
 def test_meanings_when_shown_in_a_table_then_one_line_each():
-    for name, meaning in MEANINGS.items():
+    for name, meaning in (MEANINGS | PREFIXES).items():
         assert meaning.text and "\n" not in meaning.text and len(meaning.text) <= 90, name
         if meaning.usual:
             # The live table prints label, value, range and this in one line of 110 characters.
@@ -23,10 +26,27 @@ def test_meanings_when_shown_in_a_table_then_one_line_each():
         ("rollout_corr/weight_mean", "0.5 to 2"), ("rollout_corr/ess", "at least 0.3"),
         ("rollout_corr/k3_kl", "at most 0.01"), ("rollout_corr/kl", "-0.01 to 0.01"),
         ("rollout_corr/chi2_token", "at most 1"), ("rollout_corr/nonfinite_tokens", "0"), ("skipped", "0"),
+        ("rollout_corr/chi2_geo", "at most 1"), ("rollout_corr/batch_filtered", "0"),
     ],
 )
 def test_usual_range_when_written_then_these_words(name, text):
     assert str(usual_range(name)) == text
+
+
+def test_meanings_when_compared_with_the_corrections_metrics_then_the_same_names():
+    config = RolloutCorrectionConfig(
+        rollout_is="token", rollout_is_upper=2.0, rollout_rs=(RejectionRule("seq_mean", "k3", upper=0.1),),
+        rollout_m2_threshold=0.04, rollout_batch_filter_kl=0.01,
+    )
+    logprobs, ids = torch.tensor([-1.0, -2.0]), torch.tensor([0, 1])
+    measured = compute_correction(
+        logprobs, logprobs, torch.ones(2), ids, num_sequences=2, config=config, turn_ids=ids
+    ).metrics
+    names = {f"rollout_corr/{name}" for name in measured}
+    assert {name for name in names if meaning_of(name) is None} == set()
+    assert {name for name in MEANINGS if name.startswith("rollout_corr/")} - names == set()
+    # Every family has a member.
+    assert all(any(name.startswith(prefix) for name in names) for prefix in PREFIXES)
 
 
 def test_meaning_of_when_the_metric_belongs_to_a_family_then_the_familys():

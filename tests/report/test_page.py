@@ -90,7 +90,7 @@ def test_page_when_there_are_alerts_then_it_says_what_and_what_to_do(write_run, 
 
 def test_page_when_watched_metrics_are_missing_then_it_says_they_were_not_watched(write_run):
     text = read(write_page(write_run([{"step": 1, "reward/mean": 0.5}]))).text
-    assert "Not recorded, so not watched: KL(k1), KL(k3), weight, ESS, dropped, chi2, skip." in text
+    assert "Not recorded, so not watched: KL(k1), KL(k3), weight, ESS, dropped, chi2, chi2 geometric, skip." in text
     assert "stayed in its usual range" not in text
 
 
