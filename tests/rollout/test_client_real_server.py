@@ -38,12 +38,26 @@ def model(tiny_moe_dir):
     return AutoModelForCausalLM.from_pretrained(tiny_moe_dir, dtype=torch.float32).eval()
 
 
-def expected_logprobs(model, trajectory, temperature):
-    """[R] float32: log softmax(logits / temperature) of the response's tokens, by the Hugging Face model."""
+def expected_logits(model, trajectory):
+    """[R, V] float32: what the Hugging Face model drew each of the response's tokens from."""
     ids = torch.cat([trajectory.prompt_ids, trajectory.output_ids])
     with torch.no_grad():
-        logits = model(ids[None]).logits[0, trajectory.prompt_ids.numel() - 1 : -1]
-    return torch.log_softmax(logits / temperature, -1).gather(1, trajectory.output_ids[:, None])[:, 0]
+        return model(ids[None]).logits[0, trajectory.prompt_ids.numel() - 1 : -1]
+
+
+def kept(trajectory, vocab_size):
+    """[R, V] bool: the ids in the support of each of the response's tokens."""
+    support = trajectory.support
+    sets = [set(ids.tolist()) for ids in support.ids.split(support.lengths.tolist())]
+    return torch.tensor([[token in ids for token in range(vocab_size)] for ids in sets])
+
+
+def expected_logprobs(model, trajectory, temperature):
+    """[R] float32: log softmax(logits / temperature) of the response's tokens, on their support if it is known."""
+    logits = expected_logits(model, trajectory) / temperature
+    if trajectory.support is not None:
+        logits = logits.masked_fill(~kept(trajectory, logits.shape[1]), -torch.inf)
+    return torch.log_softmax(logits, -1).gather(1, trajectory.output_ids[:, None])[:, 0]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.5])
@@ -64,6 +78,26 @@ def test_generate_when_several_samples_then_logprobs_are_of_the_temperature_scal
             t.rollout_logprobs, expected_logprobs(model, t, temperature), atol=2e-5, rtol=0
         )
     assert len({tuple(t.output_ids.tolist()) for t in trajectories}) > 3  # samples of one prompt differ
+
+
+@pytest.mark.parametrize("temperature, top_p, top_k", [(0.7, 0.8, 20), (1.0, 1.0, 5), (1.5, 0.5, 4096)])
+def test_generate_when_truncated_then_logprobs_are_renormalised_on_the_likeliest_tokens(
+    client, loop, model, vocab_size, temperature, top_p, top_k
+):
+    sampling = SamplingParams(12, temperature=temperature, top_p=top_p, top_k=top_k, ignore_eos=True)
+    trajectories = loop.call(client.generate(PROMPTS, sampling, samples_per_prompt=3))
+    for t in trajectories:
+        assert t.support.lengths.numel() == 12 and t.support.longest <= min(top_k, vocab_size - 1)
+        logits, inside = expected_logits(model, t), kept(t, vocab_size)
+        least = logits.masked_fill(~inside, torch.inf).amin(-1)
+        most = logits.masked_fill(inside, -torch.inf).amax(-1)
+        assert (least > most - 1e-4).all()  # no id outside is likelier than one inside
+        torch.testing.assert_close(
+            t.rollout_logprobs, expected_logprobs(model, t, temperature), atol=2e-5, rtol=0
+        )
+        whole = torch.log_softmax(logits / temperature, -1).gather(1, t.output_ids[:, None])[:, 0]
+        assert (t.rollout_logprobs > whole + 1e-3).all()  # what is left out makes each token likelier
+    assert len({tuple(t.output_ids.tolist()) for t in trajectories}) > 3
 
 
 def test_generate_when_greedy_then_likeliest_tokens_with_logprobs_of_temperature_1(client, loop, model):
@@ -174,6 +208,29 @@ def test_pause_when_not_aborting_then_samples_wait_and_end_after_continue(
     assert [t.finish_reason for t in trajectories] == ["length"] * 4 and len(later.result(60)) == 1
     for t in trajectories:
         torch.testing.assert_close(t.rollout_logprobs, expected_logprobs(model, t, 1.0), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("mode, samples", [("abort", 60), ("retract", 12)])
+def test_pause_when_truncated_then_every_token_so_far_keeps_its_support(
+    client, loop, model, mode, samples, wait_until_sampling
+):
+    long = SamplingParams(300, top_p=0.9, top_k=20, ignore_eos=True)
+    future = loop.submit(client.generate([[1, 2, 3]], long, samples_per_prompt=samples))
+    wait_until_sampling(client.base_urls[0])
+    try:
+        loop.call(client.pause_generation(mode))
+    finally:
+        loop.call(client.continue_generation())
+    trajectories = future.result(120)
+    lengths = [t.output_ids.numel() for t in trajectories]
+    if mode == "abort":
+        assert max(lengths) > 0 and min(lengths) == 0  # more samples than the server runs at a time
+    else:
+        assert lengths == [300] * samples
+    longest = max(trajectories, key=lambda t: t.output_ids.numel())
+    torch.testing.assert_close(
+        longest.rollout_logprobs, expected_logprobs(model, longest, 1.0), atol=2e-5, rtol=0
+    )
 
 
 def test_weight_version_when_renamed_then_samples_and_model_info_carry_the_name(client, loop):

@@ -67,6 +67,20 @@ def test_generate_request_when_built_then_samples_from_the_whole_softmax():
     }
 
 
+def test_generate_request_when_not_truncated_then_no_sampling_mask_is_asked_for():
+    sampling = SamplingParams(8)
+    assert not sampling.truncated and "return_sampling_mask" not in requests.generate_request([1], sampling).json
+
+
+@pytest.mark.parametrize("top_p, top_k", [(0.8, 20), (1.0, 2), (0.05, 4096)])
+def test_generate_request_when_truncated_then_asks_for_the_ids_each_token_is_drawn_from(top_p, top_k):
+    sampling = SamplingParams(8, top_p=top_p, top_k=top_k)
+    body = requests.generate_request([1], sampling).json
+    assert sampling.truncated and body["return_sampling_mask"] is True and body["return_logprob"] is True
+    assert (body["sampling_params"]["top_p"], body["sampling_params"]["top_k"]) == (top_p, top_k)
+    assert body["sampling_params"]["min_p"] == 0.0  # the rest stays at the value that changes nothing
+
+
 def test_generate_request_when_no_rid_is_given_then_none_is_sent():
     assert "rid" not in requests.generate_request([1], SamplingParams(1)).json
 
@@ -86,6 +100,21 @@ def test_generate_request_when_no_rid_is_given_then_none_is_sent():
         ({"max_new_tokens": 1, "temperature": "1"}, "temperature .* got '1'"),
         ({"max_new_tokens": 1, "stop_token_ids": (-2,)}, "stop_token_ids .* got -2"),
         ({"max_new_tokens": 1, "stop_token_ids": ("</s>",)}, "stop_token_ids .* got '</s>'"),
+        ({"max_new_tokens": 1, "top_p": 0}, "--rollout-top-p must be in .0, 1., got 0; use 1"),
+        ({"max_new_tokens": 1, "top_p": 1.01, "top_k": 20}, "--rollout-top-p must be in .0, 1., got 1.01"),
+        ({"max_new_tokens": 1, "top_p": float("nan"), "top_k": 20}, "--rollout-top-p .* got nan"),
+        ({"max_new_tokens": 1, "top_p": "0.9", "top_k": 20}, "--rollout-top-p .* got '0.9'"),
+        ({"max_new_tokens": 1, "top_p": True}, "--rollout-top-p .* got True"),
+        ({"max_new_tokens": 1, "top_k": 0}, "--rollout-top-k must be -1 .off. or in .2, 4096., .* got 0; use"),
+        ({"max_new_tokens": 1, "top_k": 1}, "--rollout-top-k .* got 1; use --rollout-top-k 4096 or less, or -1"),
+        ({"max_new_tokens": 1, "top_k": 4097}, "--rollout-top-k .* got 4097;"),
+        ({"max_new_tokens": 1, "top_k": 20.0}, "--rollout-top-k .* got 20.0;"),
+        (
+            {"max_new_tokens": 1, "top_p": 0.9},
+            "--rollout-top-p below 1 needs a --rollout-top-k in .2, 4096.: .* got --rollout-top-p 0.9 with "
+            "--rollout-top-k -1; give --rollout-top-k 4096 beside it, or the vocabulary size",
+        ),
+        ({"max_new_tokens": 1, "temperature": 0, "top_k": 20}, "no effect on greedy .* --rollout-top-k 20 .* leave"),
     ],
 )
 def test_sampling_params_when_out_of_bounds_then_error_names_field_and_value(arguments, named):

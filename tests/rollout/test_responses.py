@@ -28,6 +28,15 @@ def body(top=None, drop=(), **meta):
     return orjson.dumps(answer | (top or {}))
 
 
+def truncated(drop=(), **meta):
+    """BODY as the answer to a request with top_p or top_k, its tokens drawn from {7, 1}, {0} and {3, 9, 8}."""
+    kept = {
+        "output_token_sampling_mask": [[7, 1], [0], [3, 9, 8]],
+        "output_token_sampling_logprobs": [-0.25, -0.0, -0.75],
+    }
+    return body(drop=drop, **(kept | meta))
+
+
 def parse(data, **options):
     prompt_ids = torch.tensor([1, 2])
     options = {"vocab_size": 10} | options
@@ -88,6 +97,84 @@ def test_generate_when_the_answer_contradicts_itself_then_protocol_error_says_ho
     with pytest.raises(RolloutProtocolError, match=named) as error:
         parse(data)
     assert (error.value.url, error.value.endpoint) == (URL, "/generate")
+
+
+def test_truncated_when_well_formed_then_the_ids_and_the_logprobs_renormalised_on_them_are_taken():
+    trajectory = parse(truncated(), truncated=True)
+    assert trajectory.support.ids.dtype == trajectory.support.lengths.dtype == torch.int32
+    assert trajectory.support.ids.tolist() == [7, 1, 0, 3, 9, 8]
+    assert trajectory.support.lengths.tolist() == [2, 1, 3]
+    assert trajectory.rollout_logprobs.dtype == torch.float32
+    assert trajectory.rollout_logprobs.tolist() == [-0.25, 0.0, -0.75]  # not the -0.5, -1.25, 0 of the whole softmax
+
+
+def test_truncated_when_not_asked_for_then_no_support_and_the_logprobs_of_the_whole_softmax():
+    for data in (BODY, truncated()):
+        trajectory = parse(data)
+        assert trajectory.support is None and trajectory.rollout_logprobs.tolist() == [-0.5, -1.25, 0.0]
+
+
+@pytest.mark.parametrize("missing", [b"null", b"NaN", b"-Infinity", b"-1e99"])
+def test_truncated_when_a_logprob_is_absent_or_not_finite_then_nan_in_its_place_only(missing):
+    trajectory = parse(truncated().replace(b"-0.75", missing), truncated=True)
+    *others, last = trajectory.rollout_logprobs.tolist()
+    assert others == [-0.25, 0.0] and math.isnan(last) and trajectory.support.lengths.tolist() == [2, 1, 3]
+
+
+@pytest.mark.parametrize(
+    "data, named",
+    [
+        (truncated(output_token_sampling_mask=[[7], [0]]), "3 output_ids have 2 entries in output_token_sampling_mask"),
+        (truncated(output_token_sampling_mask="7"), "3 output_ids have no list in output_token_sampling_mask"),
+        (truncated(output_token_sampling_mask=[7, 0, 9]), "mask is not a list of lists: .7, 0, 9"),
+        (truncated(output_token_sampling_mask=[[7], None, [9]]), "mask is not a list of lists"),
+        (truncated(output_token_sampling_mask=[[7], [0], [9.5]]), "mask is not a list of integers"),
+        (truncated(output_token_sampling_mask=[[7], [0], ["9"]]), "mask is not a list of integers"),
+        (truncated(output_token_sampling_mask=[[7], [0], [9, [8]]]), "mask is not a list of integers"),
+        (truncated(output_token_sampling_mask=[[7], [0, 10], [9]]), "mask with id 10, outside .0, 10."),
+        (truncated(output_token_sampling_mask=[[7, -1], [0], [9]]), "mask with id -1, outside .0, 10."),
+        (truncated(output_token_sampling_mask=[[7, 1], [], [9]]), "mask is empty at position 1"),
+        (truncated(output_token_sampling_mask=[[], [], []]), "mask is empty at position 0"),
+        # Both sets hold the other's token, so it must be looked for in the right one.
+        (truncated(output_token_sampling_mask=[[7], [9], [9, 0]]), "mask at position 1 has not the token 0"),
+        (truncated(output_token_sampling_mask=[[7, 1], [0], [9, 8, 3, 8]]), "mask at position 2 has id 8 twice"),
+        (truncated(output_token_sampling_mask=[[7, 7], [0], [9]]), "mask at position 0 has id 7 twice"),
+        (truncated(output_token_sampling_logprobs=[-1]), "3 output_ids have 1 entries in output_token_sampling_logp"),
+        (truncated(output_token_sampling_logprobs={}), "3 output_ids have no list in output_token_sampling_logprobs"),
+        (truncated(output_token_sampling_logprobs=[-1, -1, "a"]), "sampling_logprobs is not a list of log-probs"),
+        (truncated(output_token_sampling_logprobs=[[-1], [-1], [-1]]), "sampling_logprobs is not a list of log-pr"),
+        (truncated(output_token_sampling_logprobs=[[-1], [-1], [-1, -2]]), "sampling_logprobs is not a list of"),
+        (truncated(output_token_logprobs=[[-1, 7], [-1, 5], [-1, 9]]), "differ at 1 of 3 positions, first at 1"),
+    ],
+)
+def test_truncated_when_the_support_is_not_one_then_protocol_error_says_how(data, named):
+    with pytest.raises(RolloutProtocolError, match=named) as error:
+        parse(data, truncated=True)
+    assert (error.value.url, error.value.endpoint) == (URL, "/generate")
+
+
+@pytest.mark.parametrize("name", ["output_token_sampling_mask", "output_token_sampling_logprobs"])
+def test_truncated_when_the_server_is_too_old_to_send_it_then_error_names_the_remedy(name):
+    with pytest.raises(RolloutProtocolError) as error:
+        parse(truncated(drop=[name]), truncated=True)
+    assert URL in str(error.value) and f"it sent no {name}" in str(error.value)
+    assert "use SGLang 0.5.16 or newer, or leave both flags out" in str(error.value)
+    assert "--rollout-top-p" in str(error.value) and "--rollout-top-k" in str(error.value)
+
+
+def test_truncated_when_aborted_before_the_first_token_then_an_empty_support():
+    data = b"""{"output_ids": [], "meta_info": {"weight_version": "v2", "completion_tokens": 0,
+        "finish_reason": {"type": "abort", "message": "Abort in waiting queue"}}}"""
+    trajectory = parse(data, truncated=True)
+    assert trajectory.support.ids.shape == trajectory.support.lengths.shape == trajectory.rollout_logprobs.shape == (0,)
+
+
+def test_truncated_when_the_vocabulary_is_not_known_then_ids_up_to_int32_are_taken():
+    big = 2**31 - 2
+    data = truncated(output_token_sampling_mask=[[7, big], [0], [9]])
+    assert parse(data, truncated=True, vocab_size=None).support.ids.tolist() == [7, big, 0, 9]
+    with pytest.raises(RolloutProtocolError, match=f"mask with id {big + 1}, outside"):
+        parse(data.replace(b"2147483646", b"2147483647"), truncated=True, vocab_size=None)
 
 
 @pytest.mark.parametrize(
