@@ -63,7 +63,7 @@ class RolloutBatch:
         cls, trajectories: Sequence[Trajectory], rewards: Tensor, *, length: int, version: int
     ) -> RolloutBatch:
         """ValueError for a sample of more than length + 1 tokens (the last one is a label only)."""
-        widths = [int(sample.support.lengths.max()) for sample in trajectories if sample.support is not None]
+        widths = [sample.support.longest for sample in trajectories if sample.support is not None]
         batch = cls.empty(len(trajectories), length, max(widths, default=0))
         host = {name: tensor.cpu() for name, tensor in vars(batch).items()}
         for row, sample in enumerate(trajectories):
