@@ -202,6 +202,9 @@ MEANINGS: dict[str, Meaning] = {
     ),
     "loss/policy": Meaning("policy loss; its level says little, jumps do"),
     "loss/clip_fraction": Meaning("tokens whose policy ratio was clipped", "clipped tokens / kept tokens"),
+    "loss/dual_clip_fraction": Meaning(
+        "tokens of negative advantage whose loss the dual clip bounded", "tokens at c |A| / kept tokens"
+    ),
     "loss/old_new_k3_kl": Meaning("how far the policy moved from pi_old within the step, k3 estimate"),
     "loss/entropy": Meaning("entropy of the policy per token; a fall to 0 is collapse", "mean(-sum p log p)"),
     "grad_norm": Meaning("gradient norm before clipping; spikes often follow the KL", label="grad norm"),
@@ -249,6 +252,7 @@ PREFIXES: dict[str, Meaning] = {
             "the bound.", low=0, high=0,
         ),
     ),
+    "loss/reference_kl": Meaning("KL penalty against the reference policy, before its coefficient"),
 }
 """Families of metrics, by the start of their names, and metrics that only some settings have."""
 
