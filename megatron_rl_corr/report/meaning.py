@@ -252,7 +252,6 @@ PREFIXES: dict[str, Meaning] = {
             "the bound.", low=0, high=0,
         ),
     ),
-    "loss/reference_kl": Meaning("KL penalty against the reference policy, before its coefficient"),
 }
 """Families of metrics, by the start of their names, and metrics that only some settings have."""
 
