@@ -121,8 +121,9 @@ class CorrectedStep:
         count = kept.item()
         if count == 0 and dist.get_rank() == dist.get_world_size() - 1:
             print(
-                "[rollout] every token of the batch was rejected: no update in this step. "
-                "See rollout_corr/rejected_fraction/* for the rule, and widen --rollout-rs-threshold",
+                "[rollout] no token of the batch is left: no update in this step. See rollout_corr/rejected_fraction/* "
+                "for the rule that took them, and widen its --rollout-rs-threshold; or the step's train-infer KL was "
+                "above --rollout-batch-filter-kl (rollout_corr/batch_filtered)",
                 file=sys.stderr, flush=True,
             )
         return count
