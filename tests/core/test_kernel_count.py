@@ -1,26 +1,18 @@
 """Operators that launch a kernel, counted on a batch of ordinary size; and that none of them reads the device.
 
-64 sequences of 2048 tokens.
+What counts, and what does not, is said in benchmarks/operators.py. 64 sequences of 2048 tokens.
 """
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.operators import OperatorCount
 from megatron_rl_corr.config import PRESETS, RejectionRule, RolloutCorrectionConfig
 from megatron_rl_corr.config_losses import LOSSES
 from megatron_rl_corr.core.correction import Correction, compute_correction
 from megatron_rl_corr.core.losses import policy_loss
 
 SEQUENCES, LENGTH = 64, 2048
-# These allocate, or only look at memory otherwise; with the views, they are all that launches nothing. Every other
-# operator counts as one kernel, though a GPU's sort or cumsum may take a few.
-LAUNCHES_NOTHING = {
-    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "lift_fresh",
-    "_unsafe_view", "_reshape_alias",
-}  # fmt: skip
-HOST_READS = {"_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "equal", "unique", "_unique2"}
-
 SINGLE = [
     name for name, config in PRESETS.items()
     if (config.rollout_is is not None) + len(config.rollout_rs) + (config.rollout_m2_threshold is not None) <= 1
@@ -38,29 +30,6 @@ THREE_RULES = {
     ],
     "turn": [RejectionRule("turn_mean", kind, upper=0.9) for kind in ("k2", "k3", "abs_diff")],
 }  # fmt: skip
-
-
-class OperatorCount(TorchDispatchMode):
-    """Names of the operators that launch a kernel, and of those that make the host wait for the device."""
-
-    def __init__(self):
-        super().__init__()
-        self.kernels: list[str] = []
-        self.host_reads: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func._schema.name.removeprefix("aten::")
-        if name in HOST_READS:
-            self.host_reads.append(name)
-        if name.startswith("index") and isinstance(args[1], (list, tuple)):
-            by_mask = any(index is not None and index.dtype == torch.bool for index in args[1])
-            self.host_reads += ["index by a mask"] * by_mask
-        # A view's result is memory of an argument that it does not write to.
-        results = [result.alias_info for result in func._schema.returns]
-        is_view = any(alias is not None and not alias.is_write for alias in results)
-        if not is_view and name not in LAUNCHES_NOTHING:
-            self.kernels.append(name)
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture(scope="module")
