@@ -34,7 +34,7 @@ _TURN_ROWS = ("by_turn/first", "by_turn/later")
 def base_rows(optional: Collection[str]) -> tuple[str, ...]:
     """Names of the rows that `fill_base_rows` writes, in an order in which one kernel can write several."""
     return (
-        "in_mask", "abs_clamped", "d_clamped", "train", "rollout", "d", "exact", "one",
+        "position", "in_mask", "abs_clamped", "d_clamped", "train", "rollout", "d", "exact", "one",
         *(name for name in ("advantage",) if name in optional), "abs",
         "e_abs", "e_clamped", "q_train", "q_rollout", "e",  # expm1 of the rows from abs_clamped to d
         "abs_diff", *(name for name in ("square", "k3") if name in optional),
@@ -54,7 +54,7 @@ def fill_base_rows(
     ones = constant(1.0, torch.float32, device).expand_as(train)
     given = [size, difference, train, rollout, difference, difference, ones]
     given += [size] if advantages is None else [advantages, size]
-    torch.stack([in_mask, *given], out=table.rows("in_mask", "abs"))
+    torch.stack([ones, in_mask, *given], out=table.rows("position", "abs"))
     given = table.rows("abs_clamped", "abs")
     # A select, not a product: a NaN outside the mask must leave nothing behind.
     torch.where(valid, given, constant((0.0,), torch.float64, device), out=given)
@@ -97,6 +97,7 @@ _TWO_SIDES: Pairs = (
 _MISMATCH: dict[str, tuple[type[m.Metric], Pairs]] = {
     "valid_tokens": (m.Sum, _sums("one")),
     "nonfinite_tokens": (m.Difference, (("in_mask", "in_mask"), ("one", "one"))),
+    "padded_tokens": (m.Difference, (("position", "position"), ("in_mask", "in_mask"))),
     "kl": (m.NegativeMean, _sums("exact", "one")),
     "kl_clamped": (m.NegativeMean, _sums("d_clamped", "one")),
     "k3_kl": (m.MeanOfDifference, _sums("e", "d", "one")),

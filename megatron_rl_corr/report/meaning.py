@@ -141,6 +141,7 @@ MEANINGS: dict[str, Meaning] = {
             "that sampling could not have produced.", low=0, high=0,
         ),
     ),
+    "rollout_corr/padded_tokens": Meaning("positions outside the loss mask: prompts and padding", "count"),
     "rollout_corr/valid_tokens": Meaning("tokens in the loss mask with finite log-probabilities", "count"),
     "rollout_corr/sequences": Meaning("sequences with at least one valid token", "count"),
     "rollout_corr/chi2_token": Meaning(

@@ -30,6 +30,7 @@ def metrics_of(train, rollout, mask, seq_ids, *, num_sequences, config=CONFIG) -
 EXPECTED = {
     "valid_tokens": 3,
     "nonfinite_tokens": 1,
+    "padded_tokens": 1,
     # k2 = D^2 / 2 = 0.240, 0, 0.961: the third token is over 0.5.
     "kept_fraction": 2 / 3,
     "rejected_fraction/token_k2": 1 / 3,
@@ -241,5 +242,6 @@ def test_metrics_when_there_is_nothing_valid_then_the_same_names_and_no_number(c
     assert metrics.keys() == some.keys()
     counts = {"valid_tokens", "nonfinite_tokens", "sequences"}
     counts |= {name for name in metrics if name.startswith("by_prob/") and name.endswith("/tokens")}
+    assert metrics.pop("padded_tokens") == tokens
     assert {name for name, value in metrics.items() if value == 0} == counts
     assert all(math.isnan(value) for name, value in metrics.items() if name not in counts)
