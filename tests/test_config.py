@@ -707,3 +707,9 @@ def test_from_yaml_when_the_file_is_wrong_then_its_name_and_the_reason(tmp_path,
 def test_from_yaml_when_there_is_no_file_then_an_error_with_its_name(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"nowhere\.yaml"):
         RolloutCorrectionConfig.from_yaml(str(tmp_path / "nowhere.yaml"))
+
+
+@pytest.mark.parametrize("bounds", [{"lower": 1.5, "upper": 3.0}, {"upper": 0.9}, {"lower": 2.0}])
+def test_veto_when_agreement_itself_is_out_of_bounds_then_refused(bounds):
+    assert "seq_max_ratio must hold 1 between its bounds" in message_of(RejectionRule, "seq_max", "ratio", **bounds)
+    assert RejectionRule("seq_max", "ratio", lower=1e-4).upper is None  # one side alone is a veto too
