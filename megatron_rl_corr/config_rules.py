@@ -74,8 +74,8 @@ class RejectionRule:
     def _check_range(self, flag: str) -> None:
         if self.name == "seq_max_ratio" and ((self.lower or 0) > 1 or (self.upper or 2) < 1):
             raise ValueError(
-                f"{flag} must hold 1 between its bounds, got {plain(self.lower)} and {plain(self.upper)}: every token's "
-                "ratio must be inside, and those of agreeing policies are 1; use 1e-4_1e4, for example"
+                f"{flag} must hold 1 between its bounds, got {plain(self.lower)} and {plain(self.upper)}: every "
+                "token's ratio must be inside, and those of agreeing policies are 1; use 1e-4_1e4, for example"
             )
         if self.divergence == "exp_abs" and self.upper < 1:
             raise ValueError(
