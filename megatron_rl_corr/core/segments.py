@@ -38,6 +38,11 @@ def turn_segments(seq_ids: Tensor, turn_ids: Tensor) -> Tensor:
     return torch.empty_like(keys).scatter_(0, order, begins.cumsum(0))
 
 
+def row_ids(rows: int, length: int, device: torch.device) -> Tensor:
+    """The row of each token of flattened rows: int64 [rows * length]."""
+    return torch.arange(rows, device=device).repeat_interleave(length)
+
+
 def flatten_padded(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
     """Padded rows as packed tokens: [B, L], [B, L] -> values [B*L], mask [B*L] bool, seq_ids [B*L] int64, B.
 
@@ -49,5 +54,4 @@ def flatten_padded(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor
             f"{tuple(mask.shape)}"
         )
     rows, length = values.shape
-    seq_ids = torch.arange(rows, device=values.device).repeat_interleave(length)
-    return values.reshape(-1), mask.reshape(-1).bool(), seq_ids, rows
+    return values.reshape(-1), mask.reshape(-1).bool(), row_ids(rows, length, values.device), rows

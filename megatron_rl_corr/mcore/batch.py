@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl_corr.core.correction import Correction
+from megatron_rl_corr.core.segments import row_ids
 from megatron_rl_corr.mcore.compat import Layout
 from megatron_rl_corr.parallel.failure import communication_device
 from megatron_rl_corr.rollout.trajectory import Trajectory
@@ -79,7 +80,7 @@ class RolloutBatch:
             host["loss_mask"][row, prompt - 1 : end] = True
             host["rollout_logprobs"][row, prompt - 1 : end] = sample.rollout_logprobs
             if sample.support is not None:
-                host["support"][row, prompt - 1 : end] = sample.support.padded(max(widths)).int()
+                host["support"][row, prompt - 1 : end] = sample.support.padded(batch.support.shape[2]).int()
             host["group_ids"][row] = sample.prompt_index
             host["version_lags"][row] = version - int(sample.oldest_version)
         host["rewards"].copy_(rewards)
@@ -112,8 +113,7 @@ class RolloutBatch:
     @property
     def seq_ids(self) -> Tensor:
         """[N * L] int64: the row of each token."""
-        rows, length = self.tokens.shape
-        return torch.arange(rows, device=self.tokens.device).repeat_interleave(length)
+        return row_ids(*self.tokens.shape, self.tokens.device)
 
 
 def _broadcast_to_replica(tensors: list[Tensor], layout: Layout) -> None:

@@ -16,6 +16,7 @@ from megatron_rl_corr.core.correction import Correction, compute_correction
 from megatron_rl_corr.core.losses import policy_loss
 from megatron_rl_corr.core.losses.penalties import mean_entropy
 from megatron_rl_corr.core.metrics import Metric
+from megatron_rl_corr.core.segments import row_ids
 from megatron_rl_corr.mcore.batch import Microbatch, TrainingTargets
 from megatron_rl_corr.parallel.groups import ParallelGroups
 from megatron_rl_corr.parallel.support import support_logprobs
@@ -80,7 +81,7 @@ class CorrectedLoss:
         logprobs, entropy = label_logprobs(
             logits, micro, self.logprobs, with_entropy=config.bypass_mode or config.entropy_coef > 0
         )
-        seq_ids = torch.arange(rows, device=logits.device).repeat_interleave(length)
+        seq_ids = row_ids(rows, length, logits.device)
         metrics: dict[str, Metric] = {}
         correction = targets.correction
         if config.bypass_mode:

@@ -149,10 +149,10 @@ class CorrectedStep:
         if not self.layout.is_last_stage:
             return
         numbers = all_gather_metrics(metrics, self.layout.dp_cp_group)
-        # A probability band or a kind of turn without a token has no mean: it is left out, not told as NaN.
-        numbers = {name: value for name, value in numbers.items() if "/by_" not in name or not math.isnan(value)}
         if dist.get_rank() != dist.get_world_size() - 1:
             return
+        # A probability band or a kind of turn without a token has no mean: it is left out, not told as NaN.
+        numbers = {name: value for name, value in numbers.items() if "/by_" not in name or not math.isnan(value)}
         step_s = sum(times.seconds.values())
         grad_norm = compat.grad_norm_of(result)
         samples_tokens = numbers["response_length/mean"] * self.global_batch_size

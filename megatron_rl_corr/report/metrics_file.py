@@ -14,6 +14,8 @@ from pathlib import Path
 from megatron_rl_corr.report.values import host_number, step_of
 
 FILE_NAME = "metrics.jsonl"
+CONFIG_NAME = "run.json"
+"""The run's settings, beside the metrics."""
 NONFINITE = "nonfinite"
 
 logger = logging.getLogger(__name__)

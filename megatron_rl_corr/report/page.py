@@ -9,11 +9,10 @@ from pathlib import Path
 from megatron_rl_corr.report import markup
 from megatron_rl_corr.report.atomic import write_atomically
 from megatron_rl_corr.report.findings import find_alerts, summarise
-from megatron_rl_corr.report.metrics_file import FILE_NAME, read_metrics
+from megatron_rl_corr.report.metrics_file import CONFIG_NAME, FILE_NAME, read_metrics
 from megatron_rl_corr.report.plots import OVERVIEW_NAME, render_panels, steps_to_shade, write_overview
 
 PAGE_NAME = "report.html"
-CONFIG_NAME = "run.json"
 
 
 def write_page(run_dir: str | os.PathLike) -> Path:

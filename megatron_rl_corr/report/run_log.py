@@ -6,7 +6,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_rl_corr.report.metrics_file import FILE_NAME, MetricsFile
+from megatron_rl_corr.report.atomic import write_atomically
+from megatron_rl_corr.report.metrics_file import CONFIG_NAME, FILE_NAME, MetricsFile
 from megatron_rl_corr.report.table import LiveTable
 from megatron_rl_corr.report.tensorboard import open_writer, write_scalars
 
@@ -27,7 +28,7 @@ class RunLog:
         folder = Path(log_dir)
         self._file = MetricsFile(folder / FILE_NAME)
         plain = {name: dataclasses.asdict(value) for name, value in settings.items()}
-        (folder / "run.json").write_text(json.dumps(plain, indent=2) + "\n")
+        write_atomically(folder / CONFIG_NAME, (json.dumps(plain, indent=2) + "\n").encode())
         if writer is None:
             self._writer = open_writer(folder)
 

@@ -77,14 +77,12 @@ def vocab_inputs(name: str) -> dict[str, torch.Tensor]:
     return {"logits": logits.to(dtype), "labels": labels, "grads": grads}
 
 
-def run_vocab_case(name: str, rank: int, size: int, group) -> dict:
-    """This rank's outputs, its shard of the gradient and the collectives of either direction."""
-    inputs = vocab_inputs(name)
+def run_logprobs(inputs: dict[str, torch.Tensor], rank: int, size: int, compute) -> dict:
+    """This rank's outputs of compute(logits), its shard of the gradient, and the collectives of either direction."""
     shard = inputs["logits"].chunk(size, dim=1)[rank].clone()
     logits = shard.clone().requires_grad_()
-    options = {"with_entropy": True} | VOCAB_CASES[name]
     with Collectives() as forward:
-        logprobs, entropy = vocab_parallel_logprobs(logits, inputs["labels"], tp_group=group, **options)
+        logprobs, entropy = compute(logits)
     outputs = [logprobs] if entropy is None else [logprobs, entropy]
     with Collectives() as backward:
         torch.autograd.backward(outputs, list(inputs["grads"][: len(outputs)]))
@@ -93,6 +91,14 @@ def run_vocab_case(name: str, rank: int, size: int, group) -> dict:
         "gradient": logits.grad, "untouched": torch.equal(logits.detach(), shard),
         "forward": forward.names, "backward": backward.names,
     }
+
+
+def run_vocab_case(name: str, rank: int, size: int, group) -> dict:
+    inputs, options = vocab_inputs(name), {"with_entropy": True} | VOCAB_CASES[name]
+    return run_logprobs(
+        inputs, rank, size,
+        lambda logits: vocab_parallel_logprobs(logits, inputs["labels"], tp_group=group, **options),
+    )
 
 
 SUPPORT_CASES = {"plain": {}, "temperature and chunks": {"temperature": 0.7, "chunk_tokens": 3}, "no entropy": {}}
@@ -116,22 +122,11 @@ def support_inputs(name: str) -> dict[str, torch.Tensor]:
 
 
 def run_support_case(name: str, rank: int, size: int, group) -> dict:
-    inputs = support_inputs(name)
-    shard = inputs["logits"].chunk(size, dim=1)[rank].clone()
-    logits = shard.clone().requires_grad_()
-    options = {"with_entropy": name != "no entropy"} | SUPPORT_CASES[name]
-    with Collectives() as forward:
-        logprobs, entropy = support_logprobs(
-            logits, inputs["labels"], inputs["support"], tp_group=group, **options
-        )
-    outputs = [logprobs] if entropy is None else [logprobs, entropy]
-    with Collectives() as backward:
-        torch.autograd.backward(outputs, list(inputs["grads"][: len(outputs)]))
-    return {
-        "logprobs": logprobs.detach(), "entropy": None if entropy is None else entropy.detach(),
-        "gradient": logits.grad, "untouched": torch.equal(logits.detach(), shard),
-        "forward": forward.names, "backward": backward.names,
-    }
+    inputs, options = support_inputs(name), {"with_entropy": name != "no entropy"} | SUPPORT_CASES[name]
+    return run_logprobs(
+        inputs, rank, size,
+        lambda logits: support_logprobs(logits, inputs["labels"], inputs["support"], tp_group=group, **options),
+    )
 
 
 # Correction and metrics
