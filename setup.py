@@ -26,6 +26,7 @@ setup(
         "tensorboard>=2.14",
         "aiohttp>=3.9",
         "orjson>=3.9",
+        "pyarrow>=15",
         "safetensors>=0.4",
         "matplotlib>=3.8",
     ],

@@ -25,6 +25,7 @@ from benchmarks.plain import plain_correction, plain_loss
 from megatron_rl_corr import compute_correction
 from megatron_rl_corr.config import PRESETS, RejectionRule, RolloutCorrectionConfig
 from megatron_rl_corr.core.losses import policy_loss
+from megatron_rl_corr.parallel.reduce import all_gather_metrics
 
 CONFIGS = {
     "no weights, no rules": PRESETS["disabled"],
@@ -94,11 +95,12 @@ def works(
 
 def check_equal(packed: dict, plain: dict) -> None:
     """The plain metrics are float32's: three digits of what is not itself a rounding."""
+    packed = all_gather_metrics(packed, None)
     for name, value in plain.items():
         if name.startswith("chi2_seq"):
             continue  # a float32 product of a thousand ratios has no digits to compare
-        if not math.isclose(packed[name].value(), value, rel_tol=2e-3, abs_tol=1e-5):
-            raise SystemExit(f"{name}: {packed[name].value()} here, {value} plainly")
+        if not math.isclose(packed[name], value, rel_tol=2e-3, abs_tol=1e-5):
+            raise SystemExit(f"{name}: {packed[name]} here, {value} plainly")
 
 
 def measure(work: Callable[[], dict], repeats: int, device: str) -> tuple[float, float, float, float]:

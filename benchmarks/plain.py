@@ -13,6 +13,14 @@ from megatron_rl_corr.config import RejectionRule, RolloutCorrectionConfig
 EDGES = {"below_1e-4": 1e-4, "1e-4_to_1e-3": 1e-3, "1e-3_to_1e-2": 1e-2, "1e-2_to_1e-1": 1e-1, "above_1e-1": math.inf}
 
 
+_DECADES = [float(f"{digit}e{power}") for power in range(-6, 2) for digit in (1, 2, 5)]
+BIN_ENDS = sorted([*_DECADES, math.log(2), 100.0])
+
+
+def jensen_shannon(ratio: Tensor) -> Tensor:
+    return (ratio * (2 * ratio / (1 + ratio)).log() + (2 / (1 + ratio)).log()) / 2
+
+
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     return (values * mask).sum() / mask.sum().clamp(min=1)
 
@@ -79,19 +87,24 @@ def token_metrics(train: Tensor, rollout: Tensor, exact: Tensor, log_ratio: Tens
         "k3_kl": masked_mean(ratio - 1 - log_ratio, mask).item(),
         "k3_kl_clamped": masked_mean(clamped.exp() - 1 - clamped, mask).item(),
         "log_ratio_abs_mean": masked_mean(exact.abs(), mask).item(),
+        "log_ratio_abs_mean_clamped": masked_mean(exact.abs().clamp(max=2.6109), mask).item(),
         "log_ratio_abs_max": (exact.abs() * mask).max().item(),
         "log_ratio_large_fraction": masked_mean((exact.abs() > math.log(2)).float(), mask).item(),
         "token_mult_prob_error": masked_mean(log_ratio.abs().exp(), mask).item(),
+        "token_mult_prob_error_clamped": masked_mean(exact.abs().clamp(max=2.6109).exp(), mask).item(),
         "prob_diff_abs_mean": masked_mean((p - q).abs(), mask).item(),
         "prob_diff_abs_max": ((p - q).abs() * mask).max().item(),
         "prob_diff_std": (p - q)[mask.bool()].std(unbiased=False).item(),
         "chi2_token": masked_mean(ratio**2, mask).item() - 1,
         "chi2_token_clamped": masked_mean(clamped.exp() ** 2, mask).item() - 1,
-        "jsd": masked_mean(
-            (ratio * (2 * ratio / (1 + ratio)).log() + (2 / (1 + ratio)).log()) / 2, mask
-        ).item(),
+        "jsd": masked_mean(jensen_shannon(ratio), mask).item(),
+        "jsd_clamped": masked_mean(jensen_shannon(clamped.exp()), mask).item(),
         "pearson": torch.corrcoef(torch.stack([p[mask.bool()], q[mask.bool()]]))[0, 1].item(),
     }  # fmt: skip
+    sizes = exact.abs()[mask.bool()]
+    counts = torch.bincount(torch.bucketize(sizes, sizes.new_tensor(BIN_ENDS)), minlength=len(BIN_ENDS) + 1)
+    for end, share in zip(BIN_ENDS, (counts / len(sizes)).tolist(), strict=False):
+        metrics[f"log_ratio_abs_bin/upto_{end:.3g}"] = share
     low = 0.0
     for band, high in EDGES.items():
         inside = mask * (q >= low) * (q < high)
@@ -99,14 +112,21 @@ def token_metrics(train: Tensor, rollout: Tensor, exact: Tensor, log_ratio: Tens
         metrics[f"by_prob/{band}/tokens"] = inside.sum().item()
         if inside.sum().item():
             metrics[f"by_prob/{band}/kl"] = masked_mean(-exact, inside).item()
+            metrics[f"by_prob/{band}/kl_clamped"] = masked_mean(-clamped, inside).item()
             metrics[f"by_prob/{band}/k3_kl"] = masked_mean(ratio - 1 - log_ratio, inside).item()
+            metrics[f"by_prob/{band}/k3_kl_clamped"] = masked_mean(clamped.exp() - 1 - clamped, inside).item()
             metrics[f"by_prob/{band}/log_ratio_abs_mean"] = masked_mean(exact.abs(), inside).item()
+            metrics[f"by_prob/{band}/log_ratio_abs_mean_clamped"] = masked_mean(
+                exact.abs().clamp(max=2.6109), inside
+            ).item()
     return metrics
 
 
 def row_metrics(train: Tensor, rollout: Tensor, exact: Tensor, mask: Tensor) -> dict[str, float]:
     """Metrics over rows, all of which have tokens."""
     train_mean, rollout_mean, gap = (row_means(values, mask) for values in (train, rollout, -exact))
+    total, near = (exact * mask).sum(dim=1), gap.clamp(-2.6109, 2.6109)
+    longest = math.log(100)
     return {
         "training_log_ppl": (-train_mean).mean().item(),
         "rollout_log_ppl": (-rollout_mean).mean().item(),
@@ -118,13 +138,22 @@ def row_metrics(train: Tensor, rollout: Tensor, exact: Tensor, mask: Tensor) -> 
         "log_ppl_diff_max": gap.max().item(),
         "log_ppl_diff_min": gap.min().item(),
         "chi2_geo": (-2 * gap).exp().mean().item() - 1,
-        "chi2_seq": (2 * (exact * mask).sum(dim=1).clamp(-20, 20)).exp().mean().item() - 1,
+        "chi2_seq": (2 * total.clamp(-20, 20)).exp().mean().item() - 1,
+        "training_log_ppl_clamped": (-train_mean).clamp(max=longest).mean().item(),
+        "rollout_log_ppl_clamped": (-rollout_mean).clamp(max=longest).mean().item(),
+        "training_ppl_clamped": (-train_mean).clamp(max=longest).exp().mean().item(),
+        "rollout_ppl_clamped": (-rollout_mean).clamp(max=longest).exp().mean().item(),
+        "ppl_ratio_clamped": near.exp().mean().item(),
+        "log_ppl_diff_clamped": near.mean().item(),
+        "log_ppl_diff_abs_clamped": near.abs().mean().item(),
+        "chi2_geo_clamped": (-2 * near).exp().mean().item() - 1,
+        "chi2_seq_clamped": (2 * total.clamp(-2.6109, 2.6109)).exp().mean().item() - 1,
         "sequences": len(mask),
     }
 
 
 def plain_loss(now: Tensor, old: Tensor, advantages: Tensor, weights: Tensor, kept: Tensor) -> Tensor:
-    """PPO's clipped loss with dual clip, weighted, and its clip fraction and k3 read at once."""
+    """PPO's clipped loss with dual clip, weighted, and its clip fraction, k3 and clamped k3 read at once."""
     ratio = (now - old).exp()
     clipped = ratio.clamp(0.8, 1.2)
     gain = torch.minimum(ratio * advantages, clipped * advantages)
@@ -132,5 +161,6 @@ def plain_loss(now: Tensor, old: Tensor, advantages: Tensor, weights: Tensor, ke
     losses = -gain * weights * kept
     masked_mean(((ratio - clipped).abs() > 0).float(), kept).item()
     masked_mean(ratio - 1 - (now - old), kept).item()
+    masked_mean((ratio - 1 - (now - old)).clamp(max=10), kept).item()
     masked_mean(losses, kept).item()
     return losses

@@ -1,4 +1,4 @@
-"""The command line `megatron-rl-corr`: writes a run's report, lists the presets."""
+"""The command line `megatron-rl-corr`: examines servers, writes a run's report, lists the presets."""
 
 import argparse
 import sys
@@ -12,20 +12,24 @@ PROGRAM = "megatron-rl-corr"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand; 0 on success, 2 with a message on stderr for anything the user can mend."""
+    """Run one subcommand; 0 on success, 2 with a message on stderr for anything the user can mend.
+
+    The doctor's 1 says that it found something.
+    """
     arguments = _parser().parse_args(argv)
     try:
-        arguments.run(arguments)
+        return arguments.run(arguments) or 0
     except (ValueError, OSError) as error:
         print(f"{PROGRAM} {arguments.command}: error: {error}", file=sys.stderr)
         return 2
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=PROGRAM, description="Tools around a megatron_rl_corr run.")
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    _add_doctor(commands)
 
     report = commands.add_parser("report", help="write report.html and overview.png into a run's folder")
     report.add_argument("run_dir", metavar="RUN_DIR", help="folder that holds the run's metrics.jsonl")
@@ -34,6 +38,30 @@ def _parser() -> argparse.ArgumentParser:
     presets = commands.add_parser("presets", help="list the correction presets: weights, what the rules keep, loss")
     presets.set_defaults(run=_presets)
     return parser
+
+
+def _add_doctor(commands) -> None:
+    doctor = commands.add_parser("doctor", help="ask live SGLang servers what would mislead the training")
+    add = doctor.add_argument
+    add("--url", metavar="URL", action="append", required=True, help="a server's address; once for each server")
+    add("--model", metavar="HF_DIR", help="compare log-probs with this Hugging Face folder's model in float32")
+    add("--full", action="store_true", help="also pause the server and change its weights for a moment")
+    add("--json", action="store_true", help="print JSON, not tables")
+    add("--expect-dtype", choices=["float32", "bfloat16", "float16"], help="what the trainer computes in")
+    add("--expect-routed-experts", action="store_true", help="the run replays the routing")
+    add("--temperature", metavar="T", type=float, help="what the run samples with (default: any)")
+    add("--top-p", metavar="P", type=float, help="what the run samples with (default: 1)")
+    add("--top-k", metavar="K", type=int, help="what the run samples with (default: -1, off)")
+    add("--vocab-size", metavar="V", type=int, help="where neither --model nor the server's folder tells it")
+    add("--timeout", metavar="S", type=float, default=60.0, help="seconds for one request (default 60)")
+    add("--api-key-env", metavar="NAME", help="environment variable that holds the servers' (admin) API key")
+    doctor.set_defaults(run=_doctor)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from megatron_rl_corr.rollout.doctor.command import run
+
+    return run(arguments)
 
 
 def _report(arguments: argparse.Namespace) -> None:

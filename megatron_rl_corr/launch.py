@@ -45,7 +45,7 @@ def _run(script: str, arguments: list[str], config, options) -> int:
     import runpy
 
     from megatron_rl_corr.mcore import hooks
-    from megatron_rl_corr.mcore.session import Refusal
+    from megatron_rl_corr.mcore.refusal import Refusal
     from megatron_rl_corr.parallel.failure import PeerFailure
     from megatron_rl_corr.report.run_log import RunLog
     from megatron_rl_corr.rollout.errors import RolloutError

@@ -27,6 +27,8 @@ def tiny_moe_dir(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def sglang_server_fp32(tiny_moe_dir, tmp_path_factory):
     """A real SGLang server of the tiny model in float32; without routed experts."""
+    # Megatron-core replaces how torch pickles tensors, and a server that is sent such a pickle dies.
+    assert "megatron.core" not in sys.modules, "a test imported Megatron into this process; use one of its own"
     if importlib.util.find_spec("sglang") is None:
         pytest.skip("sglang is not installed; make setup installs it")
     server = LocalServer(

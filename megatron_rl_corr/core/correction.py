@@ -13,16 +13,30 @@ from torch import Tensor
 
 from megatron_rl_corr.config import RolloutCorrectionConfig
 from megatron_rl_corr.core import diagnostics
-from megatron_rl_corr.core.decisions import KeepMasks, decide
+from megatron_rl_corr.core.decisions import KeepMasks, Units, decide
 from megatron_rl_corr.core.metrics import Max, Metric
 from megatron_rl_corr.core.moments import MomentTable, constant
 from megatron_rl_corr.core.rejection import ROW
 from megatron_rl_corr.core.segments import turn_segments
-from megatron_rl_corr.core.sequence_diagnostics import sequence_metrics
+from megatron_rl_corr.core.sequence_diagnostics import make_rows, sequence_metrics
 from megatron_rl_corr.core.weights import LOG_CLAMP, bound_weights
 
 if TYPE_CHECKING:
     from megatron_rl_corr.parallel.groups import ParallelGroups
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Whole sequences as a mean over sequences counts them: by valid tokens, or by kept ones."""
+
+    kind: str
+    """valid or kept."""
+
+    tokens: Tensor
+    """float64 [S]: tokens of this kind in each sequence, over all of cp."""
+
+    sequences: Tensor
+    """float64 scalar: sequences of the global batch that have any."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +61,14 @@ class Correction:
     kept_tokens: Tensor
     """float64 scalar: kept tokens of the global batch; 0 if the batch filter takes the whole batch."""
 
+    lengths: Lengths
+    """For means over sequences: of kept tokens where the loss_denominator asks for that, else of valid ones."""
+
     metrics: dict[str, Metric] = field(default_factory=dict)
     """Device-side partials of this rank's share, by name."""
 
     def rows(self, start: int, stop: int) -> Correction:
-        """Weights and masks of tokens [start, stop), for a microbatch; global counts stay, metrics do not."""
+        """Weights and masks of tokens [start, stop), for a microbatch; counts and lengths stay, metrics do not."""
         part = slice(start, stop)
         return replace(
             self, weights=self.weights[part], mask=self.mask[part], valid=self.valid[part], metrics={}
@@ -75,19 +92,21 @@ def compute_correction(
     config: RolloutCorrectionConfig,
     groups: ParallelGroups | None = None,
     turn_ids: Tensor | None = None,
+    num_turns: int | None = None,
     advantages: Tensor | None = None,
 ) -> Correction:
     """Weights w = bounded(rho), keep mask and metrics, with rho = pi_train / pi_rollout.
 
     train_logprobs, rollout_logprobs [T] float (subtracted in float32); loss_mask [T]; seq_ids [T] int64 in
     [0, num_sequences), the same numbering on every context-parallel rank; turn_ids [T] int64, 0 for a sequence's first
-    turn; advantages [T], for the rule that looks at their sign. Without `groups` this rank stands alone; with them,
-    one collective over cp and one over dp_cp, whatever the number of rules (one more for M2PO). A token whose log-prob
-    is not finite on either side is dropped and counted; what stands outside the loss mask never matters.
+    turn, in [0, num_turns) where something is decided by turns; advantages [T], for the rule that looks at their sign.
+    Without `groups` this rank stands alone; with them, one collective over cp and one over dp_cp, whatever the rules
+    and the loss's aggregation (one more over dp_cp for M2PO). A token whose log-prob is not finite on either side is
+    dropped and counted; what stands outside the loss mask never matters.
 
     Raises ValueError for inputs of unlike lengths, or for a turn or advantage rule without its input.
     """
-    _check_inputs(config, groups, train_logprobs, rollout_logprobs, loss_mask, seq_ids, turn_ids, advantages)
+    _check_inputs(config, train_logprobs, rollout_logprobs, loss_mask, seq_ids, turn_ids, num_turns, advantages)
     train, rollout, in_mask = train_logprobs.float(), rollout_logprobs.float(), loss_mask.bool()
     difference = train - rollout
     size = difference.abs()
@@ -102,26 +121,45 @@ def compute_correction(
         table, train, rollout, difference, size, valid, in_mask, turn_ids=turn_ids, advantages=looked_at
     )
 
-    turns = None if turn_ids is None else _turns(config, seq_ids, turn_ids)
-    keep: KeepMasks = decide(config, table, valid, seq_ids, num_sequences, groups, turns)
-    weights = _weights(config, table, keep, seq_ids, turns) if weighted else valid.float()
+    units = _units(config, seq_ids, num_sequences, turn_ids, num_turns)
+    keep: KeepMasks = decide(config, table, valid, seq_ids, units, groups)
+    made, owner = make_rows(keep.sequences), groups is None or groups.cp_rank == 0
+    by_sequence = sequence_metrics(keep.sequences, has_kept=keep.takes_sequences, owner=owner)
+    lengths, counted = _lengths(keep, by_sequence["sequences"].values, owner)
+    weights = _weights(config, table, keep, made, seq_ids, units) if weighted else valid.float()
     totals = None
     if config.rollout_is_batch_normalize:
-        totals = table.totals() if groups is None else groups.all_reduce_dp_cp(table.totals())
+        totals, counted = _over_the_batch(table.totals(), counted, groups)
         weights = _normalized(table, totals)
     if weighted:
         nothing = constant((torch.inf,), torch.float64, weights.device)
         torch.where(valid, table.row("weight"), nothing, out=table.row("weight_or_inf"))
 
     metrics, own_totals = diagnostics.token_metrics(table, weighted=weighted, rules=rules, turns=turn_ids is not None)
-    if totals is not None:
-        totals = [totals[table.index(row)] for row in ("one", diagnostics.kept_row(rules), "e", "d")]
+    if totals is None:
+        totals, counted = _over_the_batch(own_totals, counted, groups)
     else:
-        totals = own_totals if groups is None else groups.all_reduce_dp_cp(own_totals.clone())
-    metrics |= sequence_metrics(
-        keep.sequences, has_kept=keep.takes_sequences, owner=groups is None or groups.cp_rank == 0
-    )
-    return _finish(config, weights, keep, valid, totals, metrics)
+        totals = [totals[table.index(row)] for row in ("one", diagnostics.kept_row(rules), "e", "exact")]
+    counts = Lengths(_lengths_kind(config), lengths, counted[0])
+    return _finish(config, weights, keep, valid, totals, counts, metrics | by_sequence)
+
+
+def _lengths(keep: KeepMasks, present: Tensor, owner: bool) -> tuple[Tensor, Tensor]:
+    """Tokens of each whole sequence [S], and how many sequences have any [1], which only their owner counts.
+
+    present [1]: the sequences that the metrics count, which are those with valid tokens.
+    """
+    if keep.kept_lengths is None:
+        return keep.sequences.sums["one"], present
+    return keep.kept_lengths, (keep.kept_lengths > 0).sum(dtype=torch.float64)[None] * owner
+
+
+def _over_the_batch(totals: Tensor, sequences: Tensor, groups: ParallelGroups | None) -> tuple[Tensor, Tensor]:
+    """Sums [K] and the number of sequences [1] over the global batch, in one collective."""
+    if groups is None:
+        return totals, sequences
+    whole = groups.all_reduce_dp_cp(torch.cat([totals, sequences]))
+    return whole[:-1], whole[-1:]
 
 
 def _rows(config: RolloutCorrectionConfig, rules: tuple[str, ...], turn_ids: Tensor | None) -> tuple[str, ...]:
@@ -130,56 +168,76 @@ def _rows(config: RolloutCorrectionConfig, rules: tuple[str, ...], turn_ids: Ten
     optional |= {"advantage"} if any(rule.divergence == "opsm" for rule in config.rollout_rs) else set()
     optional |= set() if config.rollout_m2_threshold is None else {"square"}
     optional |= set() if turn_ids is None else {"turns"}
-    names = diagnostics.base_rows(optional)
-    if config.rollout_is is not None:
-        names += ("weight", "out_of_bounds", "weight_or_inf")
+    if _lengths_kind(config) == "kept" and not config.diagnostics_only:
+        optional |= {"passed"}
+    names = () if config.rollout_is is None else ("weight", "out_of_bounds", "weight_or_inf")
+    names += diagnostics.base_rows(optional)
     names += tuple(f"rule/{rule}" for rule in rules)
     return names + (("kept",) if len(rules) > 1 else ())
 
 
-def _turns(config: RolloutCorrectionConfig, seq_ids: Tensor, turn_ids: Tensor) -> Tensor | None:
-    """Each token's turn as a segment number, where something is decided by turns."""
-    wanted = config.rollout_is == "turn" or any(rule.level == "turn_mean" for rule in config.rollout_rs)
-    return turn_segments(seq_ids, turn_ids) if wanted else None
+def _units(
+    config: RolloutCorrectionConfig, seq_ids: Tensor, num_sequences: int, turn_ids: Tensor | None,
+    num_turns: int | None,
+) -> Units:
+    """Sequences, or their turns where something is decided by turns."""
+    if not _by_turn(config):
+        return Units(seq_ids, num_sequences, 1)
+    return Units(turn_segments(seq_ids, turn_ids, num_turns), num_sequences, num_turns)
+
+
+def _lengths_kind(config: RolloutCorrectionConfig) -> str:
+    """Which tokens a mean over sequences counts; a mean over tokens needs no kept lengths, so none are made for it."""
+    return "valid" if config.aggregation == "token-mean" else config.loss_denominator
+
+
+def _by_turn(config: RolloutCorrectionConfig) -> list[str]:
+    """What is decided by turns, by name."""
+    rules = [rule.name for rule in config.rollout_rs if rule.level == "turn_mean"]
+    return rules + ["turn weights"] * (config.rollout_is == "turn")
 
 
 def _weights(
-    config: RolloutCorrectionConfig, table: MomentTable, keep: KeepMasks, seq_ids: Tensor, turns: Tensor | None
+    config: RolloutCorrectionConfig, table: MomentTable, keep: KeepMasks, made: dict[str, Tensor], seq_ids: Tensor,
+    units: Units,
 ) -> Tensor:
     """The bounded weights [T] float32; the rows `weight` and `out_of_bounds` hold them, and where the bounds acted."""
-    weight = table.row("weight")
+    weight, one = table.row("weight"), table.row("one")
     if config.rollout_is == "token":
-        torch.add(table.row("e"), table.row("one"), out=weight)
-    elif config.rollout_is == "turn":
-        torch.index_select(keep.turn_log_products.clamp(-LOG_CLAMP, LOG_CLAMP).exp_(), 0, turns, out=weight)
+        torch.add(table.row("e"), one, out=weight)
     else:
-        log_weight = keep.sequences.log_product if config.rollout_is == "sequence" else keep.sequences.means["d"]
-        torch.index_select(log_weight.exp(), 0, seq_ids, out=weight)
-    return bound_weights(config, weight, table.row("one"), table.row("out_of_bounds"))
+        ids = seq_ids
+        if config.rollout_is == "turn":
+            ids, less_one = units.ids, keep.log_products.clamp(-LOG_CLAMP, LOG_CLAMP).expm1_()
+        else:
+            less_one = made["product" if config.rollout_is == "sequence" else "geometric"]
+        # 1 + (w - 1) where a token is valid, else 0.
+        torch.addcmul(one, less_one.index_select(0, ids), one, out=weight)
+    return bound_weights(config, weight, one, table.row("out_of_bounds"))
 
 
 def _normalized(table: MomentTable, totals: Tensor) -> Tensor:
     """The weights [T] float32 over their mean in the global batch; totals [K] of the table's rows."""
     mean = totals[table.index("weight")] / totals[table.index("one")].clamp(min=1)
     # With every weight 0 (all masked by IcePop) there is no scale to remove: they stay 0.
-    return table.row("weight").div_(torch.where(mean > 0, mean, 1.0)).float()
+    return table.row("weight").div_(torch.where(mean > 0, mean, constant(1.0, torch.float64, mean.device))).float()
 
 
-def _finish(config, weights, keep: KeepMasks, valid, totals, metrics) -> Correction:
+def _finish(config, weights, keep: KeepMasks, valid, totals, lengths: Lengths, metrics) -> Correction:
     """Apply what acts on the whole batch: the filter, and the promise of diagnostics_only to change nothing."""
     valid_tokens, kept_tokens = totals[0], totals[1]
     if config.rollout_batch_filter_kl is not None:
         # k3 of the batch is (sum of e - sum of D) / n, by the same numbers on every rank.
         filtered = totals[2] - totals[3] > config.rollout_batch_filter_kl * totals[0]
         metrics["batch_filtered"] = Max(filtered.double()[None])
-        kept_tokens = torch.where(filtered, 0.0, kept_tokens)
+        kept_tokens = torch.where(filtered, constant(0.0, torch.float64, filtered.device), kept_tokens)
     if config.diagnostics_only:
         present = keep.sequences.present > 0
-        return Correction(valid.float(), valid, valid, present, valid_tokens, valid_tokens, metrics)
-    return Correction(weights, keep.mask, valid, keep.kept_sequences, valid_tokens, kept_tokens, metrics)
+        return Correction(valid.float(), valid, valid, present, valid_tokens, valid_tokens, lengths, metrics)
+    return Correction(weights, keep.mask, valid, keep.kept_sequences, valid_tokens, kept_tokens, lengths, metrics)
 
 
-def _check_inputs(config, groups, train, rollout, loss_mask, seq_ids, turn_ids, advantages) -> None:
+def _check_inputs(config, train, rollout, loss_mask, seq_ids, turn_ids, num_turns, advantages) -> None:
     given = [train, rollout, loss_mask, seq_ids] + [t for t in (turn_ids, advantages) if t is not None]
     shapes = [tuple(tensor.shape) for tensor in given]
     if len(set(shapes)) != 1 or len(shapes[0]) != 1:
@@ -187,14 +245,10 @@ def _check_inputs(config, groups, train, rollout, loss_mask, seq_ids, turn_ids, 
             "compute_correction takes train_logprobs, rollout_logprobs, loss_mask and seq_ids (turn_ids, advantages) "
             f"of one shape [T], got {', '.join(map(str, shapes))}; flatten_padded turns rows [B, L] into [T]"
         )
-    by_turn = [rule.name for rule in config.rollout_rs if rule.level == "turn_mean"]
-    by_turn += ["turn weights"] if config.rollout_is == "turn" else []
-    if by_turn and turn_ids is None:
-        raise ValueError(f"{by_turn[0]} needs turn_ids; pass them, or use a token or sequence level")
-    if by_turn and groups is not None and groups.cp_size > 1:
+    by_turn = _by_turn(config)
+    if by_turn and (turn_ids is None or num_turns is None):
         raise ValueError(
-            f"{by_turn[0]} is not supported with --context-parallel-size {groups.cp_size}: a turn may be split over "
-            "ranks; use a token or sequence level"
+            f"{by_turn[0]} needs turn_ids and num_turns, above every one of them; pass both, or use another level"
         )
     if advantages is None and any(rule.divergence == "opsm" for rule in config.rollout_rs):
         raise ValueError("the off-policy sequence mask (opsm) looks at the advantages' sign; pass advantages")

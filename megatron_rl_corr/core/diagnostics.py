@@ -1,6 +1,6 @@
 """The mismatch measured per token: which rows the moment table needs, and the metrics made of their sums.
 
-T tokens; D = log pi_train - log pi_rollout (subtracted in float32), rho = e^D, e = rho - 1.
+T tokens; D = log pi_train - log pi_rollout (subtracted in float32), rho = e^D, e = rho - 1 with D clamped to +-20.
 """
 
 from __future__ import annotations
@@ -13,20 +13,22 @@ import torch
 from torch import Tensor
 
 from megatron_rl_corr.core import metrics as m
+from megatron_rl_corr.core.histogram import log_ratio_histogram
 from megatron_rl_corr.core.moments import MomentTable, constant
-from megatron_rl_corr.core.weights import LOG_CLAMP
+from megatron_rl_corr.core.rejection import as_float32_meets
+from megatron_rl_corr.core.weights import LOG_CLAMP, OUTLIER
 
-# Where k3 = e^D - 1 - D reaches 10: the clamped metrics let no token weigh more, as verl's KL penalty does.
-CLAMPED = (-10.9999833, 2.610868638)
+# Where k3 = e^D - 1 - D is 10: the clamped metrics let no token weigh more, as verl's KL penalty does.
+CLAMPED = (-10.9999833, OUTLIER)
 
-# Lower and upper, of the rows abs_clamped, d_clamped, train, rollout and d.
+# Lower and upper, of the rows rollout, train, d, d_clamped, abs_capped and abs_clamped.
 _CLAMPS = (
-    ((0.0,), (CLAMPED[0],), (-math.inf,), (-math.inf,), (-LOG_CLAMP,)),
-    ((LOG_CLAMP,), (CLAMPED[1],), (math.inf,), (math.inf,), (LOG_CLAMP,)),
+    ((-math.inf,), (-math.inf,), (-LOG_CLAMP,), (CLAMPED[0],), (0.0,), (0.0,)),
+    ((math.inf,), (math.inf,), (LOG_CLAMP,), (CLAMPED[1],), (OUTLIER,), (LOG_CLAMP,)),
 )
 
 BANDS = ("below_1e-4", "1e-4_to_1e-3", "1e-3_to_1e-2", "1e-2_to_1e-1", "above_1e-1")
-_EDGES = tuple(math.log(10.0**-power) for power in (4, 3, 2, 1))
+_EDGES = tuple(as_float32_meets(math.log(10.0**-power), -1) for power in (4, 3, 2, 1))
 _BAND_ROWS = tuple(f"by_prob/{band}" for band in BANDS)
 _TURN_ROWS = ("by_turn/first", "by_turn/later")
 
@@ -34,11 +36,12 @@ _TURN_ROWS = ("by_turn/first", "by_turn/later")
 def base_rows(optional: Collection[str]) -> tuple[str, ...]:
     """Names of the rows that `fill_base_rows` writes, in an order in which one kernel can write several."""
     return (
-        "position", "in_mask", "abs_clamped", "d_clamped", "train", "rollout", "d", "exact", "one",
-        *(name for name in ("advantage",) if name in optional), "abs",
-        "e_abs", "e_clamped", "q_train", "q_rollout", "e",  # expm1 of the rows from abs_clamped to d
+        "q_rollout", "q_train", "e", "e_clamped", "e_abs_capped", "e_abs",  # expm1 of the rows from rollout on
         "abs_diff", *(name for name in ("square", "k3") if name in optional),
-        "softplus", "large", *_BAND_ROWS, *(_TURN_ROWS if "turns" in optional else ()),
+        "abs", *(name for name in ("advantage", "passed") if name in optional),
+        "one", "exact", "rollout", "train", "d", "d_clamped", "abs_capped", "abs_clamped",
+        "position", "in_mask", "softplus", "softplus_clamped",
+        *_BAND_ROWS, *(_TURN_ROWS if "turns" in optional else ()),
     )  # fmt: skip
 
 
@@ -48,30 +51,29 @@ def fill_base_rows(
 ) -> None:
     """Every row that needs only the inputs; [T] each, `difference` is D and `size` |D|, both before masking.
 
-    advantages: where a rule looks at them.
+    advantages: where a rule looks at them. `passed` starts as `one`.
     """
     device = valid.device
     ones = constant(1.0, torch.float32, device).expand_as(train)
-    given = [size, difference, train, rollout, difference, difference, ones]
-    given += [size] if advantages is None else [advantages, size]
-    torch.stack([ones, in_mask, *given], out=table.rows("position", "abs"))
-    given = table.rows("abs_clamped", "abs")
+    optional = ([] if advantages is None else [advantages]) + [ones] * table.has("passed")
+    given = [size, *optional, ones, difference, rollout, train, difference, difference, size, size]
+    torch.stack([*given, ones, in_mask], out=table.rows("abs", "in_mask"))
+    given = table.rows("abs", "abs_clamped")
     # A select, not a product: a NaN outside the mask must leave nothing behind.
     torch.where(valid, given, constant((0.0,), torch.float64, device), out=given)
     lower, upper = (constant(bounds, torch.float64, device) for bounds in _CLAMPS)
-    exponents = table.rows("abs_clamped", "d").clamp_(lower, upper)
+    exponents = table.rows("rollout", "abs_clamped").clamp_(lower, upper)
     # expm1, not exp: it is 0 outside the mask, and D of 1e-7 keeps its digits.
-    torch.expm1(exponents, out=table.rows("e_abs", "e"))
+    torch.expm1(exponents, out=table.rows("q_rollout", "e_abs"))
     torch.sub(table.row("q_train"), table.row("q_rollout"), out=table.row("abs_diff")).abs_()
     if table.has("square"):
-        torch.square(table.row("d"), out=table.row("square"))
+        torch.square(table.row("exact"), out=table.row("square"))
     if table.has("k3"):
-        torch.sub(table.row("e"), table.row("d"), out=table.row("k3"))
-    torch.logaddexp(table.row("d"), constant(0.0, torch.float64, device), out=table.row("softplus"))
-    # Bounds rounded to float32, as log-probs are: a ratio of 2 is not above 2.
-    torch.gt(table.row("abs"), constant(math.log(2), torch.float32, device), out=table.row("large"))
+        torch.sub(table.row("e"), table.row("exact"), out=table.row("k3"))
+    nothing = constant(0.0, torch.float64, device)
+    torch.logaddexp(table.rows("d", "d_clamped"), nothing, out=table.rows("softplus", "softplus_clamped"))
     # One row a part, not nested ones to subtract: an outlier in one must not round away another.
-    band = torch.bucketize(table.row("rollout"), constant(_EDGES, torch.float32, device), right=True)
+    band = torch.bucketize(table.row("rollout"), constant(_EDGES, torch.float64, device), right=True)
     torch.eq(band, _column(len(BANDS), device), out=table.rows(_BAND_ROWS[0], _BAND_ROWS[-1]))
     if turn_ids is not None:
         torch.eq(turn_ids != 0, _column(2, device), out=table.rows(*_TURN_ROWS))
@@ -100,16 +102,21 @@ _MISMATCH: dict[str, tuple[type[m.Metric], Pairs]] = {
     "padded_tokens": (m.Difference, (("position", "position"), ("in_mask", "in_mask"))),
     "kl": (m.NegativeMean, _sums("exact", "one")),
     "kl_clamped": (m.NegativeMean, _sums("d_clamped", "one")),
-    "k3_kl": (m.MeanOfDifference, _sums("e", "d", "one")),
+    "k3_kl": (m.MeanOfDifference, _sums("e", "exact", "one")),
     "k3_kl_clamped": (m.MeanOfDifference, _sums("e_clamped", "d_clamped", "one")),
     "log_ratio_abs_mean": (m.Mean, _sums("abs", "one")),
-    "log_ratio_large_fraction": (m.Mean, _sums("large", "one")),
+    "log_ratio_abs_mean_clamped": (m.Mean, _sums("abs_capped", "one")),
     "token_mult_prob_error": (m.MeanPlusOne, _sums("e_abs", "one")),
+    "token_mult_prob_error_clamped": (m.MeanPlusOne, _sums("e_abs_capped", "one")),
     "prob_diff_abs_mean": (m.Mean, _sums("abs_diff", "one")),
     "prob_diff_std": (m.StdOfDifference, _TWO_SIDES),
     "chi2_token": (m.Chi2, (("e", "e"), *_sums("e", "one"))),
     "chi2_token_clamped": (m.Chi2, (("e_clamped", "e_clamped"), *_sums("e_clamped", "one"))),
     "jsd": (m.JensenShannon, (("e", "softplus"), ("e", "d"), *_sums("softplus", "e", "d", "one"))),
+    "jsd_clamped": (m.JensenShannon, (
+        ("e_clamped", "softplus_clamped"), ("e_clamped", "d_clamped"),
+        *_sums("softplus_clamped", "e_clamped", "d_clamped", "one"),
+    )),
     "pearson": (m.Pearson, _TWO_SIDES),
 }
 _WEIGHTS: dict[str, tuple[type[m.Metric], Pairs]] = {
@@ -121,8 +128,11 @@ _WEIGHTS: dict[str, tuple[type[m.Metric], Pairs]] = {
 _BY_PART: dict[str, tuple[type[m.Metric], tuple[str, ...]]] = {
     "tokens": (m.Sum, ("one",)),
     "kl": (m.NegativeMean, ("exact", "one")),
-    "k3_kl": (m.MeanOfDifference, ("e", "d", "one")),
+    "kl_clamped": (m.NegativeMean, ("d_clamped", "one")),
+    "k3_kl": (m.MeanOfDifference, ("e", "exact", "one")),
+    "k3_kl_clamped": (m.MeanOfDifference, ("e_clamped", "d_clamped", "one")),
     "log_ratio_abs_mean": (m.Mean, ("abs", "one")),
+    "log_ratio_abs_mean_clamped": (m.Mean, ("abs_capped", "one")),
 }
 """What is told for each probability band and each kind of turn, of the products of its row with these."""
 
@@ -157,7 +167,7 @@ def token_metrics(
 ) -> tuple[dict[str, m.Metric], Tensor]:
     """The token metrics of a filled table, and [valid, kept, sum of e, sum of D] for the batch's totals."""
     chosen = metric_pairs(weighted, tuple(rules), turns)
-    pairs = list(_sums("one", kept_row(rules), "e", "d"))
+    pairs = list(_sums("one", kept_row(rules), "e", "exact"))
     starts = {}
     for name, (_, wanted) in chosen.items():
         starts[name] = len(pairs)
@@ -166,11 +176,12 @@ def token_metrics(
     metrics = {
         name: kind(sums[starts[name] : starts[name] + len(wanted)]) for name, (kind, wanted) in chosen.items()
     }
+    metrics["log_ratio"] = log_ratio_histogram(table.row("abs"), table.row("one"))
     minima, maxima = table.extrema()
     for name, row in MAXIMA.items():
         if weighted or row != "weight":
-            present, at = table.index("one"), table.index(row)
-            metrics[name] = m.MaxOfPresent(maxima[present : at + 1 : at - present])
+            at, present = table.index(row), table.index("one")
+            metrics[name] = m.MaxOfPresent(maxima[at : present + 1 : present - at])
     if weighted:
         at = table.index("weight_or_inf")
         metrics["weight_min"] = m.Min(minima[at : at + 1])

@@ -27,6 +27,11 @@ class Metric:
         """The metric's number from fully reduced host values; nan where there was nothing to measure."""
         return values[0]
 
+    @classmethod
+    def numbers(cls, name: str, values: Sequence[float]) -> dict[str, float]:
+        """What is logged of the metric `name`, from fully reduced host values."""
+        return {name: cls.finish(values)}
+
     def value(self) -> float:
         """The number over this rank's share alone. Reads from the device: not for the hot path."""
         return self.finish(self.values.tolist())
@@ -90,7 +95,11 @@ class Std(Metric):
     @staticmethod
     def finish(values: Sequence[float]) -> float:
         total, squares, count = values
-        return math.sqrt(max(squares / count - (total / count) ** 2, 0.0)) if count else math.nan
+        if not count:
+            return math.nan
+        variance = squares / count - (total / count) ** 2
+        # Below it the difference is rounding, whose root would look like a spread of 2e-8.
+        return math.sqrt(variance) if variance > 1e-15 * squares / count else 0.0
 
 
 class StdOfDifference(Metric):
@@ -156,13 +165,13 @@ class Max(Metric):
 
 
 class MaxOfPresent(Metric):
-    """A maximum over rows that are 0 where nothing is; values = [1 if anything was there, maximum]."""
+    """A maximum over rows that are 0 where nothing is; values = [maximum, 1 if anything was there]."""
 
     reduction = "max"
 
     @staticmethod
     def finish(values: Sequence[float]) -> float:
-        return values[1] if values[0] else math.nan
+        return values[0] if values[1] else math.nan
 
 
 class Min(Metric):

@@ -1,6 +1,7 @@
 """Rejection rules: which tokens, turns and sequences stay in the loss.
 
-T tokens, S sequences or turns; D = log pi_train - log pi_rollout; k2 = D^2 / 2; k3 = e^D - 1 - D.
+T tokens, S sequences or turns; D = log pi_train - log pi_rollout, clamped to +-20 in exponents only; k2 = D^2 / 2;
+k3 = e^D - 1 - D.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 from megatron_rl_corr.config import RejectionRule
 
 ROW = {
-    "ratio": "d", "opsm": "d", "k2": "square", "k3": "k3", "exp_abs": "e_abs", "abs_diff": "abs_diff",
+    "ratio": "exact", "opsm": "exact", "k2": "square", "k3": "k3", "exp_abs": "e_abs", "abs_diff": "abs_diff",
     "rollout_prob": "rollout",
 }  # fmt: skip
 """The row of the moment table that holds a divergence, as `row_bounds` bounds it."""
@@ -49,4 +50,9 @@ def as_float32_meets(bound: float | None, side: int) -> float | None:
 def within(rule: RejectionRule, value: Tensor, out: Tensor | None = None) -> Tensor:
     """1 where the row's value lies in the rule's closed interval, else 0 (and for NaN): float64."""
     out = torch.empty_like(value, dtype=torch.float64) if out is None else out
-    return torch.eq(value.clamp(*row_bounds(rule)), value, out=out)
+    lower, upper = row_bounds(rule)
+    if lower is None:
+        return torch.le(value, upper, out=out)
+    if upper is None:
+        return torch.ge(value, lower, out=out)
+    return torch.eq(value.clamp(lower, upper), value, out=out)

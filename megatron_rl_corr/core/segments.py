@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 
-def segment_sums(columns: Tensor, ids: Tensor, num_segments: int) -> Tensor:
-    """Sum of each column over each segment: [K, T], [T] -> float64 [K, S]; an empty segment sums to 0.
+def add_segment_sums(columns: Tensor, ids: Tensor, out: Tensor) -> None:
+    """Add the sum of each column over each segment: [K, T], [T] into float64 [K, S].
 
     float64, because on a GPU the order of additions is not fixed: in float32 two tensor-parallel ranks could
     put the same sequence on different sides of a bound.
     """
-    out = columns.new_zeros(columns.shape[0], num_segments, dtype=torch.float64)
-    return out.index_add_(1, ids, columns.double())
+    out.index_add_(1, ids, columns.double())
 
 
 def segment_maxima(columns: Tensor, ids: Tensor, num_segments: int) -> Tensor:
@@ -25,17 +24,15 @@ def segment_maxima(columns: Tensor, ids: Tensor, num_segments: int) -> Tensor:
     return out.scatter_reduce_(1, ids.expand(columns.shape[0], -1), columns.double(), "amax", include_self=True)
 
 
-def turn_segments(seq_ids: Tensor, turn_ids: Tensor) -> Tensor:
-    """A segment number in [0, T) for each token, the same for tokens of one turn of one sequence: [T] int64.
+def turn_segments(seq_ids: Tensor, turn_ids: Tensor, num_turns: int) -> Tensor:
+    """A number in [0, S * num_turns) for each token, the same for tokens of one turn of one sequence: [T] int64.
 
-    Turns may be interrupted, and turn ids be any integers below 2^31. By a stable sort, so that the number of turns
-    need not be known: there are never more than T.
+    From the pair alone, so that all context-parallel ranks number alike whatever they hold; turn_ids in
+    [0, num_turns). Turns may be interrupted.
     """
-    keys = seq_ids * 2**32 + turn_ids
-    ordered, order = keys.sort(stable=True)
-    begins = torch.zeros_like(keys)
-    begins[1:] = ordered[1:] != ordered[:-1]
-    return torch.empty_like(keys).scatter_(0, order, begins.cumsum(0))
+    return seq_ids * num_turns + turn_ids
+
+
 
 
 def row_ids(rows: int, length: int, device: torch.device) -> Tensor:

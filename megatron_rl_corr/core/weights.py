@@ -1,6 +1,6 @@
 """Importance weights: a level (token, sequence, geometric, turn) and a mode (truncate, clip, mask).
 
-T tokens, S sequences, U turns; D = log pi_train - log pi_rollout per token, clamped to +-20.
+T tokens, S sequences, U turns; D = log pi_train - log pi_rollout per token, unclamped but in exponents.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ from megatron_rl_corr.core.rejection import as_float32_meets
 LOG_CLAMP = 20.0
 """exp(+-20) = 4.9e8 and 2.1e-9: beyond it float32 sums lose every other token (verl's bound too)."""
 
+OUTLIER = 2.610868638
+"""Where k3 = e^D - 1 - D reaches 10: in clamped metrics no ratio counts for more than e^2.61 = 13.6."""
+
 
 def bound_weights(config: RolloutCorrectionConfig, weight: Tensor, valid: Tensor, out_of_bounds: Tensor) -> Tensor:
     """The weights that the loss uses, float32 [T], 0 where valid [T] is 0; out_of_bounds [T] gets 1 where w was.
 
     truncate: min(w, upper). clip: w into [lower, upper]. mask: w inside the closed interval, else 0 (IcePop).
-    `weight` [T] float64 is bounded in place: the metrics are of what the loss uses, before it is rounded. At token
-    level it comes as 0 where valid is 0.
+    `weight` [T] float64, 0 where valid is 0, is bounded in place: the metrics are of what the loss uses, before it is
+    rounded.
     """
     lower, upper = config.rollout_is_lower, config.rollout_is_upper
     if lower is None:
@@ -32,6 +35,6 @@ def bound_weights(config: RolloutCorrectionConfig, weight: Tensor, valid: Tensor
         weight.addcmul_(weight, out_of_bounds, value=-1)
     else:
         weight.clamp_(lower, upper)
-    if config.rollout_is != "token" or config.rollout_is_mode == "clip":
+    if config.rollout_is_mode == "clip":
         weight.mul_(valid)
     return weight.float()

@@ -14,6 +14,8 @@ from megatron.core import parallel_state
 from megatron.core.transformer.module import MegatronModule
 from torch.nn.functional import scaled_dot_product_attention
 
+from megatron_rl_corr.parallel.context import zigzag_positions
+
 
 class _AllGatherTokens(torch.autograd.Function):
     """[t, ...] -> [T, ...], rank after rank; backward sums over the ranks and takes this rank's part."""
@@ -30,23 +32,6 @@ class _AllGatherTokens(torch.autograd.Function):
         local = gradient.new_empty(gradient.shape[0] // ctx.group.size(), *gradient.shape[1:])
         dist.reduce_scatter_tensor(local, gradient.contiguous(), group=ctx.group)
         return local, None
-
-
-def zigzag_positions(rank: int, size: int, boundaries: list[int]) -> torch.Tensor:
-    """Global positions [t] of the tokens that CP rank `rank` of `size` holds.
-
-    `boundaries` are the cumulative lengths 0, n1, n1 + n2, ... of the sequences; each, a multiple of 2 *
-    size, is cut into 2 * size chunks, of which the rank holds numbers `rank` and `2 * size - 1 - rank`.
-    """
-    parts = []
-    for start, end in zip(boundaries[:-1], boundaries[1:], strict=True):
-        chunk, rest = divmod(end - start, 2 * size)
-        assert rest == 0, (
-            f"a sequence of {end - start} tokens is no multiple of 2 * context parallel size {size}"
-        )
-        for index in (rank, 2 * size - 1 - rank):
-            parts.append(torch.arange(start + index * chunk, start + (index + 1) * chunk))
-    return torch.cat(parts)
 
 
 class ContextParallelAttention(MegatronModule):

@@ -76,6 +76,20 @@ def _counts_as_numpy(original):
     return maybe_move_tensor_to_cpu
 
 
+def _attention_over_context_ranks(original):
+    @functools.wraps(original)
+    def core_attention(self):
+        from megatron.core import parallel_state
+
+        if parallel_state.get_context_parallel_world_size() == 1:
+            return original(self)
+        from megatron_rl_corr.cpu.cp_attention import ContextParallelAttention
+
+        return ContextParallelAttention
+
+    return core_attention
+
+
 def _allow_no_cuda(original):
     @functools.wraps(original)
     def initialize_megatron(*args, **kwargs):
@@ -121,6 +135,12 @@ LATE = [
         "maybe_move_tensor_to_cpu",
         _counts_as_numpy,
         "it makes split sizes a list of ints only if they were on a GPU",
+    ),
+    Replacement(
+        "megatron.core.models.backends",
+        "LocalSpecProvider.core_attention",
+        _attention_over_context_ranks,
+        "its own attention refuses context parallelism, and Transformer Engine's needs a GPU",
     ),
     Replacement(
         "megatron.training.initialize",

@@ -18,6 +18,7 @@ from megatron_rl_corr.config_losses import ADVANTAGES, AGGREGATIONS, LOSSES
 from megatron_rl_corr.config_sources import with_overrides
 
 PREFIX = "--rollout-"
+CHECKS = ("semantic", "all", "off")
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,15 @@ class RolloutOptions:
     temperature: float
     top_p: float
     top_k: int
+    server_check: str
+    linear_logprobs: bool
+    fp32_lm_head: bool
+    inplace_gradient: bool
     max_concurrency: int
     timeout_s: float
     bucket_mib: float
     log_dir: str | None
+    save_trajectories: str | None
 
 
 def add_rollout_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -142,6 +148,16 @@ def _add_rollout(group: Any) -> None:
     add("--rollout-top-k", metavar="K", type=int, default=-1,
         help="sample from the K likeliest ids, 2 to 4096; --rollout-top-p needs it, because SGLang tells the kept ids "
         "only with it (default -1: off)")
+    add("--rollout-server-check", metavar="KIND", default=CHECKS[0],
+        help="at the start, ask the servers what `megatron-rl-corr doctor` asks in a second: semantic (default) "
+        "refuses to train on another distribution and prints the rest, all refuses on any finding, off asks nothing")
+    add("--rollout-linear-logprobs", action="store_true",
+        help="training log-probs from hidden states, a chunk of logits at a time: all logits are never held (no bias, "
+        "MTP or truncated sampling)")
+    add("--rollout-fp32-lm-head", action="store_true",
+        help="logits in float32, as SGLang's --enable-fp32-lm-head makes them; with --rollout-linear-logprobs")
+    add("--rollout-inplace-gradient", action="store_true",
+        help="write the gradient of the logits over the logits, which saves one copy; nothing else may read them")
     add("--rollout-max-concurrency", metavar="N", type=int, default=64,
         help="samples in flight per data-parallel replica (default 64)")
     add("--rollout-timeout-s", metavar="S", type=float, default=600.0,
@@ -150,6 +166,9 @@ def _add_rollout(group: Any) -> None:
         help="weights are sent in buckets of this size (default 256)")
     add("--rollout-log-dir", metavar="DIR", default=None,
         help="write metrics.jsonl and run.json there, for `megatron-rl-corr report DIR`")
+    add("--rollout-save-trajectories", metavar="DIR", default=None,
+        help="write every step's samples there, with both policies' log-probs, masks and advantages: a Parquet file a "
+        "step and replica")
 
 
 def parse(arguments: Sequence[str]) -> tuple[RolloutCorrectionConfig, RolloutOptions]:
@@ -237,6 +256,20 @@ def rollout_options(values: argparse.Namespace) -> RolloutOptions:
         value = getattr(options, name)
         if not value > 0:
             raise ValueError(f"{PREFIX}{name.replace('_', '-')} must be positive, got {value}")
+    if options.server_check not in CHECKS:
+        raise ValueError(f"--rollout-server-check must be {', '.join(CHECKS)}, got {options.server_check!r}")
+    if options.inplace_gradient and (options.linear_logprobs or options.top_k > 0):
+        raise ValueError(
+            "--rollout-inplace-gradient has no effect with --rollout-linear-logprobs, which holds no logits, nor with "
+            "--rollout-top-k, whose gradient is sparse; drop it"
+        )
+    if options.fp32_lm_head and not options.linear_logprobs:
+        raise ValueError("--rollout-fp32-lm-head has no effect on Megatron's own logits; add --rollout-linear-logprobs")
+    if options.linear_logprobs and (options.top_p < 1 or options.top_k > 0):
+        raise ValueError(
+            f"--rollout-linear-logprobs with --rollout-top-p {options.top_p} and --rollout-top-k {options.top_k}: the "
+            "ids that the server kept are looked up in the logits; drop the one or the others"
+        )
     if options.group_size < 2:
         raise ValueError(
             "--rollout-group-size 1 leaves a group-relative advantage of 0 everywhere; use 2 or more"

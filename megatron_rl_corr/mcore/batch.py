@@ -1,6 +1,7 @@
 """A step's samples as tensors that every rank of a replica holds, and their microbatches.
 
-N samples of this replica, L = --seq-length, b = --micro-batch-size. Position t of a row predicts token t + 1.
+N samples of this replica, L = --seq-length (or a context-parallel rank's share of it), b = --micro-batch-size.
+Position t of a row predicts token t + 1.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from torch import Tensor
 from megatron_rl_corr.core.correction import Correction
 from megatron_rl_corr.core.segments import row_ids
 from megatron_rl_corr.mcore.compat import Layout
+from megatron_rl_corr.parallel.context import zigzag_positions
 from megatron_rl_corr.parallel.failure import communication_device
 from megatron_rl_corr.rollout.trajectory import Trajectory
 
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """One replica's samples, padded to rows of L."""
+    """One replica's samples, padded to rows of L; of several context-parallel ranks, each holds its columns."""
 
     tokens: Tensor
     """[N, L] int64, input ids; 0 behind the end."""
@@ -39,6 +41,8 @@ class RolloutBatch:
     """[N] float32: trainer's weight version less the one that sampled the first token."""
     support: Tensor
     """[N, L, K] int32: the ids that the label was drawn from, -1 behind their end; K is 0 for the whole vocabulary."""
+    position_ids: Tensor
+    """[L] int64: each column's position in the whole row."""
 
     @classmethod
     def empty(cls, rows: int, length: int, support: int = 0) -> RolloutBatch:
@@ -57,6 +61,7 @@ class RolloutBatch:
             group_ids=zeros(rows, dtype=torch.int64),
             version_lags=zeros(rows, dtype=torch.float32),
             support=zeros(rows, length, support, dtype=torch.int32) - 1,
+            position_ids=torch.arange(length, device=device),
         )
 
     @classmethod
@@ -107,8 +112,17 @@ class RolloutBatch:
         rewards, group_ids, lags = rows.view(3, -1)
         return RolloutBatch(
             whole[0], whole[1], whole[2].bool(), logprobs.view_as(self.rollout_logprobs),
-            rewards, group_ids.long(), lags, support,
+            rewards, group_ids.long(), lags, support, self.position_ids,
         )
+
+    def context_slice(self, rank: int, size: int) -> RolloutBatch:
+        """The columns of context-parallel rank `rank` of `size`, in Megatron's zigzag order."""
+        if size == 1:
+            return self
+        columns = zigzag_positions(rank, size, (0, self.tokens.shape[1]), self.tokens.device)
+        by_column = ("tokens", "labels", "loss_mask", "rollout_logprobs", "support")
+        cut = {name: getattr(self, name).index_select(1, columns) for name in by_column}
+        return replace(self, **cut, position_ids=self.position_ids[columns])
 
     @property
     def seq_ids(self) -> Tensor:
@@ -147,6 +161,8 @@ class TrainingTargets:
 class Microbatch:
     """b rows: the model's inputs and, in training on the last stage, the loss's."""
 
+    index: int
+    """Its place in the step."""
     tokens: Tensor
     """[b, L] int64."""
     labels: Tensor
@@ -163,10 +179,10 @@ def microbatches(
 ) -> Iterator[Microbatch]:
     """Rows in order, `size` at a time; N must be a multiple of it."""
     rows, length = batch.tokens.shape
-    positions = torch.arange(length, device=batch.tokens.device).expand(size, length)
+    positions = batch.position_ids.expand(size, length)
     for start in range(0, rows, size):
         part = slice(start, start + size)
-        micro = Microbatch(batch.tokens[part], batch.labels[part], positions, batch.support[part])
+        micro = Microbatch(start // size, batch.tokens[part], batch.labels[part], positions, batch.support[part])
         if targets is not None:
             first, last = start * length, (start + size) * length
             flat = slice(first, last)

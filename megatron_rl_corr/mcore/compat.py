@@ -43,6 +43,12 @@ def check_parameters(function: Callable, names: tuple[str, ...]) -> None:
         )
 
 
+def check_output_processor(model: list) -> None:
+    """RuntimeError unless the model's forward has the hook behind the last layer (GPTModel's, megatron-core 0.18)."""
+    for chunk in model:
+        check_parameters(chunk.forward, ("output_processor", "output_processor_context"))
+
+
 @dataclass(frozen=True)
 class Layout:
     """This rank's place in Megatron's process groups."""
@@ -119,6 +125,21 @@ def gathered_parameters(model: list, optimizer: Any) -> Iterator[None]:
     finally:
         if hooked:
             training.enable_forward_pre_hook(model)
+
+
+@contextlib.contextmanager
+def asked_before_update(optimizer: Any, may_update: Callable[[], bool]) -> Iterator[None]:
+    """Within, optimizer.step() asks first; at a no it changes nothing, and says what it says of an overflow."""
+    update = optimizer.step
+
+    def step() -> tuple:
+        return update() if may_update() else (False, None, None)
+
+    optimizer.step = step
+    try:
+        yield
+    finally:
+        del optimizer.step
 
 
 def skipped_step() -> tuple:

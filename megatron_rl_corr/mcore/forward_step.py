@@ -7,14 +7,16 @@ from collections.abc import Callable, Iterator
 from torch import Tensor, nn
 
 from megatron_rl_corr.mcore.batch import Microbatch
+from megatron_rl_corr.mcore.logprobs import LogprobSettings, model_arguments
 
 LossOf = Callable[[Microbatch, Tensor], object]
 
 
-def make_forward_step(loss_of: LossOf) -> Callable:
-    """forward_step_func for a schedule: the next microbatch's logits, and loss_of(microbatch, logits).
+def make_forward_step(loss_of: LossOf, settings: LogprobSettings, *, with_entropy: bool) -> Callable:
+    """forward_step_func for a schedule: the next microbatch through the model, and loss_of(microbatch, its output).
 
-    The attention mask is left to the model's own causal one.
+    The output is what `label_logprobs` of the same settings takes. The attention mask is left to the model's own
+    causal one.
     """
 
     def forward_step(
@@ -25,12 +27,13 @@ def make_forward_step(loss_of: LossOf) -> Callable:
                 "--overlap-moe-expert-parallel-comm is not supported with rollout correction; leave it out"
             )
         micro = next(data_iterator)
-        logits = model(micro.tokens, micro.position_ids, None)
+        arguments = model_arguments(micro, settings, with_entropy=with_entropy)
+        output = model(micro.tokens, micro.position_ids, None, **arguments)
 
         def loss_func(output: Tensor, non_loss_data: bool = False):
             return loss_of(micro, output)
 
-        return logits, loss_func
+        return output, loss_func
 
     return forward_step
 

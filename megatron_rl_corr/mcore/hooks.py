@@ -17,6 +17,7 @@ from megatron.training import training
 from megatron_rl_corr.config import RolloutCorrectionConfig
 from megatron_rl_corr.mcore import compat, session
 from megatron_rl_corr.mcore.arguments import RolloutOptions, add_rollout_arguments
+from megatron_rl_corr.mcore.refusal import all_reduce_refusal
 
 
 def install(
@@ -35,7 +36,7 @@ def install(
         @functools.wraps(original)
         def setup_model_and_optimizer(*args, **kwargs):
             settings = training.get_args()
-            session.all_reduce_refusal(lambda: session.check_megatron_arguments(settings))
+            all_reduce_refusal(lambda: session.check_megatron_arguments(settings))
             model, optimizer, scheduler = original(*args, **kwargs)
             steps["step"] = session.start(
                 config, options, settings, model, optimizer, _encode,

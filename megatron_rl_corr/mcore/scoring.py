@@ -1,6 +1,6 @@
 """Log-probs of sampled tokens under the current weights, by Megatron's forward-only schedule.
 
-N samples of L tokens, b rows a microbatch.
+N samples of L tokens (this context-parallel rank's of a row), b rows a microbatch.
 """
 
 from __future__ import annotations
@@ -11,20 +11,21 @@ from torch import Tensor
 
 from megatron_rl_corr.mcore.batch import RolloutBatch, microbatches
 from megatron_rl_corr.mcore.forward_step import make_forward_step
-from megatron_rl_corr.mcore.loss import LogprobSettings, label_logprobs
+from megatron_rl_corr.mcore.logprobs import LogprobSettings, label_logprobs
 
 
 @torch.no_grad()
 def score(
-    model: list, batch: RolloutBatch, settings: LogprobSettings, *, micro_batch_size: int
+    model: list, batch: RolloutBatch, settings: LogprobSettings, *, micro_batch_size: int, seq_length: int
 ) -> tuple[Tensor, Tensor] | None:
     """(log-probs, entropies), each [N * L] float32, on the last pipeline stage; None on the others.
 
-    The model is in evaluation mode meanwhile (no dropout), and back in training mode after.
+    seq_length is that of whole rows. The model is in evaluation mode meanwhile (no dropout), and back in training mode
+    after.
     """
-    rows, length = batch.tokens.shape
+    rows = len(batch.tokens)
     forward_step = make_forward_step(
-        lambda micro, logits: label_logprobs(logits, micro, settings, with_entropy=True)
+        lambda micro, output: label_logprobs(output, micro, settings, with_entropy=True), settings, with_entropy=True
     )
     iterators = [microbatches(batch, micro_batch_size) for _ in model]
     for chunk in model:
@@ -35,7 +36,7 @@ def score(
             data_iterator=iterators if len(model) > 1 else iterators[0],
             model=model,
             num_microbatches=rows // micro_batch_size,
-            seq_length=length,
+            seq_length=seq_length,
             micro_batch_size=micro_batch_size,
             forward_only=True,
             collect_non_loss_data=True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,8 +14,11 @@ from megatron_rl_corr.config import RolloutCorrectionConfig
 from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.mcore.arguments import RolloutOptions
 from megatron_rl_corr.mcore.collection import Collector
-from megatron_rl_corr.mcore.loss import LogprobSettings
+from megatron_rl_corr.mcore.logprobs import LogprobSettings
+from megatron_rl_corr.mcore.refusal import all_reduce_refusal
+from megatron_rl_corr.mcore.server_check import check_servers
 from megatron_rl_corr.mcore.step import CorrectedStep
+from megatron_rl_corr.mcore.trajectory_log import TrajectoryLog
 from megatron_rl_corr.parallel.failure import all_reduce_failure
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
@@ -34,9 +38,11 @@ WAIT_FOR_SERVERS_S = 60.0
 
 def check_megatron_arguments(args: argparse.Namespace) -> None:
     """ValueError for Megatron flags that a corrected step can't honour."""
-    if args.context_parallel_size > 1:
+    chunks = 2 * args.context_parallel_size
+    if args.context_parallel_size > 1 and args.seq_length % chunks:
         raise ValueError(
-            f"--context-parallel-size {args.context_parallel_size} is not supported with rollouts; use 1"
+            f"--seq-length {args.seq_length} must be a multiple of 2 * --context-parallel-size, {chunks}: "
+            "every row is cut into so many chunks"
         )
     if args.yaml_cfg is not None:
         raise ValueError(
@@ -53,29 +59,16 @@ def check_megatron_arguments(args: argparse.Namespace) -> None:
         )
 
 
-class Refusal(ValueError):
-    """The run can't start as it was asked for; the message names the flag and the remedy."""
-
-
-def all_reduce_refusal[Prepared](prepare: Callable[[], Prepared]) -> Prepared:
-    """prepare() on every rank; what it finds wrong (ValueError, OSError) is told once, by one rank."""
-    prepared, error = None, None
-    try:
-        prepared = prepare()
-    except (ValueError, OSError) as failure:
-        error = Refusal(str(failure))
-    all_reduce_failure(error)
-    return prepared
-
-
 def start(
     config: RolloutCorrectionConfig, options: RolloutOptions, args: argparse.Namespace, model: list,
     optimizer: Any, encode: Callable[[str], list[int]], report: Report,
 ) -> CorrectedStep:
     """Load the weights, reach the servers, push the first version, return the step; every rank calls it."""
     layout, loop = compat.layout(), LoopThread()
+    if options.linear_logprobs:
+        compat.check_output_processor(compat.unwrapped(model))
 
-    def prepare() -> tuple[list[LocalParameter], RolloutClient, Collector, int]:
+    def prepare() -> tuple[list[LocalParameter], RolloutClient, Collector, TrajectoryLog | None, int]:
         checkpoint = HFCheckpoint(options.hf_checkpoint)
         vocab_size = checkpoint.config["vocab_size"]
         client = RolloutClient(
@@ -90,9 +83,11 @@ def start(
         parameters = _parameters(checkpoint, args, model)
         if args.iteration == 0:
             load_shards(parameters, checkpoint, layout.shard)
-        return parameters, client, collector, vocab_size
+        folder = options.save_trajectories
+        log = None if folder is None else TrajectoryLog(Path(folder), layout)
+        return parameters, client, collector, log, vocab_size
 
-    parameters, client, collector, vocab_size = all_reduce_refusal(prepare)
+    parameters, client, collector, log, vocab_size = all_reduce_refusal(prepare)
     if args.iteration == 0:
         optimizer.reload_model_params()
     _reach(client, loop)
@@ -113,11 +108,19 @@ def start(
 
     with compat.gathered_parameters(model, optimizer):
         push(args.iteration)
+    try:
+        check_servers(options.server_check, collector.sampling, client, loop)
+    except BaseException:
+        close()
+        raise
     return CorrectedStep(
         config=config, layout=layout, collector=collector,
-        logprobs=LogprobSettings(layout.tp_group, options.temperature, vocab_size),
-        push=push, report=report, close=close, micro_batch_size=args.micro_batch_size,
-        global_batch_size=args.global_batch_size, group_size=options.group_size,
+        logprobs=LogprobSettings(
+            layout.tp_group, options.temperature, vocab_size, from_hidden=options.linear_logprobs,
+            fp32_lm_head=options.fp32_lm_head, inplace_gradient=options.inplace_gradient,
+        ),
+        push=push, report=report, log=log, close=close, micro_batch_size=args.micro_batch_size,
+        global_batch_size=args.global_batch_size, seq_length=args.seq_length, group_size=options.group_size,
     )
 
 

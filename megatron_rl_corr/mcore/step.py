@@ -1,6 +1,6 @@
 """One corrected optimizer step: collect, score, correct, train, push, report.
 
-N samples of this replica, L tokens a row.
+N samples of this replica, L = --seq-length tokens a row.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.rerun_state_machine import RerunDataIterator
+from torch import Tensor
 
 from megatron_rl_corr.config import RolloutCorrectionConfig
 from megatron_rl_corr.core.metrics import Metric
@@ -22,9 +23,11 @@ from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.mcore.batch import RolloutBatch, TrainingTargets, microbatches
 from megatron_rl_corr.mcore.collection import Collector
 from megatron_rl_corr.mcore.forward_step import make_forward_step
-from megatron_rl_corr.mcore.loss import CorrectedLoss, LogprobSettings
+from megatron_rl_corr.mcore.logprobs import LogprobSettings
+from megatron_rl_corr.mcore.loss import CorrectedLoss
 from megatron_rl_corr.mcore.scoring import score
 from megatron_rl_corr.mcore.targets import batch_metrics, make_bypass_targets, make_targets
+from megatron_rl_corr.mcore.trajectory_log import TrajectoryLog
 from megatron_rl_corr.parallel.groups import ParallelGroups
 from megatron_rl_corr.parallel.reduce import all_gather_metrics, merge
 
@@ -61,7 +64,10 @@ class CorrectedStep:
     """Leave the servers, after the last step."""
     micro_batch_size: int
     global_batch_size: int
+    seq_length: int
     group_size: int
+    log: TrajectoryLog | None = None
+    """Where the samples are kept, if they are."""
 
     @property
     def groups(self) -> ParallelGroups:
@@ -76,16 +82,36 @@ class CorrectedStep:
         times.mark("collect")
         targets, metrics = self._targets(batch, model, optimizer)
         times.mark("score")
-        if self._broadcast_kept_tokens(targets) > 0:
-            result, loss_metrics = self._train(train_step, batch, targets, len(model), per_token)
-            metrics |= loss_metrics
+        if self.log is not None:
+            self.log.all_reduce_write(
+                iteration, batch, self.collector.trajectories, targets, with_train=not self.config.bypass_mode
+            )
+            times.mark("save")
+        loss, numbers = self._loss(batch, per_token), {}
+        iterators = [RerunDataIterator(microbatches(batch, self.micro_batch_size, targets)) for _ in model]
+
+        def train() -> tuple:
+            forward_step = make_forward_step(loss, self.logprobs, with_entropy=loss.with_entropy)
+            return train_step(forward_step, iterators if len(model) > 1 else iterators[0])
+
+        if self.config.bypass_mode:
+
+            def may_update() -> bool:
+                # Only the loss knows what is kept, so the step's one gather of metrics comes before the update.
+                numbers.update(self._all_gather_numbers(metrics, loss))
+                return self._broadcast_any_kept(numbers.get("rollout_corr/kept_fraction"))
+
+            with compat.asked_before_update(optimizer, may_update):
+                result = train()
         else:
-            result = compat.skipped_step()
+            kept = None if targets is None else targets.correction.kept_tokens
+            result = train() if self._broadcast_any_kept(kept) else compat.skipped_step()
+            numbers = self._all_gather_numbers(metrics, loss)
         times.mark("train")
         with compat.gathered_parameters(model, optimizer):
             self.push(iteration + 1)
         times.mark("push")
-        self._log(iteration, metrics, result, times)
+        self._log(iteration, numbers, result, times)
         return result
 
     def _targets(
@@ -96,59 +122,55 @@ class CorrectedStep:
             if not self.layout.is_last_stage:
                 return None, {}
             targets = make_bypass_targets(batch, self.config, self.groups, group_size=self.group_size)
-            return targets, batch_metrics(batch, targets, None)
+            return targets, batch_metrics(batch, targets, None, self.groups)
         with compat.gathered_parameters(model, optimizer):
-            scored = score(model, batch, self.logprobs, micro_batch_size=self.micro_batch_size)
+            scored = score(model, batch, self.logprobs, micro_batch_size=self.micro_batch_size,
+                           seq_length=self.seq_length)
         if scored is None:
             return None, {}
         old_logprobs, entropy = scored
         targets = make_targets(batch, old_logprobs, self.config, self.groups, group_size=self.group_size)
-        return targets, batch_metrics(batch, targets, entropy)
+        return targets, batch_metrics(batch, targets, entropy, self.groups)
 
-    def _broadcast_kept_tokens(self, targets: TrainingTargets | None) -> float:
-        """Tokens of the global batch that the loss keeps, known to the last stage, on every stage.
+    def _loss(self, batch: RolloutBatch, per_token: bool) -> CorrectedLoss:
+        return CorrectedLoss(
+            self.config, self.logprobs, num_microbatches=len(batch.tokens) // self.micro_batch_size,
+            dp_size=self.layout.dp_size, per_token=per_token,
+            global_positions=self.global_batch_size * self.seq_length, groups=self.groups,
+        )
 
-        The one host read before training: a step without a token must be skipped by all, or Adam's momentum
-        and weight decay would still move the weights.
+    def _broadcast_any_kept(self, kept: Tensor | float | None) -> bool:
+        """Whether the loss keeps a token of the global batch: the last stage knows (others give None), all learn it.
+
+        A host read. A step without a token must be skipped by all, or Adam's momentum and weight decay, or MoE's
+        auxiliary losses, would still move the weights.
         """
-        if targets is None:
-            kept = torch.zeros((), dtype=torch.float64, device=self.collector.device)
-        else:
-            kept = targets.correction.kept_tokens
+        told = torch.zeros((), dtype=torch.float64, device=self.collector.device)
+        if kept is not None:
+            told += kept
         if self.layout.pp_size > 1:
             last = dist.get_process_group_ranks(self.layout.pp_group)[-1]
-            dist.broadcast(kept, last, group=self.layout.pp_group)
-        count = kept.item()
-        if count == 0 and dist.get_rank() == dist.get_world_size() - 1:
+            dist.broadcast(told, last, group=self.layout.pp_group)
+        # NaN is a share of nothing: no token was valid.
+        any_kept = told.item() > 0
+        if not any_kept and dist.get_rank() == dist.get_world_size() - 1:
             print(
                 "[rollout] no token of the batch is left: no update in this step. See rollout_corr/rejected_fraction/* "
                 "for the rule that took them, and widen its --rollout-rs-threshold; or the step's train-infer KL was "
                 "above --rollout-batch-filter-kl (rollout_corr/batch_filtered)",
                 file=sys.stderr, flush=True,
             )
-        return count
+        return any_kept
 
-    def _train(
-        self, train_step: TrainStep, batch: RolloutBatch, targets: TrainingTargets | None, num_chunks: int,
-        per_token: bool,
-    ) -> tuple[tuple, dict[str, Metric]]:
-        rows, length = batch.tokens.shape
-        loss = CorrectedLoss(
-            self.config, self.logprobs, num_microbatches=rows // self.micro_batch_size,
-            dp_size=self.layout.dp_size, per_token=per_token,
-            global_positions=self.global_batch_size * length, groups=self.groups,
-        )
-        iterators = [
-            RerunDataIterator(microbatches(batch, self.micro_batch_size, targets)) for _ in range(num_chunks)
-        ]
-        result = train_step(make_forward_step(loss), iterators if num_chunks > 1 else iterators[0])
-        metrics = {f"loss/{name}": metric for name, metric in merge(loss.metrics).items()}
-        return result, metrics | {f"rollout_corr/{name}": m for name, m in merge(loss.corrections).items()}
-
-    def _log(self, iteration: int, metrics: dict[str, Metric], result: tuple, times: StepTimes) -> None:
+    def _all_gather_numbers(self, metrics: dict[str, Metric], loss: CorrectedLoss) -> dict[str, float]:
+        """The step's metrics over the global batch, by their logged names; none but on the last stage."""
         if not self.layout.is_last_stage:
-            return
-        numbers = all_gather_metrics(metrics, self.layout.dp_cp_group)
+            return {}
+        metrics = metrics | {f"loss/{name}": metric for name, metric in merge(loss.metrics.values()).items()}
+        metrics |= {f"rollout_corr/{name}": metric for name, metric in merge(loss.corrections.values()).items()}
+        return all_gather_metrics(metrics, self.layout.dp_cp_group)
+
+    def _log(self, iteration: int, numbers: dict[str, float], result: tuple, times: StepTimes) -> None:
         if dist.get_rank() != dist.get_world_size() - 1:
             return
         # A probability band or a kind of turn without a token has no mean: it is left out, not told as NaN.

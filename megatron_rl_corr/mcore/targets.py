@@ -1,6 +1,6 @@
 """From scored samples to what the loss needs: correction and advantages, and the metrics of the batch.
 
-N samples of L tokens; all flat tensors have N * L entries.
+N samples of L tokens (this context-parallel rank's of a row); all flat tensors have N * L entries.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def make_targets(
     advantages = group_advantages(
         batch.rewards, batch.group_ids, **group, in_baseline=correction.kept_sequences
     ).repeat_interleave(length)
-    coefficients = token_coefficients(correction, batch.seq_ids, rows, config, groups)
+    coefficients = token_coefficients(correction, batch.seq_ids, config)
     return TrainingTargets(old_logprobs, advantages, correction, coefficients)
 
 
@@ -61,17 +61,21 @@ def make_bypass_targets(
         batch.rewards, batch.group_ids, num_groups=rows // group_size, kind=config.advantage_kind,
         in_baseline=whole.kept_sequences,
     ).repeat_interleave(length)
-    coefficients = token_coefficients(whole, batch.seq_ids, rows, config, groups)
+    coefficients = token_coefficients(whole, batch.seq_ids, config)
     return TrainingTargets(rollout, advantages, replace(whole, metrics={}), coefficients)
 
 
-def batch_metrics(batch: RolloutBatch, targets: TrainingTargets, entropy: Tensor | None) -> dict[str, Metric]:
+def batch_metrics(
+    batch: RolloutBatch, targets: TrainingTargets, entropy: Tensor | None, groups: ParallelGroups
+) -> dict[str, Metric]:
     """Rewards, lengths, staleness, entropy (if scored) and the correction's own, under their logged names."""
-    rewards, ones = batch.rewards.double(), torch.ones_like(batch.rewards, dtype=torch.float64)
-    lengths, lags = batch.loss_mask.sum(dim=1).double(), batch.version_lags.double()
-    total, squares, count, length, lag = torch.stack(
-        [rewards, rewards.square(), ones, lengths, lags]
-    ).sum(dim=1).unbind()
+    rewards, lags = batch.rewards.double(), batch.version_lags.double()
+    by_row = torch.stack([rewards, rewards.square(), lags, torch.ones_like(rewards)]).sum(dim=1)
+    if groups.cp_rank > 0:
+        # What a row has once is counted by one of the ranks that share it; its tokens, by each.
+        by_row = torch.zeros_like(by_row)
+    total, squares, lag, count = by_row.unbind()
+    length = batch.loss_mask.sum(dtype=torch.float64)
     metrics: dict[str, Metric] = {
         "reward/mean": Mean(torch.stack([total, count])),
         "reward/std": Std(torch.stack([total, squares, count])),

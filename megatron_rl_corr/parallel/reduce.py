@@ -35,7 +35,7 @@ def all_gather_metrics(metrics: dict[str, Metric], group: ProcessGroup | None) -
     """Every metric over the group, exact whatever its reduction: one gather of [P] values, one host read.
 
     Every rank of the group must hold the same names; they are packed in sorted order. A gather serves sums
-    and extrema alike, and P is under two hundred: 200 kB at 128 data-parallel ranks.
+    and extrema alike, and P is about 250: 250 kB at 128 ranks, 4 MB at 2048.
     """
     names = sorted(metrics)
     if not names:
@@ -48,6 +48,6 @@ def all_gather_metrics(metrics: dict[str, Metric], group: ProcessGroup | None) -
     numbers, start = {}, 0
     for name in names:
         stop = start + metrics[name].values.numel()
-        numbers[name] = metrics[name].finish(rows[metrics[name].reduction][start:stop])
+        numbers |= metrics[name].numbers(name, rows[metrics[name].reduction][start:stop])
         start = stop
     return numbers

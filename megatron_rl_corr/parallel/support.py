@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_rl_corr.parallel.gather import all_gather_stacked
-from megatron_rl_corr.parallel.vocab import check_inputs, combine_stats, stats_of
+from megatron_rl_corr.parallel.label_stats import NEGLIGIBLE, SMALLEST
+from megatron_rl_corr.parallel.vocab import check_inputs, combine_stats
 
 
 def support_logprobs(
@@ -28,7 +29,7 @@ def support_logprobs(
     As vocab_parallel_logprobs, with support [T, K] int: the global ids that the label was drawn from, distinct, -1
     behind their end. pi_train is then renormalised on the set that pi_rollout was: the two are probabilities of the
     same event. A token without any id gives -inf and no gradient. Only the support's columns are read and get a
-    gradient; no more than one chunk [C, K] is held in float32.
+    gradient; all else that is made has at most [C, K] elements.
     """
     check_inputs(logits, labels, temperature, chunk_tokens)
     if support.dim() != 2 or len(support) != len(labels):
@@ -49,31 +50,31 @@ class _SupportLogProbs(torch.autograd.Function):
             x, _, _ = _columns(logits[rows], support[rows], first, temperature)
             at_label = support[rows] == labels[rows, None]
             target = torch.where(at_label, x, -torch.inf).amax(dim=1)
-            stats[:, rows] = stats_of(x, target, with_entropy)
+            stats[:, rows] = _stats(x, target, with_entropy)
         logprobs, entropy, top, log_total = combine_stats(all_gather_stacked(stats, tp_group), with_entropy)
-        # Without any id: -inf - -inf.
-        logprobs = logprobs.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
-        ctx.save_for_backward(logits, labels, support, top, log_total, entropy)
+        ctx.save_for_backward(logits, labels, support, top, log_total, entropy, logprobs)
         ctx.settings = (first, temperature, with_entropy, chunk_tokens)
         ctx.mark_non_differentiable(*([] if with_entropy else [entropy]))
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropy):
-        logits, labels, support, top, log_total, entropy = ctx.saved_tensors
+        logits, labels, support, top, log_total, entropy, logprobs = ctx.saved_tensors
         first, temperature, with_entropy, chunk_tokens = ctx.settings
+        # -inf is a constant, as over the whole vocabulary.
+        grad_logprobs = grad_logprobs.masked_fill(logprobs == -torch.inf, 0.0)
         grad = torch.zeros_like(logits)
         for start in range(0, logits.shape[0], chunk_tokens):
             rows = slice(start, start + chunk_tokens)
             x, local, mine = _columns(logits[rows], support[rows], first, temperature)
             log_p = x - top[rows, None] - log_total[rows, None]
-            upstream = grad_logprobs[rows, None].float()
+            upstream = grad_logprobs[rows, None]
             slope = upstream
             if with_entropy:
                 # dH/dx = -p (log p + H), as over the whole vocabulary.
-                slope = upstream + grad_entropy[rows, None].float() * (log_p.clamp(min=-1e4) + entropy[rows, None])
+                slope = upstream + grad_entropy[rows, None] * (log_p.clamp(min=NEGLIGIBLE) + entropy[rows, None])
             chunk = torch.where(support[rows] == labels[rows, None], upstream, 0.0) - log_p.exp() * slope
-            # A select: where nothing is in the support, log_p is not a number.
+            # The label's share belongs to the rank that has it.
             chunk = torch.where(mine, chunk / temperature, 0.0)
             grad[rows].scatter_add_(1, local, chunk.to(grad.dtype))
         return grad, None, None, None, None, None, None
@@ -86,3 +87,15 @@ def _columns(logits: Tensor, support: Tensor, first: int, temperature: float) ->
     local = local.clamp(0, logits.shape[1] - 1)
     x = torch.where(mine, logits.gather(1, local).float() / temperature, -torch.inf)
     return x, local, mine
+
+
+def _stats(x: Tensor, target: Tensor, with_entropy: bool) -> Tensor:
+    """As label_stats, of a chunk's x [C, K], which is consumed, and the label's x, or -inf."""
+    out = x.new_zeros(4, len(x))
+    out[0], out[2] = x.amax(dim=1), target
+    x -= out[0].clamp(min=SMALLEST)[:, None]
+    weights = x.exp()
+    out[1] = weights.sum(dim=1)
+    if with_entropy:
+        out[3] = weights.mul_(x.clamp_(min=NEGLIGIBLE)).sum(dim=1)
+    return out

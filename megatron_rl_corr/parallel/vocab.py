@@ -5,10 +5,14 @@ T tokens, V vocabulary columns (padded), tp tensor-parallel ranks, C tokens a ch
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from types import ModuleType
+
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_rl_corr.parallel import label_stats
 from megatron_rl_corr.parallel.gather import all_gather_stacked
 
 
@@ -21,21 +25,26 @@ def vocab_parallel_logprobs(
     vocab_size: int | None = None,
     with_entropy: bool = False,
     chunk_tokens: int = 1024,
+    inplace_gradient: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """log softmax(logits / temperature)[label] and, with_entropy, -sum p log p (else None); each float32 [T].
 
-    logits [T, V/tp] in any float type, this rank's slice of the vocabulary, never modified; labels [T] int64,
-    global ids. Columns >= vocab_size (padding of the embedding) are outside the support. One collective over
-    tp_group in forward, none in backward. Beside the logits and their gradient, no more than one chunk of C
-    tokens is held in float32. Every rank's upstream gradient must be that of the same loss (tensor-parallel
-    ranks hold the same tokens), so none is summed over tp.
+    logits [T, V/tp] in any float type, this rank's slice of the vocabulary; labels [T] int64, global ids. Columns
+    >= vocab_size (padding of the embedding) are outside the support. One collective over tp_group in forward, none in
+    backward. Beside the logits and their gradient, no more than one chunk of C tokens is held in float32 (of two with
+    entropy, if C is 1). Every rank's upstream gradient must be that of the same loss (tensor-parallel ranks hold the
+    same tokens), so none is summed over tp.
 
-    Raises ValueError for unlike lengths, and for a temperature or chunk_tokens that is not positive. A label
-    outside [0, vocab_size) gives -inf.
+    The logits are never modified, unless inplace_gradient: then backward writes the gradient over them, which saves
+    their size again. Nobody may read them after that. What autograd saved of them raises its error about an in-place
+    change, a second backward too; a plain read finds the gradient.
+
+    A label outside [0, vocab_size), or of a logit of -inf, gives -inf, and that is a constant: no gradient. Raises
+    ValueError for unlike lengths, and for a temperature or chunk_tokens that is not positive.
     """
     check_inputs(logits, labels, temperature, chunk_tokens)
     logprobs, entropy = _VocabParallelLogProbs.apply(
-        logits, labels, tp_group, temperature, vocab_size, with_entropy, chunk_tokens
+        logits, labels, tp_group, temperature, vocab_size, with_entropy, chunk_tokens, inplace_gradient
     )
     return logprobs, entropy if with_entropy else None
 
@@ -47,6 +56,10 @@ def check_inputs(logits: Tensor, labels: Tensor, temperature: float, chunk_token
             f"log-probs take logits [T, V/tp] and labels [T], got {tuple(logits.shape)} and "
             f"{tuple(labels.shape)}"
         )
+    check_settings(temperature, chunk_tokens)
+
+
+def check_settings(temperature: float, chunk_tokens: int) -> None:
     if not temperature > 0:
         raise ValueError(
             f"temperature must be positive, got {temperature}; greedy samples have no log-prob to correct"
@@ -55,98 +68,72 @@ def check_inputs(logits: Tensor, labels: Tensor, temperature: float, chunk_token
         raise ValueError(f"chunk_tokens must be positive, got {chunk_tokens}; 1024 is usual")
 
 
+def support_columns(width: int, tp_group: ProcessGroup | None, vocab_size: int | None) -> tuple[int, int]:
+    """The global id of this rank's first column, and how many of its width columns are below vocab_size."""
+    first = 0 if tp_group is None else tp_group.rank() * width
+    return first, width if vocab_size is None else min(max(vocab_size - first, 0), width)
+
+
+def backend(logits: Tensor) -> ModuleType:
+    """Where label_stats and logits_gradient come from: Triton on a GPU that has it, else torch; torch for float64."""
+    if logits.is_cuda and logits.dtype != torch.float64 and find_spec("triton") is not None:
+        from megatron_rl_corr.parallel.kernels import label_logprobs
+
+        return label_logprobs
+    return label_stats
+
+
 class _VocabParallelLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, labels, tp_group, temperature, vocab_size, with_entropy, chunk_tokens):
-        width = logits.shape[1]
-        first = 0 if tp_group is None else tp_group.rank() * width
-        limit = width if vocab_size is None else min(max(vocab_size - first, 0), width)
-        # Per token: max, sum of e = exp(x - max), the label's x (or -inf), sum of e (x - max).
-        stats = logits.new_empty(4, logits.shape[0], dtype=torch.float32)
-        for start in range(0, logits.shape[0], chunk_tokens):
-            rows = slice(start, start + chunk_tokens)
-            local = labels[rows] - first
-            stats[:, rows] = _chunk_stats(logits[rows, :limit], local, temperature, with_entropy)
+    def forward(ctx, logits, labels, tp_group, temperature, vocab_size, with_entropy, chunk_tokens, inplace_gradient):
+        first, limit = support_columns(logits.shape[1], tp_group, vocab_size)
+        settings = {
+            "first": first, "limit": limit, "temperature": temperature, "with_entropy": with_entropy,
+            "chunk_tokens": chunk_tokens,
+        }  # fmt: skip
+        stats = backend(logits).label_stats(logits, labels, **settings)
         # Every rank combines the same numbers in one order, so tensor-parallel ranks agree bit by bit.
         logprobs, entropy, top, log_total = combine_stats(all_gather_stacked(stats, tp_group), with_entropy)
-        ctx.save_for_backward(logits, labels, top, log_total, entropy)
-        ctx.settings = (first, limit, temperature, with_entropy, chunk_tokens)
+        ctx.save_for_backward(logits, labels, top, log_total, entropy, logprobs)
+        ctx.settings, ctx.inplace_gradient = settings, inplace_gradient
         ctx.mark_non_differentiable(*([] if with_entropy else [entropy]))
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropy):
-        logits, labels, top, log_total, entropy = ctx.saved_tensors
-        first, limit, temperature, with_entropy, chunk_tokens = ctx.settings
-        grad = torch.empty_like(logits)
-        grad[:, limit:] = 0
-        for start in range(0, logits.shape[0], chunk_tokens):
-            rows = slice(start, start + chunk_tokens)
-            # Not div_: on float32 logits .float() is no copy, and they are the caller's.
-            log_p = logits[rows, :limit].float() / temperature
-            log_p.sub_(top[rows, None]).sub_(log_total[rows, None])
-            p = log_p.exp()
-            upstream = grad_logprobs[rows, None].float()
-            if with_entropy:
-                # dH/dx = -p (log p + H); log p is -inf where p is 0, and 0 * -inf must be 0.
-                slope = grad_entropy[rows, None].float() * (log_p.clamp_(min=-1e4) + entropy[rows, None])
-                chunk = p.mul_(-(upstream + slope))
-            else:
-                chunk = p.mul_(-upstream)
-            local = labels[rows] - first
-            mine = (local >= 0) & (local < limit)
-            if limit:
-                hit = torch.where(mine, grad_logprobs[rows].float(), 0.0)[:, None]
-                chunk.scatter_add_(1, local.clamp(0, limit - 1)[:, None], hit)
-            grad[rows, :limit] = chunk.div_(temperature).to(grad.dtype)
-        return grad, None, None, None, None, None, None
-
-
-def _chunk_stats(logits: Tensor, local_labels: Tensor, temperature: float, with_entropy: bool) -> Tensor:
-    """[4, C] float32 of one chunk [C, columns in the support]."""
-    columns = logits.shape[1]
-    out = logits.new_zeros(4, logits.shape[0], dtype=torch.float32)
-    out[0], out[2] = -torch.inf, -torch.inf
-    if columns == 0 or logits.shape[0] == 0:
-        return out
-    x = logits.float() / temperature
-    mine = (local_labels >= 0) & (local_labels < columns)
-    target = x.gather(1, local_labels.clamp(0, columns - 1)[:, None])[:, 0]
-    return stats_of(x, torch.where(mine, target, -torch.inf), with_entropy)
-
-
-def stats_of(x: Tensor, target: Tensor, with_entropy: bool) -> Tensor:
-    """Per token [4, C]: max, sum of e = exp(x - max), the label's x, sum of e (x - max); x [C, columns] is consumed."""
-    out = x.new_zeros(4, x.shape[0])
-    out[2] = target
-    # Finite even where a rank's logits are all -inf, because -inf less itself is NaN.
-    out[0] = x.amax(dim=1).clamp(min=torch.finfo(torch.float32).min)
-    x -= out[0][:, None]
-    if not with_entropy:
-        out[1] = x.exp_().sum(dim=1)
-        return out
-    weights = x.exp()
-    out[1] = weights.sum(dim=1)
-    # A logit of -inf has weight 0, and 0 * -inf must be 0.
-    out[3] = weights.mul_(x.clamp_(min=-1e4)).sum(dim=1)
-    return out
+        logits, labels, top, log_total, entropy, logprobs = ctx.saved_tensors
+        grad_logprobs = grad_logprobs.masked_fill(logprobs == -torch.inf, 0.0)
+        if ctx.inplace_gradient:
+            out = logits.detach()
+            # A kernel writes unseen by autograd: whoever saved the logits, a second backward too, must get an error.
+            torch.autograd.graph.increment_version(logits)
+        else:
+            out = torch.empty_like(logits)
+        backend(logits).logits_gradient(
+            logits, labels, top, log_total, entropy, grad_logprobs, grad_entropy, out=out, **ctx.settings
+        )
+        return out, None, None, None, None, None, None, None
 
 
 def combine_stats(stats: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """[tp, 4, T] -> log-prob of the label, entropy, largest x and log of the sum of exp(x - that), each [T].
 
+    Where no rank has a finite x: -inf, 0, 0 and 0, which gives a gradient of 0.
+
     Differences from the largest logit, not the logits themselves: near 0 a log-prob would lose its digits.
     """
     maxima, sums, targets, products = stats.unbind(dim=1)
     top = maxima.amax(dim=0)
+    nothing = top == -torch.inf
+    top = top.masked_fill(nothing, 0.0)
     # A rank whose columns are all padding has max -inf and sum 0: exp(-inf) drops it.
     drop = maxima - top
     scale = drop.exp()
-    total = (sums * scale).sum(dim=0)
+    total = (sums * scale).sum(dim=0).masked_fill(nothing, 1.0)
     log_total = total.log()
     logprobs = targets.amax(dim=0) - top - log_total
     entropy = torch.empty_like(logprobs)
     if with_entropy:
-        products = products + sums * drop.clamp(min=-1e4)
+        products = products + sums * drop.clamp(min=label_stats.NEGLIGIBLE)
         entropy = log_total - (products * scale).sum(dim=0) / total
     return logprobs, entropy, top, log_total

@@ -4,9 +4,10 @@ import base64
 from collections.abc import Mapping, Sequence
 from html import escape
 
+from megatron_rl_corr.report.bins import bins_of
 from megatron_rl_corr.report.findings import Finding, Summary, finite_values, metric_names
 from megatron_rl_corr.report.meaning import MEANINGS, label_of, meaning_of, usual_range
-from megatron_rl_corr.report.panels import PANELS
+from megatron_rl_corr.report.panels import PAGE_PANELS
 from megatron_rl_corr.report.values import readable
 
 # The policy forbids scripts and everything from the net, whatever a metric or a setting is called.
@@ -81,7 +82,7 @@ def findings_list(findings: Sequence[Finding], rows: Sequence[dict]) -> str:
 def figures(images: Mapping[str, bytes], *, shaded: bool) -> str:
     """The panels' SVGs, embedded; as images, so that the names inside one SVG cannot meet another's."""
     tags = []
-    for panel in PANELS:
+    for panel in PAGE_PANELS:
         if panel.name in images:
             data = base64.b64encode(images[panel.name]).decode("ascii")
             text = escape(f"{panel.title}: {panel.reading}", quote=True)
@@ -91,10 +92,12 @@ def figures(images: Mapping[str, bytes], *, shaded: bool) -> str:
 
 
 def metrics_table(rows: Sequence[dict]) -> str:
-    """First, last, smallest and largest finite value of every metric, and what it means."""
+    """First, last, smallest and largest finite value of every metric, and what it means; bins are a figure instead."""
     head = ('<tr><th>metric</th><th class="n">first</th><th class="n">last</th><th class="n">min</th>'
             '<th class="n">max</th><th class="n">usually</th><th>meaning</th></tr>')
-    lines = "".join(_metric_row(rows, name) for name in metric_names(rows) if name != "step")
+    names = metric_names(rows)
+    hidden = {"step", *bins_of(names)}
+    lines = "".join(_metric_row(rows, name) for name in names if name not in hidden)
     return f'<div class="wide"><table>{head}{lines}</table></div>'
 
 

@@ -6,6 +6,7 @@ D = log pi_train - log pi_rollout of a sampled token, rho = e^D, w = the importa
 import math
 from dataclasses import dataclass
 
+from megatron_rl_corr.report.clamped import CLAMPS, clamped_text
 from megatron_rl_corr.report.values import readable
 
 GAP_REMEDY = (
@@ -74,22 +75,17 @@ MEANINGS: dict[str, Meaning] = {
         "mean(e^D - D - 1)", "KL(k3)",
         UsualRange("train and rollout disagree more than numerics explain", GAP_REMEDY, high=1e-2),
     ),
-    "rollout_corr/kl_clamped": Meaning(
-        "KL(k1) in which no token counts for more than k3 = 10; far from KL(k1), outliers make that",
-        "mean(-D), D clamped to [-11.0, 2.61]",
-    ),
-    "rollout_corr/k3_kl_clamped": Meaning(
-        "KL(k3) in which no token counts for more than 10; far below KL(k3), outliers make that",
-        "mean(e^D - D - 1), D clamped to [-11.0, 2.61]",
-    ),
     "rollout_corr/jsd": Meaning(
-        "Jensen-Shannon divergence of the two sides, bounded by ln 2; outliers cannot run it up",
+        "Jensen-Shannon divergence of the two sides; its estimate grows linearly in rho",
         "mean(rho ln(2 rho / (1 + rho)) + ln(2 / (1 + rho))) / 2",
     ),
     "rollout_corr/log_ratio_abs_max": Meaning(
         "largest disagreement on one token", "max |D|", "max |log-ratio|"
     ),
     "rollout_corr/log_ratio_abs_mean": Meaning("average disagreement per token", "mean |D|"),
+    "rollout_corr/log_ratio_abs_p50": Meaning("half of the tokens disagree by at most this; the end of a bin", "|D|"),
+    "rollout_corr/log_ratio_abs_p99": Meaning("99 tokens of 100 disagree by at most this; the end of a bin", "|D|"),
+    "rollout_corr/log_ratio_abs_p999": Meaning("999 of 1000 disagree by at most this; the end of a bin", "|D|"),
     "rollout_corr/log_ratio_large_fraction": Meaning(
         "tokens on which one side is more than twice as sure as the other", "tokens with |D| > ln 2 / valid tokens"
     ),
@@ -152,10 +148,6 @@ MEANINGS: dict[str, Meaning] = {
             "improbable tokens and late turns come first.", high=1,
         ),
     ),
-    "rollout_corr/chi2_token_clamped": Meaning(
-        "the same without outliers: what is left if no token counts for more than k3 = 10",
-        "mean(rho^2) - 1, D clamped to [-11.0, 2.61]",
-    ),
     "rollout_corr/chi2_geo": Meaning(
         "chi-squared divergence of geometric means over sequences", "mean(exp(2 mean(D))) - 1", "chi2 geometric",
         UsualRange(
@@ -213,6 +205,7 @@ MEANINGS: dict[str, Meaning] = {
     "tokens_per_s": Meaning("response tokens per second of the whole step", label="tokens/s"),
     "time/collect_s": Meaning("seconds waiting for samples and rewards"),
     "time/score_s": Meaning("seconds in the forward-only pass for the old log-probabilities"),
+    "time/save_s": Meaning("seconds writing samples to --rollout-save-trajectories"),
     "time/train_s": Meaning("seconds in forward, backward and optimizer"),
     "time/push_s": Meaning("seconds sending weights to the servers"),
     "time/step_s": Meaning("seconds of the whole step"),
@@ -232,14 +225,26 @@ MEANINGS: dict[str, Meaning] = {
     ),
 }
 
+MEANINGS = {
+    key: meaning
+    for name, described in MEANINGS.items()
+    for key, meaning in (
+        (name, described),
+        *([(f"{name}_clamped", Meaning(clamped_text(name), CLAMPS[name]))] if name in CLAMPS else []),
+    )
+}
 
 PREFIXES: dict[str, Meaning] = {
     "rollout_corr/rejected_fraction/": Meaning(
         "tokens that this rejection rule drops", "rejected tokens / valid tokens"
     ),
     "rollout_corr/by_prob/": Meaning(
-        "kl, k3_kl, log_ratio_abs_mean and tokens of one band of pi_rollout; the lowest come first",
+        "tokens, kl, k3_kl, log_ratio_abs_mean (and *_clamped) of one band of pi_rollout",
         "the metric of that name over below_1e-4, 1e-4_to_1e-3, ..., above_1e-1",
+    ),
+    "rollout_corr/log_ratio_abs_bin/": Meaning(
+        "share of tokens by size of disagreement: |D| up to this end, above the one before",
+        "tokens in the bin / valid tokens; ends at 1, 2 and 5 of each decade and at ln 2",
     ),
     "rollout_corr/by_turn/": Meaning(
         "the same for first turns and later ones; later ones carry more, where tools answer",

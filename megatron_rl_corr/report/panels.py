@@ -5,14 +5,17 @@ from dataclasses import dataclass
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
 from matplotlib.ticker import MaxNLocator
 
+from megatron_rl_corr.report.bins import bins_of
 from megatron_rl_corr.report.meaning import usual_range
 
 # Okabe and Ito's palette stays apart under the common colour deficiencies.
 BLUE, ORANGE, GREEN, VERMILLION, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9"
 ALERT_SHADE = "#FBE3D6"
 FEW_STEPS = 15
+MOST_COLUMNS = 48
 
 
 class Series:
@@ -25,6 +28,10 @@ class Series:
     def __getitem__(self, name: str) -> np.ndarray:
         values = np.array([row.get(name, np.nan) for row in self._rows], dtype=float)
         return np.where(np.isfinite(values), values, np.nan)
+
+    def bins(self) -> dict[str, float]:
+        """The bins of |log-ratio| that any step has, with their upper ends, in their order."""
+        return bins_of({name for row in self._rows for name in row})
 
     def has(self, *names: str) -> bool:
         """True if every one of the metrics has a finite value at some step."""
@@ -147,6 +154,30 @@ def draw_lag(axes: Axes, series: Series) -> None:
     axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
 
 
+def draw_bins(axes: Axes, series: Series) -> None:
+    """A strip a bin, darker where more tokens are; neighbouring steps share a column where they are many."""
+    bins = series.bins()
+    shares = np.array([series[name] for name in bins])
+    groups = np.array_split(np.arange(len(series.steps)), min(MOST_COLUMNS, len(series.steps)))
+    columns = np.stack([shares[:, group].mean(axis=1) for group in groups], axis=1)
+    edges = [series.steps[group[0]] - 0.5 for group in groups] + [series.steps[-1] + 0.5]
+    # Zero is left white: on a log scale it has no colour, and in the SVG no cell.
+    seen = np.ma.masked_where(~(columns > 0), columns)
+    axes.pcolormesh(edges, np.arange(len(bins) + 1), seen, cmap="Blues", norm=LogNorm(1e-6, 1), linewidth=0)
+    ends = list(bins.values())
+    decades = [at for at, end in enumerate(ends) if np.isfinite(end) and abs(np.log10(end) % 1) < 1e-9]
+    axes.set_yticks([at + 1 for at in decades], [f"{ends[at]:g}" for at in decades])
+    for name, color in (("p50", GREEN), ("p99", ORANGE), ("p999", VERMILLION)):
+        heights = [ends.index(end) + 1 if end in ends else np.nan for end in _rounded(series, name)]
+        axes.plot(series.steps, heights, color=color, linewidth=1.4, label=name, **_marker(series))
+    axes.grid(False)
+
+
+def _rounded(series: Series, name: str) -> list[float]:
+    """A percentile of |log-ratio| as the bins' names write their ends."""
+    return [float(f"{value:.3g}") for value in series[f"rollout_corr/log_ratio_abs_{name}"]]
+
+
 @dataclass(frozen=True)
 class Panel:
     """One plot: a short name for files, a title, how to read it, the metrics that it needs any of."""
@@ -175,4 +206,10 @@ PANELS = (
     Panel("times", "Seconds per step", "the thickest band is the bottleneck", draw_times,
           tuple(name for name, _ in TIMES.values())),
     Panel("lag", "Weight lag, versions", "0 is on-policy", draw_lag, ("weight_lag",)),
+)
+"""The overview's, nine of them."""
+PAGE_PANELS = (
+    *PANELS,
+    Panel("log_ratio_sizes", "Tokens by |log-ratio|", "darker: more tokens; the dark band should stay low",
+          draw_bins, ("rollout_corr/log_ratio_abs_bin/upto_1e-06",)),
 )

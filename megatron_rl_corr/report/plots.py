@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator
 
 from megatron_rl_corr.report.atomic import write_atomically
 from megatron_rl_corr.report.findings import alert_steps, summarise
-from megatron_rl_corr.report.panels import ALERT_SHADE, PANELS, Panel, Series, shade_steps
+from megatron_rl_corr.report.panels import ALERT_SHADE, PAGE_PANELS, PANELS, Panel, Series, shade_steps
 
 OVERVIEW_NAME = "overview.png"
 OVERVIEW_INCHES, PANEL_INCHES, DPI = (16.0, 11.0), (5.2, 3.4), 100
@@ -29,7 +29,7 @@ STYLE = {
 
 
 def write_overview(rows: Sequence[dict], path: str | os.PathLike, *, title: str = "") -> Path:
-    """Write all panels as one 1600 x 1100 PNG. ValueError if there are no rows."""
+    """Write the nine panels as one 1600 x 1100 PNG. ValueError if there are no rows."""
     if not rows:
         raise ValueError(f"no steps to plot into {path}; let the run finish at least one step")
     series = Series(rows)
@@ -52,7 +52,7 @@ def render_panels(rows: Sequence[dict], *, kind: str = "svg") -> dict[str, bytes
     shaded = steps_to_shade(rows)
     images = {}
     with matplotlib.rc_context(STYLE):
-        for panel in PANELS:
+        for panel in PAGE_PANELS:
             if panel.has_data(series):
                 figure = Figure(figsize=PANEL_INCHES, dpi=DPI, layout="constrained")
                 _draw(figure.subplots(), panel, series, shaded)

@@ -2,10 +2,16 @@
 
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
-from megatron_rl_corr.rollout.errors import RolloutError, RolloutProtocolError, RolloutServerError
+from megatron_rl_corr.rollout.errors import (
+    RolloutError,
+    RolloutOutage,
+    RolloutProtocolError,
+    RolloutServerError,
+    StaleWeightsError,
+)
 from megatron_rl_corr.rollout.prompts import Prompt, PromptDataset
 from megatron_rl_corr.rollout.rewards import load_function, score
-from megatron_rl_corr.rollout.trajectory import SamplingParams, Support, Trajectory, VersionSpan
+from megatron_rl_corr.rollout.trajectory import SamplingParams, Support, Trajectory, VersionSpan, join
 
 __all__ = [
     "LoopThread",
@@ -13,12 +19,15 @@ __all__ = [
     "PromptDataset",
     "RolloutClient",
     "RolloutError",
+    "RolloutOutage",
     "RolloutProtocolError",
     "RolloutServerError",
     "SamplingParams",
+    "StaleWeightsError",
     "Support",
     "Trajectory",
     "VersionSpan",
+    "join",
     "load_function",
     "score",
 ]

@@ -1,32 +1,37 @@
-"""Talks to SGLang servers over HTTP: samples from them, and steers them through a weight update."""
+"""Samples from SGLang servers over HTTP, and steers them through a weight update."""
 
-import asyncio
-import itertools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import asdict
+from pathlib import Path
 
 import torch
 
 from megatron_rl_corr.rollout import requests
-from megatron_rl_corr.rollout.errors import RolloutError, RolloutServerError
-from megatron_rl_corr.rollout.fan_out import all_or_first_failure, raise_first
-from megatron_rl_corr.rollout.requests import Request
-from megatron_rl_corr.rollout.responses import parse_control, parse_generate
+from megatron_rl_corr.rollout.attempts import Attempts
+from megatron_rl_corr.rollout.control import ServerControl
+from megatron_rl_corr.rollout.counts import Counts
+from megatron_rl_corr.rollout.fan_out import all_or_first_failure
+from megatron_rl_corr.rollout.pool import ServerPool
+from megatron_rl_corr.rollout.readmission import Readmission
 from megatron_rl_corr.rollout.trajectory import SamplingParams, Trajectory
-from megatron_rl_corr.rollout.transport import Transport, checked_urls
-
-HEALTH_PROBE_TIMEOUT_S = 30.0  # a paused server takes 20 s to answer /health with 503
-HEALTH_POLL_S = 0.5
+from megatron_rl_corr.rollout.transport import Transport, certificates, checked_key, checked_urls
 
 
-class RolloutClient:
+class RolloutClient(ServerControl):
     """Several SGLang servers with the same weights, as one.
 
     The HTTP session belongs to the event loop of the first call: use and close the client on that loop
-    (`LoopThread` for synchronous callers). Times are in seconds. timeout_s bounds one request from its start
-    to the end of its answer; max_concurrency the samples in flight, over all servers. Failures are
-    RolloutServerError (no answer, or one that says it failed) and RolloutProtocolError (a wrong answer).
+    (`LoopThread` for synchronous callers). Times are in seconds. Failures are RolloutServerError (no answer, or
+    one that says it failed), RolloutProtocolError (a wrong answer) and RolloutOutage (no server is left).
+
+    max_concurrency: samples in flight over all servers; max_per_server: at each (None: as many).
+    timeout_s: one request, from its start to the end of its answer. connect_timeout_s: a part of it.
+    read_timeout_s: how long a server with samples in flight may leave a question unanswered.
+    outage_timeout_s: how long `generate` waits when no server is left.
+    max_retries: failed requests of a sample after which it fails. max_continuations: times that an aborted sample is
+    taken up where it was cut; 0 returns what it has.
+    ca_file: certificates of the authorities that https servers are trusted by, instead of the system's.
     """
 
     def __init__(
@@ -35,20 +40,44 @@ class RolloutClient:
         *,
         vocab_size: int,
         max_concurrency: int = 64,
+        max_per_server: int | None = None,
         timeout_s: float = 600.0,
         connect_timeout_s: float = 10.0,
+        read_timeout_s: float = 60.0,
+        outage_timeout_s: float = 10.0,
+        max_retries: int = 3,
+        max_continuations: int = 8,
         api_key: str | None = None,
+        ca_file: str | Path | None = None,
     ):
-        self.base_urls = checked_urls(base_urls)
-        if vocab_size < 1 or max_concurrency < 1 or timeout_s <= 0 or connect_timeout_s <= 0:
-            raise ValueError(
-                "vocab_size, max_concurrency, timeout_s and connect_timeout_s must be positive, got "
-                f"{vocab_size}, {max_concurrency}, {timeout_s}, {connect_timeout_s}"
-            )
+        urls = checked_urls(base_urls)
+        positive = {
+            "vocab_size": vocab_size, "max_concurrency": max_concurrency, "max_per_server": max_per_server,
+            "timeout_s": timeout_s, "connect_timeout_s": connect_timeout_s, "read_timeout_s": read_timeout_s,
+        }  # fmt: skip
+        for name, value in positive.items():
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} must be positive, got {value}")
+        for name, value in {"outage_timeout_s": outage_timeout_s, "max_retries": max_retries,
+                            "max_continuations": max_continuations}.items():  # fmt: skip
+            if value < 0:
+                raise ValueError(f"{name} must be at least 0, got {value}")
         self.vocab_size = vocab_size
-        self._transport = Transport(timeout_s=timeout_s, connect_timeout_s=connect_timeout_s, api_key=api_key)
-        self._slots = asyncio.Semaphore(max_concurrency)
-        self._next_url = itertools.cycle(self.base_urls)
+        self._counts = Counts()
+        transport = Transport(
+            timeout_s=timeout_s, connect_timeout_s=connect_timeout_s, api_key=checked_key(api_key),
+            tls=certificates(ca_file, urls),
+        )  # fmt: skip
+        super().__init__(urls, transport)
+        pool = ServerPool(
+            urls, max_outstanding=max_concurrency, max_per_server=max_per_server,
+            outage_timeout_s=outage_timeout_s,
+        )  # fmt: skip
+        self._members = Readmission(pool, transport, self._counts, read_timeout_s=read_timeout_s)
+        self._attempts = Attempts(
+            pool, self._members, transport, self._counts, max_retries=max_retries,
+            max_continuations=max_continuations,
+        )  # fmt: skip
 
     def __repr__(self) -> str:
         return f"RolloutClient({list(self.base_urls)}, vocab_size={self.vocab_size})"
@@ -60,8 +89,25 @@ class RolloutClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close the HTTP session. The next call opens another."""
+        """Close the HTTP session, and stop asking after servers that are left out. The next call opens another."""
+        await self._members.close()
         await self._transport.close()
+
+    def counts(self) -> dict[str, int]:
+        """What happened since the client was made, by the names of `Counts`."""
+        return asdict(self._counts)
+
+    def control(self, urls: Sequence[str]) -> ServerControl:
+        """Some of the servers, to be steered without the others."""
+        return ServerControl(urls, self._transport)
+
+    async def expect_version(self, version: str) -> None:
+        """Sample only from servers whose weights are called so, from now on: call it after every weight update.
+
+        A server that was started anew has other weights. Its answers are not used, and it is left out until it
+        reports this version. Before the first call every version is taken.
+        """
+        self._members.expect(version)
 
     async def generate(
         self,
@@ -69,13 +115,14 @@ class RolloutClient:
         sampling: SamplingParams,
         *,
         samples_per_prompt: int = 1,
-        on_progress: Callable[[int, int], None] | None = None,
+        on_progress: Callable[[int, int, float], None] | None = None,
     ) -> list[Trajectory]:
         """samples_per_prompt responses to each prompt, prompt-major: p0s0, p0s1, ..., p1s0, ...
 
-        One request a sample, dealt to the servers in turn; on_progress(done, total) is called after each. The
-        first failure cancels the rest and is raised. Raises ValueError, before anything is sent, for a prompt
-        that is empty or holds an id outside the vocabulary.
+        One request a sample, to the server with the fewest in flight; on_progress(done, total, tokens per second so
+        far) is called after each. A server that fails is left out until it is healthy again, and its samples are
+        asked for elsewhere; a failure that no other server would mend cancels the rest and is raised. Raises
+        ValueError, before anything is sent, for a prompt that is empty or holds an id outside the vocabulary.
         """
         if samples_per_prompt < 1:
             raise ValueError(f"samples_per_prompt must be at least 1, got {samples_per_prompt}")
@@ -83,167 +130,21 @@ class RolloutClient:
             requests.checked_prompt_ids(ids, vocab_size=self.vocab_size, prompt_index=index)
             for index, ids in enumerate(prompts)
         ]
-        total, done = len(lists) * samples_per_prompt, 0
+        total, done, tokens, started = len(lists) * samples_per_prompt, 0, 0, time.monotonic()
 
-        async def sample(request: Request, prompt_ids: torch.Tensor, prompt: int, index: int) -> Trajectory:
-            nonlocal done
-            try:
-                async with self._slots:
-                    url = next(self._next_url)
-                    _, body = await self._transport.send(url, request)
-                trajectory = parse_generate(
-                    body,
-                    prompt_ids=prompt_ids,
-                    prompt_index=prompt,
-                    sample_index=index,
-                    server=url,
-                    vocab_size=self.vocab_size,
-                    truncated=sampling.truncated,
-                )
-            except RolloutError as error:
-                error.add_note(f"it was sample {index} of prompt {prompt} ({prompt_ids.numel()} tokens)")
-                raise
-            done += 1
+        async def sample(prompt_ids: torch.Tensor, prompt: int, index: int) -> Trajectory:
+            nonlocal done, tokens
+            trajectory = await self._attempts.sample(
+                prompt_ids, sampling, prompt_index=prompt, sample_index=index, vocab_size=self.vocab_size
+            )
+            done, tokens = done + 1, tokens + trajectory.output_ids.numel()
             if on_progress is not None:
-                on_progress(done, total)
+                on_progress(done, total, tokens / max(time.monotonic() - started, 1e-9))
             return trajectory
 
         calls = []
         for prompt, ids in enumerate(lists):
-            request = requests.generate_request(ids, sampling)
             prompt_ids = torch.tensor(ids, dtype=torch.int64)
-            calls += [sample(request, prompt_ids, prompt, index) for index in range(samples_per_prompt)]
-        return await all_or_first_failure(calls)
-
-    async def wait_healthy(self, timeout_s: float) -> None:
-        """Return once every server can generate; RolloutServerError with its last answer after timeout_s."""
-        deadline = time.monotonic() + timeout_s
-
-        async def wait_for(url: str) -> None:
-            while True:
-                probe_s = min(max(0.1, deadline - time.monotonic()), HEALTH_PROBE_TIMEOUT_S)
-                try:
-                    await self._transport.send(url, requests.health(), timeout_s=probe_s)
-                    return
-                except RolloutServerError as error:
-                    if time.monotonic() + HEALTH_POLL_S >= deadline:
-                        error.add_note(f"waited {timeout_s:g} s for it to become healthy")
-                        raise
-                await asyncio.sleep(HEALTH_POLL_S)
-
-        await all_or_first_failure([wait_for(url) for url in self.base_urls])
-
-    # Every method below asks every server, and returns their answers in the order of base_urls.
-
-    async def server_info(self) -> list[dict[str, Any]]:
-        """Version, launch arguments and scheduler state."""
-        return await self._ask_all(requests.server_info())
-
-    async def model_info(self) -> list[dict[str, Any]]:
-        """Model path and current `weight_version`."""
-        return await self._ask_all(requests.model_info())
-
-    async def pause_generation(self, mode: str) -> list[dict[str, Any]]:
-        """Stop sampling; `requests.pause_generation` says what becomes of running requests in each mode."""
-        return await self._ask_all(requests.pause_generation(mode))
-
-    async def continue_generation(self) -> list[dict[str, Any]]:
-        """Go on after a pause; harmless without one. Every server is asked, even where another fails."""
-        return await self._ask_all(requests.continue_generation())
-
-    async def begin_weight_update(self) -> bool:
-        """Open the session that weights must be sent in. False: no server has one (SGLang <= 0.5.20)."""
-        return await self._ask_all_that_have(requests.begin_weight_update())
-
-    async def end_weight_update(self) -> bool:
-        """Close that session. False: no server has one (SGLang <= 0.5.20)."""
-        return await self._ask_all_that_have(requests.end_weight_update())
-
-    async def init_weights_update_group(
-        self,
-        master_address: str,
-        master_port: int,
-        *,
-        group_name: str,
-        backend: str,
-        ranks_per_server: int = 1,
-    ) -> list[dict[str, Any]]:
-        """Let all servers join a process group in which the trainer is rank 0.
-
-        Server i holds ranks_per_server ranks (its tensor times its pipeline parallel size) from
-        1 + i * ranks_per_server. Returns when the group is complete, so the trainer must join meanwhile.
-        """
-        joins = [
-            requests.init_weights_update_group(
-                master_address,
-                master_port,
-                rank_offset=1 + server * ranks_per_server,
-                world_size=1 + len(self.base_urls) * ranks_per_server,
-                group_name=group_name,
-                backend=backend,
-            )
-            for server in range(len(self.base_urls))
-        ]
-        return await self._ask_together(joins)
-
-    async def update_weights_from_distributed(
-        self,
-        names: Sequence[str],
-        dtypes: Sequence[str],
-        shapes: Sequence[Sequence[int]],
-        *,
-        group_name: str,
-        flush_cache: bool,
-        weight_version: str | None = None,
-    ) -> list[dict[str, Any]]:
-        """Receive one broadcast per name, in order. Returns when all have arrived, so broadcast meanwhile."""
-        request = requests.update_weights_from_distributed(
-            names,
-            dtypes,
-            shapes,
-            group_name=group_name,
-            flush_cache=flush_cache,
-            weight_version=weight_version,
-        )
-        return await self._ask_together([request] * len(self.base_urls))
-
-    async def destroy_weights_update_group(self, group_name: str) -> list[dict[str, Any]]:
-        """Leave the process group."""
-        return await self._ask_all(requests.destroy_weights_update_group(group_name))
-
-    async def flush_cache(self) -> list[dict[str, Any]]:
-        """Forget cached prefixes. Fails with HTTP 400 while requests run or wait."""
-        return await self._ask_all(requests.flush_cache())
-
-    async def weights_checker(self, action: str = "checksum") -> list[dict[str, Any]]:
-        """A digest of the weights that each server holds."""
-        return await self._ask_all(requests.weights_checker(action))
-
-    async def update_weight_version(self, new_version: str) -> list[dict[str, Any]]:
-        """Rename the current weights; running requests go on."""
-        return await self._ask_all(requests.update_weight_version(new_version))
-
-    async def _ask(self, url: str, request: Request) -> dict[str, Any]:
-        status, body = await self._transport.send(url, request)
-        return parse_control(body, server=url, endpoint=request.endpoint, status=status)
-
-    async def _ask_each(self, request: Request) -> list[dict[str, Any] | BaseException]:
-        calls = [self._ask(url, request) for url in self.base_urls]
-        return await asyncio.gather(*calls, return_exceptions=True)
-
-    async def _ask_all(self, request: Request) -> list[dict[str, Any]]:
-        """Waits for every server, so that one that is dead does not leave another one paused."""
-        answers = await self._ask_each(request)
-        raise_first(answers)
-        return answers
-
-    async def _ask_all_that_have(self, request: Request) -> bool:
-        answers = await self._ask_each(request)
-        present = [a for a in answers if not (isinstance(a, RolloutServerError) and a.status == 404)]
-        raise_first(present)
-        return bool(present)
-
-    async def _ask_together(self, per_server: Sequence[Request]) -> list[dict[str, Any]]:
-        """For collectives: once one server has failed the others wait in vain, so that is raised at once."""
-        calls = zip(self.base_urls, per_server, strict=True)
-        return await all_or_first_failure([self._ask(url, request) for url, request in calls])
+            calls += [sample(prompt_ids, prompt, index) for index in range(samples_per_prompt)]
+        async with self._members.watching():
+            return await all_or_first_failure(calls)

@@ -1,5 +1,7 @@
 """What went wrong between this process and a rollout server: named exceptions that say which server."""
 
+from collections.abc import Sequence
+
 BODY_START = 500  # characters of a response shown in a message
 
 
@@ -37,6 +39,39 @@ class RolloutProtocolError(RolloutError):
 
     def __reduce__(self):
         return RolloutProtocolError, (self.url, self.endpoint, self.detail)
+
+
+class StaleWeightsError(RolloutError):
+    """A server's weights are not those that the trainer sent last. Attributes: version, expected."""
+
+    def __init__(self, url: str, endpoint: str, version: str, expected: str):
+        detail = f"its weights are version {version!r}, the trainer's are {expected!r}"
+        message = (
+            f"SGLang server {url} is not sampled from: {detail}; it is taken back once it has them: was it started "
+            "anew, or does another trainer push to it?"
+        )
+        super().__init__(url, endpoint, detail, message)
+        self.version, self.expected = version, expected
+
+    def __reduce__(self):
+        return StaleWeightsError, (self.url, self.endpoint, self.version, self.expected)
+
+
+class RolloutOutage(RolloutError):
+    """No server is left to sample from. `causes`: for each, why it was left out, and why it was not taken back."""
+
+    def __init__(self, causes: Sequence[tuple[RolloutError, RolloutError | None]]):
+        said = [
+            str(cause) if refused is None else f"{cause}; asked again: {refused.detail or refused}"
+            for cause, refused in causes
+        ]
+        # One line: whoever filters a log by its first words keeps the causes.
+        message = f"none of {len(said)} rollout servers is left to sample from: " + "; ".join(said)
+        super().__init__(", ".join(cause.url for cause, _ in causes), causes[0][0].endpoint, "; ".join(said), message)
+        self.causes = tuple(causes)
+
+    def __reduce__(self):
+        return RolloutOutage, (self.causes,)
 
 
 def body_start(body: bytes) -> str:

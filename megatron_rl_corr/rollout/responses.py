@@ -5,6 +5,7 @@ P prompt tokens, R response tokens, K_t ids that token t was drawn from.
 
 import itertools
 import json
+from array import array
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,12 @@ import orjson
 import torch
 
 from megatron_rl_corr.rollout.errors import RolloutProtocolError, RolloutServerError, body_start
+from megatron_rl_corr.rollout.logprob_rows import read_flat
 from megatron_rl_corr.rollout.trajectory import Support, Trajectory, VersionSpan
 
 GENERATE = "/generate"
 MASK, MASK_LOGPROBS = "output_token_sampling_mask", "output_token_sampling_logprobs"
+NO_ROWS = "output_token_logprobs is not a list of (log-prob, id, text)"
 
 
 def parse_generate(
@@ -38,7 +41,7 @@ def parse_generate(
     not what was asked for: ids that differ from those the log-probs are of, lengths that disagree, unknown ids,
     a support that is missing or without the token drawn from it.
     """
-    answer = _json_object(body, server, GENERATE)
+    answer, values = read_flat(body) or (_json_object(body, server, GENERATE), None)
     meta = answer.get("meta_info")
     if not isinstance(meta, dict) or "output_ids" not in answer:
         raise RolloutProtocolError(server, GENERATE, f"no output_ids or meta_info in {body_start(body)}")
@@ -47,7 +50,9 @@ def parse_generate(
     _check_count(meta, "prompt_tokens", prompt_ids.numel(), "ids were sent", server)
     _check_count(meta, "completion_tokens", output_ids.size, "output_ids were returned", server)
     _check_vocabulary(output_ids, vocab_size, "token id", server)
-    logprobs, support = _logprobs(meta, output_ids, server), None
+    if values is None:
+        values = _logprob_values(meta, output_ids, server)
+    logprobs, support = _float32(values, NO_ROWS, server), None
     if truncated:
         logprobs, support = _truncated(meta, output_ids, vocab_size, server)
     return Trajectory(
@@ -95,28 +100,24 @@ def _json_object(body: bytes, server: str, endpoint: str) -> dict[str, Any]:
 
 def _token_ids(values, name: str, server: str) -> np.ndarray:
     try:
-        ids = np.array(values) if values else np.empty(0, np.int64)
-    except ValueError:  # ragged
-        ids = np.empty((0, 0))
-    if ids.ndim != 1 or ids.dtype.kind != "i":
-        raise RolloutProtocolError(server, GENERATE, f"{name} is not a list of integers: {str(values)[:200]}")
-    return ids.astype(np.int64, copy=False)
+        return np.asarray(array("q", values or ()))
+    except (TypeError, OverflowError):
+        detail = f"{name} is not a list of integers: {str(values)[:200]}"
+        raise RolloutProtocolError(server, GENERATE, detail) from None
 
 
-def _logprobs(meta: dict, output_ids: np.ndarray, server: str) -> np.ndarray:
-    """[R] float32 from rows of (log-prob or null, id, text or null); the ids must be the output_ids."""
+def _logprob_values(meta: dict, output_ids: np.ndarray, server: str) -> list:
+    """[R] log-probs or null, from rows of (log-prob or null, id, text or null); the ids must be the output_ids."""
     rows = meta.get("output_token_logprobs") or []
-    if len(rows) != output_ids.size:
-        detail = f"{output_ids.size} output_ids have {len(rows)} entries in output_token_logprobs"
+    if not isinstance(rows, list) or len(rows) != output_ids.size:
+        entries = f"{len(rows)} entries" if isinstance(rows, list) else "no list"
+        detail = f"{output_ids.size} output_ids have {entries} in output_token_logprobs"
         raise RolloutProtocolError(server, GENERATE, detail)
     try:
-        with np.errstate(over="ignore"):  # to infinity, and below to NaN
-            logprobs = np.array([row[0] for row in rows], dtype=np.float32)  # None becomes NaN
+        values = [row[0] for row in rows]
         ids = _token_ids([row[1] for row in rows], "output_token_logprobs", server)
-    except (TypeError, ValueError, IndexError, KeyError) as error:
-        raise RolloutProtocolError(
-            server, GENERATE, f"output_token_logprobs is not a list of (log-prob, id, text): {error}"
-        ) from None
+    except (TypeError, IndexError, KeyError) as error:
+        raise RolloutProtocolError(server, GENERATE, f"{NO_ROWS}: {error}") from None
     differs = np.flatnonzero(ids != output_ids)
     if differs.size:
         first = differs[0]
@@ -125,6 +126,18 @@ def _logprobs(meta: dict, output_ids: np.ndarray, server: str) -> np.ndarray:
             f"positions, first at {first}: {output_ids[first]} and {ids[first]}"
         )
         raise RolloutProtocolError(server, GENERATE, detail)
+    return values
+
+
+def _float32(values: list | np.ndarray, what: str, server: str) -> np.ndarray:
+    """[R] float32; NaN for null and for what is not finite in float32."""
+    try:
+        with np.errstate(over="ignore"):  # to infinity, and below to NaN
+            logprobs = np.array(values, dtype=np.float32)  # None becomes NaN
+    except (TypeError, ValueError):
+        logprobs = np.empty((0, 0))
+    if logprobs.ndim != 1:
+        raise RolloutProtocolError(server, GENERATE, f"{what}: {str(values)[:200]}")
     logprobs[~np.isfinite(logprobs)] = np.nan
     return logprobs
 
@@ -146,15 +159,7 @@ def _truncated(
         if not isinstance(values, list) or len(values) != output_ids.size:
             entries = f"{len(values)} entries" if isinstance(values, list) else "no list"
             raise RolloutProtocolError(server, GENERATE, f"{output_ids.size} output_ids have {entries} in {name}")
-    try:
-        with np.errstate(over="ignore"):
-            logprobs = np.array(meta[MASK_LOGPROBS], dtype=np.float32)  # None becomes NaN
-    except (TypeError, ValueError):
-        logprobs = np.empty((0, 0))
-    if logprobs.ndim != 1:
-        detail = f"{MASK_LOGPROBS} is not a list of log-probs: {str(meta[MASK_LOGPROBS])[:200]}"
-        raise RolloutProtocolError(server, GENERATE, detail)
-    logprobs[~np.isfinite(logprobs)] = np.nan
+    logprobs = _float32(meta[MASK_LOGPROBS], f"{MASK_LOGPROBS} is not a list of log-probs", server)
     return logprobs, _support(meta[MASK], output_ids, vocab_size, server)
 
 

@@ -1,10 +1,10 @@
 """A sampled answer as it came from a rollout server, and the parameters it was sampled with.
 
-P prompt tokens, R response tokens, K_t ids that token t was drawn from.
+P prompt tokens, R response tokens, K_t ids that token t was drawn from, M layers with experts, k experts a token.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -145,6 +145,8 @@ class Trajectory:
     """Base URL of the server that answered."""
     support: Support | None = None
     """The ids that each response token was drawn from, with top_p or top_k; None: the whole vocabulary."""
+    routed_experts: torch.Tensor | None = None
+    """[P + R - 1, M, k] int16: which experts each token went to, but for the last one, which the server never runs."""
 
     def __post_init__(self):
         int64, float32 = torch.int64, torch.float32
@@ -159,11 +161,73 @@ class Trajectory:
             )
         if not self.weight_versions:
             raise ValueError("weight_versions must hold at least one span")
+        routes = self.routed_experts
+        if routes is not None and (routes.dim() != 3 or routes.dtype != torch.int16):
+            raise ValueError(f"routed_experts must be 3-d int16, got {routes.dim()}-d {routes.dtype}")
+        tokens = self.prompt_ids.numel() + self.output_ids.numel()
+        if routes is not None and routes.shape[0] != tokens - 1:
+            raise ValueError(f"{tokens} tokens have routed_experts of {routes.shape[0]}, not {tokens - 1}")
 
     @property
     def oldest_version(self) -> str:
         """The weight version of the first token: what decides how stale the response is."""
         return self.weight_versions[0].version
+
+    def sampled_by(self, version: str) -> torch.Tensor:
+        """[R] bool: the tokens sampled while the weights were called `version`, to mask others or only these."""
+        mask = torch.zeros(self.output_ids.numel(), dtype=torch.bool)
+        for span in self.weight_versions:
+            mask[span.start : span.end] = span.version == version
+        return mask
+
+
+def join(partial: Trajectory, continuation: Trajectory) -> Trajectory:
+    """An aborted response and what was sampled after it, as one response to the first one's prompt.
+
+    The prompt of `continuation` is all of `partial`, prompt and response. Every token keeps its log-prob, weight
+    version and set of ids; routes are those of the pass that sampled the token behind. The finish reason and the
+    server are the continuation's, everything else is the partial's. Raises ValueError where they do not fit.
+    """
+    so_far = torch.cat([partial.prompt_ids, partial.output_ids])
+    if partial.finish_reason != "abort":
+        raise ValueError(f"a response that ended with {partial.finish_reason} has no continuation")
+    if not torch.equal(continuation.prompt_ids, so_far):
+        raise ValueError(
+            f"the continuation's prompt of {continuation.prompt_ids.numel()} tokens is not the {so_far.numel()} tokens "
+            "of the partial response, prompt included"
+        )
+    support, routes = partial.support, partial.routed_experts
+    for name in ("support", "routed_experts"):
+        if (getattr(partial, name) is None) != (getattr(continuation, name) is None):
+            raise ValueError(f"only one of a partial response and its continuation has {name}")
+    if support is not None:
+        later = continuation.support
+        support = Support(torch.cat([support.ids, later.ids]), torch.cat([support.lengths, later.lengths]))
+    if routes is not None:
+        routes = torch.cat([routes, continuation.routed_experts[routes.shape[0] :]])
+    return replace(
+        partial,
+        output_ids=torch.cat([partial.output_ids, continuation.output_ids]),
+        rollout_logprobs=torch.cat([partial.rollout_logprobs, continuation.rollout_logprobs]),
+        finish_reason=continuation.finish_reason,
+        weight_versions=_joined_spans(partial, continuation),
+        server=continuation.server,
+        support=support,
+        routed_experts=routes,
+    )
+
+
+def _joined_spans(partial: Trajectory, continuation: Trajectory) -> tuple[VersionSpan, ...]:
+    """The spans one behind the other; those without a token go, unless there is no other."""
+    shift, joined = partial.output_ids.numel(), []
+    later = [VersionSpan(s.version, s.start + shift, s.end + shift) for s in continuation.weight_versions]
+    for span in (*partial.weight_versions, *later):
+        if span.start == span.end:
+            continue
+        if joined and joined[-1].version == span.version:
+            span = VersionSpan(span.version, joined.pop().start, span.end)
+        joined.append(span)
+    return tuple(joined) or tuple(later[-1:])
 
 
 def _check_vectors(owner, dtypes: dict[str, torch.dtype]) -> None:

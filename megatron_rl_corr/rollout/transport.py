@@ -1,7 +1,9 @@
 """Sends one HTTP request to a rollout server: the body of a 2xx answer, or a `RolloutServerError`."""
 
 import asyncio
+import ssl
 from collections.abc import Sequence
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -9,6 +11,8 @@ import orjson
 
 from megatron_rl_corr.rollout.errors import RolloutServerError, body_start
 from megatron_rl_corr.rollout.requests import Request
+
+HEALTH_PROBE_TIMEOUT_S = 30.0  # a paused server takes 20 s to answer /health with 503
 
 
 def checked_urls(base_urls: Sequence[str]) -> tuple[str, ...]:
@@ -27,10 +31,37 @@ def checked_urls(base_urls: Sequence[str]) -> tuple[str, ...]:
     return urls
 
 
+def checked_key(api_key: str | None) -> str | None:
+    """The key, if a header can carry it; ValueError, without the key, where not."""
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""):
+        raise ValueError("api_key must be printable ASCII without spaces around it: is there a line end at its end?")
+    return api_key
+
+
+def certificates(ca_file: str | Path | None, urls: Sequence[str]) -> ssl.SSLContext | bool:
+    """Trust the authorities of a PEM file, and no others; None: those that the system trusts."""
+    if ca_file is None:
+        return True
+    if not any(url.startswith("https://") for url in urls):
+        raise ValueError(f"ca_file {ca_file} has no effect: no server address is https://; leave it out")
+    try:
+        return ssl.create_default_context(cafile=str(ca_file))
+    except OSError as error:
+        raise ValueError(f"ca_file {ca_file} is not a PEM file of certificates: {error}") from None
+
+
 class Transport:
     """An HTTP session, opened by the first request and bound to that request's event loop."""
 
-    def __init__(self, *, timeout_s: float, connect_timeout_s: float, api_key: str | None = None):
+    def __init__(
+        self,
+        *,
+        timeout_s: float,
+        connect_timeout_s: float,
+        api_key: str | None = None,
+        tls: ssl.SSLContext | bool = True,
+    ):
+        self._tls = tls
         self.timeout_s = timeout_s
         self.connect_timeout_s = connect_timeout_s
         self._api_key = api_key
@@ -75,6 +106,7 @@ class Transport:
                 headers=headers,
                 trust_env=False,  # a proxy from the environment cannot reach a server on the loopback
                 connector=aiohttp.TCPConnector(
+                    ssl=self._tls,
                     limit=0,  # control requests must not queue behind samples
                     # The server closes idle connections after some seconds, and a POST that meets a closing
                     # one can't be repeated safely; against sampling, the time to connect is nothing.

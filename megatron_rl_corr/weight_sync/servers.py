@@ -1,6 +1,9 @@
-"""The rollout servers as a weight update sees them: begin, send buckets, end, resume; each call waits."""
+"""The rollout servers as a weight update sees them: who is there, begin, send, end, resume; each call waits."""
 
 from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
 
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
@@ -8,60 +11,114 @@ from megatron_rl_corr.rollout.errors import RolloutProtocolError, RolloutServerE
 from megatron_rl_corr.weight_sync.buckets import NamedTensor
 from megatron_rl_corr.weight_sync.update_group import UpdateGroup
 
+ABSENT, READY, STARTED_ANEW = 0, 1, 2
+"""A server before an update: it does not answer; it has the last weights; it has others, as after a new start."""
+
+logger = logging.getLogger(__name__)
+
 
 class WeightServers:
-    """Blocking weight updates of all servers of a client; a rank that never sends makes no group."""
+    """Blocking weight updates of the servers of a client that answer; a rank that never sends makes no group.
+
+    A server that does not answer before an update misses it. It is not sampled from with the weights it has: `expect`
+    tells the client which version to take. The next update takes it in again.
+    """
 
     def __init__(self, client: RolloutClient, loop: LoopThread, *, backend: str, pause_mode: str = "retract"):
         self._client, self._loop = client, loop
         self._backend, self._pause_mode = backend, pause_mode
+        self._updated = client.control(client.base_urls)
+        self._version: str | None = None
         self._group: UpdateGroup | None = None
+
+    @property
+    def count(self) -> int:
+        """Servers of the client."""
+        return len(self._client.base_urls)
+
+    def look(self) -> list[int]:
+        """ABSENT, READY or STARTED_ANEW for each server of the client; RolloutServerError if none answers."""
+        states = []
+        versions = self._loop.call(self._client.reported_versions())
+        for url, version in zip(self._client.base_urls, versions, strict=True):
+            if version is None:
+                logger.warning("rollout server %s does not answer and misses a weight update", url)
+                states.append(ABSENT)
+            else:
+                as_sent = self._version in (None, version)
+                if not as_sent:
+                    logger.warning(
+                        "rollout server %s has weights %r where %r was sent: started anew?", url, version, self._version
+                    )
+                states.append(READY if as_sent else STARTED_ANEW)
+        return states
+
+    def use(self, states: Sequence[int]) -> None:
+        """Update the servers that are not ABSENT. A server that left or came needs a new broadcast group."""
+        state = dict(zip(self._client.base_urls, states, strict=True))
+        urls = tuple(url for url in state if state[url] != ABSENT)
+        if STARTED_ANEW in states or urls != self._updated.base_urls:
+            self._drop_group([url for url in self._updated.base_urls if state[url] == READY])
+        self._updated = self._client.control(urls)
 
     def begin(self) -> None:
         """Stop sampling and open the update session (SGLang <= 0.5.20 has none and needs none)."""
-        self._loop.call(self._client.pause_generation(self._pause_mode))
+        self._loop.call(self._updated.pause_generation(self._pause_mode))
         try:
-            self._loop.call(self._client.begin_weight_update())
+            self._loop.call(self._updated.begin_weight_update())
         except RolloutServerError as error:
             # A trainer that was killed in the middle of an update left its session open: nobody closes it.
             if error.status != 400 or "already open" not in error.detail:
                 raise
-            self._loop.call(self._client.end_weight_update())
-            self._loop.call(self._client.begin_weight_update())
+            self._loop.call(self._updated.end_weight_update())
+            self._loop.call(self._updated.begin_weight_update())
 
     def send(self, bucket: list[NamedTensor]) -> None:
         """Broadcast one bucket to all servers; the group is made at the first one."""
         if self._group is None:
-            self._group = UpdateGroup(self._client, self._loop, backend=self._backend)
+            self._group = UpdateGroup(self._updated, self._loop, backend=self._backend)
         self._group.broadcast(bucket)
 
     def end(self, version: str) -> None:
         """Close the session, name the weights, check every server's answer, drop prefixes of old weights."""
-        self._loop.call(self._client.end_weight_update())
-        self._loop.call(self._client.update_weight_version(version))
-        answers = self._loop.call(self._client.model_info())
-        for url, answer in zip(self._client.base_urls, answers, strict=True):
+        self._loop.call(self._updated.end_weight_update())
+        self._loop.call(self._updated.update_weight_version(version))
+        answers = self._loop.call(self._updated.model_info())
+        for url, answer in zip(self._updated.base_urls, answers, strict=True):
             if str(answer.get("weight_version")) != version:
                 raise RolloutProtocolError(
                     url, "/model_info",
                     f"weight_version is {answer.get('weight_version')!r} after version {version!r} was "
                     "pushed; does another trainer push to this server?",
                 )
-        self._loop.call(self._client.flush_cache())
+        self._loop.call(self._updated.flush_cache())
 
     def resume(self) -> None:
         """Go on sampling."""
-        self._loop.call(self._client.continue_generation())
+        self._loop.call(self._updated.continue_generation())
+
+    def expect(self, version: str) -> None:
+        """Sample only with these weights from now on: on every rank, because each has a client of its own."""
+        self._version = version
+        self._loop.call(self._client.expect_version(version))
 
     def abandon(self) -> None:
         """After a failure in the middle: close the session and go on sampling, whatever of it is possible."""
         try:
-            self._loop.call(self._client.end_weight_update())
+            self._loop.call(self._updated.end_weight_update())
         finally:
             self.resume()
 
     def close(self) -> None:
         """Take this process's broadcast group off the servers, if it made one."""
-        if self._group is not None:
-            self._loop.call(self._client.destroy_weights_update_group(self._group.name))
-            self._group = None
+        self._drop_group(self._updated.base_urls)
+
+    def _drop_group(self, urls: Sequence[str]) -> None:
+        if self._group is None:
+            return
+        for url in urls:
+            try:
+                self._loop.call(self._client.control([url]).destroy_weights_update_group(self._group.name))
+            except RolloutServerError as error:  # it is gone, and the group with it
+                logger.warning("a broadcast group was not taken off: %s", error)
+        self._group = None

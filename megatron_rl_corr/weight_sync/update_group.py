@@ -20,16 +20,16 @@ from torch.distributed.distributed_c10d import (
 )
 
 from megatron_rl_corr.rollout.blocking import LoopThread
-from megatron_rl_corr.rollout.client import RolloutClient
+from megatron_rl_corr.rollout.control import ServerControl
 from megatron_rl_corr.rollout.errors import RolloutProtocolError
 from megatron_rl_corr.weight_sync.buckets import NamedTensor
 
 
 class UpdateGroup:
-    """Rank 0 is this process; the servers follow in the client's order."""
+    """Rank 0 is this process; the servers follow in the order of client.base_urls."""
 
     def __init__(
-        self, client: RolloutClient, loop: LoopThread, *, backend: str, timeout_s: float = 300.0
+        self, client: ServerControl, loop: LoopThread, *, backend: str, timeout_s: float = 300.0
     ):
         self._client, self._loop = client, loop
         self._timeout_s = timeout_s

@@ -12,6 +12,8 @@ from megatron_rl_corr.config import RejectionRule, RolloutCorrectionConfig
 CLAMP = 20.0
 # Where e^D - 1 - D is 10.
 LOW, HIGH = -10.999983298020256, 2.610868638149876
+LONGEST = math.log(100)
+EDGES = sorted([*(digit * 10.0**power for power in range(-6, 2) for digit in (1, 2, 5)), 100.0, math.log(2)])
 BANDS = {
     "below_1e-4": (0.0, 1e-4), "1e-4_to_1e-3": (1e-4, 1e-3), "1e-3_to_1e-2": (1e-3, 1e-2),
     "1e-2_to_1e-1": (1e-2, 1e-1), "above_1e-1": (1e-1, math.inf),
@@ -60,8 +62,9 @@ def std(values) -> float:
     return math.sqrt(mean((value - centre) ** 2 for value in values)) if values else math.nan
 
 
-def k3(d: float) -> float:
-    return math.expm1(d) - d
+def k3(d: float, linear: float) -> float:
+    """e^D - 1 - D, with a clamp on either D or on that of the exponent alone."""
+    return math.expm1(d) - linear
 
 
 class Token:
@@ -73,6 +76,8 @@ class Token:
         self.exact = single(self.train - self.rollout)
         self.d = clamp(self.exact)
         self.d_clamped = clamp(self.exact, LOW, HIGH)
+        self.size, self.size_clamped = abs(self.exact), min(abs(self.exact), HIGH)
+        self.k3, self.k3_clamped = k3(self.d, self.exact), k3(self.d_clamped, self.d_clamped)
         self.p_train, self.p_rollout = math.exp(self.train), math.exp(self.rollout)
         self.prob_diff = self.p_train - self.p_rollout
 
@@ -80,15 +85,16 @@ class Token:
         if kind == "rollout_prob":
             return self.rollout  # its bound is compared in log space
         return {
-            "ratio": self.d, "opsm": -self.d, "k2": self.d**2 / 2, "k3": k3(self.d), "abs_diff": abs(self.prob_diff),
-            "exp_abs": math.exp(abs(self.d)),
+            "ratio": self.exact, "opsm": -self.exact, "k2": self.exact**2 / 2, "k3": self.k3,
+            "abs_diff": abs(self.prob_diff), "exp_abs": math.exp(abs(self.d)),
         }[kind]
 
-    def jsd(self) -> float:
-        """Half of log(r / m) and of rho log(t / m), where r is 1, t is rho and m their mean."""
-        rho = math.exp(self.d)
-        middle = (1 + rho) / 2
-        return (math.log(1 / middle) + rho * math.log(rho / middle)) / 2
+
+def jsd(d: float) -> float:
+    """Half of log(r / m) and of rho log(t / m), where r is 1, t is rho and m their mean."""
+    rho = math.exp(d)
+    middle = (1 + rho) / 2
+    return (math.log(1 / middle) + rho * math.log(rho / middle)) / 2
 
 
 def inside(rule: RejectionRule, value: float) -> bool:
@@ -116,14 +122,14 @@ def passes(rule: RejectionRule, token: Token, sequence: list[Token]) -> bool:
 
 
 def within_second_moment(tokens: list[Token], bound: float) -> set[int]:
-    """Tokens in the bins of D^2, 4096 in 50 octaves from 2^-40, up to the last whose running mean is within bound."""
+    """Tokens in the bins of D^2, 4096 in 54 octaves from 2^-40, up to the last whose running mean is within bound."""
     bins: dict[int, list[Token]] = {}
     for token in tokens:
-        exponent = math.log2(token.d**2) if token.d else -math.inf
-        bins.setdefault(int(clamp((exponent + 40) * 4096 / 50, 0, 4095)), []).append(token)
+        exponent = math.log2(token.exact**2) if token.exact else -math.inf
+        bins.setdefault(int(clamp((exponent + 40) * 4096 / 54, 0, 4095)), []).append(token)
     kept, total, count = set(), 0.0, 0
     for at in sorted(bins):
-        total += sum(token.d**2 for token in bins[at])
+        total += sum(token.exact**2 for token in bins[at])
         count += len(bins[at])
         if total <= bound * count:
             kept |= {token.t for token in bins[at]}
@@ -135,8 +141,8 @@ def raw_weight(level: str, token: Token, sequence: list[Token]) -> float:
         return math.exp(token.d)
     if level == "turn":
         sequence = [other for other in sequence if other.turn == token.turn]
-    total = sum(other.d for other in sequence)
-    return math.exp(total / len(sequence)) if level == "geometric" else math.exp(clamp(total))
+    total = sum(other.exact for other in sequence)
+    return math.exp(clamp(total / len(sequence) if level == "geometric" else total))
 
 
 def bounded(config: RolloutCorrectionConfig, weight: float) -> float:
@@ -193,7 +199,7 @@ def correct(batch: Batch, config: RolloutCorrectionConfig, *, with_turns: bool =
 
     kept_tokens = len(kept)
     if config.rollout_batch_filter_kl is not None:
-        filtered = mean(k3(token.d) for token in tokens) > config.rollout_batch_filter_kl
+        filtered = mean(token.k3 for token in tokens) > config.rollout_batch_filter_kl
         metrics["batch_filtered"] = float(filtered)
         kept_tokens = 0 if filtered else kept_tokens
     if config.diagnostics_only:
@@ -212,28 +218,46 @@ def token_metrics(tokens: list[Token]) -> dict[str, float]:
         "valid_tokens": len(tokens),
         "kl": mean(-token.exact for token in tokens),
         "kl_clamped": mean(-token.d_clamped for token in tokens),
-        "k3_kl": mean(k3(token.d) for token in tokens),
-        "k3_kl_clamped": mean(k3(token.d_clamped) for token in tokens),
-        "log_ratio_abs_mean": mean(abs(token.exact) for token in tokens),
-        "log_ratio_abs_max": max((abs(token.exact) for token in tokens), default=math.nan),
-        "log_ratio_large_fraction": mean(abs(token.exact) > single(math.log(2)) for token in tokens),
+        "k3_kl": mean(token.k3 for token in tokens),
+        "k3_kl_clamped": mean(token.k3_clamped for token in tokens),
+        "log_ratio_abs_mean": mean(token.size for token in tokens),
+        "log_ratio_abs_mean_clamped": mean(token.size_clamped for token in tokens),
+        "log_ratio_abs_max": max((token.size for token in tokens), default=math.nan),
         "token_mult_prob_error": mean(math.exp(abs(token.d)) for token in tokens),
+        "token_mult_prob_error_clamped": mean(math.exp(token.size_clamped) for token in tokens),
         "prob_diff_abs_mean": mean(abs(token.prob_diff) for token in tokens),
         "prob_diff_abs_max": max((abs(token.prob_diff) for token in tokens), default=math.nan),
         "prob_diff_std": std(token.prob_diff for token in tokens),
         "chi2_token": mean(math.expm1(2 * token.d) for token in tokens),
         "chi2_token_clamped": mean(math.expm1(2 * token.d_clamped) for token in tokens),
-        "jsd": mean(token.jsd() for token in tokens),
+        "jsd": mean(jsd(token.d) for token in tokens),
+        "jsd_clamped": mean(jsd(token.d_clamped) for token in tokens),
         "pearson": together / (std(p) * std(q)) if tokens and std(p) * std(q) else math.nan,
-    }
+    } | distribution([token.size for token in tokens])
+
+
+def distribution(sizes: list[float]) -> dict[str, float]:
+    """Percentiles of |D| as the end of the bin that each falls in, and the share of tokens in each bin."""
+    ends = [next((edge for edge in EDGES if size <= single(edge)), math.inf) for size in sorted(sizes)]
+    found = {"log_ratio_large_fraction": mean(size > single(math.log(2)) for size in sizes)}
+    for name, share in (("p50", 0.5), ("p99", 0.99), ("p999", 0.999)):
+        at = math.ceil(share * len(ends)) - 1
+        found[f"log_ratio_abs_{name}"] = min(ends[at], EDGES[-1]) if ends else math.nan
+    names = [f"upto_{edge:.3g}" for edge in EDGES] + ["above_100"]
+    for name, edge in zip(names, [*EDGES, math.inf], strict=True):
+        found[f"log_ratio_abs_bin/{name}"] = mean(end == edge for end in ends)
+    return found
 
 
 def part_metrics(prefix: str, tokens: list[Token]) -> dict[str, float]:
     return {
         f"{prefix}/tokens": len(tokens),
         f"{prefix}/kl": mean(-token.exact for token in tokens),
-        f"{prefix}/k3_kl": mean(k3(token.d) for token in tokens),
-        f"{prefix}/log_ratio_abs_mean": mean(abs(token.exact) for token in tokens),
+        f"{prefix}/kl_clamped": mean(-token.d_clamped for token in tokens),
+        f"{prefix}/k3_kl": mean(token.k3 for token in tokens),
+        f"{prefix}/k3_kl_clamped": mean(token.k3_clamped for token in tokens),
+        f"{prefix}/log_ratio_abs_mean": mean(token.size for token in tokens),
+        f"{prefix}/log_ratio_abs_mean_clamped": mean(token.size_clamped for token in tokens),
     }
 
 
@@ -241,22 +265,34 @@ def sequence_metrics(present: list[list[Token]], kept: int) -> dict[str, float]:
     gaps = [-mean(token.exact for token in sequence) for sequence in present]
     train = [-mean(token.train for token in sequence) for sequence in present]
     rollout = [-mean(token.rollout for token in sequence) for sequence in present]
-    totals = [clamp(sum(token.d for token in sequence)) for sequence in present]
-    means = [mean(token.d for token in sequence) for sequence in present]
+    totals = [sum(token.exact for token in sequence) for sequence in present]
+
+    def exponentials(values: list[float], *, bound: float = CLAMP) -> float:
+        return mean(math.exp(clamp(value, -bound, bound)) for value in values)
+
     return {
         "sequences": len(present),
         "kept_sequence_fraction": kept / len(present) if present else math.nan,
         "training_log_ppl": mean(train),
+        "training_log_ppl_clamped": mean(min(value, LONGEST) for value in train),
         "rollout_log_ppl": mean(rollout),
-        "training_ppl": mean(map(math.exp, train)),
-        "rollout_ppl": mean(map(math.exp, rollout)),
-        "ppl_ratio": mean(map(math.exp, gaps)),
+        "rollout_log_ppl_clamped": mean(min(value, LONGEST) for value in rollout),
+        "training_ppl": exponentials(train, bound=2 * CLAMP),
+        "training_ppl_clamped": exponentials(train, bound=LONGEST),
+        "rollout_ppl": exponentials(rollout, bound=2 * CLAMP),
+        "rollout_ppl_clamped": exponentials(rollout, bound=LONGEST),
+        "ppl_ratio": exponentials(gaps),
+        "ppl_ratio_clamped": exponentials(gaps, bound=HIGH),
         "log_ppl_diff": mean(gaps),
+        "log_ppl_diff_clamped": mean(clamp(gap, -HIGH, HIGH) for gap in gaps),
         "log_ppl_diff_abs": mean(map(abs, gaps)),
+        "log_ppl_diff_abs_clamped": mean(min(abs(gap), HIGH) for gap in gaps),
         "log_ppl_diff_max": max(gaps, default=math.nan),
         "log_ppl_diff_min": min(gaps, default=math.nan),
-        "chi2_seq": mean(math.expm1(2 * total) for total in totals),
-        "chi2_geo": mean(math.expm1(2 * value) for value in means),
+    } | {
+        name + suffix: mean(math.expm1(2 * clamp(value, -bound, bound)) for value in values)
+        for name, values in (("chi2_seq", totals), ("chi2_geo", [-gap for gap in gaps]))
+        for suffix, bound in (("", CLAMP), ("_clamped", HIGH))
     }
 
 

@@ -134,7 +134,7 @@ def test_nan_when_outside_the_mask_then_every_bit_is_as_without_it(config):
 
     def everything(train, rollout, advantages) -> list[torch.Tensor]:
         c = compute_correction(
-            train, rollout, mask, seq_ids, num_sequences=6, config=config, turn_ids=torch.arange(40) % 3,
+            train, rollout, mask, seq_ids, num_sequences=6, config=config, turn_ids=torch.arange(40) % 3, num_turns=3,
             advantages=advantages,
         )
         fields = [c.weights, c.mask, c.valid, c.kept_sequences, c.valid_tokens, c.kept_tokens]
@@ -174,6 +174,22 @@ def test_token_when_a_log_prob_inside_the_mask_is_not_finite_then_dropped_and_co
     assert correction.metrics["valid_tokens"].value() == correction.valid_tokens.item() == 3
     # mean(-D) of 0.1, -0.2, 0.3
     assert correction.metrics["kl"].value() == pytest.approx(-0.2 / 3, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "config", [EVERY_PART, EVERY_NEW_RULE, dataclasses.replace(EVERY_PART, rollout_is="geometric")]
+)
+@pytest.mark.parametrize("size", [1e4, 1e30, 3e38])
+def test_log_prob_when_finite_but_huge_then_weights_and_metrics_stay_finite(config, size):
+    # The second token of sequence 0 and the first of 1 are impossible on one side; their squares are 1e8 to 9e76.
+    correction = compute_correction(
+        torch.tensor([-1.0, -size, -1.0, -0.5, -2.0]), torch.tensor([-1.1, -1.0, -size, -0.6, -2.2]), torch.ones(5),
+        torch.tensor([0, 0, 1, 1, 2]), num_sequences=3, config=config, turn_ids=torch.tensor([0, 0, 0, 0, 1]),
+        num_turns=2, advantages=torch.tensor([-1.0, -1.0, -1.0, -1.0, 1.0]),
+    )
+    assert correction.mask.tolist() == [False, False, False, False, True] and correction.weights.isfinite().all()
+    bad = [name for name, metric in correction.metrics.items() if not math.isfinite(metric.value())]
+    assert [name for name in bad if not name.startswith("by_prob/")] == []
 
 
 def test_gradient_when_a_rollout_log_prob_is_nan_then_finite_and_nothing_from_its_token():
@@ -220,7 +236,7 @@ def test_everything_when_padding_or_absent_then_zero_weights_and_no_nan(config, 
     correction = compute_correction(
         torch.full((tokens,), NAN), torch.full((tokens,), -INF), torch.zeros(tokens),
         torch.zeros(tokens, dtype=torch.int64), num_sequences=sequences, config=config,
-        turn_ids=torch.zeros(tokens, dtype=torch.int64), advantages=torch.full((tokens,), NAN),
+        turn_ids=torch.zeros(tokens, dtype=torch.int64), num_turns=1, advantages=torch.full((tokens,), NAN),
     )
     assert correction.weights.tolist() == [0.0] * tokens
     assert not correction.mask.any() and correction.kept_sequences.tolist() == [False] * sequences

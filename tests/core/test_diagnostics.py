@@ -7,6 +7,8 @@ import torch
 
 from megatron_rl_corr.config import PRESETS, RejectionRule, RolloutCorrectionConfig
 from megatron_rl_corr.core.correction import compute_correction
+from megatron_rl_corr.core.histogram import EDGES, LABELS
+from megatron_rl_corr.parallel.reduce import all_gather_metrics
 
 NAN = float("nan")
 LN2 = math.log(2)
@@ -24,7 +26,7 @@ CONFIG = RolloutCorrectionConfig(
 
 def metrics_of(train, rollout, mask, seq_ids, *, num_sequences, config=CONFIG) -> dict[str, float]:
     correction = compute_correction(train, rollout, mask, seq_ids, num_sequences=num_sequences, config=config)
-    return {name: metric.value() for name, metric in correction.metrics.items()}
+    return all_gather_metrics(correction.metrics, None)
 
 
 EXPECTED = {
@@ -42,10 +44,8 @@ EXPECTED = {
     "log_ratio_large_fraction": 1 / 3,  # |D| above ln 2: a ratio of 2 is not
     "token_mult_prob_error": (2 + 1 + 4) / 3,
     "chi2_token": (4 + 1 + 1 / 16) / 3 - 1,
-    # Nothing here is beyond the clamps.
-    "kl_clamped": LN2 / 3,
-    "k3_kl_clamped": (0.25 + LN2) / 3,
-    "chi2_token_clamped": (4 + 1 + 1 / 16) / 3 - 1,
+    # Half of the tokens have |D| at most ln 2, all at most 2.
+    "log_ratio_abs_p50": LN2, "log_ratio_abs_p99": 2, "log_ratio_abs_p999": 2,
     # rho = 2: [2 ln(4/3) + ln(2/3)] / 2; rho = 1: 0; rho = 1/4: [ln(0.5/1.25) / 4 + ln(2/1.25)] / 2
     "jsd": (math.log(32 / 27) + math.log(0.4) / 4 + math.log(1.6)) / 6,
     # pi_train - pi_rollout = 0.25, 0, -0.6
@@ -85,7 +85,17 @@ EXPECTED = {
     f"by_prob/{band}/{name}": 0 if name == "tokens" else NAN
     for band in ("below_1e-4", "1e-4_to_1e-3", "1e-3_to_1e-2", "1e-2_to_1e-1")
     for name in ("tokens", "kl", "k3_kl", "log_ratio_abs_mean")
+} | {
+    # |D| = ln 2, 0, 2 ln 2
+    f"log_ratio_abs_bin/{label}": (label in ("upto_0.693", "upto_1e-06", "upto_2")) / 3 for label in LABELS
 }
+CLAMPED = {
+    "kl", "k3_kl", "chi2_token", "jsd", "token_mult_prob_error", "log_ratio_abs_mean", "log_ppl_diff",
+    "log_ppl_diff_abs", "training_log_ppl", "rollout_log_ppl", "training_ppl", "rollout_ppl", "ppl_ratio", "chi2_geo",
+    "chi2_seq",
+}
+"""The means that a single token could run away with: each has its clamped variant, and nothing here is beyond one."""
+EXPECTED |= {f"{name}_clamped": value for name, value in EXPECTED.items() if name.split("/")[-1] in CLAMPED}
 
 
 def test_metrics_when_worked_out_by_hand_then_all_equal():
@@ -156,6 +166,77 @@ def test_metrics_when_one_token_is_an_outlier_then_finite_and_its_size_is_told()
     assert metrics["log_ratio_abs_max"] == 200 and metrics["weight_max"] == 2
 
 
+def test_clamped_metrics_when_one_token_is_extreme_then_they_hardly_move():
+    # 1000 sequences of one token of D = 0.01, of which one is replaced by D = 100, -100 or a log-prob of -1e4.
+    rollout = torch.full((1000,), -1.0)
+    ids = torch.arange(1000)
+
+    def measured(train: float, rollout_too: float = -1.0) -> dict[str, float]:
+        both = [side.clone() for side in (rollout + 0.01, rollout)]
+        both[0][7], both[1][7] = train, rollout_too
+        return metrics_of(*both, torch.ones(1000), ids, num_sequences=1000, config=PRESETS["decoupled_token_is"])
+
+    usual = measured(-0.99)
+    for train, other in ((-101.0, -1.0), (-1.0, -101.0), (-1e4, -1.0), (-1.0, -1e4), (-1e4, -1e4)):
+        extreme = measured(train, other)
+        assert all(math.isfinite(v) for n, v in extreme.items() if not n.startswith("by_prob/") and n != "pearson")
+        for name in CLAMPED:
+            # k3 = 10 of one in a thousand is 0.01; rho = 13.6 has a square of 185; a perplexity of 100 is 0.1.
+            moved = abs(extreme[f"{name}_clamped"] - usual[f"{name}_clamped"])
+            assert moved < (0.19 if "chi2" in name else 0.1), name
+            assert usual[f"{name}_clamped"] == pytest.approx(usual[name], rel=1e-9, abs=1e-12)
+    # D = 100 among 999 of 0.01; e^20 = 4.85e8.
+    extreme = measured(-1.0, -101.0)
+    assert extreme["kl"] == pytest.approx(-0.10999, rel=1e-5)
+    assert extreme["k3_kl"] == pytest.approx((math.exp(20) - 101 + 999 * 5.0167e-5) / 1000, rel=1e-9)
+    assert extreme["jsd"] > 1e5 and extreme["chi2_token"] > 1e14 and extreme["chi2_seq"] > 1e14
+    assert extreme["jsd_clamped"] < 0.005 < extreme["token_mult_prob_error_clamped"] - 1 < 0.03
+    assert extreme["rollout_ppl"] > 1e14 and extreme["rollout_ppl_clamped"] == pytest.approx(
+        (999 * math.e + 100) / 1000, rel=1e-6
+    )
+
+
+def test_metrics_when_published_log_ratios_then_the_published_numbers():
+    # rollout -1 against train 0, -15, -30: k1 = -1, 14, 29; k3 = e - 2, 13, 28.
+    train = torch.tensor([0.0, -15.0, -30.0])
+    metrics = metrics_of(train, torch.full((3,), -1.0), torch.ones(3), torch.arange(3), num_sequences=3)
+    assert metrics["kl"] == 42 / 3
+    assert metrics["k3_kl"] == pytest.approx((math.e - 2 + 13 + 28) / 3, rel=1e-6)
+
+
+def test_histogram_when_sizes_are_on_the_ends_of_bins_then_in_the_bin_below():
+    # 0, every end, and the next float32 above each: two tokens in each bin but the last, which has one.
+    ends = torch.tensor(EDGES)
+    above = torch.nextafter(ends, torch.tensor(math.inf))
+    sizes = torch.cat([torch.zeros(1), ends, above])
+    signs = torch.tensor([1.0, -1.0]).repeat(len(sizes))[: len(sizes)]
+    mask = torch.ones(len(sizes) + 2)
+    mask[-2] = 0  # a hole; the last has no log-prob
+    train = torch.cat([sizes * signs, torch.tensor([3.0, NAN])])
+    metrics = metrics_of(train, torch.zeros(len(train)), mask, torch.zeros(len(train)).long(), num_sequences=1)
+    shares = [metrics[f"log_ratio_abs_bin/{label}"] for label in LABELS]
+    assert shares == pytest.approx([2 / len(sizes)] * (len(LABELS) - 1) + [1 / len(sizes)])
+    # Seven ends are above ln 2 (1, 2, 5, ..., 100), and eight tokens just above an end.
+    assert EDGES.index(LN2) == 18 and metrics["log_ratio_large_fraction"] == pytest.approx(15 / 53)
+
+
+def test_percentiles_when_tokens_are_few_or_many_then_the_end_of_the_bin_that_they_fall_in():
+    def of(*log_ratios: float) -> list[float]:
+        train = torch.tensor(log_ratios)
+        metrics = metrics_of(
+            train, torch.zeros(len(train)), torch.ones(len(train)), torch.zeros(len(train)).long(), num_sequences=1
+        )
+        return [metrics[f"log_ratio_abs_{name}"] for name in ("p50", "p99", "p999")]
+
+    assert of(0.0015) == [0.002] * 3
+    # Half are at most 0.0015, the rest 0.3; of a thousand 0.0015 the one of 30 is beyond p999.
+    assert of(0.0015, -0.3) == [0.002, 0.5, 0.5]
+    assert of(*[0.0015] * 999, 30.0) == [0.002] * 3
+    assert of(*[0.0015] * 998, 30.0, -30.0) == [0.002, 0.002, 50.0]
+    # Beyond the last end there is no other to tell.
+    assert of(200.0) == [100.0] * 3
+
+
 def test_metrics_by_probability_when_each_band_has_its_tokens_then_each_its_own():
     # pi_rollout, and pi_train as a multiple of it; a bound belongs to the band above it.
     tokens = [(5e-5, 2.0), (1e-4, 0.5), (5e-4, 1.0), (5e-3, 4.0), (0.05, 1.0), (0.1, 0.5), (0.5, 1.0)]
@@ -221,7 +302,6 @@ def test_sequence_metrics_when_another_rank_owns_the_sequences_then_nothing_is_c
         def all_reduce_dp_cp(self, totals):
             return totals
 
-    # A sequence of log-probs of -1000 has no finite perplexity, and 0 times infinity is no number.
     correction = compute_correction(
         torch.tensor([-1000.0, -1.0]), torch.tensor([-1000.0, -1.0]), torch.ones(2), torch.tensor([0, 1]),
         num_sequences=2, config=CONFIG, groups=SecondRank(),

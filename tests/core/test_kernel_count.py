@@ -3,6 +3,8 @@
 What counts, and what does not, is said in benchmarks/operators.py. 64 sequences of 2048 tokens.
 """
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -50,9 +52,10 @@ def batch() -> dict[str, torch.Tensor]:
 
 def counted(batch: dict[str, torch.Tensor], config: RolloutCorrectionConfig) -> tuple[OperatorCount, Correction]:
     """The operators of one correction, after one that made the constants."""
-    compute_correction(**batch, num_sequences=SEQUENCES, config=config)
+    sizes = {"num_sequences": SEQUENCES, "num_turns": LENGTH // 512}
+    compute_correction(**batch, **sizes, config=config)
     with OperatorCount() as count:
-        correction = compute_correction(**batch, num_sequences=SEQUENCES, config=config)
+        correction = compute_correction(**batch, **sizes, config=config)
     return count, correction
 
 
@@ -78,10 +81,12 @@ def test_correction_when_of_three_rules_and_normalised_weights_then_at_most_80_k
         rollout_is=level, rollout_is_batch_normalize=True, rollout_rs=tuple(THREE_RULES[level]), **WEIGHTS,
         rollout_batch_filter_kl=0.1,
     )
-    count, correction = counted(batch, config)
-    print(f"three rules, {level} weights: {len(count.kernels)} kernels")
-    assert len(count.kernels) <= 80 and count.host_reads == []
-    assert len(correction.metrics) > 60
+    # Means over what is kept of each sequence need its length too.
+    for settings in ({}, {"loss": "grpo", "loss_denominator": "kept"}):
+        count, correction = counted(batch, dataclasses.replace(config, **settings))
+        print(f"three rules, {level} weights, {settings}: {len(count.kernels)} kernels")
+        assert len(count.kernels) <= 80 and count.host_reads == []
+        assert len(correction.metrics) > 60
 
 
 @pytest.mark.parametrize("with_metrics", [False, True])

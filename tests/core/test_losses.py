@@ -8,7 +8,7 @@ import torch
 from megatron_rl_corr.config import PRESETS, RolloutCorrectionConfig
 from megatron_rl_corr.config_losses import AGGREGATIONS, LOSSES
 from megatron_rl_corr.core.aggregation import token_coefficients
-from megatron_rl_corr.core.correction import Correction
+from megatron_rl_corr.core.correction import Correction, Lengths
 from megatron_rl_corr.core.losses import policy_loss
 from megatron_rl_corr.core.losses.penalties import reference_kl
 
@@ -23,9 +23,11 @@ def config_of(loss: str, **settings) -> RolloutCorrectionConfig:
 
 
 def correction_of(weights: list[float], mask: list[bool]) -> Correction:
+    """All tokens are of one sequence."""
     weights, mask = torch.tensor(weights), torch.tensor(mask, dtype=torch.bool)
     count = mask.sum().double()
-    return Correction(weights, mask, mask, torch.ones(1, dtype=torch.bool), count, count)
+    lengths = Lengths("valid", count[None], (count > 0).double())
+    return Correction(weights, mask, mask, torch.ones(1, dtype=torch.bool), count, count, lengths)
 
 
 def loss_and_gradient(ratios, advantages, weights, mask=None, metrics=None, config=CONFIG, seq_ids=None):
@@ -296,10 +298,11 @@ def test_loss_when_tensors_hold_no_data_then_it_runs_since_nothing_is_read(loss_
     now.requires_grad_()
     mask, seq_ids = now > 0, torch.zeros(5, dtype=torch.int64, device="meta")
     count = mask.sum().double()
-    correction = Correction(weights, mask, mask, mask[:2], count, count)
+    lengths = Lengths("valid", count.expand(2), count)
+    correction = Correction(weights, mask, mask, mask[:2], count, count, lengths)
     losses = policy_loss(
         loss_name, now, old, advantages, correction, config, seq_ids=seq_ids, num_sequences=2,
         ref_logprobs=reference, entropy=entropy, metrics={},
     )
-    (losses * token_coefficients(correction, seq_ids, 2, config)).sum().backward()
+    (losses * token_coefficients(correction, seq_ids, config)).sum().backward()
     assert now.grad.device.type == "meta"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron_rl_corr.config import RolloutCorrectionConfig
 from megatron_rl_corr.config_losses import AGGREGATIONS, LOSS_KINDS, LOSSES
 from megatron_rl_corr.core.aggregation import token_coefficients
-from megatron_rl_corr.core.correction import Correction
+from megatron_rl_corr.core.correction import Correction, Lengths
 from megatron_rl_corr.core.losses import policy_loss
 
 CAP = 20.0
@@ -129,16 +129,18 @@ def test_loss_and_gradient_when_configured_at_random_then_autograd_of_the_naive_
     now = torch.tensor(case["now"], dtype=torch.float32, requires_grad=True)
     mask, valid = (torch.tensor(case[name], dtype=torch.bool) for name in ("kept", "valid"))
     seq_ids, sequences = torch.tensor(case["seq_ids"], dtype=torch.int64), case["num_sequences"]
+    counted = valid if config.loss_denominator == "valid" else mask
+    tokens = torch.zeros(sequences, dtype=torch.float64).index_add_(0, seq_ids, counted.double())
     correction = Correction(
         torch.tensor(case["weights"]), mask, valid, torch.ones(sequences, dtype=torch.bool), valid.sum().double(),
-        mask.sum().double(),
+        mask.sum().double(), Lengths(config.loss_denominator, tokens, (tokens > 0).sum().double()),
     )
     losses = policy_loss(
         config.loss, now, torch.tensor(case["old"]), torch.tensor(case["advantages"]), correction, config,
         seq_ids=seq_ids, num_sequences=sequences, ref_logprobs=torch.tensor(case["reference"]),
         entropy=torch.where(mask, now, 0.0).square(), metrics={},
     )
-    total = (losses * token_coefficients(correction, seq_ids, sequences, config)).sum()
+    total = (losses * token_coefficients(correction, seq_ids, config)).sum()
     total.backward()
     assert total.item() == pytest.approx(expected.item(), rel=1e-4, abs=1e-6)
     if expected.requires_grad:

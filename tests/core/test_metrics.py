@@ -52,7 +52,7 @@ from megatron_rl_corr.core.metrics import (
         (StdOfDifference, [5.0, 1.0, 13.0, 1.0, 2.0, 2.0], 1.0),
         (LiftedMax, [LIFT - 3.0], -3.0),
         (LiftedMin, [LIFT - 3.0], 3.0),
-        (MaxOfPresent, [1.0, 0.0], 0.0),
+        (MaxOfPresent, [0.0, 1.0], 0.0),
         # x = 1, 2, 3 and y = 2, 4, 6
         (Pearson, [6.0, 12.0, 14.0, 56.0, 28.0, 3.0], 1.0),
         (Pearson, [6.0, -12.0, 14.0, 56.0, -28.0, 3.0], -1.0),

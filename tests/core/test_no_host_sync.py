@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl_corr.config import PRESETS, RejectionRule, RolloutCorrectionConfig
 from megatron_rl_corr.core.advantages import group_advantages
+from megatron_rl_corr.core.aggregation import token_coefficients
 from megatron_rl_corr.core.correction import compute_correction
 from megatron_rl_corr.core.losses import policy_loss
 from megatron_rl_corr.core.segments import flatten_padded
@@ -41,6 +42,10 @@ CONFIGS = {
         rollout_is="turn", rollout_is_upper=2.0, rollout_rs=NEW_RULES, rollout_m2_threshold=0.5,
         rollout_batch_filter_kl=1.0,
     ),
+    "turns, M2PO, lengths of what is kept": RolloutCorrectionConfig(
+        rollout_is="turn", rollout_is_upper=2.0, rollout_rs=NEW_RULES, rollout_m2_threshold=0.5, loss="grpo",
+        loss_denominator="kept",
+    ),
     "diagnostics only": RolloutCorrectionConfig(
         rollout_is="token", rollout_is_upper=2.0, rollout_rs=NEW_RULES, diagnostics_only=True,
     ),
@@ -60,7 +65,7 @@ def step(config: RolloutCorrectionConfig, device: str) -> torch.Tensor:
     rewards, group_ids = torch.rand(rows, device=device), torch.zeros(rows, dtype=torch.int64, device=device)
     kinds = {"num_groups": 2, "kind": config.advantage_kind}
     correction = compute_correction(
-        old, rollout, flat_mask, seq_ids, num_sequences=count, config=config, turn_ids=seq_ids % 2,
+        old, rollout, flat_mask, seq_ids, num_sequences=count, config=config, turn_ids=seq_ids % 2, num_turns=2,
         advantages=group_advantages(rewards, group_ids, **kinds).repeat_interleave(length),
     )
     advantages = group_advantages(
@@ -70,7 +75,7 @@ def step(config: RolloutCorrectionConfig, device: str) -> torch.Tensor:
     losses = policy_loss(
         config.loss, now, old, advantages, correction, config, seq_ids=seq_ids, num_sequences=count, metrics={}
     )
-    total = losses.sum() / correction.denominator(config.loss_denominator).float() - 0.01 * entropy.mean()
+    total = (losses * token_coefficients(correction, seq_ids, config)).sum() - 0.01 * entropy.mean()
     total.backward()
     return logits.grad
 

@@ -15,6 +15,7 @@ from megatron_rl_corr.config import RejectionRule, RolloutCorrectionConfig
 from megatron_rl_corr.config_rules import DIVERGENCE_LEVELS
 from megatron_rl_corr.core.correction import Correction, compute_correction
 from megatron_rl_corr.core.losses import policy_loss
+from megatron_rl_corr.parallel.reduce import all_gather_metrics
 from tests.core.naive import Batch, correct
 
 RULES = [(level, kind) for kind, levels in DIVERGENCE_LEVELS.items() for level in levels]
@@ -55,6 +56,7 @@ def configs(draw) -> RolloutCorrectionConfig:
         rollout_batch_filter_kl=draw(st.sampled_from([None, None, 0.00117, 0.1171])),
         diagnostics_only=draw(st.sampled_from([False, False, False, True])),
         loss_denominator=draw(st.sampled_from(["valid", "kept"])),
+        loss_aggregation=draw(st.sampled_from(["token-mean", "seq-mean-token-mean"])),
         **fields,
     )
 
@@ -72,7 +74,7 @@ def batches(draw) -> Batch:
     train, rollout, mask = [], [], []
     for _ in seq_ids:
         higher = -generator.expovariate(0.4) - 0.01
-        gap = generator.gauss(0, 30.0 if generator.random() < outliers else spread)
+        gap = generator.gauss(0, generator.choice([30.0, 150.0]) if generator.random() < outliers else spread)
         train.append(higher + min(gap, 0.0))
         rollout.append(higher - max(gap, 0.0))
         mask.append(generator.random() >= hole)
@@ -92,6 +94,7 @@ def packed(batch: Batch, config: RolloutCorrectionConfig, *, with_turns: bool = 
         torch.tensor(batch.train), torch.tensor(batch.rollout), torch.tensor(batch.mask, dtype=torch.bool),
         torch.tensor(batch.seq_ids, dtype=torch.int64), num_sequences=batch.num_sequences, config=config,
         turn_ids=torch.tensor(batch.turn_ids, dtype=torch.int64) if with_turns else None,
+        num_turns=6,
         advantages=torch.tensor(batch.advantages),
     )
 
@@ -123,7 +126,12 @@ def test_correction_when_configured_at_random_then_the_naive_one(batch, config, 
     assert correction.kept_sequences.tolist() == expected.kept_sequences
     assert correction.valid_tokens.item() == expected.metrics["valid_tokens"]
     assert correction.kept_tokens.item() == expected.kept_tokens
-    assert_same_metrics({name: metric.value() for name, metric in correction.metrics.items()}, expected.metrics)
+    if config.aggregation != "token-mean":
+        counted = expected.mask if config.loss_denominator == "kept" else correction.valid.tolist()
+        lengths = [sum(batch.seq_ids[t] == s for t, c in enumerate(counted) if c) for s in range(batch.num_sequences)]
+        assert correction.lengths.tokens.tolist() == lengths
+        assert correction.lengths.sequences.item() == sum(length > 0 for length in lengths)
+    assert_same_metrics(all_gather_metrics(correction.metrics, None), expected.metrics)
 
 
 def naive_loss(now, old, advantages, weights, kept, denominator, config):

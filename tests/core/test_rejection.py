@@ -15,16 +15,16 @@ NAN = float("nan")
 @pytest.mark.parametrize(
     ("name", "values"),
     [
-        # D = [0, -15, -30] - (-1) = 1, -14, and -29, which is clamped to -20; k2 = D^2 / 2.
-        ("k2", [0.5, 98.0, 200.0]),
-        # e - 2, and e^D is nothing beside 1 for the others.
-        ("k3", [0.7182818, 13.0, 19.0]),
+        # D = [0, -15, -30] - (-1) = 1, -14, -29, so that k1 = -D = -1, 14, 29; k2 = D^2 / 2.
+        ("k2", [0.5, 98.0, 420.5]),
+        # e^D - 1 - D: e - 2, and e^D is nothing beside 1 for the others; its clamp at e^-20 is nothing either.
+        ("k3", [0.7182818, 13.0, 28.0]),
         # |1 - e^-1|, |e^-15 - e^-1|, e^-1
         ("abs_diff", [0.6321206, 0.3678791, 0.3678794]),
     ],
 )
 def test_token_divergence_when_the_bound_is_at_it_then_kept_and_below_it_dropped(name, values):
-    train = torch.tensor([0.0, -15.0, -30.0])
+    train = torch.tensor([0.0, -15.0, -30.0])  # the published numbers: rollout -1 against train 0, -15, -30
     for i, value in enumerate(values):
         for bound, kept in ((value * 1.0001, True), (value * 0.9999, False)):
             config = RolloutCorrectionConfig(rollout_rs=(RejectionRule("token", name, upper=bound),))

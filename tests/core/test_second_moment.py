@@ -44,7 +44,7 @@ def test_second_moment_when_the_policies_agree_then_all_stay():
 def test_second_moment_when_tokens_are_on_two_ranks_then_one_cut():
     # Rank 0 holds D = 0.3, -0.1 and rank 1 D = 1, -0.2. Alone, rank 0 would keep both under a bound of 0.05, and rank 1
     # keep -0.2; together 0.3 stays under 0.05, and goes under 0.046.
-    halves = [torch.tensor([[1.0, 1.0], [0.09, 0.01]]), torch.tensor([[1.0, 1.0], [1.0, 0.04]])]
+    halves = [torch.tensor([[0.09, 0.01], [1.0, 1.0]]), torch.tensor([[1.0, 0.04], [1.0, 1.0]])]
     histograms = []
 
     class Recording:

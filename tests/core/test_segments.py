@@ -3,22 +3,27 @@
 import pytest
 import torch
 
-from megatron_rl_corr.core.segments import flatten_padded, segment_maxima, segment_sums, turn_segments
+from megatron_rl_corr.core.segments import add_segment_sums, flatten_padded, segment_maxima, turn_segments
 
 # Sequence 0 has tokens 1, 2, 4; sequence 1 none; sequence 2 has 8; sequence 3 has 16, 32. They interleave.
 SEQ_IDS = torch.tensor([3, 0, 0, 2, 3, 0])
 COLUMNS = torch.tensor([[16.0, 1, 2, 8, 32, 4], [0.5, 0.25, 0.75, 0, 1, 0.5]])
 
 
+def sums_of(columns: torch.Tensor, ids: torch.Tensor, segments: int) -> torch.Tensor:
+    out = torch.zeros(len(columns), segments, dtype=torch.float64)
+    add_segment_sums(columns, ids, out)
+    return out
+
+
 def test_segment_sums_when_sequences_interleave_and_one_is_empty_then_each_its_own():
-    sums = segment_sums(COLUMNS, SEQ_IDS, 4)
+    sums = sums_of(COLUMNS, SEQ_IDS, 4)
     assert sums.tolist() == [[7.0, 0.0, 8.0, 48.0], [1.5, 0.0, 0.0, 1.5]]
-    assert sums.dtype == torch.float64
 
 
 def test_segment_sums_when_a_small_term_follows_large_ones_then_it_is_not_lost():
     # In float32 16777216 + 1 is 16777216.
-    sums = segment_sums(torch.tensor([[16777216.0, 1.0, -16777216.0]]), torch.tensor([0, 0, 0]), 1)
+    sums = sums_of(torch.tensor([[16777216.0, 1.0, -16777216.0]]), torch.tensor([0, 0, 0]), 1)
     assert sums.tolist() == [[1.0]]
 
 
@@ -29,18 +34,18 @@ def test_segment_maxima_when_one_sequence_is_empty_then_zero_there():
 
 def test_reductions_when_there_are_no_tokens_then_zeros_for_every_sequence():
     none, ids = torch.zeros(2, 0), torch.zeros(0, dtype=torch.int64)
-    assert segment_sums(none, ids, 3).tolist() == [[0.0] * 3] * 2
+    assert sums_of(none, ids, 3).tolist() == [[0.0] * 3] * 2
     assert segment_maxima(none, ids, 3).tolist() == [[0.0] * 3] * 2
-    assert segment_sums(none, ids, 0).tolist() == [[], []]
+    assert sums_of(none, ids, 0).tolist() == [[], []]
 
 
-def test_turn_segments_when_turns_are_interrupted_and_numbered_at_will_then_one_segment_each():
-    # Sequence 0: turns 5, -1, 5, 7; sequence 1: turns 5, 0. Interrupted turn 5 is one; the sequences' are not shared.
-    seq_ids = torch.tensor([0, 0, 1, 0, 0, 1])
-    turn_ids = torch.tensor([5, -1, 5, 5, 7, 0])
-    found = turn_segments(seq_ids, turn_ids)
-    assert found[0] == found[3] and len(set(found.tolist())) == 5
-    assert found.min() >= 0 and found.max() < 6
+def test_turn_segments_when_turns_are_interrupted_then_one_number_each_and_the_same_whatever_else_is_there():
+    # Three turns a sequence at most. Sequence 0: turns 1, 0, 1, 2; sequence 1: turns 1, 0, 1.
+    seq_ids = torch.tensor([0, 0, 1, 0, 0, 1, 1])
+    turn_ids = torch.tensor([1, 0, 1, 1, 2, 0, 1])
+    assert turn_segments(seq_ids, turn_ids, 3).tolist() == [1, 0, 4, 1, 2, 3, 4]
+    # Another rank holds only two of these tokens.
+    assert turn_segments(seq_ids[4:6], turn_ids[4:6], 3).tolist() == [2, 3]
 
 
 def test_flatten_padded_when_rows_are_of_unlike_length_then_padding_stays_in_place():

@@ -20,7 +20,7 @@ MASK = torch.tensor([True, True, True, False, True, False, True])
 def correct(config: RolloutCorrectionConfig, turn_ids=TURN_IDS, **inputs):
     return compute_correction(
         LOG_RATIO - 1, torch.full((7,), -1.0), MASK, SEQ_IDS, num_sequences=3, config=config, turn_ids=turn_ids,
-        **inputs,
+        **({"num_turns": 3} | inputs),
     )
 
 
@@ -59,8 +59,11 @@ def test_turn_weights_when_a_token_has_no_log_prob_then_its_turn_is_the_product_
 
 
 def test_metrics_by_turn_when_worked_out_by_hand_then_equal():
+    # Nothing is beyond the clamps.
     metrics = {name: metric.value() for name, metric in correct(RolloutCorrectionConfig()).metrics.items()}
     found = {name: value for name, value in metrics.items() if name.startswith("by_turn/")}
+    clamped = [name for name in found if name.endswith("_clamped")]
+    assert len(clamped) == 6 and all(found.pop(name) == found[name.removesuffix("_clamped")] for name in clamped)
     assert found == pytest.approx({
         # D = 0.1, -0.2, 0.01
         "by_turn/first/tokens": 3,
@@ -95,14 +98,10 @@ def test_outlier_when_in_the_first_turn_then_the_later_ones_keep_their_digits():
     assert metrics["by_turn/first/k3_kl"].value() == pytest.approx(math.exp(20) - 21, rel=1e-9)
 
 
-def test_turn_parts_when_turn_ids_are_missing_or_turns_are_split_then_refused():
-    class TwoRanks:
-        cp_size = 2
-
+def test_turn_parts_when_turn_ids_or_their_bound_are_missing_then_refused():
     rule = RolloutCorrectionConfig(rollout_rs=(RejectionRule("turn_mean", "k3", upper=0.1),))
     weights = RolloutCorrectionConfig(rollout_is="turn", rollout_is_upper=2.0)
     for config, name in ((rule, "turn_mean_k3"), (weights, "turn weights")):
-        with pytest.raises(ValueError, match=f"{name} needs turn_ids; pass them, or use a token or sequence level"):
-            correct(config, turn_ids=None)
-        with pytest.raises(ValueError, match=f"{name} is not supported with --context-parallel-size 2: a turn may"):
-            correct(config, groups=TwoRanks())
+        for missing in ({"turn_ids": None}, {"num_turns": None}):
+            with pytest.raises(ValueError, match=f"{name} needs turn_ids and num_turns, above every"):
+                correct(config, **missing)

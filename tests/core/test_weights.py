@@ -22,7 +22,8 @@ def weights_of(rho, level="token", mode="truncate", lower=None, upper=1e9, seq_i
     rollout = torch.full_like(rho, -1.0)
     seq_ids = torch.zeros(len(rho), dtype=torch.int64) if seq_ids is None else seq_ids
     return compute_correction(
-        rho.log() - 1, rollout, torch.ones(len(rho)), seq_ids, num_sequences=3, config=config, turn_ids=turn_ids
+        rho.log() - 1, rollout, torch.ones(len(rho)), seq_ids, num_sequences=3, config=config, turn_ids=turn_ids,
+        num_turns=2,
     )
 
 

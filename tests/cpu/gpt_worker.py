@@ -110,7 +110,7 @@ def batches(layout: dict):
         positions = torch.cat([torch.arange(b - a) for a, b in zip(BOUNDARIES, BOUNDARIES[1:], strict=False)])
         batch = {"tokens": row[:-1], "labels": row[1:], "positions": positions}
         if cp > 1:
-            from megatron_rl_corr.cpu.cp_attention import zigzag_positions
+            from megatron_rl_corr.parallel.context import zigzag_positions
 
             kept = zigzag_positions(
                 ps.get_context_parallel_rank(), cp, BOUNDARIES if "packed" in layout else [0, LENGTH]
@@ -162,7 +162,7 @@ def run(layout: dict) -> dict:
     spec = get_gpt_layer_local_spec(
         num_experts=4, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm"
     )
-    if layout.get("cp", 1) > 1 or "packed" in layout:
+    if "packed" in layout:
         from megatron_rl_corr.cpu.cp_attention import ContextParallelAttention
 
         spec.submodules.self_attention.submodules.core_attention = ContextParallelAttention

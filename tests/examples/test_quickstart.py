@@ -9,10 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_rl_corr.report.meaning import MEANINGS, meaning_of
 from megatron_rl_corr.report.metrics_file import read_metrics
 from megatron_rl_corr.rollout.process_group import group_members
+from megatron_rl_corr.rollout.trajectory_file import read_trajectories
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = ROOT / "examples/quickstart/run.py"
@@ -74,8 +76,26 @@ def left_of(out):
     return found
 
 
+def assert_saved(folder, steps):
+    """The samples on disk tell the same mismatch, reward and rejection as the metrics."""
+    for step in steps:
+        paths = sorted(folder.glob(f"step_{step['step']:06d}_replica*.parquet"))
+        samples = [sample for path in paths for sample in read_trajectories(path)]
+        assert len(samples) == 64
+        d = torch.cat([s.train_logprobs - s.trajectory.rollout_logprobs for s in samples])
+        kept = torch.cat([s.loss_mask for s in samples])
+        assert step["rollout_corr/valid_tokens"] == len(d)
+        assert step["rollout_corr/log_ratio_abs_max"] == pytest.approx(d.abs().max().item(), rel=1e-5)
+        assert step["rollout_corr/kl"] == pytest.approx(-d.double().mean().item(), rel=1e-3, abs=1e-9)
+        assert step["rollout_corr/kept_fraction"] == pytest.approx(kept.double().mean().item())
+        assert step["reward/mean"] == pytest.approx(sum(s.reward for s in samples) / 64)
+        assert all((s.advantages == s.advantages[:1]).all() for s in samples)
+    assert len(list(folder.iterdir())) == len(steps) * len(paths)
+
+
 def test_quickstart_in_bfloat16_then_reward_is_learned_and_the_mismatch_is_seen(tmp_path):
-    with Quickstart(tmp_path / "run", "--steps", "50") as quickstart:
+    save = ["--rollout-save-trajectories", str(tmp_path / "samples")]
+    with Quickstart(tmp_path / "run", "--steps", "50", "--", *save) as quickstart:
         assert quickstart.finish() == 0, quickstart.text
     steps = read_metrics(quickstart.out / "metrics.jsonl")
     rewards = [step["reward/mean"] for step in steps]
@@ -87,12 +107,14 @@ def test_quickstart_in_bfloat16_then_reward_is_learned_and_the_mismatch_is_seen(
         assert step["rollout_corr/k3_kl"] > 1e-7 and step["rollout_corr/log_ratio_abs_max"] > 1e-3
         assert 0 < step["rollout_corr/kept_fraction"] <= 1 and step["skipped"] == 0
     assert any(step["rollout_corr/kept_fraction"] < 1 for step in steps)
+    assert_saved(tmp_path / "samples", steps)
     # What is logged is explained, and what is explained is logged.
     assert {name for name in steps[0] if meaning_of(name) is None} == set()
     assert set(MEANINGS) - set(steps[0]) == set()
-    # Every sample was asked for over HTTP: 50 steps of 64. One push before the first step, one after each.
+    # Every sample was asked for over HTTP: 50 steps of 64, and 14 to check the server first. One push before the first
+    # step, one after each.
     log = (quickstart.out / "server.log").read_text()
-    assert log.count("POST /generate HTTP/1.1") == 50 * 64
+    assert log.count("POST /generate HTTP/1.1") == 50 * 64 + 14
     assert log.count("POST /update_weights_from_distributed") >= 51 and log.count("POST /end_weight_update") == 51
     assert quickstart.lines[-1].strip().endswith(str(quickstart.out / "report.html"))
     assert (quickstart.out / "report.html").stat().st_size > 50_000
@@ -110,15 +132,20 @@ def test_quickstart_in_bfloat16_then_reward_is_learned_and_the_mismatch_is_seen(
          "--overlap-param-gather", "--calculate-per-token-loss",
          # And truncated sampling: both sides renormalise on the ids that the server kept.
          "--rollout-temperature", "0.8", "--rollout-top-p", "0.9", "--rollout-top-k", "40"],
+        # Each row cut over two ranks, each stage's layers in two parts, and no logits.
+        ["--tensor-model-parallel-size", "1", "--context-parallel-size", "2",
+         "--num-layers-per-virtual-pipeline-stage", "1", "--rollout-linear-logprobs", "--rollout-fp32-lm-head"],
     ],
-    ids=["tp2-pp2-ep2", "dp2-pp2-ep2-distributed-optimizer-top-p"],
+    ids=["tp2-pp2-ep2", "dp2-pp2-ep2-distributed-optimizer-top-p", "cp2-pp2-vpp2-ep2-linear"],
 )  # fmt: skip
 def test_quickstart_in_float32_then_log_ratios_after_every_push_are_below_1e_4(layout, tmp_path):
-    options = ("--server-dtype", "float32", "--steps", "4", "--", *layout)
+    save = ["--rollout-save-trajectories", str(tmp_path / "samples")]
+    options = ("--server-dtype", "float32", "--steps", "4", "--", *layout, *save)
     with Quickstart(tmp_path / "run", *options) as quickstart:
         assert quickstart.finish() == 0, quickstart.text
     steps = read_metrics(quickstart.out / "metrics.jsonl")
     assert [step["weight_version"] for step in steps] == [1, 2, 3, 4]
+    assert_saved(tmp_path / "samples", steps)
     assert all(step["rollout_corr/log_ratio_abs_max"] <= 1e-4 for step in steps)
     # The weights did move, so it was the push that kept the two together.
     assert all(step["grad_norm"] > 0 for step in steps) and steps[0]["rollout_corr/valid_tokens"] > 300

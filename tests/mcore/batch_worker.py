@@ -76,7 +76,7 @@ def targets(batch: RolloutBatch) -> dict:
     )
     made = make_targets(batch, old, config, ParallelGroups(), group_size=2)
     entropy = torch.arange(20, dtype=torch.float32)
-    metrics = batch_metrics(batch, made, entropy)
+    metrics = batch_metrics(batch, made, entropy, ParallelGroups())
     return {
         "advantages": made.advantages, "mask": made.correction.mask,
         "metrics": {name: metric.value() for name, metric in metrics.items()},

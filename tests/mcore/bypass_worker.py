@@ -6,7 +6,8 @@ import torch
 
 from megatron_rl_corr.config import RejectionRule, RolloutCorrectionConfig
 from megatron_rl_corr.mcore.batch import RolloutBatch, microbatches
-from megatron_rl_corr.mcore.loss import CorrectedLoss, LogprobSettings
+from megatron_rl_corr.mcore.logprobs import LogprobSettings
+from megatron_rl_corr.mcore.loss import CorrectedLoss
 from megatron_rl_corr.mcore.targets import make_bypass_targets
 from megatron_rl_corr.parallel.groups import ParallelGroups
 from megatron_rl_corr.parallel.reduce import merge
@@ -37,6 +38,7 @@ def main(path: str) -> None:
     batch = RolloutBatch(
         labels, labels, mask, rollout, torch.tensor([1.0, 2.0, -1.0, 0.5]), torch.tensor([0, 0, 1, 1]),
         torch.zeros(rows), torch.zeros(rows, length, 0, dtype=torch.int32),
+        torch.arange(length),
     )
     saved = {"logits": logits, "labels": labels, "rollout": rollout, "mask": mask, "rewards": batch.rewards}
     for name, config in CONFIGS.items():
@@ -50,9 +52,9 @@ def main(path: str) -> None:
         parts = [loss(micro, leaf[2 * i : 2 * i + 2])[0] for i, micro in enumerate(microbatches(batch, 2, targets))]
         total = sum(parts) / 2  # the schedule divides by the number of microbatches
         total.backward()
-        numbers = {key: metric.value() for key, metric in merge(loss.corrections).items()}
+        numbers = {key: metric.value() for key, metric in merge(loss.corrections.values()).items()}
         saved[name] = {"loss": total.detach(), "grad": leaf.grad, "kept_fraction": numbers["kept_fraction"],
-                       "entropy": merge(loss.metrics)["entropy"].value()}
+                       "entropy": merge(loss.metrics.values())["entropy"].value()}
     torch.save(saved, path)
 
 

@@ -1,19 +1,20 @@
-"""The corrected loss and its gradient by Hugging Face autograd in float64, one sequence at a time, without our code.
+"""Corrected losses, gradients and log-probs by Hugging Face autograd in float64, one sequence at a time.
 
-python hf_reference.py MODEL_DIR OUT.pt: makes samples, rollout and old log-probs, and saves them with the results.
+Shares no code with the package. python hf_reference.py MODEL_DIR OUT.pt makes samples, rollout and old log-probs, and
+saves them with the results of each case: "token" (PPO clip, token weights, two rules, mean over tokens), "sequence"
+(GSPO, sequence weights, seq_max rule, mean over sequences), "bypass" (two policies, REINFORCE).
 """
 
 import math
 import sys
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 GROUPS, GROUP_SIZE = 4, 4
-CLIP, DUAL_CLIP, UPPER, GEO_LOW, GEO_HIGH = 0.2, 3.0, 1.02, 0.98, 1.03
 
 
-def make_samples(model, generator):
+def make_samples(generator):
     """Prompts and responses of unequal lengths, drawn at random: the loss does not care who wrote them."""
     samples = []
     for group in range(GROUPS):
@@ -26,73 +27,122 @@ def make_samples(model, generator):
 
 
 def logprobs_of(model, sample):
-    """Log-probs of the response under the model, with gradient."""
+    """Log-probs of the response under the model, with gradient, and the entropies."""
     ids = torch.cat([sample["prompt"], sample["output"]])
     logits = model(ids[None]).logits[0]
     start = len(sample["prompt"])
-    return torch.log_softmax(logits[start - 1 : -1], dim=-1).gather(1, ids[start:, None])[:, 0]
+    distribution = torch.log_softmax(logits[start - 1 : -1], dim=-1)
+    entropy = -(distribution.exp() * distribution).sum(dim=-1)
+    return distribution.gather(1, ids[start:, None])[:, 0], entropy.detach()
+
+
+def advantages_of(samples, accepted):
+    """(reward - mean) / (std + 1e-6) over the accepted rows of each prompt; 0 where there are none."""
+    advantages = []
+    for sample in samples:
+        rows = [i for i, other in enumerate(samples) if other["group"] == sample["group"]]
+        rewards = [samples[i]["reward"] for i in rows if accepted[i]]
+        mean = sum(rewards) / max(len(rewards), 1)
+        std = math.sqrt(sum((r - mean) ** 2 for r in rewards) / max(len(rewards), 1))
+        advantages.append((sample["reward"] - mean) / (std + 1e-6) if rewards else 0.0)
+    return advantages
+
+
+def token_case(samples, now, old):
+    """Weights min(rho, 1.02) over their mean; geometric mean of rho in [0.98, 1.03] and each rho in [0.9, 1.12]."""
+    d = [(o - s["rollout"]).tolist() for o, s in zip(old, samples, strict=True)]
+    accepted = [0.98 <= math.exp(sum(row) / len(row)) <= 1.03 for row in d]
+    advantages = advantages_of(samples, accepted)
+    weights = [[min(math.exp(x), 1.02) for x in row] for row in d]
+    valid = sum(map(len, d))
+    average = sum(map(sum, weights)) / valid
+    total, kept, clipped, dual, moved = 0.0, 0, 0, 0, []
+    for i, row in enumerate(d):
+        for t, x in enumerate(row):
+            if not accepted[i] or not 0.9 <= math.exp(x) <= 1.12:
+                continue
+            kept += 1
+            moved.append((now[i][t] - old[i][t]).item())
+            advantage, ratio = advantages[i], torch.exp(now[i][t] - old[i][t])
+            free, bounded = ratio * advantage, ratio.clamp(0.8, 1.2) * advantage
+            surrogate = torch.minimum(free, bounded)
+            clipped += bool(bounded < free)
+            if advantage < 0 and surrogate < 3.0 * advantage:
+                surrogate, dual = torch.tensor(3.0 * advantage), dual + 1
+            total = total - weights[i][t] / average * surrogate
+    assert 0 < sum(accepted) < len(samples) and 0 < clipped < kept < valid and dual, "the case must exercise them all"
+    return total / valid, {
+        "policy": total.item() / kept, "clip_fraction": clipped / kept, "dual_clip_fraction": dual / kept,
+        "rollout_corr/kept_fraction": kept / valid,
+    }, moved
+
+
+def sequence_case(samples, now, old):
+    """GSPO's sequence form; weights min(prod rho, 1.05); each rho in [0.8, 1.25]; mean over kept sequences."""
+    d = [(o - s["rollout"]).tolist() for o, s in zip(old, samples, strict=True)]
+    accepted = [all(0.8 <= math.exp(x) <= 1.25 for x in row) for row in d]
+    advantages = advantages_of(samples, accepted)
+    total, by_token, clipped, kept, moved = 0.0, 0.0, 0, 0, []
+    for i, row in enumerate(d):
+        if not accepted[i]:
+            continue
+        ratio = (now[i] - old[i]).mean().exp()
+        free, bounded = ratio * advantages[i], ratio.clamp(0.95, 1.08) * advantages[i]
+        loss = -min(math.exp(sum(row)), 1.05) * torch.minimum(free, bounded)
+        total, by_token = total + loss, by_token + len(row) * loss.item()
+        clipped, kept = clipped + len(row) * bool(bounded < free), kept + len(row)
+        moved += (now[i] - old[i]).tolist()
+    assert 0 < sum(accepted) < len(samples) and 0 < clipped < kept, "the case must exercise rejection and clip"
+    return total / sum(accepted), {"policy": by_token / kept, "clip_fraction": clipped / kept}, moved
+
+
+def bypass_case(samples, now, old):
+    """The current policy against pi_rollout: weights min(rho, 1.1); geometric mean of rho in [0.8, 1.25]."""
+    d = [(n.detach() - s["rollout"]).tolist() for n, s in zip(now, samples, strict=True)]
+    accepted = [0.8 <= math.exp(sum(row) / len(row)) <= 1.25 for row in d]
+    advantages = advantages_of(samples, [True] * len(samples))
+    total, kept, moved = 0.0, 0, []
+    for i, row in enumerate(d):
+        for t, x in enumerate(row):
+            if accepted[i]:
+                total, kept = total - min(math.exp(x), 1.1) * advantages[i] * now[i][t], kept + 1
+                moved.append(x)  # pi_rollout is pi_old
+    assert 0 < sum(accepted) < len(samples), "the case must exercise rejection"
+    return total / sum(map(len, d)), {"policy": total.item() / kept}, moved
+
+
+CASES = {"token": token_case, "sequence": sequence_case, "bypass": bypass_case}
 
 
 def main(model_dir, out):
     torch.set_default_dtype(torch.float64)
+    sparse = AutoConfig.from_pretrained(model_dir).model_type == "qwen3_moe"
+    experts = {"experts_implementation": "eager"} if sparse else {}
     model = AutoModelForCausalLM.from_pretrained(
-        model_dir, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+        model_dir, dtype=torch.float64, attn_implementation="eager", **experts
     ).eval()
     generator = torch.Generator().manual_seed(5)
-    samples = make_samples(model, generator)
+    samples = make_samples(generator)
     for sample in samples:
         with torch.no_grad():
-            now = logprobs_of(model, sample)
+            now, _ = logprobs_of(model, sample)
         # pi_old stands off pi_theta (so that the clip acts), and pi_rollout off pi_old (so that weights and rules act).
+        sample["now"] = now
         sample["old_shift"] = 0.25 * torch.randn(now.shape, generator=generator)
-        sample["rollout"] = now + sample["old_shift"] + 0.1 * torch.randn(now.shape, generator=generator)
+        sample["old_shift"][::4] *= 5.0  # far enough for the dual clip
+        sample["old"] = now + sample["old_shift"]
+        sample["rollout"] = sample["old"] + 0.1 * torch.randn(now.shape, generator=generator)
         sample["reward"] = float(torch.rand((), generator=generator))
-    total, valid, kept, clipped, dual_clipped, rejected = 0.0, 0, 0, 0, 0, 0
-    accepted = {}
-    for index, sample in enumerate(samples):
-        with torch.no_grad():
-            old = logprobs_of(model, sample) + sample["old_shift"]
-        ratios = [float(a - b) for a, b in zip(old, sample["rollout"], strict=True)]
-        accepted[index] = GEO_LOW <= math.exp(sum(ratios) / len(ratios)) <= GEO_HIGH
-        sample["weights"] = [min(math.exp(d), UPPER) for d in ratios]
-        sample["old"] = old
-        valid += len(ratios)
-        rejected += not accepted[index]
-    for group in range(GROUPS):
-        rows = [i for i, s in enumerate(samples) if s["group"] == group]
-        counted = [samples[i]["reward"] for i in rows if accepted[i]]
-        if counted:
-            mean = sum(counted) / len(counted)
-            std = math.sqrt(sum((r - mean) ** 2 for r in counted) / len(counted))
-        for i in rows:
-            samples[i]["advantage"] = (samples[i]["reward"] - mean) / (std + 1e-6) if counted else 0.0
-    for index, sample in enumerate(samples):
-        if not accepted[index]:
-            continue
-        logprobs = logprobs_of(model, sample)
-        for t in range(len(logprobs)):
-            ratio = torch.exp(logprobs[t] - sample["old"][t])
-            free = ratio * sample["advantage"]
-            bounded = ratio.clamp(1 - CLIP, 1 + CLIP) * sample["advantage"]
-            surrogate = torch.minimum(free, bounded)
-            if surrogate < DUAL_CLIP * min(sample["advantage"], 0.0):
-                surrogate = torch.tensor(DUAL_CLIP * sample["advantage"])
-                dual_clipped += 1
-            total = total - sample["weights"][t] * surrogate
-            kept += 1
-            clipped += bool(bounded < free)
-    assert 0 < rejected < len(samples) and 0 < clipped < kept, "the case must exercise rejection and clip"
-    assert dual_clipped > 0, "and the dual clip"
-    (total / valid).backward()
-    given = ("prompt", "output", "group", "old_shift", "rollout", "reward")
-    torch.save({
-        "samples": [{name: sample[name] for name in given} for sample in samples],
-        "grads": hf_named_grads(model),
-        "policy": float(total) / kept,
-        "clip_fraction": clipped / kept,
-        "kept_fraction": kept / valid,
-        "kept_sequence_fraction": 1 - rejected / len(samples),
-    }, out)
+    cases = {}
+    for name, case in CASES.items():
+        model.zero_grad()
+        scored = [logprobs_of(model, sample) for sample in samples]
+        now, old = [logprobs for logprobs, _ in scored], [sample["old"] for sample in samples]
+        loss, metrics, moved = case(samples, now, old)
+        loss.backward()
+        cases[name] = {"grads": hf_named_grads(model), "metrics": metrics, "moved": moved}
+    entropy = torch.cat([entropy for _, entropy in scored]).mean().item()
+    torch.save({"samples": samples, "cases": cases, "entropy": entropy}, out)
 
 
 def hf_named_grads(model):
@@ -100,7 +150,7 @@ def hf_named_grads(model):
     grads = {}
     for name, parameter in model.named_parameters():
         # An expert that no token chose has no gradient at all.
-        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
         if name.endswith("experts.gate_up_proj"):
             for expert, both in enumerate(grad):
                 gate, up = both.chunk(2, dim=0)

@@ -1,6 +1,7 @@
-"""Loss, gradients and metrics of one corrected step under several layouts against a saved reference; run by torchrun.
+"""Loss, gradients and metrics of one corrected step under several layouts against a saved reference.
 
-layout_worker.py MODEL_DIR REFERENCE.pt '{"tp": 2, "sp": true}' ...  prints one JSON line of errors for each.
+layout_worker.py PROCESSES MODEL_DIR REFERENCE.pt '{"tp": 2, "sp": true, "runs": [["token", 4]]}' ...  prints a line of
+JSON for each run, of a case of CONFIGS in so many microbatches: the gradients' worst error, and the metrics.
 """
 
 import json
@@ -10,70 +11,81 @@ import sys
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from layout_cases import CONFIGS, LENGTH
 from megatron.core import parallel_state as ps
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.multiprocessing import start_processes
 
-from megatron_rl_corr.config import RejectionRule, RolloutCorrectionConfig
 from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.mcore.batch import RolloutBatch, microbatches
 from megatron_rl_corr.mcore.forward_step import make_forward_step
-from megatron_rl_corr.mcore.loss import CorrectedLoss, LogprobSettings
+from megatron_rl_corr.mcore.logprobs import LogprobSettings
+from megatron_rl_corr.mcore.loss import CorrectedLoss
 from megatron_rl_corr.mcore.scoring import score
-from megatron_rl_corr.mcore.targets import batch_metrics, make_targets
+from megatron_rl_corr.mcore.targets import batch_metrics, make_bypass_targets, make_targets
 from megatron_rl_corr.parallel.groups import ParallelGroups
 from megatron_rl_corr.parallel.reduce import all_gather_metrics, merge
+from megatron_rl_corr.rollout.local_server import free_port
 from megatron_rl_corr.rollout.trajectory import Trajectory, VersionSpan
 from megatron_rl_corr.weight_sync.export import StageExporter
 from megatron_rl_corr.weight_sync.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.weight_sync.names import NameTable
 from megatron_rl_corr.weight_sync.shards import load_shards, local_parameters
 
-LENGTH, GROUP_SIZE, PADDED_VOCAB = 20, 4, 96
-CONFIG = RolloutCorrectionConfig(
-    rollout_is="token", rollout_is_upper=1.02, rollout_rs=(RejectionRule("seq_mean", "ratio", 0.98, 1.03),)
-)
+GROUP_SIZE, PADDED_VOCAB = 4, 96
 
 
-def transformer_config(hf, layout, per_token):
-    return TransformerConfig(
+def transformer_config(hf, layout, **settings):
+    moe = {} if "num_experts_per_tok" not in hf else {
+        "num_moe_experts": hf.get("num_experts") or hf["num_local_experts"],
+        "moe_router_topk": hf["num_experts_per_tok"],
+        "moe_ffn_hidden_size": hf["moe_intermediate_size"], "moe_token_dispatcher_type": "alltoall",
+        "moe_router_load_balancing_type": "none", "moe_router_dtype": "fp32",
+        "expert_model_parallel_size": layout.get("ep", 1), "expert_tensor_parallel_size": layout.get("etp", 1),
+    }  # fmt: skip
+    return TransformerConfig(**{**dict(
         num_layers=hf["num_hidden_layers"], hidden_size=hf["hidden_size"], ffn_hidden_size=hf["intermediate_size"],
         num_attention_heads=hf["num_attention_heads"], num_query_groups=hf["num_key_value_heads"],
-        kv_channels=hf["head_dim"], num_moe_experts=hf.get("num_experts") or hf["num_local_experts"],
-        moe_router_topk=hf["num_experts_per_tok"], moe_ffn_hidden_size=hf["moe_intermediate_size"],
-        moe_token_dispatcher_type="alltoall", moe_router_load_balancing_type="none", moe_router_dtype="fp32",
+        kv_channels=hf["head_dim"],
         normalization="RMSNorm", layernorm_epsilon=hf["rms_norm_eps"], qk_layernorm=True, gated_linear_unit=True,
         activation_func=F.silu, add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0,
         attention_softmax_in_fp32=True, use_cpu_initialization=True, pipeline_dtype=torch.float32,
         bias_dropout_fusion=False, bias_activation_fusion=False, masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False, apply_rope_fusion=False, calculate_per_token_loss=per_token,
+        gradient_accumulation_fusion=False, apply_rope_fusion=False,
+        # As Megatron's own arguments demand: in one batch, two stages would take each other's sends for one another.
+        overlap_p2p_comm="vpp" in layout, batch_p2p_comm="vpp" not in layout,
+        calculate_per_token_loss=layout.get("per_token", False),
         tensor_model_parallel_size=layout.get("tp", 1), sequence_parallel=layout.get("sp", False),
-        pipeline_model_parallel_size=layout.get("pp", 1), expert_model_parallel_size=layout.get("ep", 1),
-        expert_tensor_parallel_size=layout.get("etp", 1),
-    )  # fmt: skip
+        context_parallel_size=layout.get("cp", 1), pipeline_model_parallel_size=layout.get("pp", 1),
+        virtual_pipeline_model_parallel_size=layout.get("vpp"), **moe,
+    ), **settings})  # fmt: skip
 
 
 def build(hf, config):
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(
-            num_experts=config.num_moe_experts, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm"
-        ),
-        vocab_size=PADDED_VOCAB, max_sequence_length=LENGTH, parallel_output=True,
-        pre_process=ps.is_pipeline_first_stage(), post_process=ps.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=False, position_embedding_type="rope", rotary_base=10000,
-    )  # fmt: skip
-    model.model_type = ModelType.encoder_or_decoder
-    return model
+    """The model's chunks on this rank."""
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm"
+    )
+    virtual = config.virtual_pipeline_model_parallel_size
+    stages = range(virtual) if virtual else [None]
+    return [
+        GPTModel(
+            config=config, transformer_layer_spec=spec, vocab_size=PADDED_VOCAB, max_sequence_length=LENGTH,
+            parallel_output=True, pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+            post_process=ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage), vp_stage=stage,
+            share_embeddings_and_output_weights=False, position_embedding_type="rope", rotary_base=10000,
+        )
+        for stage in stages
+    ]  # fmt: skip
 
 
 def replica_batch(samples, layout):
@@ -95,46 +107,73 @@ def replica_batch(samples, layout):
     for row, s in enumerate(mine):
         start = len(s["prompt"]) - 1
         shift[row, start : start + len(s["output"])] = s["old_shift"].float()
-    return batch.broadcast(layout), shift.view(-1)
+    mine = batch.broadcast(layout).context_slice(layout.cp_group.rank(), layout.cp_group.size())
+    return mine, shift[:, mine.position_ids].reshape(-1)
 
 
-def run(model_dir, reference, spec):
-    ps.destroy_model_parallel()
+def set_up(model_dir, samples, spec, **settings):
+    """Groups, model with the checkpoint's weights, and this rank's share of the batch; settings are Megatron's."""
     ps.initialize_model_parallel(
         tensor_model_parallel_size=spec.get("tp", 1), pipeline_model_parallel_size=spec.get("pp", 1),
+        virtual_pipeline_model_parallel_size=spec.get("vpp"), context_parallel_size=spec.get("cp", 1),
         expert_model_parallel_size=spec.get("ep", 1), expert_tensor_parallel_size=spec.get("etp", 1),
     )
     model_parallel_cuda_manual_seed(1)
     layout, checkpoint = compat.layout(), HFCheckpoint(model_dir)
-    per_token, micro = spec.get("per_token", False), spec.get("micro", 2)
-    config = transformer_config(checkpoint.config, spec, per_token)
-    chunk = build(checkpoint.config, config)
+    config = transformer_config(checkpoint.config, spec, **settings)
+    chunks = build(checkpoint.config, config)
     table = NameTable(checkpoint.config, padded_vocab_size=PADDED_VOCAB)
-    parameters = local_parameters([chunk], table, experts_per_rank=config.num_moe_experts // spec.get("ep", 1))
+    parameters = local_parameters(chunks, table, experts_per_rank=(config.num_moe_experts or 0) // spec.get("ep", 1))
     load_shards(parameters, checkpoint, layout.shard)
-    model = [DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), chunk)]
+    ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    model = [
+        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)
+    ]
     config.finalize_model_grads_func = finalize_model_grads
+    batch, shift = replica_batch(samples, layout)
+    vocab_size, from_hidden = checkpoint.config["vocab_size"], spec.get("hidden", False)
+    logprobs = LogprobSettings(layout.tp_group, 1.0, vocab_size, from_hidden=from_hidden)
+    return model, parameters, layout, config, batch, shift, logprobs
 
-    batch, shift = replica_batch(reference["samples"], layout)
-    settings = LogprobSettings(layout.tp_group, 1.0, checkpoint.config["vocab_size"])
-    groups = ParallelGroups(cp=layout.cp_group, dp_cp=layout.dp_cp_group)
-    scored, targets, metrics = score(model, batch, settings, micro_batch_size=micro), None, {}
+
+def run(model_dir, reference, spec):
+    """(case, number of microbatches, metrics on the last stage, this rank's share of the gradients) of each run."""
+    model, parameters, layout, config, batch, shift, settings = set_up(model_dir, reference["samples"], spec)
+    scored = score(model, batch, settings, micro_batch_size=len(batch.tokens) // spec["runs"][0][1], seq_length=LENGTH)
     if scored is not None:
-        targets = make_targets(batch, scored[0] + shift, CONFIG, groups, group_size=GROUP_SIZE)
-        metrics = batch_metrics(batch, targets, scored[1])
-    rows = len(batch.tokens)
+        scored = scored[0] + shift, scored[1]
+    for case, microbatch_count in spec["runs"]:
+        metrics = step(model, layout, CONFIGS[case], batch, scored, settings, microbatch_count, config)
+        numbers = all_gather_metrics(metrics, layout.dp_cp_group) if layout.is_last_stage else {}
+        yield case, microbatch_count, numbers, whole_gradients(parameters, layout)
+
+
+def step(model, layout, correction, batch, scored, settings, microbatch_count, config):
+    """Correct, and one forward and backward pass into the gradient buffers; the metrics of the step."""
+    groups = ParallelGroups(cp=layout.cp_group, dp_cp=layout.dp_cp_group)
+    micro = len(batch.tokens) // microbatch_count
+    targets, metrics = None, {}
+    if scored is not None and correction.bypass_mode:
+        targets = make_bypass_targets(batch, correction, groups, group_size=GROUP_SIZE)
+        metrics = batch_metrics(batch, targets, scored[1], groups)
+    elif scored is not None:
+        targets = make_targets(batch, scored[0], correction, groups, group_size=GROUP_SIZE)
+        metrics = batch_metrics(batch, targets, scored[1], groups)
     loss = CorrectedLoss(
-        CONFIG, settings, num_microbatches=rows // micro, dp_size=layout.dp_size, per_token=per_token,
-        global_positions=len(reference["samples"]) * LENGTH,
+        correction, settings, num_microbatches=microbatch_count, dp_size=layout.dp_size,
+        per_token=config.calculate_per_token_loss, global_positions=layout.dp_size * len(batch.tokens) * LENGTH,
+        groups=groups,
     )
-    model[0].zero_grad_buffer()
+    for chunk in model:
+        chunk.zero_grad_buffer()
+    iterators = [microbatches(batch, micro, targets) for _ in model]
     get_forward_backward_func()(
-        forward_step_func=make_forward_step(loss), data_iterator=microbatches(batch, micro, targets), model=model,
-        num_microbatches=rows // micro, seq_length=LENGTH, micro_batch_size=micro, forward_only=False,
+        forward_step_func=make_forward_step(loss, settings, with_entropy=loss.with_entropy), model=model,
+        data_iterator=iterators if len(model) > 1 else iterators[0], num_microbatches=microbatch_count,
+        seq_length=LENGTH, micro_batch_size=micro, forward_only=False,
     )
-    metrics |= merge(loss.metrics)
-    numbers = all_gather_metrics(metrics, layout.dp_cp_group) if layout.is_last_stage else {}
-    return numbers, whole_gradients(parameters, layout)
+    corrections = {f"rollout_corr/{name}": metric for name, metric in merge(loss.corrections.values()).items()}
+    return metrics | merge(loss.metrics.values()) | corrections
 
 
 def whole_gradients(parameters, layout):
@@ -147,36 +186,39 @@ def whole_gradients(parameters, layout):
     return tensors if exporter.sends else {}
 
 
-def errors(reference, numbers, grads):
+def gradient_error(expected, grads):
+    """The worst relative error of a parameter's gradient, and its name."""
     worst = {
         name: float((grads[name].double() - grad).norm() / grad.norm().clamp(min=1e-6))
-        for name, grad in reference["grads"].items()
+        for name, grad in expected.items()
     }
     name = max(worst, key=worst.get)
-    checked = {"policy": "policy", "clip_fraction": "clip_fraction", "kept_fraction": "rollout_corr/kept_fraction",
-               "kept_sequence_fraction": "rollout_corr/kept_sequence_fraction"}
-    return {
-        "gradient": worst[name], "worst": name, "parameters": len(worst),
-        "metrics": {key: abs(numbers[ours] - reference[key]) for key, ours in checked.items()},
-        "numbers": numbers,
-    }
+    return worst[name], name
 
 
-def main(model_dir, reference_path, *specs):
+def rank_main(rank, size, port, model_dir, reference, spec):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    for case, microbatch_count, numbers, grads in run(model_dir, reference, spec):
+        everything = [None] * size
+        dist.all_gather_object(everything, (numbers, grads))
+        if rank == 0:
+            merged = {name: grad for _, part in everything for name, grad in part.items()}
+            error, worst = gradient_error(reference["cases"][case]["grads"], merged)
+            print("RESULT " + json.dumps({
+                "layout": spec, "case": case, "microbatches": microbatch_count, "gradient": error, "worst": worst,
+                "metrics": next(found for found, _ in reversed(everything) if found),
+            }), flush=True)
+    dist.barrier()
+    os._exit(0)  # Megatron's leftovers may wait for each other at interpreter exit
+
+
+def main(processes, model_dir, reference_path, *specs):
     reference = torch.load(reference_path, weights_only=True)
     for spec in map(json.loads, specs):
-        numbers, grads = run(model_dir, reference, spec)
-        everything = [None] * dist.get_world_size()
-        dist.all_gather_object(everything, (numbers, grads))
-        if dist.get_rank() == 0:
-            merged = {name: grad for _, part in everything for name, grad in part.items()}
-            last = next(found for found, _ in reversed(everything) if found)
-            print("RESULT " + json.dumps({"layout": spec, **errors(reference, last, merged)}), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
-    os._exit(0)  # Megatron's leftovers may wait for each other at interpreter exit
+        # A fork a layout: what was imported is there, and the threads of the layout's gloo groups go with it.
+        arguments = (int(processes), free_port(), model_dir, reference, spec)
+        start_processes(rank_main, arguments, int(processes), start_method="fork")
 
 
 if __name__ == "__main__":

@@ -18,8 +18,9 @@ REQUIRED = [
 DEFAULTS = {
     "urls": ("http://a:30000", "http://b:30000"), "hf_checkpoint": "model", "prompts": "prompts.jsonl",
     "reward_function": "reward.py:reward", "group_size": 8, "max_new_tokens": 1024, "temperature": 1.0,
-    "top_p": 1.0, "top_k": -1,
-    "max_concurrency": 64, "timeout_s": 600.0, "bucket_mib": 256.0, "log_dir": None,
+    "top_p": 1.0, "top_k": -1, "linear_logprobs": False, "fp32_lm_head": False, "inplace_gradient": False,
+    "server_check": "semantic",
+    "max_concurrency": 64, "timeout_s": 600.0, "bucket_mib": 256.0, "log_dir": None, "save_trajectories": None,
 }
 
 
@@ -84,6 +85,24 @@ def test_parse_when_a_required_flag_is_missing_then_named(missing):
 )
 def test_parse_when_a_value_is_wrong_then_flag_rule_and_value(flag, value, words):
     assert refusal(*REQUIRED, flag, *([] if value is None else [value])) == words
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--rollout-fp32-lm-head"],
+         "--rollout-fp32-lm-head has no effect on Megatron's own logits; add --rollout-linear-logprobs"),
+        (["--rollout-linear-logprobs", "--rollout-top-k", "5"],
+         "--rollout-linear-logprobs with --rollout-top-p 1.0 and --rollout-top-k 5: the ids that the server kept are "
+         "looked up in the logits; drop the one or the others"),
+        (["--rollout-linear-logprobs", "--rollout-inplace-gradient"],
+         "--rollout-inplace-gradient has no effect with --rollout-linear-logprobs, which holds no logits, nor with "
+         "--rollout-top-k, whose gradient is sparse; drop it"),
+        (["--rollout-server-check", "maybe"], "--rollout-server-check must be semantic, all, off, got 'maybe'"),
+    ],
+)
+def test_parse_when_flags_of_the_last_layer_do_not_go_together_then_refused(flags, words):
+    assert refusal(*REQUIRED, *flags) == words
 
 
 def test_parser_when_it_is_megatrons_then_ours_join_it_and_nothing_is_required():

@@ -1,68 +1,153 @@
 """The corrected step on real Megatron-core over gloo, in every layout, against Hugging Face autograd.
 
-The reference is float64 and shares no code with the package; compared are the loss, every parameter's
-gradient, and the metrics.
+The reference is float64 and shares no code with the package; compared are the loss, every parameter's gradient, and
+every metric.
 """
 
+import itertools
 import json
+import math
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_rl_corr.cpu import environment
-from megatron_rl_corr.rollout.local_server import free_port
+from tests.core.naive import HIGH, LOW, Batch, clamp, correct, mean
+from tests.mcore.layout_cases import CONFIGS, LENGTH
 
 HERE = Path(__file__).resolve().parent
 TOLERANCE = 1e-5  # of float32 Megatron against float64; measured 1e-6
 
-LAYOUTS = {
-    1: [{}, {"per_token": True, "micro": 4}, {"micro": 1}],
-    2: [
-        {"tp": 2, "sp": True},
-        {"pp": 2},
-        {"pp": 2, "per_token": True, "micro": 1},
-        {"ep": 2},
-        {"ep": 2, "per_token": True, "micro": 4},
-        {},
-    ],
-    4: [
-        {"tp": 2, "pp": 2, "ep": 2, "sp": True},
-        {"tp": 2, "pp": 2, "ep": 2, "sp": True, "per_token": True, "micro": 1},
-        {"tp": 2, "ep": 2, "sp": True},
-        {"tp": 2, "ep": 2, "etp": 2, "sp": True},
-        {"pp": 2, "ep": 2, "micro": 1},
-        {"ep": 4},
-    ],
+
+def moe_layouts(processes):
+    """{tp} x {pp, vpp} x {cp} x {dp} x {ep} of so many processes; Megatron's MoE wants sp wherever it has tp."""
+    for tp, (pp, vpp), cp, dp, ep in itertools.product((1, 2), ((1, 1), (2, 1), (2, 2)), (1, 2), (1, 2), (1, 2)):
+        if tp * pp * cp * dp == processes and tp * cp * dp % ep == 0:
+            layout = {"tp": tp, "pp": pp, "cp": cp, "ep": ep}
+            yield layout | ({"vpp": 2} if vpp == 2 else {}) | ({"sp": True} if tp == 2 else {})
+
+
+def dense_layouts(processes):
+    """{tp 2, without sp} x {pp} x {cp} x {dp}: what MoE can't do."""
+    for pp, cp, dp in itertools.product((1, 2), (1, 2), (1, 2)):
+        if 2 * pp * cp * dp == processes:
+            yield {"tp": 2, "pp": pp, "cp": cp}
+
+
+def specs(layouts):
+    """Each layout with --calculate-per-token-loss on and off, 1 and 4 microbatches, and the other cases."""
+    for layout in layouts:
+        # Interleaved stages need at least as many microbatches as there are stages.
+        few = 2 if "vpp" in layout else 1
+        yield layout | {"runs": [["token", few], ["token", 4], ["sequence", 4]]}
+        yield layout | {"per_token": True, "runs": [["token", 4], ["token", few], ["bypass", 4]]}
+
+
+EXTRA = {
+    1: [],
+    2: [{"cp": 2, "hidden": True}],
+    4: [{"tp": 2, "ep": 2, "etp": 2, "sp": True}, {"ep": 4}, {"cp": 4},
+        {"tp": 2, "cp": 2, "ep": 2, "sp": True, "hidden": True},
+        {"tp": 2, "pp": 2, "vpp": 2, "sp": True, "hidden": True}],
 }
+"""More experts' ranks; and log-probs from hidden states instead of logits."""
 
 
 @pytest.fixture(scope="module")
-def reference(tiny_moe_dir, tmp_path_factory):
-    path = tmp_path_factory.mktemp("reference") / "reference.pt"
-    subprocess.run([sys.executable, HERE / "hf_reference.py", tiny_moe_dir, path], check=True)
-    return path
+def tiny_dense_dir(tiny_moe_dir, tmp_path_factory):
+    """The tiny model's tokenizer and sizes with dense layers."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    out = tmp_path_factory.mktemp("tiny_dense")
+    moe = json.loads((tiny_moe_dir / "config.json").read_text())
+    shape = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+             "num_key_value_heads", "head_dim", "max_position_embeddings", "rope_parameters")  # fmt: skip
+    torch.manual_seed(0)
+    config = Qwen3Config(tie_word_embeddings=False, initializer_range=0.05, **{name: moe[name] for name in shape})
+    Qwen3ForCausalLM(config).save_pretrained(out)
+    return out
 
 
-@pytest.mark.parametrize("processes", sorted(LAYOUTS))
-def test_corrected_step_in_every_layout_then_loss_gradients_and_metrics_equal_hf_autograd(
-    processes, tiny_moe_dir, reference
-):
+@pytest.fixture(scope="module")
+def reference_of(tmp_path_factory):
+    """hf_reference.py's results for a model directory: their path, and them."""
+
+    @cache
+    def reference(model_dir):
+        path = tmp_path_factory.mktemp("reference") / "reference.pt"
+        subprocess.run([sys.executable, HERE / "hf_reference.py", model_dir, path], check=True)
+        return path, torch.load(path, weights_only=True)
+
+    return reference
+
+
+def results(processes, model_dir, reference, chosen):
     run = subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes),
-            "--master-addr", "127.0.0.1", "--master-port", str(free_port()),
-            str(HERE / "layout_worker.py"), str(tiny_moe_dir), str(reference),
-            *map(json.dumps, LAYOUTS[processes]),
-        ],
-        env=environment("megatron"), capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        [sys.executable, HERE / "layout_worker.py", str(processes), model_dir, reference, *map(json.dumps, chosen)],
+        env=environment("megatron"), capture_output=True, text=True, timeout=600,
+    )
     lines = [line for line in run.stdout.splitlines() if line.startswith("RESULT ")]
-    results = [json.loads(line.removeprefix("RESULT ")) for line in lines]
-    assert [result["layout"] for result in results] == LAYOUTS[processes], run.stderr[-3000:]
-    for result in results:
-        assert result["parameters"] == 135  # 3 outside the layers; 4 x (9 + 8 experts x 3) inside
-        assert result["gradient"] < TOLERANCE, result
-        for name, error in result["metrics"].items():
-            assert error < TOLERANCE, (result["layout"], name, error)
+    found = [json.loads(line.removeprefix("RESULT ")) for line in lines]
+    expected = [[spec, *one] for spec in chosen for one in spec["runs"]]
+    assert [[one["layout"], one["case"], one["microbatches"]] for one in found] == expected, run.stderr[-3000:]
+    return found
+
+
+def expected_metrics(reference, case):
+    """Every metric of a case, from the reference's log-probs alone."""
+    samples, train = reference["samples"], "now" if case == "bypass" else "old"
+    tokens = [(i, float(s[train][t]), float(s["rollout"][t]))
+              for i, s in enumerate(samples) for t in range(len(s["output"]))]  # fmt: skip
+    padding = len(samples) * LENGTH - len(tokens)
+    rows, trains, rollouts = zip(*tokens, *[(0, 0.0, 0.0)] * padding, strict=True)
+    answer = correct(
+        Batch(list(trains), list(rollouts), [True] * len(tokens) + [False] * padding, list(rows), len(samples),
+              [0] * len(rows), [0.0] * len(rows)),
+        CONFIGS[case], with_turns=False,
+    )  # fmt: skip
+    rewards, n, moved = [s["reward"] for s in samples], len(samples), reference["cases"][case]["moved"]
+    return {f"rollout_corr/{name}": value for name, value in answer.metrics.items()} | reference["cases"][case][
+        "metrics"
+    ] | {
+        "reward/mean": sum(rewards) / n, "reward/max": max(rewards), "reward/min": min(rewards),
+        "reward/std": math.sqrt(sum((r - sum(rewards) / n) ** 2 for r in rewards) / n),
+        "response_length/mean": len(tokens) / n, "weight_lag": 0.0, "weight_lag_mean": 0.0,
+        "loss/entropy": reference["entropy"], **({"entropy": reference["entropy"]} if case == "bypass" else {}),
+        "old_new_k3_kl": mean(math.expm1(d) - d for d in moved),
+        "old_new_k3_kl_clamped": mean(math.expm1(d) - d for d in (clamp(d, LOW, HIGH) for d in moved)),
+    }  # fmt: skip
+
+
+def check(found, reference, parameters):
+    for one in found:
+        where = (one["layout"], one["case"], one["microbatches"])
+        assert len(reference["cases"][one["case"]]["grads"]) == parameters
+        assert one["gradient"] < TOLERANCE, (where, one["gradient"], one["worst"])
+        expected = expected_metrics(reference, one["case"])
+        assert one["metrics"].keys() == expected.keys(), where
+        for name, value in expected.items():
+            near = pytest.approx(value, rel=TOLERANCE, abs=TOLERANCE, nan_ok=True)
+            assert one["metrics"][name] == near, (where, name)
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_corrected_step_of_moe_in_every_layout_then_gradients_and_metrics_equal_hf_autograd(
+    processes, tiny_moe_dir, reference_of
+):
+    path, reference = reference_of(tiny_moe_dir)
+    layouts = [*moe_layouts(processes), *EXTRA[processes]]
+    found = results(processes, tiny_moe_dir, path, list(specs(layouts)))
+    check(found, reference, parameters=135)  # 3 outside the layers; 4 x (9 + 8 experts x 3) inside
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_corrected_step_of_dense_model_without_sequence_parallel_then_equal_hf_autograd(
+    processes, tiny_dense_dir, reference_of
+):
+    path, reference = reference_of(tiny_dense_dir)
+    found = results(processes, tiny_dense_dir, path, list(specs(dense_layouts(processes))))
+    check(found, reference, parameters=47)  # 3 outside the layers; 4 x 11 inside

@@ -5,6 +5,7 @@ import torch
 
 from megatron_rl_corr.core.correction import compute_correction
 from megatron_rl_corr.parallel.gather import all_gather_stacked
+from megatron_rl_corr.parallel.reduce import all_gather_metrics
 
 CUTS = ["zigzag", "contiguous"]
 
@@ -46,7 +47,7 @@ def test_correction_when_sequences_are_split_then_weights_and_masks_of_one_proce
 
 @pytest.mark.parametrize("cut", CUTS)
 def test_metrics_when_sequences_are_split_then_all_of_one_process(ranks, cut, one_process):
-    expected = {name: metric.value() for name, metric in one_process.metrics.items()}
+    expected = all_gather_metrics(one_process.metrics, None)
     assert expected["sequences"] == 7  # of eight one is empty
     for rank in ranks:
         assert rank["correction"][cut]["metrics"] == pytest.approx(expected, rel=1e-6, nan_ok=True)

@@ -22,22 +22,22 @@ def reference(logits, labels, support, grads, *, temperature=1.0, with_entropy=T
     return torch.stack(logprobs).detach(), torch.stack(entropies).detach(), exact.grad
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("name", CASES)
-def test_support_when_sharded_then_value_gradient_and_one_collective(ranks, name, size):
-    inputs, options = ranks[0]["inputs"]["support"][name], dict(ranks[0]["support_options"][name])
+def test_support_when_sharded_then_value_gradient_and_one_collective(vocab_ranks, name, size):
+    inputs, options = vocab_ranks[0]["inputs"]["support"][name], dict(vocab_ranks[0]["options"]["support"][name])
     options.pop("chunk_tokens", None)
     with_entropy = name != "no entropy"
     logprobs, entropy, gradient = reference(**inputs, **options, with_entropy=with_entropy)
-    results = [rank["support"][name, size] for rank in ranks]
+    results = [rank["support"][name, size] for rank in vocab_ranks]
     for result in results:
         torch.testing.assert_close(result["logprobs"][:-1].double(), logprobs, rtol=2e-6, atol=2e-6)
         assert result["logprobs"][-1] == -torch.inf  # drawn from nothing that is known
         assert torch.equal(result["logprobs"], results[0]["logprobs"])
         if with_entropy:
             torch.testing.assert_close(result["entropy"][:-1].double(), entropy, rtol=3e-6, atol=3e-6)
-        assert result["untouched"] and len(result["forward"]) == 1 and result["backward"] == []
-    merged = torch.cat([result["gradient"] for result in results[:size]], dim=1).double()
+        assert result["untouched"] and len(result["forward"]) == (size > 1) and result["backward"] == []
+    merged = torch.cat([result["gradients"][0] for result in results[:size]], dim=1).double()
     torch.testing.assert_close(merged, gradient, rtol=5e-6, atol=5e-6)
     assert merged[-1].count_nonzero() == 0
 

@@ -1,25 +1,37 @@
 """Log-prob and entropy from sharded logits, value and gradient, against float64 on the whole vocabulary."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_rl_corr.parallel.vocab import vocab_parallel_logprobs
+from benchmarks.correction import peak_bytes
+from megatron_rl_corr.parallel.vocab import backend, vocab_parallel_logprobs
 
 INF = float("inf")
 CASES = [
-    "plain", "temperature", "chunks that do not divide", "one padded column", "a rank of padding",
-    "a rank of -inf", "no entropy", "bfloat16", "no tokens",
+    "plain", "temperature", "chunks that do not divide", "one token a chunk", "one padded column", "a rank of padding",
+    "a rank of -inf", "rows of -inf", "rows of -inf, no entropy", "labels out of range", "extreme",
+    "extreme bfloat16", "no entropy", "bfloat16", "bfloat16, no entropy", "float16", "float64", "in place",
+    "in place, no entropy", "in place, bfloat16", "no tokens",
 ]
+ROUNDING = {torch.float32: 5e-6, torch.float64: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+"""Of a gradient, which has the logits' type."""
 
 
 def reference(logits, labels, grads, *, temperature=1.0, vocab_size=None, with_entropy=True):
-    """In float64 without shards: log-probs, entropy and the gradient in the logits, padding included."""
-    exact = logits.double().requires_grad_()
-    log_p = (exact[:, :vocab_size] / temperature).log_softmax(dim=1)
-    masked = labels < 0
-    logprobs = log_p.gather(1, labels.clamp(min=0)[:, None])[:, 0].masked_fill(masked, -INF)
-    entropy = -(log_p.exp() * log_p.clamp(min=-1e4)).sum(dim=1)
+    """In float64 without shards: log-probs, entropy and the gradient in the logits, padding included.
+
+    A log-prob of -inf is a constant, and the entropy of a row without a finite logit is 0.
+    """
+    exact = logits.double().clone().requires_grad_()
+    columns = exact[:, :vocab_size]
+    nothing = (columns == -INF).all(dim=1)
+    log_p = (columns.masked_fill(nothing[:, None], 0.0) / temperature).log_softmax(dim=1)
+    at_label = log_p.gather(1, labels.clamp(0, log_p.shape[1] - 1)[:, None])[:, 0]
+    impossible = nothing | (labels < 0) | (labels >= log_p.shape[1]) | (at_label == -INF)
+    logprobs = at_label.masked_fill(impossible, -INF)
+    entropy = -(log_p.exp() * log_p.clamp(min=-1e4)).sum(dim=1).masked_fill(nothing, 0.0)
     outputs = [logprobs, entropy] if with_entropy else [logprobs]
     torch.autograd.backward(outputs, [g.double() for g in grads[: len(outputs)]])
     return logprobs.detach(), entropy.detach() if with_entropy else None, exact.grad
@@ -29,61 +41,56 @@ def assert_close(actual, expected, tolerance):
     torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("name", CASES)
-def test_logprobs_when_sharded_then_value_and_gradient_of_the_whole(ranks, name, size):
-    inputs, options = ranks[0]["inputs"]["vocab"][name], dict(ranks[0]["options"][name])
+def test_logprobs_when_sharded_then_value_and_gradient_of_the_whole(vocab_ranks, name, size):
+    inputs, options = vocab_ranks[0]["inputs"]["vocab"][name], dict(vocab_ranks[0]["options"]["vocab"][name])
+    in_place = options.pop("inplace_gradient", False)
     options.pop("chunk_tokens", None)
     logprobs, entropy, gradient = reference(**inputs, **options)
-    results = [rank["vocab"][name, size] for rank in ranks]
+    results = [rank["vocab"][name, size] for rank in vocab_ranks]
     for result in results:
         assert_close(result["logprobs"], logprobs, 2e-6)
         if options.get("with_entropy", True):
             assert_close(result["entropy"], entropy, 3e-6)
         else:
             assert result["entropy"] is None
-    merged = torch.cat([result["gradient"] for result in results[:size]], dim=1)
-    # The gradient has the logits' type: bfloat16 keeps 8 bits.
+        # One collective forward, none backward; and the logits as they were.
+        assert len(result["forward"]) == (size > 1) and result["backward"] == []
+        assert result["untouched"] != in_place
+        # Tensor-parallel ranks hold the same tokens, and agree bit for bit.
+        assert torch.equal(result["logprobs"], results[0]["logprobs"])
+        assert result["entropy"] is None or torch.equal(result["entropy"], results[0]["entropy"])
+    merged = torch.cat([result["gradients"][0] for result in results[:size]], dim=1)
     assert merged.dtype == inputs["logits"].dtype
-    assert_close(merged, gradient, 8e-3 if name == "bfloat16" else 5e-6)
+    assert_close(merged, gradient, ROUNDING[merged.dtype])
     # Padding gets exactly nothing.
     assert merged[:, options.get("vocab_size") or 12 :].count_nonzero() == 0
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("size", [2, 4])
-def test_ranks_when_they_hold_the_same_tokens_then_bit_for_bit_the_same_log_probs(ranks, name, size):
-    first, *others = [rank["vocab"][name, size] for rank in ranks]
-    for other in others:
-        assert torch.equal(other["logprobs"], first["logprobs"])
-        assert name == "no entropy" or torch.equal(other["entropy"], first["entropy"])
+def test_cases_then_all_that_were_run(vocab_ranks):
+    assert list(vocab_ranks[0]["options"]["vocab"]) == CASES
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("size", [2, 4])
-def test_collectives_when_counted_then_one_forward_and_none_backward(ranks, name, size):
-    for rank in ranks:
-        assert len(rank["vocab"][name, size]["forward"]) == 1
-        assert rank["vocab"][name, size]["backward"] == []
+def test_logits_when_one_is_not_a_number_then_neither_is_the_log_prob():
+    logits = torch.zeros(2, 3)
+    logits[1, 2] = float("nan")
+    logprobs, entropy = vocab_parallel_logprobs(logits, torch.tensor([0, 0]), with_entropy=True)
+    assert logprobs.isnan().tolist() == entropy.isnan().tolist() == [False, True]
 
 
-def test_logits_when_sharded_then_never_modified(ranks):
-    assert all(result["untouched"] for rank in ranks for result in rank["vocab"].values())
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_logprobs_when_on_one_rank_then_value_and_gradient(ranks, name):
-    inputs, options = ranks[0]["inputs"]["vocab"][name], ranks[0]["options"][name]
-    logits = inputs["logits"].clone().requires_grad_()
-    logprobs, entropy = vocab_parallel_logprobs(logits, inputs["labels"], **({"with_entropy": True} | options))
-    outputs = [logprobs] if entropy is None else [logprobs, entropy]
-    torch.autograd.backward(outputs, list(inputs["grads"][: len(outputs)]))
-    exact = reference(**inputs, **{k: v for k, v in options.items() if k != "chunk_tokens"})
-    assert_close(logprobs.detach(), exact[0], 2e-6)
-    if entropy is not None:
-        assert_close(entropy.detach(), exact[1], 3e-6)
-    assert_close(logits.grad, exact[2], 8e-3 if name == "bfloat16" else 5e-6)
-    assert torch.equal(logits.detach(), inputs["logits"])
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_gradient_when_the_token_is_masked_then_zero_even_of_a_nan(with_entropy):
+    logits = torch.zeros(3, 2)
+    logits[:2, 0] = float("nan")
+    logits.requires_grad_()
+    logprobs, entropy = vocab_parallel_logprobs(logits, torch.tensor([1, 1, 1]), with_entropy=with_entropy)
+    outputs = [logprobs, entropy] if with_entropy else [logprobs]
+    torch.autograd.backward(outputs, [torch.tensor([0.0, 1.0, 1.0]), torch.zeros(3)][: len(outputs)])
+    # Of two equal columns the label's gets 1 - 1/2.
+    torch.testing.assert_close(
+        logits.grad, torch.tensor([[0.0, 0.0], [torch.nan, torch.nan], [-0.5, 0.5]]), equal_nan=True
+    )
 
 
 def test_logprob_when_the_token_is_nearly_certain_then_it_keeps_its_digits():
@@ -106,33 +113,56 @@ def test_entropy_when_uniform_or_certain_then_log_of_the_support_or_zero():
     assert entropy.tolist() == pytest.approx([1.0986123, 0.0, 0.6931472], abs=1e-7)  # ln 3, 0, ln 2
 
 
-class LargestFloat32(TorchDispatchMode):
-    """The number of elements of the largest float32 tensor that any operator makes."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float32:
-                self.elements = max(self.elements, tensor.numel())
-        return out
+MANY, WIDE, CHUNK = 256, 4000, 16
 
 
-def test_memory_when_chunked_then_never_more_than_a_chunk_in_float32():
-    logits = torch.randn(64, 50).bfloat16().requires_grad_()
-    saved = []
-    with LargestFloat32() as seen, torch.autograd.graph.saved_tensors_hooks(
-        lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor
-    ):
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_memory_when_chunked_then_one_chunk_in_float32_and_numbers_per_token(dtype, with_entropy, in_place):
+    # A result, as in a model: a leaf keeps a copy of its gradient.
+    logits = torch.randn(MANY, WIDE).to(dtype) + torch.zeros(MANY, 1, dtype=dtype, requires_grad=True)
+    labels, outputs = torch.zeros(MANY, dtype=torch.int64), []
+
+    def forward():
         logprobs, entropy = vocab_parallel_logprobs(
-            logits, torch.zeros(64, dtype=torch.int64), with_entropy=True, chunk_tokens=8
+            logits, labels, with_entropy=with_entropy, chunk_tokens=CHUNK, inplace_gradient=in_place
         )
-        (logprobs + entropy).sum().backward()
-    assert seen.elements == 8 * 50
-    # Nothing of the logits' size is kept for backward but the logits themselves.
-    large = [tensor for tensor in saved if tensor.numel() >= logits.numel()]
-    assert [tensor.data_ptr() for tensor in large] == [logits.data_ptr()]
+        outputs.extend([logprobs, entropy] if with_entropy else [logprobs])
+
+    def backward():
+        torch.autograd.backward(outputs, [torch.ones(MANY)] * len(outputs))
+
+    limit = 4 * CHUNK * WIDE + 40 * MANY
+    assert 2 * CHUNK * WIDE < peak_bytes(forward, "cpu") <= limit
+    assert peak_bytes(backward, "cpu") <= limit + (0 if in_place else logits.nbytes)
+
+
+def test_memory_when_saved_for_backward_then_the_logits_themselves_and_numbers_per_token():
+    logits, saved = torch.randn(64, 50).bfloat16().requires_grad_(), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        vocab_parallel_logprobs(logits, torch.zeros(64, dtype=torch.int64), with_entropy=True, chunk_tokens=8)
+    assert [x.data_ptr() for x in saved if x.numel() > 64] == [logits.data_ptr()]
+
+
+def test_gradient_in_place_when_others_need_the_logits_then_an_error_where_autograd_sees_it():
+    leaf = torch.randn(3, 5, requires_grad=True)
+    labels, logits = torch.tensor([0, 1, 2]), leaf * 1
+    logprobs, _ = vocab_parallel_logprobs(logits, labels, inplace_gradient=True)
+    square = (logits**2).sum()  # saves the logits
+    logprobs.sum().backward(retain_graph=True)
+    for again in (logprobs.sum(), square):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            again.backward()
+
+
+@pytest.mark.parametrize("is_cuda, dtype, expected", [
+    (True, torch.bfloat16, "kernels.label_logprobs"), (True, torch.float64, "label_stats"),
+    (False, torch.bfloat16, "label_stats"),
+])  # fmt: skip
+def test_backend_then_triton_on_a_gpu_and_torch_elsewhere(is_cuda, dtype, expected):
+    pytest.importorskip("triton")
+    assert backend(SimpleNamespace(is_cuda=is_cuda, dtype=dtype)).__name__ == f"megatron_rl_corr.parallel.{expected}"
 
 
 @pytest.mark.parametrize(

@@ -21,11 +21,9 @@ from megatron_rl_corr.parallel.failure import PeerFailure, all_reduce_failure
 from megatron_rl_corr.parallel.gather import all_gather_stacked
 from megatron_rl_corr.parallel.groups import ParallelGroups
 from megatron_rl_corr.parallel.reduce import all_gather_metrics, merge
-from megatron_rl_corr.parallel.support import support_logprobs
-from megatron_rl_corr.parallel.vocab import vocab_parallel_logprobs
 
 WORLD = 4
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
 
 
 class Collectives(TorchDispatchMode):
@@ -39,94 +37,6 @@ class Collectives(TorchDispatchMode):
         if func.namespace == "c10d":
             self.names.append(func._schema.name.removeprefix("c10d::"))
         return func(*args, **(kwargs or {}))
-
-
-# Vocabulary
-
-VOCAB_CASES = {
-    "plain": {},
-    "temperature": {"temperature": 0.7},
-    "chunks that do not divide": {"chunk_tokens": 3},
-    "one padded column": {"vocab_size": 11},
-    "a rank of padding": {"vocab_size": 6, "chunk_tokens": 4},
-    "a rank of -inf": {},
-    "no entropy": {"with_entropy": False, "temperature": 1.3},
-    "bfloat16": {"temperature": 0.7, "vocab_size": 10},
-    "no tokens": {},
-}
-
-
-def vocab_inputs(name: str) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(sum(map(ord, name)))
-    tokens, columns = 0 if name == "no tokens" else 10, 12
-    support = VOCAB_CASES[name].get("vocab_size", columns)
-    logits = torch.randn(tokens, columns, generator=generator) * 4
-    if tokens:
-        logits[2] += 300  # the size of the logits must not cost digits
-        logits[3] = torch.tensor([40.0] + [0.0] * 11)  # a token that is certain
-    labels = torch.arange(tokens) % min(support, 6)
-    if name == "a rank of -inf":
-        logits[:, 6:9] = -INF  # all columns of rank 2 of 4, half of rank 1's of 2
-        logits[1, 6:] = -INF
-    logits[:, support:] = 1e4  # padding holds anything
-    grads = torch.randn(2, tokens, generator=generator)
-    if tokens:
-        labels[4], grads[0, 4] = -100, 0  # a masked token
-        labels[5] = columns - 1 if support == columns and name != "a rank of -inf" else labels[5]
-    dtype = torch.bfloat16 if name == "bfloat16" else torch.float32
-    return {"logits": logits.to(dtype), "labels": labels, "grads": grads}
-
-
-def run_logprobs(inputs: dict[str, torch.Tensor], rank: int, size: int, compute) -> dict:
-    """This rank's outputs of compute(logits), its shard of the gradient, and the collectives of either direction."""
-    shard = inputs["logits"].chunk(size, dim=1)[rank].clone()
-    logits = shard.clone().requires_grad_()
-    with Collectives() as forward:
-        logprobs, entropy = compute(logits)
-    outputs = [logprobs] if entropy is None else [logprobs, entropy]
-    with Collectives() as backward:
-        torch.autograd.backward(outputs, list(inputs["grads"][: len(outputs)]))
-    return {
-        "logprobs": logprobs.detach(), "entropy": None if entropy is None else entropy.detach(),
-        "gradient": logits.grad, "untouched": torch.equal(logits.detach(), shard),
-        "forward": forward.names, "backward": backward.names,
-    }
-
-
-def run_vocab_case(name: str, rank: int, size: int, group) -> dict:
-    inputs, options = vocab_inputs(name), {"with_entropy": True} | VOCAB_CASES[name]
-    return run_logprobs(
-        inputs, rank, size,
-        lambda logits: vocab_parallel_logprobs(logits, inputs["labels"], tp_group=group, **options),
-    )
-
-
-SUPPORT_CASES = {"plain": {}, "temperature and chunks": {"temperature": 0.7, "chunk_tokens": 3}, "no entropy": {}}
-
-
-def support_inputs(name: str) -> dict[str, torch.Tensor]:
-    """Supports of 1 to 5 ids in any order, some wholly on one rank; the label among them; the last token has none."""
-    generator = torch.Generator().manual_seed(len(name))
-    tokens, columns = 9, 12
-    logits = torch.randn(tokens, columns, generator=generator) * 4
-    logits[2] += 300
-    support = torch.full((tokens, 5), -1, dtype=torch.int32)
-    for token in range(tokens - 1):
-        size = 1 + token % 5
-        support[token, :size] = torch.randperm(columns, generator=generator)[:size].int()
-    support[1, :2] = torch.tensor([11, 9])  # the last of four ranks
-    labels = support[:, 0].long().clamp(min=0)
-    grads = torch.randn(2, tokens, generator=generator)
-    grads[:, -1] = 0
-    return {"logits": logits, "labels": labels, "support": support, "grads": grads}
-
-
-def run_support_case(name: str, rank: int, size: int, group) -> dict:
-    inputs, options = support_inputs(name), {"with_entropy": name != "no entropy"} | SUPPORT_CASES[name]
-    return run_logprobs(
-        inputs, rank, size,
-        lambda logits: support_logprobs(logits, inputs["labels"], inputs["support"], tp_group=group, **options),
-    )
 
 
 # Correction and metrics
@@ -220,32 +130,24 @@ def run_failures(rank: int) -> list[str]:
     return outcomes
 
 
-def main(rank: int, folder: str) -> None:
+def init_gloo(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
     )
+
+
+def main(rank: int, folder: str) -> None:
+    init_gloo(rank, folder)
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     pair, world = pairs[rank // 2], dist.group.WORLD
     groups = ParallelGroups(cp=pair, dp_cp=world)
     results = {
-        "vocab": {
-            (name, size): run_vocab_case(name, rank % size, size, pair if size == 2 else world)
-            for name in VOCAB_CASES for size in (2, 4)
-        },
-        "support": {
-            (name, size): run_support_case(name, rank % size, size, pair if size == 2 else world)
-            for name in SUPPORT_CASES for size in (2, 4)
-        },
         "correction": {cut: run_correction(cut, rank, groups) for cut in ("zigzag", "contiguous")},
         "microbatches": run_microbatches(rank),
         "failures": run_failures(rank),
         "gather": all_gather_stacked(torch.tensor([[rank, 10 * rank]]), pair),
-        "inputs": {
-            "vocab": {name: vocab_inputs(name) for name in VOCAB_CASES}, "batch": global_batch(),
-            "support": {name: support_inputs(name) for name in SUPPORT_CASES},
-        },
-        "options": VOCAB_CASES, "support_options": SUPPORT_CASES, "config": CORRECTION,
+        "inputs": {"batch": global_batch()}, "config": CORRECTION,
     }
     torch.save(results, Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()

@@ -10,7 +10,9 @@ from megatron_rl_corr.report.metrics_file import FILE_NAME, MetricsFile
 HEALTHY = {
     "step": 7, "reward/mean": 0.53125, "reward/std": 0.25, "reward/max": 1.0, "reward/min": 0.0,
     "rollout_corr/kl": 1.1e-3, "rollout_corr/k3_kl": 1.234e-3, "rollout_corr/log_ratio_abs_max": 2.5,
-    "rollout_corr/log_ratio_abs_mean": 0.0125, "rollout_corr/weight_mean": 1.0024,
+    "rollout_corr/log_ratio_abs_mean": 0.0125, "rollout_corr/valid_tokens": 1000,
+    "rollout_corr/log_ratio_abs_p50": 0.01, "rollout_corr/log_ratio_abs_p99": 0.5,
+    "rollout_corr/log_ratio_abs_p999": 0.5, "rollout_corr/weight_mean": 1.0024,
     "rollout_corr/weight_std": 0.05, "rollout_corr/weight_max": 2.0, "rollout_corr/weight_min": 0.125,
     "rollout_corr/ess": 0.9126, "rollout_corr/kept_fraction": 0.9984,
     "rollout_corr/kept_sequence_fraction": 1.0, "rollout_corr/nonfinite_tokens": 0,
@@ -20,6 +22,15 @@ HEALTHY = {
     "time/collect_s": 8.0, "time/score_s": 2.0, "time/train_s": 6.0, "time/push_s": 1.0, "time/step_s": 17.5,
     "weight_version": 7, "weight_lag": 1, "skipped": 0,
 }
+
+# Half of a thousand tokens are at most 0.01, 499 between 0.2 and 0.5, one between 0.5 and ln 2.
+SHARES = {"upto_0.01": 0.5, "upto_0.5": 0.499, "upto_0.693": 0.001}
+DECADES = [f"{digit}e{power}" for power in range(-6, 2) for digit in (1, 2, 5)]
+LABELS = sorted({f"upto_{float(end):.3g}" for end in [*DECADES, "100", "0.693"]}, key=lambda label: float(label[5:]))
+BINS = {
+    f"rollout_corr/log_ratio_abs_bin/{label}": SHARES.get(label, 0.0) for label in [*LABELS, "above_100"]
+}
+HEALTHY |= BINS
 
 
 @pytest.fixture

@@ -5,11 +5,13 @@ import torch
 
 from megatron_rl_corr.config import RejectionRule, RolloutCorrectionConfig
 from megatron_rl_corr.core.correction import compute_correction
+from megatron_rl_corr.parallel.reduce import all_gather_metrics
+from megatron_rl_corr.report.clamped import CLAMPS
 from megatron_rl_corr.report.meaning import MEANINGS, PREFIXES, label_of, meaning_of, usual_range
 
 
 def test_meanings_when_compared_with_the_steps_metrics_then_every_one_is_described(healthy):
-    assert set(healthy) <= set(MEANINGS)
+    assert [name for name in healthy if meaning_of(name) is None] == []
 
 
 def test_meanings_when_shown_in_a_table_then_one_line_each():
@@ -42,11 +44,18 @@ def test_meanings_when_compared_with_the_corrections_metrics_then_the_same_names
     measured = compute_correction(
         logprobs, logprobs, torch.ones(2), ids, num_sequences=2, config=config, turn_ids=ids
     ).metrics
-    names = {f"rollout_corr/{name}" for name in measured}
+    names = {f"rollout_corr/{name}" for name in all_gather_metrics(measured, None)}
     assert {name for name in names if meaning_of(name) is None} == set()
     assert {name for name in MEANINGS if name.startswith("rollout_corr/")} - names == set()
     # Every family has a member.
     assert all(any(name.startswith(prefix) for name in names) for prefix in PREFIXES)
+
+
+def test_clamps_when_compared_with_the_metrics_then_each_has_its_unclamped_mean_before_it():
+    names = list(MEANINGS)
+    clamped = {name for name in names if name.endswith("_clamped")}
+    assert clamped == {f"{name}_clamped" for name in CLAMPS} and len(clamped) == 16
+    assert all(names[names.index(name) - 1] == name.removesuffix("_clamped") for name in clamped)
 
 
 def test_meaning_of_when_the_metric_belongs_to_a_family_then_the_familys():

@@ -9,14 +9,14 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from megatron_rl_corr.report.panels import PANELS, Series
+from megatron_rl_corr.report.panels import PAGE_PANELS, Series
 from megatron_rl_corr.report.plots import render_panels, steps_to_shade, write_overview
 
 
 def drawn(name: str, rows: list[dict]):
     """The axes of one panel."""
     axes = Figure().subplots()
-    next(panel for panel in PANELS if panel.name == name).draw(axes, Series(rows))
+    next(panel for panel in PAGE_PANELS if panel.name == name).draw(axes, Series(rows))
     return axes
 
 
@@ -47,7 +47,7 @@ def test_overview_when_there_are_no_steps_then_an_error_says_so(tmp_path):
 
 def test_panels_when_rendered_as_svg_then_valid_local_and_the_same_every_time(make_steps):
     images = render_panels(make_steps(5))
-    assert list(images) == [panel.name for panel in PANELS]
+    assert list(images) == [panel.name for panel in PAGE_PANELS]
     for content in images.values():
         root = ElementTree.fromstring(content)
         assert root.tag == "{http://www.w3.org/2000/svg}svg"
@@ -78,6 +78,33 @@ def test_time_panel_when_few_steps_then_bars_stack_to_the_sum(make_steps):
     tops = [bar.get_y() + bar.get_height() for bar in axes.patches]
     # collect 8, score 2, train 6, push 1, stacked: 8, 10, 16, 17 at each of two steps.
     assert tops == [8, 8, 10, 10, 16, 16, 17, 17]
+
+
+def test_sizes_panel_when_drawn_then_a_cell_for_each_bin_with_tokens_and_percentiles_at_their_ends(make_steps):
+    rows = make_steps(3)
+    rows[2] |= {"rollout_corr/log_ratio_abs_bin/above_100": 0.25, "rollout_corr/log_ratio_abs_p999": 100.0}
+    axes = drawn("log_ratio_sizes", rows)
+    (mesh,) = axes.collections
+    cells = mesh.get_array()
+    # 27 bins of three steps; ends 1, 2, 5 from 1e-6 on: 0.01 is the 13th, 0.5 the 18th, ln 2 the 19th.
+    assert cells.shape == (27, 3)
+    assert cells.filled(0).T.tolist() == [
+        [0.25 if at == 26 and step == 2 else {12: 0.5, 17: 0.499, 18: 0.001}.get(at, 0.0) for at in range(27)]
+        for step in range(3)
+    ]
+    assert [line.get_ydata().tolist() for line in axes.lines] == [[13] * 3, [18] * 3, [18, 18, 26]]
+    assert [text.get_text() for text in axes.get_yticklabels()] == [
+        "1e-06", "1e-05", "0.0001", "0.001", "0.01", "0.1", "1", "10", "100",
+    ]
+
+
+def test_sizes_panel_when_steps_are_many_then_neighbours_share_a_column(make_steps):
+    rows = make_steps(100)
+    (mesh,) = drawn("log_ratio_sizes", rows).collections
+    # The mean of equal shares is the share; 100 steps in 48 columns, of which none is lost.
+    assert mesh.get_array().shape == (27, 48)
+    assert mesh.get_array()[12].tolist() == [0.5] * 48
+    assert mesh.get_coordinates()[0, :, 0].tolist()[:: 48] == [0.5, 100.5]
 
 
 def test_reward_panel_when_a_step_lacks_the_metric_then_the_line_has_a_gap(make_steps):

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 from aiohttp import web
 
-from megatron_rl_corr.rollout import RolloutClient, RolloutError, SamplingParams
+from megatron_rl_corr.rollout import RolloutClient, RolloutError, RolloutOutage, SamplingParams
 
 
-def one_token(prompt_tokens, token=5):
+def one_token(prompt_tokens, token=5, version="v1"):
     """A well-formed /generate body of one token."""
     return web.json_response(
         {
@@ -22,7 +22,7 @@ def one_token(prompt_tokens, token=5):
                 "finish_reason": {"type": "length", "length": 1},
                 "prompt_tokens": prompt_tokens,
                 "completion_tokens": 1,
-                "weight_version": "v1",
+                "weight_version": version,
                 "output_token_logprobs": [[-1.0, token, None]],
             },
         }
@@ -30,16 +30,16 @@ def one_token(prompt_tokens, token=5):
 
 
 @asynccontextmanager
-async def serving(handle):
+async def serving(handle, ssl_context=None):
     """The address of a server that gives every request to `async handle(request)`."""
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", handle)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
+    site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=ssl_context)
     await site.start()
     try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+        yield f"http{'s' if ssl_context else ''}://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
 
@@ -50,7 +50,8 @@ def run(scenario, *handlers, **options):
     async def inner():
         async with serving(handlers[0]) as first, serving(handlers[-1]) as last:
             urls = [first, last][: len(handlers)]
-            async with RolloutClient(urls, **({"vocab_size": 10} | options)) as client:
+            defaults = {"vocab_size": 10, "outage_timeout_s": 0.1}
+            async with RolloutClient(urls, **(defaults | options)) as client:
                 return await asyncio.wait_for(scenario(client), timeout=20)
 
     return asyncio.run(inner())
@@ -63,11 +64,16 @@ async def good(request):
 
 
 def failure(handle, **options):
-    """The RolloutError that `generate` raises when every request is given to `handle`."""
+    """Why a server is left out, or what `generate` raises at once, when every request is given to `handle`."""
 
     async def scenario(client):
         with pytest.raises(RolloutError) as error:
             await client.generate([[1]], SamplingParams(1))
+        if isinstance(error.value, RolloutOutage):
+            ((cause, _),) = error.value.causes
+            assert str(cause) in str(error.value)
+            assert error.value.__notes__ == ["it was sample 0 of prompt 0 (1 tokens)"]
+            return cause
         return error.value
 
     return run(scenario, handle, **options)
@@ -75,8 +81,8 @@ def failure(handle, **options):
 
 @pytest.fixture
 def faulty():
-    """The functions of this file: faulty.run, faulty.failure, faulty.good, faulty.one_token."""
-    return SimpleNamespace(run=run, failure=failure, good=good, one_token=one_token)
+    """The functions of this file: faulty.run, faulty.failure, faulty.good, faulty.one_token, faulty.serving."""
+    return SimpleNamespace(serving=serving, run=run, failure=failure, good=good, one_token=one_token)
 
 
 @pytest.fixture

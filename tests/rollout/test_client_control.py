@@ -1,12 +1,15 @@
 """Steering servers that misbehave, and what the client keeps to itself."""
 
 import asyncio
+import shutil
+import ssl
+import subprocess
 import time
 
 import pytest
 from aiohttp import web
 
-from megatron_rl_corr.rollout import LoopThread, RolloutClient, RolloutServerError, SamplingParams
+from megatron_rl_corr.rollout import LoopThread, RolloutClient, RolloutOutage, RolloutServerError, SamplingParams
 
 SECRET = "sk-do-not-show"
 ONE = SamplingParams(1)
@@ -62,6 +65,26 @@ def test_control_when_several_servers_fail_then_the_other_failures_are_notes(fau
         assert note.startswith(f"also: SGLang server {client.base_urls[1]} answered")
 
     faulty.run(scenario, bad, bad)
+
+
+def test_reported_versions_when_a_server_does_not_answer_then_none_and_when_none_does_then_error(faulty):
+    async def well(request):
+        return web.json_response({"weight_version": "7"})
+
+    async def gone(request):
+        request.transport.close()
+
+    async def wrong(request):
+        return web.Response(status=500, text="broken")
+
+    async def versions(client):
+        return await client.reported_versions()
+
+    assert faulty.run(versions, gone, well) == [None, "7"]
+    with pytest.raises(RolloutServerError, match="closed the connection"):
+        faulty.run(versions, gone, gone)
+    with pytest.raises(RolloutServerError, match="HTTP 500: broken"):
+        faulty.run(versions, well, wrong)
 
 
 def test_weight_group_when_one_server_refuses_then_the_error_does_not_wait_for_the_others(faulty):
@@ -131,6 +154,52 @@ def test_api_key_when_given_then_sent_as_bearer_and_shown_nowhere(faulty):
     assert SECRET not in shown and "HTTP 401: bad key ***" in shown and "--api-key" in shown
 
 
+@pytest.mark.parametrize("key", [SECRET + "\n", "", " " + SECRET, SECRET + "ü"])
+def test_api_key_when_a_header_cannot_carry_it_then_refused_without_showing_it(key):
+    with pytest.raises(ValueError, match="api_key must be printable ASCII") as error:
+        RolloutClient(["http://a:1"], vocab_size=10, api_key=key)
+    assert SECRET not in str(error.value)
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    """A key, and a certificate of 127.0.0.1 that it signed itself: for a server, and to trust that server."""
+    folder = tmp_path_factory.mktemp("tls")
+    key, pem = folder / "key.pem", folder / "cert.pem"
+    of_loopback = "-days 2 -subj /CN=127.0.0.1 -addext subjectAltName=IP:127.0.0.1"
+    command = f"openssl req -x509 -newkey rsa:2048 -nodes {of_loopback}".split()
+    subprocess.run([*command, "-keyout", key, "-out", pem], check=True, capture_output=True)
+    return key, pem
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+def test_https_when_the_authority_is_given_then_trusted_and_else_refused(faulty, certificate):
+    key, pem = certificate
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(pem, key)
+
+    async def scenario():
+        async with faulty.serving(faulty.good, ssl_context=tls) as url:
+            async with RolloutClient([url], vocab_size=10, ca_file=pem) as client:
+                assert len(await client.generate([[1]], ONE)) == 1
+            async with RolloutClient([url], vocab_size=10, outage_timeout_s=0.1) as client:
+                with pytest.raises(RolloutOutage, match="(?i)certificate verify failed"):
+                    await client.generate([[1]], ONE)
+
+    asyncio.run(scenario())
+
+
+def test_ca_file_when_it_has_no_effect_or_is_none_then_refused(tmp_path):
+    with pytest.raises(ValueError, match="has no effect: no server address is https"):
+        RolloutClient(["http://a:1"], vocab_size=10, ca_file="ca.pem")
+    wrong = tmp_path / "ca.pem"
+    with pytest.raises(ValueError, match="is not a PEM file of certificates: .*No such file"):
+        RolloutClient(["https://a:1"], vocab_size=10, ca_file=wrong)
+    wrong.write_text("no certificate")
+    with pytest.raises(ValueError, match="is not a PEM file of certificates"):
+        RolloutClient(["https://a:1"], vocab_size=10, ca_file=wrong)
+
+
 def test_proxy_when_the_environment_names_one_then_not_used(faulty, monkeypatch):
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")  # nothing listens there
@@ -177,10 +246,19 @@ def test_base_urls_when_malformed_then_error_says_how_without_the_password(urls,
     assert SECRET not in str(error.value)
 
 
-@pytest.mark.parametrize("option", ["vocab_size", "max_concurrency", "timeout_s", "connect_timeout_s"])
+@pytest.mark.parametrize(
+    "option",
+    ["vocab_size", "max_concurrency", "max_per_server", "timeout_s", "connect_timeout_s", "read_timeout_s"],
+)
 def test_client_when_a_bound_is_not_positive_then_refused(option):
-    with pytest.raises(ValueError, match=option):
+    with pytest.raises(ValueError, match=f"{option} must be positive, got 0"):
         RolloutClient(["http://a:1"], **({"vocab_size": 10} | {option: 0}))
+
+
+@pytest.mark.parametrize("option", ["outage_timeout_s", "max_retries", "max_continuations"])
+def test_client_when_a_number_is_negative_then_refused(option):
+    with pytest.raises(ValueError, match=f"{option} must be at least 0, got -1"):
+        RolloutClient(["http://a:1"], vocab_size=10, **{option: -1})
 
 
 def test_client_when_used_from_a_second_loop_then_error_says_what_to_do(faulty):

@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from megatron_rl_corr.rollout import LoopThread, RolloutClient, RolloutServerError, SamplingParams
+from megatron_rl_corr.rollout.logprob_rows import read_flat
+from megatron_rl_corr.rollout.requests import generate_request
+from megatron_rl_corr.rollout.transport import Transport
 
 PROMPTS = [[3, 1, 4], [15, 9, 2, 6, 5], [3, 1, 4, 1]]
 
@@ -25,7 +28,7 @@ def vocab_size(tiny_moe_dir):
 
 @pytest.fixture(scope="module")
 def client(sglang_server_fp32, vocab_size, loop):
-    client = RolloutClient([sglang_server_fp32.url], vocab_size=vocab_size, timeout_s=120)
+    client = RolloutClient([sglang_server_fp32.url], vocab_size=vocab_size, timeout_s=120, max_continuations=0)
     loop.call(client.wait_healthy(60))
     yield client
     loop.call(client.close())
@@ -100,6 +103,22 @@ def test_generate_when_truncated_then_logprobs_are_renormalised_on_the_likeliest
     assert len({tuple(t.output_ids.tolist()) for t in trajectories}) > 3
 
 
+@pytest.mark.parametrize("options", [{}, {"top_k": 5}])
+def test_answer_when_it_comes_from_the_server_then_its_logprobs_are_read_flat(client, loop, options):
+    async def ask():
+        transport = Transport(timeout_s=60, connect_timeout_s=10)
+        try:
+            request = generate_request(PROMPTS[0], SamplingParams(12, ignore_eos=True, **options))
+            return (await transport.send(client.base_urls[0], request))[1]
+        finally:
+            await transport.close()
+
+    body = loop.call(ask())
+    answer, logprobs = read_flat(body)  # None if the server writes JSON in another form, which is read more slowly
+    rows = json.loads(body)["meta_info"]["output_token_logprobs"]
+    assert logprobs.tolist() == [row[0] for row in rows] and answer["output_ids"] == [row[1] for row in rows]
+
+
 def test_generate_when_greedy_then_likeliest_tokens_with_logprobs_of_temperature_1(client, loop, model):
     (trajectory,) = loop.call(client.generate(PROMPTS[:1], SamplingParams(8, temperature=0, ignore_eos=True)))
     ids = torch.cat([trajectory.prompt_ids, trajectory.output_ids])
@@ -136,7 +155,7 @@ def test_generate_when_more_samples_than_slots_then_all_of_them_in_order(sglang_
                 PROMPTS,
                 SamplingParams(4, ignore_eos=True),
                 samples_per_prompt=10,
-                on_progress=lambda done, total: progress.append(done),
+                on_progress=lambda done, total, tokens_per_s: progress.append(done),
             )
         assert progress == list(range(1, 31))
         assert [t.prompt_ids.tolist() for t in trajectories] == [p for p in PROMPTS for _ in range(10)]

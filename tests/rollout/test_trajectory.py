@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_rl_corr.rollout import Support, Trajectory, VersionSpan
+from megatron_rl_corr.rollout import Support, Trajectory, VersionSpan, join
 
 INT = {"dtype": torch.int32}
 # Three tokens, drawn from {7, 1}, {0} and {3, 9, 8}.
@@ -62,3 +62,96 @@ def test_trajectory_when_its_support_has_a_set_for_each_token_then_taken_and_oth
     assert trajectory(3, SUPPORT).support is SUPPORT
     with pytest.raises(ValueError, match="2 output_ids have a support of 3 sets"):
         trajectory(2, SUPPORT)
+
+
+def sample(prompt, output, spans, *, finish="abort", sets=None, routes=None, server="http://a:1"):
+    """Output token 5 has log-prob -5; `sets` are the ids that tokens were drawn from, `routes` one expert a token."""
+    return Trajectory(
+        prompt_index=3,
+        sample_index=1,
+        prompt_ids=torch.tensor(prompt),
+        output_ids=torch.tensor(output, dtype=torch.int64),
+        rollout_logprobs=-torch.tensor(output, dtype=torch.float32),
+        finish_reason=finish,
+        weight_versions=tuple(VersionSpan(*span) for span in spans),
+        cached_tokens=len(prompt) - 1,
+        server=server,
+        support=None if sets is None else Support(
+            torch.tensor(sum(sets, []), **INT), torch.tensor([len(ids) for ids in sets], **INT)
+        ),
+        routed_experts=None if routes is None else torch.tensor(routes, dtype=torch.int16).view(-1, 1, 1),
+    )  # fmt: skip
+
+
+def test_join_when_weights_changed_then_tokens_logprobs_and_shifted_versions_of_both():
+    partial = sample([1, 2], [5, 6, 7], [("v1", 0, 2), ("v2", 2, 3)])
+    rest = sample([1, 2, 5, 6, 7], [8, 9], [("v2", 0, 1), ("v3", 1, 2)], finish="stop", server="http://b:1")
+    whole = join(partial, rest)
+    assert whole.prompt_ids.tolist() == [1, 2] and whole.output_ids.tolist() == [5, 6, 7, 8, 9]
+    assert whole.rollout_logprobs.tolist() == [-5, -6, -7, -8, -9]
+    assert whole.weight_versions == (VersionSpan("v1", 0, 2), VersionSpan("v2", 2, 4), VersionSpan("v3", 4, 5))
+    assert (whole.finish_reason, whole.server) == ("stop", "http://b:1")
+    assert (whole.prompt_index, whole.sample_index, whole.cached_tokens, whole.oldest_version) == (3, 1, 1, "v1")
+    assert whole.support is None and whole.routed_experts is None
+
+
+def test_sampled_by_when_versions_change_then_the_tokens_of_that_version_only():
+    whole = sample([1], [5, 6, 7, 8], [("v1", 0, 1), ("v2", 1, 3), ("v1", 3, 4)])
+    assert whole.sampled_by("v2").tolist() == [False, True, True, False]
+    assert whole.sampled_by("v1").tolist() == [True, False, False, True]
+    assert whole.sampled_by("v3").tolist() == [False] * 4
+
+
+def test_join_when_there_are_supports_and_routes_then_each_token_keeps_its_own():
+    partial = sample([1, 2], [5, 6], [("v1", 0, 2)], sets=[[5, 4], [6]], routes=[0, 1, 2])
+    # The continuation ran the prompt again, by other experts; row 3 is token 6, which the partial never ran.
+    rest = sample([1, 2, 5, 6], [7], [("v2", 0, 1)], finish="length", sets=[[7, 8, 9]], routes=[7, 7, 7, 3])
+    whole = join(partial, rest)
+    assert whole.support.ids.tolist() == [5, 4, 6, 7, 8, 9] and whole.support.lengths.tolist() == [2, 1, 3]
+    assert whole.routed_experts.flatten().tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "partial, rest, spans",
+    [
+        (([], [("v1", 0, 0)]), ([5], [("v2", 0, 1)]), [("v2", 0, 1)]),
+        (([5], [("v1", 0, 1)]), ([], [("v2", 0, 0)]), [("v1", 0, 1)]),
+        (([], [("v1", 0, 0)]), ([], [("v2", 0, 0)]), [("v2", 0, 0)]),
+    ],
+)
+def test_join_when_a_part_has_no_token_then_the_other_part(partial, rest, spans):
+    whole = join(sample([1], *partial), sample([1, *partial[0]], *rest))
+    assert whole.output_ids.tolist() == partial[0] + rest[0] and whole.finish_reason == "abort"
+    assert whole.weight_versions == tuple(VersionSpan(*span) for span in spans)
+
+
+def test_join_when_thrice_then_as_one():
+    first = sample([1], [5], [("v1", 0, 1)])
+    second = sample([1, 5], [6], [("v2", 0, 1)])
+    third = sample([1, 5, 6], [7], [("v2", 0, 1)], finish="stop")
+    whole = join(join(first, second), third)
+    assert whole.output_ids.tolist() == [5, 6, 7]
+    assert whole.weight_versions == (VersionSpan("v1", 0, 1), VersionSpan("v2", 1, 3))
+
+
+@pytest.mark.parametrize(
+    "partial, rest, named",
+    [
+        ({"finish": "stop"}, {}, "ended with stop has no continuation"),
+        ({}, {"prompt": [1, 2, 6]}, "prompt of 3 tokens is not the 3 tokens of the partial"),
+        ({}, {"prompt": [1, 2]}, "prompt of 2 tokens is not the 3 tokens of the partial"),
+        ({"sets": [[5]]}, {}, "only one of a partial response .* has support"),
+        ({}, {"routes": [1, 2, 3]}, "only one of a partial response .* has routed_experts"),
+    ],
+)
+def test_join_when_the_parts_do_not_fit_then_refused(partial, rest, named):
+    first = {"prompt": [1, 2], "output": [5], "spans": [("v1", 0, 1)]} | partial
+    second = {"prompt": [1, 2, 5], "output": [6], "spans": [("v1", 0, 1)]} | rest
+    with pytest.raises(ValueError, match=named):
+        join(sample(**first), sample(**second))
+
+
+def test_trajectory_when_its_routes_are_not_of_all_tokens_but_the_last_then_refused():
+    assert sample([1, 2], [5], [("v1", 0, 1)], routes=[0, 1]).routed_experts.shape == (2, 1, 1)
+    with pytest.raises(ValueError, match="3 tokens have routed_experts of 3, not 2"):
+        sample([1, 2], [5], [("v1", 0, 1)], routes=[0, 1, 2])

@@ -5,12 +5,11 @@ T tokens.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from megatron_rl_corr.config import RolloutCorrectionConfig
 from megatron_rl_corr.core.correction import Correction
-from megatron_rl_corr.core.losses.ratio import moved_log_ratio, record
+from megatron_rl_corr.core.losses.ratio import inside, moved_log_ratio, record
 from megatron_rl_corr.core.metrics import Metric
 
 
@@ -26,7 +25,7 @@ def cispo(
     moved = moved_log_ratio(logprobs.detach(), old_logprobs, mask)
     ratio = moved.exp()
     clipped = ratio.clamp(1.0 - low, 1.0 + high)
-    factor = torch.where(mask, clipped * correction.weights * advantages.float(), 0.0)
-    loss = -factor * torch.where(mask, logprobs.float(), 0.0)
+    factor = inside(mask, clipped * correction.weights * advantages.float())
+    loss = -factor * inside(mask, logprobs)
     record(metrics, mask, loss, moved, clip_fraction=clipped != ratio)
     return loss

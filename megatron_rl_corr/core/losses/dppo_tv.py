@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_rl_corr.config import RolloutCorrectionConfig
 from megatron_rl_corr.core.correction import Correction
-from megatron_rl_corr.core.losses.ratio import moved_log_ratio, record
+from megatron_rl_corr.core.losses.ratio import inside, moved_log_ratio, record
 from megatron_rl_corr.core.metrics import Metric
 
 RATIO_CAP = 20.0
@@ -27,14 +27,14 @@ def dppo_tv(
     A > 0, >= -clip_ratio_low elsewhere. Source: DPPO, arXiv:2602.04879 (binary TV).
     """
     mask, (low, high) = correction.mask, config.clip
-    now = torch.where(mask, logprobs.float(), 0.0)
+    now = inside(mask, logprobs)
     constant = now.detach()
-    old = torch.where(mask, old_logprobs.float(), 0.0)
+    old = inside(mask, old_logprobs)
     moved = moved_log_ratio(constant, old, mask)
     gain = constant.exp() - old.exp()
-    advantages = torch.where(mask, advantages.float(), 0.0)
+    advantages = inside(mask, advantages)
     outside = torch.where(advantages > 0, gain > high, gain < -low)
-    factor = moved.exp().clamp(max=RATIO_CAP) * torch.where(mask, correction.weights, 0.0) * advantages
-    loss = -torch.where(outside, 0.0, factor) * now
+    factor = moved.exp().clamp(max=RATIO_CAP) * inside(mask, correction.weights) * advantages
+    loss = -inside(~outside, factor) * now
     record(metrics, mask, loss, moved, clip_fraction=outside)
     return loss

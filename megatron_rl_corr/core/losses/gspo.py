@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_rl_corr.config import RolloutCorrectionConfig
 from megatron_rl_corr.core.correction import Correction
 from megatron_rl_corr.core.losses.ppo_clip import clipped_surrogate
-from megatron_rl_corr.core.losses.ratio import moved_log_ratio
+from megatron_rl_corr.core.losses.ratio import inside, moved_log_ratio
 from megatron_rl_corr.core.metrics import Metric
 
 if TYPE_CHECKING:
@@ -39,6 +39,6 @@ def gspo(
     if groups is not None:
         sums, _ = groups.all_gather_cp_partials(sums, sums.new_empty(0, num_sequences))
     mean = (sums[0] / sums[1].clamp(min=1)).float().index_select(0, seq_ids)
-    own = torch.where(mask, logprobs.float(), 0.0)
+    own = inside(mask, logprobs)
     ratio = (own - own.detach() + mean).exp()
     return clipped_surrogate(ratio, moved, advantages, correction, config, metrics=metrics)

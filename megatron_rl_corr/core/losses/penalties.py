@@ -8,11 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_rl_corr.core.losses.ratio import K3_CLAMP, inside
 from megatron_rl_corr.core.metrics import Mean
 from megatron_rl_corr.core.weights import LOG_CLAMP
-
-KL_CLAMP = 10.0
-"""Largest k3 of one token (verl's bound too): beyond it a single token would be the batch's penalty."""
 
 
 def reference_kl(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, kind: str) -> Tensor:
@@ -22,19 +20,19 @@ def reference_kl(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, kind: str
     gradient's mean is that of the KL for k2 only; k1's own gradient has mean 0. Source: Schulman,
     "Approximating KL divergence" (2020).
     """
-    d = torch.where(mask, logprobs.float() - ref_logprobs.float(), 0.0).clamp(-LOG_CLAMP, LOG_CLAMP)
+    d = inside(mask, logprobs.float() - ref_logprobs.float()).clamp(-LOG_CLAMP, LOG_CLAMP)
     if kind == "k1":
         return d
     if kind == "k2":
         return 0.5 * d.square()
     if kind == "k3":
-        return (torch.expm1(-d) + d).clamp(max=KL_CLAMP)
+        return (torch.expm1(-d) + d).clamp(max=K3_CLAMP)
     raise ValueError(f"--rollout-kl-loss-type must be k1, k2 or k3, got {kind!r}")
 
 
 def entropy_bonus(entropy: Tensor, mask: Tensor) -> Tensor:
     """Entropy of each kept token's distribution, [T]; 0 outside the mask."""
-    return torch.where(mask, entropy.float(), 0.0)
+    return inside(mask, entropy)
 
 
 def mean_entropy(entropy: Tensor, mask: Tensor) -> Mean:

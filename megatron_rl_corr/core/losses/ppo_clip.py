@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_rl_corr.config import RolloutCorrectionConfig
 from megatron_rl_corr.core.correction import Correction
-from megatron_rl_corr.core.losses.ratio import moved_log_ratio, record
+from megatron_rl_corr.core.losses.ratio import inside, moved_log_ratio, record
 from megatron_rl_corr.core.metrics import Metric
 
 
@@ -34,7 +34,7 @@ def clipped_surrogate(
 ) -> Tensor:
     """The loss of `ppo_clip` for any ratio [T], a token's or its sequence's."""
     mask, (low, high) = correction.mask, config.clip
-    advantages = torch.where(mask, advantages.float(), 0.0)
+    advantages = inside(mask, advantages)
     free = ratio * advantages
     clipped = ratio.clamp(1.0 - low, 1.0 + high) * advantages
     surrogate = torch.minimum(free, clipped)
@@ -44,6 +44,6 @@ def clipped_surrogate(
         floor = advantages.clamp(max=0.0) * config.clip_ratio_c
         fractions["dual_clip_fraction"] = surrogate < floor
         surrogate = torch.maximum(surrogate, floor)
-    loss = -torch.where(mask, correction.weights, 0.0) * surrogate
+    loss = -inside(mask, correction.weights) * surrogate
     record(metrics, mask, loss, moved, **fractions)
     return loss

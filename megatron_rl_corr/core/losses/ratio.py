@@ -9,26 +9,38 @@ import torch
 from torch import Tensor
 
 from megatron_rl_corr.core.metrics import Mean, Metric
+from megatron_rl_corr.core.moments import constant
 from megatron_rl_corr.core.weights import LOG_CLAMP
+
+K3_CLAMP = 10.0
+"""Largest k3 of one token in the clamped metrics and the KL penalty (verl's bound too)."""
+
+
+def inside(mask: Tensor, values: Tensor) -> Tensor:
+    """The values [T] in float32, 0, without gradient, outside the mask: a select, so that a NaN there is gone."""
+    # With a Python number for 0 it would be filled on the device at every call: one kernel more.
+    return torch.where(mask, values.float(), constant(0.0, torch.float32, values.device))
 
 
 def moved_log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
     """log pi_theta - log pi_old [T] float32, clamped to +-20; 0, without gradient, outside the mask."""
-    moved = torch.where(mask, logprobs.float() - old_logprobs.float(), 0.0)
-    return moved.clamp(-LOG_CLAMP, LOG_CLAMP)
+    return inside(mask, logprobs.float() - old_logprobs.float()).clamp(-LOG_CLAMP, LOG_CLAMP)
 
 
 def record(
     metrics: dict[str, Metric] | None, mask: Tensor, loss: Tensor, moved: Tensor, **fractions: Tensor
 ) -> None:
-    """Add the means over kept tokens of the loss, of k3 between pi_old and pi_theta, and of the given [T] masks.
+    """Add the means over kept tokens of the loss, of k3 between pi_old and pi_theta (and with no token's above 10),
+    and of the given [T] masks.
 
     One stacked reduction; a fraction must be False outside the mask.
     """
     if metrics is None:
         return
     moved = moved.detach()
-    columns = {"policy": loss.detach(), "old_new_k3_kl": moved.expm1() - moved, **fractions}
+    k3 = moved.expm1() - moved
+    columns = {"policy": loss.detach(), "old_new_k3_kl": k3, "old_new_k3_kl_clamped": k3.clamp(max=K3_CLAMP)}
+    columns |= fractions
     sums = torch.stack([column.float() for column in (*columns.values(), mask)]).sum(dim=1, dtype=torch.float64)
     pairs = torch.stack([sums[:-1], sums[-1:].expand(len(columns))], dim=1)
     metrics |= {name: Mean(pair) for name, pair in zip(columns, pairs.unbind(), strict=True)}

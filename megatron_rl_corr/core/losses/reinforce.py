@@ -5,12 +5,11 @@ T tokens.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from megatron_rl_corr.config import RolloutCorrectionConfig
 from megatron_rl_corr.core.correction import Correction
-from megatron_rl_corr.core.losses.ratio import moved_log_ratio, record
+from megatron_rl_corr.core.losses.ratio import inside, moved_log_ratio, record
 from megatron_rl_corr.core.metrics import Metric
 
 
@@ -24,8 +23,8 @@ def reinforce(
     RLOO, arXiv:2402.14740.
     """
     mask = correction.mask
-    factor = torch.where(mask, correction.weights * advantages.float(), 0.0)
-    loss = -factor * torch.where(mask, logprobs.float(), 0.0)
+    factor = inside(mask, correction.weights * advantages.float())
+    loss = -factor * inside(mask, logprobs)
     if metrics is not None:
         record(metrics, mask, loss, moved_log_ratio(logprobs.detach(), old_logprobs, mask))
     return loss

@@ -1,0 +1,109 @@
+"""Tokens a second from the bytes of a /generate answer to tensors, on one core, beside orjson and a comprehension.
+
+python benchmarks/ingest.py [--lengths 128 1024 4096 32768] [--repeats 31]
+
+The answers have the form of SGLang 0.5.23, 44 bytes a token. Both give the same tensors, and the run fails if not.
+Times are the thread's own, so that other work on the machine counts less; the least of the repeats.
+"""
+
+import argparse
+import datetime
+import platform
+import random
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import orjson
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.correction import machine_name
+from megatron_rl_corr.rollout.responses import parse_generate
+
+VOCAB_SIZE = 151_936
+PROMPT = torch.tensor([1, 2, 3])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[128, 1024, 4096, 32768])
+    parser.add_argument("--repeats", type=int, default=31)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    versions = f"Python {platform.python_version()}, orjson {orjson.__version__}"
+    print(f"{datetime.date.today()}, {versions}, {machine_name('cpu')}\n")
+    print("| response | this package (M tokens/s) | orjson + comprehension | ratio |")
+    print("|---|---|---|---|")
+    for text in (False, True):
+        for length in options.lengths:
+            body = answer(length, text)
+            check_equal(ours(body), plain(body))
+            times = [seconds(work, body, options.repeats) for work in (ours, plain)]
+            name = f"{length} tokens" + ", with their text" * text
+            speeds = [length / taken / 1e6 for taken in times]
+            print(f"| {name} | {speeds[0]:.2f} | {speeds[1]:.2f} | {speeds[0] / speeds[1]:.2f}x |")
+
+
+def ours(body: bytes) -> tuple[torch.Tensor, torch.Tensor]:
+    """With all its checks."""
+    trajectory = parse_generate(
+        body, prompt_ids=PROMPT, prompt_index=0, sample_index=0, server="http://127.0.0.1", vocab_size=VOCAB_SIZE
+    )
+    return trajectory.output_ids, trajectory.rollout_logprobs
+
+
+def plain(body: bytes) -> tuple[torch.Tensor, torch.Tensor]:
+    """With the one check that the ids are those the log-probs are of."""
+    answer = orjson.loads(body)
+    rows = answer["meta_info"]["output_token_logprobs"]
+    ids = np.array(answer["output_ids"], dtype=np.int64)
+    if not np.array_equal(ids, [row[1] for row in rows]):
+        raise ValueError("the ids differ")
+    return torch.from_numpy(ids), torch.from_numpy(np.array([row[0] for row in rows], dtype=np.float32))
+
+
+def check_equal(some: tuple[torch.Tensor, ...], others: tuple[torch.Tensor, ...]) -> None:
+    if not all(torch.equal(one, other) for one, other in zip(some, others, strict=True)):
+        raise SystemExit("the two read different tensors")
+
+
+def seconds(work: Callable[[bytes], object], body: bytes, repeats: int) -> float:
+    times = []
+    for _ in range(repeats):
+        start = time.thread_time()
+        work(body)
+        times.append(time.thread_time() - start)
+    return min(times)
+
+
+def answer(length: int, text: bool) -> bytes:
+    """An answer of random ids, whose log-probs are float32 written as the doubles they are."""
+    draw = random.Random(0)
+    ids = [draw.randrange(VOCAB_SIZE) for _ in range(length)]
+    logprobs = np.array([-draw.expovariate(0.5) for _ in ids], dtype=np.float32).tolist()
+    words = ["".join(draw.choices("abcdefghij \n", k=draw.randint(1, 8))) for _ in ids]
+    meta = {
+        "id": "e99ec98902664b42930ff6ca2adca0f0",
+        "finish_reason": {"type": "length", "length": length},
+        "prompt_tokens": PROMPT.numel(),
+        "weight_version": "default",
+        "num_retractions": 0,
+        "input_token_logprobs": [],
+        "output_token_logprobs": [
+            [value, token, word if text else None] for value, token, word in zip(logprobs, ids, words, strict=True)
+        ],
+        "output_token_logprobs_length": length,
+        "completion_tokens": length,
+        "cached_tokens": 0,
+        "weight_versions": [{"version": "default", "start": 0, "end": length}],
+        "e2e_latency": 3.262865906001025,
+    }
+    return orjson.dumps({"text": "".join(words), "output_ids": ids, "meta_info": meta})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""Which tokens of a row a context-parallel rank holds, as pure functions of (rank, size).
+
+L tokens of a row, cp context-parallel ranks, t = L / cp tokens of one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def zigzag_positions(
+    rank: int, size: int, boundaries: Sequence[int], device: torch.device | str | None = None
+) -> Tensor:
+    """Positions in the row [t] int64 of the tokens that rank `rank` of `size` holds, in its order.
+
+    `boundaries` are the cumulative lengths 0, n1, n1 + n2, ..., L of the row's sequences, padding included; (0, L) for
+    a row that is cut as a whole. Each is cut into 2 * size chunks, of which a rank holds numbers `rank` and
+    2 * size - 1 - rank: a causal mask then costs every rank the same. Source: Megatron-core, get_batch_on_this_cp_rank
+    (whole rows) and Transformer Engine's thd_get_partitioned_indices (packed ones).
+
+    Raises ValueError for a sequence that can't be cut so.
+    """
+    if size == 1:
+        return torch.arange(boundaries[-1], device=device)
+    parts = []
+    for start, end in zip(boundaries[:-1], boundaries[1:], strict=True):
+        chunk, rest = divmod(end - start, 2 * size)
+        if rest:
+            raise ValueError(
+                f"a sequence of {end - start} tokens can't be cut for --context-parallel-size {size}: "
+                f"pad it to a multiple of {2 * size}"
+            )
+        for index in (rank, 2 * size - 1 - rank):
+            parts.append(torch.arange(start + index * chunk, start + (index + 1) * chunk, device=device))
+    return torch.cat(parts)

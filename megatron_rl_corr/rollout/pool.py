@@ -1,0 +1,115 @@
+"""Which rollout server takes the next sample: slots, least outstanding first, and who is left out. No HTTP here."""
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megatron_rl_corr.rollout.errors import RolloutError, RolloutOutage
+
+
+@dataclass(eq=False)
+class Server:
+    """One server as its pool sees it."""
+
+    url: str
+    outstanding: int = 0
+    """Requests in flight there."""
+    asked: int = 0
+    """Requests sent there so far."""
+    cause: RolloutError | None = None
+    """Why it is left out; None: it is sampled from."""
+    refused: RolloutError | None = None
+    """Why it may not come back yet, if it was asked."""
+    joined: int = 0
+    """How often it came back: a failure of a request from before that says nothing of it any more."""
+    scopes: set[asyncio.Timeout] = field(default_factory=set)
+    """Of the requests in flight, to end them early."""
+
+    def abandon(self) -> None:
+        """End the requests in flight with TimeoutError."""
+        now = asyncio.get_running_loop().time()
+        for scope in self.scopes:
+            scope.reschedule(now)
+
+
+class ServerPool:
+    """Hands out at most max_outstanding slots, and max_per_server of each server that is in.
+
+    With no server in for outage_timeout_s, everybody who waits for one is told RolloutOutage.
+    """
+
+    def __init__(
+        self, urls: Sequence[str], *, max_outstanding: int, max_per_server: int | None, outage_timeout_s: float
+    ):
+        self.servers = [Server(url) for url in urls]
+        self._max_outstanding = max_outstanding
+        self._max_per_server = max_per_server or max_outstanding
+        self._outage_timeout_s = outage_timeout_s
+        self._waiters: deque[asyncio.Future] = deque()
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_outage = False
+
+    @property
+    def left_out(self) -> list[Server]:
+        """The servers that are not sampled from now."""
+        return [server for server in self.servers if server.cause is not None]
+
+    async def take(self, avoid: str | None = None) -> Server:
+        """A server for one request, when one has a slot; not the one at `avoid` where another has one too."""
+        while True:
+            if self._is_outage:
+                raise RolloutOutage([(server.cause, server.refused) for server in self.servers])
+            server = self._freest(avoid)
+            if server is not None:
+                server.outstanding += 1
+                server.asked += 1
+                return server
+            await self._slot_freed()
+
+    def give_back(self, server: Server) -> None:
+        """The request has ended, well or not."""
+        server.outstanding -= 1
+        self._wake(1)
+
+    def leave_out(self, server: Server, cause: RolloutError) -> None:
+        """No more requests for it until it rejoins."""
+        server.cause, server.refused = cause, None
+        if len(self.left_out) == len(self.servers):
+            self._timer = asyncio.get_running_loop().call_later(self._outage_timeout_s, self._declare_outage)
+
+    def rejoin(self, server: Server) -> None:
+        """It is well again."""
+        server.cause = server.refused = None
+        server.joined += 1
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, self._is_outage = None, False
+        self._wake(len(self._waiters))
+
+    def _freest(self, avoid: str | None) -> Server | None:
+        if sum(server.outstanding for server in self.servers) >= self._max_outstanding:
+            return None
+        free = [s for s in self.servers if s.cause is None and s.outstanding < self._max_per_server]
+        return min(free, key=lambda s: (s.url == avoid, s.outstanding, s.asked), default=None)
+
+    async def _slot_freed(self) -> None:
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            if not waiter.cancelled():  # it was woken, and will not use the slot
+                self._wake(1)
+            raise
+
+    def _wake(self, count: int) -> None:
+        while count and self._waiters:
+            waiter = self._waiters.popleft()
+            if not waiter.done():  # a cancelled one stays in the line until it is met here
+                waiter.set_result(None)
+                count -= 1
+
+    def _declare_outage(self) -> None:
+        self._timer, self._is_outage = None, True
+        self._wake(len(self._waiters))

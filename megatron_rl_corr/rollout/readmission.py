@@ -1,0 +1,119 @@
+"""Leaves out servers that fail or fall silent, and lets them back once they are healthy and have the right weights."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from megatron_rl_corr.rollout import requests
+from megatron_rl_corr.rollout.counts import Counts
+from megatron_rl_corr.rollout.errors import RolloutError, RolloutServerError, StaleWeightsError
+from megatron_rl_corr.rollout.pool import Server, ServerPool
+from megatron_rl_corr.rollout.responses import parse_control
+from megatron_rl_corr.rollout.transport import HEALTH_PROBE_TIMEOUT_S, Transport
+
+FIRST_PROBE_S, LONGEST_BACKOFF_S = 0.5, 30.0
+
+logger = logging.getLogger(__name__)
+
+
+class Readmission:
+    """Decides who is in a pool. read_timeout_s: longest silence of a server with requests in flight."""
+
+    def __init__(self, pool: ServerPool, transport: Transport, counts: Counts, *, read_timeout_s: float):
+        self.expected_version: str | None = None
+        self._pool, self._transport, self._counts = pool, transport, counts
+        self._read_timeout_s = read_timeout_s
+        self._probes: dict[Server, asyncio.Task] = {}
+
+    def expect(self, version: str) -> None:
+        """Only weights of this name from now on; servers that are left out are asked at once whether they have them."""
+        self.expected_version = version
+        for server in self._pool.left_out:
+            server.refused = None
+            self._probe(server, 0.0)
+
+    def leave_out(self, server: Server, joined: int, cause: RolloutError) -> None:
+        """After a request to it failed that was sent when it had joined `joined` times; harmless twice."""
+        if server.cause is not None or server.joined != joined:
+            return
+        self._counts.left_out += 1
+        logger.warning("rollout server left out: %s", cause)
+        self._pool.leave_out(server, cause)
+        if isinstance(cause, StaleWeightsError):
+            self._refuse(server, cause)
+        self._probe(server, FIRST_PROBE_S)
+
+    @asynccontextmanager
+    async def watching(self) -> AsyncIterator[None]:
+        """Meanwhile a server that has requests in flight and falls silent is left out, and they are ended."""
+        watch = asyncio.create_task(self._watch())
+        try:
+            yield
+        finally:
+            watch.cancel()
+            await asyncio.wait([watch])
+            if not watch.cancelled():
+                watch.result()  # it ends by itself only with a failure
+
+    async def close(self) -> None:
+        """Ask no server any more, and forget who was left out."""
+        probes = list(self._probes.values())
+        for task in probes:
+            task.cancel()
+        if probes:
+            await asyncio.wait(probes)
+        self._probes.clear()
+        for server in self._pool.left_out:
+            self._pool.rejoin(server)
+
+    def _probe(self, server: Server, delay_s: float) -> None:
+        if server in self._probes:
+            self._probes[server].cancel()
+        self._probes[server] = asyncio.create_task(self._readmit(server, delay_s))
+
+    async def _readmit(self, server: Server, delay_s: float) -> None:
+        while True:
+            await asyncio.sleep(delay_s)
+            delay_s = min(max(2 * delay_s, FIRST_PROBE_S), LONGEST_BACKOFF_S)
+            try:
+                await self._check(server.url)
+            except RolloutError as error:
+                self._refuse(server, error)
+                continue
+            self._pool.rejoin(server)
+            self._counts.rejoined += 1
+            logger.warning("rollout server %s is back", server.url)
+            return
+
+    def _refuse(self, server: Server, error: RolloutError) -> None:
+        if isinstance(error, StaleWeightsError) and not isinstance(server.refused, StaleWeightsError):
+            self._counts.stale += 1
+            logger.warning("rollout server refused: %s", error)
+        server.refused = error
+
+    async def _check(self, url: str) -> None:
+        await self._transport.send(url, requests.health(), timeout_s=HEALTH_PROBE_TIMEOUT_S)
+        if self.expected_version is None:
+            return
+        request = requests.model_info()
+        status, body = await self._transport.send(url, request, timeout_s=self._read_timeout_s)
+        answer = parse_control(body, server=url, endpoint=request.endpoint, status=status)
+        version = str(answer.get("weight_version"))
+        if version != self.expected_version:
+            raise StaleWeightsError(url, request.endpoint, version, self.expected_version)
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(self._read_timeout_s / 2)
+            await asyncio.gather(*(self._listen(server) for server in self._pool.servers if server.outstanding))
+
+    async def _listen(self, server: Server) -> None:
+        """Any answer will do: a request in flight is silent until its last token."""
+        joined = server.joined
+        try:
+            await self._transport.send(server.url, requests.model_info(), timeout_s=self._read_timeout_s)
+        except RolloutServerError as error:
+            if error.status is None and server.joined == joined:
+                self.leave_out(server, joined, error)
+                server.abandon()

@@ -1,0 +1,135 @@
+"""One Megatron model's loss and gradients, from logits and from hidden states, a JSON line a layout; run by torchrun.
+
+output_processor_worker.py '{"tp": 2, "sp": true}' '{"pp": 2}' ...
+"""
+
+import json
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as ps
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_rl_corr.mcore.logprobs import LogprobSettings
+from megatron_rl_corr.mcore.output_processor import OutputContext, label_logprobs_of_hidden, split_output
+from megatron_rl_corr.parallel.vocab import vocab_parallel_logprobs
+
+VOCAB, PADDED, LENGTH, ROWS, MICROBATCHES = 60, 64, 12, 2, 2
+
+
+def build(layout):
+    config = TransformerConfig(
+        num_layers=2, hidden_size=32, ffn_hidden_size=48, num_attention_heads=4, normalization="RMSNorm",
+        add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0, use_cpu_initialization=True,
+        attention_softmax_in_fp32=True, bias_dropout_fusion=False, bias_activation_fusion=False,
+        masked_softmax_fusion=False, gradient_accumulation_fusion=False, apply_rope_fusion=False,
+        pipeline_dtype=torch.bfloat16 if layout.get("bf16") else torch.float32, bf16=layout.get("bf16", False),
+        params_dtype=torch.bfloat16 if layout.get("bf16") else torch.float32, overlap_p2p_comm=False,
+        tensor_model_parallel_size=layout.get("tp", 1), sequence_parallel=layout.get("sp", False),
+        pipeline_model_parallel_size=layout.get("pp", 1), deallocate_pipeline_outputs=True, init_method_std=0.5,
+    )  # fmt: skip
+    model = GPTModel(
+        config=config, transformer_layer_spec=get_gpt_layer_local_spec(normalization="RMSNorm"), vocab_size=PADDED,
+        max_sequence_length=LENGTH, pre_process=ps.is_pipeline_first_stage(), post_process=ps.is_pipeline_last_stage(),
+        position_embedding_type="rope", share_embeddings_and_output_weights=layout.get("tied", False),
+    )  # fmt: skip
+    wrapped = Float16Module(config, model) if layout.get("bf16") else model
+    config.finalize_model_grads_func = finalize_model_grads
+    ddp = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), wrapped)
+    return config, model, ddp
+
+
+def batches():
+    generator = torch.Generator().manual_seed(4)
+    for _ in range(MICROBATCHES):
+        tokens = torch.randint(0, VOCAB, (ROWS, LENGTH + 1), generator=generator)
+        # Unequal in every token, so that a permuted one shows.
+        yield tokens[:, :-1], tokens[:, 1:], torch.randn(2, ROWS * LENGTH, generator=generator)
+
+
+def forward_step(settings, from_hidden):
+    positions = torch.arange(LENGTH).expand(ROWS, -1)
+
+    def step(iterator, model):
+        tokens, labels, (coefficients, entropy_coefficients) = next(iterator)
+        context = OutputContext(labels, settings, with_entropy=True, chunk_tokens=7)
+        hook = {"output_processor": label_logprobs_of_hidden, "output_processor_context": context}
+        output = model(tokens, positions, None, **(hook if from_hidden else {}))
+
+        def loss(output, non_loss_data=False):
+            if from_hidden:
+                logprobs, entropy = split_output(output)
+            else:
+                logprobs, entropy = vocab_parallel_logprobs(
+                    output.reshape(-1, output.shape[-1]), labels.reshape(-1), tp_group=settings.tp_group,
+                    temperature=settings.temperature, vocab_size=settings.vocab_size, with_entropy=True,
+                )  # fmt: skip
+            if non_loss_data:
+                return logprobs
+            total = (coefficients * logprobs + entropy_coefficients * entropy).sum()
+            return total, {"loss": total.detach().clone()}
+
+        return output, loss
+
+    return step
+
+
+def run_step(config, model, ddp, settings, from_hidden):
+    """The microbatches' losses and log-probs on the last stage, and this rank's gradients."""
+    ddp.zero_grad_buffer()
+    schedule = {
+        "forward_step_func": forward_step(settings, from_hidden), "model": ddp, "num_microbatches": MICROBATCHES,
+        "seq_length": LENGTH, "micro_batch_size": ROWS,
+    }  # fmt: skip
+    reports = get_forward_backward_func()(data_iterator=batches(), forward_only=False, **schedule)
+    gradients = {name: p.main_grad.clone() for name, p in model.named_parameters()}
+    with torch.no_grad():
+        scored = get_forward_backward_func()(
+            data_iterator=batches(), forward_only=True, collect_non_loss_data=True, **schedule
+        )
+    return [float(report["loss"]) for report in reports], scored, gradients
+
+
+def compare(layout):
+    """The worst relative errors of hidden states against logits, on this rank."""
+    ps.initialize_model_parallel(
+        tensor_model_parallel_size=layout.get("tp", 1), pipeline_model_parallel_size=layout.get("pp", 1)
+    )
+    model_parallel_cuda_manual_seed(1)
+    torch.manual_seed(ps.get_pipeline_model_parallel_rank())
+    config, model, ddp = build(layout)
+    settings = LogprobSettings(ps.get_tensor_model_parallel_group(), 0.8, VOCAB)
+    losses, scores, gradients = run_step(config, model, ddp, settings, from_hidden=False)
+    losses2, scores2, gradients2 = run_step(config, model, ddp, settings, from_hidden=True)
+    errors = {name: float((gradients2[name] - g).norm() / g.norm()) for name, g in gradients.items()}
+    ps.destroy_model_parallel()
+    return {
+        "loss": max((abs(b / a - 1) for a, b in zip(losses, losses2, strict=True)), default=0.0),
+        "scores": max((float((a - b).abs().max()) for a, b in zip(scores, scores2, strict=True)), default=0.0),
+        "gradient": max(errors.values()), "parameters": len(errors), "microbatches": len(losses2),
+    }  # fmt: skip
+
+
+def main():
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for layout in map(json.loads, sys.argv[1:]):
+        everything = [None] * dist.get_world_size()
+        dist.all_gather_object(everything, compare(layout))
+        if dist.get_rank() == 0:
+            print("RESULT " + json.dumps({"layout": layout, "ranks": everything}), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+    os._exit(0)  # Megatron's leftovers may wait for each other at interpreter exit
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Slots of servers: who gets the next one, who waits, and what an outage and a return change."""
+
+import asyncio
+
+import pytest
+
+from megatron_rl_corr.rollout.errors import RolloutOutage, RolloutServerError
+from megatron_rl_corr.rollout.pool import ServerPool
+
+URLS = ["http://a:1", "http://b:1"]
+
+
+def pool_of(urls=URLS, *, most=8, per_server=None, outage_s=0.05):
+    return ServerPool(urls, max_outstanding=most, max_per_server=per_server, outage_timeout_s=outage_s)
+
+
+def dead(server):
+    return RolloutServerError(server.url, "/generate", None, "connection refused")
+
+
+async def is_waiting(task):
+    await asyncio.sleep(0.01)
+    return not task.done()
+
+
+def test_take_when_servers_are_unequal_then_the_one_with_fewer_outstanding_and_at_a_tie_the_less_asked():
+    async def scenario():
+        pool = pool_of()
+        a, b = pool.servers
+        assert [await pool.take() for _ in range(4)] == [a, b, a, b]
+        pool.give_back(b)
+        pool.give_back(b)
+        # 2 and 0 in flight: two for b; then a tie of 2, and b was asked 4 times, a twice.
+        assert [await pool.take() for _ in range(3)] == [b, b, a]
+
+    asyncio.run(scenario())
+
+
+def test_take_when_a_server_is_to_be_avoided_then_only_if_another_has_a_slot():
+    async def scenario():
+        pool = pool_of(per_server=2)
+        a, b = pool.servers
+        assert [await pool.take(avoid=a.url) for _ in range(3)] == [b, b, a]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("bounds", [{"most": 2}, {"per_server": 1}])
+def test_take_when_every_slot_is_taken_then_waits_in_line_for_one_that_is_given_back(bounds):
+    async def scenario():
+        pool = pool_of(**bounds)
+        a, b = await pool.take(), await pool.take()
+        first, second = asyncio.create_task(pool.take()), asyncio.create_task(pool.take())
+        assert await is_waiting(first) and await is_waiting(second)
+        pool.give_back(b)
+        assert await first is b and await is_waiting(second)
+        pool.give_back(a)
+        assert await second is a
+        assert (a.outstanding, b.outstanding) == (1, 1)
+
+    asyncio.run(scenario())
+
+
+def test_take_when_the_one_who_was_woken_is_cancelled_then_the_slot_goes_to_the_next():
+    async def scenario():
+        pool = pool_of(URLS[:1], most=1)
+        server = await pool.take()
+        first, second = asyncio.create_task(pool.take()), asyncio.create_task(pool.take())
+        assert await is_waiting(first)
+        pool.give_back(server)
+        first.cancel()
+        assert await asyncio.wait_for(second, 1) is server
+
+    asyncio.run(scenario())
+
+
+def test_take_when_a_server_is_left_out_then_the_others_only_until_it_rejoins():
+    async def scenario():
+        pool = pool_of()
+        a, b = pool.servers
+        pool.leave_out(a, dead(a))
+        assert pool.left_out == [a] and [await pool.take() for _ in range(2)] == [b, b]
+        pool.rejoin(a)
+        assert pool.left_out == [] and a.joined == 1 and await pool.take() is a
+
+    asyncio.run(scenario())
+
+
+def test_take_when_no_server_is_left_then_waits_for_the_outage_timeout_and_says_why_for_each():
+    async def scenario():
+        pool = pool_of()
+        for server in pool.servers:
+            pool.leave_out(server, dead(server))
+        pool.servers[1].refused = RolloutServerError(URLS[1], "/health", 503, "starting")
+        for _ in range(2):  # the second does not wait any more
+            with pytest.raises(RolloutOutage) as error:
+                await asyncio.wait_for(pool.take(), 2)
+        said = str(error.value)
+        assert said.startswith("none of 2 rollout servers is left to sample from: SGLang server http://a:1 did not")
+        assert "http://b:1 did not answer POST /generate: connection refused" in said
+        assert said.endswith("; asked again: starting")
+        pool.rejoin(pool.servers[1])
+        assert await pool.take() is pool.servers[1]
+
+    asyncio.run(scenario())
+
+
+def test_take_when_a_server_rejoins_within_the_outage_timeout_then_nobody_hears_of_it():
+    async def scenario():
+        pool = pool_of()
+        for server in pool.servers:
+            pool.leave_out(server, dead(server))
+        waiting = asyncio.create_task(pool.take())
+        assert await is_waiting(waiting)
+        pool.rejoin(pool.servers[0])
+        assert await waiting is pool.servers[0]
+        await asyncio.sleep(0.1)  # past the timeout of the outage that was
+        assert await pool.take() is pool.servers[0]
+
+    asyncio.run(scenario())

@@ -1,0 +1,93 @@
+"""Which servers a weight update goes to: who answers, who was started anew, when the broadcast group is made anew."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_rl_corr.rollout.errors import RolloutServerError
+from megatron_rl_corr.weight_sync.servers import ABSENT, READY, STARTED_ANEW, WeightServers
+
+A, B, C = "http://a:1", "http://b:1", "http://c:1"
+
+
+class Recorder:
+    """Stands for a client and for the control of some of its servers: notes who is asked what."""
+
+    def __init__(self, urls, versions, asked):
+        self.base_urls, self.versions, self.asked = tuple(urls), versions, asked
+        self.expected = None
+
+    def control(self, urls):
+        return Recorder(urls, self.versions, self.asked)
+
+    async def reported_versions(self):
+        return [self.versions[url] for url in self.base_urls]
+
+    async def expect_version(self, version):
+        self.expected = version
+
+    async def destroy_weights_update_group(self, name):
+        self.asked.append((name, self.base_urls))
+        if self.versions[self.base_urls[0]] == "default":
+            raise RolloutServerError(self.base_urls[0], "/destroy_weights_update_group", 400, "no such group")
+
+
+@pytest.fixture
+def client():
+    return Recorder([A, B, C], {A: "1", B: "1", C: "1"}, [])
+
+
+@pytest.fixture
+def servers(client):
+    """After an update to version 1 that made a group."""
+    servers = WeightServers(client, SimpleNamespace(call=asyncio.run), backend="gloo")
+    servers.use(servers.look())
+    servers._group = SimpleNamespace(name="g")
+    servers.expect("1")
+    return servers
+
+
+def test_look_when_one_is_gone_and_one_started_anew_then_each_has_its_state(client, servers):
+    client.versions |= {B: None, C: "default"}
+    assert servers.look() == [READY, ABSENT, STARTED_ANEW]
+    assert client.expected == "1"
+
+
+def test_look_before_the_first_update_then_every_version_will_do(client):
+    client.versions |= {A: "default", B: "x"}
+    assert WeightServers(client, SimpleNamespace(call=asyncio.run), backend="gloo").look() == [READY] * 3
+
+
+def test_use_when_nothing_changed_then_the_group_stays(client, servers):
+    servers.use([READY, READY, READY])
+    assert servers._group is not None and client.asked == []
+
+
+@pytest.mark.parametrize(
+    "states, updated, still_have_it",
+    [
+        ([READY, ABSENT, READY], (A, C), [A, C]),
+        ([READY, STARTED_ANEW, READY], (A, B, C), [A, C]),
+        ([ABSENT, STARTED_ANEW, READY], (B, C), [C]),
+    ],
+)
+def test_use_when_a_server_left_or_was_started_anew_then_those_that_still_have_the_group_leave_it(
+    client, servers, states, updated, still_have_it
+):
+    servers.use(states)
+    assert servers._updated.base_urls == updated and servers._group is None
+    assert client.asked == [("g", (url,)) for url in still_have_it]
+
+
+def test_use_when_a_server_comes_back_then_the_group_of_the_others_is_not_enough(client, servers):
+    servers.use([READY, ABSENT, READY])
+    servers._group = SimpleNamespace(name="g2")
+    servers.use([READY, READY, READY])
+    assert servers._group is None and client.asked[-2:] == [("g2", (A,)), ("g2", (C,))]
+
+
+def test_close_when_a_server_has_lost_the_group_then_the_others_are_asked_all_the_same(client, servers):
+    client.versions[A] = "default"
+    servers.close()
+    assert client.asked == [("g", (url,)) for url in (A, B, C)]
