@@ -111,10 +111,10 @@ def test_quickstart_in_bfloat16_then_reward_is_learned_and_the_mismatch_is_seen(
     # What is logged is explained, and what is explained is logged.
     assert {name for name in steps[0] if meaning_of(name) is None} == set()
     assert set(MEANINGS) - set(steps[0]) == set()
-    # Every sample was asked for over HTTP: 50 steps of 64, and 14 to check the server first. One push before the first
+    # Every sample was asked for over HTTP: 50 steps of 64, and 13 to check the server first. One push before the first
     # step, one after each.
     log = (quickstart.out / "server.log").read_text()
-    assert log.count("POST /generate HTTP/1.1") == 50 * 64 + 14
+    assert log.count("POST /generate HTTP/1.1") == 50 * 64 + 13
     assert log.count("POST /update_weights_from_distributed") >= 51 and log.count("POST /end_weight_update") == 51
     assert quickstart.lines[-1].strip().endswith(str(quickstart.out / "report.html"))
     assert (quickstart.out / "report.html").stat().st_size > 50_000

@@ -130,10 +130,12 @@ def test_switch_position_when_two_tokens_fit_the_old_weights_then_2():
 
 
 def tempered(hot_slope, cold_gap, matters=True):
+    """cold_gap: at temperature 1. A server that scales reports it a thousandfold at 0.001."""
     raw, best = array(-2, -3, -1.5), array(-1, -1, -1)
     hot = answer(-2 + hot_slope * (raw - best), top=[[-2.0]] * 3)
-    cold = scores([-1 - cold_gap, -1, -1], top=[[-1.0]] * 3)
-    return judge_temperature(hot, scores(raw, top=best[:, None]), answer([0, 0, 0]), cold, matters)
+    reported = cold_gap * 1000 if abs(hot_slope - 0.5) < 0.05 else cold_gap
+    cold = answer([-1 - reported, -1, -1], top=[[-1.0]] * 3)
+    return judge_temperature(hot, scores(raw, top=best[:, None]), cold, matters)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +152,7 @@ def tempered(hot_slope, cold_gap, matters=True):
 def test_temperature_when_slope_and_cold_samples_are_known_then_what_is_wrong(hot_slope, cold_gap, defect):
     row = tempered(hot_slope, cold_gap)
     assert row.defect == defect and row.numbers["slope"] == pytest.approx(hot_slope)
-    assert row.numbers["chance"] == pytest.approx(math.exp(-3))
+    assert row.numbers["gap"] == pytest.approx(cold_gap)
 
 
 def test_temperature_when_the_run_samples_at_1_then_unscaled_logprobs_are_a_note():
@@ -160,7 +162,7 @@ def test_temperature_when_the_run_samples_at_1_then_unscaled_logprobs_are_a_note
 
 def test_temperature_when_the_model_is_certain_then_it_cannot_be_told():
     certain = scores([-1e-9] * 3)
-    row = judge_temperature(answer([-1e-9] * 3), certain, answer([0.0] * 3), certain, True)
+    row = judge_temperature(answer([-1e-9] * 3), certain, answer([0.0] * 3), True)
     assert row.status == "note" and "cannot be told" in row.said
 
 

@@ -60,7 +60,7 @@ async def quick_check(
 ) -> list[Finding]:
     """What is wrong with the client's servers, asked without changing anything. Raises RolloutError.
 
-    Seventeen requests of at most 24 tokens to each server, most of them at once. timeout_s bounds each request.
+    Sixteen requests of at most 24 tokens to each server, most of them at once. timeout_s bounds each request.
     """
     expected = expected or Expected()
     probes = [Probe(client, url, timeout_s) for url in client.base_urls]
@@ -94,7 +94,7 @@ async def ask_quick(probe: Probe, expected: Expected) -> tuple[list[Row], Facts]
         probe.score(fixed, tail, cached=True),
     )
     scores: list[Scores] = await asyncio.gather(
-        *[probe.score(answer.prompt, answer.output) for answer in (plain, hot, cold, top_p)],
+        *[probe.score(answer.prompt, answer.output) for answer in (plain, hot, top_p)],
         probe.score(fixed, tail),
     )
     second = await probe.generate(repeated, TOKENS, temperature=0.0)
@@ -102,13 +102,13 @@ async def ask_quick(probe: Probe, expected: Expected) -> tuple[list[Row], Facts]
     half = numerics.is_half(dtype, step, bool(info.get("enable_fp32_lm_head")))
     tokens = len(plain.prompt) + len(plain.output)
     rows += [
-        sampling.judge_temperature(hot, scores[1], cold, scores[2], expected.temperature_matters),
-        sampling.judge_top_p(top_p, scores[3], half),
+        sampling.judge_temperature(hot, scores[1], cold, expected.temperature_matters),
+        sampling.judge_top_p(top_p, scores[2], half),
         sampling.judge_mask(mask, expected.truncated),
         numerics.judge_precision(dtype, step, expected.dtype),
         numerics.judge_decode(plain, scores[0], half),
         numerics.judge_repeats(first, second, half),
-        numerics.judge_cache(cached, scores[4], half),
+        numerics.judge_cache(cached, scores[3], half),
         identity.judge_routes(
             plain.meta.get("routed_experts"), tokens, expected.experts, expected.routed_experts
         ),

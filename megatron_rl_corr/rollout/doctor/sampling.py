@@ -18,32 +18,34 @@ SLOPE_TOLERANCE = 0.05
 LEAST_EVIDENCE = 1e-2
 """Sum of squares below which a slope says nothing: all samples were (nearly) the likeliest ids."""
 COLD_GAP = 0.1
-"""Nats below the likeliest id that a sample at COLD may lie, for rounding: a chance of e^-100."""
+"""Nats, at temperature 1, below the likeliest id that a sample at COLD may lie: a chance of e^-100."""
 MASK_TOLERANCE = 1e-3
 """Measured: 4e-7, in 16 bits too, for both sides come from the same logits."""
 FILTERED_SHIFT = 0.1
 """Least median rise of log-probs that renormalising on the top-p set explains; keeping half gives ln 2 = 0.69."""
 
 
-def judge_temperature(hot: Answer, hot_scores: Scores, cold: Answer, cold_scores: Scores, matters: bool) -> Row:
+def judge_temperature(hot: Answer, hot_scores: Scores, cold: Answer, matters: bool) -> Row:
     """Whether samples and log-probs are of the temperature that was asked for.
 
     hot was sampled at HOT, cold at COLD. Log-probs: the slope of the differences between the sampled and the
     likeliest id on the same differences at temperature 1 is 1 / HOT where they are scaled, 1 where they are not.
-    Samples: at COLD every one is the likeliest id (COLD_GAP), which has probability `chance` at temperature 1.
+    Samples: at COLD every one is the likeliest id, or one that lies at most COLD_GAP below it. The answer itself
+    says so; a prefill of it may, in 16 bits, route a token through other experts and find another id likeliest.
     matters: False where the run samples at temperature 1, so that unscaled log-probs are right for it.
     """
     found_slope, evidence = slope(hot.logprobs, hot.top[:, 0], hot_scores.logprobs, hot_scores.top[:, 0])
-    follows = bool((cold_scores.top[:, 0] - cold_scores.logprobs <= COLD_GAP).all())
-    chance = float(np.exp(cold_scores.top[:, 0].sum()))
-    numbers = {"slope": found_slope, "evidence": evidence, "follows": follows, "chance": chance}
+    scaled = abs(found_slope - 1 / HOT) <= SLOPE_TOLERANCE
+    gap = float((cold.top[:, 0] - cold.logprobs).max()) * (COLD if scaled else 1)
+    follows = gap <= COLD_GAP
+    numbers = {"slope": found_slope, "evidence": evidence, "follows": follows, "gap": gap}
     if evidence < LEAST_EVIDENCE:
         return Row("temperature", "note", "cannot be told: the model always samples the likeliest id", numbers)
     likeliest = f"at {COLD:g} samples are{'' if follows else ' not'} the likeliest ids"
     said = f"at {HOT:g} log-prob differences are {found_slope:.3f} of those at 1; {likeliest}"
     if not follows:
         return found("temperature", "temperature_ignored", said, **numbers)
-    if abs(found_slope - 1 / HOT) <= SLOPE_TOLERANCE:
+    if scaled:
         return Row("temperature", "ok", f"log-probs are of the temperature-scaled softmax: {said}", numbers)
     if abs(found_slope - 1) > SLOPE_TOLERANCE:
         return found("temperature", "logprobs_of_another_temperature", said, **numbers)
