@@ -92,7 +92,8 @@ class Attempts:
     async def _ask(
         self, server: Server, request: Request, ids: torch.Tensor, sampling: SamplingParams, **names: int
     ) -> Trajectory:
-        sent_for = self._members.expected_version
+        versions = self._members.expected_versions
+        sent_for = len(versions) - 1
         try:
             async with asyncio.timeout(None) as scope:
                 server.scopes.add(scope)
@@ -104,10 +105,9 @@ class Attempts:
             detail = "it fell silent, and the request was given up"
             raise RolloutServerError(server.url, request.endpoint, None, detail) from None
         part = parse_generate(body, prompt_ids=ids, server=server.url, truncated=sampling.truncated, **names)
-        # The weights may have been updated while it was in flight: of a stale server neither name is known.
-        expected = self._members.expected_version
-        if sent_for is not None and part.output_ids.numel() and part.oldest_version not in (sent_for, expected):
-            raise StaleWeightsError(server.url, request.endpoint, part.oldest_version, expected)
+        # The weights may have been updated while it was in flight, more than once too: a stale server has none of them.
+        if sent_for >= 0 and part.output_ids.numel() and part.oldest_version not in versions[sent_for:]:
+            raise StaleWeightsError(server.url, request.endpoint, part.oldest_version, versions[-1])
         return part
 
     def _count(self, whole: Trajectory) -> None:

@@ -21,14 +21,21 @@ class Readmission:
     """Decides who is in a pool. read_timeout_s: longest silence of a server with requests in flight."""
 
     def __init__(self, pool: ServerPool, transport: Transport, counts: Counts, *, read_timeout_s: float):
-        self.expected_version: str | None = None
+        self.expected_versions: list[str] = []
+        """Every one so far, in order: the last is what servers must have."""
         self._pool, self._transport, self._counts = pool, transport, counts
         self._read_timeout_s = read_timeout_s
         self._probes: dict[Server, asyncio.Task] = {}
+        self._watchers, self._watched = 0, None
+
+    @property
+    def expected_version(self) -> str | None:
+        """None: any."""
+        return self.expected_versions[-1] if self.expected_versions else None
 
     def expect(self, version: str) -> None:
         """Only weights of this name from now on; servers that are left out are asked at once whether they have them."""
-        self.expected_version = version
+        self.expected_versions.append(version)
         for server in self._pool.left_out:
             server.refused = None
             self._probe(server, 0.0)
@@ -46,14 +53,22 @@ class Readmission:
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
-        """Meanwhile a server that has requests in flight and falls silent is left out, and they are ended."""
-        watch = asyncio.create_task(self._watch())
+        """Meanwhile a server that has requests in flight and falls silent is left out, and they are ended.
+
+        Any number may watch at once: they share one watch, which the last one ends.
+        """
+        if self._watchers == 0:
+            self._watched = asyncio.create_task(self._watch())
+        self._watchers += 1
         try:
             yield
         finally:
-            watch.cancel()
-            await asyncio.wait([watch])
-            if not watch.cancelled():
+            self._watchers -= 1
+            watch = self._watched
+            if self._watchers == 0:
+                watch.cancel()
+                await asyncio.wait([watch])
+            if watch.done() and not watch.cancelled():
                 watch.result()  # it ends by itself only with a failure
 
     async def close(self) -> None:

@@ -1,6 +1,7 @@
 """Servers that die, fall silent, come back or have old weights while samples are collected: none lost, none doubled."""
 
 import asyncio
+import itertools
 
 import pytest
 from aiohttp import web
@@ -333,5 +334,57 @@ def test_generate_when_weights_are_updated_in_mid_request_then_the_answer_of_the
         await client.expect_version("8")
         (trajectory,) = await sampling
         assert trajectory.oldest_version == "7" and client.counts()["stale"] == 0
+
+    faulty.run(scenario, handle)
+
+
+@pytest.mark.parametrize("sampled_by, stale", [("7", 0), ("8", 0), ("9", 0), ("6", 1)])
+def test_generate_when_weights_are_updated_twice_in_mid_request_then_any_version_since_it_was_sent_is_kept(
+    faulty, sampled_by, stale
+):
+    answers = iter([sampled_by])
+
+    async def handle(request):
+        if request.path != "/generate":
+            return web.json_response({"weight_version": "9"})
+        await asyncio.sleep(0.2)
+        return faulty.one_token(1, version=next(answers, "9"))
+
+    async def scenario(client):
+        for version in ("6", "7"):
+            await client.expect_version(version)
+        sampling = asyncio.create_task(client.generate([[1]], ONE))
+        for version in ("8", "9"):
+            await asyncio.sleep(0.05)
+            await client.expect_version(version)
+        (trajectory,) = await sampling
+        assert trajectory.oldest_version == ("9" if stale else sampled_by)
+        assert client.counts()["stale"] == stale
+
+    faulty.run(scenario, handle, outage_timeout_s=10)
+
+
+def test_generate_when_called_many_times_at_once_then_one_watch_listens_until_the_last_has_ended(faulty, monkeypatch):
+    watches = []
+
+    async def watch(self):
+        watches.append("begun")
+        try:
+            await asyncio.sleep(60)
+        finally:
+            watches.append("ended")
+
+    monkeypatch.setattr(Readmission, "_watch", watch)
+    answers = itertools.count()
+
+    async def handle(request):
+        if next(answers) == 1:  # one of the eight is slow
+            await asyncio.sleep(0.1)
+            assert watches == ["begun"]
+        return faulty.one_token(1)
+
+    async def scenario(client):
+        await asyncio.gather(*(client.generate([[1]], ONE) for _ in range(8)))
+        assert watches == ["begun", "ended"]
 
     faulty.run(scenario, handle)

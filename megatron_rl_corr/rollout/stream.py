@@ -1,0 +1,114 @@
+"""Groups of samples, begun ahead of the training that takes them: how far ahead, and what becomes of those that are old.
+
+G groups a step; version v is that of the weights after v steps.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl_corr.rollout.trajectory import Trajectory
+
+
+@dataclass(frozen=True)
+class Group:
+    """The samples of one prompt. number: its place in the sequence of all groups."""
+
+    number: int
+    trajectories: list[Trajectory]
+
+    @property
+    def oldest_version(self) -> int:
+        return min(int(trajectory.oldest_version) for trajectory in self.trajectories)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a step trains on, and how the stream stood when it was taken."""
+
+    groups: list[Group]
+    """[G], by number."""
+    ready: int
+    """Groups that were done and are left for later steps."""
+    running: int
+    """Groups that were being sampled."""
+    dropped: int
+    """Groups put aside for their age since the step before."""
+
+
+class GroupStream:
+    """Keeps G * max_lag groups in hand beside a step's own, and gives out G a step in the order they are done.
+
+    A step's groups may be begun once the weights are within max_lag versions of that step's. So max_lag 0 is on-policy:
+    groups are begun with the weights of their step, and none runs while weights change. One that takes long may still
+    be older than max_lag when it is done: it is trained on like the others or, with drop_stale, put aside and another
+    begun, which prefers short responses.
+
+    sample(number) samples a whole group. Steps are [first, last), by the version they start from. For one event loop.
+    """
+
+    def __init__(
+        self, sample: Callable[[int], Coroutine[Any, Any, list[Trajectory]]], *, groups_per_step: int, first: int,
+        last: int, max_lag: int = 0, drop_stale: bool = False,
+    ):  # fmt: skip
+        if groups_per_step < 1 or max_lag < 0:
+            raise ValueError(f"groups_per_step must be at least 1 and max_lag 0, got {groups_per_step} and {max_lag}")
+        self._sample, self._per_step, self._first, self._last = sample, groups_per_step, first, last
+        self._max_lag, self._drop_stale = max_lag, drop_stale
+        self._running: set[asyncio.Task] = set()
+        self._done: deque[Group] = deque()
+        self._begun, self._dropped = 0, 0
+        self._failure: BaseException | None = None
+        self._changed = asyncio.Event()
+
+    async def take(self, version: int) -> Taken:
+        """The groups of the step that starts from `version`; a sample's failure ends all others and is raised."""
+        dropped = self._dropped
+        try:
+            while self._failure is None:
+                if self._drop_stale:
+                    self._drop(version)
+                self._begin(version)
+                if len(self._done) >= self._per_step:
+                    groups = [self._done.popleft() for _ in range(self._per_step)]
+                    groups.sort(key=lambda group: group.number)
+                    return Taken(groups, len(self._done), len(self._running), self._dropped - dropped)
+                self._changed.clear()
+                await self._changed.wait()
+            raise self._failure
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """End what is being sampled."""
+        running = list(self._running)
+        for task in running:
+            task.cancel()
+        if running:
+            await asyncio.wait(running)
+
+    def _begin(self, version: int) -> None:
+        """Every group that may be, at this version."""
+        steps = min(version + 1 + self._max_lag, self._last) - self._first
+        for _ in range(steps * self._per_step + self._dropped - self._begun):
+            task = asyncio.create_task(self._run(self._first * self._per_step + self._begun))
+            self._begun += 1
+            self._running.add(task)
+
+    async def _run(self, number: int) -> None:
+        try:
+            group = Group(number, await self._sample(number))
+            self._done.append(group)  # looked up after the wait: `_drop` makes another
+        except Exception as failure:  # noqa: BLE001  raised by `take`, which may be called much later
+            self._failure = self._failure or failure
+        finally:
+            self._running.discard(asyncio.current_task())
+            self._changed.set()
+
+    def _drop(self, version: int) -> None:
+        fresh = [group for group in self._done if group.oldest_version >= version - self._max_lag]
+        self._dropped += len(self._done) - len(fresh)
+        self._done = deque(fresh)
