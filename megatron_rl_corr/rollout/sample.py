@@ -11,7 +11,7 @@ import torch
 from megatron_rl_corr.rollout.trajectory import Trajectory
 
 PER_TOKEN = {
-    "loss_mask": torch.bool, "train_logprobs": torch.float32, "advantages": torch.float32, "turn_ids": torch.int64,
+    "loss_mask": torch.bool, "train_logprobs": torch.float32, "advantages": torch.float32,
 }  # fmt: skip
 
 
@@ -27,8 +27,6 @@ class Sample:
     """[R] float32 of Megatron's pi_old, natural log."""
     advantages: torch.Tensor | None = None
     """[R] float32."""
-    turn_ids: torch.Tensor | None = None
-    """[R] int64."""
 
     def __post_init__(self):
         for name, kind in PER_TOKEN.items():
@@ -46,8 +44,8 @@ def samples_of_rows(
 ) -> list[Sample]:
     """Samples of a batch whose position t of a row predicts token t + 1; on the CPU, sharing nothing with the rows.
 
-    rewards [N]; rows are the fields of a Sample with a value for each token (loss_mask, train_logprobs, advantages,
-    turn_ids), each [N, L] with L >= P + R - 1. Raises ValueError for another N or an L too short.
+    rewards [N]; rows are the fields of a Sample with a value for each token (loss_mask, train_logprobs, advantages),
+    each [N, L] with L >= P + R - 1. Raises ValueError for another N or an L too short.
     """
     count = len(trajectories)
     rows = {name: values.cpu() for name, values in rows.items()}

@@ -13,6 +13,8 @@ FinishReason = Literal["stop", "length", "abort"]
 
 MIN_TEMPERATURE = 1e-6  # below it SGLang samples greedily and returns the log-probs of temperature 1
 MAX_TOP_K = 4096  # SGLang's --sampling-mask-max-tokens; for a larger top_k, or none, it refuses to name the ids
+ENVIRONMENT = -1
+"""The turn id of a token that the policy did not sample."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,10 @@ class Support:
 
 @dataclass(frozen=True, eq=False)
 class Trajectory:
-    """One response to one prompt. Tensors are on the CPU, not to be written to: samples share prompt_ids."""
+    """One response to one prompt. Tensors are on the CPU, not to be written to: samples share prompt_ids.
+
+    With an environment a response is a whole episode: the policy's turns, and what the environment said between them.
+    """
 
     prompt_index: int
     """Position of the prompt in the list given to `generate`."""
@@ -136,9 +141,10 @@ class Trajectory:
     renormalised on `support` where there is one. NaN is "no log-prob": the server gave none, or one that is
     not finite (a token it sampled cannot have probability 0)."""
     finish_reason: FinishReason
-    """stop: a stop id; length: max_new_tokens; abort: cut short, the tokens so far are valid samples."""
+    """stop: a stop id; length: max_new_tokens, or the last turn that was allowed; abort: cut short, the tokens so far
+    are valid samples."""
     weight_versions: tuple[VersionSpan, ...]
-    """In order of time; they partition [0, R)."""
+    """In order of time; they partition [0, R). What an environment said is of the span before it."""
     cached_tokens: int
     """Prompt tokens whose keys and values the server had already."""
     server: str
@@ -147,6 +153,11 @@ class Trajectory:
     """The ids that each response token was drawn from, with top_p or top_k; None: the whole vocabulary."""
     routed_experts: torch.Tensor | None = None
     """[P + R - 1, M, k] int16: which experts each token went to, but for the last one, which the server never runs."""
+    turn_ids: torch.Tensor | None = None
+    """[R] int64: which turn of the policy each token is of, from 0; ENVIRONMENT for what the environment said, which
+    was not sampled: its log-prob is NaN, its support the token itself. None: the policy sampled all, in one turn."""
+    environment_reward: float | None = None
+    """What the environment scored the episode; None: it did not, or there is none."""
 
     def __post_init__(self):
         int64, float32 = torch.int64, torch.float32
@@ -159,6 +170,12 @@ class Trajectory:
             raise ValueError(
                 f"{self.output_ids.numel()} output_ids have a support of {self.support.lengths.numel()} sets"
             )
+        if self.turn_ids is not None:
+            _check_vectors(self, {"turn_ids": int64})
+            if self.turn_ids.numel() != self.output_ids.numel():
+                raise ValueError(f"{self.output_ids.numel()} output_ids have {self.turn_ids.numel()} turn_ids")
+            if (self.turn_ids < ENVIRONMENT).any():
+                raise ValueError(f"turn_ids must be at least {ENVIRONMENT}, got {int(self.turn_ids.min())}")
         if not self.weight_versions:
             raise ValueError("weight_versions must hold at least one span")
         routes = self.routed_experts
@@ -173,12 +190,19 @@ class Trajectory:
         """The weight version of the first token: what decides how stale the response is."""
         return self.weight_versions[0].version
 
+    @property
+    def sampled(self) -> torch.Tensor:
+        """[R] bool: the policy sampled the token; only these may enter a loss."""
+        if self.turn_ids is None:
+            return torch.ones(self.output_ids.numel(), dtype=torch.bool)
+        return self.turn_ids != ENVIRONMENT
+
     def sampled_by(self, version: str) -> torch.Tensor:
         """[R] bool: the tokens sampled while the weights were called `version`, to mask others or only these."""
         mask = torch.zeros(self.output_ids.numel(), dtype=torch.bool)
         for span in self.weight_versions:
             mask[span.start : span.end] = span.version == version
-        return mask
+        return mask & self.sampled
 
 
 def join(partial: Trajectory, continuation: Trajectory) -> Trajectory:
@@ -188,9 +212,18 @@ def join(partial: Trajectory, continuation: Trajectory) -> Trajectory:
     version and set of ids; routes are those of the pass that sampled the token behind. The finish reason and the
     server are the continuation's, everything else is the partial's. Raises ValueError where they do not fit.
     """
-    so_far = torch.cat([partial.prompt_ids, partial.output_ids])
     if partial.finish_reason != "abort":
         raise ValueError(f"a response that ended with {partial.finish_reason} has no continuation")
+    return concatenated(partial, continuation)
+
+
+def concatenated(partial: Trajectory, continuation: Trajectory, *, between: torch.Tensor | None = None) -> Trajectory:
+    """`join` whatever the finish reason, with tokens that were not sampled in between: ids [B] int64, none by default.
+
+    Those have NaN for a log-prob, themselves alone for a set of ids, and the weight version of the token before.
+    """
+    between = partial.output_ids.new_empty(0) if between is None else between
+    so_far = torch.cat([partial.prompt_ids, partial.output_ids, between])
     if not torch.equal(continuation.prompt_ids, so_far):
         raise ValueError(
             f"the continuation's prompt of {continuation.prompt_ids.numel()} tokens is not the {so_far.numel()} tokens "
@@ -201,27 +234,32 @@ def join(partial: Trajectory, continuation: Trajectory) -> Trajectory:
         if (getattr(partial, name) is None) != (getattr(continuation, name) is None):
             raise ValueError(f"only one of a partial response and its continuation has {name}")
     if support is not None:
-        later = continuation.support
-        support = Support(torch.cat([support.ids, later.ids]), torch.cat([support.lengths, later.lengths]))
+        later, own = continuation.support, between.to(torch.int32)
+        support = Support(
+            torch.cat([support.ids, own, later.ids]),
+            torch.cat([support.lengths, torch.ones_like(own), later.lengths]),
+        )
     if routes is not None:
         routes = torch.cat([routes, continuation.routed_experts[routes.shape[0] :]])
+    unknown = torch.full((between.numel(),), torch.nan)
     return replace(
         partial,
-        output_ids=torch.cat([partial.output_ids, continuation.output_ids]),
-        rollout_logprobs=torch.cat([partial.rollout_logprobs, continuation.rollout_logprobs]),
+        output_ids=torch.cat([partial.output_ids, between, continuation.output_ids]),
+        rollout_logprobs=torch.cat([partial.rollout_logprobs, unknown, continuation.rollout_logprobs]),
         finish_reason=continuation.finish_reason,
-        weight_versions=_joined_spans(partial, continuation),
+        weight_versions=_joined_spans(partial, continuation, between.numel()),
         server=continuation.server,
         support=support,
         routed_experts=routes,
     )
 
 
-def _joined_spans(partial: Trajectory, continuation: Trajectory) -> tuple[VersionSpan, ...]:
-    """The spans one behind the other; those without a token go, unless there is no other."""
-    shift, joined = partial.output_ids.numel(), []
+def _joined_spans(partial: Trajectory, continuation: Trajectory, between: int) -> tuple[VersionSpan, ...]:
+    """The spans one behind the other, the tokens in between with the first; those without a token go, but for one."""
+    shift, joined = partial.output_ids.numel() + between, []
+    *before, last = partial.weight_versions
     later = [VersionSpan(s.version, s.start + shift, s.end + shift) for s in continuation.weight_versions]
-    for span in (*partial.weight_versions, *later):
+    for span in (*before, replace(last, end=last.end + between), *later):
         if span.start == span.end:
             continue
         if joined and joined[-1].version == span.version:

@@ -41,8 +41,11 @@ IF_KNOWN = {
     "support_lengths": _many(pa.int32()), "routed_experts": _many(pa.int16()),  # in C order
     "routed_experts_shape": _many(pa.int64()),
 }  # fmt: skip
+ADDED = {"environment_reward": pa.float64()}
+"""Columns that files of this version may lack: written since, null where they are absent."""
 SCHEMA = pa.schema(
-    [pa.field(name, kind, False) for name, kind in ALWAYS.items()] + [pa.field(*item) for item in IF_KNOWN.items()],
+    [pa.field(name, kind, False) for name, kind in ALWAYS.items()]
+    + [pa.field(*item) for item in (IF_KNOWN | ADDED).items()],
     metadata={FORMAT: VERSION},
 )
 
@@ -108,6 +111,7 @@ def _table(samples: list[Sample]) -> pa.Table:
     values = {name: [getattr(row, name) for row in rows] for name in ALWAYS}
     values["weight_versions"] = [[vars(span) for span in row.weight_versions] for row in rows]
     values |= {name: [getattr(sample, name) for sample in samples] for name in ("reward", *PER_TOKEN)}
+    values |= {name: [getattr(row, name) for row in rows] for name in ("turn_ids", "environment_reward")}
     values["support_ids"] = [None if row.support is None else row.support.ids for row in rows]
     values["support_lengths"] = [None if row.support is None else row.support.lengths for row in rows]
     routes = [row.routed_experts for row in rows]
@@ -141,6 +145,8 @@ def _opened(path: str | os.PathLike) -> pq.ParquetFile:
         raise ValueError(f"{path} {said}; this package reads version {VERSION.decode()}")
     for field in SCHEMA:
         index = file.schema_arrow.get_field_index(field.name)
+        if index < 0 and field.name in ADDED:
+            continue
         if index < 0 or file.schema_arrow.field(index).type != field.type:
             kind = "no column" if index < 0 else f"{file.schema_arrow.field(index).type} in column"
             file.close()
@@ -149,7 +155,8 @@ def _opened(path: str | os.PathLike) -> pq.ParquetFile:
 
 
 def _samples(table: pa.Table, path: str | os.PathLike, first: int) -> Iterator[Sample]:
-    columns = {name: _values(table[name]) for name in SCHEMA.names}
+    there = set(table.column_names)
+    columns = {name: _values(table[name]) if name in there else [None] * len(table) for name in SCHEMA.names}
     for row, cells in enumerate(zip(*columns.values(), strict=True), start=first):
         try:
             yield _sample(dict(zip(columns, cells, strict=True)))

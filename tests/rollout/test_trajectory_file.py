@@ -47,12 +47,12 @@ def full(tokens, index=0):
             tokens, index,
             support=Support(torch.arange(int(lengths.sum()), dtype=torch.int32), lengths),
             routed_experts=torch.arange((tokens + 1) * 6, dtype=torch.int16).view(tokens + 1, 3, 2),
+            turn_ids=torch.arange(tokens) // 2 - 1, environment_reward=0.3,
         ),
         reward=0.1,
         loss_mask=torch.arange(tokens) % 2 == 0,
         train_logprobs=torch.full((tokens,), -1.5),
         advantages=torch.full((tokens,), 0.1),
-        turn_ids=torch.arange(tokens) // 2,
     )  # fmt: skip
 
 
@@ -155,6 +155,8 @@ def spans(*bounds):
         (with_column("output_ids", [[1] * 5, [1] * 2]), "bad.parquet, row 1: .* do not partition the 2 output_ids"),
         (with_column("rollout_logprobs", [[-1] * 4, [-1] * 3]), "row 0: 5 output_ids have 4 rollout_logprobs"),
         (with_column("loss_mask", [[True] * 5, [True]]), "row 1: 3 output_ids have 1 loss_mask"),
+        (with_column("turn_ids", [[0] * 5, [0]]), "row 1: 3 output_ids have 1 turn_ids"),
+        (with_column("turn_ids", [[0] * 5, [0, -2, 1]]), "row 1: turn_ids must be at least -1, got -2"),
         (with_column("weight_versions", [spans((0, 5)), spans((0, 1), (2, 3))]), "row 1: weight_versions .* partition"),
         (with_column("weight_versions", [spans((0, 4)), spans((0, 3))]), "row 0: weight_versions .* partition the 5"),
         (with_column("support_lengths", [[1] * 5, None]), "row 0: lengths that sum to 5 have 9 ids"),
@@ -166,6 +168,14 @@ def spans(*bounds):
 def test_file_when_it_breaks_a_rule_then_error_names_file_row_and_rule(tmp_path, change, named):
     with pytest.raises(ValueError, match=named):
         list(read_trajectories(changed(tmp_path, change)))
+
+
+def test_file_when_written_before_a_column_was_added_then_read_without_it(tmp_path):
+    path = changed(tmp_path, lambda table: table.drop_columns(["environment_reward"]))
+    read = list(read_trajectories(path))
+    assert [sample.trajectory.environment_reward for sample in read] == [None, None]
+    old = [replace(s, trajectory=replace(s.trajectory, environment_reward=None)) for s in SAMPLES[:2]]
+    assert [bits(sample) for sample in read] == [bits(sample) for sample in old]
 
 
 def test_row_when_its_error_is_in_a_later_group_then_numbered_from_the_start_of_the_file(tmp_path):
@@ -193,7 +203,7 @@ def test_file_when_cut_short_or_damaged_then_error_names_it(tmp_path):
     [
         ({"loss_mask": torch.ones(2, dtype=torch.bool)}, "3 output_ids have 2 loss_mask"),
         ({"advantages": torch.ones(3, dtype=torch.float64)}, "advantages must be 1-d torch.float32, got .*64"),
-        ({"turn_ids": torch.ones(1, 3, dtype=torch.int64)}, "turn_ids must be 1-d torch.int64, got 2-d"),
+        ({"advantages": torch.ones(1, 3)}, "advantages must be 1-d torch.float32, got 2-d"),
     ],
 )
 def test_sample_when_its_tensors_do_not_fit_then_refused(values, named):

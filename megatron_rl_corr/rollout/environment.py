@@ -1,0 +1,57 @@
+"""What a user writes for episodes of several turns: the environment, which answers the policy between its turns."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+
+from megatron_rl_corr.rollout.loading import load
+from megatron_rl_corr.rollout.prompts import Prompt
+
+FLAG = "--rollout-environment"
+
+
+class Done:
+    """What `step` returns to end the episode."""
+
+    def __repr__(self) -> str:
+        return "DONE"
+
+
+DONE = Done()
+
+
+class Environment:
+    """One episode's environment: subclass it, and define `step`. Every sample has an object of its own.
+
+    Each method may be `async`, and should be where it waits: a plain one holds up all episodes. Ids go in and out,
+    never text, so what the policy sampled is never tokenised again; decode and encode with your own tokenizer.
+    """
+
+    stop_token_ids: Sequence[int] = ()
+    """Ids that end a turn, beside the model's own end-of-sequence ids: the last token of a tool call, say."""
+
+    def step(
+        self, output_ids: list[int], finish_reason: str
+    ) -> Sequence[int] | Done | Awaitable[Sequence[int] | Done]:
+        """The ids that follow the policy's turn, chat-template tokens included, or DONE.
+
+        output_ids are this turn's, its stop id included. It is called after every turn. Where the turn was cut
+        (finish_reason length or abort), or was the last that is allowed, the episode ends whatever is returned.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no step(output_ids, finish_reason)")
+
+    def reward(self) -> float | None | Awaitable[float | None]:
+        """Asked once, when the episode has ended, however it has. None: --rollout-reward-function scores."""
+        return None
+
+    def close(self) -> None | Awaitable[None]:
+        """Called once, at the very end, after a failure too: give back what the tools hold."""
+
+
+EnvironmentFactory = Callable[[Prompt], Environment | Awaitable[Environment]]
+"""factory(prompt) -> a new environment: an `Environment` class that takes the prompt, or a function, `async` or not."""
+
+
+def load_environment(spec: str) -> EnvironmentFactory:
+    """The class or function named by "path/to/file.py:name" or "package.module:name"; errors as `load`'s."""
+    return load(spec, FLAG)

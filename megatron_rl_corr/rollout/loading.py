@@ -1,0 +1,55 @@
+"""Loads what a user names by "path/to/file.py:name" or "package.module:name"."""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+FORMS = "give path/to/file.py:name or package.module:name"
+
+
+def load(spec: str, flag: str) -> Callable:
+    """The function or class that `flag` was given.
+
+    Raises ValueError naming the flag and the remedy where there is no such file, module, name, or where it is
+    not callable. An exception of the user's own module is raised as it is.
+    """
+    source, colon, name = spec.rpartition(":")
+    if not colon or not source or not name:
+        raise ValueError(f"{flag}: {FORMS}, got {spec!r}")
+    module = _load_file(source, flag) if source.endswith(".py") else _load_module(source, flag)
+    found = getattr(module, name, None)
+    if found is None:
+        known = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        has = ", ".join(sorted(known)) or "no functions"
+        raise ValueError(f"{flag}: {source} has no {name!r}; it has {has}")
+    if not callable(found):
+        raise ValueError(f"{flag}: {name!r} in {source} is a {type(found).__name__}, not a function")
+    return found
+
+
+def _load_file(source: str, flag: str) -> ModuleType:
+    path = Path(source).resolve()
+    if not path.is_file():
+        raise ValueError(f"{flag}: there is no file {source} (looked for {path}); {FORMS}")
+    name = f"{flag.lstrip('-').replace('-', '_')}_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look a class's module up by name
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _load_module(source: str, flag: str) -> ModuleType:
+    try:
+        return importlib.import_module(source)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (source + ".").startswith(error.name + "."):
+            raise  # the module is there; something that it imports is not
+        raise ValueError(f"{flag}: there is no module {error.name!r} on PYTHONPATH; {FORMS}") from None
