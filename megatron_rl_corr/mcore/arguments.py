@@ -19,6 +19,9 @@ from megatron_rl_corr.config_sources import with_overrides
 
 PREFIX = "--rollout-"
 CHECKS = ("semantic", "all", "off")
+STALE = ("keep", "drop")
+PAUSE_MODES = ("retract", "in_place")
+DEFAULT_MAX_TURNS = 8
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,10 @@ class RolloutOptions:
     urls: tuple[str, ...]
     hf_checkpoint: str
     prompts: str
-    reward_function: str
+    reward_function: str | None
+    environment: str | None
+    max_turns: int | None
+    """Of the policy in an episode; None without an environment."""
     group_size: int
     max_new_tokens: int
     temperature: float
@@ -40,6 +46,9 @@ class RolloutOptions:
     inplace_gradient: bool
     max_concurrency: int
     timeout_s: float
+    max_lag: int
+    stale_samples: str
+    pause_mode: str
     bucket_mib: float
     log_dir: str | None
     save_trajectories: str | None
@@ -136,11 +145,17 @@ def _add_rollout(group: Any) -> None:
         help='one JSON object a line: {"input_ids": [...]} or {"prompt": "text"}, further keys for the '
         "reward")
     add("--rollout-reward-function", metavar="FILE.py:NAME", default=None,
-        help="reward(prompt, output_ids, finish_reason) -> number; also package.module:NAME")
+        help="reward(prompt, output_ids, finish_reason) -> number; also package.module:NAME, or none where the "
+        "environment scores")
+    add("--rollout-environment", metavar="FILE.py:NAME", default=None,
+        help="episodes of several turns: NAME(prompt) makes an Environment, which answers between the policy's turns and "
+        "may score them; also package.module:NAME")
+    add("--rollout-max-turns", metavar="N", type=int, default=None,
+        help=f"turns of the policy in an episode, at most (default {DEFAULT_MAX_TURNS}); with --rollout-environment")
     add("--rollout-group-size", metavar="G", type=int, default=8,
         help="samples of each prompt (default 8); --global-batch-size counts samples")
     add("--rollout-max-new-tokens", metavar="N", type=int, default=1024,
-        help="longest response, in tokens (default 1024)")
+        help="longest response, in tokens, what an environment says included (default 1024)")
     add("--rollout-temperature", metavar="T", type=float, default=1.0,
         help="sampling temperature, applied to the training log-probs too (default 1.0)")
     add("--rollout-top-p", metavar="P", type=float, default=1.0,
@@ -162,6 +177,15 @@ def _add_rollout(group: Any) -> None:
         help="samples in flight per data-parallel replica (default 64)")
     add("--rollout-timeout-s", metavar="S", type=float, default=600.0,
         help="longest wait for one request (default 600)")
+    add("--rollout-max-lag", metavar="K", type=int, default=0,
+        help="sample ahead of training, from weights up to K versions old, so that servers and trainer work at the same "
+        "time; the correction takes the age into account (default 0: on-policy, one after the other)")
+    add("--rollout-stale-samples", metavar="KIND", default=STALE[0],
+        help="samples that took so long that they are more than K versions old: keep (default) corrects them like "
+        "the others, drop asks for new ones, which prefers short responses")
+    add("--rollout-pause-mode", metavar="MODE", default=PAUSE_MODES[0],
+        help="responses that are running while weights change: retract (default) computes their keys and values anew, "
+        "in_place goes on with the old ones, and needs servers with --disable-overlap-schedule --disable-radix-cache")
     add("--rollout-bucket-mib", metavar="MIB", type=float, default=256.0,
         help="weights are sent in buckets of this size (default 256)")
     add("--rollout-log-dir", metavar="DIR", default=None,
@@ -194,10 +218,10 @@ def parse(arguments: Sequence[str]) -> tuple[RolloutCorrectionConfig, RolloutOpt
         )
     by_turn = [rule.name for rule in config.rollout_rs if rule.level == "turn_mean"]
     by_turn += ["--rollout-is turn"] if config.rollout_is == "turn" else []
-    if by_turn:
+    if by_turn and not values.rollout_environment:
         raise ValueError(
-            f"{by_turn[0]} looks at turns, and the launcher's rollouts have one turn each; use a token or sequence "
-            "level, or call compute_correction with turn_ids from your own loop"
+            f"{by_turn[0]} looks at turns, and without --rollout-environment every rollout has one; add it, or use a "
+            "token or sequence level"
         )
     return config, rollout_options(values)
 
@@ -243,21 +267,47 @@ _CORRECTION_FLAGS = (
 )
 
 
+def _max_turns(values: argparse.Namespace) -> int | None:
+    given = values.rollout_max_turns
+    if not values.rollout_environment:
+        if given is not None:
+            raise ValueError(f"--rollout-max-turns {given} has no effect without --rollout-environment; drop it")
+        return None
+    if given is not None and given < 1:
+        raise ValueError(f"--rollout-max-turns must be positive, got {given}")
+    return DEFAULT_MAX_TURNS if given is None else given
+
+
 def rollout_options(values: argparse.Namespace) -> RolloutOptions:
     """ValueError for what is missing or out of range."""
-    for flag in ("url", "hf_checkpoint", "prompts", "reward_function"):
+    reward = None if values.rollout_reward_function == "none" else values.rollout_reward_function
+    for flag in ("url", "hf_checkpoint", "prompts"):
         if not getattr(values, f"rollout_{flag}"):
             raise ValueError(f"{PREFIX}{flag.replace('_', '-')} is required; see --help")
-    fields = {field.name for field in dataclasses.fields(RolloutOptions)} - {"urls"}
+    if not reward and not values.rollout_environment:
+        raise ValueError("--rollout-reward-function is required without a --rollout-environment that scores; see --help")
+    fields = {field.name for field in dataclasses.fields(RolloutOptions)} - {"urls", "reward_function", "max_turns"}
     options = RolloutOptions(
-        urls=tuple(values.rollout_url), **{name: getattr(values, f"rollout_{name}") for name in fields}
+        urls=tuple(values.rollout_url), reward_function=reward, max_turns=_max_turns(values),
+        **{name: getattr(values, f"rollout_{name}") for name in fields},
     )
     for name in ("group_size", "max_new_tokens", "max_concurrency", "temperature", "timeout_s", "bucket_mib"):
         value = getattr(options, name)
         if not value > 0:
             raise ValueError(f"{PREFIX}{name.replace('_', '-')} must be positive, got {value}")
-    if options.server_check not in CHECKS:
-        raise ValueError(f"--rollout-server-check must be {', '.join(CHECKS)}, got {options.server_check!r}")
+    for name, allowed in (("server_check", CHECKS), ("stale_samples", STALE), ("pause_mode", PAUSE_MODES)):
+        if getattr(options, name) not in allowed:
+            raise ValueError(
+                f"{PREFIX}{name.replace('_', '-')} must be {', '.join(allowed)}, got {getattr(options, name)!r}"
+            )
+    if options.max_lag < 0:
+        raise ValueError(f"--rollout-max-lag must be at least 0, got {options.max_lag}")
+    for name in ("stale_samples", "pause_mode"):
+        if options.max_lag == 0 and getattr(options, name) not in (STALE[0], PAUSE_MODES[0]):
+            raise ValueError(
+                f"{PREFIX}{name.replace('_', '-')} {getattr(options, name)} has no effect with --rollout-max-lag 0, where "
+                "no sample is running while weights change; add --rollout-max-lag 1, or drop it"
+            )
     if options.inplace_gradient and (options.linear_logprobs or options.top_k > 0):
         raise ValueError(
             "--rollout-inplace-gradient has no effect with --rollout-linear-logprobs, which holds no logits, nor with "

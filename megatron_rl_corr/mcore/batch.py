@@ -43,6 +43,10 @@ class RolloutBatch:
     """[N, L, K] int32: the ids that the label was drawn from, -1 behind their end; K is 0 for the whole vocabulary."""
     position_ids: Tensor
     """[L] int64: each column's position in the whole row."""
+    turn_ids: Tensor | None = None
+    """[N, L] int64: which turn of the policy the label is of, from 0; 0 outside the mask. None: rows have one turn."""
+    num_turns: int | None = None
+    """Above every turn id, the same on all ranks; None where those are."""
 
     @classmethod
     def empty(cls, rows: int, length: int, support: int = 0) -> RolloutBatch:
@@ -66,12 +70,18 @@ class RolloutBatch:
 
     @classmethod
     def from_trajectories(
-        cls, trajectories: Sequence[Trajectory], rewards: Tensor, *, length: int, version: int
+        cls, trajectories: Sequence[Trajectory], rewards: Tensor, *, length: int, version: int,
+        num_turns: int | None = None,
     ) -> RolloutBatch:
-        """ValueError for a sample of more than length + 1 tokens (the last one is a label only)."""
+        """ValueError for a sample of more than length + 1 tokens (the last one is a label only).
+
+        num_turns: the most that an environment lets a sample have, where there is one.
+        """
         widths = [sample.support.longest for sample in trajectories if sample.support is not None]
         batch = cls.empty(len(trajectories), length, max(widths, default=0))
-        host = {name: tensor.cpu() for name, tensor in vars(batch).items()}
+        host = {name: value.cpu() for name, value in vars(batch).items() if isinstance(value, Tensor)}
+        if num_turns is not None:
+            host["turn_ids"] = torch.zeros_like(host["tokens"])
         for row, sample in enumerate(trajectories):
             ids = torch.cat([sample.prompt_ids, sample.output_ids])
             prompt, end = len(sample.prompt_ids), len(ids) - 1
@@ -82,37 +92,47 @@ class RolloutBatch:
                 )
             host["tokens"][row, :end] = ids[:-1]
             host["labels"][row, :end] = ids[1:]
-            host["loss_mask"][row, prompt - 1 : end] = True
-            host["rollout_logprobs"][row, prompt - 1 : end] = sample.rollout_logprobs
+            sampled = sample.sampled
+            host["loss_mask"][row, prompt - 1 : end] = sampled
+            host["rollout_logprobs"][row, prompt - 1 : end] = sample.rollout_logprobs.where(sampled, 0.0)
+            if sample.turn_ids is not None:
+                host["turn_ids"][row, prompt - 1 : end] = sample.turn_ids.where(sampled, 0)
             if sample.support is not None:
                 host["support"][row, prompt - 1 : end] = sample.support.padded(batch.support.shape[2]).int()
             host["group_ids"][row] = sample.prompt_index
             host["version_lags"][row] = version - int(sample.oldest_version)
         host["rewards"].copy_(rewards)
-        return cls(**{name: tensor.to(batch.tokens.device) for name, tensor in host.items()})
+        tensors = {name: tensor.to(batch.tokens.device) for name, tensor in host.items()}
+        return cls(**tensors, num_turns=num_turns)
 
-    def broadcast(self, layout: Layout, *, with_support: bool = False) -> RolloutBatch:
+    def broadcast(
+        self, layout: Layout, *, with_support: bool = False, num_turns: int | None = None
+    ) -> RolloutBatch:
         """The data leader's batch on its whole replica: two tensors over tensor x context, then pipeline.
 
         Every rank passes a batch of the same shapes, but for K; only the leader's values count. with_support: two
-        more, K and the supports.
+        more, K and the supports. num_turns: as in `from_trajectories`; turn ids travel with the tokens.
         """
-        whole = torch.stack([self.tokens, self.labels, self.loss_mask.long()]).contiguous()
+        integers = [self.tokens, self.labels, self.loss_mask.long()]
+        if num_turns is not None:
+            integers.append(torch.zeros_like(self.tokens) if self.turn_ids is None else self.turn_ids)
+        whole = torch.stack(integers).contiguous()
         rows = torch.stack([self.rewards, self.group_ids.float(), self.version_lags])
         real = torch.cat([self.rollout_logprobs.reshape(-1), rows.reshape(-1)])
-        _broadcast_to_replica([whole, real], layout)
+        broadcast_to_replica([whole, real], layout)
         support = self.support
         if with_support:
             width = torch.full((), support.shape[2], dtype=torch.int64, device=support.device)
-            _broadcast_to_replica([width], layout)
+            broadcast_to_replica([width], layout)
             if support.shape[2] != width.item():
                 support = support.new_empty(*support.shape[:2], int(width.item()))
-            _broadcast_to_replica([support], layout)
+            broadcast_to_replica([support], layout)
         logprobs, rows = real.split([self.rollout_logprobs.numel(), rows.numel()])
         rewards, group_ids, lags = rows.view(3, -1)
         return RolloutBatch(
             whole[0], whole[1], whole[2].bool(), logprobs.view_as(self.rollout_logprobs),
             rewards, group_ids.long(), lags, support, self.position_ids,
+            None if num_turns is None else whole[3], num_turns,
         )
 
     def context_slice(self, rank: int, size: int) -> RolloutBatch:
@@ -120,7 +140,8 @@ class RolloutBatch:
         if size == 1:
             return self
         columns = zigzag_positions(rank, size, (0, self.tokens.shape[1]), self.tokens.device)
-        by_column = ("tokens", "labels", "loss_mask", "rollout_logprobs", "support")
+        by_column = ["tokens", "labels", "loss_mask", "rollout_logprobs", "support"]
+        by_column += [] if self.turn_ids is None else ["turn_ids"]
         cut = {name: getattr(self, name).index_select(1, columns) for name in by_column}
         return replace(self, **cut, position_ids=self.position_ids[columns])
 
@@ -129,8 +150,13 @@ class RolloutBatch:
         """[N * L] int64: the row of each token."""
         return row_ids(*self.tokens.shape, self.tokens.device)
 
+    @property
+    def flat_turn_ids(self) -> Tensor | None:
+        """[N * L] int64, or None."""
+        return None if self.turn_ids is None else self.turn_ids.reshape(-1)
 
-def _broadcast_to_replica(tensors: list[Tensor], layout: Layout) -> None:
+
+def broadcast_to_replica(tensors: list[Tensor], layout: Layout) -> None:
     """From the first rank of the first stage to its stage, and from there down every pipeline."""
     if layout.pp_rank == 0:
         _broadcast_from_first(tensors, layout.tp_cp_group)
@@ -155,6 +181,9 @@ class TrainingTargets:
     correction: Correction
     coefficients: Tensor
     """[tokens] float32: the loss of the global batch is the sum of coefficients x token losses."""
+    turn_ids: Tensor | None = None
+    """[tokens] int64, in [0, num_turns); None where rows have one turn."""
+    num_turns: int | None = None
 
 
 @dataclass(frozen=True)
@@ -188,6 +217,7 @@ def microbatches(
             flat = slice(first, last)
             micro = replace(micro, targets=TrainingTargets(
                 targets.old_logprobs[flat], targets.advantages[flat], targets.correction.rows(first, last),
-                targets.coefficients[flat],
+                targets.coefficients[flat], None if targets.turn_ids is None else targets.turn_ids[flat],
+                targets.num_turns,
             ))
         yield micro
