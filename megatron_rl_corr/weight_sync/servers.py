@@ -14,6 +14,11 @@ from megatron_rl_corr.weight_sync.update_group import UpdateGroup
 ABSENT, READY, STARTED_ANEW = 0, 1, 2
 """A server before an update: it does not answer; it has the last weights; it has others, as after a new start."""
 
+IN_PLACE_NEEDS = ("disable_overlap_schedule", "disable_radix_cache")
+"""Names in /server_info. With the overlap scheduler a token is told to be of the version after the one that sampled
+it; with the prefix cache later prompts meet keys and values of old weights, and while a response is running SGLang
+refuses to drop them."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -22,6 +27,9 @@ class WeightServers:
 
     A server that does not answer before an update misses it. It is not sampled from with the weights it has: `expect`
     tells the client which version to take. The next update takes it in again.
+
+    pause_mode: of the responses that are running: `retract` computes their keys and values anew with the new weights,
+    `in_place` goes on with the old ones, `abort` ends them, and the client asks for the rest.
     """
 
     def __init__(self, client: RolloutClient, loop: LoopThread, *, backend: str, pause_mode: str = "retract"):
@@ -63,6 +71,8 @@ class WeightServers:
 
     def begin(self) -> None:
         """Stop sampling and open the update session (SGLang <= 0.5.20 has none and needs none)."""
+        if self._pause_mode == "in_place":
+            self._check_in_place()
         self._loop.call(self._updated.pause_generation(self._pause_mode))
         try:
             self._loop.call(self._updated.begin_weight_update())
@@ -80,7 +90,10 @@ class WeightServers:
         self._group.broadcast(bucket)
 
     def end(self, version: str) -> None:
-        """Close the session, name the weights, check every server's answer, drop prefixes of old weights."""
+        """Close the session, name the weights, check every server's answer, drop prefixes of old weights.
+
+        Paused in_place a server keeps none (IN_PLACE_NEEDS), and would not drop them.
+        """
         self._loop.call(self._updated.end_weight_update())
         self._loop.call(self._updated.update_weight_version(version))
         answers = self._loop.call(self._updated.model_info())
@@ -91,7 +104,8 @@ class WeightServers:
                     f"weight_version is {answer.get('weight_version')!r} after version {version!r} was "
                     "pushed; does another trainer push to this server?",
                 )
-        self._loop.call(self._updated.flush_cache())
+        if self._pause_mode != "in_place":
+            self._loop.call(self._updated.flush_cache())
 
     def resume(self) -> None:
         """Go on sampling."""
@@ -112,6 +126,16 @@ class WeightServers:
     def close(self) -> None:
         """Take this process's broadcast group off the servers, if it made one."""
         self._drop_group(self._updated.base_urls)
+
+    def _check_in_place(self) -> None:
+        for url, info in zip(self._updated.base_urls, self._loop.call(self._updated.server_info()), strict=True):
+            missing = [f"--{name.replace('_', '-')}" for name in IN_PLACE_NEEDS if not info[name]]
+            if missing:
+                raise RolloutProtocolError(
+                    url, "/server_info",
+                    f"--rollout-pause-mode in_place needs a server started with {' '.join(missing)}; start it so, or "
+                    "use --rollout-pause-mode retract",
+                )
 
     def _drop_group(self, urls: Sequence[str]) -> None:
         if self._group is None:
