@@ -148,8 +148,8 @@ def _add_rollout(group: Any) -> None:
         help="reward(prompt, output_ids, finish_reason) -> number; also package.module:NAME, or none where the "
         "environment scores")
     add("--rollout-environment", metavar="FILE.py:NAME", default=None,
-        help="episodes of several turns: NAME(prompt) makes an Environment, which answers between the policy's turns and "
-        "may score them; also package.module:NAME")
+        help="episodes of several turns: NAME(prompt) makes an Environment, which answers between the policy's turns "
+        "and may score them; also package.module:NAME")
     add("--rollout-max-turns", metavar="N", type=int, default=None,
         help=f"turns of the policy in an episode, at most (default {DEFAULT_MAX_TURNS}); with --rollout-environment")
     add("--rollout-group-size", metavar="G", type=int, default=8,
@@ -178,7 +178,7 @@ def _add_rollout(group: Any) -> None:
     add("--rollout-timeout-s", metavar="S", type=float, default=600.0,
         help="longest wait for one request (default 600)")
     add("--rollout-max-lag", metavar="K", type=int, default=0,
-        help="sample ahead of training, from weights up to K versions old, so that servers and trainer work at the same "
+        help="sample ahead of training, from weights up to K versions old: servers and trainer work at the same "
         "time; the correction takes the age into account (default 0: on-policy, one after the other)")
     add("--rollout-stale-samples", metavar="KIND", default=STALE[0],
         help="samples that took so long that they are more than K versions old: keep (default) corrects them like "
@@ -281,11 +281,11 @@ def _max_turns(values: argparse.Namespace) -> int | None:
 def rollout_options(values: argparse.Namespace) -> RolloutOptions:
     """ValueError for what is missing or out of range."""
     reward = None if values.rollout_reward_function == "none" else values.rollout_reward_function
-    for flag in ("url", "hf_checkpoint", "prompts"):
-        if not getattr(values, f"rollout_{flag}"):
-            raise ValueError(f"{PREFIX}{flag.replace('_', '-')} is required; see --help")
-    if not reward and not values.rollout_environment:
-        raise ValueError("--rollout-reward-function is required without a --rollout-environment that scores; see --help")
+    required = {"url": values.rollout_url, "hf-checkpoint": values.rollout_hf_checkpoint,
+                "prompts": values.rollout_prompts, "reward-function": reward or values.rollout_environment}  # fmt: skip
+    for flag, value in required.items():
+        if not value:
+            raise ValueError(f"{PREFIX}{flag} is required; see --help")
     fields = {field.name for field in dataclasses.fields(RolloutOptions)} - {"urls", "reward_function", "max_turns"}
     options = RolloutOptions(
         urls=tuple(values.rollout_url), reward_function=reward, max_turns=_max_turns(values),
@@ -305,7 +305,7 @@ def rollout_options(values: argparse.Namespace) -> RolloutOptions:
     for name in ("stale_samples", "pause_mode"):
         if options.max_lag == 0 and getattr(options, name) not in (STALE[0], PAUSE_MODES[0]):
             raise ValueError(
-                f"{PREFIX}{name.replace('_', '-')} {getattr(options, name)} has no effect with --rollout-max-lag 0, where "
+                f"{PREFIX}{name.replace('_', '-')} {getattr(options, name)} has no effect with --rollout-max-lag 0, as "
                 "no sample is running while weights change; add --rollout-max-lag 1, or drop it"
             )
     if options.inplace_gradient and (options.linear_logprobs or options.top_k > 0):

@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import functools
 import time
-from collections.abc import Callable
+from dataclasses import replace
 
+import torch
+
+from megatron_rl_corr.core.metrics import Mean, Metric, Sum
 from megatron_rl_corr.mcore.arguments import RolloutOptions
-from megatron_rl_corr.mcore.batch import RolloutBatch
+from megatron_rl_corr.mcore.batch import RolloutBatch, broadcast_to_replica
 from megatron_rl_corr.mcore.compat import Layout
 from megatron_rl_corr.parallel.failure import all_reduce_failure, communication_device
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
-from megatron_rl_corr.rollout.prompts import PromptDataset
+from megatron_rl_corr.rollout.prompts import Prompt, PromptDataset
 from megatron_rl_corr.rollout.rewards import RewardFunction, score
+from megatron_rl_corr.rollout.stream import GroupStream, Taken
 from megatron_rl_corr.rollout.trajectory import SamplingParams, Trajectory
 
 PROGRESS_EVERY_S = 10.0
+COUNTED = (
+    "samples", "tokens", "token_lags", "mixed", "length", "abort", "ready", "running", "dropped", "retries",
+    "continuations", "left_out",
+)  # fmt: skip
+"""What a replica's leader counts in a step, in the order it is broadcast in."""
 
 
 class Collector:
-    """Collects a global batch of `samples` rows, group_size of each prompt."""
+    """Collects a global batch of `samples` rows, group_size of each prompt, in steps [first, last)."""
 
     def __init__(
-        self, options: RolloutOptions, layout: Layout, *, samples: int, length: int,
+        self, options: RolloutOptions, layout: Layout, *, samples: int, length: int, steps: tuple[int, int],
         client: RolloutClient, loop: LoopThread, prompts: PromptDataset, reward: RewardFunction,
     ):
         share = samples // layout.dp_size
@@ -39,54 +50,127 @@ class Collector:
                 f"--seq-length {length} is too short for the longest prompt of {longest} tokens and "
                 f"--rollout-max-new-tokens {options.max_new_tokens}; use --seq-length {needed} or more"
             )
-        self._options, self._layout, self._length = options, layout, length
+        self._options, self._layout, self._length, self._rows = options, layout, length, share
         self._client, self._loop, self._prompts, self._reward = client, loop, prompts, reward
-        self._rows, self._prompts_per_step = share, samples // options.group_size
+        self._groups, self._prompts_per_step = share // options.group_size, samples // options.group_size
+        # A step's prompts are one permutation of the data set; its groups are asked for one by one.
+        self._prompts_of = functools.lru_cache(maxsize=options.max_lag + 2)(self._own_prompts)
+        self._stream = GroupStream(
+            self._sample, groups_per_step=self._groups, first=steps[0], last=steps[1], max_lag=options.max_lag,
+            drop_stale=options.stale_samples == "drop",
+        )
+        self._counted = client.counts()
         self.device = communication_device()
         self.trajectories: list[Trajectory] = []
         """The last step's samples of this replica, on its data leader."""
+        self.metrics: dict[str, Metric] = {}
+        """How the last step's samples came, this replica's share."""
         self.sampling = SamplingParams(
             max_new_tokens=options.max_new_tokens, temperature=options.temperature, top_p=options.top_p,
             top_k=options.top_k,
         )
 
-    def collect(self, step: int, version: int) -> RolloutBatch:
-        """This rank's share of a step, sampled from weights `version` or older; every rank calls it.
+    def collect(self, step: int) -> RolloutBatch:
+        """This rank's share of a step, whose number is its weights' version; every rank calls it.
 
         Rows of its replica, whole or, under context parallelism, their columns.
         """
         batch, error = RolloutBatch.empty(self._rows, self._length), None
+        counted = torch.zeros(len(COUNTED), dtype=torch.float64)
         if self._layout.is_data_leader:
             try:
-                batch = self._ask(step, version)
+                taken = self._wait(step)
+                batch = self._batch(taken, step)
+                counted = torch.tensor(self._count(taken, step), dtype=torch.float64)
             except Exception as failure:  # noqa: BLE001  raised below, on this rank, once the others know
                 error = failure
         all_reduce_failure(error)
+        counted = counted.to(self.device)
+        broadcast_to_replica([counted], self._layout)
+        # What a replica counts once is told by one of the ranks that share its rows.
+        self.metrics = collection_metrics(counted if self._layout.cp_group.rank() == 0 else torch.zeros_like(counted))
         whole = batch.broadcast(self._layout, with_support=self.sampling.truncated)
         return whole.context_slice(self._layout.cp_group.rank(), self._layout.cp_group.size())
 
-    def _ask(self, step: int, version: int) -> RolloutBatch:
-        per_replica = self._prompts_per_step // self._layout.dp_size
-        first = self._layout.dp_rank * per_replica
-        prompts = self._prompts.batch(step, self._prompts_per_step)[first : first + per_replica]
-        self.trajectories = self._loop.call(
-            self._client.generate(
-                [prompt.input_ids for prompt in prompts], self.sampling,
-                samples_per_prompt=self._options.group_size, on_progress=_progress_printer(step),
-            )
+    def close(self) -> None:
+        """End what is being sampled ahead."""
+        self._loop.call(self._stream.close())
+
+    def _own_prompts(self, step: int) -> list[Prompt]:
+        first = self._layout.dp_rank * self._groups
+        return self._prompts.batch(step, self._prompts_per_step)[first : first + self._groups]
+
+    def _prompt(self, number: int) -> Prompt:
+        """Of a group of this replica."""
+        step, place = divmod(number, self._groups)
+        return self._prompts_of(step)[place]
+
+    async def _sample(self, number: int) -> list[Trajectory]:
+        return await self._client.generate(
+            [self._prompt(number).input_ids], self.sampling, samples_per_prompt=self._options.group_size
         )
-        rewards = score(self.trajectories, prompts, self._reward)
+
+    def _wait(self, step: int) -> Taken:
+        """A slow collection says how far it has come, every ten seconds; a fast one stays silent."""
+        taking = self._loop.submit(self._stream.take(step))
+        started, before = time.monotonic(), self._client.counts()["tokens"]
+        try:
+            while True:
+                try:
+                    return taking.result(PROGRESS_EVERY_S)
+                except concurrent.futures.TimeoutError:
+                    if taking.done():
+                        raise
+                tokens = self._client.counts()["tokens"] - before
+                speed = tokens / (time.monotonic() - started)
+                print(f"[rollout] step {step + 1}: {self._stream.ready} of {self._groups} groups are done, "
+                      f"{self._stream.running} are running, {speed:.0f} tokens/s", flush=True)  # fmt: skip
+        except BaseException:  # Ctrl-C must not leave the request running
+            taking.cancel()
+            raise
+
+    def _batch(self, taken: Taken, version: int) -> RolloutBatch:
+        self.trajectories = [
+            replace(trajectory, prompt_index=place)
+            for place, group in enumerate(taken.groups) for trajectory in group.trajectories
+        ]
+        rewards = score(self.trajectories, [self._prompt(group.number) for group in taken.groups], self._reward)
         return RolloutBatch.from_trajectories(self.trajectories, rewards, length=self._length, version=version)
 
+    def _count(self, taken: Taken, version: int) -> list[float]:
+        """In the order of COUNTED."""
+        counts = self._client.counts()
+        since = {name: counts[name] - self._counted[name] for name in counts}
+        self._counted = counts
+        spans = [(sample, span) for sample in self.trajectories for span in sample.weight_versions]
+        own = {
+            "samples": len(self.trajectories),
+            "tokens": sum(span.end - span.start for _, span in spans),
+            "token_lags": sum((version - int(span.version)) * (span.end - span.start) for _, span in spans),
+            "mixed": sum(len(sample.weight_versions) > 1 for sample in self.trajectories),
+            "length": sum(sample.finish_reason == "length" for sample in self.trajectories),
+            "abort": sum(sample.finish_reason == "abort" for sample in self.trajectories),
+            "ready": taken.ready, "running": taken.running, "dropped": taken.dropped,
+        }  # fmt: skip
+        return [float((since | own)[name]) for name in COUNTED]
 
-def _progress_printer(step: int) -> Callable[[int, int, float], None]:
-    """Says how far a slow collection has come, every ten seconds; a fast one stays silent."""
-    last = time.monotonic()
 
-    def on_progress(done: int, total: int, tokens_per_s: float) -> None:
-        nonlocal last
-        if time.monotonic() - last >= PROGRESS_EVERY_S:
-            last = time.monotonic()
-            print(f"[rollout] step {step + 1}: {done} of {total} samples, {tokens_per_s:.0f} tokens/s", flush=True)
+def collection_metrics(counted: torch.Tensor) -> dict[str, Metric]:
+    """What a replica's leader counted ([len(COUNTED)] float64), under its logged names."""
+    values = dict(zip(COUNTED, counted, strict=True))
 
-    return on_progress
+    def mean(total: str, count: str) -> Mean:
+        return Mean(torch.stack([values[total], values[count]]))
+
+    return {
+        "weight_lag_token_mean": mean("token_lags", "tokens"),
+        "rollout/mixed_version_fraction": mean("mixed", "samples"),
+        "rollout/length_fraction": mean("length", "samples"),
+        "rollout/abort_fraction": mean("abort", "samples"),
+        "rollout/groups_ready": Sum(values["ready"][None]),
+        "rollout/groups_running": Sum(values["running"][None]),
+        "rollout/groups_dropped": Sum(values["dropped"][None]),
+        "rollout/retries": Sum(values["retries"][None]),
+        "rollout/continuations": Sum(values["continuations"][None]),
+        "rollout/servers_left_out": Sum(values["left_out"][None]),
+    }

@@ -76,7 +76,8 @@ def start(
             timeout_s=options.timeout_s,
         )
         collector = Collector(
-            options, layout, samples=args.global_batch_size, length=args.seq_length, client=client, loop=loop,
+            options, layout, samples=args.global_batch_size, length=args.seq_length,
+            steps=(args.iteration, args.train_iters), client=client, loop=loop,
             prompts=PromptDataset.from_jsonl(options.prompts, encode, seed=args.seed),
             reward=load_function(options.reward_function),
         )
@@ -94,7 +95,9 @@ def start(
     exporter = StageExporter(
         parameters, layout.shard, layout.stage_groups, stage=layout.pp_rank, num_stages=layout.pp_size
     )
-    servers = WeightServers(client, loop, backend="nccl" if torch.cuda.is_available() else "gloo")
+    servers = WeightServers(
+        client, loop, backend="nccl" if torch.cuda.is_available() else "gloo", pause_mode=options.pause_mode
+    )
 
     def push(version: int) -> None:
         push_weights(
@@ -102,6 +105,7 @@ def start(
         )
 
     def close() -> None:
+        collector.close()
         servers.close()
         loop.call(client.close())
         loop.close()

@@ -78,7 +78,7 @@ class CorrectedStep:
     ) -> tuple:
         """The step after `iteration` others; train_step(forward_step, data_iterator) is Megatron's own."""
         times = StepTimes()
-        batch = self.collector.collect(iteration, version=iteration)
+        batch = self.collector.collect(iteration)
         times.mark("collect")
         targets, metrics = self._targets(batch, model, optimizer)
         times.mark("score")
@@ -168,6 +168,7 @@ class CorrectedStep:
             return {}
         metrics = metrics | {f"loss/{name}": metric for name, metric in merge(loss.metrics.values()).items()}
         metrics |= {f"rollout_corr/{name}": metric for name, metric in merge(loss.corrections.values()).items()}
+        metrics |= self.collector.metrics
         return all_gather_metrics(metrics, self.layout.dp_cp_group)
 
     def _log(self, iteration: int, numbers: dict[str, float], result: tuple, times: StepTimes) -> None:

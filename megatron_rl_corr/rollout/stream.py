@@ -1,4 +1,4 @@
-"""Groups of samples, begun ahead of the training that takes them: how far ahead, and what becomes of those that are old.
+"""Groups of samples, begun ahead of the training that takes them: how far, and what becomes of old ones.
 
 G groups a step; version v is that of the weights after v steps.
 """
@@ -63,6 +63,15 @@ class GroupStream:
         self._failure: BaseException | None = None
         self._changed = asyncio.Event()
 
+    @property
+    def ready(self) -> int:
+        """Groups that are done and not taken."""
+        return len(self._done)
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
     async def take(self, version: int) -> Taken:
         """The groups of the step that starts from `version`; a sample's failure ends all others and is raised."""
         dropped = self._dropped
@@ -74,7 +83,7 @@ class GroupStream:
                 if len(self._done) >= self._per_step:
                     groups = [self._done.popleft() for _ in range(self._per_step)]
                     groups.sort(key=lambda group: group.number)
-                    return Taken(groups, len(self._done), len(self._running), self._dropped - dropped)
+                    return Taken(groups, self.ready, self.running, self._dropped - dropped)
                 self._changed.clear()
                 await self._changed.wait()
             raise self._failure

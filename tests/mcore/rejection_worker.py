@@ -70,7 +70,7 @@ def skipped(model_dir, samples, spec, config):
     batches, reports = [batch, replace(batch, rollout_logprobs=batch.rollout_logprobs - 3.0)], []
     corrected = CorrectedStep(
         config=config, layout=layout, logprobs=logprobs, push=lambda version: None, report=reports.append,
-        collector=SimpleNamespace(device="cpu", collect=lambda at, version: batches[at]), close=lambda: None,
+        collector=SimpleNamespace(device="cpu", collect=lambda step: batches[step], metrics={}), close=lambda: None,
         micro_batch_size=2, global_batch_size=16, seq_length=LENGTH, group_size=4,
     )  # fmt: skip
 
