@@ -95,7 +95,8 @@ class RolloutBatch:
             sampled = sample.sampled
             host["loss_mask"][row, prompt - 1 : end] = sampled
             host["rollout_logprobs"][row, prompt - 1 : end] = sample.rollout_logprobs.where(sampled, 0.0)
-            if sample.turn_ids is not None:
+            if num_turns is not None and sample.turn_ids is not None:
+                assert (sample.turn_ids < num_turns).all(), "more turns than num_turns"
                 host["turn_ids"][row, prompt - 1 : end] = sample.turn_ids.where(sampled, 0)
             if sample.support is not None:
                 host["support"][row, prompt - 1 : end] = sample.support.padded(batch.support.shape[2]).int()

@@ -80,4 +80,5 @@ class CorrectedLoss:
             logprobs, targets.old_logprobs, targets.correction.valid, seq_ids, num_sequences=rows, config=self.config,
             # What the batch has in all is known, and the other replicas may be at another microbatch.
             groups=None if self.groups is None else replace(self.groups, dp_cp=None), advantages=targets.advantages,
+            turn_ids=targets.turn_ids, num_turns=targets.num_turns,
         )

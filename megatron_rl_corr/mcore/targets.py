@@ -35,7 +35,8 @@ def make_targets(
         before = group_advantages(batch.rewards, batch.group_ids, **group).repeat_interleave(length)
     correction = compute_correction(
         old_logprobs, batch.rollout_logprobs.reshape(-1), batch.loss_mask.reshape(-1), batch.seq_ids,
-        num_sequences=rows, config=config, groups=groups, advantages=before,
+        num_sequences=rows, config=config, groups=groups, turn_ids=batch.flat_turn_ids, num_turns=batch.num_turns,
+        advantages=before,
     )
     advantages = group_advantages(
         batch.rewards, batch.group_ids, **group, in_baseline=correction.kept_sequences
@@ -62,7 +63,8 @@ def make_bypass_targets(
         in_baseline=whole.kept_sequences,
     ).repeat_interleave(length)
     coefficients = token_coefficients(whole, batch.seq_ids, config)
-    return TrainingTargets(rollout, advantages, replace(whole, metrics={}), coefficients)
+    correction = replace(whole, metrics={})
+    return TrainingTargets(rollout, advantages, correction, coefficients, batch.flat_turn_ids, batch.num_turns)
 
 
 def batch_metrics(

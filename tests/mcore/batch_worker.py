@@ -1,6 +1,7 @@
 """Makes the batches of test_batch.py in a process that can import Megatron, and saves them: batch_worker.py FILE."""
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -33,6 +34,40 @@ SAMPLES = [
     sample(1, [15, 16], [31, 32, 33, 34], [-0.3, -0.4, -0.5, -0.6], "5", "6"),  # fills the row
     sample(1, [17, 18], [41], [-0.7], "4"),
 ]
+
+
+def episode(
+    prompt_index: int, prompt: list[int], output: list[int], logprobs: list[float], turn_ids: list[int]
+) -> Trajectory:
+    whole = sample(prompt_index, prompt, output, logprobs, "7")
+    return replace(whole, turn_ids=torch.tensor(turn_ids))
+
+
+def turns(alone: SimpleNamespace) -> dict:
+    """Rows of 8 with up to three turns, corrected by turns, with three policies; what an environment said is 9x."""
+    samples = [
+        episode(0, [11, 12], [21, 22, 91, 23], [-0.1, -0.2, NAN, -0.3], [0, 0, -1, 1]),
+        episode(0, [14], [31, 92, 93, 32, 94, 33], [-0.4, NAN, NAN, -0.5, NAN, -0.6], [0, -1, -1, 1, -1, 2]),
+        sample(1, [15], [41], [-0.7], "7"),
+        episode(1, [16], [51], [-0.8], [0]),
+    ]
+    made = RolloutBatch.from_trajectories(samples, torch.arange(4.0), length=8, version=7, num_turns=3)
+    batch = made.broadcast(SimpleNamespace(pp_rank=0, tp_cp_group=alone, pp_group=alone), num_turns=3)
+    log_ratio = torch.zeros(4, 8)
+    log_ratio[0, [1, 2, 4]] = torch.tensor([0.1, -0.35, 0.5])
+    log_ratio[1, [0, 3, 5]] = torch.tensor([0.2, -0.4, 0.9])
+    log_ratio[~batch.loss_mask] = 50.0  # nobody may look there
+    config = RolloutCorrectionConfig(
+        rollout_is="turn", rollout_is_upper=1.5, rollout_rs=(RejectionRule("turn_mean", "ratio", 0.7, 1.7),)
+    )
+    old = (batch.rollout_logprobs + log_ratio).reshape(-1)
+    made_targets = make_targets(batch, old, config, ParallelGroups(), group_size=2)
+    correction, metrics = made_targets.correction, batch_metrics(batch, made_targets, None, ParallelGroups())
+    return {
+        "made": fields(made), "batch": fields(batch), "slice": fields(batch.context_slice(0, 2)),
+        "weights": correction.weights.view(4, 8), "mask": correction.mask.view(4, 8),
+        "metrics": {name: metric.value() for name, metric in metrics.items()},
+    }
 
 
 def fields(batch: RolloutBatch) -> dict[str, torch.Tensor]:
@@ -92,6 +127,7 @@ def main(path: str) -> None:
         "batch": fields(batch), "seq_ids": batch.seq_ids, "broadcast": fields(batch.broadcast(layout)),
         "fits": error_of(3), "too long": error_of(4), "microbatches": cut(batch),
         "without targets": [micro.targets for micro in microbatches(batch, 1)], "targets": targets(batch),
+        "turns": turns(alone),
     }, path)
 
 

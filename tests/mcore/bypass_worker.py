@@ -1,6 +1,7 @@
 """Two policies on one rank: saves the loss and its gradient in the logits for test_bypass.py; bypass_worker.py FILE."""
 
 import sys
+from dataclasses import replace
 
 import torch
 
@@ -19,6 +20,10 @@ CONFIGS = {
     "reinforce": RolloutCorrectionConfig(
         bypass_mode=True, loss="reinforce", rollout_is="token", rollout_is_upper=1.5, advantage="raw",
         rollout_rs=(RejectionRule("seq_mean", "ratio", 0.5, 2.0), RejectionRule("seq_mean", "opsm", upper=0.1)),
+    ),
+    "turns": RolloutCorrectionConfig(
+        bypass_mode=True, loss="reinforce", rollout_is="turn", rollout_is_upper=1.2, advantage="raw",
+        rollout_rs=(RejectionRule("turn_mean", "ratio", 0.8, 1.25),),
     ),
 }
 
@@ -40,16 +45,18 @@ def main(path: str) -> None:
         torch.zeros(rows), torch.zeros(rows, length, 0, dtype=torch.int32),
         torch.arange(length),
     )
-    saved = {"logits": logits, "labels": labels, "rollout": rollout, "mask": mask, "rewards": batch.rewards}
+    turn_ids = (torch.arange(length) // 2).expand(rows, length).contiguous()
+    saved = {"turn_ids": turn_ids, "logits": logits, "labels": labels, "rollout": rollout, "mask": mask, "rewards": batch.rewards}
     for name, config in CONFIGS.items():
         groups = ParallelGroups()
-        targets = make_bypass_targets(batch, config, groups, group_size=2)
+        rows_of = replace(batch, turn_ids=turn_ids, num_turns=3) if name == "turns" else batch
+        targets = make_bypass_targets(rows_of, config, groups, group_size=2)
         loss = CorrectedLoss(
             config, LogprobSettings(None, 1.0, vocab), num_microbatches=2, dp_size=1, per_token=False,
             global_positions=rows * length, groups=groups,
         )
         leaf = logits.clone().requires_grad_()
-        parts = [loss(micro, leaf[2 * i : 2 * i + 2])[0] for i, micro in enumerate(microbatches(batch, 2, targets))]
+        parts = [loss(micro, leaf[2 * i : 2 * i + 2])[0] for i, micro in enumerate(microbatches(rows_of, 2, targets))]
         total = sum(parts) / 2  # the schedule divides by the number of microbatches
         total.backward()
         numbers = {key: metric.value() for key, metric in merge(loss.corrections.values()).items()}

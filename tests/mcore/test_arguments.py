@@ -17,7 +17,8 @@ REQUIRED = [
 ]
 DEFAULTS = {
     "urls": ("http://a:30000", "http://b:30000"), "hf_checkpoint": "model", "prompts": "prompts.jsonl",
-    "reward_function": "reward.py:reward", "group_size": 8, "max_new_tokens": 1024, "temperature": 1.0,
+    "reward_function": "reward.py:reward", "environment": None, "max_turns": None, "group_size": 8,
+    "max_new_tokens": 1024, "temperature": 1.0, "max_lag": 0, "stale_samples": "keep", "pause_mode": "retract",
     "top_p": 1.0, "top_k": -1, "linear_logprobs": False, "fp32_lm_head": False, "inplace_gradient": False,
     "server_check": "semantic",
     "max_concurrency": 64, "timeout_s": 600.0, "bucket_mib": 256.0, "log_dir": None, "save_trajectories": None,
@@ -139,8 +140,33 @@ def test_options_when_built_then_frozen():
         (["--rollout-rs", "turn_mean_ratio", "--rollout-rs-threshold", "0.9_1.1"], "turn_mean_ratio"),
     ],
 )
-def test_parse_when_turns_decide_then_refused_because_rollouts_have_one(flags, rule):
+def test_parse_when_turns_decide_then_refused_unless_an_environment_makes_some(flags, rule):
     assert refusal(*REQUIRED, *flags) == (
-        f"{rule} looks at turns, and the launcher's rollouts have one turn each; use a token or sequence level, or "
-        "call compute_correction with turn_ids from your own loop"
+        f"{rule} looks at turns, and without --rollout-environment every rollout has one; add it, or use a token or "
+        "sequence level"
     )
+    parse([*REQUIRED, *flags, "--rollout-environment", "tools.py:Tools"])
+
+
+def test_parse_when_there_is_an_environment_then_it_may_score_and_turns_have_a_bound():
+    environment = ["--rollout-environment", "tools.py:Tools"]
+    assert REQUIRED[-2] == "--rollout-reward-function"
+    _, options = parse([*REQUIRED[:-2], *environment])
+    assert (options.environment, options.max_turns, options.reward_function) == ("tools.py:Tools", 8, None)
+    _, options = parse([*REQUIRED, *environment, "--rollout-max-turns", "3"])
+    assert (options.max_turns, options.reward_function) == (3, "reward.py:reward")
+    _, options = parse([*REQUIRED, *environment, "--rollout-reward-function", "none"])
+    assert options.reward_function is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--rollout-max-turns", "4"], "--rollout-max-turns 4 has no effect without --rollout-environment; drop it"),
+        (["--rollout-max-turns", "0", "--rollout-environment", "tools.py:Tools"],
+         "--rollout-max-turns must be positive, got 0"),
+        (["--rollout-reward-function", "none"], "--rollout-reward-function is required; see --help"),
+    ],
+)
+def test_parse_when_turns_or_rewards_make_no_sense_then_refused(flags, message):
+    assert refusal(*REQUIRED, *flags) == message

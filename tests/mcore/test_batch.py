@@ -91,3 +91,40 @@ def test_metrics_when_of_a_batch_then_by_hand(made):
         "rollout_corr/kept_sequence_fraction": 2 / 3, "rollout_corr/kept_fraction": 5 / 6,
     }
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+
+
+# Prompts of 2 and 1 tokens; the environment said 91, then 92 93 and 94.
+TURN_LABELS = [[12, 21, 22, 91, 23, 0, 0, 0], [31, 92, 93, 32, 94, 33, 0, 0], [41] + [0] * 7, [51] + [0] * 7]
+TURN_MASK = [[0, 1, 1, 0, 1, 0, 0, 0], [1, 0, 0, 1, 0, 1, 0, 0], [1] + [0] * 7, [1] + [0] * 7]
+TURN_IDS = [[0, 0, 0, 0, 1, 0, 0, 0], [0, 0, 0, 1, 0, 2, 0, 0], [0] * 8, [0] * 8]
+
+
+@pytest.mark.parametrize("which", ["made", "batch"])
+def test_rows_when_an_environment_spoke_then_its_tokens_are_outside_the_mask_and_turns_are_told(made, which):
+    batch = made["turns"][which]
+    assert batch["labels"].tolist() == TURN_LABELS and batch["loss_mask"].int().tolist() == TURN_MASK
+    assert batch["turn_ids"].tolist() == TURN_IDS and batch["num_turns"] == 3
+    expected = torch.tensor([[0, -0.1, -0.2, 0, -0.3, 0, 0, 0], [-0.4, 0, 0, -0.5, 0, -0.6, 0, 0]])
+    torch.testing.assert_close(batch["rollout_logprobs"][:2], expected)
+    assert made["batch"]["turn_ids"] is None and made["broadcast"]["turn_ids"] is None
+
+
+def test_context_slice_when_rows_have_turns_then_their_columns_too(made):
+    # Of four chunks of two columns the first of two ranks has the first and the last.
+    assert made["turns"]["slice"]["turn_ids"].tolist() == [[row[i] for i in (0, 1, 6, 7)] for row in TURN_IDS]
+
+
+def test_turn_correction_when_through_a_batch_then_each_turn_is_judged_by_its_own_sampled_tokens(made):
+    # Row 0: turn 0 has D = 0.1, -0.35 (product e^-0.25, geometric mean e^-0.125), turn 1 has 0.5: e^0.5 = 1.6487 is
+    # cut at 1.5. Row 1: turns of 0.2, -0.4 (e^-0.4 = 0.67 < 0.7: goes) and 0.9 (e^0.9 = 2.46 > 1.7: goes).
+    weights, mask, metrics = (made["turns"][name] for name in ("weights", "mask", "metrics"))
+    assert mask.int().tolist() == [TURN_MASK[0], [1] + [0] * 7, [1] + [0] * 7, [1] + [0] * 7]
+    expected = [0.7788008, 0.7788008, 1.5, 1.2214028, 1.0, 1.0]
+    assert weights[mask].tolist() == pytest.approx(expected, rel=1e-5)
+    expected = {
+        "rollout_corr/valid_tokens": 8, "rollout_corr/nonfinite_tokens": 0, "response_length/mean": 8 / 4,
+        "rollout_corr/kept_fraction": 6 / 8, "rollout_corr/rejected_fraction/turn_mean_ratio": 2 / 8,
+        "rollout_corr/by_turn/first/tokens": 5, "rollout_corr/by_turn/first/kl": (-0.1 + 0.35 - 0.2) / 5,
+        "rollout_corr/by_turn/later/tokens": 3, "rollout_corr/by_turn/later/kl": (-0.5 + 0.4 - 0.9) / 3,
+    }
+    assert {name: metrics.get(name) for name in expected} == pytest.approx(expected, rel=1e-5)

@@ -52,6 +52,34 @@ def naive(made: dict, loss: str) -> tuple[torch.Tensor, torch.Tensor, float]:
     return total.detach() / valid, logits.grad, kept / valid
 
 
+def naive_by_turns(made: dict) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """As `naive`, with one decision and one weight a turn."""
+    logits = made["logits"].double().requires_grad_()
+    now = torch.log_softmax(logits, -1).gather(2, made["labels"][..., None])[..., 0]
+    usable = made["mask"] & made["rollout"].isfinite()
+    total, kept = torch.zeros((), dtype=torch.float64), 0
+    for row in range(len(now)):
+        for turn in range(3):
+            tokens = [t for t in range(now.shape[1]) if usable[row, t] and made["turn_ids"][row, t] == turn]
+            d = [float(now[row, t].detach()) - float(made["rollout"][row, t]) for t in tokens]
+            if not tokens or not 0.8 <= math.exp(sum(d) / len(d)) <= 1.25:
+                continue
+            kept += len(tokens)
+            weight = min(math.exp(sum(d)), 1.2)
+            total = total - sum(weight * float(made["rewards"][row]) * now[row, t] for t in tokens)
+    (total / usable.sum()).backward()
+    return total.detach() / usable.sum(), logits.grad, kept / int(usable.sum())
+
+
+def test_bypass_when_turns_decide_then_the_naive_loss_and_gradient_by_turns(made):
+    total, gradient, kept_fraction = naive_by_turns(made)
+    result = made["turns"]
+    assert 0.2 < kept_fraction < 0.8
+    assert result["loss"].item() == pytest.approx(total.item(), rel=1e-5)
+    torch.testing.assert_close(result["grad"].double(), gradient, rtol=1e-4, atol=1e-7)
+    assert result["kept_fraction"] == pytest.approx(kept_fraction)
+
+
 @pytest.mark.parametrize(("loss", "rejected_rows"), [("ppo_clip", [1]), ("reinforce", [1, 2])])
 def test_bypass_when_rows_are_rejected_in_the_loss_then_the_naive_loss_and_gradient(made, loss, rejected_rows):
     total, gradient, kept_fraction = naive(made, loss)
