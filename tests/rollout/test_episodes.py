@@ -1,0 +1,289 @@
+"""Episodes of several turns with a client that answers from a script: what is asked, joined, bounded and refused."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_rl_corr.rollout import (
+    DONE,
+    Environment,
+    Prompt,
+    SamplingParams,
+    Support,
+    Trajectory,
+    VersionSpan,
+    generate_episodes,
+    score,
+)
+from megatron_rl_corr.rollout.turns import first_turn, join_turn
+
+NAN = float("nan")
+PROMPTS = [Prompt(7, [1, 2], {"answer": 3})]
+
+
+class Script:
+    """Answers its requests in order with (output_ids, finish reason), each from the next version of the weights."""
+
+    vocab_size = 100
+
+    def __init__(self, *answers):
+        self.answers, self.asked = list(answers), []
+
+    async def generate(self, prompts, sampling):
+        [prompt_ids] = prompts
+        self.asked.append((list(prompt_ids), sampling.max_new_tokens, sampling.stop_token_ids))
+        output_ids, reason = self.answers.pop(0)
+        await asyncio.sleep(0)
+        return [answer(prompt_ids, output_ids, reason, version=f"v{len(self.asked)}")]
+
+
+def answer(prompt_ids, output_ids, reason="stop", version="v1", **options):
+    """Log-probs are -1 / id."""
+    return Trajectory(
+        prompt_index=0, sample_index=0, prompt_ids=torch.tensor(prompt_ids),
+        output_ids=torch.tensor(output_ids, dtype=torch.int64),
+        rollout_logprobs=-1 / torch.tensor(output_ids, dtype=torch.float32), finish_reason=reason,
+        weight_versions=(VersionSpan(version, 0, len(output_ids)),), cached_tokens=0, server="http://a:1", **options,
+    )  # fmt: skip
+
+
+class Says(Environment):
+    """Says what it was given, one after the other, and keeps what it saw."""
+
+    def __init__(self, *replies, reward=None):
+        self.replies, self.seen, self.closed, self.scored = list(replies), [], 0, reward
+
+    def step(self, output_ids, finish_reason):
+        self.seen.append((output_ids, finish_reason))
+        return self.replies.pop(0)
+
+    def reward(self):
+        return self.scored
+
+    def close(self):
+        self.closed += 1
+
+
+def episode(client, environment, *, max_new_tokens=20, max_turns=5, **options):
+    sampling = SamplingParams(max_new_tokens, stop_token_ids=(9,))
+    [trajectory] = asyncio.run(
+        generate_episodes(
+            client, PROMPTS, sampling, environment=lambda prompt: environment, max_turns=max_turns, **options
+        )
+    )
+    assert environment.closed == 1
+    return trajectory
+
+
+def test_episode_when_the_environment_answers_twice_then_one_trajectory_of_three_turns():
+    client = Script(([10, 9], "stop"), ([20, 25, 9], "stop"), ([40], "stop"))
+    environment = Says([50, 51], np.array([60]), DONE, reward=0.5)
+    whole = episode(client, environment)
+    # Each request is everything so far; the budget of 20 covers what was said: 20, 20 - 4, 20 - 8.
+    assert client.asked == [
+        ([1, 2], 20, (9,)), ([1, 2, 10, 9, 50, 51], 16, (9,)), ([1, 2, 10, 9, 50, 51, 20, 25, 9, 60], 12, (9,)),
+    ]  # fmt: skip
+    assert environment.seen == [([10, 9], "stop"), ([20, 25, 9], "stop"), ([40], "stop")]
+    assert whole.prompt_ids.tolist() == [1, 2] and whole.output_ids.tolist() == [10, 9, 50, 51, 20, 25, 9, 60, 40]
+    assert whole.turn_ids.tolist() == [0, 0, -1, -1, 1, 1, 1, -1, 2]
+    expected = [-1 / 10, -1 / 9, NAN, NAN, -1 / 20, -1 / 25, -1 / 9, NAN, -1 / 40]
+    assert whole.rollout_logprobs.tolist() == pytest.approx(expected, nan_ok=True)
+    # What was said belongs to the span before it: the spans partition the response.
+    assert whole.weight_versions == (VersionSpan("v1", 0, 4), VersionSpan("v2", 4, 8), VersionSpan("v3", 8, 9))
+    assert whole.sampled_by("v2").tolist() == [False] * 4 + [True] * 3 + [False] * 2
+    assert whole.finish_reason == "stop" and whole.environment_reward == 0.5
+
+
+def test_episode_when_every_method_is_async_then_the_same():
+    class Waits(Environment):
+        stop_token_ids = (33,)
+        closed = 0
+
+        async def step(self, output_ids, finish_reason):
+            await asyncio.sleep(0.001)
+            return [50] if output_ids == [10] else DONE
+
+        async def reward(self):
+            await asyncio.sleep(0.001)
+            return 2
+
+        async def close(self):
+            await asyncio.sleep(0.001)
+            self.closed += 1
+
+    made = []
+
+    async def factory(prompt):
+        made.append(Waits())
+        return made[-1]
+
+    client = Script(([10], "stop"), ([11], "stop"))
+    [whole] = asyncio.run(generate_episodes(client, PROMPTS, SamplingParams(4), environment=factory, max_turns=3))
+    assert whole.turn_ids.tolist() == [0, -1, 1] and whole.environment_reward == 2.0
+    assert [asked[2] for asked in client.asked] == [(33,), (33,)] and made[0].closed == 1
+
+
+@pytest.mark.parametrize(
+    "answers, replies, bounds, expected, reason",
+    [
+        # The last turn that is allowed: the environment sees it, and what it says is dropped.
+        ([([10], "stop"), ([11], "stop")], [[50], [51]], {"max_turns": 2}, [10, 50, 11], "length"),
+        # It says DONE to the last one: the episode ended by itself.
+        ([([10], "stop"), ([11], "stop")], [[50], DONE], {"max_turns": 2}, [10, 50, 11], "stop"),
+        # 1 + 3 of 4 tokens: none is left to sample.
+        ([([10], "stop")], [[50, 51, 52]], {"max_new_tokens": 4}, [10], "length"),
+        # 1 + 2 of 4: one is left.
+        ([([10], "stop"), ([11], "length")], [[50, 51], [52]], {"max_new_tokens": 4}, [10, 50, 51, 11], "length"),
+        # A turn cut in the middle ends the episode, whatever is said.
+        ([([10], "abort")], [[50]], {}, [10], "abort"),
+        ([([10, 12], "length")], [DONE], {"max_new_tokens": 2}, [10, 12], "length"),
+        # An abort before a turn's first token: a response ends with a sampled token.
+        ([([10], "stop"), ([], "abort")], [[50], [51]], {}, [10], "abort"),
+        ([([], "abort")], [[50]], {}, [], "abort"),
+    ],
+)
+def test_episode_when_something_ends_it_then_the_last_token_is_sampled_and_the_reason_told(
+    answers, replies, bounds, expected, reason
+):
+    client, environment = Script(*answers), Says(*replies, reward=1.0)
+    whole = episode(client, environment, **bounds)
+    assert whole.output_ids.tolist() == expected and whole.finish_reason == reason
+    assert not whole.output_ids.numel() or whole.turn_ids[-1] >= 0
+    assert whole.weight_versions[-1].end == len(expected) and whole.environment_reward == 1.0
+    assert client.answers == [] and environment.replies == []  # it was asked about every turn
+
+
+@pytest.mark.parametrize(
+    "reply, named",
+    [
+        ([50, 100], "token id 100 at position 1 in turn 0 of prompt 0 sample 0; ids must be in [0, 100), the model's"),
+        ([-1], "token id -1 at position 0"),
+        (None, "must return DONE or a non-empty list of token ids, got 'None' in turn 0 of prompt 0 sample 0"),
+        ([], "must return DONE or a non-empty list of token ids, got '[]'"),
+        ("text", "must return DONE or a non-empty list of token ids, got 'text'"),
+        ([1.5], "must return DONE or a non-empty list of token ids, got '[1.5]'"),
+        ([[1], [2, 3]], "must return DONE or a non-empty list of token ids"),
+    ],
+)
+def test_step_when_it_returns_no_ids_of_the_vocabulary_then_refused_and_nothing_sent(reply, named):
+    client, environment = Script(([10], "stop")), Says(reply)
+    with pytest.raises(ValueError) as error:
+        episode(client, environment)
+    assert named in str(error.value) and len(client.asked) == 1 and environment.closed == 1
+
+
+@pytest.mark.parametrize("value", [NAN, "1", 1e39])
+def test_reward_when_it_is_no_finite_number_then_refused_by_name(value):
+    with pytest.raises(ValueError, match=r"the environment's reward\(\) must return a number.* prompt 0 sample 0"):
+        episode(Script(([10], "stop")), Says(DONE, reward=value))
+
+
+def test_environment_when_it_raises_then_its_own_error_names_the_sample_and_the_others_are_cancelled():
+    closed = []
+
+    class Breaks(Environment):
+        def __init__(self, prompt):
+            self.prompt = prompt
+
+        async def step(self, output_ids, finish_reason):
+            if self.prompt.index == 5:
+                raise RuntimeError("the sandbox is gone")
+            await asyncio.sleep(60)
+
+        def close(self):
+            closed.append(self.prompt.index)
+
+    prompts = [Prompt(7, [1]), Prompt(5, [2]), Prompt(6, [3])]
+    client = Script(*[([10], "stop")] * 3)
+    with pytest.raises(RuntimeError, match="the sandbox is gone") as error:
+        asyncio.run(generate_episodes(client, prompts, SamplingParams(9), environment=Breaks, max_turns=2))
+    assert error.value.__notes__ == ["it was turn 0 of prompt 1 sample 0 (row 5 of the data set)"]
+    assert sorted(closed) == [5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    "options, named",
+    [
+        ({"max_turns": 0}, "max_turns must be at least 1, got 0"),
+        ({"samples_per_prompt": 0}, "samples_per_prompt must be at least 1, got 0"),
+        ({"prompts": [Prompt(0, [1]), Prompt(1, [100])]}, "prompt 1 has token id 100 at position 0"),
+        ({"sampling": SamplingParams(4, ignore_eos=True)}, "ignore_eos leaves no token for a second turn"),
+        ({"environment": lambda prompt: object()}, "must be an object of a subclass of megatron_rl_corr.rollout.Envir"),
+    ],
+)
+def test_episodes_when_they_cannot_be_run_then_refused_before_anything_is_sent(options, named):
+    client = Script()
+    values = {"prompts": PROMPTS, "sampling": SamplingParams(4), "environment": lambda prompt: Says(), "max_turns": 2}
+    values |= options
+    with pytest.raises((ValueError, TypeError), match=named.replace("[", r"\[")):
+        asyncio.run(generate_episodes(client, values.pop("prompts"), values.pop("sampling"), **values))
+    assert client.asked == []
+
+
+def test_episodes_when_several_of_a_prompt_then_prompt_major_each_with_its_own_environment_and_progress():
+    class Once(Environment):
+        def __init__(self, prompt):
+            self.prompt, self.turns = prompt, 0
+
+        def step(self, output_ids, finish_reason):
+            self.turns += 1
+            return DONE if self.turns == 2 else [50 + self.prompt.index]
+
+        def reward(self):
+            return self.turns
+
+    told = []
+    client = Script(*[([10], "stop")] * 12)
+    trajectories = asyncio.run(
+        generate_episodes(
+            client, [Prompt(0, [1]), Prompt(1, [2, 2])], SamplingParams(9), environment=Once, max_turns=2,
+            samples_per_prompt=3, on_progress=lambda done, total, rate: told.append((done, total, rate > 0)),
+        )
+    )  # fmt: skip
+    assert [(t.prompt_index, t.sample_index) for t in trajectories] == [(p, s) for p in range(2) for s in range(3)]
+    assert [t.output_ids.tolist() for t in trajectories] == [[10, 50, 10]] * 3 + [[10, 51, 10]] * 3
+    assert [t.environment_reward for t in trajectories] == [2.0] * 6
+    assert told == [(i + 1, 6, True) for i in range(6)]
+
+
+def test_score_when_the_environment_scores_then_its_reward_and_never_two_or_none():
+    scored = episode(Script(([10], "stop")), Says(DONE, reward=0.25))
+    unscored = episode(Script(([10], "stop"), ([11], "stop")), Says([50], DONE))
+    assert score([scored], PROMPTS, None).tolist() == [0.25]
+    # A function sees what the environment said, too.
+    assert score([unscored], PROMPTS, lambda prompt, ids, reason: sum(ids)).tolist() == [71.0]
+    with pytest.raises(ValueError, match=r"prompt 0 sample 0: .* gave none, and --rollout-reward-function is not given"):
+        score([unscored], PROMPTS, None)
+    with pytest.raises(ValueError, match=r"reward\(\) gave 0.25, and --rollout-reward-function is given; drop one"):
+        score([scored], PROMPTS, lambda *_: 1.0)
+
+
+def support(*sets):
+    return Support(
+        torch.tensor([i for ids in sets for i in ids], dtype=torch.int32),
+        torch.tensor([len(ids) for ids in sets], dtype=torch.int32),
+    )
+
+
+def routes(tokens, of):
+    """[tokens - 1, 1, 1]: 10 times the pass, and the position."""
+    return (torch.arange(tokens - 1) + of * 10).to(torch.int16).view(-1, 1, 1)
+
+
+def test_join_turn_when_sets_and_routes_are_known_then_those_of_the_pass_that_was_first_to_have_them():
+    first = answer([1, 2], [3, 4], support=support([3, 5], [4]), routed_experts=routes(4, 1))
+    later = answer([1, 2, 3, 4, 50, 51], [6], "length", "v1", support=support([7, 6]), routed_experts=routes(7, 2))
+    whole = join_turn(first_turn(first), torch.tensor([50, 51]), later)
+    assert whole.support.padded(2).tolist() == [[3, 5], [4, -1], [50, -1], [51, -1], [7, 6]]
+    # Three rows of the first pass; the last sampled token and what was said went through the second one alone.
+    assert whole.routed_experts.flatten().tolist() == [10, 11, 12, 23, 24, 25]
+    assert whole.turn_ids.tolist() == [0, 0, -1, -1, 1] and whole.finish_reason == "length"
+    assert whole.weight_versions == (VersionSpan("v1", 0, 5),)
+
+
+def test_join_turn_when_the_answer_is_to_other_tokens_then_refused():
+    first = first_turn(answer([1, 2], [3, 4]))
+    with pytest.raises(ValueError, match="prompt of 5 tokens is not the 5 tokens of the partial response"):
+        join_turn(first, torch.tensor([50]), answer([1, 2, 3, 4, 51], [6]))
