@@ -254,7 +254,7 @@ def test_score_when_the_environment_scores_then_its_reward_and_never_two_or_none
     assert score([scored], PROMPTS, None).tolist() == [0.25]
     # A function sees what the environment said, too.
     assert score([unscored], PROMPTS, lambda prompt, ids, reason: sum(ids)).tolist() == [71.0]
-    with pytest.raises(ValueError, match=r"prompt 0 sample 0: .* gave none, and --rollout-reward-function is not given"):
+    with pytest.raises(ValueError, match=r"prompt 0 sample 0: .* gave none, and --rollout-reward-function is not giv"):
         score([unscored], PROMPTS, None)
     with pytest.raises(ValueError, match=r"reward\(\) gave 0.25, and --rollout-reward-function is given; drop one"):
         score([scored], PROMPTS, lambda *_: 1.0)
