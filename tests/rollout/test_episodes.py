@@ -1,20 +1,24 @@
 """Episodes of several turns with a client that answers from a script: what is asked, joined, bounded and refused."""
 
 import asyncio
+import json
 
 import numpy as np
 import pytest
 import torch
+from aiohttp import web
 
 from megatron_rl_corr.rollout import (
     DONE,
     Environment,
     Prompt,
+    RolloutServerError,
     SamplingParams,
     Support,
     Trajectory,
     VersionSpan,
     generate_episodes,
+    load_environment,
     score,
 )
 from megatron_rl_corr.rollout.turns import first_turn, join_turn
@@ -162,6 +166,7 @@ def test_episode_when_something_ends_it_then_the_last_token_is_sampled_and_the_r
         ([-1], "token id -1 at position 0"),
         (None, "must return DONE or a non-empty list of token ids, got 'None' in turn 0 of prompt 0 sample 0"),
         ([], "must return DONE or a non-empty list of token ids, got '[]'"),
+        (np.array([], dtype=np.int64), "must return DONE or a non-empty list of token ids, got '[]'"),
         ("text", "must return DONE or a non-empty list of token ids, got 'text'"),
         ([1.5], "must return DONE or a non-empty list of token ids, got '[1.5]'"),
         ([[1], [2, 3]], "must return DONE or a non-empty list of token ids"),
@@ -201,6 +206,32 @@ def test_environment_when_it_raises_then_its_own_error_names_the_sample_and_the_
         asyncio.run(generate_episodes(client, prompts, SamplingParams(9), environment=Breaks, max_turns=2))
     assert error.value.__notes__ == ["it was turn 0 of prompt 1 sample 0 (row 5 of the data set)"]
     assert sorted(closed) == [5, 6, 7]
+
+
+def test_request_when_the_server_refuses_a_later_turn_then_the_error_says_which_turn_of_which_sample(faulty):
+    async def second_refused(request):
+        body = await request.json()
+        if len(body["input_ids"]) == 1:
+            answer = json.loads(faulty.one_token(1).text)
+            answer["meta_info"]["finish_reason"] = {"type": "stop", "matched": 5}
+            return web.json_response(answer)
+        return web.Response(status=400, text="no")
+
+    async def scenario(client):
+        with pytest.raises(RolloutServerError) as error:
+            await generate_episodes(
+                client, [Prompt(3, [1])], SamplingParams(9), environment=lambda prompt: Says([6], DONE), max_turns=2
+            )
+        assert error.value.__notes__[-1] == "it was turn 1 of prompt 0 sample 0 (row 3 of the data set)"
+
+    faulty.run(scenario, second_refused)
+
+
+def test_load_environment_when_there_is_none_then_the_error_names_the_flag(tmp_path):
+    (tmp_path / "tools.py").write_text("class Tools:\n    pass\n")
+    assert load_environment(f"{tmp_path}/tools.py:Tools").__name__ == "Tools"
+    with pytest.raises(ValueError, match=r"^--rollout-environment: .*tools.py has no 'Tool'; it has Tools"):
+        load_environment(f"{tmp_path}/tools.py:Tool")
 
 
 @pytest.mark.parametrize(
