@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 
 QUICKSTART := $(PYTHON) examples/quickstart/run.py
 QUICKSTART_OPTIONS := $(if $(SEED),--seed $(SEED)) $(if $(STEPS),--steps $(STEPS)) \
-	$(if $(SERVER_DTYPE),--server-dtype $(SERVER_DTYPE))
+	$(if $(SERVER_DTYPE),--server-dtype $(SERVER_DTYPE)) $(if $(ASYNC),--asynchronous)
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,7 +23,7 @@ test: setup ## Run every test; TESTS=path or TESTS="-k name" for some of them
 lint: setup ## Check style and line length
 	$(PYTHON) -m ruff check .
 
-quickstart: setup ## Train the tiny MoE against a real SGLang server; SEED= STEPS= SERVER_DTYPE=
+quickstart: setup ## Train the tiny MoE against a real SGLang server; SEED= STEPS= SERVER_DTYPE= ASYNC=1
 	$(QUICKSTART) $(QUICKSTART_OPTIONS)
 
 quickstart-stop: setup ## End what an interrupted quickstart left running

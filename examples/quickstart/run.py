@@ -1,6 +1,6 @@
 """The quickstart: make a tiny MoE, serve it with SGLang, train it with Megatron against that, draw the run.
 
-run.py [--seed 0] [--steps 60] [--server-dtype bfloat16] [--out DIR] [-- more launcher flags]
+run.py [--seed 0] [--steps 60] [--server-dtype bfloat16] [--asynchronous] [--out DIR] [-- more launcher flags]
 run.py --stop
 """
 
@@ -18,6 +18,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(ROOT), str(HERE)]
 
+from comparison import Run, draw, table  # noqa: E402
 from megatron_flags import local_flags, model_flags  # noqa: E402
 from reward import KINDS, WANTED_TOKENS  # noqa: E402
 from running import Running  # noqa: E402
@@ -43,6 +44,8 @@ def parse_arguments(argv):
     add("--steps", type=int, default=60, help="optimizer steps (default 60)")
     add("--server-dtype", choices=("bfloat16", "float32"), default="bfloat16",
         help="bfloat16 shows a real mismatch with the float32 trainer, float32 next to none")
+    add("--asynchronous", action="store_true",
+        help="train twice: each step waiting for its samples, then with samples that are made during the step before")
     add("--out", type=Path, help="new folder for the run (default runs/quickstart/TIME-seedN)")
     add("--stop", action="store_true", help="end every quickstart that is running, and all it started")
     add("launcher_flags", nargs="*", metavar="-- FLAGS", help="appended to the launcher's command")
@@ -61,7 +64,11 @@ def write_prompts(path):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def training_command(out, model, url, options):
+def training_command(out, run, model, url, options, *lag):
+    """run: the folder for what the run logs. lag: flags for how far sampling goes ahead."""
+    # Token weights truncated at 2; a response whose geometric mean ratio is off by 0.4% is rejected. Samples of older
+    # weights differ by more than that from what is trained.
+    bounds = "0.7_1.4" if options.asynchronous else "0.996_1.004"
     flags = [
         *model_flags(model), *local_flags(),
         "--tensor-model-parallel-size", 2, "--pipeline-model-parallel-size", 2, "--sequence-parallel",
@@ -70,14 +77,13 @@ def training_command(out, model, url, options):
         "--lr", 2e-3, "--lr-decay-style", "constant", "--weight-decay", 0, "--clip-grad", 1.0,
         "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", model, "--seed", options.seed + 1,
         "--mock-data", "--split", "100,0,0", "--num-workers", 0, "--no-create-attention-mask-in-dataloader",
-        "--eval-iters", 0, "--eval-interval", 1000, "--log-interval", 1000, "--tensorboard-dir", out / "tensorboard",
+        "--eval-iters", 0, "--eval-interval", 1000, "--log-interval", 1000, "--tensorboard-dir", run / "tensorboard",
         "--rollout-url", url, "--rollout-hf-checkpoint", model, "--rollout-prompts", out / "prompts.jsonl",
         "--rollout-reward-function", f"{HERE / 'reward.py'}:reward", "--rollout-group-size", 8,
-        "--rollout-max-new-tokens", WANTED_TOKENS, "--rollout-log-dir", out,
-        # Token weights truncated at 2; a response whose geometric mean ratio is off by 0.4% is rejected.
+        "--rollout-max-new-tokens", WANTED_TOKENS, "--rollout-log-dir", run,
         "--rollout-correction-preset", "decoupled_geo_rs_token_tis",
-        "--rollout-rs", "seq_mean_ratio", "--rollout-rs-threshold", "0.996_1.004",
-        *options.launcher_flags,
+        "--rollout-rs", "seq_mean_ratio", "--rollout-rs-threshold", bounds,
+        *lag, *options.launcher_flags,
     ]  # fmt: skip
     return [
         sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "4",
@@ -134,18 +140,32 @@ def run(options, out, running):
         started = time.monotonic()
         server.wait_ready(on_wait=print_wait)
         print_wait.done(f"{server.url} is ready after {time.monotonic() - started:.0f} s")
-        say(f"3/4 training with 4 processes, TP 2 x PP 2 x EP 2; their log is {out / 'train.log'}")
-        command = training_command(out, model, server.url, options)
-        status = train(command, out / "train.log", running, server.pid)
+        for run, lag in runs(out, options).items():
+            run.mkdir(exist_ok=True)
+            how = ", samples made during the step before" if lag else ""
+            say(f"3/4 training with 4 processes, TP 2 x PP 2 x EP 2{how}; their log is {run / 'train.log'}")
+            status = train(
+                training_command(out, run, model, server.url, options, *lag), run / "train.log", running, server.pid
+            )
+            if status:
+                say(f"training ended with status {status}: see {run / 'train.log'} and {out / 'server.log'}")
+                return status
     finally:
         server.stop()
-    if status:
-        say(f"training ended with status {status}: see {out / 'train.log'} and {out / 'server.log'}")
-        return status
     from megatron_rl_corr.report.page import write_page
 
-    say(f"4/4 the run, drawn: {write_page(out)}")
+    for run in runs(out, options):
+        say(f"4/4 the run, drawn: {write_page(run)}")
+    if options.asynchronous:
+        compared = [Run("synchronous", out), Run("asynchronous", out / "asynchronous")]
+        print(table(compared))
+        say(f"both, drawn: {draw(compared, out / 'comparison.png')}")
     return 0
+
+
+def runs(out, options):
+    """The folder of each training run, and its flags for how far sampling goes ahead."""
+    return {out: []} | ({out / "asynchronous": ["--rollout-max-lag", 1]} if options.asynchronous else {})
 
 
 def say(text):

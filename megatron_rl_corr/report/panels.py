@@ -118,6 +118,9 @@ def draw_throughput(axes: Axes, series: Series) -> None:
     start_at_zero(axes, series["tokens_per_s"])
 
 
+QUEUE = {
+    "running": "rollout/groups_running", "ready": "rollout/groups_ready", "dropped": "rollout/groups_dropped",
+}  # fmt: skip
 TIMES = {
     "collect": ("time/collect_s", SKY),
     "score": ("time/score_s", ORANGE),
@@ -147,11 +150,20 @@ def draw_times(axes: Axes, series: Series) -> None:
 
 def draw_lag(axes: Axes, series: Series) -> None:
     lag = series["weight_lag"]
-    axes.step(series.steps, lag, where="mid", color=BLUE, linewidth=1.8, **_marker(series))
+    axes.step(series.steps, lag, where="mid", color=BLUE, linewidth=1.8, label="oldest sample", **_marker(series))
+    if series.has("weight_lag_token_mean"):
+        draw_line(axes, series, "weight_lag_token_mean", color=ORANGE, label="mean over tokens")
     # Below zero, or the line of an on-policy run would lie under the axis.
     top = max(1.0, np.nanmax(lag))
     axes.set_ylim(-0.04 * top, 1.08 * top)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+
+
+def draw_queue(axes: Axes, series: Series) -> None:
+    for (label, name), color in zip(QUEUE.items(), (BLUE, ORANGE, VERMILLION), strict=True):
+        if series.has(name):
+            draw_line(axes, series, name, color=color, label=label)
+    start_at_zero(axes, np.concatenate([series[name] for name in QUEUE.values() if series.has(name)]))
 
 
 def draw_bins(axes: Axes, series: Series) -> None:
@@ -210,6 +222,8 @@ PANELS = (
 """The overview's, nine of them."""
 PAGE_PANELS = (
     *PANELS,
+    Panel("queue", "Groups sampled ahead", "many ready: training is the bottleneck; none: sampling is", draw_queue,
+          tuple(QUEUE.values())),
     Panel("log_ratio_sizes", "Tokens by |log-ratio|", "darker: more tokens; the dark band should stay low",
           draw_bins, ("rollout_corr/log_ratio_abs_bin/upto_1e-06",)),
 )
