@@ -21,6 +21,8 @@ PREFIX = "--rollout-"
 CHECKS = ("semantic", "all", "off")
 STALE = ("keep", "drop")
 PAUSE_MODES = ("retract", "in_place")
+TRANSPORTS = ("distributed", "tensor", "disk")
+PROOFS = ("checksum", "off")
 DEFAULT_MAX_TURNS = 8
 
 
@@ -50,6 +52,9 @@ class RolloutOptions:
     stale_samples: str
     pause_mode: str
     bucket_mib: float
+    weight_transport: str
+    weight_dir: str | None
+    verify_push: str
     log_dir: str | None
     save_trajectories: str | None
 
@@ -188,6 +193,15 @@ def _add_rollout(group: Any) -> None:
         "in_place goes on with the old ones, and needs servers with --disable-overlap-schedule --disable-radix-cache")
     add("--rollout-bucket-mib", metavar="MIB", type=float, default=256.0,
         help="weights are sent in buckets of this size (default 256)")
+    add("--rollout-weight-transport", metavar="KIND", default=TRANSPORTS[0],
+        help="how new weights get to the servers: distributed (default) broadcasts over NCCL or gloo, tensor hands "
+        "them to servers on the same host, disk writes them to --rollout-weight-dir")
+    add("--rollout-weight-dir", metavar="DIR", default=None,
+        help="folder for --rollout-weight-transport disk, seen by every server under the same path; a Hugging Face "
+        "model for each of the last two versions")
+    add("--rollout-verify-push", metavar="KIND", default=PROOFS[0],
+        help="after every push: checksum (default) asks every server for checksums of its weights, which must agree "
+        "with the other servers' and with the trainer's own of up to 256 MiB a pipeline stage; off asks nothing")
     add("--rollout-log-dir", metavar="DIR", default=None,
         help="write metrics.jsonl and run.json there, for `megatron-rl-corr report DIR`")
     add("--rollout-save-trajectories", metavar="DIR", default=None,
@@ -295,11 +309,20 @@ def rollout_options(values: argparse.Namespace) -> RolloutOptions:
         value = getattr(options, name)
         if not value > 0:
             raise ValueError(f"{PREFIX}{name.replace('_', '-')} must be positive, got {value}")
-    for name, allowed in (("server_check", CHECKS), ("stale_samples", STALE), ("pause_mode", PAUSE_MODES)):
+    known = {"server_check": CHECKS, "stale_samples": STALE, "pause_mode": PAUSE_MODES, "weight_transport": TRANSPORTS,
+             "verify_push": PROOFS}  # fmt: skip
+    for name, allowed in known.items():
         if getattr(options, name) not in allowed:
             raise ValueError(
                 f"{PREFIX}{name.replace('_', '-')} must be {', '.join(allowed)}, got {getattr(options, name)!r}"
             )
+    if (options.weight_transport == "disk") != (options.weight_dir is not None):
+        raise ValueError(
+            "--rollout-weight-transport disk needs --rollout-weight-dir, a folder that every server sees by this path"
+            if options.weight_dir is None
+            else f"--rollout-weight-dir has no effect with --rollout-weight-transport {options.weight_transport}; drop "
+            "it, or use disk"
+        )
     if options.max_lag < 0:
         raise ValueError(f"--rollout-max-lag must be at least 0, got {options.max_lag}")
     for name in ("stale_samples", "pause_mode"):

@@ -25,12 +25,14 @@ from megatron_rl_corr.rollout.client import RolloutClient
 from megatron_rl_corr.rollout.errors import RolloutError
 from megatron_rl_corr.rollout.prompts import PromptDataset
 from megatron_rl_corr.rollout.rewards import load_function
+from megatron_rl_corr.weight_sync.choice import make_proof, make_transport
 from megatron_rl_corr.weight_sync.export import StageExporter
 from megatron_rl_corr.weight_sync.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.weight_sync.names import NameTable
 from megatron_rl_corr.weight_sync.push import push_weights
 from megatron_rl_corr.weight_sync.servers import WeightServers
 from megatron_rl_corr.weight_sync.shards import LocalParameter, load_shards, local_parameters
+from megatron_rl_corr.weight_sync.transport import WeightTransport
 
 Report = Callable[[dict[str, float]], None]
 WAIT_FOR_SERVERS_S = 60.0
@@ -95,8 +97,17 @@ def start(
     exporter = StageExporter(
         parameters, layout.shard, layout.stage_groups, stage=layout.pp_rank, num_stages=layout.pp_size
     )
+    checkpoint = Path(options.hf_checkpoint)
+
+    def transport() -> WeightTransport:
+        return make_transport(
+            options.weight_transport, client, loop, backend="nccl" if torch.cuda.is_available() else "gloo",
+            checkpoint=checkpoint, folder=options.weight_dir, stage=layout.pp_rank, sends=exporter.sends,
+        )
+
     servers = WeightServers(
-        client, loop, backend="nccl" if torch.cuda.is_available() else "gloo", pause_mode=options.pause_mode
+        client, loop, all_reduce_refusal(transport), proof=make_proof(options.verify_push, checkpoint),
+        pause_mode=options.pause_mode,
     )
 
     def push(version: int) -> None:

@@ -121,6 +121,19 @@ class ServerControl:
         )
         return await self._ask_together([request] * len(self.base_urls))
 
+    async def update_weights_from_tensor(self, entries: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+        """Load a bucket from this host's memory. entries: for each server, one pickle in base64 a tensor rank."""
+        calls = zip(self.base_urls, entries, strict=True)
+        answers = await asyncio.gather(
+            *(self.ask(url, requests.update_weights_from_tensor(entry)) for url, entry in calls), return_exceptions=True
+        )
+        raise_first(answers)
+        return answers
+
+    async def update_weights_from_disk(self, model_path: str) -> list[dict[str, Any]]:
+        """Load a Hugging Face folder that every server sees under this path."""
+        return await self._ask_all(requests.update_weights_from_disk(model_path))
+
     async def destroy_weights_update_group(self, group_name: str) -> list[dict[str, Any]]:
         """Leave the process group."""
         return await self._ask_all(requests.destroy_weights_update_group(group_name))

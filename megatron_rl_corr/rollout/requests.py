@@ -165,6 +165,21 @@ def update_weights_from_distributed(
     return Request("POST", "/update_weights_from_distributed", body)
 
 
+def update_weights_from_tensor(serialized_named_tensors: Sequence[str]) -> Request:
+    """Load the tensors of a pickled [(name, tensor)] in base64: one entry for each tensor-parallel rank."""
+    body = {"serialized_named_tensors": list(serialized_named_tensors), "flush_cache": False}
+    return Request("POST", "/update_weights_from_tensor", body)
+
+
+def update_weights_from_disk(model_path: str) -> Request:
+    """Load a Hugging Face folder by the path that the server knows it by; its weights keep their version's name.
+
+    The load format is named because the server's own may be one that reads nothing, as `dummy`.
+    """
+    body = {"model_path": model_path, "load_format": "auto", "flush_cache": False}
+    return Request("POST", "/update_weights_from_disk", body)
+
+
 def destroy_weights_update_group(group_name: str) -> Request:
     """Leave the process group."""
     return Request("POST", "/destroy_weights_update_group", {"group_name": group_name})

@@ -1,18 +1,25 @@
-"""One weight update: pause, begin, send stage after stage, end, verify, flush, continue."""
+"""One weight update: pause, begin, send stage after stage, end, prove, continue; a server that dies is left out."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_rl_corr.parallel.failure import all_reduce_failure, communication_device
-from megatron_rl_corr.rollout.errors import RolloutError
+from megatron_rl_corr.parallel.failure import PeerFailure, all_reduce_failure, communication_device
+from megatron_rl_corr.rollout.errors import RolloutError, RolloutServerError
 from megatron_rl_corr.weight_sync.buckets import buckets
 from megatron_rl_corr.weight_sync.export import StageExporter
 from megatron_rl_corr.weight_sync.servers import WeightServers
+
+_FAILURES = (RolloutError, OSError)
+"""What all_reduce_failure may raise here, beside PeerFailure: of a server, or of a folder."""
+
+logger = logging.getLogger(__name__)
 
 
 def push_weights(
@@ -21,25 +28,46 @@ def push_weights(
     """Send the current weights to every server that answers, under the name `version`; every rank calls it.
 
     The client samples from no other server until the next update. Rank 0 finds out which servers answer, opens and
-    closes the update for all; each stage's sender broadcasts its own part, in buckets of bucket_bytes. The servers
-    resume whatever happens. A server's failure in the middle is raised as RolloutError on the rank that saw it and
-    as PeerFailure on every other.
+    closes the update for all; each stage's sender sends its own part, in buckets of bucket_bytes. The servers resume
+    whatever happens. Where a server fails and does not answer any more, everything is sent again to the others. Any
+    other failure is raised on the rank that saw it and as PeerFailure on every other.
     """
     _broadcast_servers(exporter, client)
-    try:
-        all_reduce_failure(_failure_of(client.begin) if exporter.leads else None)
-        for stage in range(exporter.num_stages):
-            mine = stage == exporter.stage
-            all_reduce_failure(_send_stage(exporter, client, bucket_bytes) if mine else None)
-        all_reduce_failure(_failure_of(partial(client.end, version)) if exporter.leads else None)
-        client.expect(version)  # before a server samples with them
-        all_reduce_failure(_failure_of(client.resume) if exporter.leads else None)
-    except BaseException as error:
-        if exporter.leads:
-            failure = _failure_of(client.abandon)
-            if failure is not None:
-                error.add_note(f"and the servers could not be told to go on: {failure}")
-        raise
+    while True:
+        try:
+            _push_once(exporter, client, version, bucket_bytes)
+            return
+        except (*_FAILURES, PeerFailure) as error:
+            if not _broadcast_fewer_servers(exporter, client, error):
+                _abandon(exporter, client, error)
+                raise
+            if exporter.leads:
+                logger.warning("weights are sent again, to the %d servers that are left", client.updated)
+        except BaseException as error:
+            _abandon(exporter, client, error)
+            raise
+
+
+def _push_once(exporter: StageExporter, client: WeightServers, version: str, bucket_bytes: int) -> None:
+    _all_reduce_led(exporter, partial(client.start, version))
+    if client.stopped_while_sending:
+        _all_reduce_led(exporter, client.begin)
+    for stage in range(exporter.num_stages):
+        mine = stage == exporter.stage
+        all_reduce_failure(_send_stage(exporter, client, version, bucket_bytes) if mine else None)
+    if not client.stopped_while_sending:
+        _all_reduce_led(exporter, client.begin)
+    _all_reduce_led(exporter, partial(client.deliver, version))
+    _all_reduce_led(exporter, partial(client.end, version))
+    if client.proves:
+        _broadcast_and_compare(exporter, client)
+    client.expect(version)  # before a server samples with them
+    _all_reduce_led(exporter, client.resume)
+
+
+def _all_reduce_led(exporter: StageExporter, call: Callable[[], None]) -> None:
+    """Rank 0 does it; what goes wrong, all ranks learn."""
+    all_reduce_failure(_failure_of(call) if exporter.leads else None)
 
 
 def _broadcast_servers(exporter: StageExporter, client: WeightServers) -> None:
@@ -56,18 +84,50 @@ def _broadcast_servers(exporter: StageExporter, client: WeightServers) -> None:
     client.use(told.tolist())
 
 
-def _send_stage(exporter: StageExporter, client: WeightServers, bucket_bytes: int) -> RolloutError | None:
+def _broadcast_fewer_servers(exporter: StageExporter, client: WeightServers, error: Exception) -> bool:
+    """Whether the failure was a server's that is gone now, and others are left; those are updated from here on."""
+    before = client.updated
+    try:
+        all_reduce_failure(None if isinstance(error, (RolloutServerError, PeerFailure)) else error)
+        _broadcast_servers(exporter, client)
+    except (*_FAILURES, PeerFailure):
+        return False
+    return client.updated < before
+
+
+def _send_stage(
+    exporter: StageExporter, client: WeightServers, version: str, bucket_bytes: int
+) -> Exception | None:
     """Run through the stage's weights, after a failure too: the other ranks gather together with this one."""
     error = None
     for bucket in buckets(exporter.tensors(), bucket_bytes):
         if exporter.sends and error is None:
-            error = _failure_of(partial(client.send, bucket))
+            error = _failure_of(partial(client.send, bucket, version))
     return error
 
 
-def _failure_of(call: Callable[[], None]) -> RolloutError | None:
+def _broadcast_and_compare(exporter: StageExporter, client: WeightServers) -> None:
+    """The servers compute checksums once, and each stage's sender compares those of its own weights."""
+    shown: list[Any] = [None]
+
+    def show() -> None:
+        shown[0] = client.show()
+
+    _all_reduce_led(exporter, show)
+    dist.broadcast_object_list(shown, src=0, device=communication_device())
+    all_reduce_failure(_failure_of(partial(client.compare, shown[0])) if exporter.sends else None)
+
+
+def _abandon(exporter: StageExporter, client: WeightServers, error: BaseException) -> None:
+    if exporter.leads:
+        failure = _failure_of(client.abandon)
+        if failure is not None:
+            error.add_note(f"and the servers could not be told to go on: {failure}")
+
+
+def _failure_of(call: Callable[[], Any]) -> Exception | None:
     try:
         call()
-    except RolloutError as error:
+    except _FAILURES as error:
         return error
     return None

@@ -9,7 +9,8 @@ from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
 from megatron_rl_corr.rollout.errors import RolloutProtocolError, RolloutServerError
 from megatron_rl_corr.weight_sync.buckets import NamedTensor
-from megatron_rl_corr.weight_sync.update_group import UpdateGroup
+from megatron_rl_corr.weight_sync.proof import PushProof, ServerWeights
+from megatron_rl_corr.weight_sync.transport import WeightTransport
 
 ABSENT, READY, STARTED_ANEW = 0, 1, 2
 """A server before an update: it does not answer; it has the last weights; it has others, as after a new start."""
@@ -23,26 +24,40 @@ logger = logging.getLogger(__name__)
 
 
 class WeightServers:
-    """Blocking weight updates of the servers of a client that answer; a rank that never sends makes no group.
+    """Blocking weight updates of the servers of a client that answer.
 
-    A server that does not answer before an update misses it. It is not sampled from with the weights it has: `expect`
-    tells the client which version to take. The next update takes it in again.
+    A server that does not answer before an update, or dies in the middle, misses it. It is not sampled from with the
+    weights it has: `expect` tells the client which version to take. The next update takes it in again.
 
     pause_mode: of the responses that are running: `retract` computes their keys and values anew with the new weights,
     `in_place` goes on with the old ones, `abort` ends them, and the client asks for the rest.
+    proof: None sends without asking afterwards what the servers have.
     """
 
-    def __init__(self, client: RolloutClient, loop: LoopThread, *, backend: str, pause_mode: str = "retract"):
-        self._client, self._loop = client, loop
-        self._backend, self._pause_mode = backend, pause_mode
+    def __init__(
+        self, client: RolloutClient, loop: LoopThread, transport: WeightTransport, *,
+        proof: PushProof | None = None, pause_mode: str = "retract",
+    ):
+        self._client, self._loop, self._transport, self._proof = client, loop, transport, proof
+        self._pause_mode = pause_mode
         self._updated = client.control(client.base_urls)
         self._version: str | None = None
-        self._group: UpdateGroup | None = None
+        self._sent: str | None = None
 
     @property
     def count(self) -> int:
         """Servers of the client."""
         return len(self._client.base_urls)
+
+    @property
+    def updated(self) -> int:
+        """Those of them that are updated."""
+        return len(self._updated.base_urls)
+
+    @property
+    def stopped_while_sending(self) -> bool:
+        """Whether `begin` comes before the first bucket; if not, before `deliver`."""
+        return self._transport.in_session
 
     def look(self) -> list[int]:
         """ABSENT, READY or STARTED_ANEW for each server of the client; RolloutServerError if none answers."""
@@ -53,7 +68,7 @@ class WeightServers:
                 logger.warning("rollout server %s does not answer and misses a weight update", url)
                 states.append(ABSENT)
             else:
-                as_sent = self._version in (None, version)
+                as_sent = self._version is None or version in (self._version, self._sent)
                 if not as_sent:
                     logger.warning(
                         "rollout server %s has weights %r where %r was sent: started anew?", url, version, self._version
@@ -62,39 +77,55 @@ class WeightServers:
         return states
 
     def use(self, states: Sequence[int]) -> None:
-        """Update the servers that are not ABSENT. A server that left or came needs a new broadcast group."""
+        """Update the servers that are not ABSENT."""
         state = dict(zip(self._client.base_urls, states, strict=True))
         urls = tuple(url for url in state if state[url] != ABSENT)
+        rejoined = None
         if STARTED_ANEW in states or urls != self._updated.base_urls:
-            self._drop_group([url for url in self._updated.base_urls if state[url] == READY])
+            rejoined = [url for url in self._updated.base_urls if state[url] == READY]
         self._updated = self._client.control(urls)
+        self._transport.aim(self._updated, rejoined=rejoined)
+        if self._proof is not None:
+            self._proof.clear()
+
+    def start(self, version: str) -> None:
+        """Rank 0, before anything is sent."""
+        self._sent = version
+        self._transport.start(version)
 
     def begin(self) -> None:
         """Stop sampling and open the update session (SGLang <= 0.5.20 has none and needs none)."""
         if self._pause_mode == "in_place":
             self._check_in_place()
         self._loop.call(self._updated.pause_generation(self._pause_mode))
+        if not self._transport.in_session:
+            return
         try:
             self._loop.call(self._updated.begin_weight_update())
         except RolloutServerError as error:
             # A trainer that was killed in the middle of an update left its session open: nobody closes it.
             if error.status != 400 or "already open" not in error.detail:
                 raise
-            self._loop.call(self._updated.end_weight_update())
+            self._close_sessions()
             self._loop.call(self._updated.begin_weight_update())
 
-    def send(self, bucket: list[NamedTensor]) -> None:
-        """Broadcast one bucket to all servers; the group is made at the first one."""
-        if self._group is None:
-            self._group = UpdateGroup(self._updated, self._loop, backend=self._backend)
-        self._group.broadcast(bucket)
+    def send(self, bucket: list[NamedTensor], version: str) -> None:
+        """Give one bucket to the transport, and keep of it what is looked at afterwards."""
+        if self._proof is not None:
+            self._proof.keep(bucket, version)
+        self._transport.send(bucket)
+
+    def deliver(self, version: str) -> None:
+        """Rank 0, when every stage has sent."""
+        self._transport.deliver(version)
 
     def end(self, version: str) -> None:
         """Close the session, name the weights, check every server's answer, drop prefixes of old weights.
 
         Paused in_place a server keeps none (IN_PLACE_NEEDS), and would not drop them.
         """
-        self._loop.call(self._updated.end_weight_update())
+        if self._transport.in_session:
+            self._loop.call(self._updated.end_weight_update())
         self._loop.call(self._updated.update_weight_version(version))
         answers = self._loop.call(self._updated.model_info())
         for url, answer in zip(self._updated.base_urls, answers, strict=True):
@@ -106,6 +137,19 @@ class WeightServers:
                 )
         if self._pause_mode != "in_place":
             self._loop.call(self._updated.flush_cache())
+
+    @property
+    def proves(self) -> bool:
+        """Whether `show` and `compare` are to be called."""
+        return self._proof is not None
+
+    def show(self) -> list[ServerWeights]:
+        """Rank 0: what the servers have, by their own checksums; RolloutProtocolError where they disagree."""
+        return self._proof.ask(self._updated, self._loop)
+
+    def compare(self, shown: list[ServerWeights]) -> None:
+        """A sender: RolloutProtocolError for a server that has something else than was sent from here."""
+        self._proof.compare(shown)
 
     def resume(self) -> None:
         """Go on sampling."""
@@ -119,13 +163,14 @@ class WeightServers:
     def abandon(self) -> None:
         """After a failure in the middle: close the session and go on sampling, whatever of it is possible."""
         try:
-            self._loop.call(self._updated.end_weight_update())
+            if self._transport.in_session:
+                self._loop.call(self._updated.end_weight_update())
         finally:
             self.resume()
 
     def close(self) -> None:
-        """Take this process's broadcast group off the servers, if it made one."""
-        self._drop_group(self._updated.base_urls)
+        """Take off the servers what this process's transport set up there."""
+        self._transport.close()
 
     def _check_in_place(self) -> None:
         for url, info in zip(self._updated.base_urls, self._loop.call(self._updated.server_info()), strict=True):
@@ -137,12 +182,11 @@ class WeightServers:
                     "use --rollout-pause-mode retract",
                 )
 
-    def _drop_group(self, urls: Sequence[str]) -> None:
-        if self._group is None:
-            return
-        for url in urls:
+    def _close_sessions(self) -> None:
+        """Each server's for itself: where an update was broken off, some have an open one and some have none."""
+        for url in self._updated.base_urls:
             try:
-                self._loop.call(self._client.control([url]).destroy_weights_update_group(self._group.name))
-            except RolloutServerError as error:  # it is gone, and the group with it
-                logger.warning("a broadcast group was not taken off: %s", error)
-        self._group = None
+                self._loop.call(self._client.control([url]).end_weight_update())
+            except RolloutServerError as error:
+                if error.status != 400:
+                    raise

@@ -22,6 +22,7 @@ DEFAULTS = {
     "top_p": 1.0, "top_k": -1, "linear_logprobs": False, "fp32_lm_head": False, "inplace_gradient": False,
     "server_check": "semantic",
     "max_concurrency": 64, "timeout_s": 600.0, "bucket_mib": 256.0, "log_dir": None, "save_trajectories": None,
+    "weight_transport": "distributed", "weight_dir": None, "verify_push": "checksum",
 }
 
 
@@ -77,6 +78,13 @@ def test_parse_when_a_required_flag_is_missing_then_named(missing):
         ("--rollout-temperature", "nan", "--rollout-temperature must be positive, got nan"),
         ("--rollout-timeout-s", "-1", "--rollout-timeout-s must be positive, got -1.0"),
         ("--rollout-bucket-mib", "0", "--rollout-bucket-mib must be positive, got 0.0"),
+        ("--rollout-weight-transport", "nccl",
+         "--rollout-weight-transport must be distributed, tensor, disk, got 'nccl'"),
+        ("--rollout-verify-push", "no", "--rollout-verify-push must be checksum, off, got 'no'"),
+        ("--rollout-weight-transport", "disk",
+         "--rollout-weight-transport disk needs --rollout-weight-dir, a folder that every server sees by this path"),
+        ("--rollout-weight-dir", "w",
+         "--rollout-weight-dir has no effect with --rollout-weight-transport distributed; drop it, or use disk"),
         ("--rollout-grup-size", "4", "unknown flag --rollout-grup-size; did you mean --rollout-group-size?"),
         ("--rollout-grup-size=4", None, "unknown flag --rollout-grup-size; did you mean --rollout-group-size?"),
         # No abbreviations: Megatron allows none either, and a later flag would change their meaning.

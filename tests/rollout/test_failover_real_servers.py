@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from megatron_rl_corr.cpu import environment, sglang_arguments
 from megatron_rl_corr.rollout import LoopThread, RolloutClient, SamplingParams, readmission, requests
 from megatron_rl_corr.rollout.local_server import LocalServer
+from megatron_rl_corr.weight_sync.distributed import DistributedTransport
 from megatron_rl_corr.weight_sync.servers import ABSENT, READY, STARTED_ANEW, WeightServers
 
 PROMPTS = [[(p + 7 * i) % 80 for i in range(length)] for p, length in enumerate((2, 300, 5, 64, 3, 400, 9, 150))]
@@ -148,14 +149,14 @@ def test_collect_when_one_server_pauses_then_what_it_cut_is_continued_on_the_oth
 def push(client, loop, tiny_moe_dir):
     """push(version, norm): the model with a final norm, and so logits, of `norm` times the size. Puts it back."""
     weights = load_file(tiny_moe_dir / "model.safetensors")
-    servers = WeightServers(client, loop, backend="gloo")
+    servers = WeightServers(client, loop, DistributedTransport(client.control, loop, backend="gloo"))
     before = loop.call(client.model_info())[0]["weight_version"]
 
     def send(version, norm=1.0):
         states = servers.look()
         servers.use(states)
         servers.begin()
-        servers.send(list((weights | {NORM: norm * weights[NORM]}).items()))
+        servers.send(list((weights | {NORM: norm * weights[NORM]}).items()), version)
         servers.end(version)
         servers.expect(version)
         servers.resume()

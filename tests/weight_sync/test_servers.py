@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_rl_corr.rollout.errors import RolloutServerError
+from megatron_rl_corr.weight_sync.distributed import DistributedTransport
 from megatron_rl_corr.weight_sync.servers import ABSENT, READY, STARTED_ANEW, WeightServers
 
 A, B, C = "http://a:1", "http://b:1", "http://c:1"
@@ -38,12 +39,17 @@ def client():
     return Recorder([A, B, C], {A: "1", B: "1", C: "1"}, [])
 
 
+def made(client):
+    loop = SimpleNamespace(call=asyncio.run)
+    return WeightServers(client, loop, DistributedTransport(client.control, loop, backend="gloo"))
+
+
 @pytest.fixture
 def servers(client):
     """After an update to version 1 that made a group."""
-    servers = WeightServers(client, SimpleNamespace(call=asyncio.run), backend="gloo")
+    servers = made(client)
     servers.use(servers.look())
-    servers._group = SimpleNamespace(name="g")
+    servers._transport._group = SimpleNamespace(name="g")
     servers.expect("1")
     return servers
 
@@ -56,12 +62,12 @@ def test_look_when_one_is_gone_and_one_started_anew_then_each_has_its_state(clie
 
 def test_look_before_the_first_update_then_every_version_will_do(client):
     client.versions |= {A: "default", B: "x"}
-    assert WeightServers(client, SimpleNamespace(call=asyncio.run), backend="gloo").look() == [READY] * 3
+    assert made(client).look() == [READY] * 3
 
 
 def test_use_when_nothing_changed_then_the_group_stays(client, servers):
     servers.use([READY, READY, READY])
-    assert servers._group is not None and client.asked == []
+    assert servers._transport._group is not None and client.asked == []
 
 
 @pytest.mark.parametrize(
@@ -76,15 +82,15 @@ def test_use_when_a_server_left_or_was_started_anew_then_those_that_still_have_t
     client, servers, states, updated, still_have_it
 ):
     servers.use(states)
-    assert servers._updated.base_urls == updated and servers._group is None
+    assert servers._updated.base_urls == updated and servers._transport._group is None
     assert client.asked == [("g", (url,)) for url in still_have_it]
 
 
 def test_use_when_a_server_comes_back_then_the_group_of_the_others_is_not_enough(client, servers):
     servers.use([READY, ABSENT, READY])
-    servers._group = SimpleNamespace(name="g2")
+    servers._transport._group = SimpleNamespace(name="g2")
     servers.use([READY, READY, READY])
-    assert servers._group is None and client.asked[-2:] == [("g2", (A,)), ("g2", (C,))]
+    assert servers._transport._group is None and client.asked[-2:] == [("g2", (A,)), ("g2", (C,))]
 
 
 def test_close_when_a_server_has_lost_the_group_then_the_others_are_asked_all_the_same(client, servers):

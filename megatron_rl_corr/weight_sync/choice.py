@@ -1,0 +1,37 @@
+"""The transport and the proof that the flags ask for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_rl_corr.rollout.blocking import LoopThread
+from megatron_rl_corr.rollout.client import RolloutClient
+from megatron_rl_corr.weight_sync.disk import DiskTransport, check_folder
+from megatron_rl_corr.weight_sync.distributed import DistributedTransport
+from megatron_rl_corr.weight_sync.proof import PushProof
+from megatron_rl_corr.weight_sync.tensor import TensorTransport, check_same_host
+from megatron_rl_corr.weight_sync.transport import WeightTransport
+
+
+def make_transport(
+    kind: str, client: RolloutClient, loop: LoopThread, *, backend: str, checkpoint: Path, folder: str | None,
+    stage: int, sends: bool,
+) -> WeightTransport:
+    """This rank's, for --rollout-weight-transport. ValueError, on a rank that sends, where it can't work."""
+    if kind == "disk":
+        assert folder is not None
+        if sends:
+            check_folder(Path(folder))
+        return DiskTransport(Path(folder), checkpoint, loop, stage=stage)
+    if kind == "tensor":
+        if sends:
+            check_same_host(client.base_urls)
+        return TensorTransport(loop)
+    return DistributedTransport(client.control, loop, backend=backend)
+
+
+def make_proof(kind: str, checkpoint: Path) -> PushProof | None:
+    """This rank's, for --rollout-verify-push."""
+    if kind == "off":
+        return None
+    return PushProof(sum(path.stat().st_size for path in checkpoint.glob("*.safetensors")))

@@ -1,0 +1,99 @@
+"""Folders of weights on the disk: whole models, the newest two, nothing touched that is another's."""
+
+import asyncio
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_rl_corr.weight_sync.disk import MARKER, DiskTransport, check_folder, write_index
+from megatron_rl_corr.weight_sync.hf_checkpoint import HFCheckpoint
+
+LOOP = SimpleNamespace(call=asyncio.run)
+
+
+class Loading:
+    """Stands for the control of some servers: notes what they are told to load, and that it is whole by then."""
+
+    def __init__(self):
+        self.loaded = []
+
+    async def update_weights_from_disk(self, path):
+        self.loaded.append((path, sorted(HFCheckpoint(path).names)))
+
+
+@pytest.fixture
+def source(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("config.json", "tokenizer.json", "vocab.txt", "model.safetensors.index.json", "model.safetensors"):
+        (source / name).write_text("{}")
+    return source
+
+
+def push(stages, version, servers, *, cut_off=False):
+    for stage in stages:
+        stage.aim(servers)
+    stages[0].start(version)
+    for i, stage in enumerate(stages):
+        stage.send([(f"a{i}", torch.full((2,), float(version)))])
+        stage.send([(f"b{i}", torch.ones(2, 2)[:, :1])])
+    if not cut_off:
+        stages[0].deliver(version)
+
+
+def test_push_when_two_stages_send_then_the_servers_load_one_whole_model_and_two_versions_stay(tmp_path, source):
+    folder, servers = tmp_path / "weights", Loading()
+    check_folder(folder)
+    (folder / "version-of-mine").mkdir()  # no marker in it
+    stages = [DiskTransport(folder, source, LOOP, stage=i) for i in range(2)]
+    for version in ("7", "8", "9"):
+        push(stages, version, servers)
+    assert servers.loaded == [(str(folder / f"version-{v}"), ["a0", "a1", "b0", "b1"]) for v in (7, 8, 9)]
+    assert {path.name for path in folder.iterdir()} == {"version-of-mine", "version-8", "version-9"}
+    last = HFCheckpoint(folder / "version-9")
+    assert last.tensor("a1").tolist() == [9, 9] and last.tensor("b0").shape == (2, 1)
+    copied = {p.name for p in last.path.iterdir() if p.suffix != ".safetensors"}
+    assert copied == {"config.json", "tokenizer.json", "vocab.txt", "model.safetensors.index.json", MARKER}
+
+
+def test_push_when_one_was_cut_off_then_its_files_are_not_in_the_next(tmp_path, source):
+    folder, servers = tmp_path / "weights", Loading()
+    three, one = ([DiskTransport(folder, source, LOOP, stage=i) for i in range(n)] for n in (3, 1))
+    push(three, "1", servers, cut_off=True)
+    push(one, "1", servers)
+    assert servers.loaded[-1][1] == ["a0", "b0"]
+    push(one, "1", servers)  # a resumed run names its first version as the last run did
+    assert [path.name for path in folder.iterdir()] == ["version-1"]
+
+
+def test_push_when_a_folder_of_that_name_is_anothers_then_refused_and_left(tmp_path, source):
+    folder = tmp_path / "weights"
+    (folder / "version-1").mkdir(parents=True)
+    (folder / "version-1" / "thesis.tex").write_text("dear")
+    with pytest.raises(FileExistsError, match="version-1 was not made by this program.*--rollout-weight-dir"):
+        push([DiskTransport(folder, source, LOOP, stage=0)], "1", Loading())
+    assert (folder / "version-1" / "thesis.tex").read_text() == "dear"
+
+
+def test_close_when_a_push_was_cut_off_then_nothing_unfinished_stays(tmp_path, source):
+    stage = DiskTransport(tmp_path / "weights", source, LOOP, stage=0)
+    push([stage], "1", Loading(), cut_off=True)
+    stage.close()
+    assert list((tmp_path / "weights").iterdir()) == []
+
+
+def test_index_when_two_files_hold_one_tensor_then_error(tmp_path, source):
+    stages = [DiskTransport(tmp_path / "weights", source, LOOP, stage=i) for i in range(2)]
+    stages[0].start("1")
+    for stage in stages:
+        stage.send([("x", torch.ones(1))])
+    with pytest.raises(OSError, match=r"\['x'\] of model-stage001-00000.safetensors in .* are in another file too"):
+        write_index(tmp_path / "weights" / ".unfinished")
+
+
+def test_folder_when_a_file_is_in_its_place_then_refused(tmp_path):
+    (tmp_path / "file").write_text(json.dumps({}))
+    with pytest.raises(ValueError, match="--rollout-weight-dir .*file can't be made: File exists"):
+        check_folder(tmp_path / "file")

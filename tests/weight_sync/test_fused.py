@@ -1,0 +1,54 @@
+"""Where a tensor ends up in an SGLang server, and what a rank may hold of it."""
+
+import pytest
+import torch
+
+from megatron_rl_corr.weight_sync.fused import possible_layouts, server_parameter
+
+
+@pytest.mark.parametrize(
+    ("name", "parameter", "part"),
+    [
+        ("model.layers.3.self_attn.v_proj.bias", "model.layers.3.self_attn.qkv_proj.bias", (-1, 2)),
+        ("model.layers.3.mlp.up_proj.weight", "model.layers.3.mlp.gate_up_proj.weight", (-1, 1)),
+        ("model.layers.3.mlp.down_proj.weight", "model.layers.3.mlp.down_proj.weight", (-1, 0)),
+        ("model.layers.3.mlp.gate.weight", "model.layers.3.mlp.gate.weight", (-1, 0)),
+        ("model.layers.3.mlp.experts.11.up_proj.weight", "model.layers.3.mlp.experts.w13_weight", (11, 1)),
+        ("model.layers.3.mlp.experts.0.down_proj.weight", "model.layers.3.mlp.experts.w2_weight", (0, 0)),
+        ("model.layers.3.mlp.shared_experts.gate_proj.weight",
+         "model.layers.3.mlp.shared_experts.gate_up_proj.weight", (-1, 0)),
+        ("lm_head.weight", "lm_head.weight", (-1, 0)),
+    ],
+)  # fmt: skip
+def test_parameter_of_a_tensor_then_its_stack_and_its_place(name, parameter, part):
+    assert server_parameter(name) == (parameter, part)
+
+
+def rows(*numbers):
+    return torch.tensor(numbers)[:, None] + torch.tensor([0.0, 0.5])
+
+
+def test_layouts_of_a_stack_when_two_ranks_then_each_part_is_cut_for_itself():
+    # q has rows 0 1 2 3, k 10 11, v 20 21; they came in another order.
+    parts = {(-1, 2): rows(20, 21), (-1, 0): rows(0, 1, 2, 3), (-1, 1): rows(10, 11)}
+    whole, by_row, by_column = possible_layouts(parts, rank=1, size=2)
+    assert whole[:, 0].tolist() == [0, 1, 2, 3, 10, 11, 20, 21]
+    assert by_row[:, 0].tolist() == [2, 3, 11, 21]
+    assert by_column[:, 0].tolist() == [0.5, 1.5, 2.5, 3.5, 10.5, 11.5, 20.5, 21.5]
+
+
+def test_layouts_of_experts_when_they_came_mixed_then_in_the_order_of_their_numbers():
+    parts = {(e, p): rows(100 * e + 10 * p) for e in (1, 10, 0, 2) for p in (1, 0)}
+    (whole,) = possible_layouts(parts, rank=0, size=1)
+    assert whole[..., 0].tolist() == [[0, 10], [100, 110], [200, 210], [1000, 1010]]
+
+
+def test_layouts_of_a_vocabulary_when_its_size_is_no_multiple_of_64_then_padded_with_zeros_too():
+    table = torch.ones(83, 2)
+    plain, padded = possible_layouts({(-1, 0): table}, rank=0, size=1)
+    assert plain.shape == (83, 2) and padded.shape == (128, 2) and padded.sum() == 166
+
+
+def test_layouts_when_a_dimension_does_not_divide_then_it_is_not_cut():
+    (whole, by_row) = possible_layouts({(-1, 0): torch.ones(4, 3)}, rank=0, size=2)
+    assert whole.shape == (4, 3) and by_row.shape == (2, 3)

@@ -1,0 +1,95 @@
+"""What servers show of their weights, compared with each other and with what was sent."""
+
+import hashlib
+
+import pytest
+import torch
+
+from megatron_rl_corr.rollout import RolloutProtocolError
+from megatron_rl_corr.weight_sync.proof import PushProof, ServerWeights, check_agreement, cpu_checksum
+
+A, B = "http://a", "http://b"
+LAYOUT = (1, 1, 1, "float32", "cpu", 1)
+
+
+def server(url=A, device="cpu", tp_size=1, layout=LAYOUT, quantization=None, **checksums):
+    return ServerWeights(url, device, tp_size, layout, quantization, ((0, checksums),))
+
+
+def test_checksum_of_a_tensor_then_the_start_of_sha256_over_its_bytes():
+    tensor = torch.tensor([[1.0, -2.0]], dtype=torch.bfloat16)  # 3f80 c000, the lower byte first
+    assert cpu_checksum(tensor) == hashlib.sha256(bytes([0x80, 0x3F, 0x00, 0xC0])).hexdigest()[:16]
+    assert cpu_checksum(torch.eye(3)[:, 1]) == cpu_checksum(torch.tensor([0.0, 1.0, 0.0]))  # strides
+
+
+def test_agreement_when_servers_of_one_layout_differ_then_the_second_is_named_with_what_differs():
+    check_agreement([server(A, x="1", y="2"), server(B, x="1", y="2")])
+    with pytest.raises(RolloutProtocolError, match="1 of its weights differ from those of http://a .*: y;") as error:
+        check_agreement([server(A, x="1", y="2"), server(B, x="1", y="3")])
+    assert error.value.url == B
+
+
+def test_agreement_when_layouts_differ_then_nothing_is_compared():
+    check_agreement([server(A, y="2"), server(B, layout=(2, *LAYOUT[1:]), y="3")])
+
+
+def kept(*bucket, **options):
+    proof = PushProof(1, **options)
+    proof.keep(bucket, "1")
+    return proof
+
+
+def test_compare_when_the_server_holds_another_dtype_then_rounded_as_it_does():
+    x = torch.tensor([1.001, 2.0])
+    assert kept(("x", x)).compare([server(x=cpu_checksum(x.bfloat16()))]) == 1
+    with pytest.raises(RolloutProtocolError, match=r"1 of 1 weights .* not those that were sent: x;"):
+        kept(("x", x)).compare([server(x=cpu_checksum(x.bfloat16() + 1))])
+
+
+def test_compare_when_what_was_kept_changes_afterwards_then_it_is_of_when_it_was_sent():
+    x = torch.ones(2)
+    proof = kept(("x", x))
+    before = cpu_checksum(x)
+    x += 1
+    assert proof.compare([server(x=before)]) == 1
+
+
+@pytest.mark.parametrize("unknown", [{"device": "cuda"}, {"quantization": "fp8"}, {"layout": (2, 1, 1)}])
+def test_compare_when_the_layout_is_not_known_then_a_parameter_that_never_fitted_proves_nothing(unknown):
+    assert kept(("x", torch.ones(2))).compare([server(x="?", **unknown)]) == 0
+
+
+def test_compare_when_a_parameter_fitted_once_then_it_must_from_then_on():
+    proof, x, ranks = PushProof(1), torch.arange(4.0), lambda *sums: tuple((i, {"x": s}) for i, s in enumerate(sums))
+    halves = [cpu_checksum(half) for half in x.chunk(2)]
+    layout = (2, 1, 1)
+    proof.keep([("x", x)], "1")
+    assert proof.compare([ServerWeights(A, "cpu", 2, layout, None, ranks(*halves))]) == 1
+    proof.keep([("x", x)], "2")
+    with pytest.raises(RolloutProtocolError, match="not those that were sent: x"):
+        proof.compare([ServerWeights(A, "cpu", 2, layout, None, ranks(halves[0], halves[0]))])
+
+
+def test_compare_when_the_servers_have_no_such_parameter_then_it_is_not_counted():
+    assert kept(("x", torch.ones(2)), ("y", torch.ones(2))).compare([server(y=cpu_checksum(torch.ones(2)))]) == 1
+
+
+def test_keep_when_the_model_is_larger_than_what_is_kept_then_a_share_that_changes_with_the_version():
+    proof, seen = PushProof(1000, kept_bytes=250), set()
+    names = [f"p{i}" for i in range(200)]
+    sizes = []
+    for version in range(30):
+        proof.clear()
+        proof.keep([(name, torch.ones(1, dtype=torch.uint8)) for name in names], str(version))
+        sizes.append(len(proof._kept))
+        seen |= proof._kept.keys()
+    assert 30 < sum(sizes) / 30 < 70 and seen == set(names)  # a quarter of 200
+
+
+def test_keep_when_a_stack_outgrows_the_limit_then_it_is_dropped_whole_and_smaller_ones_stay():
+    proof = PushProof(1, kept_bytes=100)
+    expert = torch.ones(10)  # 40 bytes
+    proof.keep([("norm", torch.ones(2))], "1")
+    proof.keep([(f"m.experts.{e}.down_proj.weight", expert) for e in range(4)], "1")
+    proof.keep([("head", torch.ones(3))], "1")
+    assert proof._kept.keys() == {"norm", "head"} and proof._bytes == 20

@@ -1,0 +1,207 @@
+"""Pushes to real SGLang servers over every transport: weights arrive, a lost one is noticed, a dead server left out."""
+
+import json
+import os
+import signal
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from megatron_rl_corr.cpu import environment, sglang_arguments
+from megatron_rl_corr.rollout import LoopThread, RolloutClient, RolloutProtocolError, SamplingParams
+from megatron_rl_corr.rollout.local_server import LocalServer
+from megatron_rl_corr.weight_sync.choice import make_proof, make_transport
+from megatron_rl_corr.weight_sync.disk import copy_model_files
+from megatron_rl_corr.weight_sync.push import push_weights
+from megatron_rl_corr.weight_sync.servers import WeightServers
+
+TRANSPORTS = ("distributed", "tensor", "disk")
+SAMPLING = SamplingParams(6, ignore_eos=True)
+PROMPT = [3, 1, 4, 1, 5]
+BUCKET_BYTES = 300_000  # several buckets
+
+
+class Pushing:
+    """One trainer rank of one stage, that holds whole Hugging Face tensors."""
+
+    def __init__(self, urls, kind, model_dir, folder):
+        vocab_size = json.loads((model_dir / "config.json").read_text())["vocab_size"]
+        self.loop = LoopThread()
+        self.client = RolloutClient(urls, vocab_size=vocab_size, timeout_s=60)
+        self.transport = make_transport(
+            kind, self.client, self.loop, backend="gloo", checkpoint=model_dir, folder=str(folder), stage=0, sends=True
+        )
+        self.proof = make_proof("checksum", model_dir)
+        self.compared = None
+        self.servers = WeightServers(self.client, self.loop, self.transport, proof=self.proof)
+        compare = self.proof.compare
+
+        def counting(shown):
+            self.compared = compare(shown)
+
+        self.proof.compare = counting
+
+    def push(self, weights, version):
+        exporter = SimpleNamespace(
+            leads=True, sends=True, stage=0, num_stages=1, tensors=lambda: iter(weights.items())
+        )
+        push_weights(exporter, self.servers, version=version, bucket_bytes=BUCKET_BYTES)
+
+    def sample(self):
+        return self.loop.call(self.client.generate([PROMPT], SAMPLING), timeout=60)[0]
+
+    def parameters(self):
+        """Names of the first server's."""
+        (answer, *_) = self.loop.call(self.client.control(self.client.base_urls[:1]).weights_checker())
+        return set(answer["ranks"][0]["checksums"])
+
+    def close(self):
+        self.servers.close()
+        self.loop.call(self.client.close())
+        self.loop.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def weights(tiny_moe_dir):
+    return load_file(tiny_moe_dir / "model.safetensors")
+
+
+@pytest.fixture
+def pushing(sglang_server_fp32, tiny_moe_dir, weights, tmp_path):
+    """pushing(kind, *more urls): a trainer rank; the shared server gets its weights and their name back."""
+    made = []
+
+    def make(kind, *urls):
+        folder = tmp_path / f"weights{len(made)}" if kind == "disk" else None
+        made.append(Pushing([sglang_server_fp32.url, *urls], kind, tiny_moe_dir, folder))
+        return made[-1]
+
+    before = None
+    try:
+        first = Pushing([sglang_server_fp32.url], "tensor", tiny_moe_dir, None)
+        before = first.loop.call(first.client.model_info())[0]["weight_version"]
+        yield make
+        first.push(weights, before)
+    finally:
+        for one in (*made, first):
+            one.close()
+
+
+def noisy(weights, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return {name: w + 0.02 * torch.randn(w.shape, generator=generator) for name, w in weights.items()}
+
+
+def expected_logprobs(model_dir, weights, trajectory, folder):
+    """What the Hugging Face model with these weights, saved in `folder`, gives the response."""
+    from transformers import AutoModelForCausalLM
+
+    folder.mkdir()
+    copy_model_files(model_dir, folder)
+    save_file(dict(weights), folder / "model.safetensors", metadata={"format": "pt"})
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = torch.cat([trajectory.prompt_ids, trajectory.output_ids])
+    with torch.no_grad():
+        logits = model(ids[None]).logits[0, trajectory.prompt_ids.numel() - 1 : -1]
+    return torch.log_softmax(logits, -1).gather(1, trajectory.output_ids[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("kind", TRANSPORTS)
+def test_push_when_all_weights_changed_then_every_parameter_is_proven_and_samples_are_of_them(
+    pushing, weights, tiny_moe_dir, tmp_path, kind
+):
+    trainer, new = pushing(kind), noisy(weights, seed=TRANSPORTS.index(kind))
+    trainer.push(new, "new")
+    assert trainer.compared == len(trainer.parameters()) > 20
+    sample = trainer.sample()
+    assert sample.oldest_version == "new"
+    expected = expected_logprobs(tiny_moe_dir, new, sample, tmp_path / "hf")
+    torch.testing.assert_close(sample.rollout_logprobs, expected, atol=5e-5, rtol=0)
+    trainer.push(new, "again")  # a skipped step changes nothing
+    assert trainer.compared == len(trainer.parameters()) and trainer.sample().oldest_version == "again"
+
+
+@pytest.mark.parametrize(
+    ("kind", "lost", "told"),
+    [
+        ("tensor", "model.layers.1.self_attn.k_proj.weight", "model.layers.1.self_attn.qkv_proj.weight"),
+        ("tensor", "model.layers.2.mlp.experts.3.up_proj.weight", "model.layers.2.mlp.experts.w13_weight"),
+        ("distributed", "model.norm.weight", "model.norm.weight"),
+    ],
+)
+def test_push_when_a_tensor_is_lost_on_its_way_then_error_names_the_server_and_the_parameter(
+    pushing, weights, monkeypatch, kind, lost, told
+):
+    trainer = pushing(kind)
+    send = trainer.transport.send
+    monkeypatch.setattr(trainer.transport, "send", lambda bucket: send([one for one in bucket if one[0] != lost]))
+    with pytest.raises(RolloutProtocolError, match=f"1 of .* not those that were sent: {told};") as error:
+        trainer.push(noisy(weights, seed=3), "new")
+    assert error.value.url == trainer.client.base_urls[0] and error.value.endpoint == "/weights_checker"
+    assert trainer.sample().output_ids.numel() == 6  # it is not left paused
+
+
+@pytest.fixture(scope="module")
+def victim(tiny_moe_dir, tmp_path_factory):
+    """A second server, for the last test of this file to kill."""
+    server = LocalServer(
+        tiny_moe_dir, dtype="float32", log_path=tmp_path_factory.mktemp("victim") / "server.log",
+        extra_arguments=[*sglang_arguments(), "--random-seed", "1"], environment=environment("sglang"),
+    )  # fmt: skip
+    with server:
+        yield server
+
+
+def test_push_when_only_one_of_two_servers_misses_a_tensor_then_it_is_named(pushing, weights, victim):
+    trainer = pushing("tensor", victim.url)
+    trainer.push(noisy(weights, seed=4), "both")
+    assert {t.server for t in trainer.loop.call(trainer.client.generate([PROMPT] * 8, SAMPLING))} == set(
+        trainer.client.base_urls
+    )
+    alone = Pushing([victim.url], "tensor", victim.model_path, None)
+    try:
+        alone.push(noisy(weights, seed=5), "other")  # another trainer
+    finally:
+        alone.close()
+    shown = trainer.loop.call(trainer.client.weights_checker())
+    assert shown[0]["ranks"][0]["checksums"].keys() == shown[1]["ranks"][0]["checksums"].keys()
+    with pytest.raises(RolloutProtocolError, match="of its weights differ from those of") as error:
+        trainer.proof.ask(trainer.client, trainer.loop)
+    assert error.value.url == victim.url
+
+
+@pytest.mark.parametrize("kind", os.environ.get("KINDS", "distributed").split(","))
+def test_push_when_a_server_is_killed_in_the_middle_then_the_others_have_all_weights_and_sample(
+    pushing, weights, victim, monkeypatch, kind
+):
+    trainer = pushing(kind, victim.url)
+    survivor = trainer.client.base_urls[0]
+    trainer.push(weights, "1")
+    buckets = []
+    at, step = (1, "deliver") if kind == "disk" else (3, "send")
+    do = getattr(trainer.transport, step)
+
+    def killing(*arguments):
+        buckets.append(arguments)
+        if len(buckets) == at:
+            os.killpg(victim.pid, signal.SIGKILL)
+        do(*arguments)
+
+    monkeypatch.setattr(trainer.transport, step, killing)
+    import time
+    t=time.time()
+    trainer.push(noisy(weights, seed=6), "2")
+    print("took", time.time()-t)
+    assert trainer.compared == len(trainer.parameters())
+    samples = trainer.loop.call(trainer.client.generate([PROMPT] * 8, SAMPLING), timeout=60)
+    assert {(t.server, t.oldest_version) for t in samples} == {(survivor, "2")}
