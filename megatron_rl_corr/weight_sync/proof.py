@@ -7,7 +7,6 @@ a sample of a larger one.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import zlib
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.control import ServerControl
 from megatron_rl_corr.rollout.errors import RolloutProtocolError, RolloutServerError
 from megatron_rl_corr.weight_sync.buckets import NamedTensor
+from megatron_rl_corr.weight_sync.checksums import checksum
 from megatron_rl_corr.weight_sync.fused import Part, possible_layouts, server_parameter
 
 KEPT_BYTES = 256 * 2**20
@@ -111,7 +111,7 @@ class PushProof:
                 ranks = [(rank, sums[parameter]) for rank, sums in server.ranks if parameter in sums]
                 if not ranks:
                     continue
-                if all(_fits(parts, checksum, server, rank) for rank, checksum in ranks):
+                if all(_fits(parts, told, server, rank) for rank, told in ranks):
                     fitting.add(parameter)
                 elif server.layout_is_known or parameter in self._matched:
                     wrong.append(parameter)
@@ -144,20 +144,12 @@ def check_agreement(shown: Sequence[ServerWeights]) -> None:
             )
 
 
-def cpu_checksum(tensor: Tensor) -> str:
-    """SGLang's of a tensor on the CPU: the first 8 bytes of SHA-256 (srt/managers/mm_utils.py, 0.5.23)."""
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(memoryview(data.numpy())).digest()[:8].hex()
-
-
-def _fits(parts: dict[Part, Tensor], checksum: str, server: ServerWeights, rank: int) -> bool:
+def _fits(parts: dict[Part, Tensor], told: str, server: ServerWeights, rank: int) -> bool:
     """Whether the checksum is of these parts, in one of the layouts and dtypes that a server may hold them in."""
-    if server.device != "cpu":
-        return False
     sent = next(iter(parts.values())).dtype
     others = [d for d in (torch.float32, torch.bfloat16, torch.float16) if d != sent]
     return any(
-        cpu_checksum(layout.to(dtype)) == checksum
+        checksum(layout.to(dtype), server.device) == told
         for layout in possible_layouts(parts, rank=rank, size=server.tp_size)
         for dtype in (sent, *others)
     )

@@ -1,12 +1,11 @@
 """What servers show of their weights, compared with each other and with what was sent."""
 
-import hashlib
-
 import pytest
 import torch
 
 from megatron_rl_corr.rollout import RolloutProtocolError
-from megatron_rl_corr.weight_sync.proof import PushProof, ServerWeights, check_agreement, cpu_checksum
+from megatron_rl_corr.weight_sync.checksums import cpu_checksum, gpu_checksum
+from megatron_rl_corr.weight_sync.proof import PushProof, ServerWeights, check_agreement
 
 A, B = "http://a", "http://b"
 LAYOUT = (1, 1, 1, "float32", "cpu", 1)
@@ -14,12 +13,6 @@ LAYOUT = (1, 1, 1, "float32", "cpu", 1)
 
 def server(url=A, device="cpu", tp_size=1, layout=LAYOUT, quantization=None, **checksums):
     return ServerWeights(url, device, tp_size, layout, quantization, ((0, checksums),))
-
-
-def test_checksum_of_a_tensor_then_the_start_of_sha256_over_its_bytes():
-    tensor = torch.tensor([[1.0, -2.0]], dtype=torch.bfloat16)  # 3f80 c000, the lower byte first
-    assert cpu_checksum(tensor) == hashlib.sha256(bytes([0x80, 0x3F, 0x00, 0xC0])).hexdigest()[:16]
-    assert cpu_checksum(torch.eye(3)[:, 1]) == cpu_checksum(torch.tensor([0.0, 1.0, 0.0]))  # strides
 
 
 def test_agreement_when_servers_of_one_layout_differ_then_the_second_is_named_with_what_differs():
@@ -57,6 +50,13 @@ def test_compare_when_what_was_kept_changes_afterwards_then_it_is_of_when_it_was
 @pytest.mark.parametrize("unknown", [{"device": "cuda"}, {"quantization": "fp8"}, {"layout": (2, 1, 1)}])
 def test_compare_when_the_layout_is_not_known_then_a_parameter_that_never_fitted_proves_nothing(unknown):
     assert kept(("x", torch.ones(2))).compare([server(x="?", **unknown)]) == 0
+
+
+def test_compare_when_the_server_is_on_a_gpu_then_by_the_hash_that_it_uses_there():
+    x = torch.ones(3)
+    gpu = {"device": "cuda", "layout": (1, 1, 1, "auto", "cuda", 1)}
+    assert kept(("x", x)).compare([server(x=gpu_checksum(x.half()), **gpu)]) == 1
+    assert kept(("x", x)).compare([server(x=cpu_checksum(x.half()), **gpu)]) == 0
 
 
 def test_compare_when_a_parameter_fitted_once_then_it_must_from_then_on():
