@@ -25,7 +25,8 @@ def encode(text):
 
 
 def decode(ids):
-    return "".join(CHARACTERS[token] if token < len(CHARACTERS) else "" for token in ids)
+    """The text; <pad> and <eos> are a character that is in no expression."""
+    return "".join(CHARACTERS[token] if token < len(CHARACTERS) else "\N{REPLACEMENT CHARACTER}" for token in ids)
 
 
 def calculate(expression):
