@@ -59,6 +59,8 @@ class StageExporter:
         """(Hugging Face name, whole tensor) of the stage; every rank of the stage must run through it."""
         for parameter in self._parameters:
             rule = parameter.rule(self._ranks.ep_rank)
+            if rule.is_copy:
+                continue
             if not rule.is_expert:
                 if self._in_tp:
                     # A replicated parameter is whole already: gathering it would only move copies.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,11 @@ class HFCheckpoint:
             )
         self.config: dict[str, Any] = json.loads(config.read_text())
         self._file_of = self._index()
+
+    @property
+    def names(self) -> Iterable[str]:
+        """Of all its tensors."""
+        return self._file_of.keys()
 
     def _index(self) -> dict[str, Path]:
         index = self.path / "model.safetensors.index.json"

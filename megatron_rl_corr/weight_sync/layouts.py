@@ -51,6 +51,17 @@ class Sharded:
 
 
 @dataclass(frozen=True)
+class RowsOrWhole:
+    """Cut along dimension 0 by Megatron's own layers, whole on every rank in Transformer Engine's: the shard tells."""
+
+    rows: int
+
+    def of(self, shard: Tensor) -> Layout:
+        """The layout of a parameter of which this rank holds `shard`."""
+        return Replicated() if shard.shape[0] == self.rows else Sharded(0)
+
+
+@dataclass(frozen=True)
 class Vocabulary:
     """Rows are token ids, padded with zeros from vocab_size to padded_size rows, cut along dimension 0."""
 

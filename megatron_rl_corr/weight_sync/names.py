@@ -1,7 +1,6 @@
-"""Which Hugging Face tensors each parameter of a Megatron GPT model is made of: a table of rules.
+"""Which Hugging Face tensors each parameter of a Megatron GPT model is made of, by its name.
 
-Both of Megatron's layer specs are covered: the local one, and Transformer Engine's, which folds a norm into
-the linear layer behind it. L is the layer's number in the whole model, E the expert's, both from 0.
+L is the layer's number in the whole model, E the expert's, both from 0.
 """
 
 from __future__ import annotations
@@ -11,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl_corr.weight_sync.layouts import GatedUp, GroupedQKV, Layout, Replicated, Sharded, Vocabulary
+from megatron_rl_corr.weight_sync.architectures import FAMILIES, ends, is_tied
+from megatron_rl_corr.weight_sync.layouts import Layout
 
-ARCHITECTURES = ("qwen3", "qwen3_moe")
+ARCHITECTURES = tuple(FAMILIES)
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,8 @@ class ParameterRule:
     layout: Layout
     hf_names: tuple[str, ...]
     is_expert: bool
+    is_copy: bool = False
+    """Loaded, but never sent: a tied embedding's second copy, on the last pipeline stage."""
 
 
 class NameTable:
@@ -30,71 +32,54 @@ class NameTable:
 
     def __init__(self, hf_config: Mapping[str, Any], *, padded_vocab_size: int):
         kind = hf_config.get("model_type")
-        if kind not in ARCHITECTURES:
+        if kind not in FAMILIES:
             raise ValueError(
                 f"--rollout-hf-checkpoint: model_type {kind!r} has no table of weight names; "
-                f"supported: {', '.join(ARCHITECTURES)}"
+                f"supported: {', '.join(ARCHITECTURES)}; take a model of one of these, or describe this one's parts in "
+                "megatron_rl_corr/weight_sync/architectures.py"
             )
-        if hf_config.get("tie_word_embeddings"):
+        if hf_config.get("quantization_config"):
             raise ValueError(
-                "--rollout-hf-checkpoint: tied word embeddings are not supported; "
-                "use a checkpoint with tie_word_embeddings false"
+                "--rollout-hf-checkpoint: its weights are quantised (quantization_config in config.json), and neither "
+                "loaded nor sent so; convert it to bfloat16"
             )
         if padded_vocab_size < hf_config["vocab_size"]:
             raise ValueError(
                 f"--vocab-size: Megatron's padded vocabulary of {padded_vocab_size} is smaller than the "
                 f"checkpoint's {hf_config['vocab_size']}; give --vocab-size {hf_config['vocab_size']}"
             )
-        self._rules = _rules(hf_config, padded_vocab_size)
+        self._tied, self._num_layers = is_tied(hf_config), hf_config["num_hidden_layers"]
+        rows = [*ends(hf_config, padded_vocab_size), *(row for part in FAMILIES[kind] for row in part(hf_config))]
+        self._rules = [(re.compile(row.pattern), row) for row in rows]
+
+    def check_model(self, *, num_layers: int, tied: bool) -> None:
+        """ValueError for a Megatron model whose layers or output layer are not the checkpoint's."""
+        if num_layers != self._num_layers:
+            raise ValueError(
+                f"--num-layers {num_layers}: the checkpoint has {self._num_layers}; "
+                f"give --num-layers {self._num_layers}"
+            )
+        if tied != self._tied:
+            # Otherwise an output layer would be trained that the servers don't have, or the other way round.
+            problem, remedy = ("ties", "leave out") if self._tied else ("does not tie", "give")
+            raise ValueError(
+                f"--rollout-hf-checkpoint: the checkpoint {problem} its word embeddings and Megatron's model "
+                f"does{' not' if self._tied else ''}; {remedy} --untie-embeddings-and-output-weights"
+            )
 
     def find(self, name: str) -> ParameterRule:
         """The rule for a name with global layer and expert numbers; ValueError if there is none."""
-        for pattern, layout, templates in self._rules:
+        for pattern, row in self._rules:
             match = pattern.fullmatch(name)
             if match:
                 numbers = match.groupdict()
-                names = tuple(template.format(**numbers) for template in templates)
-                return ParameterRule(layout, names, "E" in numbers)
+                names = tuple(template.format(**numbers) for template in row.hf_names)
+                return ParameterRule(row.layout, names, "E" in numbers, row.is_copy)
         raise ValueError(
             f"Megatron parameter {name} has no counterpart in the checkpoint's architecture; "
             "do the model flags (--num-experts, --qk-layernorm, --disable-bias-linear, ...) describe that "
             "model?"
         )
-
-
-def _rules(config: Mapping[str, Any], padded_vocab_size: int) -> list[tuple[re.Pattern, Layout, list[str]]]:
-    heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    qkv = GroupedQKV(heads, config["num_key_value_heads"], head_dim)
-    vocabulary = Vocabulary(config["vocab_size"], padded_vocab_size)
-    row, whole, gated = Sharded(1), Replicated(), GatedUp()
-    layer, hf = r"decoder\.layers\.(?P<L>\d+)\.", "model.layers.{L}."
-    attention, hf_attention = layer + r"self_attention\.", hf + "self_attn."
-    expert, hf_expert = layer + r"mlp\.experts\.", hf + "mlp.experts.{E}."
-    table = [
-        (r"embedding\.word_embeddings\.weight", vocabulary, ["model.embed_tokens.weight"]),
-        (r"output_layer\.weight", vocabulary, ["lm_head.weight"]),
-        (r"decoder\.final_layernorm\.weight", whole, ["model.norm.weight"]),
-        (layer + r"(input_layernorm|self_attention\.linear_qkv\.layer_norm)(\.|_)weight", whole,
-         [hf + "input_layernorm.weight"]),
-        (attention + r"linear_qkv\.weight", qkv, [hf_attention + f"{part}_proj.weight" for part in "qkv"]),
-        (attention + r"linear_proj\.weight", row, [hf_attention + "o_proj.weight"]),
-        (attention + r"q_layernorm\.weight", whole, [hf_attention + "q_norm.weight"]),
-        (attention + r"k_layernorm\.weight", whole, [hf_attention + "k_norm.weight"]),
-        (layer + r"(pre_mlp_layernorm|mlp\.linear_fc1\.layer_norm)(\.|_)weight", whole,
-         [hf + "post_attention_layernorm.weight"]),
-        (layer + r"mlp\.linear_fc1\.weight", gated, [hf + "mlp.gate_proj.weight", hf + "mlp.up_proj.weight"]),
-        (layer + r"mlp\.linear_fc2\.weight", row, [hf + "mlp.down_proj.weight"]),
-        (layer + r"mlp\.router\.weight", whole, [hf + "mlp.gate.weight"]),
-        (expert + r"local_experts\.(?P<E>\d+)\.linear_fc1\.weight", gated,
-         [hf_expert + "gate_proj.weight", hf_expert + "up_proj.weight"]),
-        (expert + r"local_experts\.(?P<E>\d+)\.linear_fc2\.weight", row, [hf_expert + "down_proj.weight"]),
-        # Grouped experts of Transformer Engine: linear_fc1.weight7 is expert 7's.
-        (expert + r"linear_fc1\.weight(?P<E>\d+)", gated,
-         [hf_expert + "gate_proj.weight", hf_expert + "up_proj.weight"]),
-        (expert + r"linear_fc2\.weight(?P<E>\d+)", row, [hf_expert + "down_proj.weight"]),
-    ]
-    return [(re.compile(pattern), layout, names) for pattern, layout, names in table]
 
 
 _EXPERT_NUMBER = re.compile(r"(local_experts\.|linear_fc[12]\.weight)(\d+)")

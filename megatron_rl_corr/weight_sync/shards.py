@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from megatron_rl_corr.weight_sync.hf_checkpoint import HFCheckpoint
+from megatron_rl_corr.weight_sync.layouts import RowsOrWhole
 from megatron_rl_corr.weight_sync.names import NameTable, ParameterRule, global_name
+
+EXPERT_BIAS = ".router.expert_bias"
+"""Balances experts without an auxiliary loss; a buffer, which Megatron changes after every step."""
 
 
 @dataclass(frozen=True)
@@ -37,18 +42,26 @@ class LocalParameter:
         """Its rule as expert-parallel rank `ep_rank` would name it (others hold other experts there)."""
         offset = ep_rank * self.experts_per_rank
         name = global_name(self.local_name, layer_offset=self.layer_offset, expert_offset=offset)
-        return self.table.find(name)
+        rule = self.table.find(name)
+        if isinstance(rule.layout, RowsOrWhole):
+            return replace(rule, layout=rule.layout.of(self.tensor))
+        return rule
 
 
 def local_parameters(
     chunks: Sequence[nn.Module], table: NameTable, *, experts_per_rank: int
 ) -> list[LocalParameter]:
-    """All parameters of this rank's unwrapped GPT model chunks, in the model's order."""
+    """All parameters of this rank's unwrapped GPT model chunks, in the model's order; the routers' biases too.
+
+    Raises ValueError where the model has not the checkpoint's number of layers, or ties its embeddings otherwise.
+    """
     found = []
     for chunk in chunks:
+        table.check_model(num_layers=chunk.config.num_layers, tied=chunk.share_embeddings_and_output_weights)
         layers = chunk.decoder.layers
         offset = layers[0].layer_number - 1 if len(layers) else 0
-        for name, tensor in chunk.named_parameters():
+        biases = [(name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(EXPERT_BIAS)]
+        for name, tensor in [*chunk.named_parameters(), *biases]:
             found.append(LocalParameter(tensor, name, offset, experts_per_rank, table))
     return found
 
@@ -71,4 +84,35 @@ def load_shards(parameters: Sequence[LocalParameter], checkpoint: HFCheckpoint, 
                 f"{tuple(shard.shape)}, the model has {tuple(parameter.tensor.shape)}; give Megatron the "
                 f"sizes of {checkpoint.path / 'config.json'}"
             )
+        if parameter.local_name.endswith(EXPERT_BIAS):
+            # Megatron keeps it in float32, but only from the first forward pass on; until then it is the model's type.
+            parameter.tensor.data = parameter.tensor.data.float()
         parameter.tensor.copy_(shard)
+    _check_all_used(parameters, checkpoint, ranks)
+
+
+def _check_all_used(parameters: Sequence[LocalParameter], checkpoint: HFCheckpoint, ranks: ShardRanks) -> None:
+    """ValueError for a tensor of these layers that no parameter took, such as a bias that the flags leave out."""
+    used = {_of_any_expert(name) for parameter in parameters for name in parameter.rule(ranks.ep_rank).hf_names}
+    layers = {match[0] for name in used if (match := _HF_LAYER.match(name))}
+    left = [
+        name for name in checkpoint.names
+        if (match := _HF_LAYER.match(name)) and match[0] in layers
+        and _of_any_expert(name) not in used and not name.endswith(_COMPUTED)
+    ]
+    if left:
+        raise ValueError(
+            f"--rollout-hf-checkpoint {checkpoint.path}: Megatron's model has no place for {left[0]} (one of "
+            f"{len(left)} tensors); do the model flags (--add-qkv-bias, --qk-layernorm, "
+            "--moe-shared-expert-intermediate-size, --moe-router-enable-expert-bias, ...) describe that model?"
+        )
+
+
+_HF_LAYER = re.compile(r"model\.layers\.\d+\.")
+_COMPUTED = "rotary_emb.inv_freq"
+"""Early Llama checkpoints hold it; it is no weight."""
+
+
+def _of_any_expert(name: str) -> str:
+    """A rank holds some of a layer's experts: their numbers don't matter."""
+    return re.sub(r"\.experts\.\d+\.", ".experts.N.", name)

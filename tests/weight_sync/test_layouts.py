@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_rl_corr.weight_sync.layouts import GatedUp, GroupedQKV, Replicated, Sharded, Vocabulary
+from megatron_rl_corr.weight_sync.layouts import GatedUp, GroupedQKV, Replicated, RowsOrWhole, Sharded, Vocabulary
 
 
 def rows(*values: float, columns: int = 2) -> torch.Tensor:
@@ -87,6 +87,11 @@ def test_replicated_when_split_or_merged_then_the_whole_of_any_rank():
     assert Replicated().replicated and not any(
         layout.replicated for layout in (QKV, GatedUp(), Sharded(0), Vocabulary(5, 8))
     )
+
+
+def test_rows_or_whole_when_the_shard_has_all_rows_then_replicated_and_else_cut():
+    layout = RowsOrWhole(6)
+    assert layout.of(torch.zeros(6, 2)) == Replicated() and layout.of(torch.zeros(3, 2)) == Sharded(0)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

@@ -1,0 +1,157 @@
+"""Loads Hugging Face checkpoints into real Megatron models built from their flags; compares logits, exports again.
+
+hf_models_worker.py 1|4 MODEL_DIR ...  in so many processes (4: TP 2, PP 2, and EP 2 of a model with experts) prints for
+each model a line of JSON with the worst difference of the logits, and writes what each stage exports to
+MODEL_DIR/export-PROCESSES-STAGE.safetensors.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as ps
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.training.argument_utils import core_transformer_config_from_args
+from megatron.training.arguments import parse_args, validate_args
+from safetensors.torch import save_file
+from tiny_models import LENGTH, ROWS, VOCAB
+from torch.multiprocessing import start_processes
+
+from megatron_rl_corr.cpu.cp_attention import ContextParallelAttention
+from megatron_rl_corr.mcore import compat
+from megatron_rl_corr.rollout.local_server import free_port
+from megatron_rl_corr.weight_sync.export import StageExporter
+from megatron_rl_corr.weight_sync.hf_checkpoint import HFCheckpoint
+from megatron_rl_corr.weight_sync.model_flags import model_flags
+from megatron_rl_corr.weight_sync.names import NameTable
+from megatron_rl_corr.weight_sync.shards import load_shards, local_parameters
+
+LOCAL = (
+    "--transformer-impl local --distributed-backend gloo --use-cpu-initialization --no-gradient-accumulation-fusion "
+    "--no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion "
+    "--no-persist-layer-norm --attention-softmax-in-fp32 --lr 1e-3 --train-iters 1 --micro-batch-size 1 "
+    f"--seq-length {LENGTH} --global-batch-size {ROWS} --tokenizer-type NullTokenizer --make-vocab-size-divisible-by 32"
+).split()
+TP2_PP2 = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2", "--sequence-parallel"]
+EP2 = ["--expert-model-parallel-size", "2", "--expert-tensor-parallel-size", "1"]
+
+
+def arguments(config):
+    """Megatron's own, from the flags of config.json and the layout's."""
+    flags = model_flags(config)
+    if dist.get_world_size() == 4:
+        flags += [*TP2_PP2, *(EP2 if "--num-experts" in flags else [])]
+    sys.argv = ["worker", *flags, *LOCAL]
+    args = parse_args()
+    validate_args(args)
+    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    args.padded_vocab_size = -(-config["vocab_size"] // multiple) * multiple
+    return args
+
+
+class LatentCoreAttention(ContextParallelAttention):
+    """Scores and softmax of latent attention: Megatron's local ones refuse its unequal head sizes, the others need a
+    GPU. All around it, the projections and the rotary embedding, is Megatron's."""
+
+    def __init__(self, *, k_channels=None, v_channels=None, **arguments):
+        super().__init__(**arguments)
+
+
+def build(args):
+    """As Megatron's pretrain_gpt.py does."""
+    config = core_transformer_config_from_args(args)
+    if args.num_experts:
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=args.normalization)
+        for layer in spec.layer_specs if args.multi_latent_attention else ():
+            layer.submodules.self_attention.submodules.core_attention = LatentCoreAttention
+    else:
+        spec = get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization)
+    model = GPTModel(
+        config=config, transformer_layer_spec=spec, vocab_size=args.padded_vocab_size, max_sequence_length=LENGTH,
+        pre_process=ps.is_pipeline_first_stage(), post_process=ps.is_pipeline_last_stage(), parallel_output=True,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type, rotary_base=args.rotary_base,
+        rope_scaling=args.use_rope_scaling, rope_scaling_factor=args.rope_scaling_factor,
+    )  # fmt: skip
+    return model.eval()
+
+
+def forward_step(iterator, model):
+    positions = torch.arange(LENGTH)[None]
+    mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    return model(next(iterator), positions, mask), lambda logits, non_loss_data: logits
+
+
+def all_gather_logits(model, tokens, layout):
+    """[ROWS, LENGTH, VOCAB] on the last stage, None elsewhere."""
+    with torch.no_grad():
+        rows = get_forward_backward_func()(
+            forward_step_func=forward_step, data_iterator=iter(tokens.split(1)), model=[model], num_microbatches=ROWS,
+            seq_length=LENGTH, micro_batch_size=1, forward_only=True, collect_non_loss_data=True,
+        )  # fmt: skip
+    if not layout.is_last_stage:
+        return None
+    shard = torch.cat(rows)
+    shards = [torch.empty_like(shard) for _ in range(layout.tp_group.size())]
+    dist.all_gather(shards, shard, group=layout.tp_group)
+    return torch.cat(shards, dim=-1)[..., :VOCAB]
+
+
+def run(path):
+    """The worst difference on the last stage; exports."""
+    checkpoint = HFCheckpoint(path)
+    args = arguments(checkpoint.config)
+    ps.initialize_model_parallel(
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+    )
+    model_parallel_cuda_manual_seed(1)
+    layout, model = compat.layout(), build(args)
+    table = NameTable(checkpoint.config, padded_vocab_size=args.padded_vocab_size)
+    experts = (args.num_experts or 0) // args.expert_model_parallel_size
+    parameters = local_parameters([model], table, experts_per_rank=experts)
+    load_shards(parameters, checkpoint, layout.shard)
+    reference = torch.load(path / "reference.pt", weights_only=True)
+    logits = all_gather_logits(model, reference["tokens"], layout)
+    worst = None if logits is None else (logits - reference["logits"]).abs().max().item()
+    exporter = StageExporter(
+        parameters, layout.shard, layout.stage_groups, stage=layout.pp_rank, num_stages=layout.pp_size
+    )
+    sent = list(exporter.tensors())
+    if exporter.sends:
+        names = [name for name, _ in sent]
+        assert len(names) == len(set(names)), "a tensor is sent twice"
+        tensors = {name: tensor.contiguous() for name, tensor in sent}
+        save_file(tensors, path / f"export-{dist.get_world_size()}-{layout.pp_rank}.safetensors")
+    return worst
+
+
+def rank_main(rank, size, port, path):
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    found = [None] * size
+    dist.all_gather_object(found, run(path))
+    if rank == 0:
+        worst = max(difference for difference in found if difference is not None)
+        print("RESULT " + json.dumps({"model": path.name, "worst": worst}), flush=True)
+    dist.barrier()
+    os._exit(0)  # Megatron's leftovers may wait for each other at interpreter exit
+
+
+def main(processes, *paths):
+    for path in map(Path, paths):
+        # A fork a model: what was imported is there, and the threads of the gloo groups go with it.
+        start_processes(rank_main, (int(processes), free_port(), path), int(processes), start_method="fork")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,62 @@
+"""Tiny random Hugging Face models of every architecture, with float32 logits: the reference of test_hf_models.py."""
+
+import json
+from pathlib import Path
+
+import torch
+
+LENGTH, ROWS, VOCAB = 48, 2, 90
+SHAPE = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LATENT = {
+    "num_key_value_heads": 4, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
+    "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 2,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32,
+    "beta_slow": 1, "original_max_position_embeddings": 4096,
+}  # fmt: skip
+
+MODELS = {
+    "llama": {"head_dim": 8, "rope_parameters": LLAMA3, "max_position_embeddings": 65536},
+    "llama tied": {"head_dim": 8, "tie_word_embeddings": True, "rms_norm_eps": 1e-5},
+    "qwen2": {"rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}},
+    "qwen2 tied": {"tie_word_embeddings": True},
+    "qwen2_moe": dict(**EXPERTS, shared_expert_intermediate_size=40, norm_topk_prob=False, decoder_sparse_step=2),
+    "qwen3 tied": {"head_dim": 16, "tie_word_embeddings": True},
+    "qwen3_moe": dict(**EXPERTS, head_dim=16, norm_topk_prob=True),
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "deepseek_v3": dict(
+        LATENT, q_lora_rank=16, first_k_dense_replace=1, num_experts_per_tok=4, n_group=4, topk_group=2,
+        rope_parameters=YARN, max_position_embeddings=163840,
+    ),
+}  # fmt: skip
+
+
+def make_model(name: str, folder: Path) -> None:
+    """The model of MODELS, in Hugging Face format, and reference.pt: tokens and logits."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    generator = torch.Generator().manual_seed(sum(name.encode()))
+    config = AutoConfig.for_model(name.split()[0], **(SHAPE | MODELS[name]))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        # Large enough that attention is far from uniform, so that a rotary embedding that is a little off shows.
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.25 + (parameter.ndim == 1))
+        for key, buffer in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.3)
+        tokens = torch.randint(0, VOCAB, (ROWS, LENGTH), generator=generator)
+        logits = model(tokens).logits
+    model.save_pretrained(folder)
+    torch.save({"tokens": tokens, "logits": logits}, folder / "reference.pt")
+    written = json.loads((folder / "config.json").read_text())
+    assert written["model_type"] == name.split()[0]
