@@ -5,12 +5,16 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
+import torch.distributed as dist
+from torch.multiprocessing import start_processes
 
 from megatron_rl_corr.config import RejectionRule, RolloutCorrectionConfig
 from megatron_rl_corr.core.correction import compute_correction
 from megatron_rl_corr.mcore.batch import RolloutBatch, TrainingTargets, microbatches
 from megatron_rl_corr.mcore.targets import batch_metrics, make_targets
 from megatron_rl_corr.parallel.groups import ParallelGroups
+from megatron_rl_corr.parallel.reduce import all_gather_metrics
+from megatron_rl_corr.rollout.local_server import free_port
 from megatron_rl_corr.rollout.trajectory import Trajectory, VersionSpan
 
 NAN = float("nan")
@@ -43,31 +47,45 @@ def episode(
     return replace(whole, turn_ids=torch.tensor(turn_ids))
 
 
-def turns(alone: SimpleNamespace) -> dict:
-    """Rows of 8 with up to three turns, corrected by turns, with three policies; what an environment said is 9x."""
-    samples = [
-        episode(0, [11, 12], [21, 22, 91, 23], [-0.1, -0.2, NAN, -0.3], [0, 0, -1, 1]),
-        episode(0, [14], [31, 92, 93, 32, 94, 33], [-0.4, NAN, NAN, -0.5, NAN, -0.6], [0, -1, -1, 1, -1, 2]),
-        sample(1, [15], [41], [-0.7], "7"),
-        episode(1, [16], [51], [-0.8], [0]),
-    ]
-    made = RolloutBatch.from_trajectories(samples, torch.arange(4.0), length=8, version=7, num_turns=3)
-    batch = made.broadcast(SimpleNamespace(pp_rank=0, tp_cp_group=alone, pp_group=alone), num_turns=3)
-    log_ratio = torch.zeros(4, 8)
+EPISODES = [
+    episode(0, [11, 12], [21, 22, 91, 23], [-0.1, -0.2, NAN, -0.3], [0, 0, -1, 1]),
+    episode(0, [14], [31, 92, 93, 32, 94, 33], [-0.4, NAN, NAN, -0.5, NAN, -0.6], [0, -1, -1, 1, -1, 2]),
+    sample(1, [15], [41], [-0.7], "7"),
+    episode(1, [16], [51], [-0.8], [0]),
+]
+
+
+def turns(layout: SimpleNamespace, cp: dist.ProcessGroup | None = None) -> dict:
+    """Rows of 8 with up to three turns, corrected by turns, with three policies; of two cp ranks, each its columns."""
+    rank, size = (0, 1) if cp is None else (cp.rank(), cp.size())
+    made = RolloutBatch.empty(4, 8)
+    if rank == 0:
+        made = RolloutBatch.from_trajectories(EPISODES, torch.arange(4.0), length=8, version=7, num_turns=3)
+    batch = made.broadcast(layout, num_turns=3).context_slice(rank, size)
+    log_ratio = torch.full((4, 8), 50.0)  # nobody may look at it outside the mask
     log_ratio[0, [1, 2, 4]] = torch.tensor([0.1, -0.35, 0.5])
     log_ratio[1, [0, 3, 5]] = torch.tensor([0.2, -0.4, 0.9])
-    log_ratio[~batch.loss_mask] = 50.0  # nobody may look there
+    log_ratio[2:, 0] = 0.0
     config = RolloutCorrectionConfig(
         rollout_is="turn", rollout_is_upper=1.5, rollout_rs=(RejectionRule("turn_mean", "ratio", 0.7, 1.7),)
     )
-    old = (batch.rollout_logprobs + log_ratio).reshape(-1)
-    made_targets = make_targets(batch, old, config, ParallelGroups(), group_size=2)
-    correction, metrics = made_targets.correction, batch_metrics(batch, made_targets, None, ParallelGroups())
+    groups = ParallelGroups(cp=cp, dp_cp=cp)
+    old = (batch.rollout_logprobs + log_ratio[:, batch.position_ids]).reshape(-1)
+    targets = make_targets(batch, old, config, groups, group_size=2)
     return {
-        "made": fields(made), "batch": fields(batch), "slice": fields(batch.context_slice(0, 2)),
-        "weights": correction.weights.view(4, 8), "mask": correction.mask.view(4, 8),
-        "metrics": {name: metric.value() for name, metric in metrics.items()},
+        "batch": fields(batch), "weights": targets.correction.weights.view(4, -1),
+        "mask": targets.correction.mask.view(4, -1),
+        "metrics": all_gather_metrics(batch_metrics(batch, targets, None, groups), cp),
     }
+
+
+def two_ranks(rank: int, port: int, path: str) -> None:
+    """`turns` of each of two context-parallel ranks, where only the first has the samples: saved in `path`.RANK."""
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    cp, own = dist.group.WORLD, [dist.new_group([other]) for other in range(2)][rank]
+    torch.save(turns(SimpleNamespace(pp_rank=0, tp_cp_group=cp, pp_group=own), cp), f"{path}.{rank}")
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def fields(batch: RolloutBatch) -> dict[str, torch.Tensor]:
@@ -127,8 +145,9 @@ def main(path: str) -> None:
         "batch": fields(batch), "seq_ids": batch.seq_ids, "broadcast": fields(batch.broadcast(layout)),
         "fits": error_of(3), "too long": error_of(4), "microbatches": cut(batch),
         "without targets": [micro.targets for micro in microbatches(batch, 1)], "targets": targets(batch),
-        "turns": turns(alone),
+        "turns": turns(layout),
     }, path)
+    start_processes(two_ranks, (free_port(), path), 2, start_method="fork")
 
 
 if __name__ == "__main__":

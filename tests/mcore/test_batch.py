@@ -22,7 +22,7 @@ def made(tmp_path_factory) -> dict:
         text=True, timeout=300,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    return torch.load(path)
+    return torch.load(path) | {"two ranks": [torch.load(f"{path}.{rank}") for rank in range(2)]}
 
 
 # Rows of 5: a prompt of 3 and 2 sampled tokens; one aborted at once; one that fills the row; a short one.
@@ -99,9 +99,20 @@ TURN_MASK = [[0, 1, 1, 0, 1, 0, 0, 0], [1, 0, 0, 1, 0, 1, 0, 0], [1] + [0] * 7, 
 TURN_IDS = [[0, 0, 0, 0, 1, 0, 0, 0], [0, 0, 0, 1, 0, 2, 0, 0], [0] * 8, [0] * 8]
 
 
-@pytest.mark.parametrize("which", ["made", "batch"])
-def test_rows_when_an_environment_spoke_then_its_tokens_are_outside_the_mask_and_turns_are_told(made, which):
-    batch = made["turns"][which]
+COLUMNS = [[0, 1, 6, 7], [2, 3, 4, 5]]
+"""Of four chunks of two columns the first of two context-parallel ranks has the first and the last."""
+
+
+def whole(made, name):
+    """[4, 8] of the two ranks' columns; name: of the result, or of its batch."""
+    rows = torch.empty(4, 8, dtype=torch.float64)
+    for columns, rank in zip(COLUMNS, made["two ranks"], strict=True):
+        rows[:, columns] = (rank | rank["batch"])[name].double()
+    return rows
+
+
+def test_rows_when_an_environment_spoke_then_its_tokens_are_outside_the_mask_and_turns_are_told(made):
+    batch = made["turns"]["batch"]
     assert batch["labels"].tolist() == TURN_LABELS and batch["loss_mask"].int().tolist() == TURN_MASK
     assert batch["turn_ids"].tolist() == TURN_IDS and batch["num_turns"] == 3
     expected = torch.tensor([[0, -0.1, -0.2, 0, -0.3, 0, 0, 0], [-0.4, 0, 0, -0.5, 0, -0.6, 0, 0]])
@@ -109,9 +120,10 @@ def test_rows_when_an_environment_spoke_then_its_tokens_are_outside_the_mask_and
     assert made["batch"]["turn_ids"] is None and made["broadcast"]["turn_ids"] is None
 
 
-def test_context_slice_when_rows_have_turns_then_their_columns_too(made):
-    # Of four chunks of two columns the first of two ranks has the first and the last.
-    assert made["turns"]["slice"]["turn_ids"].tolist() == [[row[i] for i in (0, 1, 6, 7)] for row in TURN_IDS]
+def test_turn_ids_when_broadcast_to_two_context_parallel_ranks_then_each_has_those_of_its_columns(made):
+    assert [rank["batch"]["position_ids"].tolist() for rank in made["two ranks"]] == COLUMNS
+    assert whole(made, "turn_ids").tolist() == TURN_IDS and whole(made, "loss_mask").tolist() == TURN_MASK
+    assert [rank["batch"]["num_turns"] for rank in made["two ranks"]] == [3, 3]
 
 
 def test_turn_correction_when_through_a_batch_then_each_turn_is_judged_by_its_own_sampled_tokens(made):
@@ -128,3 +140,11 @@ def test_turn_correction_when_through_a_batch_then_each_turn_is_judged_by_its_ow
         "rollout_corr/by_turn/later/tokens": 3, "rollout_corr/by_turn/later/kl": (-0.5 + 0.4 - 0.9) / 3,
     }
     assert {name: metrics.get(name) for name in expected} == pytest.approx(expected, rel=1e-5)
+
+
+def test_turn_correction_when_a_turn_lies_on_two_ranks_then_as_on_one(made):
+    # Turn 0 of row 0 has a token on each.
+    torch.testing.assert_close(whole(made, "weights"), made["turns"]["weights"].double(), rtol=1e-6, atol=0)
+    assert whole(made, "mask").tolist() == made["turns"]["mask"].tolist()
+    for rank in made["two ranks"]:
+        assert rank["metrics"] == pytest.approx(made["turns"]["metrics"], rel=1e-6, nan_ok=True)
