@@ -16,6 +16,8 @@ from megatron_rl_corr.mcore.compat import Layout
 from megatron_rl_corr.parallel.failure import all_reduce_failure, communication_device
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
+from megatron_rl_corr.rollout.environment import EnvironmentFactory
+from megatron_rl_corr.rollout.episodes import generate_episodes
 from megatron_rl_corr.rollout.prompts import Prompt, PromptDataset
 from megatron_rl_corr.rollout.rewards import RewardFunction, score
 from megatron_rl_corr.rollout.stream import GroupStream, Taken
@@ -34,7 +36,8 @@ class Collector:
 
     def __init__(
         self, options: RolloutOptions, layout: Layout, *, samples: int, length: int, steps: tuple[int, int],
-        client: RolloutClient, loop: LoopThread, prompts: PromptDataset, reward: RewardFunction,
+        client: RolloutClient, loop: LoopThread, prompts: PromptDataset, reward: RewardFunction | None,
+        environment: EnvironmentFactory | None = None,
     ):
         share = samples // layout.dp_size
         if samples % layout.dp_size or share % options.group_size:
@@ -51,7 +54,8 @@ class Collector:
                 f"--rollout-max-new-tokens {options.max_new_tokens}; use --seq-length {needed} or more"
             )
         self._options, self._layout, self._length, self._rows = options, layout, length, share
-        self._client, self._loop, self._prompts, self._reward = client, loop, prompts, reward
+        self._client, self._loop, self._prompts = client, loop, prompts
+        self._reward, self._environment = reward, environment
         self._groups, self._prompts_per_step = share // options.group_size, samples // options.group_size
         # A step's prompts are one permutation of the data set; its groups are asked for one by one.
         self._prompts_of = functools.lru_cache(maxsize=options.max_lag + 2)(self._own_prompts)
@@ -89,7 +93,9 @@ class Collector:
         broadcast_to_replica([counted], self._layout)
         # What a replica counts once is told by one of the ranks that share its rows.
         self.metrics = collection_metrics(counted if self._layout.cp_group.rank() == 0 else torch.zeros_like(counted))
-        whole = batch.broadcast(self._layout, with_support=self.sampling.truncated)
+        whole = batch.broadcast(
+            self._layout, with_support=self.sampling.truncated, num_turns=self._options.max_turns
+        )
         return whole.context_slice(self._layout.cp_group.rank(), self._layout.cp_group.size())
 
     def close(self) -> None:
@@ -106,8 +112,12 @@ class Collector:
         return self._prompts_of(step)[place]
 
     async def _sample(self, number: int) -> list[Trajectory]:
-        return await self._client.generate(
-            [self._prompt(number).input_ids], self.sampling, samples_per_prompt=self._options.group_size
+        prompt, samples = self._prompt(number), self._options.group_size
+        if self._environment is None:
+            return await self._client.generate([prompt.input_ids], self.sampling, samples_per_prompt=samples)
+        return await generate_episodes(
+            self._client, [prompt], self.sampling, environment=self._environment,
+            max_turns=self._options.max_turns, samples_per_prompt=samples,
         )
 
     def _wait(self, step: int) -> Taken:
@@ -135,18 +145,23 @@ class Collector:
             for place, group in enumerate(taken.groups) for trajectory in group.trajectories
         ]
         rewards = score(self.trajectories, [self._prompt(group.number) for group in taken.groups], self._reward)
-        return RolloutBatch.from_trajectories(self.trajectories, rewards, length=self._length, version=version)
+        return RolloutBatch.from_trajectories(
+            self.trajectories, rewards, length=self._length, version=version, num_turns=self._options.max_turns
+        )
 
     def _count(self, taken: Taken, version: int) -> list[float]:
         """In the order of COUNTED."""
         counts = self._client.counts()
         since = {name: counts[name] - self._counted[name] for name in counts}
         self._counted = counts
-        spans = [(sample, span) for sample in self.trajectories for span in sample.weight_versions]
+        by_version = [
+            (version - int(span.version), int(sample.sampled[span.start : span.end].sum()))
+            for sample in self.trajectories for span in sample.weight_versions
+        ]
         own = {
             "samples": len(self.trajectories),
-            "tokens": sum(span.end - span.start for _, span in spans),
-            "token_lags": sum((version - int(span.version)) * (span.end - span.start) for _, span in spans),
+            "tokens": sum(tokens for _, tokens in by_version),
+            "token_lags": sum(lag * tokens for lag, tokens in by_version),
             "mixed": sum(len(sample.weight_versions) > 1 for sample in self.trajectories),
             "length": sum(sample.finish_reason == "length" for sample in self.trajectories),
             "abort": sum(sample.finish_reason == "abort" for sample in self.trajectories),

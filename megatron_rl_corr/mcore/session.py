@@ -22,6 +22,7 @@ from megatron_rl_corr.mcore.trajectory_log import TrajectoryLog
 from megatron_rl_corr.parallel.failure import all_reduce_failure
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
+from megatron_rl_corr.rollout.environment import load_environment
 from megatron_rl_corr.rollout.errors import RolloutError
 from megatron_rl_corr.rollout.prompts import PromptDataset
 from megatron_rl_corr.rollout.rewards import load_function
@@ -81,7 +82,8 @@ def start(
             options, layout, samples=args.global_batch_size, length=args.seq_length,
             steps=(args.iteration, args.train_iters), client=client, loop=loop,
             prompts=PromptDataset.from_jsonl(options.prompts, encode, seed=args.seed),
-            reward=load_function(options.reward_function),
+            reward=None if options.reward_function is None else load_function(options.reward_function),
+            environment=None if options.environment is None else load_environment(options.environment),
         )
         parameters = _parameters(checkpoint, args, model)
         if args.iteration == 0:
