@@ -93,6 +93,8 @@ def _remedy(endpoint: str, status: int | None, detail: str) -> str:
         return "give the client the server's --admin-api-key, or its --api-key where it has no other"
     if status == 404:
         return "is this the address of an SGLang server, and is its version supported?"
+    if status == 400 and endpoint == "/update_weights_from_disk":
+        return "does the server's host see --rollout-weight-dir under the same path, and may the server read it?"
     if status == 503 and endpoint == "/health":
         return "it is starting, paused or stuck; see its log"
     return ""

@@ -18,6 +18,9 @@ logger = logging.getLogger(__name__)
 class DistributedTransport(WeightTransport):
     """The group is made at a sender's first bucket and kept; a server that left or came needs a new one.
 
+    Where a server dies in a broadcast, the others stay in it until this process ends and its connections with it:
+    neither gloo nor NCCL can take them out from here.
+
     control: the ServerControl of some servers' addresses.
     """
 
@@ -34,13 +37,21 @@ class DistributedTransport(WeightTransport):
     def send(self, bucket: list[NamedTensor]) -> None:
         if self._group is None:
             self._group = UpdateGroup(self.servers, self._loop, backend=self._backend)
-        self._group.broadcast(bucket)
+        try:
+            self._group.broadcast(bucket)
+        except RolloutServerError as error:
+            self.broken = True
+            error.add_note(
+                "the other servers wait for it in the broadcast, so this run can't go on without it; "
+                "--rollout-weight-transport tensor and disk can"
+            )
+            raise
 
     def close(self):
         self._drop_group(self.servers.base_urls if self.servers else ())
 
     def _drop_group(self, urls: Sequence[str]) -> None:
-        if self._group is None:
+        if self._group is None or self.broken:
             return
         for url in urls:
             try:

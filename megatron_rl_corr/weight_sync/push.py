@@ -29,8 +29,9 @@ def push_weights(
 
     The client samples from no other server until the next update. Rank 0 finds out which servers answer, opens and
     closes the update for all; each stage's sender sends its own part, in buckets of bucket_bytes. The servers resume
-    whatever happens. Where a server fails and does not answer any more, everything is sent again to the others. Any
-    other failure is raised on the rank that saw it and as PeerFailure on every other.
+    whatever happens. Where a server fails and does not answer any more, everything is sent again to the others, if the
+    transport can (DistributedTransport can't). Any other failure is raised on the rank that saw it and as PeerFailure
+    on every other.
     """
     _broadcast_servers(exporter, client)
     while True:
@@ -88,11 +89,20 @@ def _broadcast_fewer_servers(exporter: StageExporter, client: WeightServers, err
     """Whether the failure was a server's that is gone now, and others are left; those are updated from here on."""
     before = client.updated
     try:
-        all_reduce_failure(None if isinstance(error, (RolloutServerError, PeerFailure)) else error)
+        _all_reduce_broken(client)
+        can_go_on = isinstance(error, (RolloutServerError, PeerFailure)) and not client.broken
+        all_reduce_failure(None if can_go_on else error)
         _broadcast_servers(exporter, client)
     except (*_FAILURES, PeerFailure):
         return False
     return client.updated < before
+
+
+def _all_reduce_broken(client: WeightServers) -> None:
+    """All ranks learn that servers may be waiting in what one rank began: rank 0 must not ask them for more."""
+    broken = torch.tensor(int(client.broken), device=communication_device())
+    dist.all_reduce(broken, op=dist.ReduceOp.MAX)
+    client.broken = bool(broken.item())
 
 
 def _send_stage(

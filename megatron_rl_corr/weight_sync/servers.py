@@ -55,6 +55,15 @@ class WeightServers:
         return len(self._updated.base_urls)
 
     @property
+    def broken(self) -> bool:
+        """Whether a failure has left servers that can't be updated once more, though they answer."""
+        return self._transport.broken
+
+    @broken.setter
+    def broken(self, value: bool) -> None:
+        self._transport.broken = value
+
+    @property
     def stopped_while_sending(self) -> bool:
         """Whether `begin` comes before the first bucket; if not, before `deliver`."""
         return self._transport.in_session
@@ -163,7 +172,7 @@ class WeightServers:
     def abandon(self) -> None:
         """After a failure in the middle: close the session and go on sampling, whatever of it is possible."""
         try:
-            if self._transport.in_session:
+            if self._transport.in_session and not self._transport.broken:
                 self._loop.call(self._updated.end_weight_update())
         finally:
             self.resume()

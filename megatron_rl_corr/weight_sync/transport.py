@@ -19,6 +19,9 @@ class WeightTransport:
     """Whether buckets reach the servers as they are sent, between /begin_weight_update and /end_weight_update. If not,
     the servers sample on while the stages send, and are stopped for `deliver` alone."""
 
+    broken = False
+    """Whether servers may be waiting for ever in what a failed `send` began: they are asked for nothing more."""
+
     def __init__(self):
         self.servers: ServerControl | None = None
 
