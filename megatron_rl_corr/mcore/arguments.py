@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl_corr.config import RolloutCorrectionConfig
+from megatron_rl_corr.mcore.client_flags import ClientOptions, add_client_arguments, client_options
 from megatron_rl_corr.mcore.correction_flags import add_correction, correction_config
 
 PREFIX = "--rollout-"
@@ -29,6 +30,7 @@ class RolloutOptions:
     """Where samples come from and where the step's numbers go."""
 
     urls: tuple[str, ...]
+    client: ClientOptions
     hf_checkpoint: str
     prompts: str
     reward_function: str | None
@@ -44,8 +46,6 @@ class RolloutOptions:
     linear_logprobs: bool
     fp32_lm_head: bool
     inplace_gradient: bool
-    max_concurrency: int
-    timeout_s: float
     max_lag: int
     stale_samples: str
     pause_mode: str
@@ -58,9 +58,10 @@ class RolloutOptions:
 
 
 def add_rollout_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add both groups of flags to Megatron's parser, or to our own."""
+    """Add our groups of flags to Megatron's parser, or to our own."""
     add_correction(parser.add_argument_group("rollout correction"))
-    _add_rollout(parser.add_argument_group("rollout servers"))
+    _add_rollout(parser.add_argument_group("rollouts"))
+    add_client_arguments(parser.add_argument_group("rollout servers"))
     return parser
 
 
@@ -103,10 +104,6 @@ def _add_rollout(group: Any) -> None:
         help="logits in float32, as SGLang's --enable-fp32-lm-head makes them; with --rollout-linear-logprobs")
     add("--rollout-inplace-gradient", action="store_true",
         help="write the gradient of the logits over the logits, which saves one copy; nothing else may read them")
-    add("--rollout-max-concurrency", metavar="N", type=int, default=64,
-        help="samples in flight per data-parallel replica (default 64)")
-    add("--rollout-timeout-s", metavar="S", type=float, default=600.0,
-        help="longest wait for one request (default 600)")
     add("--rollout-max-lag", metavar="K", type=int, default=0,
         help="sample ahead of training, from weights up to K versions old: servers and trainer work at the same "
         "time; the correction takes the age into account (default 0: on-policy, one after the other)")
@@ -184,12 +181,14 @@ def rollout_options(values: argparse.Namespace) -> RolloutOptions:
     for flag, value in required.items():
         if not value:
             raise ValueError(f"{PREFIX}{flag} is required; see --help")
-    fields = {field.name for field in dataclasses.fields(RolloutOptions)} - {"urls", "reward_function", "max_turns"}
+    fields = {field.name for field in dataclasses.fields(RolloutOptions)}
+    fields -= {"urls", "client", "reward_function", "max_turns"}
     options = RolloutOptions(
-        urls=tuple(values.rollout_url), reward_function=reward, max_turns=_max_turns(values),
+        urls=tuple(values.rollout_url), client=client_options(values), reward_function=reward,
+        max_turns=_max_turns(values),
         **{name: getattr(values, f"rollout_{name}") for name in fields},
     )
-    for name in ("group_size", "max_new_tokens", "max_concurrency", "temperature", "timeout_s", "bucket_mib"):
+    for name in ("group_size", "max_new_tokens", "temperature", "bucket_mib"):
         value = getattr(options, name)
         if not value > 0:
             raise ValueError(f"{PREFIX}{name.replace('_', '-')} must be positive, got {value}")

@@ -74,10 +74,7 @@ def start(
     def prepare() -> tuple[list[LocalParameter], RolloutClient, Collector, TrajectoryLog | None, int]:
         checkpoint = HFCheckpoint(options.hf_checkpoint)
         vocab_size = checkpoint.config["vocab_size"]
-        client = RolloutClient(
-            options.urls, vocab_size=vocab_size, max_concurrency=options.max_concurrency,
-            timeout_s=options.timeout_s,
-        )
+        client = RolloutClient(options.urls, vocab_size=vocab_size, **options.client.arguments())
         collector = Collector(
             options, layout, samples=args.global_batch_size, length=args.seq_length,
             steps=(args.iteration, args.train_iters), client=client, loop=loop,

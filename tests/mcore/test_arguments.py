@@ -3,25 +3,31 @@
 import argparse
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron_rl_corr.config import PRESETS, RolloutCorrectionConfig
 from megatron_rl_corr.mcore.arguments import RolloutOptions, add_rollout_arguments, parse
+from megatron_rl_corr.mcore.client_flags import ClientOptions
+from megatron_rl_corr.rollout import RolloutClient
 
 ROOT = Path(__file__).resolve().parents[2]
 REQUIRED = [
     "--rollout-url", "http://a:30000", "http://b:30000", "--rollout-hf-checkpoint", "model",
     "--rollout-prompts", "prompts.jsonl", "--rollout-reward-function", "reward.py:reward",
 ]
+CLIENT = ClientOptions(
+    max_concurrency=64, max_per_server=None, timeout_s=600.0, read_timeout_s=60.0, outage_timeout_s=10.0,
+    max_retries=3, max_continuations=8, ca_file=None, api_key_env=None,
+)  # fmt: skip
 DEFAULTS = {
     "urls": ("http://a:30000", "http://b:30000"), "hf_checkpoint": "model", "prompts": "prompts.jsonl",
     "reward_function": "reward.py:reward", "environment": None, "max_turns": None, "group_size": 8,
     "max_new_tokens": 1024, "temperature": 1.0, "max_lag": 0, "stale_samples": "keep", "pause_mode": "retract",
     "top_p": 1.0, "top_k": -1, "linear_logprobs": False, "fp32_lm_head": False, "inplace_gradient": False,
-    "server_check": "semantic",
-    "max_concurrency": 64, "timeout_s": 600.0, "bucket_mib": 256.0, "log_dir": None, "save_trajectories": None,
+    "server_check": "semantic", "client": CLIENT, "bucket_mib": 256.0, "log_dir": None, "save_trajectories": None,
     "weight_transport": "distributed", "weight_dir": None, "verify_push": "checksum",
 }
 
@@ -50,8 +56,8 @@ def test_parse_when_mixed_with_megatrons_flags_then_only_ours_are_taken():
     assert config.rollout_rs == expected.rollout_rs
     assert (config.rollout_is, config.rollout_is_upper) == ("token", 3.0)
     given = {
-        "group_size": 4, "max_new_tokens": 32, "temperature": 0.8, "max_concurrency": 7, "timeout_s": 1.5,
-        "bucket_mib": 0.25, "log_dir": "logs",
+        "group_size": 4, "max_new_tokens": 32, "temperature": 0.8,
+        "client": replace(CLIENT, max_concurrency=7, timeout_s=1.5), "bucket_mib": 0.25, "log_dir": "logs",
     }
     assert {name: getattr(options, name) for name in DEFAULTS} == DEFAULTS | given
 
@@ -122,7 +128,9 @@ def test_parser_when_it_is_megatrons_then_ours_join_it_and_nothing_is_required()
     values = vars(parser.parse_args(["--num-layers", "2"]))
     ours = {name for name in values if name.startswith("rollout_")}
     assert set(values) == ours | {"num_layers"}
-    assert {f"rollout_{name}" for name in DEFAULTS} - ours == {"rollout_urls"}  # the flag is --rollout-url
+    names = DEFAULTS | CLIENT.arguments()
+    # The flags are --rollout-url and the client's; the key is in no flag.
+    assert {f"rollout_{name}" for name in names} - ours == {"rollout_urls", "rollout_client", "rollout_api_key"}
 
 
 def test_arguments_when_imported_and_parsed_then_without_torch():
@@ -134,6 +142,37 @@ def test_arguments_when_imported_and_parsed_then_without_torch():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert result.stdout == "[]\n", result.stderr
+
+
+def test_client_options_when_parsed_then_the_clients_arguments(monkeypatch):
+    given = {"max_per_server": 5, "read_timeout_s": 2.5, "outage_timeout_s": 0.0, "max_retries": 0,
+             "max_continuations": 1, "max_concurrency": 64, "timeout_s": 600.0, "ca_file": __file__}  # fmt: skip
+    flags = [word for name, value in given.items() for word in (f"--rollout-{name.replace('_', '-')}", str(value))]
+    monkeypatch.setenv("SERVER_KEY", "s3cret")
+    _, options = parse([*REQUIRED, *flags, "--rollout-api-key-env", "SERVER_KEY"])
+    assert options.client.arguments() == given | {"api_key": "s3cret"}
+    assert "s3cret" not in repr(options)
+    RolloutClient(options.urls, vocab_size=10, **CLIENT.arguments())
+    # The flags' defaults are the client's, which has one argument more.
+    assert RolloutClient.__init__.__kwdefaults__ == CLIENT.arguments() | {"connect_timeout_s": 10.0}
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--rollout-max-per-server", "0"], "--rollout-max-per-server must be positive, got 0"),
+        (["--rollout-read-timeout-s", "nan"], "--rollout-read-timeout-s must be positive, got nan"),
+        (["--rollout-max-retries", "-1"], "--rollout-max-retries must be at least 0, got -1"),
+        (["--rollout-api-key-env", "NOT_SET_ANYWHERE"], "environment variable NOT_SET_ANYWHERE is not set; export it"),
+        (["--rollout-ca-file", "no.pem"], "--rollout-ca-file: there is no file no.pem"),
+        (["--rollout-max-lag", "-1"], "--rollout-max-lag must be at least 0, got -1"),
+        (["--rollout-stale-samples", "drop"], "--rollout-stale-samples drop has no effect with --rollout-max-lag 0"),
+        (["--rollout-pause-mode", "in_place"], "--rollout-pause-mode in_place has no effect with --rollout-max-lag 0"),
+        (["--rollout-max-lag", "1", "--rollout-pause-mode", "abort"], "must be retract, in_place, got 'abort'"),
+    ],
+)  # fmt: skip
+def test_parse_when_a_server_flag_makes_no_sense_then_named_with_its_value(flags, said):
+    assert said in refusal(*REQUIRED, *flags)
 
 
 def test_options_when_built_then_frozen():
