@@ -64,11 +64,8 @@ def write_prompts(path):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def training_command(out, run, model, url, options, *lag):
-    """run: the folder for what the run logs. lag: flags for how far sampling goes ahead."""
-    # Token weights truncated at 2; a response whose geometric mean ratio is off by 0.4% is rejected. Samples of older
-    # weights differ by more than that from what is trained.
-    bounds = "0.7_1.4" if options.asynchronous else "0.996_1.004"
+def training_command(out, run, model, url, options, *ahead):
+    """run: the folder for what the run logs. ahead: flags for sampling ahead of training."""
     flags = [
         *model_flags(model), *local_flags(),
         "--tensor-model-parallel-size", 2, "--pipeline-model-parallel-size", 2, "--sequence-parallel",
@@ -81,9 +78,10 @@ def training_command(out, run, model, url, options, *lag):
         "--rollout-url", url, "--rollout-hf-checkpoint", model, "--rollout-prompts", out / "prompts.jsonl",
         "--rollout-reward-function", f"{HERE / 'reward.py'}:reward", "--rollout-group-size", 8,
         "--rollout-max-new-tokens", WANTED_TOKENS, "--rollout-log-dir", run,
+        # Token weights truncated at 2; a response whose geometric mean ratio is off by 0.4% is rejected.
         "--rollout-correction-preset", "decoupled_geo_rs_token_tis",
-        "--rollout-rs", "seq_mean_ratio", "--rollout-rs-threshold", bounds,
-        *lag, *options.launcher_flags,
+        "--rollout-rs", "seq_mean_ratio", "--rollout-rs-threshold", "0.996_1.004",
+        *ahead, *options.launcher_flags,
     ]  # fmt: skip
     return [
         sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "4",
@@ -140,12 +138,12 @@ def run(options, out, running):
         started = time.monotonic()
         server.wait_ready(on_wait=print_wait)
         print_wait.done(f"{server.url} is ready after {time.monotonic() - started:.0f} s")
-        for run, lag in runs(out, options).items():
+        for run, ahead in runs(out, options).items():
             run.mkdir(exist_ok=True)
-            how = ", samples made during the step before" if lag else ""
+            how = ", samples made during the step before" if ahead else ""
             say(f"3/4 training with 4 processes, TP 2 x PP 2 x EP 2{how}; their log is {run / 'train.log'}")
             status = train(
-                training_command(out, run, model, server.url, options, *lag), run / "train.log", running, server.pid
+                training_command(out, run, model, server.url, options, *ahead), run / "train.log", running, server.pid
             )
             if status:
                 say(f"training ended with status {status}: see {run / 'train.log'} and {out / 'server.log'}")
@@ -164,8 +162,10 @@ def run(options, out, running):
 
 
 def runs(out, options):
-    """The folder of each training run, and its flags for how far sampling goes ahead."""
-    return {out: []} | ({out / "asynchronous": ["--rollout-max-lag", 1]} if options.asynchronous else {})
+    """The folder of each training run, and its flags for sampling ahead of training."""
+    # A step moves the tiny model by more than 0.4%: samples of older weights need wider bounds.
+    ahead = ["--rollout-max-lag", 1, "--rollout-rs-threshold", "0.7_1.4"]
+    return {out: []} | ({out / "asynchronous": ahead} if options.asynchronous else {})
 
 
 def say(text):

@@ -93,9 +93,8 @@ def assert_saved(folder, steps):
     assert len(list(folder.iterdir())) == len(steps) * len(paths)
 
 
-def test_quickstart_in_bfloat16_then_reward_is_learned_and_the_mismatch_is_seen(tmp_path):
-    save = ["--rollout-save-trajectories", str(tmp_path / "samples")]
-    with Quickstart(tmp_path / "run", "--steps", "50", "--", *save) as quickstart:
+def test_quickstart_with_and_without_lag_then_reward_is_learned_and_the_mismatch_is_seen(tmp_path):
+    with Quickstart(tmp_path / "run", "--steps", "50", "--asynchronous") as quickstart:
         assert quickstart.finish() == 0, quickstart.text
     steps = read_metrics(quickstart.out / "metrics.jsonl")
     rewards = [step["reward/mean"] for step in steps]
@@ -107,20 +106,40 @@ def test_quickstart_in_bfloat16_then_reward_is_learned_and_the_mismatch_is_seen(
         assert step["rollout_corr/k3_kl"] > 1e-7 and step["rollout_corr/log_ratio_abs_max"] > 1e-3
         assert 0 < step["rollout_corr/kept_fraction"] <= 1 and step["skipped"] == 0
     assert any(step["rollout_corr/kept_fraction"] < 1 for step in steps)
-    assert_saved(tmp_path / "samples", steps)
+    assert all(step["rollout/groups_running"] == 0 == step["rollout/mixed_version_fraction"] for step in steps)
     # What is logged is explained, and what is explained is logged.
     assert {name for name in steps[0] if meaning_of(name) is None} == set()
-    assert set(MEANINGS) - set(steps[0]) == set()
-    # Every sample was asked for over HTTP: 50 steps of 64, and 13 to check the server first. One push before the first
-    # step, one after each.
+    assert set(MEANINGS) - set(steps[0]) == {"time/save_s"}  # with --rollout-save-trajectories
+    assert_learned_ahead(read_metrics(quickstart.out / "asynchronous/metrics.jsonl"), rewards)
+    # Every sample was asked for over HTTP: 50 steps of 64, and 13 to check the server first, twice. One push before the
+    # first step, one after each.
     log = (quickstart.out / "server.log").read_text()
-    assert log.count("POST /generate HTTP/1.1") == 50 * 64 + 13
-    assert log.count("POST /update_weights_from_distributed") >= 51 and log.count("POST /end_weight_update") == 51
-    assert quickstart.lines[-1].strip().endswith(str(quickstart.out / "report.html"))
-    assert (quickstart.out / "report.html").stat().st_size > 50_000
-    assert list((quickstart.out / "tensorboard").glob("events.out.tfevents.*"))
-    assert quickstart.text.count("[rl-corr]") >= 50
+    assert log.count("POST /generate HTTP/1.1") == 2 * (50 * 64 + 13)
+    assert log.count("POST /update_weights_from_distributed") >= 102 and log.count("POST /end_weight_update") == 102
+    for run in (quickstart.out, quickstart.out / "asynchronous"):
+        assert f"the run, drawn: {run / 'report.html'}" in quickstart.text
+        assert (run / "report.html").stat().st_size > 50_000
+        assert list((run / "tensorboard").glob("events.out.tfevents.*"))
+    assert quickstart.text.count("[rl-corr]") >= 100
+    assert "asynchronous sampled and trained " in quickstart.text
+    assert (quickstart.out / "comparison.png").stat().st_size > 10_000
     assert left_of(quickstart.out) == []
+
+
+def assert_learned_ahead(steps, synchronous_rewards):
+    """With samples made during the step before: the same reward, of weights that are mostly one version old."""
+    assert [step["weight_version"] for step in steps] == list(range(1, 51))
+    rewards = [step["reward/mean"] for step in steps]
+    assert sum(rewards[-5:]) / 5 >= 0.8
+    assert sum(rewards[-5:]) / 5 == pytest.approx(sum(synchronous_rewards[-5:]) / 5, abs=0.1)
+    assert steps[0]["weight_lag"] == 0 and all(step["weight_lag"] >= 1 for step in steps[1:])
+    assert all(0 < step["weight_lag_token_mean"] <= step["weight_lag"] for step in steps[1:])
+    assert any(step["rollout/mixed_version_fraction"] > 0 for step in steps)
+    # A step's 8 groups are taken while up to 8 more are begun, but for the last step, which needs no more.
+    assert all(step["rollout/groups_running"] + step["rollout/groups_ready"] == 8 for step in steps[:-1])
+    assert steps[-1]["rollout/groups_running"] == steps[-1]["rollout/groups_ready"] == 0
+    assert all(step["rollout/groups_dropped"] == 0 for step in steps)
+    assert all(step["skipped"] == 0 for step in steps)
 
 
 @pytest.mark.parametrize(
