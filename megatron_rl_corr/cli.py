@@ -1,4 +1,4 @@
-"""The command line `megatron-rl-corr`: examines servers, writes a run's report, lists the presets."""
+"""The command line `megatron-rl-corr`: examines servers, writes a run's report, lists presets and a model's flags."""
 
 import argparse
 import sys
@@ -35,6 +35,10 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("run_dir", metavar="RUN_DIR", help="folder that holds the run's metrics.jsonl")
     report.set_defaults(run=_report)
 
+    flags = commands.add_parser("model-flags", help="print Megatron's flags for a Hugging Face model")
+    flags.add_argument("hf_dir", metavar="HF_DIR", help="folder that holds the model's config.json")
+    flags.set_defaults(run=_model_flags)
+
     presets = commands.add_parser("presets", help="list the correction presets: weights, what the rules keep, loss")
     presets.set_defaults(run=_presets)
     return parser
@@ -68,6 +72,16 @@ def _report(arguments: argparse.Namespace) -> None:
     from megatron_rl_corr.report.page import write_page
 
     print(f"report: {write_page(arguments.run_dir)}")
+
+
+def _model_flags(arguments: argparse.Namespace) -> None:
+    import json
+    from pathlib import Path
+
+    from megatron_rl_corr.weight_sync.model_flags import model_flags
+
+    # Without quotes, so that a shell's $(...) can take them: none has a blank in it.
+    print(" ".join(model_flags(json.loads((Path(arguments.hf_dir) / "config.json").read_text()))))
 
 
 def _presets(arguments: argparse.Namespace) -> None:

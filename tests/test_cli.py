@@ -1,5 +1,6 @@
 """The command line as a user meets it, each time in a fresh process."""
 
+import json
 import os
 import subprocess
 import sys
@@ -38,6 +39,27 @@ finally:
 
 def test_version_when_asked_then_name_and_version():
     assert run("--version").stdout == f"megatron-rl-corr {__version__}\n"
+
+
+def test_model_flags_of_a_folder_then_one_line_that_a_shell_can_split(tmp_path):
+    config = {
+        "model_type": "qwen3_moe", "num_hidden_layers": 2, "hidden_size": 8, "intermediate_size": 16, "vocab_size": 32,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8, "norm_topk_prob": True, "decoder_sparse_step": 2, "mlp_only_layers": [],
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    result = run("model-flags", str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    words = result.stdout.split()
+    assert words[:2] == ["--num-layers", "2"] and words[words.index("--moe-layer-freq") + 1] == "[0,1]"
+    assert result.stdout.count("\n") == 1 and "'" not in result.stdout
+
+
+def test_model_flags_when_there_is_no_such_model_then_status_2_and_what_is_supported(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    result = run("model-flags", str(tmp_path))
+    assert result.returncode == 2 and "supported: deepseek_v3, llama" in result.stderr
 
 
 def test_report_when_the_folder_holds_a_run_then_one_line_says_where_the_page_is(tmp_path):

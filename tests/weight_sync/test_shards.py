@@ -1,0 +1,110 @@
+"""Loading a rank's shards from a checkpoint on disk: routers' biases, both copies of a tied embedding, what is left."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from megatron_rl_corr.weight_sync.hf_checkpoint import HFCheckpoint
+from megatron_rl_corr.weight_sync.names import NameTable
+from megatron_rl_corr.weight_sync.shards import ShardRanks, load_shards, local_parameters
+
+CONFIG = {
+    "model_type": "deepseek_v3", "vocab_size": 4, "tie_word_embeddings": True, "num_hidden_layers": 3,
+    "q_lora_rank": 4, "kv_lora_rank": 3, "qk_rope_head_dim": 1,
+}  # fmt: skip
+GATE = "model.layers.2.mlp.gate."
+BIAS = torch.tensor([0.1, 0.2, 0.3])
+
+
+class Router(nn.Module):
+    """Megatron's, as far as names go."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3, 2))
+        self.register_buffer("expert_bias", torch.zeros(3))
+        self.register_buffer("local_tokens_per_expert", torch.zeros(3), persistent=False)
+
+
+def last_stage():
+    """A chunk with the third of three layers: its router, half of its query projection, and an output layer."""
+    layer = nn.Module()
+    layer.mlp, layer.self_attention, layer.layer_number = nn.Module(), nn.Module(), 3
+    layer.mlp.router, layer.self_attention.linear_q_down_proj = Router(), nn.Linear(2, 2, bias=False)
+    chunk = nn.Module()
+    chunk.decoder, chunk.output_layer = nn.Module(), nn.Linear(2, 4, bias=False)
+    chunk.decoder.layers = nn.ModuleList([layer])
+    chunk.config, chunk.share_embeddings_and_output_weights = SimpleNamespace(num_layers=3), True
+    return chunk
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """checkpoint(more tensors): a folder with those of last_stage(), and of other layers."""
+
+    def make(**more):
+        tensors = {
+            "model.embed_tokens.weight": torch.arange(8.0).view(4, 2), GATE + "weight": torch.ones(3, 2),
+            GATE + "e_score_correction_bias": BIAS.clone(), "model.layers.1.self_attn.o_proj.weight": torch.ones(2, 2),
+            "model.layers.2.self_attn.q_a_proj.weight": torch.arange(8.0).view(4, 2),
+            # A layer that predicts further tokens, behind the last.
+            "model.layers.3.enorm.weight": torch.ones(2),
+        }  # fmt: skip
+        (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+        save_file(tensors | more, tmp_path / "model.safetensors")
+        return HFCheckpoint(tmp_path)
+
+    return make
+
+
+def load(chunk, checkpoint):
+    parameters = local_parameters([chunk], NameTable(CONFIG, padded_vocab_size=4), experts_per_rank=0)
+    load_shards(parameters, checkpoint, ShardRanks(tp_rank=1, tp_size=2))
+
+
+def test_load_when_the_model_was_cast_to_bfloat16_then_the_routers_bias_is_float32_again(checkpoint):
+    chunk = last_stage()
+    chunk.output_layer.weight = nn.Parameter(torch.zeros(2, 2))  # the second half of the vocabulary
+    chunk.bfloat16()
+    load(chunk, checkpoint())
+    router = chunk.decoder.layers[0].mlp.router
+    # 0.1 has no exact bfloat16: any rounding on the way would show.
+    assert router.expert_bias.dtype == torch.float32 and torch.equal(router.expert_bias, BIAS)
+    assert chunk.output_layer.weight.tolist() == [[4, 5], [6, 7]]
+    assert chunk.decoder.layers[0].self_attention.linear_q_down_proj.weight.tolist() == [[4, 5], [6, 7]]
+
+
+def test_load_when_a_projection_is_whole_on_every_rank_then_all_of_it(checkpoint):
+    chunk = last_stage()
+    chunk.output_layer.weight = nn.Parameter(torch.zeros(2, 2))
+    down = chunk.decoder.layers[0].self_attention.linear_q_down_proj
+    down.weight = nn.Parameter(torch.zeros(4, 2))
+    load(chunk, checkpoint())
+    assert torch.equal(down.weight, torch.arange(8.0).view(4, 2))
+
+
+def test_load_when_the_model_has_no_place_for_a_tensor_of_its_layers_then_refused_with_its_name(checkpoint):
+    chunk = last_stage()
+    chunk.output_layer.weight = nn.Parameter(torch.zeros(2, 2))
+    more = {"model.layers.2.self_attn.q_b_proj.weight": torch.ones(2), "model.layers.2.rotary_emb.inv_freq": BIAS}
+    with pytest.raises(ValueError, match=r"no place for model.layers.2.self_attn.q_b_proj.weight \(one of 1 tensors\)"):
+        load(chunk, checkpoint(**more))
+
+
+def test_load_when_flags_leave_out_the_routers_bias_then_refused(checkpoint):
+    chunk = last_stage()
+    chunk.output_layer.weight = nn.Parameter(torch.zeros(2, 2))
+    del chunk.decoder.layers[0].mlp.router.expert_bias
+    with pytest.raises(ValueError, match=r"no place for .*e_score_correction_bias .*--moe-router-enable-expert-bias"):
+        load(chunk, checkpoint())
+
+
+def test_parameters_when_the_model_does_not_tie_what_the_checkpoint_ties_then_refused():
+    chunk = last_stage()
+    chunk.share_embeddings_and_output_weights = False
+    with pytest.raises(ValueError, match="leave out --untie-embeddings-and-output-weights"):
+        local_parameters([chunk], NameTable(CONFIG, padded_vocab_size=4), experts_per_rank=0)
