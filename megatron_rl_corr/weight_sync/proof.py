@@ -54,7 +54,7 @@ class PushProof:
     def __init__(self, model_bytes: int, *, kept_bytes: int = KEPT_BYTES):
         self._share = min(1.0, kept_bytes / max(1, model_bytes))
         self._limit = kept_bytes
-        self._matched: set[str] = set()
+        self._matched: set[tuple[tuple, str]] = set()  # by layout
         self._warned = False
         self.clear()
 
@@ -99,21 +99,22 @@ class PushProof:
         return shown
 
     def compare(self, shown: Sequence[ServerWeights]) -> int:
-        """How many parameters were compared with what was kept, at every server.
+        """How many parameters are, at every server, what was kept.
 
         Raises RolloutProtocolError for a server that has another. Where the layout of a parameter is not known (on a
-        GPU, with several ranks, quantised), it counts only from the first push on in which it fitted.
+        GPU, with several ranks, quantised), it counts only from the first push on in which it fitted at such a server.
         """
-        fitting: set[str] = set()
+        proven = set(self._kept) if shown else set()
+        fitting: set[tuple[tuple, str]] = set()
         for server in shown:
             wrong = []
             for parameter, parts in self._kept.items():
                 ranks = [(rank, sums[parameter]) for rank, sums in server.ranks if parameter in sums]
-                if not ranks:
+                if ranks and all(_fits(parts, told, server, rank) for rank, told in ranks):
+                    fitting.add((server.layout, parameter))
                     continue
-                if all(_fits(parts, told, server, rank) for rank, told in ranks):
-                    fitting.add(parameter)
-                elif server.layout_is_known or parameter in self._matched:
+                proven.discard(parameter)
+                if ranks and (server.layout_is_known or (server.layout, parameter) in self._matched):
                     wrong.append(parameter)
             if wrong:
                 raise RolloutProtocolError(
@@ -124,7 +125,7 @@ class PushProof:
                 )
         self._matched |= fitting
         self.clear()
-        return len(fitting)
+        return len(proven)
 
 
 def check_agreement(shown: Sequence[ServerWeights]) -> None:

@@ -70,6 +70,13 @@ def test_compare_when_a_parameter_fitted_once_then_it_must_from_then_on():
         proof.compare([ServerWeights(A, "cpu", 2, layout, None, ranks(halves[0], halves[0]))])
 
 
+def test_compare_when_it_fitted_at_a_server_of_another_layout_then_that_proves_nothing_of_this_one():
+    proof, x = PushProof(1), torch.ones(4)
+    for version in "12":
+        proof.keep([("x", x)], version)
+        assert proof.compare([server(A, x=cpu_checksum(x)), server(B, quantization="fp8", layout=(2,), x="?")]) == 0
+
+
 def test_compare_when_the_servers_have_no_such_parameter_then_it_is_not_counted():
     assert kept(("x", torch.ones(2)), ("y", torch.ones(2))).compare([server(y=cpu_checksum(torch.ones(2)))]) == 1
 

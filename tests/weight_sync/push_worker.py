@@ -1,0 +1,82 @@
+"""One of two trainer ranks, each the sender of a stage, in pushes that go wrong: push_worker.py RANK STORE CASE...
+
+Prints, as JSON, what was raised in each case and everything that was asked of the servers from this rank.
+"""
+
+import json
+import sys
+from datetime import timedelta
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl_corr.parallel.failure import PeerFailure
+from megatron_rl_corr.rollout.errors import RolloutError, RolloutProtocolError, RolloutServerError
+from megatron_rl_corr.weight_sync.push import push_weights
+
+rank, store, cases = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
+dist.init_process_group(
+    "gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=timedelta(seconds=30)
+)
+
+
+class Servers:
+    """Two servers "a" and "b", of which b fails in the way of the case when stage 1 sends a bucket."""
+
+    count, stopped_while_sending, proves = 2, True, True
+    urls, broken = ("a", "b"), False
+
+    def __init__(self, case):
+        self.case, self.calls = case, []
+
+    @property
+    def updated(self):
+        return len(self.urls)
+
+    def look(self):
+        self.calls.append("look")
+        return [1, 0 if self.case in ("dies", "breaks") and self.calls.count("look") > 1 else 1]
+
+    def use(self, states):
+        self.urls = tuple(url for url, state in zip(("a", "b"), states, strict=True) if state)
+        self.calls.append("use " + "".join(self.urls))
+
+    def send(self, bucket, version):
+        self.calls.append("send " + "".join(name for name, _ in bucket) + " to " + "".join(self.urls))
+        if rank == 1 and "b" in self.urls and self.case not in ("right", "lost"):
+            self.broken = self.case == "breaks"
+            if self.case == "full":
+                raise OSError("no space left on the device")
+            raise RolloutServerError("b", "/update", 500 if self.case == "refuses" else None, "why")
+
+    def compare(self, shown):
+        self.calls.append(f"compare {shown}")
+        if self.case == "lost" and rank == 1:
+            raise RolloutProtocolError("a", "/weights_checker", "x differs")
+
+    def show(self):
+        self.calls.append("show")
+        return "sums of " + "".join(self.urls)
+
+    def abandon(self):
+        self.calls.append("abandon, broken" if self.broken else "abandon")
+
+    def __getattr__(self, name):
+        return lambda *arguments: self.calls.append(" ".join([name, *arguments]))
+
+
+exporter = SimpleNamespace(
+    leads=rank == 0, sends=True, stage=rank, num_stages=2,
+    tensors=lambda: iter([(name, torch.ones(1)) for name in ("pq", "rs")[rank]]),
+)  # fmt: skip
+told = {}
+for case in cases:
+    servers, raised = Servers(case), None
+    try:
+        push_weights(exporter, servers, version="v", bucket_bytes=1)
+    except (RolloutError, OSError, PeerFailure) as error:
+        raised = f"{type(error).__name__}: {error}"
+    told[case] = raised, servers.calls
+print(json.dumps(told))
+dist.destroy_process_group()

@@ -1,0 +1,79 @@
+"""The protocol of a push between two ranks that are senders: what each asks, in which order, and how it fails."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+WORKER = Path(__file__).with_name("push_worker.py")
+ROOT = WORKER.parents[2]
+OPEN = ["start v", "begin"]
+DONE = ["deliver v", "end v", "show"]
+
+
+CASES = ("right", "dies", "refuses", "breaks", "full", "lost")
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """told[rank][case]: what was raised, and what was asked. One pair of processes runs all cases."""
+    store, env = tmp_path_factory.mktemp("push") / "store", os.environ | {"PYTHONPATH": str(ROOT)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, WORKER, str(rank), store, *CASES], env=env, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    answers = [process.communicate(timeout=120) for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], answers
+    return [json.loads(out) for out, _ in answers]
+
+
+@pytest.fixture
+def push(told):
+    """push(case): what was raised and what was asked, of rank 0 and of rank 1."""
+    return lambda case: [rank[case] for rank in told]
+
+
+def test_push_then_every_rank_sends_its_stage_and_rank_0_leads(push):
+    (raised, first), (raised_1, second) = push("right")
+    assert raised is raised_1 is None
+    sends = ["send p to ab", "send q to ab"]
+    compared = ["compare sums of ab", "expect v"]
+    assert first == ["look", "use ab", *OPEN, *sends, *DONE, *compared, "resume"]
+    assert second == ["use ab", "send r to ab", "send s to ab", *compared]
+
+
+def test_push_when_a_server_dies_then_all_is_sent_again_to_the_other_and_nobody_raises(push):
+    (raised, first), (raised_1, second) = push("dies")
+    assert raised is raised_1 is None
+    again = ["send p to a", "send q to a"]
+    assert first == [
+        "look", "use ab", *OPEN, "send p to ab", "send q to ab",
+        "look", "use a", *OPEN, *again, *DONE, "compare sums of a", "expect v", "resume",
+    ]  # fmt: skip
+    assert second == [
+        "use ab", "send r to ab", "use a", "send r to a", "send s to a", "compare sums of a", "expect v",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("case", "words", "abandon"),
+    [
+        ("refuses", "RolloutServerError: SGLang server b answered POST /update with HTTP 500", "abandon"),
+        ("breaks", "RolloutServerError: SGLang server b did not answer", "abandon, broken"),
+        ("full", "OSError: no space left", "abandon"),
+        ("lost", "RolloutProtocolError: SGLang server a broke the protocol of /weights_checker: x differs", "abandon"),
+    ],
+)
+def test_push_when_it_cannot_go_on_then_the_cause_is_told_once_and_rank_0_lets_the_servers_go(
+    push, case, words, abandon
+):
+    (raised, first), (raised_1, second) = push(case)
+    assert raised.startswith("PeerFailure") and raised_1.startswith(words)
+    assert first[-1] == abandon and "resume" not in first
+    assert not any(call.startswith(("abandon", "expect")) for call in second)
