@@ -159,10 +159,9 @@ def _fits(parts: dict[Part, Tensor], told: str, server: ServerWeights, rank: int
 def _read(url: str, info: dict[str, Any], answer: dict[str, Any]) -> ServerWeights:
     try:
         ranks = tuple((rank["parallelism_info"][0]["tp_rank"], rank["checksums"]) for rank in answer["ranks"])
-        sizes = (info["tp_size"], info["pp_size"], info["ep_size"])
+        layout = tuple(info[key] for key in ("tp_size", "pp_size", "ep_size", "dtype", "device", "quantization"))
         return ServerWeights(
-            url, info["device"], info["tp_size"], (*sizes, info["dtype"], info["device"], len(ranks)),
-            info["quantization"], ranks,
+            url, info["device"], info["tp_size"], (*layout, len(ranks)), info["quantization"], ranks
         )
     except (KeyError, IndexError, TypeError) as error:
         raise RolloutProtocolError(url, ENDPOINT, f"no checksum by rank ({error!r} is missing)") from None
