@@ -3,6 +3,7 @@
 hf_models_worker.py 1|4 MODEL_DIR ...  in so many processes (4: TP 2, PP 2, and EP 2 of a model with experts) prints for
 each model a line of JSON with the worst difference of the logits, and writes what each stage exports to
 MODEL_DIR/export-PROCESSES-STAGE.safetensors.
+hf_models_worker.py push URL MODEL_DIR  pushes the model from two pipeline stages to a server, as version "1".
 """
 
 import json
@@ -25,11 +26,15 @@ from torch.multiprocessing import start_processes
 
 from megatron_rl_corr.cpu.cp_attention import ContextParallelAttention
 from megatron_rl_corr.mcore import compat
+from megatron_rl_corr.rollout import LoopThread, RolloutClient
 from megatron_rl_corr.rollout.local_server import free_port
+from megatron_rl_corr.weight_sync.choice import make_proof, make_transport
 from megatron_rl_corr.weight_sync.export import StageExporter
 from megatron_rl_corr.weight_sync.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.weight_sync.model_flags import model_flags
 from megatron_rl_corr.weight_sync.names import NameTable
+from megatron_rl_corr.weight_sync.push import push_weights
+from megatron_rl_corr.weight_sync.servers import WeightServers
 from megatron_rl_corr.weight_sync.shards import load_shards, local_parameters
 
 LOCAL = (
@@ -38,15 +43,18 @@ LOCAL = (
     "--no-persist-layer-norm --attention-softmax-in-fp32 --lr 1e-3 --train-iters 1 --micro-batch-size 1 "
     f"--seq-length {LENGTH} --global-batch-size {ROWS} --tokenizer-type NullTokenizer --make-vocab-size-divisible-by 32"
 ).split()
-TP2_PP2 = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2", "--sequence-parallel"]
+TP2 = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+PP2 = ["--pipeline-model-parallel-size", "2"]
 EP2 = ["--expert-model-parallel-size", "2", "--expert-tensor-parallel-size", "1"]
 
 
 def arguments(config):
     """Megatron's own, from the flags of config.json and the layout's."""
     flags = model_flags(config)
+    if dist.get_world_size() > 1:
+        flags += PP2
     if dist.get_world_size() == 4:
-        flags += [*TP2_PP2, *(EP2 if "--num-experts" in flags else [])]
+        flags += [*TP2, *(EP2 if "--num-experts" in flags else [])]
     sys.argv = ["worker", *flags, *LOCAL]
     args = parse_args()
     validate_args(args)
@@ -103,8 +111,8 @@ def all_gather_logits(model, tokens, layout):
     return torch.cat(shards, dim=-1)[..., :VOCAB]
 
 
-def run(path):
-    """The worst difference on the last stage; exports."""
+def load(path):
+    """The model with the checkpoint's weights, this rank's place, and the stage's exporter."""
     checkpoint = HFCheckpoint(path)
     args = arguments(checkpoint.config)
     ps.initialize_model_parallel(
@@ -119,38 +127,63 @@ def run(path):
     experts = (args.num_experts or 0) // args.expert_model_parallel_size
     parameters = local_parameters([model], table, experts_per_rank=experts)
     load_shards(parameters, checkpoint, layout.shard)
-    reference = torch.load(path / "reference.pt", weights_only=True)
-    logits = all_gather_logits(model, reference["tokens"], layout)
-    worst = None if logits is None else (logits - reference["logits"]).abs().max().item()
     exporter = StageExporter(
         parameters, layout.shard, layout.stage_groups, stage=layout.pp_rank, num_stages=layout.pp_size
     )
+    return model, layout, exporter
+
+
+def compare(path):
+    """The worst difference on the last stage; exports."""
+    model, layout, exporter = load(path)
+    reference = torch.load(path / "reference.pt", weights_only=True)
+    logits = all_gather_logits(model, reference["tokens"], layout)
     sent = list(exporter.tensors())
     if exporter.sends:
         names = [name for name, _ in sent]
         assert len(names) == len(set(names)), "a tensor is sent twice"
         tensors = {name: tensor.contiguous() for name, tensor in sent}
         save_file(tensors, path / f"export-{dist.get_world_size()}-{layout.pp_rank}.safetensors")
-    return worst
+    return None if logits is None else (logits - reference["logits"]).abs().max().item()
 
 
-def rank_main(rank, size, port, path):
+def push(url, path):
+    """As mcore/session.py does."""
+    _, layout, exporter = load(path)
+    loop = LoopThread()
+    client = RolloutClient([url], vocab_size=VOCAB, timeout_s=60)
+    transport = make_transport(
+        "distributed", client, loop, backend="gloo", checkpoint=path, folder=None, stage=layout.pp_rank,
+        sends=exporter.sends,
+    )  # fmt: skip
+    servers = WeightServers(client, loop, transport, proof=make_proof("checksum", path))
+    push_weights(exporter, servers, version="1", bucket_bytes=20_000)  # several buckets
+    servers.close()
+    loop.call(client.close())
+    loop.close()
+
+
+def rank_main(rank, size, port, task, *arguments):
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
     found = [None] * size
-    dist.all_gather_object(found, run(path))
+    dist.all_gather_object(found, task(*arguments))
     if rank == 0:
-        worst = max(difference for difference in found if difference is not None)
-        print("RESULT " + json.dumps({"model": path.name, "worst": worst}), flush=True)
+        worst = max((difference for difference in found if difference is not None), default=None)
+        print("RESULT " + json.dumps({"model": arguments[-1].name, "worst": worst}), flush=True)
     dist.barrier()
     os._exit(0)  # Megatron's leftovers may wait for each other at interpreter exit
 
 
-def main(processes, *paths):
-    for path in map(Path, paths):
+def main(what, *arguments):
+    if what == "push":
+        url, path = arguments
+        start_processes(rank_main, (2, free_port(), push, url, Path(path)), 2, start_method="fork")
+        return
+    for path in map(Path, arguments):
         # A fork a model: what was imported is there, and the threads of the gloo groups go with it.
-        start_processes(rank_main, (int(processes), free_port(), path), int(processes), start_method="fork")
+        start_processes(rank_main, (int(what), free_port(), compare, path), int(what), start_method="fork")
 
 
 if __name__ == "__main__":

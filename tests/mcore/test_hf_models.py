@@ -3,7 +3,9 @@
 Megatron's command line comes from config.json alone (weight_sync/model_flags.py).
 """
 
+import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,15 +14,27 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_rl_corr.cpu import environment, gpu_available
+from megatron_rl_corr.cpu import environment, gpu_available, sglang_arguments
+from megatron_rl_corr.rollout import LoopThread, RolloutClient, SamplingParams
+from megatron_rl_corr.rollout.local_server import LocalServer
 from megatron_rl_corr.weight_sync.names import ARCHITECTURES
-from tests.mcore.tiny_models import MODELS, make_model
+from tests.mcore.tiny_models import MODELS, VOCAB, make_model
 
 pytestmark = pytest.mark.skipif(gpu_available(), reason="without a GPU only")
 
 WORKER = Path(__file__).with_name("hf_models_worker.py")
+TIED = "qwen2 tied"
 TOLERANCE = 5e-5
 """float32 against float32, of logits up to 6; measured 1.3e-5."""
+
+
+def results(*arguments) -> list[dict]:
+    """What the worker says of each model."""
+    command = [sys.executable, "-W", "ignore", WORKER, *map(str, arguments)]
+    answer = subprocess.run(command, env=environment("megatron"), capture_output=True, text=True, timeout=300)
+    assert answer.returncode == 0, answer.stderr[-3000:]
+    lines = [line.removeprefix("RESULT ") for line in answer.stdout.splitlines() if line.startswith("RESULT ")]
+    return [json.loads(line) for line in lines]
 
 
 @pytest.fixture(scope="module")
@@ -37,11 +51,7 @@ def models(tmp_path_factory):
 @pytest.fixture(scope="module", params=[1, 4])
 def differences(request, models):
     """Number of processes, and each model's worst difference of its logits."""
-    command = [sys.executable, "-W", "ignore", WORKER, str(request.param), *models]
-    answer = subprocess.run(command, env=environment("megatron"), capture_output=True, text=True, timeout=300)
-    assert answer.returncode == 0, answer.stderr[-3000:]
-    lines = [line.removeprefix("RESULT ") for line in answer.stdout.splitlines() if line.startswith("RESULT ")]
-    return request.param, {found["model"]: found["worst"] for found in map(json.loads, lines)}
+    return request.param, {found["model"]: found["worst"] for found in results(request.param, *models)}
 
 
 def test_models_of_this_test_then_every_architecture_of_the_table_and_tied_embeddings():
@@ -71,3 +81,39 @@ def test_exported_weights_when_on_one_rank_and_on_tp2_pp2_ep2_then_every_tensor_
         assert "lm_head.weight" not in exported or "tied" not in folder.name
         for name, tensor in checkpoint.items():
             assert exported[name].dtype == tensor.dtype and torch.equal(exported[name], tensor), (folder.name, name)
+
+
+@pytest.fixture(scope="module")
+def tied_server(models, tiny_moe_dir, tmp_path_factory):
+    """A real SGLang server of another Qwen2 with tied embeddings, and the folder of the one that it is to get."""
+    folder = tmp_path_factory.mktemp("other")
+    make_model(TIED, folder, seed=1)
+    for file in tiny_moe_dir.glob("*token*"):
+        shutil.copy(file, folder)
+    server = LocalServer(
+        folder, dtype="float32", log_path=tmp_path_factory.mktemp("sglang") / "server.log",
+        extra_arguments=[*sglang_arguments(), "--random-seed", "0"], environment=environment("sglang"),
+    )  # fmt: skip
+    with server:
+        yield server.url, models[list(MODELS).index(TIED)]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")
+def test_push_from_two_stages_when_embeddings_are_tied_then_the_server_samples_as_the_hugging_face_model(tied_server):
+    from transformers import AutoModelForCausalLM
+
+    url, folder = tied_server
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    greedy, prompt = SamplingParams(12, temperature=0, ignore_eos=True), [3, 1, 4, 1, 5]
+    with LoopThread() as loop:
+        client = RolloutClient([url], vocab_size=VOCAB, timeout_s=60)
+        [before] = loop.call(client.generate([prompt], greedy))
+        assert results("push", url, folder) == [{"model": folder.name, "worst": None}]
+        [after] = loop.call(client.generate([prompt], greedy))
+        loop.call(client.close())
+    assert after.oldest_version == "1" and before.output_ids.tolist() != after.output_ids.tolist()
+    ids = torch.cat([after.prompt_ids, after.output_ids])
+    with torch.no_grad():
+        expected = torch.log_softmax(model(ids[None]).logits[0, len(prompt) - 1 : -1], -1)
+    assert expected.argmax(-1).tolist() == after.output_ids.tolist()
+    torch.testing.assert_close(after.rollout_logprobs, expected.max(-1).values, atol=TOLERANCE, rtol=0)

@@ -9,6 +9,7 @@ LENGTH, ROWS, VOCAB = 48, 2, 90
 SHAPE = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 128, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+    "eos_token_id": VOCAB - 1,
 }  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 LATENT = {
@@ -40,11 +41,11 @@ MODELS = {
 }  # fmt: skip
 
 
-def make_model(name: str, folder: Path) -> None:
+def make_model(name: str, folder: Path, *, seed: int = 0) -> None:
     """The model of MODELS, in Hugging Face format, and reference.pt: tokens and logits."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    generator = torch.Generator().manual_seed(sum(name.encode()))
+    generator = torch.Generator().manual_seed(1000 * seed + sum(name.encode()))
     config = AutoConfig.for_model(name.split()[0], **(SHAPE | MODELS[name]))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
