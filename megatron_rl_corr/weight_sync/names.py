@@ -77,8 +77,8 @@ class NameTable:
                 return ParameterRule(row.layout, names, "E" in numbers, row.is_copy)
         raise ValueError(
             f"Megatron parameter {name} has no counterpart in the checkpoint's architecture; "
-            "do the model flags (--num-experts, --qk-layernorm, --disable-bias-linear, ...) describe that "
-            "model?"
+            "do the model flags (--num-experts, --qk-layernorm, --disable-bias-linear, --mtp-num-layers, ...) describe "
+            "that model?"
         )
 
 

@@ -150,7 +150,7 @@ def test_find_when_a_parameter_is_unknown_then_refused_with_its_name(name):
         TABLE.find(name)
     assert str(raised.value) == (
         f"Megatron parameter {name} has no counterpart in the checkpoint's architecture; do the model flags "
-        "(--num-experts, --qk-layernorm, --disable-bias-linear, ...) describe that model?"
+        "(--num-experts, --qk-layernorm, --disable-bias-linear, --mtp-num-layers, ...) describe that model?"
     )
 
 
