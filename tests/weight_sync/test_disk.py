@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_rl_corr.rollout import RolloutServerError
 from megatron_rl_corr.weight_sync.disk import MARKER, DiskTransport, check_folder, write_index
 from megatron_rl_corr.weight_sync.hf_checkpoint import HFCheckpoint
 
@@ -97,3 +98,8 @@ def test_folder_when_a_file_is_in_its_place_then_refused(tmp_path):
     (tmp_path / "file").write_text(json.dumps({}))
     with pytest.raises(ValueError, match="--rollout-weight-dir .*file can't be made: File exists"):
         check_folder(tmp_path / "file")
+
+
+def test_error_when_a_server_cannot_read_the_folder_then_the_flag_and_the_remedy():
+    error = RolloutServerError("http://a", "/update_weights_from_disk", 400, "Failed to get weights iterator")
+    assert str(error).endswith("--rollout-weight-dir under the same path, and may the server read it?")
