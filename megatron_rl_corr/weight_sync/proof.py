@@ -56,6 +56,7 @@ class PushProof:
         self._limit = kept_bytes
         self._matched: set[tuple[tuple, str]] = set()  # by layout
         self._warned = False
+        self._unknown_told: set[tuple] = set()
         self.clear()
 
     def clear(self) -> None:
@@ -107,21 +108,27 @@ class PushProof:
         proven = set(self._kept) if shown else set()
         fitting: set[tuple[tuple, str]] = set()
         for server in shown:
-            wrong = []
+            wrong, unknown = [], []
             for parameter, parts in self._kept.items():
                 ranks = [(rank, sums[parameter]) for rank, sums in server.ranks if parameter in sums]
                 if ranks and all(_fits(parts, told, server, rank) for rank, told in ranks):
                     fitting.add((server.layout, parameter))
                     continue
                 proven.discard(parameter)
-                if ranks and (server.layout_is_known or (server.layout, parameter) in self._matched):
-                    wrong.append(parameter)
+                must_fit = server.layout_is_known or (server.layout, parameter) in self._matched
+                (wrong if ranks and must_fit else unknown).append(parameter)
             if wrong:
                 raise RolloutProtocolError(
                     server.url, ENDPOINT,
                     f"{len(wrong)} of {len(self._kept)} weights that were compared are not those that were sent: "
                     f"{_some(wrong)}; do other programs push to this server? If it holds them in a layout of its own, "
                     "use --rollout-verify-push off",
+                )
+            if unknown and server.layout not in self._unknown_told:
+                self._unknown_told.add(server.layout)
+                logger.warning(
+                    "%s: nothing proves %d of %d weights, as its layout of them is not known: %s",
+                    server.url, len(unknown), len(self._kept), _some(unknown),
                 )
         self._matched |= fitting
         self.clear()

@@ -48,8 +48,15 @@ def test_compare_when_what_was_kept_changes_afterwards_then_it_is_of_when_it_was
 
 
 @pytest.mark.parametrize("unknown", [{"device": "cuda"}, {"quantization": "fp8"}, {"layout": (2, 1, 1)}])
-def test_compare_when_the_layout_is_not_known_then_a_parameter_that_never_fitted_proves_nothing(unknown):
-    assert kept(("x", torch.ones(2))).compare([server(x="?", **unknown)]) == 0
+def test_compare_when_the_layout_is_not_known_then_what_never_fitted_proves_nothing_and_that_is_told_once(
+    unknown, caplog
+):
+    proof = PushProof(1)
+    for version in "12":
+        proof.keep([("x", torch.ones(2)), ("y", torch.ones(3))], version)
+        assert proof.compare([server(x="?", y=cpu_checksum(torch.ones(3)), **unknown)]) == ("device" not in unknown)
+    [told] = caplog.records
+    assert "http://a: nothing proves" in told.getMessage() and "of 2 weights" in told.getMessage()
 
 
 def test_compare_when_the_server_is_on_a_gpu_then_by_the_hash_that_it_uses_there():
