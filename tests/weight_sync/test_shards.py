@@ -1,4 +1,4 @@
-"""Loading a rank's shards from a checkpoint on disk: routers' biases, both copies of a tied embedding, what is left."""
+"""A rank's shards from a checkpoint on disk and back: routers' biases, a tied embedding's copy, what is left over."""
 
 import json
 from types import SimpleNamespace
@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from megatron_rl_corr.weight_sync.export import StageExporter, StageGroups
 from megatron_rl_corr.weight_sync.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.weight_sync.names import NameTable
 from megatron_rl_corr.weight_sync.shards import ShardRanks, load_shards, local_parameters
@@ -108,3 +109,15 @@ def test_parameters_when_the_model_does_not_tie_what_the_checkpoint_ties_then_re
     chunk.share_embeddings_and_output_weights = False
     with pytest.raises(ValueError, match="leave out --untie-embeddings-and-output-weights"):
         local_parameters([chunk], NameTable(CONFIG, padded_vocab_size=4), experts_per_rank=0)
+
+
+def test_export_of_a_last_stage_when_embeddings_are_tied_then_all_but_the_copy_and_the_routers_bias_in_float32():
+    chunk = last_stage()
+    chunk.decoder.layers[0].mlp.router.expert_bias.copy_(BIAS)
+    parameters = local_parameters([chunk], NameTable(CONFIG, padded_vocab_size=4), experts_per_rank=0)
+    groups = StageGroups(tp=None, expert=None, sender=0)
+    sent = dict(StageExporter(parameters, ShardRanks(), groups, stage=1, num_stages=2).tensors())
+    assert sorted(sent) == [
+        GATE + "e_score_correction_bias", GATE + "weight", "model.layers.2.self_attn.q_a_proj.weight"
+    ]  # fmt: skip
+    assert torch.equal(sent[GATE + "e_score_correction_bias"], BIAS)
