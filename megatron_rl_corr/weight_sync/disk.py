@@ -50,6 +50,8 @@ class DiskTransport(WeightTransport):
         tensors = {name: tensor.detach().contiguous() for name, tensor in bucket}
         try:
             save_file(tensors, self._unfinished / file, metadata={"format": "pt"})
+            # safetensors lets only the owner read; a server may be another user's.
+            (self._unfinished / file).chmod((self._unfinished / MARKER).stat().st_mode & 0o777)
         except SafetensorError as error:
             raise OSError(f"--rollout-weight-dir: {self._unfinished / file} could not be written: {error}") from error
 

@@ -55,6 +55,7 @@ def test_push_when_two_stages_send_then_the_servers_load_one_whole_model_and_two
     assert {path.name for path in folder.iterdir()} == {"version-of-mine", "version-8", "version-9"}
     last = HFCheckpoint(folder / "version-9")
     assert last.tensor("a1").tolist() == [9, 9] and last.tensor("b0").shape == (2, 1)
+    assert {p.stat().st_mode & 0o777 for p in last.path.iterdir()} == {(source / "vocab.txt").stat().st_mode & 0o777}
     copied = {p.name for p in last.path.iterdir() if p.suffix != ".safetensors"}
     assert copied == {"config.json", "tokenizer.json", "vocab.txt", "model.safetensors.index.json", MARKER}
 
