@@ -64,8 +64,8 @@ def test_distance_when_two_tokens_differ_then_max_mean_and_k3_of_reference_less_
         (9e-4, False, True),
         (2e-3, False, False),
         (2e-3, True, True),  # k3 = D^2 / 2 = 2e-6
-        (0.04, True, True),  # 8e-4 + D^3 / 6 = 8.1e-4
-        (0.05, True, False),  # 1.25e-3
+        (0.076, True, True),  # 2.888e-3 + D^3 / 6 = 2.96e-3
+        (0.08, True, False),  # 3.2e-3
         (math.nan, False, False),
         (math.nan, True, False),
     ],
