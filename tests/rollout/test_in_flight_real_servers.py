@@ -1,0 +1,172 @@
+"""Weights that change while real SGLang servers sample: every token's version is the weights that sampled it.
+
+P prompt tokens, R response tokens. The truth is computed with Hugging Face models of both weights.
+"""
+
+import json
+import time
+from itertools import pairwise
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_rl_corr.cpu import environment, sglang_arguments
+from megatron_rl_corr.rollout import LoopThread, RolloutClient, RolloutProtocolError, SamplingParams
+from megatron_rl_corr.rollout.local_server import LocalServer
+from megatron_rl_corr.weight_sync.distributed import DistributedTransport
+from megatron_rl_corr.weight_sync.servers import WeightServers
+
+PROMPTS, SAMPLES = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7, 9], [3, 2]], 3
+LONG = SamplingParams(250, ignore_eos=True)
+IN_PLACE = ["--disable-overlap-schedule", "--disable-radix-cache"]
+VERSIONS = {"1": "first", "2": "second", "3": "first"}
+"""Version of a push -> weights that it sends."""
+NEAR = 2e-4
+
+
+@pytest.fixture(scope="module")
+def urls(tiny_moe_dir, tmp_path_factory):
+    """Two servers that may be paused in place."""
+    folder = tmp_path_factory.mktemp("in_flight")
+    servers = [
+        LocalServer(
+            tiny_moe_dir, dtype="float32", log_path=folder / f"{index}.log", environment=environment("sglang"),
+            extra_arguments=[*sglang_arguments(), *IN_PLACE, "--random-seed", str(index)],
+        ) for index in range(2)
+    ]  # fmt: skip
+    try:
+        for server in servers:
+            server.start()
+        for server in servers:
+            server.wait_ready()
+        yield [server.url for server in servers]
+    finally:
+        for server in servers:
+            server.stop()
+
+
+@pytest.fixture(scope="module")
+def weights(tiny_moe_dir):
+    """The model's, and others that give every token another log-prob, and every position other keys and values."""
+    first = load_file(tiny_moe_dir / "model.safetensors")
+    noise = torch.Generator().manual_seed(0)
+    second = {name: w + 0.3 * w.std() * torch.randn(w.shape, generator=noise) if w.dim() > 1 else w
+              for name, w in first.items()}  # fmt: skip
+    return {"first": first, "second": second}
+
+
+@pytest.fixture(scope="module")
+def models(tiny_moe_dir, weights):
+    from transformers import AutoModelForCausalLM
+
+    loaded = {name: AutoModelForCausalLM.from_pretrained(tiny_moe_dir, dtype=torch.float32).eval() for name in weights}
+    for name, model in loaded.items():
+        model.load_state_dict(_stacked(weights[name], model.state_dict()))
+    return loaded
+
+
+def _stacked(tensors, wanted):
+    """A checkpoint's tensors as the model holds them: newer transformers stack the experts."""
+    found = dict(tensors)
+    for name in wanted.keys() - tensors.keys():
+        layer, kind = name.split(".experts.")
+        each = [[tensors[f"{layer}.experts.{e}.{part}_proj.weight"] for part in kind.removesuffix("_proj").split("_")]
+                for e in range(wanted[name].shape[0])]  # fmt: skip
+        found[name] = torch.stack([torch.cat(parts) for parts in each])
+    return {name: found[name] for name in wanted}
+
+
+def true_logprobs(models, trajectory, starts, *, in_place):
+    """[R]. starts: [(first token, weights), ...]. in_place: keys and values are kept over a change, not made anew."""
+    ids = torch.cat([trajectory.prompt_ids, trajectory.output_ids])[None]
+    prompt, total = trajectory.prompt_ids.numel(), ids.shape[1]
+    # The pass that samples token t has token t - 1 as its last input.
+    bounds = [0, *(prompt - 1 + start for start, _ in starts[1:]), total - 1]
+    logits, cache = [], None
+    with torch.no_grad():
+        for (begin, end), (_, name) in zip(pairwise(bounds), starts, strict=True):
+            if in_place:
+                out = models[name](ids[:, begin:end], past_key_values=cache, use_cache=True)
+                cache = out.past_key_values
+                logits.append(out.logits[0])
+            else:
+                logits.append(models[name](ids[:, :end]).logits[0, begin:])
+    logprobs = torch.log_softmax(torch.cat(logits)[prompt - 1 :], -1)
+    return logprobs.gather(1, trajectory.output_ids[:, None])[:, 0]
+
+
+def push(servers, tensors, version):
+    """What push_weights does on the only rank of a job."""
+    servers.use(servers.look())
+    servers.start(version)
+    servers.begin()
+    servers.send(list(tensors.items()), version)
+    servers.deliver(version)
+    servers.end(version)
+    servers.expect(version)
+    servers.resume()
+
+
+@pytest.fixture
+def loop():
+    with LoopThread() as thread:
+        yield thread
+
+
+def set_up(loop, urls, tiny_moe_dir, mode):
+    vocab_size = json.loads((tiny_moe_dir / "config.json").read_text())["vocab_size"]
+    client = RolloutClient(urls, vocab_size=vocab_size, timeout_s=120)
+    transport = DistributedTransport(client.control, loop, backend="gloo")
+    return client, WeightServers(client, loop, transport, pause_mode=mode)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])
+def test_weights_when_changed_while_sampling_then_every_token_carries_the_version_that_sampled_it(
+    mode, count, urls, weights, models, loop, tiny_moe_dir, wait_until_sampling
+):
+    client, servers = set_up(loop, urls[:count], tiny_moe_dir, mode)
+    try:
+        push(servers, weights["first"], "1")
+        sampling = loop.submit(client.generate(PROMPTS, LONG, samples_per_prompt=SAMPLES))
+        for version in ("2", "3"):
+            for url in urls[:count]:
+                wait_until_sampling(url)
+            time.sleep(0.2)  # some tokens of these weights
+            assert not sampling.done()
+            push(servers, weights[VERSIONS[version]], version)
+        trajectories = sampling.result(120)
+    finally:
+        servers.close()
+        loop.call(client.close())
+    assert {t.server for t in trajectories} == set(urls[:count])
+    expected = [(prompt, 250) for prompt in range(len(PROMPTS)) for _ in range(SAMPLES)]
+    assert [(t.prompt_index, t.output_ids.numel()) for t in trajectories] == expected
+    moved = 0
+    for t in trajectories:
+        starts = [(span.start, VERSIONS[span.version]) for span in t.weight_versions]
+        assert [span.version for span in t.weight_versions] in (["1", "2", "3"], ["1", "3"], ["2", "3"], ["1", "2"])
+        found = true_logprobs(models, t, starts, in_place=mode == "in_place")
+        torch.testing.assert_close(t.rollout_logprobs, found, atol=NEAR, rtol=0)
+        for shift in (-1, 1):  # the same, had the weights changed a token earlier or later
+            other = [starts[0], (starts[1][0] + shift, starts[1][1]), *starts[2:]]
+            wrong = true_logprobs(models, t, other, in_place=mode == "in_place")
+            moved += (t.rollout_logprobs - wrong).abs().max().item() > NEAR
+    assert moved >= 1.8 * len(trajectories)  # by chance one token may be as likely under both
+
+
+def test_in_place_when_a_server_keeps_prefixes_then_refused_before_it_is_paused(
+    loop, tiny_moe_dir, sglang_server_fp32
+):
+    client, servers = set_up(loop, [sglang_server_fp32.url], tiny_moe_dir, "in_place")
+    try:
+        servers.use(servers.look())
+        servers.start("1")
+        with pytest.raises(RolloutProtocolError, match="--disable-overlap-schedule --disable-radix-cache; start it so"):
+            servers.begin()
+        (sample,) = loop.call(client.generate([[1, 2]], SamplingParams(2, ignore_eos=True)), timeout=60)
+        assert sample.output_ids.numel() == 2
+    finally:
+        servers.close()
+        loop.call(client.close())
