@@ -33,7 +33,6 @@ from megatron_rl_corr.weight_sync.names import NameTable
 from megatron_rl_corr.weight_sync.push import push_weights
 from megatron_rl_corr.weight_sync.servers import WeightServers
 from megatron_rl_corr.weight_sync.shards import LocalParameter, load_shards, local_parameters
-from megatron_rl_corr.weight_sync.transport import WeightTransport
 
 Report = Callable[[dict[str, float]], None]
 WAIT_FOR_SERVERS_S = 60.0
@@ -96,18 +95,7 @@ def start(
     exporter = StageExporter(
         parameters, layout.shard, layout.stage_groups, stage=layout.pp_rank, num_stages=layout.pp_size
     )
-    checkpoint = Path(options.hf_checkpoint)
-
-    def transport() -> WeightTransport:
-        return make_transport(
-            options.weight_transport, client, loop, backend="nccl" if torch.cuda.is_available() else "gloo",
-            checkpoint=checkpoint, folder=options.weight_dir, stage=layout.pp_rank, sends=exporter.sends,
-        )
-
-    servers = WeightServers(
-        client, loop, all_reduce_refusal(transport), proof=make_proof(options.verify_push, checkpoint),
-        pause_mode=options.pause_mode,
-    )
+    servers = _weight_servers(options, exporter, client, loop)
 
     def push(version: int) -> None:
         push_weights(
@@ -142,6 +130,18 @@ def _parameters(checkpoint: HFCheckpoint, args: argparse.Namespace, model: list)
     table = NameTable(checkpoint.config, padded_vocab_size=args.padded_vocab_size)
     experts = (args.num_experts or 0) // args.expert_model_parallel_size
     return local_parameters(compat.unwrapped(model), table, experts_per_rank=experts)
+
+
+def _weight_servers(
+    options: RolloutOptions, exporter: StageExporter, client: RolloutClient, loop: LoopThread
+) -> WeightServers:
+    checkpoint = Path(options.hf_checkpoint)
+    transport = all_reduce_refusal(lambda: make_transport(
+        options.weight_transport, client, loop, backend="nccl" if torch.cuda.is_available() else "gloo",
+        checkpoint=checkpoint, folder=options.weight_dir, stage=exporter.stage, sends=exporter.sends,
+    ))  # fmt: skip
+    proof = make_proof(options.verify_push, checkpoint)
+    return WeightServers(client, loop, transport, proof=proof, pause_mode=options.pause_mode)
 
 
 def _reach(client: RolloutClient, loop: LoopThread) -> None:
