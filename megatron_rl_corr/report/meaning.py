@@ -3,11 +3,9 @@
 D = log pi_train - log pi_rollout of a sampled token, rho = e^D, w = the importance weight after its bounds.
 """
 
-import math
-from dataclasses import dataclass
-
 from megatron_rl_corr.report.clamped import CLAMPS, clamped_text
-from megatron_rl_corr.report.values import readable
+from megatron_rl_corr.report.collection_meaning import COLLECTION
+from megatron_rl_corr.report.usual import Meaning, UsualRange
 
 GAP_REMEDY = (
     "Compare both sides: the same temperature and top-p/top-k support, lm_head in float32 on both or on "
@@ -24,39 +22,6 @@ WEIGHT_REMEDY = (
     "Over long sequences a product of ratios collapses or explodes: use token or geometric weights, or "
     "reject sequences geometrically. If token weights drift too, close the gap itself first (see the KL)."
 )
-
-
-@dataclass(frozen=True)
-class UsualRange:
-    """The closed interval a healthy run keeps to, what it means to leave it, and what to do then."""
-
-    says: str
-    remedy: str
-    low: float = -math.inf
-    high: float = math.inf
-
-    def excludes(self, value: float) -> bool:
-        """True outside the interval, and for NaN."""
-        return not self.low <= value <= self.high
-
-    def __str__(self) -> str:
-        if self.low == self.high:
-            return readable(self.low)
-        if self.low == -math.inf:
-            return f"at most {readable(self.high)}"
-        if self.high == math.inf:
-            return f"at least {readable(self.low)}"
-        return f"{readable(self.low)} to {readable(self.high)}"
-
-
-@dataclass(frozen=True)
-class Meaning:
-    """One metric: a line for a person, its formula, a short label, and its usual range if it has one."""
-
-    text: str
-    formula: str = ""
-    label: str = ""
-    usual: UsualRange | None = None
 
 
 MEANINGS: dict[str, Meaning] = {
@@ -210,33 +175,7 @@ MEANINGS: dict[str, Meaning] = {
     "time/push_s": Meaning("seconds sending weights to the servers"),
     "time/step_s": Meaning("seconds of the whole step"),
     "weight_version": Meaning("weight version the servers hold after the step", label="version"),
-    "weight_lag": Meaning(
-        "weight versions that the oldest sample is behind the trained weights; 0 is on-policy",
-        "max(version trained - version sampled)", "lag",
-    ),
-    "weight_lag_mean": Meaning("the same, averaged over samples", "mean(version trained - version sampled)"),
-    "weight_lag_token_mean": Meaning(
-        "the same, averaged over tokens, each by the weights that sampled it", "mean(version trained - version sampled)"
-    ),
-    "rollout/mixed_version_fraction": Meaning(
-        "responses during which the weights changed", "samples of more than one version / samples"
-    ),
-    "rollout/length_fraction": Meaning(
-        "responses cut at --rollout-max-new-tokens", "cut samples / samples"
-    ),
-    "rollout/abort_fraction": Meaning(
-        "responses that a server cut short and that could not be continued", "aborted samples / samples"
-    ),
-    "rollout/groups_ready": Meaning(
-        "groups that wait for a later step; with many, sampling is faster than training"
-    ),
-    "rollout/groups_running": Meaning(
-        "groups being sampled when the step took its own; with --rollout-max-lag 0 there are none"
-    ),
-    "rollout/groups_dropped": Meaning("groups put aside by --rollout-stale-samples drop since the step before"),
-    "rollout/retries": Meaning("requests sent again because a server failed, since the step before"),
-    "rollout/continuations": Meaning("requests that went on with an aborted response, since the step before"),
-    "rollout/servers_left_out": Meaning("times that a server was left out, since the step before"),
+    **COLLECTION,
     "skipped": Meaning(
         "1 when the optimizer step was left out", "", "skip",
         UsualRange(

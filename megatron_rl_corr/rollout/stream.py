@@ -103,19 +103,23 @@ class GroupStream:
         """Every group that may be, at this version."""
         steps = min(version + 1 + self._max_lag, self._last) - self._first
         for _ in range(steps * self._per_step + self._dropped - self._begun):
-            task = asyncio.create_task(self._run(self._first * self._per_step + self._begun))
+            task = asyncio.create_task(self._group(self._first * self._per_step + self._begun))
             self._begun += 1
             self._running.add(task)
+            task.add_done_callback(self._ended)
 
-    async def _run(self, number: int) -> None:
-        try:
-            group = Group(number, await self._sample(number))
-            self._done.append(group)  # looked up after the wait: `_drop` makes another
-        except Exception as failure:  # noqa: BLE001  raised by `take`, which may be called much later
-            self._failure = self._failure or failure
-        finally:
-            self._running.discard(asyncio.current_task())
-            self._changed.set()
+    async def _group(self, number: int) -> Group:
+        return Group(number, await self._sample(number))
+
+    def _ended(self, task: asyncio.Task) -> None:
+        """A failure is kept for `take`, which may be called much later."""
+        self._running.discard(task)
+        if not task.cancelled():
+            if task.exception() is None:
+                self._done.append(task.result())
+            else:
+                self._failure = self._failure or task.exception()
+        self._changed.set()
 
     def _drop(self, version: int) -> None:
         fresh = [group for group in self._done if group.oldest_version >= version - self._max_lag]

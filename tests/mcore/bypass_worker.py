@@ -46,7 +46,8 @@ def main(path: str) -> None:
         torch.arange(length),
     )
     turn_ids = (torch.arange(length) // 2).expand(rows, length).contiguous()
-    saved = {"turn_ids": turn_ids, "logits": logits, "labels": labels, "rollout": rollout, "mask": mask, "rewards": batch.rewards}
+    saved = {"turn_ids": turn_ids, "logits": logits, "labels": labels, "rollout": rollout, "mask": mask,
+             "rewards": batch.rewards}  # fmt: skip
     for name, config in CONFIGS.items():
         groups = ParallelGroups()
         rows_of = replace(batch, turn_ids=turn_ids, num_turns=3) if name == "turns" else batch

@@ -10,9 +10,9 @@ import numpy as np
 FLOAT32_MAX = 1e-3
 """Largest |D| that float32 explains. Measured between decode and prefill: 1e-6 on the tiny model."""
 HALF_K3 = 3e-3
-"""Largest mean k3 that 16 bits explain over a response of 24 tokens. Measured between decode and prefill in bfloat16: up
-to 7e-4 on the tiny model, of one token that is routed to other experts; published runs with healthy kernels lie below
-1e-3 between trainer and server, over many tokens, those with broken ones above 1e-2."""
+"""Largest mean k3 that 16 bits explain over a response of 24 tokens. Measured between decode and prefill in bfloat16:
+up to 7e-4 on the tiny model, of one token that is routed to other experts; published runs with healthy kernels lie
+below 1e-3 between trainer and server, over many tokens, those with broken ones above 1e-2."""
 BUCKETS = (1e-4, 1e-3, 1e-2, 0.1)
 """Bounds of pi_rollout that log-prob differences are tabled by."""
 
