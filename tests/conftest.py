@@ -1,6 +1,8 @@
 """The tiny model and the real SGLang server that tests share: made once a session, if a test asks."""
 
 import importlib.util
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -42,3 +44,39 @@ def sglang_server_fp32(tiny_moe_dir, tmp_path_factory):
         group = server.pid
         yield server
     assert group_members(group) == []
+
+
+IN_PLACE = ["--disable-overlap-schedule", "--disable-radix-cache"]
+
+
+class Victim:
+    """A server that a test may kill and start again at the same address; it may be paused in place."""
+
+    def __init__(self, model_dir, folder):
+        self._model_dir, self._folder = model_dir, folder
+        self.server = self._made(port=0)
+
+    def _made(self, port):
+        return LocalServer(
+            self._model_dir, dtype="float32", port=port, log_path=self._folder / "server.log",
+            extra_arguments=[*sglang_arguments(), *IN_PLACE, "--random-seed", "1"], environment=environment("sglang"),
+        )  # fmt: skip
+
+    def kill(self):
+        os.killpg(self.server.pid, signal.SIGKILL)
+
+    def start_again(self):
+        self.server.stop()  # what the dead one left behind
+        self.server = self._made(self.server.port)
+        self.server.start().wait_ready()
+
+
+@pytest.fixture(scope="session")
+def victim(tiny_moe_dir, tmp_path_factory):
+    """A second real server, of the same weights as the first."""
+    victim = Victim(tiny_moe_dir, tmp_path_factory.mktemp("victim"))
+    try:
+        victim.server.start().wait_ready()
+        yield victim
+    finally:
+        victim.server.stop()

@@ -4,17 +4,13 @@ P prompt tokens, R response tokens.
 """
 
 import json
-import os
-import signal
 import time
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_rl_corr.cpu import environment, sglang_arguments
 from megatron_rl_corr.rollout import LoopThread, RolloutClient, SamplingParams, readmission, requests
-from megatron_rl_corr.rollout.local_server import LocalServer
 from megatron_rl_corr.weight_sync.distributed import DistributedTransport
 from megatron_rl_corr.weight_sync.servers import ABSENT, READY, STARTED_ANEW, WeightServers
 
@@ -22,38 +18,6 @@ PROMPTS = [[(p + 7 * i) % 80 for i in range(length)] for p, length in enumerate(
 SAMPLES, LONG, SHORT = 4, SamplingParams(96, ignore_eos=True), SamplingParams(8, ignore_eos=True)
 NORM = "model.norm.weight"
 TIMEOUT_S = 120
-
-
-class Victim:
-    """A server that a test may kill and start again at the same address."""
-
-    def __init__(self, model_dir, folder):
-        self._model_dir, self._folder = model_dir, folder
-        self.server = self._made(port=0)
-
-    def _made(self, port):
-        return LocalServer(
-            self._model_dir, dtype="float32", port=port, log_path=self._folder / "server.log",
-            extra_arguments=[*sglang_arguments(), "--random-seed", "1"], environment=environment("sglang"),
-        )  # fmt: skip
-
-    def kill(self):
-        os.killpg(self.server.pid, signal.SIGKILL)
-
-    def start_again(self):
-        self.server.stop()  # what the dead one left behind
-        self.server = self._made(self.server.port)
-        self.server.start().wait_ready()
-
-
-@pytest.fixture(scope="module")
-def victim(sglang_server_fp32, tiny_moe_dir, tmp_path_factory):
-    victim = Victim(tiny_moe_dir, tmp_path_factory.mktemp("victim"))
-    try:
-        victim.server.start().wait_ready()
-        yield victim
-    finally:
-        victim.server.stop()
 
 
 @pytest.fixture

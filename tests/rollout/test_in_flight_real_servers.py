@@ -19,31 +19,20 @@ from megatron_rl_corr.weight_sync.servers import WeightServers
 
 PROMPTS, SAMPLES = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7, 9], [3, 2]], 3
 LONG = SamplingParams(250, ignore_eos=True)
-IN_PLACE = ["--disable-overlap-schedule", "--disable-radix-cache"]
 VERSIONS = {"1": "first", "2": "second", "3": "first"}
 """Version of a push -> weights that it sends."""
 NEAR = 2e-4
 
 
 @pytest.fixture(scope="module")
-def urls(tiny_moe_dir, tmp_path_factory):
+def urls(victim, tiny_moe_dir, tmp_path_factory):
     """Two servers that may be paused in place."""
-    folder = tmp_path_factory.mktemp("in_flight")
-    servers = [
-        LocalServer(
-            tiny_moe_dir, dtype="float32", log_path=folder / f"{index}.log", environment=environment("sglang"),
-            extra_arguments=[*sglang_arguments(), *IN_PLACE, "--random-seed", str(index)],
-        ) for index in range(2)
-    ]  # fmt: skip
-    try:
-        for server in servers:
-            server.start()
-        for server in servers:
-            server.wait_ready()
-        yield [server.url for server in servers]
-    finally:
-        for server in servers:
-            server.stop()
+    log = tmp_path_factory.mktemp("in_flight") / "server.log"
+    arguments = [*sglang_arguments(), "--disable-overlap-schedule", "--disable-radix-cache", "--random-seed", "2"]
+    with LocalServer(
+        tiny_moe_dir, dtype="float32", log_path=log, environment=environment("sglang"), extra_arguments=arguments,
+    ) as other:  # fmt: skip
+        yield [victim.server.url, other.url]
 
 
 @pytest.fixture(scope="module")

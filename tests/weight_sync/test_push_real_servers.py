@@ -1,8 +1,6 @@
 """Pushes to real SGLang servers over every transport: weights arrive, a lost one is noticed, a dead server left out."""
 
 import json
-import os
-import signal
 from types import SimpleNamespace
 
 import pytest
@@ -10,10 +8,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from megatron_rl_corr.cpu import environment, sglang_arguments
 from megatron_rl_corr.rollout import LoopThread, RolloutClient, RolloutProtocolError, RolloutServerError, SamplingParams
 from megatron_rl_corr.rollout.control import ServerControl
-from megatron_rl_corr.rollout.local_server import LocalServer
 from megatron_rl_corr.weight_sync.choice import make_proof, make_transport
 from megatron_rl_corr.weight_sync.disk import copy_model_files
 from megatron_rl_corr.weight_sync.push import push_weights
@@ -176,24 +172,13 @@ def test_push_when_the_server_cannot_read_the_folder_then_error_says_so_and_the_
     assert trainer.sample().oldest_version == "old"
 
 
-@pytest.fixture(scope="module")
-def victim(tiny_moe_dir, tmp_path_factory):
-    """A second server, for the last test of this file to kill."""
-    server = LocalServer(
-        tiny_moe_dir, dtype="float32", log_path=tmp_path_factory.mktemp("victim") / "server.log",
-        extra_arguments=[*sglang_arguments(), "--random-seed", "1"], environment=environment("sglang"),
-    )  # fmt: skip
-    with server:
-        yield server
-
-
-def test_push_when_only_one_of_two_servers_misses_a_tensor_then_it_is_named(pushing, weights, victim):
-    trainer = pushing("tensor", victim.url)
+def test_push_when_only_one_of_two_servers_misses_a_tensor_then_it_is_named(pushing, weights, victim, tiny_moe_dir):
+    trainer = pushing("tensor", victim.server.url)
     trainer.push(noisy(weights, seed=4), "both")
     assert {t.server for t in trainer.loop.call(trainer.client.generate([PROMPT] * 8, SAMPLING))} == set(
         trainer.client.base_urls
     )
-    alone = Pushing([victim.url], "tensor", victim.model_path, None)
+    alone = Pushing([victim.server.url], "tensor", tiny_moe_dir, None)
     try:
         alone.push(noisy(weights, seed=5), "other")  # another trainer
     finally:
@@ -202,13 +187,13 @@ def test_push_when_only_one_of_two_servers_misses_a_tensor_then_it_is_named(push
     assert shown[0]["ranks"][0]["checksums"].keys() == shown[1]["ranks"][0]["checksums"].keys()
     with pytest.raises(RolloutProtocolError, match="of its weights differ from those of") as error:
         trainer.proof.ask(trainer.client, trainer.loop)
-    assert error.value.url == victim.url
+    assert error.value.url == victim.server.url
 
 
 def test_push_when_a_server_is_killed_in_the_middle_then_the_others_have_all_weights_and_sample(
     pushing, weights, victim, monkeypatch
 ):
-    trainer = pushing("tensor", victim.url)
+    trainer = pushing("tensor", victim.server.url)
     survivor = trainer.client.base_urls[0]
     trainer.push(weights, "1")
     send, sent = trainer.transport.send, []
@@ -216,7 +201,7 @@ def test_push_when_a_server_is_killed_in_the_middle_then_the_others_have_all_wei
     def killing(bucket):
         sent.append(bucket)
         if len(sent) == 3:
-            os.killpg(victim.pid, signal.SIGKILL)
+            victim.kill()
         send(bucket)
 
     monkeypatch.setattr(trainer.transport, "send", killing)
