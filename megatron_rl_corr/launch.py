@@ -62,7 +62,11 @@ def _run(script: str, arguments: list[str], config, options) -> int:
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).resolve().parent)
     try:
-        runpy.run_path(script, run_name="__main__")
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit:  # --exit-interval, --exit-duration-in-mins, a signal: all ranks end here
+            leave_servers()
+            raise
         leave_servers()
     except PeerFailure:
         time.sleep(TIME_TO_TELL_S)

@@ -10,7 +10,7 @@ COLORS = ("#0072B2", "#D55E00")
 
 
 class Run:
-    """name: how it is called. The first step warms up the engines and is left out of the speed."""
+    """name: how it is called. The first step warms up the engines and is left out of the speed, if it is not alone."""
 
     def __init__(self, name: str, folder: Path):
         self.name, self.steps = name, read_metrics(folder / FILE_NAME)
@@ -20,8 +20,9 @@ class Run:
 
     @property
     def tokens_per_s(self) -> float:
-        tokens = sum(speed * seconds for speed, seconds in zip(self.speeds[1:], self.seconds[1:], strict=True))
-        return tokens / sum(self.seconds[1:])
+        first = min(1, len(self.steps) - 1)
+        speeds, seconds = self.speeds[first:], self.seconds[first:]
+        return sum(speed * time for speed, time in zip(speeds, seconds, strict=True)) / sum(seconds)
 
     @property
     def last_reward(self) -> float:

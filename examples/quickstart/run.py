@@ -64,8 +64,8 @@ def write_prompts(path):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def training_command(out, run, model, url, options, *ahead):
-    """run: the folder for what the run logs. ahead: flags for sampling ahead of training."""
+def training_command(out, folder, model, url, options, *ahead):
+    """folder: for what the run logs. ahead: flags for sampling ahead of training."""
     flags = [
         *model_flags(model), *local_flags(),
         "--tensor-model-parallel-size", 2, "--pipeline-model-parallel-size", 2, "--sequence-parallel",
@@ -74,10 +74,10 @@ def training_command(out, run, model, url, options, *ahead):
         "--lr", 2e-3, "--lr-decay-style", "constant", "--weight-decay", 0, "--clip-grad", 1.0,
         "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", model, "--seed", options.seed + 1,
         "--mock-data", "--split", "100,0,0", "--num-workers", 0, "--no-create-attention-mask-in-dataloader",
-        "--eval-iters", 0, "--eval-interval", 1000, "--log-interval", 1000, "--tensorboard-dir", run / "tensorboard",
+        "--eval-iters", 0, "--eval-interval", 1000, "--log-interval", 1000, "--tensorboard-dir", folder / "tensorboard",
         "--rollout-url", url, "--rollout-hf-checkpoint", model, "--rollout-prompts", out / "prompts.jsonl",
         "--rollout-reward-function", f"{HERE / 'reward.py'}:reward", "--rollout-group-size", 8,
-        "--rollout-max-new-tokens", WANTED_TOKENS, "--rollout-log-dir", run,
+        "--rollout-max-new-tokens", WANTED_TOKENS, "--rollout-log-dir", folder,
         # Token weights truncated at 2; a response whose geometric mean ratio is off by 0.4% is rejected.
         "--rollout-correction-preset", "decoupled_geo_rs_token_tis",
         "--rollout-rs", "seq_mean_ratio", "--rollout-rs-threshold", "0.996_1.004",
@@ -138,22 +138,20 @@ def run(options, out, running):
         started = time.monotonic()
         server.wait_ready(on_wait=print_wait)
         print_wait.done(f"{server.url} is ready after {time.monotonic() - started:.0f} s")
-        for run, ahead in runs(out, options).items():
-            run.mkdir(exist_ok=True)
-            how = ", samples made during the step before" if ahead else ""
-            say(f"3/4 training with 4 processes, TP 2 x PP 2 x EP 2{how}; their log is {run / 'train.log'}")
-            status = train(
-                training_command(out, run, model, server.url, options, *ahead), run / "train.log", running, server.pid
-            )
+        for folder, ahead in runs(out, options).items():
+            folder.mkdir(exist_ok=True)
+            how, log = ", samples made during the step before" if ahead else "", folder / "train.log"
+            say(f"3/4 training with 4 processes, TP 2 x PP 2 x EP 2{how}; their log is {log}")
+            status = train(training_command(out, folder, model, server.url, options, *ahead), log, running, server.pid)
             if status:
-                say(f"training ended with status {status}: see {run / 'train.log'} and {out / 'server.log'}")
+                say(f"training ended with status {status}: see {log} and {out / 'server.log'}")
                 return status
     finally:
         server.stop()
     from megatron_rl_corr.report.page import write_page
 
-    for run in runs(out, options):
-        say(f"4/4 the run, drawn: {write_page(run)}")
+    for folder in runs(out, options):
+        say(f"4/4 the run, drawn: {write_page(folder)}")
     if options.asynchronous:
         compared = [Run("synchronous", out), Run("asynchronous", out / "asynchronous")]
         print(table(compared))

@@ -13,7 +13,7 @@ from megatron_rl_corr.core.metrics import Mean, Metric, Sum
 from megatron_rl_corr.mcore.arguments import RolloutOptions
 from megatron_rl_corr.mcore.batch import RolloutBatch, broadcast_to_replica
 from megatron_rl_corr.mcore.compat import Layout
-from megatron_rl_corr.parallel.failure import all_reduce_failure, communication_device
+from megatron_rl_corr.parallel.failure import all_reduce_done, communication_device
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
 from megatron_rl_corr.rollout.environment import EnvironmentFactory
@@ -23,7 +23,9 @@ from megatron_rl_corr.rollout.rewards import RewardFunction, score
 from megatron_rl_corr.rollout.stream import GroupStream, Taken
 from megatron_rl_corr.rollout.trajectory import SamplingParams, Trajectory
 
-PROGRESS_EVERY_S = 10.0
+PROGRESS_EVERY_S, ROUND_S = 10.0, 60.0
+"""A leader tells the user how far it has come, and the other ranks that it is not done. NCCL ends a run whose ranks
+wait longer for each other than --distributed-timeout-minutes, 10 by default."""
 COUNTED = (
     "samples", "tokens", "token_lags", "mixed", "length", "abort", "ready", "running", "dropped", "retries",
     "continuations", "left_out",
@@ -79,16 +81,7 @@ class Collector:
 
         Rows of its replica, whole or, under context parallelism, their columns.
         """
-        batch, error = RolloutBatch.empty(self._rows, self._length), None
-        counted = torch.zeros(len(COUNTED), dtype=torch.float64)
-        if self._layout.is_data_leader:
-            try:
-                taken = self._wait(step)
-                batch = self._batch(taken, step)
-                counted = torch.tensor(self._count(taken, step), dtype=torch.float64)
-            except Exception as failure:  # noqa: BLE001  raised below, on this rank, once the others know
-                error = failure
-        all_reduce_failure(error)
+        batch, counted = self._all_reduce_taken(step)
         counted = counted.to(self.device)
         broadcast_to_replica([counted], self._layout)
         # What a replica counts once is told by one of the ranks that share its rows.
@@ -120,24 +113,42 @@ class Collector:
             max_turns=self._options.max_turns, samples_per_prompt=samples,
         )
 
-    def _wait(self, step: int) -> Taken:
-        """A slow collection says how far it has come, every ten seconds; a fast one stays silent."""
-        taking = self._loop.submit(self._stream.take(step))
-        started, before = time.monotonic(), self._client.counts()["tokens"]
+    def _all_reduce_taken(self, step: int) -> tuple[RolloutBatch, torch.Tensor]:
+        """A leader's batch and what it counted, zeros on other ranks; back when every leader has its own.
+
+        All ranks meet at least every ROUND_S, however long the slowest leader waits for its samples.
+        """
+        batch, counted = RolloutBatch.empty(self._rows, self._length), torch.zeros(len(COUNTED), dtype=torch.float64)
+        taking = self._loop.submit(self._stream.take(step)) if self._layout.is_data_leader else None
+        waiting, done, error = taking is not None, False, None
+        started = time.monotonic()
         try:
-            while True:
-                try:
-                    return taking.result(PROGRESS_EVERY_S)
-                except concurrent.futures.TimeoutError:
-                    if taking.done():
-                        raise
-                tokens = self._client.counts()["tokens"] - before
-                speed = tokens / (time.monotonic() - started)
-                print(f"[rollout] step {step + 1}: {self._stream.ready} of {self._groups} groups are done, "
-                      f"{self._stream.running} are running, {speed:.0f} tokens/s", flush=True)  # fmt: skip
-        except BaseException:  # Ctrl-C must not leave the request running
-            taking.cancel()
-            raise
+            while not done:
+                if waiting and self._has_arrived(taking, step, started):
+                    waiting = False
+                    try:
+                        taken = taking.result()
+                        batch = self._batch(taken, step)
+                        counted = torch.tensor(self._count(taken, step), dtype=torch.float64)
+                    except Exception as failure:  # noqa: BLE001  raised below, on this rank, once the others know
+                        error = failure
+                done = all_reduce_done(not waiting, error)
+        finally:
+            if waiting:  # another rank failed, or Ctrl-C
+                taking.cancel()
+        return batch, counted
+
+    def _has_arrived(self, taking: concurrent.futures.Future, step: int, started: float) -> bool:
+        """Within ROUND_S. A slow collection says how far it has come, every ten seconds; a fast one stays silent."""
+        end = time.monotonic() + ROUND_S
+        while time.monotonic() < end:
+            if concurrent.futures.wait([taking], PROGRESS_EVERY_S).done:
+                return True
+            tokens = self._client.counts()["tokens"] - self._counted["tokens"]
+            speed = tokens / (time.monotonic() - started)
+            print(f"[rollout] step {step + 1}: {self._stream.ready} of {self._groups} groups are done, "
+                  f"{self._stream.running} are running, {speed:.0f} tokens/s", flush=True)  # fmt: skip
+        return False
 
     def _batch(self, taken: Taken, version: int) -> RolloutBatch:
         self.trajectories = [

@@ -54,6 +54,16 @@ def check_megatron_arguments(args: argparse.Namespace) -> None:
         raise ValueError(
             "--rampup-batch-size is not supported with rollouts: every step takes --global-batch-size"
         )
+    if args.finetune or args.pretrained_checkpoint is not None:
+        raise ValueError(
+            "--finetune and --pretrained-checkpoint begin at iteration 0, where the weights of --rollout-hf-checkpoint "
+            "are loaded over theirs; convert the checkpoint to Hugging Face format, or leave the flag out"
+        )
+    if args.iterations_to_skip:
+        raise ValueError(
+            f"--iterations-to-skip {args.iterations_to_skip}: samples of a step that is skipped would train a later "
+            "one; leave it out"
+        )
     if args.eval_iters:
         raise ValueError(
             f"--eval-iters {args.eval_iters}: evaluation would score the script's data set, not rollouts; "

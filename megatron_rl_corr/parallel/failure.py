@@ -15,15 +15,25 @@ def all_reduce_failure(error: BaseException | None, group: ProcessGroup | None =
     """Return where no rank of the group has an error; else raise it on the first rank that has one.
 
     All other ranks get PeerFailure, those with an error of their own too: one cause is told once, not by a thousand
-    ranks. One collective of one number; every rank of the group must call it.
+    ranks. One collective of two numbers; every rank of the group must call it.
+    """
+    all_reduce_done(True, error, group)
+
+
+def all_reduce_done(done: bool, error: BaseException | None, group: ProcessGroup | None = None) -> bool:
+    """Whether every rank is done; a failure is raised as by `all_reduce_failure`, whose collective this is.
+
+    For what may take longer than a collective may wait: the ranks that are not done ask again from time to time.
     """
     rank, nobody = dist.get_rank(group), dist.get_world_size(group)
-    first = torch.tensor(nobody if error is None else rank, device=communication_device())
-    dist.all_reduce(first, op=dist.ReduceOp.MIN, group=group)
-    if first.item() == rank and error is not None:
+    told = torch.tensor([nobody if error is None else rank, int(done)], device=communication_device())
+    dist.all_reduce(told, op=dist.ReduceOp.MIN, group=group)
+    first, all_done = told.tolist()
+    if first == rank and error is not None:
         raise error
-    if first.item() < nobody:
+    if first < nobody:
         raise PeerFailure("another rank failed; its message says why")
+    return bool(all_done)
 
 
 def communication_device() -> torch.device:

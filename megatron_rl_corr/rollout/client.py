@@ -101,6 +101,10 @@ class RolloutClient(ServerControl):
         """Some of the servers, to be steered without the others."""
         return ServerControl(urls, self._transport)
 
+    async def expect_pause(self) -> None:
+        """Declare no outage until the next `expect_version`: call it before a weight update, which pauses servers."""
+        self._members.hold_outage()
+
     async def expect_version(self, version: str) -> None:
         """Sample only from servers whose weights are called so, from now on: call it after every weight update.
 

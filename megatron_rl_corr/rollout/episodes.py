@@ -3,10 +3,12 @@
 P prompt tokens, R response tokens so far.
 """
 
+import asyncio
 import inspect
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -78,7 +80,7 @@ class _Episode:
 
     async def run(self, factory: EnvironmentFactory, max_turns: int) -> Trajectory:
         """From the first request to the environment's reward and `close`."""
-        environment = await _result(factory(self._prompt))
+        environment = await _result(lambda: factory(self._prompt))
         if not isinstance(environment, Environment):
             raise TypeError(
                 f"{FLAG} made {environment!r} for {self.label}; it must be an object of a subclass of "
@@ -87,12 +89,12 @@ class _Episode:
         try:
             whole = await self._turns(environment, max_turns)
             self.doing = "the reward"
-            reward = await _result(environment.reward())
+            reward = await _result(environment.reward)
             if reward is not None:
                 reward = checked_reward(reward, "the environment's reward()", self.label)
             return replace(whole, environment_reward=reward)
         finally:
-            await _result(environment.close())
+            await _result(environment.close)
 
     async def _turns(self, environment: Environment, max_turns: int) -> Trajectory:
         stop = (*self._sampling.stop_token_ids, *environment.stop_token_ids)
@@ -101,7 +103,7 @@ class _Episode:
         answer = await self._ask(self._prompt.input_ids, sampling)
         whole = first_turn(answer)
         for turn in range(1, max_turns + 1):
-            reply = await _result(environment.step(answer.output_ids.tolist(), answer.finish_reason))
+            reply = await _result(partial(environment.step, answer.output_ids.tolist(), answer.finish_reason))
             said = None if reply is DONE else self._checked(reply)
             if said is None or answer.finish_reason != "stop":
                 return whole
@@ -143,6 +145,18 @@ class _Episode:
         return torch.from_numpy(ids.astype(np.int64))
 
 
-async def _result(value: Any) -> Any:
-    """What a method returned, plain or async."""
-    return await value if inspect.isawaitable(value) else value
+async def _result(method: Callable[[], Any]) -> Any:
+    """What a method of the environment returns, plain or async.
+
+    A tool may try to end the program, or cancel what it waits for; asyncio would end the loop or the episode without a
+    word, and the run would wait for ever.
+    """
+    try:
+        value = method()
+        return await value if inspect.isawaitable(value) else value
+    except SystemExit as error:
+        raise RuntimeError(f"the environment called exit({error.code!r})") from error
+    except asyncio.CancelledError as error:
+        if asyncio.current_task().cancelling():  # from outside: another episode failed
+            raise
+        raise RuntimeError("the environment waited for something that was cancelled") from error

@@ -48,7 +48,7 @@ class ServerPool:
         self._outage_timeout_s = outage_timeout_s
         self._waiters: deque[asyncio.Future] = deque()
         self._timer: asyncio.TimerHandle | None = None
-        self._is_outage = False
+        self._is_outage, self._held = False, False
 
     @property
     def left_out(self) -> list[Server]:
@@ -75,8 +75,7 @@ class ServerPool:
     def leave_out(self, server: Server, cause: RolloutError) -> None:
         """No more requests for it until it rejoins."""
         server.cause, server.refused = cause, None
-        if len(self.left_out) == len(self.servers):
-            self._timer = asyncio.get_running_loop().call_later(self._outage_timeout_s, self._declare_outage)
+        self._time_outage()
 
     def rejoin(self, server: Server) -> None:
         """It is well again."""
@@ -86,6 +85,23 @@ class ServerPool:
             self._timer.cancel()
         self._timer, self._is_outage = None, False
         self._wake(len(self._waiters))
+
+    def hold(self) -> None:
+        """Until `release` no outage is declared: servers that are paused do not answer."""
+        self._held = True
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def release(self) -> None:
+        """The time of an outage begins anew, if there is one."""
+        self._held = False
+        self._time_outage()
+
+    def _time_outage(self) -> None:
+        waits = self._timer is None and not self._is_outage and not self._held
+        if waits and len(self.left_out) == len(self.servers):
+            self._timer = asyncio.get_running_loop().call_later(self._outage_timeout_s, self._declare_outage)
 
     def _freest(self, avoid: str | None) -> Server | None:
         if sum(server.outstanding for server in self.servers) >= self._max_outstanding:

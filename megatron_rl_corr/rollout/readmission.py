@@ -36,9 +36,14 @@ class Readmission:
     def expect(self, version: str) -> None:
         """Only weights of this name from now on; servers that are left out are asked at once whether they have them."""
         self.expected_versions.append(version)
+        self._pool.release()
         for server in self._pool.left_out:
             server.refused = None
             self._probe(server, 0.0)
+
+    def hold_outage(self) -> None:
+        """No outage until the next `expect`."""
+        self._pool.hold()
 
     def leave_out(self, server: Server, joined: int, cause: RolloutError) -> None:
         """After a request to it failed that was sent when it had joined `joined` times; harmless twice."""

@@ -61,6 +61,7 @@ class GroupStream:
         self._done: deque[Group] = deque()
         self._begun, self._dropped = 0, 0
         self._failure: BaseException | None = None
+        self._closing = False
         self._changed = asyncio.Event()
 
     @property
@@ -93,6 +94,7 @@ class GroupStream:
 
     async def close(self) -> None:
         """End what is being sampled."""
+        self._closing = True
         running = list(self._running)
         for task in running:
             task.cancel()
@@ -114,11 +116,13 @@ class GroupStream:
     def _ended(self, task: asyncio.Task) -> None:
         """A failure is kept for `take`, which may be called much later."""
         self._running.discard(task)
-        if not task.cancelled():
-            if task.exception() is None:
-                self._done.append(task.result())
-            else:
-                self._failure = self._failure or task.exception()
+        if task.cancelled():
+            if not self._closing:  # by what it awaited: nobody else would tell
+                self._failure = self._failure or RuntimeError("sampling a group was cancelled from within")
+        elif task.exception() is None:
+            self._done.append(task.result())
+        else:
+            self._failure = self._failure or task.exception()
         self._changed.set()
 
     def _drop(self, version: int) -> None:

@@ -28,12 +28,12 @@ SAME_FLOOR = {("mcore", "weight_sync"), ("launch", "report"), ("cli", "report"),
 HOST_READS = {
     ("core/metrics.py", "value"): "one rank's number, when a person asks",
     ("parallel/reduce.py", "all_gather_metrics"): "the one read of a step's metrics",
-    ("parallel/failure.py", "all_reduce_failure"): "whether to stop decides what Python does next",
+    ("parallel/failure.py", "all_reduce_done"): "whether to stop decides what Python does next",
 }
 """(file, function): why it may wait for the device."""
 
 BROAD_EXCEPTIONS = {
-    ("mcore/collection.py", "collect"): "all_reduce_failure raises it once the other ranks know",
+    ("mcore/collection.py", "_all_reduce_taken"): "all_reduce_failure raises it once the other ranks know",
 }
 """(file, function): how an error that is caught broadly is raised after all."""
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -206,6 +207,35 @@ def test_environment_when_it_raises_then_its_own_error_names_the_sample_and_the_
         asyncio.run(generate_episodes(client, prompts, SamplingParams(9), environment=Breaks, max_turns=2))
     assert error.value.__notes__ == ["it was turn 0 of prompt 1 sample 0 (row 5 of the data set)"]
     assert sorted(closed) == [5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [(sys.exit, "the environment called exit\\(3\\)"), (lambda _: cancelled(), "something that was cancelled")],
+)
+@pytest.mark.parametrize("method", ["step", "reward", "close"])
+def test_environment_when_a_tool_exits_or_drops_its_call_then_an_error_and_no_endless_wait(method, wrong, said):
+    class Breaks(Environment):
+        def step(self, output_ids, finish_reason):
+            return wrong(3) if method == "step" else DONE
+
+        def reward(self):
+            return wrong(3) if method == "reward" else 1.0
+
+        def close(self):
+            return wrong(3) if method == "close" else None
+
+    sampling, client = SamplingParams(4), Script(([10], "stop"))
+    episodes = generate_episodes(client, PROMPTS, sampling, environment=lambda _: Breaks(), max_turns=2)
+    with pytest.raises(RuntimeError, match=said) as error:
+        asyncio.run(episodes)
+    assert "prompt 0 sample 0" in "".join(error.value.__notes__)
+
+
+def cancelled():
+    future = asyncio.get_running_loop().create_future()
+    future.cancel()
+    return future
 
 
 def test_request_when_the_server_refuses_a_later_turn_then_the_error_says_which_turn_of_which_sample(faulty):

@@ -121,6 +121,7 @@ child = subprocess.Popen([sys.executable, "-c",
 class Healthy(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200); self.end_headers()
+    do_POST = do_GET
 print("listening", flush=True)
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Healthy).serve_forever()
 """
@@ -128,7 +129,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])
 
 @pytest.fixture
 def stand_in(tmp_path):
-    """A server that only answers /health, has a child, and, like that child, ignores SIGTERM."""
+    """A server that answers and does nothing, has a child, and, like that child, ignores SIGTERM."""
     (tmp_path / "sglang").mkdir()
     (tmp_path / "sglang" / "__init__.py").touch()
     (tmp_path / "sglang" / "launch_server.py").write_text(STAND_IN)

@@ -118,3 +118,18 @@ def test_take_when_a_server_rejoins_within_the_outage_timeout_then_nobody_hears_
         assert await pool.take() is pool.servers[0]
 
     asyncio.run(scenario())
+
+
+def test_hold_when_no_server_is_left_then_no_outage_before_its_time_has_passed_anew():
+    async def scenario():
+        pool = pool_of(URLS[:1])
+        pool.leave_out(pool.servers[0], dead(pool.servers[0]))
+        pool.hold()
+        waiting = asyncio.create_task(pool.take())
+        await asyncio.sleep(0.15)
+        assert not waiting.done()
+        pool.release()
+        with pytest.raises(RolloutOutage):
+            await asyncio.wait_for(waiting, timeout=20)
+
+    asyncio.run(scenario())

@@ -30,6 +30,9 @@ class Sampler:
             self._waiting[number].set_result(None)
             await settle()
 
+    def cancel(self, number):
+        self._waiting[number].cancel()
+
     def fail(self, number, error):
         self._waiting[number].set_exception(error)
 
@@ -159,6 +162,18 @@ def test_take_when_a_group_fails_then_the_others_are_ended_and_it_is_raised_by_t
         assert sorted(sampler.ended) == [2, 3]
 
     run(scenario, max_lag=1)
+
+
+def test_take_when_a_group_is_cancelled_from_within_then_raised_instead_of_waiting_for_ever():
+    async def scenario(stream, sampler):
+        step = asyncio.create_task(stream.take(0))
+        await settle()
+        sampler.cancel(1)
+        with pytest.raises(RuntimeError, match="cancelled from within"):
+            await step
+        assert sorted(sampler.ended) == [0, 1]
+
+    run(scenario)
 
 
 def test_stream_when_a_step_needs_no_group_or_the_lag_is_negative_then_refused():
