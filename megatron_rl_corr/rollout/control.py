@@ -49,9 +49,12 @@ class ServerControl:
         return await self._ask_all(requests.model_info())
 
     async def reported_versions(self) -> list[str | None]:
-        """Each server's `weight_version`; None where no answer comes. Raises RolloutServerError if none answers."""
+        """Each server's `weight_version`; None where no answer comes, or HTTP 5xx, as from a proxy before a dead one.
+
+        Raises RolloutServerError if none answers.
+        """
         answers = await self._ask_each(requests.model_info(), timeout_s=HEALTH_PROBE_TIMEOUT_S)
-        silent = [isinstance(a, RolloutServerError) and a.status is None for a in answers]
+        silent = [isinstance(a, RolloutServerError) and (a.status is None or a.status >= 500) for a in answers]
         raise_first([a for a, is_silent in zip(answers, silent, strict=True) if all(silent) or not is_silent])
         return [
             None if is_silent else str(a.get("weight_version")) for a, is_silent in zip(answers, silent, strict=True)

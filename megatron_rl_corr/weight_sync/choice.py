@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+
+from safetensors import safe_open
 
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
@@ -34,4 +37,13 @@ def make_proof(kind: str, checkpoint: Path) -> PushProof | None:
     """This rank's, for --rollout-verify-push."""
     if kind == "off":
         return None
-    return PushProof(sum(path.stat().st_size for path in checkpoint.glob("*.safetensors")))
+    return PushProof(count_elements(checkpoint))
+
+
+def count_elements(checkpoint: Path) -> int:
+    """Numbers in all tensors of a Hugging Face folder, read from its files' heads."""
+    count = 0
+    for path in checkpoint.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            count += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    return count

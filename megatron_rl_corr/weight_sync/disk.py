@@ -107,11 +107,20 @@ def _ours(folder: Path) -> list[Path]:
 
 
 def _remove(folder: Path) -> None:
-    """Nothing but a folder that was made here."""
+    """Nothing but a folder that was made here, or an empty one: a run may be killed before it writes the marker.
+
+    The marker goes last, so that what a killed run leaves of the folder is still known as its own.
+    """
     if not folder.exists():
         return
-    if not (folder / MARKER).is_file():
+    inside = list(folder.iterdir())
+    if inside and not (folder / MARKER).is_file():
         raise FileExistsError(
             f"{folder} was not made by this program: it has no {MARKER}; name another --rollout-weight-dir"
         )
-    shutil.rmtree(folder)
+    for path in sorted(inside, key=lambda path: path.name == MARKER):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    folder.rmdir()

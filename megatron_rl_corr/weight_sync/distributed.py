@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.control import ServerControl
-from megatron_rl_corr.rollout.errors import RolloutServerError
+from megatron_rl_corr.rollout.errors import RolloutError, RolloutServerError
 from megatron_rl_corr.weight_sync.buckets import NamedTensor
 from megatron_rl_corr.weight_sync.transport import WeightTransport
-from megatron_rl_corr.weight_sync.update_group import UpdateGroup
+from megatron_rl_corr.weight_sync.update_group import UpdateGroup, count_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -36,16 +36,31 @@ class DistributedTransport(WeightTransport):
 
     def send(self, bucket: list[NamedTensor]) -> None:
         if self._group is None:
-            self._group = UpdateGroup(self.servers, self._loop, backend=self._backend)
+            self._make_group()
         try:
             self._group.broadcast(bucket)
-        except RolloutServerError as error:
-            self.broken = True
-            error.add_note(
-                "the other servers wait for it in the broadcast, so this run can't go on without it; "
-                "--rollout-weight-transport tensor and disk can"
-            )
+        except (RolloutError, OSError) as error:
+            self._break(error)
             raise
+
+    def _make_group(self) -> None:
+        ranks_per_server = count_ranks(self.servers.base_urls, self._loop.call(self.servers.server_info()))
+        try:
+            self._group = UpdateGroup(
+                self.servers, self._loop, backend=self._backend, ranks_per_server=ranks_per_server
+            )
+        except (RolloutError, OSError) as error:
+            answered = isinstance(error, RolloutServerError) and error.status is not None
+            if len(self.servers.base_urls) > 1 or not answered:
+                self._break(error)
+            raise
+
+    def _break(self, error: Exception) -> None:
+        self.broken = True
+        error.add_note(
+            "other servers may wait in the broadcast, so this run can't go on without this one; "
+            "--rollout-weight-transport tensor and disk can"
+        )
 
     def close(self):
         self._drop_group(self.servers.base_urls if self.servers else ())
@@ -58,4 +73,5 @@ class DistributedTransport(WeightTransport):
                 self._loop.call(self._control([url]).destroy_weights_update_group(self._group.name))
             except RolloutServerError as error:  # it is gone, and the group with it
                 logger.warning("a broadcast group was not taken off: %s", error)
+        self._group.destroy()
         self._group = None

@@ -26,6 +26,12 @@ from megatron_rl_corr.weight_sync.fused import Part, possible_layouts, server_pa
 KEPT_BYTES = 256 * 2**20
 ENDPOINT = "/weights_checker"
 _SHOWN = 5
+_LAYOUT = (
+    "tp_size", "pp_size", "ep_size", "dtype", "device", "quantization", "moe_runner_backend", "moe_a2a_backend",
+    "enable_dp_attention", "enable_dp_lm_head", "moe_dense_tp_size", "enable_eplb", "ep_num_redundant_experts",
+    "init_expert_location", "enable_fp32_lm_head", "disable_shared_experts_fusion",
+)  # fmt: skip
+"""Names in /server_info that decide what a rank holds, and how; the first six are in every version's."""
 
 logger = logging.getLogger(__name__)
 
@@ -44,15 +50,18 @@ class ServerWeights:
 
     @property
     def layout_is_known(self) -> bool:
-        """Whether every parameter must be as fused.py has it, and not only those that once were."""
-        return self.device == "cpu" and self.layout[:3] == (1, 1, 1) and self.quantization is None
+        """Whether every parameter must be as fused.py has it, and not only those that once were.
+
+        In 16 bits a CPU with AMX holds its matrices packed, and /server_info does not tell; float32 is never packed.
+        """
+        return self.device == "cpu" and self.layout[:4] == (1, 1, 1, "float32") and self.quantization is None
 
 
 class PushProof:
-    """One rank's. model_bytes: of the whole checkpoint, to choose the share that is kept."""
+    """One rank's. elements: numbers in the whole model, to choose the share that is kept."""
 
-    def __init__(self, model_bytes: int, *, kept_bytes: int = KEPT_BYTES):
-        self._share = min(1.0, kept_bytes / max(1, model_bytes))
+    def __init__(self, elements: int, *, kept_bytes: int = KEPT_BYTES):
+        self._elements = max(1, elements)
         self._limit = kept_bytes
         self._matched: set[tuple[tuple, str]] = set()  # by layout
         self._warned = False
@@ -62,26 +71,28 @@ class PushProof:
     def clear(self) -> None:
         """Forget what was kept: an update begins."""
         self._kept: dict[str, dict[Part, Tensor]] = {}
-        self._too_large: set[str] = set()
+        self._chosen: dict[str, bool] = {}
         self._bytes = 0
 
     def keep(self, bucket: Sequence[NamedTensor], version: str) -> None:
         """Before the bucket is sent."""
         for name, tensor in bucket:
             parameter, part = server_parameter(name)
-            if not self._chosen(parameter, version):
+            if parameter not in self._chosen:
+                self._chosen[parameter] = self._choose(parameter, version, tensor.element_size())
+            if not self._chosen[parameter]:
                 continue
             self._bytes += tensor.nbytes
             if self._bytes > self._limit:
                 self._bytes -= tensor.nbytes + sum(t.nbytes for t in self._kept.pop(parameter, {}).values())
-                self._too_large.add(parameter)
+                self._chosen[parameter] = False
             else:
                 self._kept.setdefault(parameter, {})[part] = tensor.detach().clone()
 
-    def _chosen(self, parameter: str, version: str) -> bool:
-        if parameter in self._too_large:
-            return False
-        return self._share >= 1 or zlib.crc32(f"{version} {parameter}".encode()) < self._share * 2**32
+    def _choose(self, parameter: str, version: str, element_bytes: int) -> bool:
+        """By the bytes that are sent: a checkpoint in bfloat16 may be trained in float32."""
+        share = self._limit / (self._elements * element_bytes)
+        return share >= 1 or zlib.crc32(f"{version} {parameter}".encode()) < share * 2**32
 
     def ask(self, servers: ServerControl, loop: LoopThread) -> list[ServerWeights]:
         """Every server's checksums; none where a server is too old to have any. Checks that they agree."""
@@ -103,7 +114,8 @@ class PushProof:
         """How many parameters are, at every server, what was kept.
 
         Raises RolloutProtocolError for a server that has another. Where the layout of a parameter is not known (on a
-        GPU, with several ranks, quantised), it counts only from the first push on in which it fitted at such a server.
+        GPU, with several ranks, in 16 bits, quantised), it counts only from the first push on in which it fitted at
+        such a server.
         """
         proven = set(self._kept) if shown else set()
         fitting: set[tuple[tuple, str]] = set()
@@ -148,7 +160,8 @@ def check_agreement(shown: Sequence[ServerWeights]) -> None:
             raise RolloutProtocolError(
                 server.url, ENDPOINT,
                 f"{len(wrong)} of its weights differ from those of {alike.url} after the same push: {_some(wrong)}; "
-                "is one of them being updated by another program? Start both anew",
+                "is one of them being updated by another program? Start both anew; if each holds them in a layout of "
+                "its own, use --rollout-verify-push off",
             )
 
 
@@ -166,7 +179,7 @@ def _fits(parts: dict[Part, Tensor], told: str, server: ServerWeights, rank: int
 def _read(url: str, info: dict[str, Any], answer: dict[str, Any]) -> ServerWeights:
     try:
         ranks = tuple((rank["parallelism_info"][0]["tp_rank"], rank["checksums"]) for rank in answer["ranks"])
-        layout = tuple(info[key] for key in ("tp_size", "pp_size", "ep_size", "dtype", "device", "quantization"))
+        layout = (*(info[key] for key in _LAYOUT[:6]), *(info.get(key) for key in _LAYOUT[6:]))
         return ServerWeights(
             url, info["device"], info["tp_size"], (*layout, len(ranks)), info["quantization"], ranks
         )

@@ -62,7 +62,8 @@ def _push_once(exporter: StageExporter, client: WeightServers, version: str, buc
     _all_reduce_led(exporter, partial(client.end, version))
     if client.proves:
         _broadcast_and_compare(exporter, client)
-    client.expect(version)  # before a server samples with them
+    client.expect(version)
+    all_reduce_failure(None)  # on every rank, before a server samples with them
     _all_reduce_led(exporter, client.resume)
 
 

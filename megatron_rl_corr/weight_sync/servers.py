@@ -183,7 +183,7 @@ class WeightServers:
 
     def _check_in_place(self) -> None:
         for url, info in zip(self._updated.base_urls, self._loop.call(self._updated.server_info()), strict=True):
-            missing = [f"--{name.replace('_', '-')}" for name in IN_PLACE_NEEDS if not info[name]]
+            missing = [f"--{name.replace('_', '-')}" for name in IN_PLACE_NEEDS if not info.get(name)]
             if missing:
                 raise RolloutProtocolError(
                     url, "/server_info",

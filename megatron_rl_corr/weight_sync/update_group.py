@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import socket
+import threading
 import uuid
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,21 +24,26 @@ from torch.distributed.distributed_c10d import (
 
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.control import ServerControl
-from megatron_rl_corr.rollout.errors import RolloutProtocolError
+from megatron_rl_corr.rollout.errors import RolloutError, RolloutProtocolError
 from megatron_rl_corr.weight_sync.buckets import NamedTensor
+
+_ANSWER_S = 5.0
+"""Where the group has failed: how long to wait for a server to say why."""
 
 
 class UpdateGroup:
-    """Rank 0 is this process; the servers follow in the order of client.base_urls."""
+    """Rank 0 is this process; the servers follow in the order of client.base_urls.
+
+    What a server answers is raised as RolloutError; a failure of the group that no server explains, as OSError.
+    """
 
     def __init__(
-        self, client: ServerControl, loop: LoopThread, *, backend: str, timeout_s: float = 300.0
+        self, client: ServerControl, loop: LoopThread, *, backend: str, ranks_per_server: int, timeout_s: float = 300.0
     ):
         self._client, self._loop = client, loop
-        self._timeout_s = timeout_s
+        self._backend, self._timeout_s = backend, timeout_s
         # SGLang keeps a group's name for ever, also when its trainer has died: never use one twice.
         self.name = f"rollout-corr-{uuid.uuid4().hex[:12]}"
-        ranks_per_server = count_ranks(client.base_urls, loop.call(client.server_info()))
         address = _address_towards(client.base_urls[0])
         port = _free_port(address)
         joining = loop.submit(
@@ -44,8 +52,15 @@ class UpdateGroup:
             )
         )
         world_size = 1 + len(client.base_urls) * ranks_per_server
-        self._group = _join(address, port, world_size, self.name, backend, timeout_s)
-        joining.result(timeout_s)
+        try:
+            store = _meet(address, port, world_size, timeout_s, joining)
+            self._group = _join(store, world_size, self.name, backend, timeout_s)
+            joining.result(timeout_s)
+        except (RuntimeError, OSError) as error:
+            raise self._cause(
+                error, joining, f"no broadcast group of {world_size} ranks was made at {address}:{port}; can the "
+                "servers reach this address, and is no firewall between?",
+            ) from error
 
     def broadcast(self, bucket: list[NamedTensor]) -> None:
         """Send one bucket to every server and wait until all have it; RolloutServerError if one has not."""
@@ -58,14 +73,43 @@ class UpdateGroup:
                 flush_cache=False,
             )
         )
-        works = [
-            dist.broadcast(tensor.contiguous(), src=0, group=self._group, async_op=True)
-            for _, tensor in bucket
-        ]
-        # The servers' answer first: where one has died, waiting for the broadcast would only hide why.
-        receiving.result(self._timeout_s)
-        for work in works:
-            work.wait()
+        try:
+            works = [
+                dist.broadcast(tensor.contiguous(), src=0, group=self._group, async_op=True)
+                for _, tensor in bucket
+            ]
+            # The servers' answer first: where one has died, waiting for the broadcast would only hide why.
+            receiving.result(self._timeout_s)
+            for work in works:
+                work.wait()
+        except (RuntimeError, OSError) as error:
+            raise self._cause(
+                error, receiving, "a broadcast of weights failed; see the servers' logs, or use "
+                "--rollout-weight-transport tensor or disk",
+            ) from error
+
+    def destroy(self) -> None:
+        """This process's half, when the servers have left theirs.
+
+        Not over NCCL: whether it waits there for a rank that is gone has not been tried, and what stays are some
+        buffers until the process ends.
+        """
+        if self._backend == "gloo" and self._group in _world.pg_map:  # else it went with the default group
+            dist.destroy_process_group(self._group)
+
+    def _cause(self, error: Exception, asked: Future, what: str) -> Exception:
+        """A server's own answer says more than the group does, where it comes."""
+        if isinstance(error, RolloutError):
+            return error
+        failure = None
+        try:
+            failure = asked.exception(_ANSWER_S)
+        except (TimeoutError, concurrent.futures.CancelledError):
+            asked.cancel()
+        if isinstance(failure, RolloutError):
+            return failure
+        said = f" ({error})" if str(error) else f" (no answer within {self._timeout_s:g} s)"
+        return OSError(f"{', '.join(self._client.base_urls)}: {what}{said}")
 
 
 def count_ranks(urls: Sequence[str], infos: Sequence[Mapping[str, Any]]) -> int:
@@ -90,15 +134,35 @@ def count_ranks(urls: Sequence[str], infos: Sequence[Mapping[str, Any]]) -> int:
     return counts[0]
 
 
-def _join(
-    address: str, port: int, world_size: int, name: str, backend: str, timeout_s: float
-) -> ProcessGroup:
+def _meet(address: str, port: int, world_size: int, timeout_s: float, joining: Future) -> dist.Store:
+    """The store that all ranks have come to; at once the failure of `joining`, as then some never will.
+
+    torch can't be told to stop waiting, so that is done in a thread, which ends by itself after timeout_s.
+    """
+    met: Future = Future()
+
+    def wait() -> None:
+        try:
+            store, _, _ = next(
+                rendezvous(f"tcp://{address}:{port}", 0, world_size, timeout=timedelta(seconds=timeout_s))
+            )
+            met.set_result(store)
+        except Exception as error:  # noqa: BLE001  raised in the thread that waits
+            met.set_exception(error)
+
+    threading.Thread(target=wait, name="weight-rendezvous", daemon=True).start()
+    concurrent.futures.wait([met, joining], return_when=concurrent.futures.FIRST_COMPLETED)
+    if not met.done():
+        joining.result()
+    return met.result()
+
+
+def _join(store: dist.Store, world_size: int, name: str, backend: str, timeout_s: float) -> ProcessGroup:
     """init_process_group for a group beside the default one: torch has no public call for it."""
     timeout = timedelta(seconds=timeout_s)
-    store, rank, world_size = next(rendezvous(f"tcp://{address}:{port}", 0, world_size, timeout=timeout))
     store.set_timeout(timeout)
     group, _ = _new_process_group_helper(
-        world_size, rank, [], Backend(backend), PrefixStore(name, store),
+        world_size, 0, [], Backend(backend), PrefixStore(name, store),
         group_name=name, backend_options=None, timeout=timeout,
     )
     _world.pg_group_ranks[group] = {i: i for i in range(world_size)}

@@ -75,16 +75,21 @@ def test_reported_versions_when_a_server_does_not_answer_then_none_and_when_none
         request.transport.close()
 
     async def wrong(request):
-        return web.Response(status=500, text="broken")
+        return web.Response(status=401, text="no key")
+
+    async def proxied(request):
+        return web.Response(status=502, text="Bad Gateway")
 
     async def versions(client):
         return await client.reported_versions()
 
-    assert faulty.run(versions, gone, well) == [None, "7"]
+    assert faulty.run(versions, gone, well) == faulty.run(versions, proxied, well) == [None, "7"]
     with pytest.raises(RolloutServerError, match="closed the connection"):
         faulty.run(versions, gone, gone)
-    with pytest.raises(RolloutServerError, match="HTTP 500: broken"):
+    with pytest.raises(RolloutServerError, match="HTTP 401: no key"):
         faulty.run(versions, well, wrong)
+    with pytest.raises(RolloutServerError, match="HTTP 502: Bad Gateway"):
+        faulty.run(versions, proxied, proxied)
 
 
 def test_weight_group_when_one_server_refuses_then_the_error_does_not_wait_for_the_others(faulty):

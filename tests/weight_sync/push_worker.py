@@ -5,6 +5,7 @@ Prints, as JSON, what was raised in each case and everything that was asked of t
 
 import json
 import sys
+import time
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -16,9 +17,8 @@ from megatron_rl_corr.rollout.errors import RolloutError, RolloutProtocolError, 
 from megatron_rl_corr.weight_sync.push import push_weights
 
 rank, store, cases = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
-dist.init_process_group(
-    "gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=timedelta(seconds=30)
-)
+store = dist.FileStore(store, 2)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=30))
 
 
 class Servers:
@@ -44,7 +44,7 @@ class Servers:
 
     def send(self, bucket, version):
         self.calls.append("send " + "".join(name for name, _ in bucket) + " to " + "".join(self.urls))
-        if rank == 1 and "b" in self.urls and self.case not in ("right", "lost"):
+        if rank == 1 and "b" in self.urls and self.case not in ("right", "late", "lost"):
             self.broken = self.case == "breaks"
             if self.case == "full":
                 raise OSError("no space left on the device")
@@ -61,6 +61,16 @@ class Servers:
 
     def abandon(self):
         self.calls.append("abandon, broken" if self.broken else "abandon")
+
+    def expect(self, version):
+        self.calls.append(f"expect {version}")
+        if self.case == "late" and rank == 1:
+            time.sleep(0.5)
+            store.set("expected", "yes")
+
+    def resume(self):
+        early = self.case == "late" and not store.check(["expected"])
+        self.calls.append("resume, too early" if early else "resume")
 
     def __getattr__(self, name):
         return lambda *arguments: self.calls.append(" ".join([name, *arguments]))

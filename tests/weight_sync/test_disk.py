@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -77,6 +78,37 @@ def test_push_when_a_folder_of_that_name_is_anothers_then_refused_and_left(tmp_p
     with pytest.raises(FileExistsError, match="version-1 was not made by this program.*--rollout-weight-dir"):
         push([DiskTransport(folder, source, LOOP, stage=0)], "1", Loading())
     assert (folder / "version-1" / "thesis.tex").read_text() == "dear"
+
+
+def test_push_when_a_removal_was_cut_off_anywhere_then_the_next_run_still_knows_the_folder(
+    tmp_path, source, monkeypatch
+):
+    folder, stage = tmp_path / "weights", DiskTransport(tmp_path / "weights", source, LOOP, stage=0)
+    unlink, rmdir = Path.unlink, Path.rmdir
+
+    class Killed(BaseException):
+        pass
+
+    def removing(path, *arguments):
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise Killed
+        (rmdir if path.is_dir() else unlink)(path)
+
+    for before_the_kill in range(9):
+        push([stage], "1", Loading(), cut_off=True)
+        left = before_the_kill
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "unlink", removing)
+            patch.setattr(Path, "rmdir", removing)
+            patch.setattr("shutil.rmtree", lambda path: [removing(p) for p in (*sorted(path.iterdir()), path)])
+            try:
+                stage.close()
+            except Killed:
+                assert before_the_kill < 4  # two buckets, the marker, the folder
+        push([stage], "1", Loading())
+        assert {path.name for path in folder.iterdir()} == {"version-1"}
 
 
 def test_close_when_a_push_was_cut_off_then_nothing_unfinished_stays(tmp_path, source):

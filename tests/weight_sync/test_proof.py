@@ -2,13 +2,16 @@
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from megatron_rl_corr.rollout import RolloutProtocolError
 from megatron_rl_corr.weight_sync.checksums import cpu_checksum, gpu_checksum
-from megatron_rl_corr.weight_sync.proof import PushProof, ServerWeights, check_agreement
+from megatron_rl_corr.weight_sync.choice import count_elements
+from megatron_rl_corr.weight_sync.proof import PushProof, ServerWeights, _read, check_agreement
 
 A, B = "http://a", "http://b"
 LAYOUT = (1, 1, 1, "float32", "cpu", 1)
+BF16 = {"layout": (1, 1, 1, "bfloat16", "cpu", 1)}  # a CPU with AMX packs matrices
 
 
 def server(url=A, device="cpu", tp_size=1, layout=LAYOUT, quantization=None, **checksums):
@@ -17,7 +20,8 @@ def server(url=A, device="cpu", tp_size=1, layout=LAYOUT, quantization=None, **c
 
 def test_agreement_when_servers_of_one_layout_differ_then_the_second_is_named_with_what_differs():
     check_agreement([server(A, x="1", y="2"), server(B, x="1", y="2")])
-    with pytest.raises(RolloutProtocolError, match="1 of its weights differ from those of http://a .*: y;") as error:
+    words = "1 of its weights differ from those of http://a .*: y; .* use --rollout-verify-push off"
+    with pytest.raises(RolloutProtocolError, match=words) as error:
         check_agreement([server(A, x="1", y="2"), server(B, x="1", y="3")])
     assert error.value.url == B
 
@@ -47,7 +51,7 @@ def test_compare_when_what_was_kept_changes_afterwards_then_it_is_of_when_it_was
     assert proof.compare([server(x=before)]) == 1
 
 
-@pytest.mark.parametrize("unknown", [{"device": "cuda"}, {"quantization": "fp8"}, {"layout": (2, 1, 1)}])
+@pytest.mark.parametrize("unknown", [{"device": "cuda"}, {"quantization": "fp8"}, {"layout": (2, 1, 1)}, BF16])
 def test_compare_when_the_layout_is_not_known_then_what_never_fitted_proves_nothing_and_that_is_told_once(
     unknown, caplog
 ):
@@ -98,6 +102,32 @@ def test_keep_when_the_model_is_larger_than_what_is_kept_then_a_share_that_chang
         sizes.append(len(proof._kept))
         seen |= proof._kept.keys()
     assert 30 < sum(sizes) / 30 < 70 and seen == set(names)  # a quarter of 200
+
+
+def test_keep_when_the_weights_are_sent_in_a_wider_type_than_the_checkpoints_then_fewer_and_of_all_layers():
+    x, seen = torch.ones(10), set()
+    for version in range(60):
+        proof = PushProof(1000, kept_bytes=2000)  # the checkpoint has these 1000 numbers in 2000 bytes
+        for i in range(100):
+            proof.keep([(f"p{i}", x)], str(version))
+        seen |= {int(name[1:]) for name in proof._kept}
+        assert len(proof._kept) < 75
+    assert max(seen) >= 98
+
+
+def test_proof_when_it_is_made_then_it_counts_the_checkpoints_numbers_not_their_bytes(tmp_path):
+    save_file({"a": torch.ones(3, 5).half(), "b": torch.tensor(1.0)}, tmp_path / "model-1.safetensors")
+    save_file({"c": torch.ones(4)}, tmp_path / "model-2.safetensors")
+    assert count_elements(tmp_path) == 20
+
+
+def test_layout_when_servers_hold_their_experts_otherwise_then_it_is_another_and_older_ones_have_no_such_key():
+    info = dict(zip(("tp_size", "pp_size", "ep_size", "dtype", "device"), LAYOUT, strict=False), quantization=None)
+    answer = {"ranks": [{"parallelism_info": [{"tp_rank": 0}], "checksums": {"x": "1"}}]}
+    old, same = (_read(url, info, answer) for url in (A, B))
+    assert old.layout == same.layout and old.layout_is_known
+    for other in ("moe_runner_backend", "enable_eplb", "enable_fp32_lm_head", "disable_shared_experts_fusion"):
+        assert _read(B, info | {other: "x"}, answer).layout != old.layout
 
 
 def test_keep_when_a_stack_outgrows_the_limit_then_it_is_dropped_whole_and_smaller_ones_stay():

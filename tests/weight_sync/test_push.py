@@ -14,7 +14,7 @@ OPEN = ["start v", "begin"]
 DONE = ["deliver v", "end v", "show"]
 
 
-CASES = ("right", "dies", "refuses", "breaks", "full", "lost")
+CASES = ("right", "late", "dies", "refuses", "breaks", "full", "lost")
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +46,12 @@ def test_push_then_every_rank_sends_its_stage_and_rank_0_leads(push):
     compared = ["compare sums of ab", "expect v"]
     assert first == ["look", "use ab", *OPEN, *sends, *DONE, *compared, "resume"]
     assert second == ["use ab", "send r to ab", "send s to ab", *compared]
+
+
+def test_push_when_a_rank_is_slow_to_expect_the_version_then_the_servers_resume_after_it(push):
+    (raised, first), (raised_1, second) = push("late")
+    assert raised is raised_1 is None
+    assert first[-1] == "resume" and second[-1] == "expect v"
 
 
 def test_push_when_a_server_dies_then_all_is_sent_again_to_the_other_and_nobody_raises(push):

@@ -5,9 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_rl_corr.rollout.errors import RolloutServerError
+from megatron_rl_corr.rollout.errors import RolloutProtocolError, RolloutServerError
 from megatron_rl_corr.weight_sync.distributed import DistributedTransport
 from megatron_rl_corr.weight_sync.servers import ABSENT, READY, STARTED_ANEW, WeightServers
+from megatron_rl_corr.weight_sync.transport import WeightTransport
 
 A, B, C = "http://a:1", "http://b:1", "http://c:1"
 
@@ -28,6 +29,9 @@ class Recorder:
     async def expect_version(self, version):
         self.expected = version
 
+    async def server_info(self):
+        return [{"disable_radix_cache": True} for _ in self.base_urls]
+
     async def destroy_weights_update_group(self, name):
         self.asked.append((name, self.base_urls))
         if self.versions[self.base_urls[0]] == "default":
@@ -37,6 +41,10 @@ class Recorder:
 @pytest.fixture
 def client():
     return Recorder([A, B, C], {A: "1", B: "1", C: "1"}, [])
+
+
+def group(name, client):
+    return SimpleNamespace(name=name, destroy=lambda: client.asked.append((name, "trainer")))
 
 
 def made(client):
@@ -49,7 +57,7 @@ def servers(client):
     """After an update to version 1 that made a group."""
     servers = made(client)
     servers.use(servers.look())
-    servers._transport._group = SimpleNamespace(name="g")
+    servers._transport._group = group("g", client)
     servers.expect("1")
     return servers
 
@@ -83,17 +91,30 @@ def test_use_when_a_server_left_or_was_started_anew_then_those_that_still_have_t
 ):
     servers.use(states)
     assert servers._updated.base_urls == updated and servers._transport._group is None
-    assert client.asked == [("g", (url,)) for url in still_have_it]
+    assert client.asked == [("g", (url,)) for url in still_have_it] + [("g", "trainer")]
 
 
 def test_use_when_a_server_comes_back_then_the_group_of_the_others_is_not_enough(client, servers):
     servers.use([READY, ABSENT, READY])
-    servers._transport._group = SimpleNamespace(name="g2")
+    servers._transport._group = group("g2", client)
     servers.use([READY, READY, READY])
-    assert servers._transport._group is None and client.asked[-2:] == [("g2", (A,)), ("g2", (C,))]
+    assert servers._transport._group is None and client.asked[-3:] == [("g2", (A,)), ("g2", (C,)), ("g2", "trainer")]
 
 
 def test_close_when_a_server_has_lost_the_group_then_the_others_are_asked_all_the_same(client, servers):
     client.versions[A] = "default"
     servers.close()
-    assert client.asked == [("g", (url,)) for url in (A, B, C)]
+    assert client.asked == [*(("g", (url,)) for url in (A, B, C)), ("g", "trainer")]
+
+
+def test_close_when_a_broadcast_was_broken_off_then_nobody_is_asked_and_the_trainer_keeps_its_half(client, servers):
+    servers.broken = True
+    servers.close()
+    assert client.asked == []
+
+
+def test_begin_in_place_when_a_server_has_no_such_argument_then_it_counts_as_not_set(client):
+    loop = SimpleNamespace(call=asyncio.run)
+    servers = WeightServers(client, loop, WeightTransport(), pause_mode="in_place")
+    with pytest.raises(RolloutProtocolError, match="needs a server started with --disable-overlap-schedule; start"):
+        servers.begin()

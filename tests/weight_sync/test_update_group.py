@@ -1,9 +1,17 @@
-"""How many ranks the servers bring into the broadcast group."""
+"""How many ranks the servers bring into the broadcast group, and what is raised where it can't be made or used."""
+
+import asyncio
+import threading
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
 
-from megatron_rl_corr.rollout.errors import RolloutProtocolError
-from megatron_rl_corr.weight_sync.update_group import count_ranks
+from megatron_rl_corr.rollout.blocking import LoopThread
+from megatron_rl_corr.rollout.errors import RolloutProtocolError, RolloutServerError
+from megatron_rl_corr.weight_sync import distributed, update_group
+from megatron_rl_corr.weight_sync.update_group import UpdateGroup, _join, count_ranks
 
 ONE = {"tp_size": 4, "pp_size": 2, "dp_size": 1, "enable_dp_attention": False}
 
@@ -26,3 +34,132 @@ def test_ranks_when_dp_attention_shares_the_tensor_ranks_then_they_are_not_count
 def test_ranks_when_servers_differ_or_hide_replicas_then_refused_by_name(second, words):
     with pytest.raises(RolloutProtocolError, match=words):
         count_ranks(["http://a", "http://b"], [ONE, second])
+
+
+class Server:
+    """Stands for the control of servers: whatever they are asked, they do what `answer` does."""
+
+    def __init__(self, answer, urls=("http://127.0.0.1:9",)):
+        self.base_urls, self.answer = urls, answer
+
+    async def server_info(self):
+        return [ONE for _ in self.base_urls]
+
+    async def init_weights_update_group(self, *_, **__):
+        await self.answer()
+
+    update_weights_from_distributed = init_weights_update_group
+
+
+async def refuses():
+    raise RolloutServerError("http://127.0.0.1:9", "/init_weights_update_group", 400, "group exists")
+
+
+async def never_answers():
+    await asyncio.sleep(60)
+
+
+async def answers():
+    return [{}]
+
+
+@pytest.fixture
+def loop():
+    with LoopThread() as loop:
+        yield loop
+
+
+@pytest.fixture
+def group(loop, monkeypatch):
+    """group(server): a group of the trainer alone, as if that server had joined it."""
+    made = []
+
+    def make(server):
+        alone = _join(dist.HashStore(), 1, f"alone{len(made)}", "gloo", 5)
+        with monkeypatch.context() as patch:
+            patch.setattr(update_group, "_meet", lambda *_: None)
+            patch.setattr(update_group, "_join", lambda *_: alone)
+            made.append(UpdateGroup(Server(answers), loop, backend="gloo", ranks_per_server=1, timeout_s=0.2))
+        made[-1]._client = server
+        monkeypatch.setattr(update_group, "_ANSWER_S", 0.2)
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.destroy()
+
+
+def test_group_when_a_server_refuses_then_its_answer_is_raised_without_waiting_for_the_ranks(loop, monkeypatch):
+    waiting = threading.Event()
+    monkeypatch.setattr(update_group, "rendezvous", lambda *_, **__: iter(waiting.wait, True))  # nobody comes
+    try:
+        with pytest.raises(RolloutServerError, match="HTTP 400: group exists"):
+            UpdateGroup(Server(refuses), loop, backend="gloo", ranks_per_server=1)
+    finally:
+        waiting.set()
+
+
+def test_group_when_no_server_comes_then_error_names_server_address_and_what_to_look_at(loop, monkeypatch):
+    monkeypatch.setattr(update_group, "_ANSWER_S", 0.2)
+    with pytest.raises(OSError, match="http://127.0.0.1:9: no broadcast group of 2 ranks .* at 127.0.0.1:.*firewall"):
+        UpdateGroup(Server(never_answers), loop, backend="gloo", ranks_per_server=1, timeout_s=0.5)
+
+
+def test_broadcast_when_a_server_does_not_answer_in_time_then_an_error_of_a_push_that_says_so(group):
+    with pytest.raises(OSError, match=r"http://127.0.0.1:9: a broadcast of weights failed; .* \(no answer within"):
+        group(Server(never_answers)).broadcast([("x", torch.ones(1))])
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "words"), [(refuses, RolloutServerError, "group exists"), (answers, OSError, "peer is gone")]
+)
+def test_broadcast_when_it_fails_here_then_a_servers_answer_is_raised_if_there_is_one(
+    group, monkeypatch, answer, error, words
+):
+    def fails(*_, **__):
+        raise RuntimeError("peer is gone")
+
+    made = group(Server(answer))
+    monkeypatch.setattr(dist, "broadcast", fails)
+    with pytest.raises(error, match=words):
+        made.broadcast([("x", torch.ones(1))])
+
+
+def test_destroy_then_torch_has_the_group_no_more_and_twice_is_harmless(group):
+    made = group(Server(answers))
+    made.broadcast([("x", torch.ones(1))])
+    assert made._group in _world.pg_map
+    made.destroy()
+    made.destroy()
+    assert made._group not in _world.pg_map
+
+
+@pytest.mark.parametrize(
+    ("answer", "urls", "broken"),
+    [
+        (refuses, ("http://127.0.0.1:9",), False),
+        (refuses, ("http://127.0.0.1:9", "http://127.0.0.1:10"), True),  # the second waits for the first
+        (never_answers, ("http://127.0.0.1:9",), True),
+    ],
+)
+def test_send_when_no_group_is_made_then_broken_if_a_server_may_be_waiting_in_it(
+    loop, monkeypatch, answer, urls, broken
+):
+    def making(*arguments, **options):
+        return UpdateGroup(*arguments, **options, timeout_s=0.5)
+
+    monkeypatch.setattr(update_group, "_ANSWER_S", 0.2)
+    monkeypatch.setattr(distributed, "UpdateGroup", making)
+    transport = distributed.DistributedTransport(None, loop, backend="gloo")
+    transport.aim(Server(answer, urls))
+    with pytest.raises((RolloutServerError, OSError)):
+        transport.send([("x", torch.ones(1))])
+    assert transport.broken is broken
+
+
+def test_send_when_a_broadcast_is_not_answered_in_time_then_broken(loop, group):
+    transport = distributed.DistributedTransport(None, loop, backend="gloo")
+    transport._group = group(Server(never_answers))
+    with pytest.raises(OSError, match="no answer within"):
+        transport.send([("x", torch.ones(1))])
+    assert transport.broken
