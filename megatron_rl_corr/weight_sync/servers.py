@@ -86,7 +86,8 @@ class WeightServers:
         return states
 
     def use(self, states: Sequence[int]) -> None:
-        """Update the servers that are not ABSENT."""
+        """Update the servers that are not ABSENT; until `expect` their silence is no outage."""
+        self._loop.call(self._client.expect_pause())
         state = dict(zip(self._client.base_urls, states, strict=True))
         urls = tuple(url for url in state if state[url] != ABSENT)
         rejoined = None

@@ -147,7 +147,7 @@ def _meet(address: str, port: int, world_size: int, timeout_s: float, joining: F
                 rendezvous(f"tcp://{address}:{port}", 0, world_size, timeout=timedelta(seconds=timeout_s))
             )
             met.set_result(store)
-        except Exception as error:  # noqa: BLE001  raised in the thread that waits
+        except (RuntimeError, ValueError, OSError) as error:
             met.set_exception(error)
 
     threading.Thread(target=wait, name="weight-rendezvous", daemon=True).start()

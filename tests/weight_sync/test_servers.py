@@ -26,6 +26,9 @@ class Recorder:
     async def reported_versions(self):
         return [self.versions[url] for url in self.base_urls]
 
+    async def expect_pause(self):
+        self.expected = "a pause"
+
     async def expect_version(self, version):
         self.expected = version
 

@@ -91,7 +91,13 @@ def group(loop, monkeypatch):
 
 def test_group_when_a_server_refuses_then_its_answer_is_raised_without_waiting_for_the_ranks(loop, monkeypatch):
     waiting = threading.Event()
-    monkeypatch.setattr(update_group, "rendezvous", lambda *_, **__: iter(waiting.wait, True))  # nobody comes
+
+    def nobody_comes(*_, **__):
+        waiting.wait(20)
+        raise RuntimeError("0 of 2 ranks came")
+
+    monkeypatch.setattr(update_group, "rendezvous", nobody_comes)
+    monkeypatch.setattr(UpdateGroup, "_cause", lambda self, error, *_: error)  # not as an explanation afterwards
     try:
         with pytest.raises(RolloutServerError, match="HTTP 400: group exists"):
             UpdateGroup(Server(refuses), loop, backend="gloo", ranks_per_server=1)
