@@ -79,6 +79,7 @@ def test_look_before_the_first_update_then_every_version_will_do(client):
 def test_use_when_nothing_changed_then_the_group_stays(client, servers):
     servers.use([READY, READY, READY])
     assert servers._transport._group is not None and client.asked == []
+    assert client.expected == "a pause"
 
 
 @pytest.mark.parametrize(
