@@ -1,4 +1,4 @@
-"""The command line `megatron-rl-corr`: examines servers, writes a run's report, lists presets and a model's flags."""
+"""The command line `megatron-rl-corr`: examines servers, draws runs, compares corrections, lists presets and flags."""
 
 import argparse
 import sys
@@ -34,6 +34,13 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="write report.html and overview.png into a run's folder")
     report.add_argument("run_dir", metavar="RUN_DIR", help="folder that holds the run's metrics.jsonl")
     report.set_defaults(run=_report)
+
+    correct = commands.add_parser("correct", help="compare corrections on samples that a run has kept")
+    correct.add_argument("files", metavar="FILE.parquet", nargs="+", help="of --rollout-save-trajectories")
+    correct.add_argument("--preset", metavar="NAME", nargs="+", default=[], help="presets to compare; see presets")
+    correct.add_argument("--config", metavar="YAML", nargs="+", default=[], help="files of settings to compare")
+    correct.add_argument("--json", action="store_true", help="print every metric as JSON, not a table")
+    correct.set_defaults(run=_correct)
 
     flags = commands.add_parser("model-flags", help="print Megatron's flags for a Hugging Face model")
     flags.add_argument("hf_dir", metavar="HF_DIR", help="folder that holds the model's config.json")
@@ -72,6 +79,26 @@ def _report(arguments: argparse.Namespace) -> None:
     from megatron_rl_corr.report.page import write_page
 
     print(f"report: {write_page(arguments.run_dir)}")
+
+
+def _correct(arguments: argparse.Namespace) -> None:
+    import json
+
+    from megatron_rl_corr.config import RolloutCorrectionConfig
+    from megatron_rl_corr.report.offline import KeptBatch, comparison
+    from megatron_rl_corr.rollout.trajectory_file import read_trajectories
+
+    configs = {name: RolloutCorrectionConfig.from_preset(name) for name in arguments.preset}
+    configs |= {path: RolloutCorrectionConfig.from_yaml(path) for path in arguments.config}
+    if not configs:
+        raise ValueError("nothing to compare; give --preset, --config or both")
+    samples = [sample for path in arguments.files for sample in read_trajectories(path)]
+    batch = KeptBatch.of(samples)
+    columns = {name: batch.metrics(config) for name, config in configs.items()}
+    if arguments.json:
+        print(json.dumps(columns))
+    else:
+        print(f"{len(samples)} samples of {len(arguments.files)} files, as one batch\n{comparison(columns)}")
 
 
 def _model_flags(arguments: argparse.Namespace) -> None:

@@ -55,8 +55,8 @@ def test_command_of_a_page_then_runs(page, command, tmp_path):
     elif words[1:3] == ["-m", "megatron_rl_corr.cli"] and words[3] == "report":
         (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
         run = subprocess.run([sys.executable, *words[1:4], tmp_path], cwd=ROOT, capture_output=True, text=True)
-    elif words[1:4] == ["-m", "megatron_rl_corr.cli", "doctor"]:
-        # It needs a live server: tests/rollout/test_doctor_real_server.py has one. Here: these flags are known.
+    elif words[1:3] == ["-m", "megatron_rl_corr.cli"] and words[3] in ("doctor", "correct"):
+        # They need a live server or kept samples: their own tests have them. Here: these flags are known.
         code = "import sys; from megatron_rl_corr.cli import _parser; _parser().parse_args(sys.argv[1:])"
         run = subprocess.run([sys.executable, "-c", code, *words[3:]], cwd=ROOT, capture_output=True, text=True)
     elif words[1] == "examples/quickstart/run.py":
