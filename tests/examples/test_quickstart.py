@@ -94,11 +94,11 @@ def assert_saved(folder, steps):
 
 
 def test_quickstart_with_and_without_lag_then_reward_is_learned_and_the_mismatch_is_seen(tmp_path):
-    with Quickstart(tmp_path / "run", "--steps", "50", "--asynchronous") as quickstart:
+    with Quickstart(tmp_path / "run", "--steps", "40", "--asynchronous") as quickstart:
         assert quickstart.finish() == 0, quickstart.text
     steps = read_metrics(quickstart.out / "metrics.jsonl")
     rewards = [step["reward/mean"] for step in steps]
-    assert len(steps) == 50
+    assert len(steps) == 40
     assert sum(rewards[:5]) / 5 < 0.35
     assert sum(rewards[-5:]) / 5 >= 0.8
     for number, step in enumerate(steps, start=1):
@@ -111,16 +111,16 @@ def test_quickstart_with_and_without_lag_then_reward_is_learned_and_the_mismatch
     assert {name for name in steps[0] if meaning_of(name) is None} == set()
     assert set(MEANINGS) - set(steps[0]) == {"time/save_s"}  # with --rollout-save-trajectories
     assert_learned_ahead(read_metrics(quickstart.out / "asynchronous/metrics.jsonl"), rewards)
-    # Every sample was asked for over HTTP: 50 steps of 64, and 13 to check the server first, twice. One push before the
+    # Every sample was asked for over HTTP: 40 steps of 64, and 13 to check the server first, twice. One push before the
     # first step, one after each.
     log = (quickstart.out / "server.log").read_text()
-    assert log.count("POST /generate HTTP/1.1") == 2 * (50 * 64 + 13)
-    assert log.count("POST /update_weights_from_distributed") >= 102 and log.count("POST /end_weight_update") == 102
+    assert log.count("POST /generate HTTP/1.1") == 2 * (40 * 64 + 13)
+    assert log.count("POST /update_weights_from_distributed") >= 82 and log.count("POST /end_weight_update") == 82
     for run in (quickstart.out, quickstart.out / "asynchronous"):
         assert f"the run, drawn: {run / 'report.html'}" in quickstart.text
         assert (run / "report.html").stat().st_size > 50_000
         assert list((run / "tensorboard").glob("events.out.tfevents.*"))
-    assert quickstart.text.count("[rl-corr]") >= 100
+    assert quickstart.text.count("[rl-corr]") >= 80
     assert "asynchronous sampled and trained " in quickstart.text
     assert (quickstart.out / "comparison.png").stat().st_size > 10_000
     assert left_of(quickstart.out) == []
@@ -128,7 +128,7 @@ def test_quickstart_with_and_without_lag_then_reward_is_learned_and_the_mismatch
 
 def assert_learned_ahead(steps, synchronous_rewards):
     """With samples made during the step before: the same reward, of weights that are mostly one version old."""
-    assert [step["weight_version"] for step in steps] == list(range(1, 51))
+    assert [step["weight_version"] for step in steps] == list(range(1, 41))
     rewards = [step["reward/mean"] for step in steps]
     assert sum(rewards[-5:]) / 5 >= 0.8
     assert sum(rewards[-5:]) / 5 == pytest.approx(sum(synchronous_rewards[-5:]) / 5, abs=0.1)
