@@ -30,6 +30,8 @@ class Quickstart:
         self.process = subprocess.Popen(
             [sys.executable, RUN, "--out", out, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             env={**os.environ, MARK: str(out)},
+            # A shell gives what it starts in the background an ignored SIGINT, and it is inherited.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     def __enter__(self):
