@@ -10,7 +10,8 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +29,7 @@ from benchmarks.metric_exchanges import WAYS, check_equal
 from megatron_rl_corr.config import PRESETS, RejectionRule
 from megatron_rl_corr.mcore import compat, scoring, step
 from megatron_rl_corr.mcore.batch import RolloutBatch
-from megatron_rl_corr.mcore.collection import Collector
+from megatron_rl_corr.mcore.collection import COUNTED, Collector
 from megatron_rl_corr.mcore.logprobs import LogprobSettings
 from megatron_rl_corr.rollout.local_server import free_port
 
@@ -76,8 +77,8 @@ def cases() -> Iterator[Case]:
 class SyntheticCollector(Collector):
     """Invents what the servers would answer; the exchange is the collector's."""
 
-    def _ask(self, step: int, version: int) -> RolloutBatch:
-        batch, generator = RolloutBatch.empty(self._rows, self._length), torch.Generator().manual_seed(step)
+    def _batch(self, taken: None, version: int) -> RolloutBatch:
+        batch, generator = RolloutBatch.empty(self._rows, self._length), torch.Generator().manual_seed(version)
         tokens = torch.randint(0, VOCAB, batch.tokens.shape, generator=generator)
         logprobs = -3.0 - torch.rand(batch.tokens.shape, generator=generator)
         return replace(
@@ -85,6 +86,18 @@ class SyntheticCollector(Collector):
             rewards=torch.rand(self._rows, generator=generator),
             group_ids=torch.arange(self._rows) // GROUP_SIZE,
         )  # fmt: skip
+
+
+    def _count(self, taken: None, version: int) -> list[float]:
+        return [1.0] * len(COUNTED)
+
+
+def answered(asking: Coroutine) -> Future:
+    """Stands for a loop's `submit`: there is nothing to wait for."""
+    asking.close()
+    future = Future()
+    future.set_result(None)
+    return future
 
 
 class RandomLogits(nn.Module):
@@ -121,10 +134,14 @@ def run(case: Case, layout: compat.Layout, names: dict[str, str]) -> dict:
     model, optimizer = [RandomLogits(VOCAB // layout.tp_group.size())], NoOptimizer()
     samples = case.sequences * layout.dp_size
     collector = SyntheticCollector(
-        SimpleNamespace(group_size=GROUP_SIZE, max_new_tokens=1, temperature=1.0, top_p=1.0, top_k=-1), layout,
-        samples=samples, length=case.length, client=None, loop=None, reward=None,
+        SimpleNamespace(
+            group_size=GROUP_SIZE, max_new_tokens=1, temperature=1.0, top_p=1.0, top_k=-1, max_lag=0,
+            stale_samples="keep", max_turns=None,
+        ),
+        layout, samples=samples, length=case.length, steps=(0, 1), client=SimpleNamespace(counts=dict),
+        loop=SimpleNamespace(submit=answered), reward=None,
         prompts=SimpleNamespace(prompts=[SimpleNamespace(input_ids=[0])]),
-    )
+    )  # fmt: skip
     corrected = step.CorrectedStep(
         config=CONFIGS[case.config], layout=layout, collector=collector, push=lambda version: None,
         logprobs=LogprobSettings(layout.tp_group, 1.0, VOCAB), report=lambda numbers: None, close=lambda: None,
