@@ -11,6 +11,7 @@ from megatron_rl_corr.rollout import LoopThread, RolloutClient, RolloutServerErr
 from megatron_rl_corr.rollout.logprob_rows import read_flat
 from megatron_rl_corr.rollout.requests import generate_request
 from megatron_rl_corr.rollout.transport import Transport
+from tests.hf_truth import assert_is_truth, inside, response
 
 PROMPTS = [[3, 1, 4], [15, 9, 2, 6, 5], [3, 1, 4, 1]]
 
@@ -41,28 +42,6 @@ def model(tiny_moe_dir):
     return AutoModelForCausalLM.from_pretrained(tiny_moe_dir, dtype=torch.float32).eval()
 
 
-def expected_logits(model, trajectory):
-    """[R, V] float32: what the Hugging Face model drew each of the response's tokens from."""
-    ids = torch.cat([trajectory.prompt_ids, trajectory.output_ids])
-    with torch.no_grad():
-        return model(ids[None]).logits[0, trajectory.prompt_ids.numel() - 1 : -1]
-
-
-def kept(trajectory, vocab_size):
-    """[R, V] bool: the ids in the support of each of the response's tokens."""
-    support = trajectory.support
-    sets = [set(ids.tolist()) for ids in support.ids.split(support.lengths.tolist())]
-    return torch.tensor([[token in ids for token in range(vocab_size)] for ids in sets])
-
-
-def expected_logprobs(model, trajectory, temperature):
-    """[R] float32: log softmax(logits / temperature) of the response's tokens, on their support if it is known."""
-    logits = expected_logits(model, trajectory) / temperature
-    if trajectory.support is not None:
-        logits = logits.masked_fill(~kept(trajectory, logits.shape[1]), -torch.inf)
-    return torch.log_softmax(logits, -1).gather(1, trajectory.output_ids[:, None])[:, 0]
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.5])
 def test_generate_when_several_samples_then_logprobs_are_of_the_temperature_scaled_softmax(
     client, loop, model, vocab_size, temperature
@@ -77,9 +56,7 @@ def test_generate_when_several_samples_then_logprobs_are_of_the_temperature_scal
         assert t.output_ids.min() >= 0 and t.output_ids.max() < vocab_size
         assert [(span.start, span.end) for span in t.weight_versions] == [(0, 12)]
         assert t.server == client.base_urls[0]
-        torch.testing.assert_close(
-            t.rollout_logprobs, expected_logprobs(model, t, temperature), atol=2e-5, rtol=0
-        )
+        assert_is_truth(t, model, atol=2e-5, temperature=temperature)
     assert len({tuple(t.output_ids.tolist()) for t in trajectories}) > 3  # samples of one prompt differ
 
 
@@ -91,15 +68,13 @@ def test_generate_when_truncated_then_logprobs_are_renormalised_on_the_likeliest
     trajectories = loop.call(client.generate(PROMPTS, sampling, samples_per_prompt=3))
     for t in trajectories:
         assert t.support.lengths.numel() == 12 and t.support.longest <= min(top_k, vocab_size - 1)
-        logits, inside = expected_logits(model, t), kept(t, vocab_size)
-        least = logits.masked_fill(~inside, torch.inf).amin(-1)
-        most = logits.masked_fill(inside, -torch.inf).amax(-1)
-        assert (least > most - 1e-4).all()  # no id outside is likelier than one inside
-        torch.testing.assert_close(
-            t.rollout_logprobs, expected_logprobs(model, t, temperature), atol=2e-5, rtol=0
-        )
+        (logits, settled), kept = response(model, t), inside(t, vocab_size)
+        least = logits.masked_fill(~kept, torch.inf).amin(-1)
+        most = logits.masked_fill(kept, -torch.inf).amax(-1)
+        assert (least > most - 1e-4)[settled].all()  # no id outside is likelier than one inside
+        assert_is_truth(t, model, atol=2e-5, temperature=temperature)
         whole = torch.log_softmax(logits / temperature, -1).gather(1, t.output_ids[:, None])[:, 0]
-        assert (t.rollout_logprobs > whole + 1e-3).all()  # what is left out makes each token likelier
+        assert (t.rollout_logprobs > whole + 1e-3)[settled].all()  # what is left out makes each token likelier
     assert len({tuple(t.output_ids.tolist()) for t in trajectories}) > 3
 
 
@@ -121,13 +96,8 @@ def test_answer_when_it_comes_from_the_server_then_its_logprobs_are_read_flat(cl
 
 def test_generate_when_greedy_then_likeliest_tokens_with_logprobs_of_temperature_1(client, loop, model):
     (trajectory,) = loop.call(client.generate(PROMPTS[:1], SamplingParams(8, temperature=0, ignore_eos=True)))
-    ids = torch.cat([trajectory.prompt_ids, trajectory.output_ids])
-    with torch.no_grad():
-        likeliest = model(ids[None]).logits[0, trajectory.prompt_ids.numel() - 1 : -1].argmax(-1)
-    assert trajectory.output_ids.tolist() == likeliest.tolist()
-    torch.testing.assert_close(
-        trajectory.rollout_logprobs, expected_logprobs(model, trajectory, 1.0), atol=2e-5, rtol=0
-    )
+    assert trajectory.output_ids.tolist() == response(model, trajectory)[0].argmax(-1).tolist()
+    assert_is_truth(trajectory, model, atol=2e-5)
 
 
 def test_generate_when_a_stop_id_is_sampled_then_it_is_the_last_token_and_has_a_logprob(
@@ -143,7 +113,7 @@ def test_generate_when_a_stop_id_is_sampled_then_it_is_the_last_token_and_has_a_
     for t in stopped:
         *before, last = t.output_ids.tolist()
         assert (last in half or last == eos) and not set(before) & {*half, eos}
-        torch.testing.assert_close(t.rollout_logprobs, expected_logprobs(model, t, 1.0), atol=2e-5, rtol=0)
+        assert_is_truth(t, model, atol=2e-5)
 
 
 def test_generate_when_more_samples_than_slots_then_all_of_them_in_order(sglang_server_fp32, vocab_size):
@@ -202,9 +172,7 @@ def test_pause_when_aborting_then_running_and_queued_samples_return_what_they_ha
     assert max(lengths) > 0 and min(lengths) == 0  # more samples than the server runs at a time
     assert all(t.weight_versions[-1].end == t.output_ids.numel() for t in trajectories)
     longest = max(trajectories, key=lambda t: t.output_ids.numel())
-    torch.testing.assert_close(
-        longest.rollout_logprobs, expected_logprobs(model, longest, 1.0), atol=2e-5, rtol=0
-    )
+    assert_is_truth(longest, model, atol=2e-5)
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
@@ -226,7 +194,7 @@ def test_pause_when_not_aborting_then_samples_wait_and_end_after_continue(
     trajectories = future.result(60)
     assert [t.finish_reason for t in trajectories] == ["length"] * 4 and len(later.result(60)) == 1
     for t in trajectories:
-        torch.testing.assert_close(t.rollout_logprobs, expected_logprobs(model, t, 1.0), atol=2e-5, rtol=0)
+        assert_is_truth(t, model, atol=2e-5)
 
 
 @pytest.mark.parametrize("mode, samples", [("abort", 60), ("retract", 12)])
@@ -247,9 +215,7 @@ def test_pause_when_truncated_then_every_token_so_far_keeps_its_support(
     else:
         assert lengths == [300] * samples
     longest = max(trajectories, key=lambda t: t.output_ids.numel())
-    torch.testing.assert_close(
-        longest.rollout_logprobs, expected_logprobs(model, longest, 1.0), atol=2e-5, rtol=0
-    )
+    assert_is_truth(longest, model, atol=2e-5)
 
 
 def test_weight_version_when_renamed_then_samples_and_model_info_carry_the_name(client, loop):

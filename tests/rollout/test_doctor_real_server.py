@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.util
+import itertools
 import json
 import os
 import signal
@@ -321,7 +322,9 @@ def test_command_when_interrupted_again_and_again_then_130_and_the_server_is_as_
                 break
         while ask(servers.right, vocab_size, state) == before:
             assert doctor.poll() is None
-        for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
+        for number in itertools.cycle([signal.SIGINT, signal.SIGINT, signal.SIGTERM]):  # until its last instruction
+            if doctor.poll() is not None:
+                break
             doctor.send_signal(number)
             time.sleep(0.02)
         printed, errors = doctor.communicate(timeout=60)

@@ -10,6 +10,7 @@ import torch
 from megatron_rl_corr.rollout import Environment, LoopThread, Prompt, RolloutClient, SamplingParams, generate_episodes
 from megatron_rl_corr.rollout.requests import Request
 from megatron_rl_corr.rollout.transport import Transport
+from tests.hf_truth import assert_is_truth
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPTS = [Prompt(0, [3, 1, 4]), Prompt(1, [15, 9, 2, 6, 5])]
@@ -111,17 +112,8 @@ def test_episode_when_truncated_then_sampled_tokens_are_renormalised_on_their_se
     assert len(made) >= 4
     for episode in made:
         check_form(episode)
-        ids = torch.cat([episode.prompt_ids, episode.output_ids])
-        with torch.no_grad():
-            logits = model(ids[None]).logits[0, episode.prompt_ids.numel() - 1 : -1] / 0.7
-        sets = episode.support.padded(episode.support.longest)
-        inside = torch.zeros_like(logits, dtype=torch.bool)
-        for row, kept in enumerate(sets.tolist()):
-            inside[row, [token for token in kept if token >= 0]] = True
-        renormalised = torch.log_softmax(logits.masked_fill(~inside, -torch.inf), -1)
-        expected = renormalised.gather(1, episode.output_ids[:, None])[:, 0]
-        sampled = episode.sampled
-        torch.testing.assert_close(episode.rollout_logprobs[sampled], expected[sampled], atol=1e-4, rtol=0)
+        sampled, sets = episode.sampled, episode.support.padded(episode.support.longest)
+        assert_is_truth(episode, model, atol=1e-4, temperature=0.7, tokens=sampled)
         assert (episode.support.lengths[sampled] > 1).any()
         assert sets[~sampled][:, 0].tolist() == episode.output_ids[~sampled].tolist()
         assert (episode.support.lengths[~sampled] == 1).all()

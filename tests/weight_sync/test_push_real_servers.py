@@ -14,6 +14,7 @@ from megatron_rl_corr.weight_sync.choice import make_proof, make_transport
 from megatron_rl_corr.weight_sync.disk import copy_model_files
 from megatron_rl_corr.weight_sync.push import push_weights
 from megatron_rl_corr.weight_sync.servers import WeightServers
+from tests.hf_truth import assert_is_truth
 
 TRANSPORTS = ("distributed", "tensor", "disk")
 SAMPLING = SamplingParams(6, ignore_eos=True)
@@ -99,18 +100,14 @@ def noisy(weights, seed):
     return {name: w + 0.02 * torch.randn(w.shape, generator=generator) for name, w in weights.items()}
 
 
-def expected_logprobs(model_dir, weights, trajectory, folder):
-    """What the Hugging Face model with these weights, saved in `folder`, gives the response."""
+def model_of(model_dir, weights, folder):
+    """The Hugging Face model with these weights, saved in `folder`."""
     from transformers import AutoModelForCausalLM
 
     folder.mkdir()
     copy_model_files(model_dir, folder)
     save_file(dict(weights), folder / "model.safetensors", metadata={"format": "pt"})
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    ids = torch.cat([trajectory.prompt_ids, trajectory.output_ids])
-    with torch.no_grad():
-        logits = model(ids[None]).logits[0, trajectory.prompt_ids.numel() - 1 : -1]
-    return torch.log_softmax(logits, -1).gather(1, trajectory.output_ids[:, None])[:, 0]
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 @pytest.mark.parametrize("kind", TRANSPORTS)
@@ -122,8 +119,7 @@ def test_push_when_all_weights_changed_then_every_parameter_is_proven_and_sample
     assert trainer.compared == len(trainer.parameters()) > 20
     sample = trainer.sample()
     assert sample.oldest_version == "new"
-    expected = expected_logprobs(tiny_moe_dir, new, sample, tmp_path / "hf")
-    torch.testing.assert_close(sample.rollout_logprobs, expected, atol=5e-5, rtol=0)
+    assert_is_truth(sample, model_of(tiny_moe_dir, new, tmp_path / "hf"), atol=5e-5)
     trainer.push(new, "again")  # a skipped step changes nothing
     assert trainer.compared == len(trainer.parameters()) and trainer.sample().oldest_version == "again"
 

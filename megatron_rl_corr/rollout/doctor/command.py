@@ -86,19 +86,25 @@ async def _ask(
 
 @contextmanager
 def _signals_cancel() -> Iterator[None]:
-    """Every SIGINT and SIGTERM cancels, as often as it comes.
+    """Every SIGINT and SIGTERM cancels, as often as it comes; after the first, the rest of the process ignores them.
 
     asyncio's own handler ends all tasks at a second Ctrl-C, and SIGTERM would end the process: either would leave a
-    server paused, with changed weights.
+    server paused, with changed weights. What comes once the server is put back would only spoil the exit status.
     """
     loop, cancel = asyncio.get_running_loop(), asyncio.current_task().cancel
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, cancel)
+    interrupted = False
+
+    def interrupt(number, frame) -> None:
+        nonlocal interrupted
+        interrupted = True
+        loop.call_soon_threadsafe(cancel)  # and wakes the loop
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_IGN if interrupted else handler)
 
 
 async def _compare(examinations: list[Examination], probes: list[Probe], facts: list[Facts]) -> None:
