@@ -16,6 +16,7 @@ from megatron_rl_corr.mcore.arguments import RolloutOptions
 from megatron_rl_corr.mcore.collection import Collector
 from megatron_rl_corr.mcore.logprobs import LogprobSettings
 from megatron_rl_corr.mcore.refusal import all_reduce_refusal
+from megatron_rl_corr.mcore.router_flags import check_router_replay
 from megatron_rl_corr.mcore.server_check import check_servers
 from megatron_rl_corr.mcore.step import CorrectedStep
 from megatron_rl_corr.mcore.trajectory_log import TrajectoryLog
@@ -40,6 +41,8 @@ WAIT_FOR_SERVERS_S = 60.0
 
 def check_megatron_arguments(args: argparse.Namespace) -> None:
     """ValueError for Megatron flags that a corrected step can't honour."""
+    if args.router_replay != "off":
+        check_router_replay(args)
     chunks = 2 * args.context_parallel_size
     if args.context_parallel_size > 1 and args.seq_length % chunks:
         raise ValueError(
@@ -80,22 +83,29 @@ def start(
     if options.linear_logprobs:
         compat.check_output_processor(compat.unwrapped(model))
 
+    replay = _replay(options, args, model, layout)
+
     def prepare() -> tuple[list[LocalParameter], RolloutClient, Collector, TrajectoryLog | None, int]:
         checkpoint = HFCheckpoint(options.hf_checkpoint)
         vocab_size = checkpoint.config["vocab_size"]
-        client = RolloutClient(options.urls, vocab_size=vocab_size, **options.client.arguments())
+        from_servers = replay if options.router_replay == "R3" else None
+        client = RolloutClient(
+            options.urls, vocab_size=vocab_size, experts=from_servers and from_servers.shape,
+            **options.client.arguments(),
+        )
         collector = Collector(
             options, layout, samples=args.global_batch_size, length=args.seq_length,
             steps=(args.iteration, args.train_iters), client=client, loop=loop,
             prompts=PromptDataset.from_jsonl(options.prompts, encode, seed=args.seed),
             reward=None if options.reward_function is None else load_function(options.reward_function),
             environment=None if options.environment is None else load_environment(options.environment),
+            replay=from_servers, sequence_parallel=args.sequence_parallel,
         )
         parameters = _parameters(checkpoint, args, model)
         if args.iteration == 0:
             load_shards(parameters, checkpoint, layout.shard)
         folder = options.save_trajectories
-        log = None if folder is None else TrajectoryLog(Path(folder), layout)
+        log = None if folder is None else TrajectoryLog(Path(folder), layout, collector.sampling)
         return parameters, client, collector, log, vocab_size
 
     parameters, client, collector, log, vocab_size = all_reduce_refusal(prepare)
@@ -133,7 +143,17 @@ def start(
         ),
         push=push, report=report, log=log, close=close, micro_batch_size=args.micro_batch_size,
         global_batch_size=args.global_batch_size, seq_length=args.seq_length, group_size=options.group_size,
+        replay=replay, min_agreement=options.router_replay_min_agreement, sequence_parallel=args.sequence_parallel,
     )
+
+
+def _replay(options: RolloutOptions, args: argparse.Namespace, model: list, layout: compat.Layout) -> Any:
+    """The `Replay` of --router-replay, or None. Imported here, because older Megatrons have no RouterReplay."""
+    if options.router_replay == "off":
+        return None
+    from megatron_rl_corr.mcore.router_replay import Replay
+
+    return Replay(options.router_replay, model, layout, num_layers=args.num_layers)
 
 
 def _parameters(checkpoint: HFCheckpoint, args: argparse.Namespace, model: list) -> list[LocalParameter]:

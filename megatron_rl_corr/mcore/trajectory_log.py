@@ -18,15 +18,15 @@ from megatron_rl_corr.parallel.context import zigzag_positions
 from megatron_rl_corr.parallel.failure import all_reduce_failure
 from megatron_rl_corr.parallel.gather import all_gather_stacked
 from megatron_rl_corr.rollout.sample import samples_of_rows
-from megatron_rl_corr.rollout.trajectory import Trajectory
+from megatron_rl_corr.rollout.trajectory import SamplingParams, Trajectory
 from megatron_rl_corr.rollout.trajectory_file import write_trajectories
 
 
 class TrajectoryLog:
     """Writes FOLDER/step_000001_replica0.parquet and so on, from each replica's data leader."""
 
-    def __init__(self, folder: Path, layout: Layout):
-        self._folder, self._layout = folder, layout
+    def __init__(self, folder: Path, layout: Layout, sampling: SamplingParams):
+        self._folder, self._layout, self._sampling = folder, layout, sampling
         if layout.is_data_leader:
             folder.mkdir(parents=True, exist_ok=True)
 
@@ -56,7 +56,8 @@ class TrajectoryLog:
         if self._layout.is_data_leader:
             path = self._folder / f"step_{iteration + 1:06d}_replica{self._layout.dp_rank}.parquet"
             try:
-                write_trajectories(path, samples_of_rows(trajectories, batch.rewards, **rows))
+                samples = samples_of_rows(trajectories, batch.rewards, **rows)
+                write_trajectories(path, samples, sampling=self._sampling)
             except OSError as failure:
                 error = OSError(f"--rollout-save-trajectories {self._folder}: {failure}")
         all_reduce_failure(error)

@@ -3,10 +3,11 @@
 A row of the file is one response; docs/trajectories.md has its columns.
 """
 
+import json
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,10 +15,12 @@ import pyarrow.parquet as pq
 import torch
 
 from megatron_rl_corr.rollout.sample import PER_TOKEN, Sample
-from megatron_rl_corr.rollout.trajectory import Support, Trajectory, VersionSpan
+from megatron_rl_corr.rollout.trajectory import SamplingParams, Support, Trajectory, VersionSpan
 
 FORMAT, VERSION = b"megatron_rl_corr.trajectories", b"1"
 """Key and value in the file's metadata; another value is another set of columns or another meaning of one."""
+SAMPLING = b"megatron_rl_corr.sampling"
+"""Key in the file's metadata: the parameters that all responses were sampled with, as JSON."""
 TOKENS_PER_GROUP = 1 << 18
 """A row group ends with the response that reaches so many tokens: what a reader holds at a time."""
 
@@ -51,19 +54,25 @@ SCHEMA = pa.schema(
 
 
 def write_trajectories(
-    path: str | os.PathLike, samples: Iterable[Sample], *, tokens_per_group: int = TOKENS_PER_GROUP
+    path: str | os.PathLike, samples: Iterable[Sample], *, sampling: SamplingParams | None = None,
+    tokens_per_group: int = TOKENS_PER_GROUP,
 ) -> Path:
     """Write the samples to `path`, whose folder must be there; a file that is there stays until this one is whole.
 
-    Not more than one row group of the samples is held at a time, so `samples` may be a generator.
+    sampling: what all of them were sampled with. Their log-probs are of the softmax at its temperature, on the support
+    where one is kept. Not more than one row group of the samples is held at a time, so `samples` may be a generator.
     """
     path = Path(path)
+    schema = SCHEMA
+    if sampling is not None:
+        schema = SCHEMA.with_metadata({**SCHEMA.metadata, SAMPLING: json.dumps(asdict(sampling)).encode()})
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            with pq.ParquetWriter(file, SCHEMA, compression="zstd") as writer:
+            with pq.ParquetWriter(file, schema, compression="zstd") as writer:
                 for group in _groups(samples, tokens_per_group):
-                    writer.write_table(_table(group), row_group_size=len(group))
+                    table = _table(group).replace_schema_metadata(schema.metadata)
+                    writer.write_table(table, row_group_size=len(group))
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)  # mkstemp makes it private; it is for whoever may read the folder
@@ -92,6 +101,18 @@ def read_trajectories(path: str | os.PathLike, *, row_groups: Iterable[int] | No
             except (pa.ArrowException, OSError) as error:
                 raise ValueError(f"{path}, row group {group}: cannot be read: {error}") from error
             yield from _samples(columns, path, firsts[group])
+
+
+def read_sampling(path: str | os.PathLike) -> SamplingParams | None:
+    """What the file's responses were sampled with; None where its writer did not say. ValueError as above."""
+    with _opened(path) as file:
+        kept = file.schema_arrow.metadata.get(SAMPLING)
+    if kept is None:
+        return None
+    try:
+        return SamplingParams(**json.loads(kept))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} has a {SAMPLING.decode()} in its metadata that cannot be read: {error}") from error
 
 
 def _groups(samples: Iterable[Sample], tokens_per_group: int) -> Iterator[list[Sample]]:

@@ -14,7 +14,7 @@ import torch
 from megatron_rl_corr.report.meaning import MEANINGS, meaning_of
 from megatron_rl_corr.report.metrics_file import read_metrics
 from megatron_rl_corr.rollout.process_group import group_members
-from megatron_rl_corr.rollout.trajectory_file import read_trajectories
+from megatron_rl_corr.rollout.trajectory_file import read_sampling, read_trajectories
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = ROOT / "examples/quickstart/run.py"
@@ -78,13 +78,14 @@ def left_of(out):
     return found
 
 
-def saved_samples(folder, steps):
+def saved_samples(folder, steps, temperature=1.0):
     """All samples of these steps on disk; they tell the same mismatch, reward and rejection as the metrics."""
     everything = []
     for step in steps:
         paths = sorted(folder.glob(f"step_{step['step']:06d}_replica*.parquet"))
         samples = [sample for path in paths for sample in read_trajectories(path)]
         assert len(samples) == 64
+        assert {read_sampling(path).temperature for path in paths} == {temperature}
         d = torch.cat([log_ratios(sample) for sample in samples])
         kept = torch.cat([s.loss_mask for s in samples])
         assert step["rollout_corr/valid_tokens"] == len(d)
@@ -189,8 +190,8 @@ def test_quickstart_in_float32_then_log_ratios_after_every_push_are_below_1e_4_a
     assert left_of(quickstart.out) == []
     steps = read_metrics(quickstart.out / "metrics.jsonl")[:4]
     assert [step["weight_version"] for step in steps] == [1, 2, 3, 4]
-    samples = saved_samples(tmp_path / "samples", steps)
-    assert_no_mismatch(samples)
+    temperature = 0.8 if "--rollout-temperature" in layout else 1.0
+    assert_no_mismatch(saved_samples(tmp_path / "samples", steps, temperature))
     # The weights did move, so it was the push that kept the two together.
     assert all(step["grad_norm"] > 0 for step in steps) and steps[0]["rollout_corr/valid_tokens"] > 300
 

@@ -11,9 +11,16 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from megatron_rl_corr.rollout import Support, Trajectory, VersionSpan
+from megatron_rl_corr.rollout import SamplingParams, Support, Trajectory, VersionSpan
 from megatron_rl_corr.rollout.sample import Sample, samples_of_rows
-from megatron_rl_corr.rollout.trajectory_file import FORMAT, SCHEMA, read_trajectories, write_trajectories
+from megatron_rl_corr.rollout.trajectory_file import (
+    FORMAT,
+    SAMPLING,
+    SCHEMA,
+    read_sampling,
+    read_trajectories,
+    write_trajectories,
+)
 
 ODD_NAN = torch.tensor([0x7FC01234], dtype=torch.int32).view(torch.float32)  # a NaN with a payload
 
@@ -176,6 +183,24 @@ def test_file_when_written_before_a_column_was_added_then_read_without_it(tmp_pa
     assert [sample.trajectory.environment_reward for sample in read] == [None, None]
     old = [replace(s, trajectory=replace(s.trajectory, environment_reward=None)) for s in SAMPLES[:2]]
     assert [bits(sample) for sample in read] == [bits(sample) for sample in old]
+
+
+@pytest.mark.parametrize("sampling", [
+    SamplingParams(7), SamplingParams(12, temperature=0.7, top_p=0.9, top_k=40, stop_token_ids=(3, 5), ignore_eos=True),
+])  # fmt: skip
+def test_file_when_the_sampling_is_given_then_it_is_read_back_beside_the_samples(tmp_path, sampling):
+    path = write_trajectories(tmp_path / "a.parquet", [Sample(response(3))], sampling=sampling)
+    assert read_sampling(path) == sampling and len(list(read_trajectories(path))) == 1
+    assert read_sampling(write_trajectories(tmp_path / "b.parquet", [Sample(response(3))])) is None
+
+
+@pytest.mark.parametrize("kept", ['{"max_new_tokens": 0}', '{"max_new_tokens": 1, "warmth": 2}', "{", "[1]"])
+def test_sampling_when_it_is_none_then_error_names_the_file_and_the_key(tmp_path, kept):
+    path = write_trajectories(tmp_path / "a.parquet", [Sample(response(3))])
+    table = pq.read_table(path)
+    pq.write_table(table.replace_schema_metadata({**table.schema.metadata, SAMPLING: kept.encode()}), path)
+    with pytest.raises(ValueError, match=rf"a\.parquet has a {SAMPLING.decode()} in its metadata that cannot be read"):
+        read_sampling(path)
 
 
 def test_row_when_its_error_is_in_a_later_group_then_numbered_from_the_start_of_the_file(tmp_path):
