@@ -1,4 +1,4 @@
-"""The command line `megatron-rl-corr`: examines servers, draws runs, compares corrections, lists presets and flags."""
+"""The command line `megatron-rl-corr`: examines servers, draws runs, compares corrections, patches Megatron trees."""
 
 import argparse
 import sys
@@ -42,6 +42,8 @@ def _parser() -> argparse.ArgumentParser:
     correct.add_argument("--json", action="store_true", help="print every metric as JSON, not a table")
     correct.set_defaults(run=_correct)
 
+    _add_patch(commands)
+
     flags = commands.add_parser("model-flags", help="print Megatron's flags for a Hugging Face model")
     flags.add_argument("hf_dir", metavar="HF_DIR", help="folder that holds the model's config.json")
     flags.set_defaults(run=_model_flags)
@@ -67,6 +69,34 @@ def _add_doctor(commands) -> None:
     add("--timeout", metavar="S", type=float, default=60.0, help="seconds for one request (default 60)")
     add("--api-key-env", metavar="NAME", help="environment variable that holds the servers' (admin) API key")
     doctor.set_defaults(run=_doctor)
+
+
+def _add_patch(commands) -> None:
+    patch = commands.add_parser("patch", help="let a Megatron tree load the plugin by itself, without the launcher")
+    patch.add_argument("--megatron-root", metavar="DIR", required=True, help="the folder that holds megatron/")
+    what = patch.add_mutually_exclusive_group()
+    for name, text in {
+        "check": "say whether the tree has the lines or can take them; the default",
+        "apply": "add the lines, and keep the file as it was beside it",
+        "revert": "take the lines away",
+        "diff": "print what --apply would change",
+    }.items():
+        what.add_argument(f"--{name}", dest="what", action="store_const", const=name, help=text)
+    patch.set_defaults(run=_patch, what="check")
+
+
+def _patch(arguments: argparse.Namespace) -> None:
+    from megatron_rl_corr.mcore import patching
+
+    tree = patching.read_tree(arguments.megatron_root)
+    if arguments.what == "diff":
+        sys.stdout.write(patching.diff(tree))
+        return
+    print(tree.summary)
+    if arguments.what == "apply":
+        print(patching.apply(tree))
+    elif arguments.what == "revert":
+        print(patching.revert(tree))
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

@@ -71,6 +71,11 @@ def install(
     return lambda: steps["step"].close() if steps else None
 
 
+def wrap_pretrain(wrap: Callable[[Callable], Callable]) -> None:
+    """Replace `pretrain`, for a script that no launcher runs: what is to happen after the last step goes around it."""
+    _replace(training, "pretrain", ("forward_step_func",), wrap)
+
+
 def _with_our_flags(original: Callable) -> Callable:
     @functools.wraps(original)
     def add_megatron_arguments(parser):

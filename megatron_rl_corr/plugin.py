@@ -1,0 +1,113 @@
+"""What our flags ask for, put into the Megatron of this process: for the launcher, and for a patched Megatron."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from megatron_rl_corr.mcore.arguments import parse
+
+TIME_TO_TELL_S = 1.0
+"""torchrun ends all ranks when the first exits: the one that knows what went wrong must be faster."""
+
+Install = Callable[[], Callable[[], None]]
+"""Puts the hooks in, and returns what leaves the servers after the last step."""
+
+_begun = False
+
+
+def prepare(arguments: Sequence[str]) -> Install:
+    """Read a whole command line, before anything heavy is imported. ValueError names the flag and the remedy."""
+    global _begun
+    # A patched Megatron asks for the plugin as soon as our hooks import it: that is too late, and once is enough.
+    _begun = True
+    try:
+        config, options = parse(arguments)
+    except OSError as error:
+        raise ValueError(
+            f"--rollout-correction-config {error.filename} cannot be read: {error.strerror}"
+        ) from error
+
+    def install() -> Callable[[], None]:
+        from megatron_rl_corr.mcore import hooks
+        from megatron_rl_corr.report.run_log import RunLog
+
+        settings = {"rollout_correction": config, "rollout": options}
+        logs: list[RunLog] = []
+
+        def report(metrics: dict, writer) -> None:
+            if not logs:  # only the rank that reports opens files
+                logs.append(RunLog(options.log_dir, settings, writer))
+            logs[0].write(metrics)
+
+        return hooks.install(config, options, report)
+
+    return install
+
+
+def load() -> None:
+    """Called by a patched Megatron while it is imported, where MEGATRON_RL_CORR=1; does nothing a second time.
+
+    With --help Megatron tells its own flags alone.
+    """
+    if _begun or {"-h", "--help"} & set(sys.argv):
+        return
+    try:
+        install = prepare(sys.argv[1:])
+    except ValueError as error:
+        refuse("MEGATRON_RL_CORR", error)
+        sys.exit(2)
+    leave_servers = install()
+    from megatron_rl_corr.mcore import hooks
+
+    hooks.wrap_pretrain(lambda pretrain: run_to_the_end(pretrain, leave_servers))
+
+
+def run_to_the_end[**Arguments, Result](
+    run: Callable[Arguments, Result], leave_servers: Callable[[], None]
+) -> Callable[Arguments, Result]:
+    """`run`, and then leave the servers; what the user can mend ends the process with status 1 and a message."""
+    import functools
+
+    from megatron_rl_corr.mcore.refusal import Refusal
+    from megatron_rl_corr.parallel.failure import PeerFailure
+    from megatron_rl_corr.rollout.errors import RolloutError
+
+    @functools.wraps(run)
+    def guarded(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        try:
+            try:
+                result = run(*args, **kwargs)
+            except SystemExit:  # --exit-interval, --exit-duration-in-mins, a signal: all ranks end here
+                leave_servers()
+                raise
+            leave_servers()
+            return result
+        except PeerFailure:
+            time.sleep(TIME_TO_TELL_S)
+            _leave(1)
+        except (RolloutError, Refusal) as error:
+            notes = getattr(error, "__notes__", ())
+            print(f"\nmegatron_rl_corr: {error}", *notes, sep="\n  ", file=sys.stderr, flush=True)
+            _leave(1)
+
+    return guarded
+
+
+def refuse(program: str, message: object) -> None:
+    """Say once what is wrong with the command line."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{program}: {message}", file=sys.stderr, flush=True)
+
+
+def _leave(status: int) -> None:
+    """End at once: the other ranks may be gone, and an orderly shutdown would wait for them."""
+    import multiprocessing
+
+    for child in multiprocessing.active_children():  # checkpoint writers: os._exit would leave them behind
+        child.terminate()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
