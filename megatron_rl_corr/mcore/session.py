@@ -15,7 +15,7 @@ from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.mcore.arguments import RolloutOptions
 from megatron_rl_corr.mcore.collection import Collector
 from megatron_rl_corr.mcore.logprobs import LogprobSettings
-from megatron_rl_corr.mcore.refusal import all_reduce_refusal
+from megatron_rl_corr.mcore.refusal import Refusal, all_reduce_refusal
 from megatron_rl_corr.mcore.router_flags import check_router_replay
 from megatron_rl_corr.mcore.server_check import check_servers
 from megatron_rl_corr.mcore.step import CorrectedStep
@@ -175,11 +175,17 @@ def _weight_servers(
 
 
 def _reach(client: RolloutClient, loop: LoopThread) -> None:
-    """Every server answers, seen from rank 0; failing here is cheaper than in the middle of a step."""
-    error = None
+    """Every server answers, seen from rank 0; failing here is cheaper than in the middle of a step.
+
+    What is behind a router is asked once, so that all ranks speak to the same servers.
+    """
+    error, urls = None, [client.base_urls]
     if dist.get_rank() == 0:
         try:
+            urls = [loop.call(client.find_servers(WAIT_FOR_SERVERS_S))]
             loop.call(client.wait_healthy(WAIT_FOR_SERVERS_S))
-        except RolloutError as failure:
-            error = failure
+        except (RolloutError, ValueError) as failure:
+            error = failure if isinstance(failure, RolloutError) else Refusal(f"--rollout-url: {failure}")
     all_reduce_failure(error)
+    dist.broadcast_object_list(urls, src=0)
+    client.use_servers(urls[0])

@@ -11,6 +11,7 @@ from megatron_rl_corr.rollout import requests
 from megatron_rl_corr.rollout.attempts import Attempts
 from megatron_rl_corr.rollout.control import ServerControl
 from megatron_rl_corr.rollout.counts import Counts
+from megatron_rl_corr.rollout.discovery import servers_behind
 from megatron_rl_corr.rollout.fan_out import all_or_first_failure
 from megatron_rl_corr.rollout.pool import ServerPool
 from megatron_rl_corr.rollout.readmission import Readmission
@@ -69,7 +70,7 @@ class RolloutClient(ServerControl):
             tls=certificates(ca_file, urls),
         )  # fmt: skip
         super().__init__(urls, transport)
-        pool = ServerPool(
+        self._pool = pool = ServerPool(
             urls, max_outstanding=max_concurrency, max_per_server=max_per_server,
             outage_timeout_s=outage_timeout_s,
         )  # fmt: skip
@@ -92,6 +93,20 @@ class RolloutClient(ServerControl):
         """Close the HTTP session, and stop asking after servers that are left out. The next call opens another."""
         await self._members.close()
         await self._transport.close()
+
+    async def find_servers(self, timeout_s: float) -> tuple[str, ...]:
+        """Put the servers behind each router among base_urls in its place; call it before anything else.
+
+        RolloutServerError where an address does not answer, or a router has no server, within timeout_s.
+        """
+        urls = await servers_behind(self.base_urls, self._transport, timeout_s)
+        self.use_servers(urls)
+        return urls
+
+    def use_servers(self, urls: Sequence[str]) -> None:
+        """Speak to these instead, as another client has found them: before anything is asked."""
+        self.base_urls = tuple(urls)
+        self._pool.use(urls)
 
     def counts(self) -> dict[str, int]:
         """What happened since the client was made, by the names of `Counts`."""

@@ -42,13 +42,17 @@ class ServerPool:
     def __init__(
         self, urls: Sequence[str], *, max_outstanding: int, max_per_server: int | None, outage_timeout_s: float
     ):
-        self.servers = [Server(url) for url in urls]
+        self.use(urls)
         self._max_outstanding = max_outstanding
         self._max_per_server = max_per_server or max_outstanding
         self._outage_timeout_s = outage_timeout_s
         self._waiters: deque[asyncio.Future] = deque()
         self._timer: asyncio.TimerHandle | None = None
         self._is_outage, self._held = False, False
+
+    def use(self, urls: Sequence[str]) -> None:
+        """These servers and no others, before the first is taken."""
+        self.servers = [Server(url) for url in urls]
 
     @property
     def left_out(self) -> list[Server]:

@@ -1,7 +1,9 @@
 """The quickstart as a user starts it: real SGLang, real Megatron, four processes; and what it leaves behind."""
 
+import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from megatron_rl_corr.report.meaning import MEANINGS, meaning_of
 from megatron_rl_corr.report.metrics_file import read_metrics
 from megatron_rl_corr.rollout.process_group import group_members
 from megatron_rl_corr.rollout.trajectory_file import read_sampling, read_trajectories
+from tests.router_process import RouterProcess
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = ROOT / "examples/quickstart/run.py"
@@ -179,8 +182,15 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_quickstart_in_float32_then_log_ratios_after_every_push_are_below_1e_4_and_ctrl_c_ends_it(layout, tmp_path):
-    save = ["--rollout-save-trajectories", str(tmp_path / "samples")]
-    with Quickstart(tmp_path / "run", "--server-dtype", "float32", "--", *layout, *save) as quickstart:
+    options = [*layout, "--rollout-save-trajectories", str(tmp_path / "samples")]
+    with contextlib.ExitStack() as processes:
+        if "--use-distributed-optimizer" in layout:  # and these ranks know the server by its router alone
+            router = processes.enter_context(RouterProcess(tmp_path / "router.log"))
+            options += ["--rollout-url", router.url]
+        quickstart = processes.enter_context(Quickstart(tmp_path / "run", "--server-dtype", "float32", "--", *options))
+        quickstart.read_until("is ready after")
+        if "--use-distributed-optimizer" in layout:
+            router.add(re.search(r"(http://127.0.0.1:\d+) is ready", quickstart.text)[1])
         quickstart.read_until("[rl-corr]      4 ")
         groups = quickstart.groups()
         assert all(group_members(group) for group in groups)

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megatron_rl_corr.rollout import requests
@@ -18,7 +18,7 @@ from megatron_rl_corr.rollout.doctor.identity import experts_shape
 from megatron_rl_corr.rollout.doctor.probe import Probe
 from megatron_rl_corr.rollout.doctor.quick import Expected, Facts, ask_quick, ask_same
 from megatron_rl_corr.rollout.doctor.table import as_json, as_table
-from megatron_rl_corr.rollout.errors import RolloutError
+from megatron_rl_corr.rollout.errors import RolloutError, RolloutServerError
 from megatron_rl_corr.rollout.trajectory import SamplingParams
 
 CONNECT_TIMEOUT_S = 5.0
@@ -46,6 +46,8 @@ async def _examine(arguments: argparse.Namespace) -> list[Examination]:
     }
     examinations, asked = [], []
     async with RolloutClient(arguments.url, vocab_size=1, **options) as client:
+        with suppress(RolloutServerError):  # told below, of each
+            await client.find_servers(CONNECT_TIMEOUT_S)
         for url in client.base_urls:
             examination, probe = Examination(url), Probe(client, url, arguments.timeout)
             examinations.append(examination)
