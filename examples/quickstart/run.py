@@ -1,6 +1,7 @@
 """The quickstart: make a tiny MoE, serve it with SGLang, train it with Megatron against that, draw the run.
 
-run.py [--seed 0] [--steps 60] [--server-dtype bfloat16] [--asynchronous] [--out DIR] [-- more launcher flags]
+run.py [--seed 0] [--steps 60] [--server-dtype bfloat16] [--router-replay R3] [--asynchronous] [--out DIR]
+       [-- more launcher flags]
 run.py --stop
 """
 
@@ -44,6 +45,8 @@ def parse_arguments(argv):
     add("--steps", type=int, default=60, help="optimizer steps (default 60)")
     add("--server-dtype", choices=("bfloat16", "float32"), default="bfloat16",
         help="bfloat16 shows a real mismatch with the float32 trainer, float32 next to none")
+    add("--router-replay", choices=("off", "R2", "R3"), default="off",
+        help="experts of a token in training: Megatron's choice, its choice for the old log-probs, or the server's")
     add("--asynchronous", action="store_true",
         help="train twice: each step waiting for its samples, then with samples that are made during the step before")
     add("--out", type=Path, help="new folder for the run (default runs/quickstart/TIME-seedN)")
@@ -81,7 +84,7 @@ def training_command(out, folder, model, url, options, *ahead):
         # Token weights truncated at 2; a response whose geometric mean ratio is off by 0.4% is rejected.
         "--rollout-correction-preset", "decoupled_geo_rs_token_tis",
         "--rollout-rs", "seq_mean_ratio", "--rollout-rs-threshold", "0.996_1.004",
-        *ahead, *options.launcher_flags,
+        "--router-replay", options.router_replay, *ahead, *options.launcher_flags,
     ]  # fmt: skip
     return [
         sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "4",
@@ -130,7 +133,8 @@ def run(options, out, running):
     server = LocalServer(
         model, dtype=options.server_dtype, log_path=out / "server.log", environment=environment("sglang"),
         extra_arguments=[*cpu.sglang_arguments({"CUDA_VISIBLE_DEVICES": ""}), "--max-running-requests", "64",
-                         "--random-seed", str(options.seed)],
+                         "--random-seed", str(options.seed),
+                         *(["--enable-return-routed-experts"] if options.router_replay == "R3" else [])],
     )  # fmt: skip
     server.start()
     running.add(server.pid)

@@ -22,7 +22,9 @@ STALE = ("keep", "drop")
 PAUSE_MODES = ("retract", "in_place")
 TRANSPORTS = ("distributed", "tensor", "disk")
 PROOFS = ("checksum", "off")
+REPLAYS = ("off", "R2", "R3")
 DEFAULT_MAX_TURNS = 8
+DEFAULT_MIN_AGREEMENT = 0.25
 
 
 @dataclass(frozen=True)
@@ -55,12 +57,16 @@ class RolloutOptions:
     verify_push: str
     log_dir: str | None
     save_trajectories: str | None
+    router_replay: str
+    router_replay_min_agreement: float | None
+    """None without R3."""
 
 
 def add_rollout_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add our groups of flags to Megatron's parser, or to our own."""
     add_correction(parser.add_argument_group("rollout correction"))
     _add_rollout(parser.add_argument_group("rollouts"))
+    _add_router_replay(parser.add_argument_group("mixture of experts"))
     add_client_arguments(parser.add_argument_group("rollout servers"))
     return parser
 
@@ -131,6 +137,17 @@ def _add_rollout(group: Any) -> None:
         "step and replica")
 
 
+def _add_router_replay(group: Any) -> None:
+    group.add_argument(
+        "--router-replay", metavar="KIND", default=REPLAYS[0],
+        help="experts of a token in training: off (default) as Megatron's routers choose, R2 as they chose when the "
+        "old log-probs were computed, R3 as the servers did (start them with --enable-return-routed-experts)")
+    group.add_argument(
+        "--router-replay-min-agreement", metavar="K", type=float, default=None,
+        help="with R3, a step whose servers' routes agree less with Megatron's own choice, as Cohen's kappa of a "
+        f"sample, is refused before it trains (default {DEFAULT_MIN_AGREEMENT}; -1 refuses none)")
+
+
 def parse(arguments: Sequence[str]) -> tuple[RolloutCorrectionConfig, RolloutOptions]:
     """Our flags out of a whole Megatron command line, checked. ValueError names the flag and the remedy."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
@@ -159,6 +176,11 @@ def parse(arguments: Sequence[str]) -> tuple[RolloutCorrectionConfig, RolloutOpt
             f"{by_turn[0]} looks at turns, and without --rollout-environment every rollout has one; add it, or use a "
             "token or sequence level"
         )
+    if config.bypass_mode and values.router_replay == "R2":
+        raise ValueError(
+            "--router-replay R2 records the pass that computes old log-probs, which bypass mode leaves out; use R3, or "
+            "--router-replay off"
+        )
     return config, rollout_options(values)
 
 
@@ -173,6 +195,21 @@ def _max_turns(values: argparse.Namespace) -> int | None:
     return DEFAULT_MAX_TURNS if given is None else given
 
 
+def _min_agreement(values: argparse.Namespace) -> float | None:
+    kind, given = values.router_replay, values.router_replay_min_agreement
+    if kind not in REPLAYS:
+        raise ValueError(f"--router-replay must be {', '.join(REPLAYS)}, got {kind!r}")
+    if kind != "R3":
+        if given is not None:
+            raise ValueError(
+                f"--router-replay-min-agreement {given} has no effect with --router-replay {kind}; drop it, or use R3"
+            )
+        return None
+    if given is not None and not -1 <= given < 1:
+        raise ValueError(f"--router-replay-min-agreement must be in [-1, 1), got {given}")
+    return DEFAULT_MIN_AGREEMENT if given is None else given
+
+
 def rollout_options(values: argparse.Namespace) -> RolloutOptions:
     """ValueError for what is missing or out of range."""
     reward = None if values.rollout_reward_function == "none" else values.rollout_reward_function
@@ -182,10 +219,11 @@ def rollout_options(values: argparse.Namespace) -> RolloutOptions:
         if not value:
             raise ValueError(f"{PREFIX}{flag} is required; see --help")
     fields = {field.name for field in dataclasses.fields(RolloutOptions)}
-    fields -= {"urls", "client", "reward_function", "max_turns"}
+    fields -= {"urls", "client", "reward_function", "max_turns", "router_replay", "router_replay_min_agreement"}
     options = RolloutOptions(
         urls=tuple(values.rollout_url), client=client_options(values), reward_function=reward,
-        max_turns=_max_turns(values),
+        max_turns=_max_turns(values), router_replay=values.router_replay,
+        router_replay_min_agreement=_min_agreement(values),
         **{name: getattr(values, f"rollout_{name}") for name in fields},
     )
     for name in ("group_size", "max_new_tokens", "temperature", "bucket_mib"):

@@ -47,6 +47,8 @@ class RolloutBatch:
     """[N, L] int64: which turn of the policy the label is of, from 0; 0 outside the mask. None: rows have one turn."""
     num_turns: int | None = None
     """Above every turn id, the same on all ranks; None where those are."""
+    routes: Tensor | None = None
+    """[N, t, M, k] uint8 or int16: the server's experts of the tokens and layers that this rank's routers see."""
 
     @classmethod
     def empty(cls, rows: int, length: int, support: int = 0) -> RolloutBatch:

@@ -6,6 +6,7 @@ import concurrent.futures
 import functools
 import time
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,6 +14,7 @@ from megatron_rl_corr.core.metrics import Mean, Metric, Sum
 from megatron_rl_corr.mcore.arguments import RolloutOptions
 from megatron_rl_corr.mcore.batch import RolloutBatch, broadcast_to_replica
 from megatron_rl_corr.mcore.compat import Layout
+from megatron_rl_corr.mcore.route_transport import scatter_routes
 from megatron_rl_corr.parallel.failure import all_reduce_done, communication_device
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
@@ -20,15 +22,19 @@ from megatron_rl_corr.rollout.environment import EnvironmentFactory
 from megatron_rl_corr.rollout.episodes import generate_episodes
 from megatron_rl_corr.rollout.prompts import Prompt, PromptDataset
 from megatron_rl_corr.rollout.rewards import RewardFunction, score
+from megatron_rl_corr.rollout.routed_experts import has_routes, pack
 from megatron_rl_corr.rollout.stream import GroupStream, Taken
 from megatron_rl_corr.rollout.trajectory import SamplingParams, Trajectory
+
+if TYPE_CHECKING:
+    from megatron_rl_corr.mcore.router_replay import Replay
 
 PROGRESS_EVERY_S, ROUND_S = 10.0, 60.0
 """A leader tells the user how far it has come, and the other ranks that it is not done. NCCL ends a run whose ranks
 wait longer for each other than --distributed-timeout-minutes, 10 by default."""
 COUNTED = (
     "samples", "tokens", "token_lags", "mixed", "length", "abort", "ready", "running", "dropped", "retries",
-    "continuations", "left_out",
+    "continuations", "left_out", "route_tokens", "route_bytes", "unrouted",
 )  # fmt: skip
 """What a replica's leader counts in a step, in the order it is broadcast in."""
 
@@ -39,7 +45,7 @@ class Collector:
     def __init__(
         self, options: RolloutOptions, layout: Layout, *, samples: int, length: int, steps: tuple[int, int],
         client: RolloutClient, loop: LoopThread, prompts: PromptDataset, reward: RewardFunction | None,
-        environment: EnvironmentFactory | None = None,
+        environment: EnvironmentFactory | None = None, replay: Replay | None = None, sequence_parallel: bool = False,
     ):
         share = samples // layout.dp_size
         if samples % layout.dp_size or share % options.group_size:
@@ -66,6 +72,7 @@ class Collector:
             drop_stale=options.stale_samples == "drop",
         )
         self._counted = client.counts()
+        self._replay, self._sequence_parallel = replay, sequence_parallel
         self.device = communication_device()
         self.trajectories: list[Trajectory] = []
         """The last step's samples of this replica, on its data leader."""
@@ -85,11 +92,25 @@ class Collector:
         counted = counted.to(self.device)
         broadcast_to_replica([counted], self._layout)
         # What a replica counts once is told by one of the ranks that share its rows.
-        self.metrics = collection_metrics(counted if self._layout.cp_group.rank() == 0 else torch.zeros_like(counted))
+        self.metrics = collection_metrics(
+            counted if self._layout.cp_group.rank() == 0 else torch.zeros_like(counted),
+            with_routes=self._replay is not None,
+        )
         whole = batch.broadcast(
             self._layout, with_support=self.sampling.truncated, num_turns=self._options.max_turns
         )
-        return whole.context_slice(self._layout.cp_group.rank(), self._layout.cp_group.size())
+        own = whole.context_slice(self._layout.cp_group.rank(), self._layout.cp_group.size())
+        return own if self._replay is None else replace(own, routes=self._scatter_routes())
+
+    def _scatter_routes(self) -> torch.Tensor:
+        """[N, t, M, k]: the routes of this rank's tokens and layers."""
+        shape, packed = self._replay.shape, None
+        if self._layout.is_data_leader:
+            packed = pack([sample.routed_experts for sample in self.trajectories], self._length, shape)
+        return scatter_routes(
+            packed, self._rows, self._length, shape=shape, stage_layers=self._replay.stage_layers, layout=self._layout,
+            sequence_parallel=self._sequence_parallel,
+        )
 
     def close(self) -> None:
         """End what is being sampled ahead."""
@@ -177,18 +198,28 @@ class Collector:
             "length": sum(sample.finish_reason == "length" for sample in self.trajectories),
             "abort": sum(sample.finish_reason == "abort" for sample in self.trajectories),
             "ready": taken.ready, "running": taken.running, "dropped": taken.dropped,
+            "route_tokens": 0, "route_bytes": 0, "unrouted": 0,
         }  # fmt: skip
+        if self._replay is not None:
+            routes, experts = [sample.routed_experts for sample in self.trajectories], self._replay.shape.experts
+            own["route_tokens"] = sum(len(rows) for rows in routes)
+            own["route_bytes"] = sum(rows.nbytes for rows in routes)
+            own["unrouted"] = sum(int((~has_routes(rows, experts)).all(dim=1).sum()) for rows in routes)
         return [float((since | own)[name]) for name in COUNTED]
 
 
-def collection_metrics(counted: torch.Tensor) -> dict[str, Metric]:
+def collection_metrics(counted: torch.Tensor, *, with_routes: bool = False) -> dict[str, Metric]:
     """What a replica's leader counted ([len(COUNTED)] float64), under its logged names."""
     values = dict(zip(COUNTED, counted, strict=True))
 
     def mean(total: str, count: str) -> Mean:
         return Mean(torch.stack([values[total], values[count]]))
 
-    return {
+    routes = {
+        "router_replay/bytes_per_token": mean("route_bytes", "route_tokens"),
+        "router_replay/tokens_without_routes": Sum(values["unrouted"][None]),
+    }
+    return (routes if with_routes else {}) | {
         "weight_lag_token_mean": mean("token_lags", "tokens"),
         "rollout/mixed_version_fraction": mean("mixed", "samples"),
         "rollout/length_fraction": mean("length", "samples"),

@@ -159,6 +159,25 @@ def was_skipped(result: tuple) -> bool:
 
 def unwrapped(model: list) -> list:
     """The model chunks without DDP's and the precision's wrappers."""
+
+
+def check_router_replay() -> None:
+    """ValueError unless this Megatron can replay routes (megatron-core 0.16)."""
+    try:
+        from megatron.core.transformer.moe import router_replay  # noqa: F401
+    except ImportError:
+        raise ValueError(
+            f"--router-replay needs Megatron's RouterReplay, which megatron-core {megatron_version} does not have: "
+            "install megatron-core 0.16 or newer, or use --router-replay off"
+        ) from None
+
+
+def moe_routers(chunk: torch.nn.Module) -> list[torch.nn.Module]:
+    """The routers of a model chunk in the order of their layers, those of multi-token prediction left out."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    routers = [m for m in chunk.modules() if isinstance(m, TopKRouter) and not m.is_mtp_layer]
+    return sorted(routers, key=lambda router: router.layer_number)
     from megatron.core.utils import unwrap_model
 
     return unwrap_model(model)

@@ -5,6 +5,8 @@ N samples of L tokens (this context-parallel rank's of a row), b rows a microbat
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
@@ -13,19 +15,24 @@ from megatron_rl_corr.mcore.batch import RolloutBatch, microbatches
 from megatron_rl_corr.mcore.forward_step import make_forward_step
 from megatron_rl_corr.mcore.logprobs import LogprobSettings, label_logprobs
 
+if TYPE_CHECKING:
+    from megatron_rl_corr.mcore.router_replay import Replay
+
 
 @torch.no_grad()
 def score(
-    model: list, batch: RolloutBatch, settings: LogprobSettings, *, micro_batch_size: int, seq_length: int
+    model: list, batch: RolloutBatch, settings: LogprobSettings, *, micro_batch_size: int, seq_length: int,
+    replay: Replay | None = None,
 ) -> tuple[Tensor, Tensor] | None:
     """(log-probs, entropies), each [N * L] float32, on the last pipeline stage; None on the others.
 
     seq_length is that of whole rows. The model is in evaluation mode meanwhile (no dropout), and back in training mode
-    after.
+    after. replay: within its `scoring`.
     """
     rows = len(batch.tokens)
     forward_step = make_forward_step(
-        lambda micro, output: label_logprobs(output, micro, settings, with_entropy=True), settings, with_entropy=True
+        lambda micro, output: label_logprobs(output, micro, settings, with_entropy=True), settings, with_entropy=True,
+        replay=replay,
     )
     iterators = [microbatches(batch, micro_batch_size) for _ in model]
     for chunk in model:

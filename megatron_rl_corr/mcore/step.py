@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,11 +25,15 @@ from megatron_rl_corr.mcore.collection import Collector
 from megatron_rl_corr.mcore.forward_step import make_forward_step
 from megatron_rl_corr.mcore.logprobs import LogprobSettings
 from megatron_rl_corr.mcore.loss import CorrectedLoss
+from megatron_rl_corr.mcore.routed_step import RoutedStep
 from megatron_rl_corr.mcore.scoring import score
 from megatron_rl_corr.mcore.targets import batch_metrics, make_bypass_targets, make_targets
 from megatron_rl_corr.mcore.trajectory_log import TrajectoryLog
 from megatron_rl_corr.parallel.groups import ParallelGroups
 from megatron_rl_corr.parallel.reduce import all_gather_metrics, merge
+
+if TYPE_CHECKING:
+    from megatron_rl_corr.mcore.router_replay import Replay
 
 TrainStep = Callable[..., tuple]
 
@@ -68,6 +72,11 @@ class CorrectedStep:
     group_size: int
     log: TrajectoryLog | None = None
     """Where the samples are kept, if they are."""
+    replay: Replay | None = None
+    """What the routers replay, if they do."""
+    min_agreement: float | None = None
+    """--router-replay-min-agreement; None without R3."""
+    sequence_parallel: bool = False
 
     @property
     def groups(self) -> ParallelGroups:
@@ -80,7 +89,13 @@ class CorrectedStep:
         times = StepTimes()
         batch = self.collector.collect(iteration)
         times.mark("collect")
-        targets, metrics = self._targets(batch, model, optimizer)
+        routed = RoutedStep(
+            self.replay, batch, self.layout, sequence_parallel=self.sequence_parallel, length=self.seq_length,
+            observe_training=self.config.bypass_mode,
+        )
+        targets, metrics = self._targets(batch, model, optimizer, routed)
+        if not self.config.bypass_mode:
+            metrics |= self._all_reduce_agreement(routed, iteration)
         times.mark("score")
         if self.log is not None:
             self.log.all_reduce_write(
@@ -91,14 +106,18 @@ class CorrectedStep:
         iterators = [RerunDataIterator(microbatches(batch, self.micro_batch_size, targets)) for _ in model]
 
         def train() -> tuple:
-            forward_step = make_forward_step(loss, self.logprobs, with_entropy=loss.with_entropy)
-            return train_step(forward_step, iterators if len(model) > 1 else iterators[0])
+            forward_step = make_forward_step(
+                loss, self.logprobs, with_entropy=loss.with_entropy, replay=routed.replay
+            )
+            with routed.training():
+                return train_step(forward_step, iterators if len(model) > 1 else iterators[0])
 
         if self.config.bypass_mode:
 
             def may_update() -> bool:
                 # Only the loss knows what is kept, so the step's one gather of metrics comes before the update.
-                numbers.update(self._all_gather_numbers(metrics, loss))
+                agreement = self._all_reduce_agreement(routed, iteration)
+                numbers.update(self._all_gather_numbers(metrics | agreement, loss))
                 return self._broadcast_any_kept(numbers.get("rollout_corr/kept_fraction"))
 
             with compat.asked_before_update(optimizer, may_update):
@@ -115,7 +134,7 @@ class CorrectedStep:
         return result
 
     def _targets(
-        self, batch: RolloutBatch, model: list, optimizer: Any
+        self, batch: RolloutBatch, model: list, optimizer: Any, routed: RoutedStep
     ) -> tuple[TrainingTargets | None, dict[str, Metric]]:
         """What the loss needs, and the batch's metrics; None and none but on the last stage."""
         if self.config.bypass_mode:
@@ -123,14 +142,19 @@ class CorrectedStep:
                 return None, {}
             targets = make_bypass_targets(batch, self.config, self.groups, group_size=self.group_size)
             return targets, batch_metrics(batch, targets, None, self.groups)
-        with compat.gathered_parameters(model, optimizer):
+        with compat.gathered_parameters(model, optimizer), routed.scoring():
             scored = score(model, batch, self.logprobs, micro_batch_size=self.micro_batch_size,
-                           seq_length=self.seq_length)
+                           seq_length=self.seq_length, replay=routed.replay)
         if scored is None:
             return None, {}
         old_logprobs, entropy = scored
         targets = make_targets(batch, old_logprobs, self.config, self.groups, group_size=self.group_size)
         return targets, batch_metrics(batch, targets, entropy, self.groups)
+
+    def _all_reduce_agreement(self, routed: RoutedStep, iteration: int) -> dict[str, Metric]:
+        """Refuses routes that can't be right; how far the others agree with Megatron's own choice."""
+        routed.all_reduce_check(self.min_agreement, step=iteration, group_size=self.group_size)
+        return routed.all_reduce_metrics()
 
     def _loss(self, batch: RolloutBatch, per_token: bool) -> CorrectedLoss:
         return CorrectedLoss(

@@ -15,6 +15,7 @@ from megatron_rl_corr.rollout.pool import Server, ServerPool
 from megatron_rl_corr.rollout.readmission import Readmission
 from megatron_rl_corr.rollout.requests import Request
 from megatron_rl_corr.rollout.responses import parse_generate
+from megatron_rl_corr.rollout.routed_experts import ExpertShape
 from megatron_rl_corr.rollout.trajectory import SamplingParams, Trajectory, join
 from megatron_rl_corr.rollout.transport import Transport
 
@@ -37,10 +38,10 @@ class Attempts:
 
     def __init__(
         self, pool: ServerPool, members: Readmission, transport: Transport, counts: Counts, *,
-        max_retries: int, max_continuations: int,
+        max_retries: int, max_continuations: int, experts: ExpertShape | None = None,
     ):  # fmt: skip
         self._pool, self._members, self._transport, self._counts = pool, members, transport, counts
-        self._max_retries, self._max_continuations = max_retries, max_continuations
+        self._max_retries, self._max_continuations, self._experts = max_retries, max_continuations, experts
 
     async def sample(
         self, prompt_ids: torch.Tensor, sampling: SamplingParams, *, prompt_index: int, sample_index: int,
@@ -74,7 +75,9 @@ class Attempts:
         while True:
             server = await self._pool.take(avoid)
             joined = server.joined
-            request = requests.generate_request(ids.tolist(), sampling)  # only for those in flight
+            routed = self._experts is not None
+            # Made for those in flight only.
+            request = requests.generate_request(ids.tolist(), sampling, routed_experts=routed)
             try:
                 return await self._ask(server, request, ids, sampling, **names)
             except RolloutError as error:
@@ -104,7 +107,9 @@ class Attempts:
         except TimeoutError:  # it was abandoned
             detail = "it fell silent, and the request was given up"
             raise RolloutServerError(server.url, request.endpoint, None, detail) from None
-        part = parse_generate(body, prompt_ids=ids, server=server.url, truncated=sampling.truncated, **names)
+        part = parse_generate(
+            body, prompt_ids=ids, server=server.url, truncated=sampling.truncated, experts=self._experts, **names
+        )
         # The weights may have been updated while it was in flight, more than once too: a stale server has none of them.
         if sent_for >= 0 and part.output_ids.numel() and part.oldest_version not in versions[sent_for:]:
             raise StaleWeightsError(server.url, request.endpoint, part.oldest_version, versions[-1])

@@ -15,6 +15,7 @@ from megatron_rl_corr.rollout.discovery import servers_behind
 from megatron_rl_corr.rollout.fan_out import all_or_first_failure
 from megatron_rl_corr.rollout.pool import ServerPool
 from megatron_rl_corr.rollout.readmission import Readmission
+from megatron_rl_corr.rollout.routed_experts import ExpertShape
 from megatron_rl_corr.rollout.trajectory import SamplingParams, Trajectory
 from megatron_rl_corr.rollout.transport import Transport, certificates, checked_key, checked_urls
 
@@ -33,6 +34,7 @@ class RolloutClient(ServerControl):
     max_retries: failed requests of a sample after which it fails. max_continuations: times that an aborted sample is
     taken up where it was cut; 0 returns what it has.
     ca_file: certificates of the authorities that https servers are trusted by, instead of the system's.
+    experts: how the model routes; every sample then comes with the experts of its tokens. None: not asked for.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class RolloutClient(ServerControl):
         max_continuations: int = 8,
         api_key: str | None = None,
         ca_file: str | Path | None = None,
+        experts: ExpertShape | None = None,
     ):
         urls = checked_urls(base_urls)
         positive = {
@@ -77,7 +80,7 @@ class RolloutClient(ServerControl):
         self._members = Readmission(pool, transport, self._counts, read_timeout_s=read_timeout_s)
         self._attempts = Attempts(
             pool, self._members, transport, self._counts, max_retries=max_retries,
-            max_continuations=max_continuations,
+            max_continuations=max_continuations, experts=experts,
         )  # fmt: skip
 
     def __repr__(self) -> str:

@@ -54,11 +54,13 @@ def checked_prompt_ids(prompt_ids: Sequence[int], *, vocab_size: int, prompt_ind
     return ids.tolist()
 
 
-def generate_request(prompt_ids: list[int], sampling: SamplingParams, rid: str | None = None) -> Request:
+def generate_request(
+    prompt_ids: list[int], sampling: SamplingParams, rid: str | None = None, *, routed_experts: bool = False
+) -> Request:
     """One sample of one prompt (ids already checked), with a log-prob for every sampled token, no text.
 
     With top_p or top_k the answer also tells, for every token, the ids that it was drawn from and its log-prob
-    renormalised on them.
+    renormalised on them. routed_experts: and the experts that every token but the last went to.
     """
     body = {
         "input_ids": prompt_ids,
@@ -77,6 +79,8 @@ def generate_request(prompt_ids: list[int], sampling: SamplingParams, rid: str |
     }
     if sampling.truncated:
         body["return_sampling_mask"] = True
+    if routed_experts:
+        body["return_routed_experts"] = True
     if rid is not None:
         body["rid"] = rid
     return Request("POST", "/generate", body)

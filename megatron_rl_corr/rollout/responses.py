@@ -14,6 +14,7 @@ import torch
 
 from megatron_rl_corr.rollout.errors import RolloutProtocolError, RolloutServerError, body_start
 from megatron_rl_corr.rollout.logprob_rows import read_flat
+from megatron_rl_corr.rollout.routed_experts import ExpertShape, decode, no_routes
 from megatron_rl_corr.rollout.trajectory import Support, Trajectory, VersionSpan
 
 GENERATE = "/generate"
@@ -31,15 +32,17 @@ def parse_generate(
     vocab_size: int | None = None,
     truncated: bool = False,
     accept_failed: bool = False,
+    experts: ExpertShape | None = None,
 ) -> Trajectory:
     """The trajectory in the answer to one `generate_request`.
 
     truncated: it was asked with top_p or top_k, so the trajectory has a support and the log-probs are those
-    renormalised on it. Log-probs that are null, NaN or infinite become NaN. An abort for a pause or by request
+    renormalised on it. experts: it was asked with routed experts, and the model routes so. Log-probs that are
+    null, NaN or infinite become NaN. An abort for a pause or by request
     is a trajectory with the tokens so far; an abort because the request failed (it carries a status code or an
     error type) raises RolloutServerError unless accept_failed. Raises RolloutProtocolError where the answer is
     not what was asked for: ids that differ from those the log-probs are of, lengths that disagree, unknown ids,
-    a support that is missing or without the token drawn from it.
+    a support that is missing or without the token drawn from it, routes that break a rule of `decode`.
     """
     answer, values = read_flat(body) or (_json_object(body, server, GENERATE), None)
     meta = answer.get("meta_info")
@@ -66,6 +69,7 @@ def parse_generate(
         cached_tokens=meta.get("cached_tokens", 0),  # absent when a request was aborted before it started
         server=server,
         support=support,
+        routed_experts=_routes(meta, prompt_ids.numel() + output_ids.size, experts, server),
     )
 
 
@@ -186,6 +190,24 @@ def _support(sets: list, output_ids: np.ndarray, vocab_size: int | None, server:
         row, token = divmod(int(repeated[0]), int(stride))
         raise RolloutProtocolError(server, GENERATE, f"{MASK} at position {row} has id {token} twice")
     return Support(torch.from_numpy(ids.astype(np.int32)), torch.from_numpy(lengths))
+
+
+def _routes(meta: dict, tokens: int, experts: ExpertShape | None, server: str) -> torch.Tensor | None:
+    if experts is None:
+        return None
+    encoded = meta.get("routed_experts")
+    if encoded is None and not meta.get("completion_tokens") and tokens:  # aborted before it was run
+        return no_routes(experts, tokens - 1)
+    if encoded is None:
+        detail = (
+            "rule presence: it sent no routed_experts though they were asked for, which --router-replay R3 needs: "
+            "start the server with --enable-return-routed-experts"
+        )
+        raise RolloutProtocolError(server, GENERATE, detail)
+    try:
+        return decode(encoded, tokens=tokens, shape=experts)
+    except ValueError as error:
+        raise RolloutProtocolError(server, GENERATE, f"{error}; is it serving another model?") from None
 
 
 def _finish_reason(meta: dict, server: str, accept_failed: bool) -> str:

@@ -152,7 +152,8 @@ class Trajectory:
     support: Support | None = None
     """The ids that each response token was drawn from, with top_p or top_k; None: the whole vocabulary."""
     routed_experts: torch.Tensor | None = None
-    """[P + R - 1, M, k] int16: which experts each token went to, but for the last one, which the server never runs."""
+    """[P + R - 1, M, k] uint8 or int16: which experts each token went to, but for the last one, which the server never
+    runs. A token without routes has k times the type's largest value."""
     turn_ids: torch.Tensor | None = None
     """[R] int64: which turn of the policy each token is of, from 0; ENVIRONMENT for what the environment said, which
     was not sampled: its log-prob is NaN, its support the token itself. None: the policy sampled all, in one turn."""
@@ -179,8 +180,8 @@ class Trajectory:
         if not self.weight_versions:
             raise ValueError("weight_versions must hold at least one span")
         routes = self.routed_experts
-        if routes is not None and (routes.dim() != 3 or routes.dtype != torch.int16):
-            raise ValueError(f"routed_experts must be 3-d int16, got {routes.dim()}-d {routes.dtype}")
+        if routes is not None and (routes.dim() != 3 or routes.dtype not in (torch.uint8, torch.int16)):
+            raise ValueError(f"routed_experts must be 3-d uint8 or int16, got {routes.dim()}-d {routes.dtype}")
         tokens = self.prompt_ids.numel() + self.output_ids.numel()
         if routes is not None and routes.shape[0] != tokens - 1:
             raise ValueError(f"{tokens} tokens have routed_experts of {routes.shape[0]}, not {tokens - 1}")

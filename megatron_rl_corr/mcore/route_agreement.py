@@ -1,0 +1,126 @@
+"""Whether a server's routes are those of these tokens, layers and weights: held against Megatron's own choice.
+
+N samples of this replica, t tokens of a row on this rank, b rows of a microbatch, M layers with experts of this rank, k
+experts a token, E experts a layer.
+
+Routes of the right shape may still be those of the token before, of another layer or of another model, and training on
+them would look healthy. A layer's agreement is Cohen's kappa, (a - c) / (1 - c), where a is the share of the server's
+experts that Megatron would choose too, and c what two choices that know nothing of each other would share, as often as
+each takes each expert: 1 for the same choices, 0 for unrelated ones, however unevenly the experts are used.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_rl_corr.mcore.refusal import Refusal
+from megatron_rl_corr.rollout.routed_experts import has_routes
+
+ENOUGH = 16
+"""Tokens, or over several layers tokens x layers, that a judgement needs: two unrelated choices of 2 of 8 experts then
+have a kappa of 0 +- 0.1."""
+SHIFT_MARGIN = 0.1
+"""Routes are shifted if the neighbour's fit by so much more of all experts than the token's own."""
+TOKENS, OVERLAP, SAME_SET, PAIRS, IN_PLACE, LATER, EARLIER = range(7)
+
+
+class RoutesRefused(Refusal):
+    """A trajectory's routes are not those of its tokens under this model."""
+
+
+class RouteAgreement:
+    """Collects, pass by pass and without reading from the device, what `judge` needs of every row and layer."""
+
+    def __init__(self, rows: int, layers: int, experts: int, positions: Tensor):
+        """positions [t] int64: where this rank's tokens stand in the row."""
+        self.sums = torch.zeros(rows, layers, 7, device=positions.device)
+        self.counts = torch.zeros(rows, layers, 2, experts, device=positions.device)
+        """How often the server, and Megatron, chose each expert."""
+        self._follows = (positions[1:] == positions[:-1] + 1)[:, None]
+
+    def observe(self, first: int, place: int, routes: Tensor, natural: Tensor, scores: Tensor) -> None:
+        """Rows from `first` on in layer `place`: the server's routes [t, b, k], Megatron's own [t, b, k], scores."""
+        experts = scores.shape[-1]
+        known = has_routes(routes, experts)
+        routes = routes.long().where(known[..., None], 0)
+        own, top_k = overlap(routes, natural), routes.shape[-1]
+        pairs = known[1:] & known[:-1] & self._follows
+        values = [
+            (known, None), (known, own), (known, own == top_k), (pairs, None),
+            (pairs, (own[1:] + own[:-1]) / 2), (pairs, overlap(routes[1:], natural[:-1])),
+            (pairs, overlap(routes[:-1], natural[1:])),
+        ]  # fmt: skip
+        part = slice(first, first + routes.shape[1])
+        self.sums[part, place] = torch.stack(
+            [(mask if value is None else mask * value).sum(dim=0) for mask, value in values], dim=1
+        ).float()
+        weight = known[..., None].expand_as(routes).float()
+        for side, ids in enumerate((routes, natural)):
+            table = self.counts.new_zeros(routes.shape[1], experts)
+            table.scatter_add_(1, ids.transpose(0, 1).flatten(1), weight.transpose(0, 1).flatten(1))
+            self.counts[part, place, side] = table
+
+    def all_reduce(self, group: ProcessGroup | None) -> None:
+        """Sum over the ranks that hold other tokens of the same rows: one collective."""
+        if group is not None and group.size() > 1:
+            both = torch.cat([self.sums.flatten(), self.counts.flatten()])
+            dist.all_reduce(both, group=group)
+            sums, counts = both.split([self.sums.numel(), self.counts.numel()])
+            self.sums, self.counts = sums.view_as(self.sums), counts.view_as(self.counts)
+
+
+def overlap(a: Tensor, b: Tensor) -> Tensor:
+    """[..., k] and [..., k] ids, distinct in a row -> [...]: how many are in both."""
+    return (a[..., :, None] == b[..., None, :]).sum(dim=(-1, -2))
+
+
+def kappa(agreeing: Tensor, counts: Tensor, tokens: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """(agreement beyond chance, room above chance), of each [...]: kappa is their quotient.
+
+    agreeing [...]: experts in both choices; counts [..., 2, E]; tokens [...].
+    """
+    slots = (tokens * top_k).clamp(min=1)
+    chance = (counts[..., 0, :] * counts[..., 1, :]).sum(dim=-1) / (tokens.clamp(min=1) * slots)
+    return agreeing / slots - chance, 1 - chance
+
+
+def judge(
+    agreement: RouteAgreement, layers: tuple[int, ...], top_k: int, minimum: float
+) -> tuple[int, str] | None:
+    """(row, what is wrong with its routes) of the first row that can't be right; None where all may be.
+
+    layers are the numbers of the M; minimum: the least kappa. Reads from the device, once.
+    """
+    sums, counts = agreement.sums.cpu().double(), agreement.counts.cpu().double()
+    beyond, room = kappa(sums[..., OVERLAP], counts, sums[..., TOKENS], top_k)
+    # Where all tokens take the same experts, chance agrees on them too, and nothing can be told.
+    judged = (sums[..., TOKENS] >= ENOUGH) & (room > 0.05)
+    wrong_layers = judged & (beyond < minimum * room)
+    whole_beyond, whole_room = ((x * (sums[..., TOKENS] > 0)).sum(dim=1) for x in (beyond, room))
+    wrong_rows = (sums[..., TOKENS].sum(dim=1) >= ENOUGH) & (whole_room > 0.05 * len(layers))
+    wrong_rows &= whole_beyond < minimum * whole_room
+    slots = sums[..., PAIRS].sum(dim=1) * top_k
+    fits = [sums[..., name].sum(dim=1) / slots.clamp(min=1) for name in (IN_PLACE, LATER, EARLIER)]
+    shifted = (torch.maximum(fits[1], fits[2]) > fits[0] + SHIFT_MARGIN) & (slots >= ENOUGH * top_k)
+    wrong = (shifted | wrong_rows | wrong_layers.any(dim=1)).nonzero()
+    if not len(wrong):
+        return None
+    row = int(wrong[0])
+    if shifted[row]:
+        later = bool(fits[1][row] > fits[2][row])
+        return row, (
+            f"rule shift: Megatron would choose {fits[0][row]:.0%} of the experts of its tokens, and "
+            f"{max(fits[1][row], fits[2][row]):.0%} of those of the tokens {'behind' if later else 'before'} them"
+        )
+    if wrong_rows[row]:
+        where, value = "all layers of a stage", whole_beyond[row] / whole_room[row]
+    else:
+        place = int((beyond / room).where(wrong_layers, torch.inf)[row].argmin())
+        where, value = f"layer {layers[place]}", beyond[row, place] / room[row, place]
+    return row, (
+        f"rule agreement: beyond chance, Megatron would choose {value:.0%} of the same experts in {where}, and must "
+        f"{minimum:.0%} (--router-replay-min-agreement): are these routes of other layers, or of another model?"
+    )

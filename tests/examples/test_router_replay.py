@@ -1,0 +1,94 @@
+"""R3 in the quickstart: the experts that the real server chose are those that real Megatron trains."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_rl_corr.report.metrics_file import read_metrics
+from megatron_rl_corr.rollout.trajectory_file import read_trajectories
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+STEPS, MICRO_BATCH, MICRO_BATCHES = 2, 16, 4
+RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
+
+
+@pytest.fixture(scope="module")
+def replayed(tmp_path_factory):
+    """(folder, output) of a quickstart at TP 2 x PP 2 x EP 2 with sequence parallelism, in float32 on both sides."""
+    folder = tmp_path_factory.mktemp("replay")
+    (folder / "routes").mkdir()
+    command = [
+        sys.executable, ROOT / "examples/quickstart/run.py", "--out", folder / "run", "--server-dtype", "float32",
+        "--steps", str(STEPS), "--router-replay", "R3", "--", *RECOMPUTE,
+        "--rollout-reward-function", f"{HERE / 'recording_reward.py'}:reward",
+        "--rollout-save-trajectories", folder / "samples",
+    ]  # fmt: skip
+    run = subprocess.run(
+        command, env={**os.environ, "RECORDED_ROUTES": str(folder / "routes")}, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, timeout=600,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout
+    return folder
+
+
+def samples_of(folder):
+    """The samples of each step, as they were saved."""
+    return [list(read_trajectories(path)) for path in sorted((folder / "samples").iterdir())]
+
+
+def passes(folder, **wanted):
+    """(tensor rank, layer) -> the experts of each pass in order, of one kind of pass."""
+    found = {}
+    for path in (folder / "routes").iterdir():
+        for line in map(json.loads, path.read_text().splitlines()):
+            if all(line[name] == value for name, value in wanted.items()):
+                found.setdefault((line["tp"], line["layer"]), []).append(line)
+    return found
+
+
+def assert_servers_routes(found, steps):
+    """Every token of every microbatch went to the experts that the server says; how many tokens were looked at."""
+    assert found.keys() == {(tp, layer) for tp in range(2) for layer in range(4)}
+    looked_at = 0
+    for (tp, layer), lines in found.items():
+        assert len(lines) == STEPS * MICRO_BATCHES
+        for number, line in enumerate(lines):
+            step, micro = divmod(number, MICRO_BATCHES)
+            length, rows = line["sizes"]
+            assert (length, rows) == (16, MICRO_BATCH)  # half of --seq-length, under sequence parallelism
+            for row in range(rows):
+                routes = steps[step][micro * MICRO_BATCH + row].trajectory.routed_experts
+                own = routes[tp * length : (tp + 1) * length, layer].sort(dim=1).values.tolist()
+                assert [line["experts"][at * rows + row] for at in range(len(own))] == own
+                looked_at += len(own)
+    return looked_at
+
+
+def test_routes_when_replayed_from_the_server_then_training_and_scoring_used_exactly_those(replayed):
+    steps = samples_of(replayed)
+    tokens = sum(len(sample.trajectory.routed_experts) for step in steps for sample in step)
+    assert tokens > STEPS * 64 * 10
+    scoring = passes(replayed, training=False)
+    forward = passes(replayed, training=True, grad=False)
+    recomputed = passes(replayed, training=True, grad=True)
+    for found in (scoring, forward, recomputed):
+        assert assert_servers_routes(found, steps) == 4 * tokens
+
+
+def test_metrics_when_routes_are_replayed_in_float32_then_the_log_ratio_is_small_and_routes_are_counted(replayed):
+    steps = read_metrics(replayed / "run/metrics.jsonl")
+    assert len(steps) == STEPS
+    for step in steps:
+        assert step["rollout_corr/log_ratio_abs_max"] <= 1e-4 and step["grad_norm"] > 0
+        assert step["router_replay/bytes_per_token"] == 4 * 2  # layers x experts a token, a byte each
+        assert step["router_replay/tokens_without_routes"] == 0
+        # Two engines in float32 choose alike but for a near tie now and then.
+        assert step["router_replay/disagreement"] < 1e-3 and step["router_replay/overlap"] > 0.999
+        assert all(f"router_replay/disagreement/layer_{layer:03d}" in step for layer in range(4))
