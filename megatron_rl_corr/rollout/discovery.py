@@ -16,7 +16,7 @@ from megatron_rl_corr.rollout.requests import Request
 from megatron_rl_corr.rollout.transport import HEALTH_PROBE_TIMEOUT_S, Transport, checked_urls
 
 POLL_S = 0.5
-WORKERS = Request("GET", "/workers")  # sglang-router 0.2 to 0.3; a server has no such endpoint
+WORKERS = Request("GET", "/workers")  # sglang-router 0.3.2; a server has no such endpoint
 
 
 async def servers_behind(urls: Sequence[str], transport: Transport, timeout_s: float) -> tuple[str, ...]:
