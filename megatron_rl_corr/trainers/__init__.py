@@ -1,0 +1,1 @@
+"""Our correction where another trainer has a place for one: slime and miles, and Megatron's own RL."""
