@@ -44,7 +44,7 @@ IF_KNOWN = {
     "support_lengths": _many(pa.int32()), "routed_experts": _many(pa.int16()),  # in C order
     "routed_experts_shape": _many(pa.int64()),
 }  # fmt: skip
-ADDED = {"environment_reward": pa.float64()}
+ADDED = {"environment_reward": pa.float64(), "routed_experts_bytes": pa.int64()}
 """Columns that files of this version may lack: written since, null where they are absent."""
 SCHEMA = pa.schema(
     [pa.field(name, kind, False) for name, kind in ALWAYS.items()]
@@ -137,6 +137,7 @@ def _table(samples: list[Sample]) -> pa.Table:
     values["support_lengths"] = [None if row.support is None else row.support.lengths for row in rows]
     routes = [row.routed_experts for row in rows]
     values["routed_experts"] = [None if route is None else route.flatten() for route in routes]
+    values["routed_experts_bytes"] = [None if route is None else route.element_size() for route in routes]
     values["routed_experts_shape"] = [None if route is None else torch.tensor(route.shape) for route in routes]
     return pa.table([_array(values[field.name], field.type) for field in SCHEMA], schema=SCHEMA)
 
@@ -208,10 +209,12 @@ def _sample(cells: dict) -> Sample:
     support, lengths = cells.pop("support_ids"), cells.pop("support_lengths")
     cells["support"] = None if support is None else Support(support, lengths)
     shape, routes = cells.pop("routed_experts_shape"), cells["routed_experts"]
+    size = cells.pop("routed_experts_bytes")
     if routes is not None:
         if routes.numel() != shape.prod():
             raise ValueError(f"{routes.numel()} routed_experts have the shape {shape.tolist()}")
-        cells["routed_experts"] = routes.view(shape.tolist())
+        kind = torch.uint8 if size == 1 else torch.int16
+        cells["routed_experts"] = routes.to(kind).view(shape.tolist())
     own = {field.name: cells.pop(field.name) for field in fields(Sample) if field.name != "trajectory"}
     return Sample(Trajectory(**cells), **own)
 

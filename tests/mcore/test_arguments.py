@@ -28,6 +28,7 @@ DEFAULTS = {
     "max_new_tokens": 1024, "temperature": 1.0, "max_lag": 0, "stale_samples": "keep", "pause_mode": "retract",
     "top_p": 1.0, "top_k": -1, "linear_logprobs": False, "fp32_lm_head": False, "inplace_gradient": False,
     "server_check": "semantic", "client": CLIENT, "bucket_mib": 256.0, "log_dir": None, "save_trajectories": None,
+    "router_replay": "off", "router_replay_min_agreement": None,
     "weight_transport": "distributed", "weight_dir": None, "verify_push": "checksum",
 }
 
@@ -126,11 +127,12 @@ def test_parser_when_it_is_megatrons_then_ours_join_it_and_nothing_is_required()
     parser.add_argument("--num-layers", type=int)
     assert add_rollout_arguments(parser) is parser
     values = vars(parser.parse_args(["--num-layers", "2"]))
-    ours = {name for name in values if name.startswith("rollout_")}
+    ours = {name for name in values if name.startswith(("rollout_", "router_"))}
     assert set(values) == ours | {"num_layers"}
     names = DEFAULTS | CLIENT.arguments()
     # The flags are --rollout-url and the client's; the key is in no flag.
-    assert {f"rollout_{name}" for name in names} - ours == {"rollout_urls", "rollout_client", "rollout_api_key"}
+    ours_by_name = {name if name.startswith("router_") else f"rollout_{name}" for name in names}
+    assert ours_by_name - ours == {"rollout_urls", "rollout_client", "rollout_api_key"}
 
 
 def test_arguments_when_imported_and_parsed_then_without_torch():
@@ -153,8 +155,8 @@ def test_client_options_when_parsed_then_the_clients_arguments(monkeypatch):
     assert options.client.arguments() == given | {"api_key": "s3cret"}
     assert "s3cret" not in repr(options)
     RolloutClient(options.urls, vocab_size=10, **CLIENT.arguments())
-    # The flags' defaults are the client's, which has one argument more.
-    assert RolloutClient.__init__.__kwdefaults__ == CLIENT.arguments() | {"connect_timeout_s": 10.0}
+    # The flags' defaults are the client's, which has two arguments more.
+    assert RolloutClient.__init__.__kwdefaults__ == CLIENT.arguments() | {"connect_timeout_s": 10.0, "experts": None}
 
 
 @pytest.mark.parametrize(
@@ -217,3 +219,22 @@ def test_parse_when_there_is_an_environment_then_it_may_score_and_turns_have_a_b
 )
 def test_parse_when_turns_or_rewards_make_no_sense_then_refused(flags, message):
     assert refusal(*REQUIRED, *flags) == message
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (["--router-replay", "r3"], "--router-replay must be off, R2, R3, got 'r3'"),
+        (["--router-replay-min-agreement", "0.5"], "no effect with --router-replay off; drop it, or use R3"),
+        (["--router-replay", "R3", "--router-replay-min-agreement", "1"], r"must be in [-1, 1), got 1.0"),
+        (["--router-replay", "R2", "--rollout-correction-preset", "bypass_ppo_clip"], "which bypass mode leaves out"),
+    ],
+)
+def test_router_replay_when_it_can_have_no_effect_or_sense_then_refused(flags, said):
+    assert said in refusal(*REQUIRED, *flags)
+
+
+def test_router_replay_when_r3_then_the_default_bound_or_the_one_given():
+    for flags, bound in (([], 0.25), (["--router-replay-min-agreement", "-1"], -1.0)):
+        _, options = parse([*REQUIRED, "--router-replay", "R3", *flags])
+        assert (options.router_replay, options.router_replay_min_agreement) == ("R3", bound)

@@ -63,9 +63,11 @@ def full(tokens, index=0):
     )  # fmt: skip
 
 
+BYTES = torch.tensor([0, 7, 255, 255] * 4, dtype=torch.uint8).view(4, 2, 2)
+
 SAMPLES = [
-    full(5), Sample(response(3, 1)), Sample(response(0, 2)), full(0, 3), replace(full(4, 4), advantages=None),
-    Sample(response(1, 5), reward=float("nan")),
+    full(5), Sample(response(3, 1, routed_experts=BYTES)), Sample(response(0, 2)), full(0, 3),
+    replace(full(4, 4), advantages=None), Sample(response(1, 5), reward=float("nan")),
 ]  # fmt: skip
 
 
