@@ -1,6 +1,6 @@
 # `make setup` once; `make test`, `make quickstart`. `make help` lists the rest.
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint quickstart quickstart-stop clean
+.PHONY: help setup test test-matrix lint quickstart quickstart-stop clean
 
 PYTHON := .venv/bin/python
 # The environment is shared between checkouts, so the package is found by path, not installed into it.
@@ -19,6 +19,9 @@ setup: ## Make .venv (once; later it only checks), with or without a GPU
 
 test: setup ## Run every test; TESTS=path or TESTS="-k name" for some of them
 	$(PYTHON) -m pytest $(TESTS)
+
+test-matrix: setup ## Run corrected steps on every supported release of megatron-core (fetches five wheels once)
+	MEGATRON_RELEASES=all $(PYTHON) -m pytest tests/matrix $(TESTS)
 
 lint: setup ## Check style and line length
 	$(PYTHON) -m ruff check .

@@ -38,7 +38,12 @@ def _run(script: str, arguments: list[str], install: plugin.Install) -> int:
     # From here on it is heavy: torch, Megatron, and the user's script.
     import runpy
 
-    leave_servers = install()
+    from megatron_rl_corr.mcore.versions import UnsupportedMegatron
+
+    try:
+        leave_servers = install()
+    except UnsupportedMegatron as error:
+        return _refuse(str(error))
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).resolve().parent)
     plugin.run_to_the_end(runpy.run_path, leave_servers)(script, run_name="__main__")

@@ -31,6 +31,10 @@ def prepare(arguments: Sequence[str]) -> Install:
         ) from error
 
     def install() -> Callable[[], None]:
+        from megatron_rl_corr.mcore import versions
+
+        versions.check_version()
+        versions.check_training()  # before the hooks import it: of two mixed releases that would be a puzzle
         from megatron_rl_corr.mcore import hooks
         from megatron_rl_corr.report.run_log import RunLog
 

@@ -1,4 +1,4 @@
-"""What is replaced in a process that runs Megatron without a GPU (Megatron-core 0.19.2); no arithmetic."""
+"""What is replaced in a process that runs Megatron without a GPU (megatron-core 0.14 to 0.19); no arithmetic."""
 
 import collections
 import functools
@@ -7,7 +7,7 @@ import importlib.util
 import torch
 
 from megatron_rl_corr.cpu import torch_cuda, torch_devices, torch_gloo
-from megatron_rl_corr.cpu.replacement import Replacement
+from megatron_rl_corr.cpu.replacement import MissingName, Replacement
 
 EARLY = [*torch_cuda.REPLACEMENTS, *torch_devices.REPLACEMENTS, *torch_gloo.REPLACEMENTS]
 
@@ -135,6 +135,12 @@ LATE = [
         "maybe_move_tensor_to_cpu",
         _counts_as_numpy,
         "it makes split sizes a list of ints only if they were on a GPU",
+    ),
+    MissingName(
+        "megatron.core.transformer.moe.moe_utils",
+        "te_general_gemm",
+        None,
+        "without Transformer Engine, 0.14 to 0.16 ask whether it is None and never bind it",
     ),
     Replacement(
         "megatron.core.models.backends",

@@ -1,4 +1,4 @@
-"""One replaced attribute: where it is, what takes its place, and why."""
+"""One attribute that is replaced, or made where it is missing: where it is, what takes its place, and why."""
 
 import importlib
 from collections.abc import Callable
@@ -43,3 +43,29 @@ class Replacement:
     def is_applied(self) -> bool:
         owner, last = self.locate()
         return hasattr(getattr(owner, last), MARK)
+
+
+@dataclass(frozen=True)
+class MissingName:
+    """`module.name` becomes `value` in releases whose module reads the name without ever binding it."""
+
+    module: str
+    name: str
+    value: Any
+    why: str
+
+    @property
+    def target(self) -> str:
+        return f"{self.module}.{self.name}"
+
+    def locate(self) -> tuple[Any, str]:
+        return importlib.import_module(self.module), self.name
+
+    def apply(self) -> None:
+        module, name = self.locate()
+        if not hasattr(module, name):
+            setattr(module, name, self.value)
+
+    def is_applied(self) -> bool:
+        module, name = self.locate()
+        return hasattr(module, name)

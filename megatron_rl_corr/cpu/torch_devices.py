@@ -3,6 +3,7 @@
 import functools
 
 import torch
+import torch.utils.cpp_extension
 from torch.utils._device import _device_constructors
 
 from megatron_rl_corr.cpu.replacement import Replacement
@@ -87,6 +88,14 @@ def _identity_compile(original):
     return compile
 
 
+def _refuse_to_compile(original):
+    @functools.wraps(original)
+    def load_inline(name, *args, **kwargs):
+        raise RuntimeError(f"{name} is an extension for a GPU, and there is none")
+
+    return load_inline
+
+
 _FACTORY = 'device="cuda" means the CPU here, and there is no pinned memory'
 _MOVE = "a tensor is where it should be already"
 
@@ -107,5 +116,11 @@ REPLACEMENTS = [
         "compile",
         _identity_compile,
         "Megatron's jit_fuser is torch.compile, which needs a C++ compiler here",
+    ),
+    Replacement(
+        "torch",
+        "utils.cpp_extension.load_inline",
+        _refuse_to_compile,
+        "megatron-core 0.15 compiles an allocator for GPUs when it is imported, and takes only a RuntimeError for a no",
     ),
 ]

@@ -1,4 +1,4 @@
-"""Every version-sensitive fact of Megatron in one place: supported versions, groups, signatures, results."""
+"""Every version-sensitive fact of Megatron in one place: groups, signatures, results."""
 
 from __future__ import annotations
 
@@ -13,38 +13,23 @@ from megatron.core import __version__ as megatron_version
 from megatron.core import parallel_state as mpu
 from torch.distributed import ProcessGroup
 
+from megatron_rl_corr.mcore.versions import check_parameters, release
 from megatron_rl_corr.weight_sync.export import StageGroups
 from megatron_rl_corr.weight_sync.shards import ShardRanks
 
-SUPPORTED = ((0, 19), (0, 20))
-"""From, inclusive, to, exclusive."""
-
-
-def check_version() -> None:
-    """RuntimeError unless this megatron-core is one that the hooks were written for."""
-    found = tuple(int(part) for part in megatron_version.split(".")[:2])
-    low, high = SUPPORTED
-    if not low <= found < high:
-        raise RuntimeError(
-            f"megatron-core {megatron_version} is not supported by megatron_rl_corr: "
-            f"install >={low[0]}.{low[1]},<{high[0]}.{high[1]}"
-        )
-
-
-def check_parameters(function: Callable, names: tuple[str, ...]) -> None:
-    """RuntimeError if a function that is about to be replaced does not take these arguments."""
-    found = inspect.signature(function).parameters
-    missing = [name for name in names if name not in found]
-    if missing:
-        raise RuntimeError(
-            f"{function.__module__}.{function.__qualname__} of megatron-core {megatron_version} does "
-            f"not take {', '.join(missing)}: this Megatron was changed in a way that megatron_rl_corr "
-            "does not know"
-        )
+OUTPUT_PROCESSOR_SINCE = (0, 18)
+"""GPTModel.forward's hook behind the last layer."""
+ATTENTION_LOGIT_SINCE = (0, 16)
+"""`train_step` tells the largest attention logit too: an eighth value."""
 
 
 def check_output_processor(model: list) -> None:
-    """RuntimeError unless the model's forward has the hook behind the last layer (GPTModel's, megatron-core 0.18)."""
+    """ValueError unless the model's forward has the hook behind the last layer."""
+    if release() < OUTPUT_PROCESSOR_SINCE:
+        raise ValueError(
+            f"--rollout-linear-logprobs needs megatron-core {OUTPUT_PROCESSOR_SINCE[0]}.{OUTPUT_PROCESSOR_SINCE[1]} or "
+            f"newer, and this is {megatron_version}; leave it out"
+        )
     for chunk in model:
         check_parameters(chunk.forward, ("output_processor", "output_processor_context"))
 
@@ -117,14 +102,27 @@ def gathered_parameters(model: list, optimizer: Any) -> Iterator[None]:
     overlapped = any(chunk.ddp_config.overlap_param_gather for chunk in model)
     hooked = overlapped and bool(model[0].remove_forward_pre_hook_handles)
     if hooked:
-        training.disable_forward_pre_hook(model, optimizer=optimizer)
+        takes_optimizer = "optimizer" in inspect.signature(training.disable_forward_pre_hook).parameters
+        training.disable_forward_pre_hook(model, **({"optimizer": optimizer} if takes_optimizer else {}))
     elif overlapped:
-        training.force_param_sync(model, optimizer)
+        _gather(model, optimizer)
     try:
         yield
     finally:
         if hooked:
             training.enable_forward_pre_hook(model)
+
+
+def _gather(model: list, optimizer: Any) -> None:
+    """`training.force_param_sync`, which is there from 0.16 on, and takes the optimizer from 0.19 on."""
+    from megatron.training import training
+
+    if release() < (0, 16):
+        for chunk in model:
+            chunk.start_param_sync(force_sync=True)
+        return
+    takes_optimizer = "optimizer" in inspect.signature(training.force_param_sync).parameters
+    training.force_param_sync(model, *([optimizer] if takes_optimizer else []))
 
 
 @contextlib.contextmanager
@@ -144,7 +142,7 @@ def asked_before_update(optimizer: Any, may_update: Callable[[], bool]) -> Itera
 
 def skipped_step() -> tuple:
     """`train_step`'s result for a step without update: losses, skipped, checkpoint?, exit?, code, norms."""
-    return {}, 1, False, False, 0, None, None, 0
+    return ({}, 1, False, False, 0, None, None) + ((0,) if release() >= ATTENTION_LOGIT_SINCE else ())
 
 
 def grad_norm_of(result: tuple) -> float | None:
@@ -159,6 +157,9 @@ def was_skipped(result: tuple) -> bool:
 
 def unwrapped(model: list) -> list:
     """The model chunks without DDP's and the precision's wrappers."""
+    from megatron.core.utils import unwrap_model
+
+    return unwrap_model(model)
 
 
 def check_router_replay() -> None:
@@ -178,6 +179,3 @@ def moe_routers(chunk: torch.nn.Module) -> list[torch.nn.Module]:
 
     routers = [m for m in chunk.modules() if isinstance(m, TopKRouter) and not m.is_mtp_layer]
     return sorted(routers, key=lambda router: router.layer_number)
-    from megatron.core.utils import unwrap_model
-
-    return unwrap_model(model)

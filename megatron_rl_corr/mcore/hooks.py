@@ -15,7 +15,7 @@ from megatron.training import arguments as megatron_arguments
 from megatron.training import training
 
 from megatron_rl_corr.config import RolloutCorrectionConfig
-from megatron_rl_corr.mcore import compat, session
+from megatron_rl_corr.mcore import session, versions
 from megatron_rl_corr.mcore.arguments import RolloutOptions, add_rollout_arguments
 from megatron_rl_corr.mcore.refusal import all_reduce_refusal
 
@@ -28,9 +28,8 @@ def install(
     report(metrics, writer) takes each step's numbers on the job's last rank, with Megatron's TensorBoard
     writer or None. RuntimeError for a Megatron that is not known.
     """
-    compat.check_version()
     steps: dict[str, Any] = {}
-    _replace(megatron_arguments, "add_megatron_arguments", ("parser",), _with_our_flags)
+    replace(megatron_arguments, "add_megatron_arguments", ("parser",), with_our_flags)
 
     def set_up(original: Callable) -> Callable:
         @functools.wraps(original)
@@ -65,18 +64,18 @@ def install(
 
         return train_step
 
-    _replace(training, "setup_model_and_optimizer", ("model_type",), set_up)
-    _replace(training, "train_step", ("forward_step_func", "data_iterator", "model", "optimizer",
+    replace(training, "setup_model_and_optimizer", ("model_type",), set_up)
+    replace(training, "train_step", ("forward_step_func", "data_iterator", "model", "optimizer",
                                       "opt_param_scheduler", "config"), corrected)
     return lambda: steps["step"].close() if steps else None
 
 
 def wrap_pretrain(wrap: Callable[[Callable], Callable]) -> None:
     """Replace `pretrain`, for a script that no launcher runs: what is to happen after the last step goes around it."""
-    _replace(training, "pretrain", ("forward_step_func",), wrap)
+    replace(training, "pretrain", ("forward_step_func",), wrap)
 
 
-def _with_our_flags(original: Callable) -> Callable:
+def with_our_flags(original: Callable) -> Callable:
     @functools.wraps(original)
     def add_megatron_arguments(parser):
         return add_rollout_arguments(original(parser))
@@ -88,12 +87,12 @@ def _encode(text: str) -> list[int]:
     return training.get_tokenizer().tokenize(text)
 
 
-def _replace(
+def replace(
     module: ModuleType, name: str, parameters: tuple[str, ...], wrap: Callable[[Callable], Callable]
 ) -> None:
     """Bind a wrapped function in its module and wherever it was imported: a copy keeps the original."""
     original = getattr(module, name)
-    compat.check_parameters(original, parameters)
+    versions.check_parameters(original, parameters)
     replacement = wrap(original)
     for holder in list(sys.modules.values()):
         if getattr(holder, "__name__", "").startswith("megatron.") and vars(holder).get(name) is original:

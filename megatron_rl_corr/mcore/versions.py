@@ -1,0 +1,66 @@
+"""Which releases of Megatron are supported, and whether the installed one is whole and what it says it is."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+
+import megatron.core
+from megatron.core import __version__ as megatron_version
+
+FIRST, LAST = (0, 14), (0, 19)
+"""Releases of megatron-core on which `make test-matrix` runs corrected steps, both inclusive."""
+SUPPORTED = f"megatron-core {FIRST[0]}.{FIRST[1]} to {LAST[0]}.{LAST[1]}"
+
+
+class UnsupportedMegatron(RuntimeError):
+    """Nothing was replaced; the message names what was found, and what is supported."""
+
+
+def release(version: str = megatron_version) -> tuple[int, int]:
+    """(0, 19) of "0.19.2" or "0.19.0rc1"."""
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
+def check_version() -> None:
+    """UnsupportedMegatron unless this megatron-core is one that the hooks were written for."""
+    if not FIRST <= release() <= LAST:
+        raise UnsupportedMegatron(
+            f"megatron-core {megatron_version} is not supported; supported are {SUPPORTED}: install one of them"
+        )
+
+
+def check_training() -> None:
+    """UnsupportedMegatron if megatron.training is missing, or not of the same tree as megatron.core.
+
+    `megatron` is a namespace package: of two trees on the path, each gives the parts that those before it lack.
+    Nothing is imported.
+    """
+    core = Path(megatron.core.__file__).resolve().parents[2]
+    spec = importlib.util.find_spec("megatron.training")
+    training = None if spec is None or spec.origin is None else Path(spec.origin).resolve().parents[2]
+    if core == training:
+        return
+    found = (
+        f"{core} has no megatron.training" if training is None
+        else f"megatron.core {megatron_version} is of {core}, but megatron.training of {training}"
+    )
+    raise UnsupportedMegatron(
+        f"{found}; wheels of megatron-core hold megatron.training from 0.17.1 on: for {megatron_version}, put one "
+        "whole checkout of Megatron-LM first on PYTHONPATH, or use the library in your own loop"
+    )
+
+
+def check_parameters(function: Callable, names: tuple[str, ...]) -> None:
+    """UnsupportedMegatron if a function that is about to be replaced does not take these arguments."""
+    found = inspect.signature(function).parameters
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise UnsupportedMegatron(
+            f"{function.__module__}.{function.__qualname__} of megatron-core {megatron_version} does not take "
+            f"{', '.join(missing)}: this Megatron was changed in a way that megatron_rl_corr does not know; supported "
+            f"are {SUPPORTED}"
+        )

@@ -1,0 +1,73 @@
+"""Releases of megatron-core that are laid over the environment: where they are, and fetching them once.
+
+A wheel is unpacked beside the environments that scripts/setup makes, and put first on PYTHONPATH; the rest of the
+environment, torch above all, stays as it is.
+"""
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+from megatron_rl_corr.cpu import environment
+
+OVERLAID = ("0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
+WITH_TRAINING = ("0.17.1", "0.18.2", "0.19.2")
+"""Whose wheels hold megatron.training too."""
+VARIABLE = "MEGATRON_RELEASES"
+"""`all`, as `make test-matrix` sets it: every release; without it the oldest, beside what is installed."""
+
+
+def chosen():
+    """The releases of this test run, the newest last."""
+    value = os.environ.get(VARIABLE, "ends")
+    assert value in ("all", "ends"), f"{VARIABLE} must be all or ends, got {value!r}"
+    assert version("megatron-core") == OVERLAID[-1], "the environment's own release is the newest of the matrix"
+    return OVERLAID if value == "all" else (OVERLAID[0], OVERLAID[-1])
+
+
+def cache():
+    """As scripts/setup has it."""
+    named = os.environ.get("MEGATRON_RL_CORR_ENVS")
+    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "megatron_rl_corr"
+
+
+def release_folder(release):
+    """The folder for PYTHONPATH, fetched where it is not there yet; None for the release that is installed."""
+    if release == OVERLAID[-1]:
+        return None
+    folder = cache() / f"megatron-core-{release}-py{sys.version_info.major}.{sys.version_info.minor}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(f"{folder}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.is_dir():
+            fetch(release, folder)
+    return folder
+
+
+def fetch(release, folder):
+    """Unpack the wheel next to `folder`, and rename it once it is whole."""
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    pip = subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input", "--no-deps",
+         "--only-binary", ":all:", "--target", partial, f"megatron-core=={release}"],
+        env={name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PIP_USER", "PIP_TARGET")},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    if pip.returncode:
+        raise RuntimeError(
+            f"megatron-core {release} could not be fetched into {folder}; this test needs pip's package index once, "
+            f"and the folder afterwards. pip said:\n{pip.stderr[-1500:]}"
+        )
+    partial.rename(folder)
+
+
+def release_environment(release, *paths):
+    """Variables of a process with that release; `paths` come behind it on PYTHONPATH."""
+    folder = release_folder(release)
+    first = [str(path) for path in (folder, *paths) if path is not None]
+    return environment("megatron", {**os.environ, "PYTHONPATH": os.pathsep.join(first)})
