@@ -5,6 +5,7 @@ D = log pi_train - log pi_rollout of a sampled token, rho = e^D, w = the importa
 
 from megatron_rl_corr.report.clamped import CLAMPS, clamped_text
 from megatron_rl_corr.report.collection_meaning import COLLECTION
+from megatron_rl_corr.report.routing_meaning import ROUTING
 from megatron_rl_corr.report.usual import Meaning, UsualRange
 
 GAP_REMEDY = (
@@ -219,6 +220,7 @@ PREFIXES: dict[str, Meaning] = {
             "the bound.", low=0, high=0,
         ),
     ),
+    **ROUTING,
 }
 """Families of metrics, by the start of their names, and metrics that only some settings have."""
 

@@ -47,8 +47,9 @@ def test_meanings_when_compared_with_the_corrections_metrics_then_the_same_names
     names = {f"rollout_corr/{name}" for name in all_gather_metrics(measured, None)}
     assert {name for name in names if meaning_of(name) is None} == set()
     assert {name for name in MEANINGS if name.startswith("rollout_corr/")} - names == set()
-    # Every family has a member.
-    assert all(any(name.startswith(prefix) for name in names) for prefix in PREFIXES)
+    # Every family of theirs has a member.
+    families = [prefix for prefix in PREFIXES if prefix.startswith("rollout_corr/")]
+    assert all(any(name.startswith(prefix) for name in names) for prefix in families)
 
 
 def test_clamps_when_compared_with_the_metrics_then_each_has_its_unclamped_mean_before_it():

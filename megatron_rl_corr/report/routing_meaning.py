@@ -1,0 +1,31 @@
+"""What the metrics of --router-replay mean: how far servers and Megatron route alike, and what the routes cost."""
+
+from megatron_rl_corr.report.usual import Meaning, UsualRange
+
+ROUTING: dict[str, Meaning] = {
+    "router_replay/disagreement/": Meaning(
+        "the same in one layer", "tokens whose experts are not the same set / tokens with routes"
+    ),
+    "router_replay/overlap/": Meaning("the same in one layer", "experts that both chose / experts of the tokens"),
+    "router_replay/disagreement": Meaning(
+        "with R3: tokens sent to other experts than Megatron would, the layers before replayed",
+        "tokens x layers whose experts are not the same set / tokens x layers",
+        "routes differ",
+        UsualRange(
+            "servers and Megatron route many tokens to different experts",
+            "Compare the router's dtype on both sides (--moe-router-dtype fp32, and SGLang's), and the age of the "
+            "samples. If single layers stand out, look for weights that only one side has, as a router's bias.",
+            high=0.1,
+        ),
+    ),
+    "router_replay/overlap": Meaning(
+        "with R3: share of the server's experts that Megatron would choose too", "experts that both chose / experts"
+    ),
+    "router_replay/bytes_per_token": Meaning(
+        "what the routes of a token of prompt or response take, in all layers",
+        "layers with experts x top-k x bytes of an id",
+    ),
+    "router_replay/tokens_without_routes": Meaning(
+        "tokens that the server gave no routes for; they go where Megatron chooses", "count"
+    ),
+}
