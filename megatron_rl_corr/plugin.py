@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from megatron_rl_corr.mcore.arguments import parse
+from megatron_rl_corr.trainers import megatron_rl_hooks
 
 TIME_TO_TELL_S = 1.0
 """torchrun ends all ranks when the first exits: the one that knows what went wrong must be faster."""
@@ -23,8 +24,14 @@ def prepare(arguments: Sequence[str]) -> Install:
     global _begun
     # A patched Megatron asks for the plugin as soon as our hooks import it: that is too late, and once is enough.
     _begun = True
+    megatrons_own_rl = megatron_rl_hooks.ASKS in arguments
     try:
-        config, options = parse(arguments)
+        if megatrons_own_rl:
+            config, log_dir = megatron_rl_hooks.parse(arguments)
+            settings = {"rollout_correction": config}
+        else:
+            config, options = parse(arguments)
+            settings, log_dir = {"rollout_correction": config, "rollout": options}, options.log_dir
     except OSError as error:
         raise ValueError(
             f"--rollout-correction-config {error.filename} cannot be read: {error.strerror}"
@@ -38,14 +45,15 @@ def prepare(arguments: Sequence[str]) -> Install:
         from megatron_rl_corr.mcore import hooks
         from megatron_rl_corr.report.run_log import RunLog
 
-        settings = {"rollout_correction": config, "rollout": options}
         logs: list[RunLog] = []
 
         def report(metrics: dict, writer) -> None:
             if not logs:  # only the rank that reports opens files
-                logs.append(RunLog(options.log_dir, settings, writer))
+                logs.append(RunLog(log_dir, settings, writer))
             logs[0].write(metrics)
 
+        if megatrons_own_rl:
+            return megatron_rl_hooks.install(config, report)
         return hooks.install(config, options, report)
 
     return install
@@ -63,7 +71,13 @@ def load() -> None:
     except ValueError as error:
         refuse("MEGATRON_RL_CORR", error)
         sys.exit(2)
-    leave_servers = install()
+    from megatron_rl_corr.mcore.versions import UnsupportedMegatron
+
+    try:
+        leave_servers = install()
+    except UnsupportedMegatron as error:
+        refuse("MEGATRON_RL_CORR", error)
+        sys.exit(2)
     from megatron_rl_corr.mcore import hooks
 
     hooks.wrap_pretrain(lambda pretrain: run_to_the_end(pretrain, leave_servers))

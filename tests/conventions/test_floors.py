@@ -23,7 +23,8 @@ FLOORS = {
     "trainers": 4, "report": 4, "plugin": 4, "launch": 4, "cli": 4,
 }
 SAME_FLOOR = {
-    ("mcore", "weight_sync"), ("plugin", "report"), ("launch", "plugin"), ("cli", "report"), ("cli", "launch"),
+    ("mcore", "weight_sync"), ("plugin", "report"), ("plugin", "trainers"), ("launch", "plugin"), ("cli", "report"),
+    ("cli", "launch"),
 }
 """(who, from whom): Megatron's glue drives the weight push; the commands show reports."""
 
