@@ -1,0 +1,178 @@
+"""Seconds of a step (old log-probs, then training) with and without replayed routes, in one run, and their memory.
+
+python benchmarks/router_replay.py [--hidden 256] [--layers 4] [--experts 32] [--top-k 4] [--samples 8] [--length 256]
+
+One process of real Megatron-core; steps of the three kinds take turns on the same weights and tokens, and the medians
+of their processor time are compared, as the machine may have other work. The routes of R3 come as a server would send
+them, in base64 of int32; what decoding them takes is told by itself, as it happens while other samples are awaited.
+"""
+
+import argparse
+import base64
+import datetime
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from megatron_rl_corr.cpu import environment  # noqa: E402
+
+VOCAB_SIZE, ROWS = 512, 2
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in {"hidden": 256, "layers": 4, "experts": 32, "top-k": 4, "samples": 8, "length": 256,
+                          "repeats": 9}.items():  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        measure(options)
+        return
+    command = [sys.executable, __file__, *sys.argv[1:], "--worker"]
+    sys.exit(subprocess.run(command, env=environment("megatron"), check=False).returncode)
+
+
+def measure(options: argparse.Namespace) -> None:
+    import torch.distributed as dist
+
+    from benchmarks.correction import machine_name
+    from megatron_rl_corr.mcore import compat
+    from megatron_rl_corr.mcore.router_replay import Replay
+    from megatron_rl_corr.rollout.local_server import free_port
+    from megatron_rl_corr.rollout.routed_experts import decode, pack
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+    model, config = build(options)
+    layout = compat.layout()
+    routers = [router for chunk in model for router in compat.moe_routers(chunk)]
+    steps = {"off": corrected_step(None, layout, options)}
+    stand_ins = {"off": [None] * len(routers)}
+    for kind in ("R2", "R3"):
+        replay = Replay(kind, model, layout, num_layers=options.layers)
+        steps[kind] = corrected_step(replay, layout, options)
+        stand_ins[kind] = [router.router_replay for router in routers]
+    shape = steps["R3"].replay.shape
+    batch = some_batch(options)
+    sent = [encoded_choice(options) for _ in range(options.samples)]
+    started = time.process_time()
+    decoded = [decode(one, tokens=options.length + 1, shape=shape) for one in sent]
+    decoding = time.process_time() - started
+    routes = pack(decoded, options.length, shape)
+    times = {kind: [] for kind in steps}
+    for _ in range(options.repeats):
+        for kind, step in steps.items():
+            for router, stand_in in zip(routers, stand_ins[kind], strict=True):
+                router.router_replay = stand_in
+            times[kind].append(one_step(step, model, batch, routes if kind == "R3" else None, options))
+    tokens = options.samples * options.length
+    print(f"{datetime.date.today()}, {machine_name('cpu')}, torch {torch.__version__}, {tokens} tokens, "
+          f"{options.layers} layers of {options.top_k} of {options.experts} experts, hidden {options.hidden}\n")
+    print("| --router-replay | step (s) | with / without |\n|---|---|---|")
+    base = statistics.median(times["off"][1:])
+    for kind, seconds in times.items():
+        median = statistics.median(seconds[1:])
+        print(f"| {kind} | {median:.3f} | {median / base:.3f} |")
+    print(f"\nRoutes: {shape.bytes_per_token} bytes a token over all layers ({len(sent[0]) / options.length:.0f} in "
+          f"the server's answer); decoding takes {decoding / tokens * 1e6:.2f} us a token.")
+    dist.destroy_process_group()
+
+
+def build(options: argparse.Namespace):
+    """A mixture of experts of random weights on this process alone."""
+    import torch.nn.functional as F
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1)
+    config = TransformerConfig(
+        num_layers=options.layers, hidden_size=options.hidden, num_attention_heads=8, num_query_groups=4,
+        normalization="RMSNorm", gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False,
+        hidden_dropout=0.0, attention_dropout=0.0, attention_softmax_in_fp32=True, use_cpu_initialization=True,
+        bias_dropout_fusion=False, bias_activation_fusion=False, masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False, apply_rope_fusion=False, num_moe_experts=options.experts,
+        moe_router_topk=options.top_k, moe_ffn_hidden_size=options.hidden, moe_token_dispatcher_type="alltoall",
+        moe_router_load_balancing_type="none", moe_router_dtype="fp32",
+    )  # fmt: skip
+    spec = get_gpt_layer_local_spec(num_experts=options.experts, moe_grouped_gemm=False, normalization="RMSNorm")
+    chunk = GPTModel(
+        config=config, transformer_layer_spec=spec, vocab_size=VOCAB_SIZE, max_sequence_length=options.length,
+        parallel_output=True, share_embeddings_and_output_weights=False, position_embedding_type="rope",
+    )
+    config.finalize_model_grads_func = finalize_model_grads
+    return [DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), chunk)], config
+
+
+def some_batch(options: argparse.Namespace):
+    """Random samples of full length, a sixteenth of it prompt."""
+    from megatron_rl_corr.mcore.batch import RolloutBatch
+    from megatron_rl_corr.rollout.trajectory import Trajectory, VersionSpan
+
+    prompt = options.length // 16
+    output, samples = options.length + 1 - prompt, []
+    for index in range(options.samples):
+        samples.append(Trajectory(
+            prompt_index=index // 4, sample_index=index % 4, prompt_ids=torch.randint(0, VOCAB_SIZE, (prompt,)),
+            output_ids=torch.randint(0, VOCAB_SIZE, (output,)), rollout_logprobs=torch.full((output,), -6.2),
+            finish_reason="length", weight_versions=(VersionSpan("0", 0, output),), cached_tokens=0, server="none",
+        ))  # fmt: skip
+    return RolloutBatch.from_trajectories(samples, torch.rand(options.samples), length=options.length, version=0)
+
+
+def encoded_choice(options: argparse.Namespace) -> str:
+    """Experts of a sample as a server sends them; any will do, as the time does not depend on them."""
+    scores = torch.rand(options.length, options.layers, options.experts)
+    return base64.b64encode(scores.topk(options.top_k).indices.int().numpy().tobytes()).decode()
+
+
+def corrected_step(replay, layout, options: argparse.Namespace):
+    from megatron_rl_corr.config import RolloutCorrectionConfig
+    from megatron_rl_corr.mcore.logprobs import LogprobSettings
+    from megatron_rl_corr.mcore.step import CorrectedStep
+
+    return CorrectedStep(
+        config=RolloutCorrectionConfig(), layout=layout, logprobs=LogprobSettings(layout.tp_group, 1.0, VOCAB_SIZE),
+        collector=SimpleNamespace(device="cpu", metrics={}), push=lambda version: None, report=lambda metrics: None,
+        close=lambda: None, micro_batch_size=ROWS, global_batch_size=options.samples, seq_length=options.length,
+        group_size=4, replay=replay, min_agreement=-1.0,
+    )  # fmt: skip
+
+
+def one_step(step, model: list, batch, routes, options: argparse.Namespace) -> float:
+    """Processor seconds."""
+    from dataclasses import replace
+
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    def train_step(forward_step, iterator):
+        for chunk in model:
+            chunk.zero_grad_buffer()
+        get_forward_backward_func()(
+            forward_step_func=forward_step, data_iterator=iterator, model=model,
+            num_microbatches=options.samples // ROWS, seq_length=options.length, micro_batch_size=ROWS,
+            forward_only=False,
+        )
+        return {}, 0, False, False, 0, 1.0, None, 0
+
+    step.collector.collect = lambda iteration: batch if routes is None else replace(batch, routes=routes)
+    started = time.process_time()
+    step.run(train_step, 0, model, None, per_token=False)
+    return time.process_time() - started
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,235 @@
+"""Replayed routes on real Megatron ranks: read back from the routers, and what a step does with them.
+
+The routes are those that one process chooses by itself (which "off" tells), changed for some tokens as another engine
+would. T tokens of a sample, M layers, k experts a token.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_rl_corr.cpu import environment
+
+HERE = Path(__file__).resolve().parent
+LAYERS, TOP_K, EXPERTS, SAMPLES, ROWS = 4, 2, 8, 16, 2
+REFUSED = ("shift", "layers", "other")
+TWO = [
+    {"pp": 2, "runs": ["R3", "R2", "layers"]}, {"tp": 2, "sp": True, "runs": ["R3", "shift"]},
+    {"cp": 2, "runs": ["R3", "bypass", "shift"]}, {"ep": 2, "runs": ["R3", "R2", "other"]},
+]  # fmt: skip
+FOUR = [
+    {"tp": 2, "pp": 2, "ep": 2, "sp": True, "runs": ["R3", "recompute", "R2 recompute"]},
+    {"cp": 2, "pp": 2, "vpp": 2, "ep": 2, "runs": ["R3", "recompute", "shift"]},
+    {"tp": 2, "cp": 2, "ep": 2, "sp": True, "runs": ["R3", "bias"]},
+    {"tp": 2, "ep": 2, "etp": 2, "sp": True, "runs": ["R3"]},
+]  # fmt: skip
+ALONE = [{"runs": ["R3", "recompute", "selective", "bias", "bypass", "R2", "R2 recompute", *REFUSED, "bypass shift"]}]
+
+
+def some_samples():
+    """16 responses to 4 prompts, of unlike lengths; their routes come later."""
+    generator, samples = torch.Generator().manual_seed(3), []
+    for index in range(SAMPLES):
+        prompt, output = 4 + index // 4, 10 + index % 8
+        ids = torch.randint(0, 80, (prompt + output,), generator=generator)
+        samples.append({
+            "group": index // 4, "prompt": ids[:prompt], "output": ids[prompt:], "reward": float(index % 3),
+            "rollout": torch.full((output,), -4.4), "old_shift": torch.zeros(output),
+        })
+    return samples
+
+
+def worked(processes, model_dir, folder, samples, specs):
+    """replay_worker.py's results: by layout, by rank, by run."""
+    source, out = folder / f"samples{processes}.pt", folder / f"out{processes}.pt"
+    torch.save(samples, source)
+    run = subprocess.run(
+        [sys.executable, HERE / "replay_worker.py", str(processes), model_dir, source, out, *map(json.dumps, specs)],
+        env=environment("megatron"), capture_output=True, text=True, timeout=600,
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    return torch.load(out)
+
+
+def chosen_alone(rank, samples, *, biased=False):
+    """Each sample's [T - 1, M, k] of one process's scoring pass in the run "off": Megatron's own choice."""
+    places, found = {}, [torch.zeros(len(s["prompt"]) + len(s["output"]) - 1, LAYERS, TOP_K) for s in samples]
+    for layer, training, _, chosen in rank["off bias" if biased else "off"]["passes"]:
+        if not training:
+            first = places.setdefault(layer, 0)
+            places[layer] += ROWS
+            for row in range(ROWS):
+                routes = found[first + row]
+                routes[:, layer] = chosen[: len(routes), row].nonzero()[:, 1].view(-1, TOP_K)
+    return [routes.to(torch.uint8) for routes in found]
+
+
+def changed(routes, index):
+    """As another engine would: every seventh token's second expert is another in one layer; sample 5 has none."""
+    routes = routes.clone()
+    if index == 5:
+        return torch.full_like(routes, 255)
+    for token in range(index % 7, len(routes), 7):
+        layer = token % LAYERS
+        taken = routes[token, layer].tolist()
+        routes[token, layer, 1] = next(e for e in range(EXPERTS) if e not in taken)
+    return routes
+
+
+@pytest.fixture(scope="module")
+def samples(tiny_moe_dir, tmp_path_factory):
+    """With `routes`, and wrong ones under the names of REFUSED; `own` is Megatron's choice."""
+    samples = some_samples()
+    [[rank]] = worked(1, tiny_moe_dir, tmp_path_factory.mktemp("routes"), samples, [{"runs": ["off", "off bias"]}])
+    for index, (sample, own) in enumerate(zip(samples, chosen_alone(rank, samples), strict=True)):
+        sample |= {"own": own, "routes": changed(own, index)}
+        # One sample of the third prompt is wrong in each way; all others are right.
+        wrong = dict.fromkeys(REFUSED, own)
+        if index == 9:
+            other = torch.rand(len(own), LAYERS, EXPERTS, generator=torch.Generator().manual_seed(1))
+            wrong = {"shift": own.roll(1, 0), "layers": own[:, [3, 2, 1, 0]],
+                     "other": other.topk(TOP_K).indices.to(torch.uint8)}  # fmt: skip
+        sample |= wrong
+    return samples
+
+
+@pytest.fixture(scope="module")
+def results(tiny_moe_dir, tmp_path_factory, samples):
+    """(layout, run) -> the ranks' results."""
+    folder, found = tmp_path_factory.mktemp("replay"), {}
+    for processes, specs in ((1, ALONE), (2, TWO), (4, FOUR)):
+        for spec, ranks in zip(specs, worked(processes, tiny_moe_dir, folder, samples, specs), strict=True):
+            layout = json.dumps({name: value for name, value in spec.items() if name != "runs"})
+            found |= {(layout, run): [rank[run] for rank in ranks] for run in spec["runs"]}
+    return found
+
+
+def cases(*runs):
+    return [
+        (json.dumps({name: value for name, value in spec.items() if name != "runs"}), run)
+        for spec in ALONE + TWO + FOUR for run in spec["runs"] if run in runs
+    ]
+
+
+def assert_replayed(rank, samples, name):
+    """Every pass of every router took the routes under `name` where there are some; how many passes there were."""
+    (dp, dp_size), count = rank["dp"], {}
+    share = len(samples) // dp_size
+    for layer, training, grad, chosen in rank["passes"]:
+        kind = (layer, training, grad)
+        first = dp * share + count.setdefault(kind, 0)
+        count[kind] += ROWS
+        for row in range(ROWS):
+            routes = samples[first + row][name]
+            here = rank["positions"] < len(routes)
+            wanted = routes[rank["positions"][here], layer].long()
+            known = wanted[:, 0] != wanted[:, 1]
+            used = chosen[here, row][known]
+            expected = torch.zeros_like(used).scatter(1, wanted[known], True)
+            assert torch.equal(used, expected), (kind, first + row)
+            assert (chosen[:, row].sum(dim=1) == TOP_K).all()
+    assert all(rows == share for rows in count.values())
+    return count
+
+
+@pytest.mark.parametrize(("layout", "run"), cases("R3", "recompute", "selective", "bias", "bypass"))
+def test_r3_when_read_back_from_the_routers_then_the_servers_experts_in_every_pass(results, samples, layout, run):
+    for rank in results[layout, run]:
+        passes = assert_replayed(rank, samples, "routes")
+        layers = {layer for layer, _, _ in passes}
+        assert layers == set(rank["layers"])
+        grads = {False, True} if run in ("recompute", "selective") else {True}
+        expected = {(layer, True, grad) for layer in layers for grad in grads}
+        expected |= set() if run == "bypass" else {(layer, False, False) for layer in layers}
+        assert passes.keys() == expected
+
+
+@pytest.mark.parametrize(("layout", "run"), cases("R2", "R2 recompute"))
+def test_r2_when_read_back_from_the_routers_then_the_scoring_pass_is_natural_and_training_repeats_it(
+    results, samples, layout, run
+):
+    for rank in results[layout, run]:
+        passes = assert_replayed(rank, samples, "own")
+        assert {training for _, training, _ in passes} == {False, True}
+
+
+@pytest.mark.parametrize(("layout", "run"), [c for c in cases("R3", "recompute", "bias", "bypass", "R2", "R2 recompute")
+                                             if c[0] != "{}"])  # fmt: skip
+def test_replayed_step_in_every_layout_then_gradients_and_metrics_are_those_of_one_process(results, layout, run):
+    ranks, [alone] = results[layout, run], results["{}", run]
+    found = {name: gradient for rank in ranks for name, gradient in rank["gradients"].items()}
+    assert found.keys() == alone["gradients"].keys() and len(found) == 135
+    for name, gradient in alone["gradients"].items():
+        error = (found[name] - gradient).norm() / gradient.norm().clamp(min=1e-6)
+        assert error < 1e-5, (name, error)
+    [numbers] = [rank["metrics"] for rank in ranks if rank["metrics"] is not None]
+    names = {name for name in alone["metrics"] if name.startswith(("router_replay/", "rollout_corr/log_ratio_abs"))}
+    assert len(names) > 5
+    for name in names:
+        assert numbers[name] == pytest.approx(alone["metrics"][name], rel=1e-4, abs=1e-6, nan_ok=True), name
+
+
+def test_recomputation_when_routes_are_replayed_then_gradients_are_those_without_it(results):
+    [plain], [r2] = results["{}", "R3"], results["{}", "R2"]
+    for other, reference in (("recompute", plain), ("selective", plain), ("R2 recompute", r2)):
+        [found] = results["{}", other]
+        for name, gradient in reference["gradients"].items():
+            torch.testing.assert_close(found["gradients"][name], gradient, rtol=1e-5, atol=1e-7)
+
+
+def test_routes_when_they_differ_from_megatrons_choice_then_gradients_do_too(results):
+    [r3], [r2] = results["{}", "R3"], results["{}", "R2"]
+    name = "model.layers.0.mlp.gate.weight"
+    assert (r3["gradients"][name] - r2["gradients"][name]).norm() > 1e-3 * r2["gradients"][name].norm()
+    assert r3["gradients"][name].norm() > 0
+
+
+def test_tokens_without_routes_when_one_sample_has_none_then_they_go_where_megatron_chooses(results, samples):
+    [rank] = results["{}", "R3"]
+    for layer in range(LAYERS):
+        chosen = [pas[3] for pas in rank["passes"] if pas[:2] == (layer, False)]
+        own = samples[5]["own"][:, layer].long()  # row 1 of microbatch 2
+        used = chosen[2][: len(own), 1]
+        assert torch.equal(used, torch.zeros_like(used).scatter(1, own, True))
+
+
+@pytest.mark.parametrize(("layout", "run"), cases("R3"))
+def test_routes_when_scattered_then_each_rank_holds_its_own_layers_and_tokens(results, layout, run):
+    ranks = results[layout, run]
+    for rank in ranks:
+        assert rank["held"] == (16 // rank["dp"][1], len(rank["positions"]), len(rank["layers"]), TOP_K)
+    spec = json.loads(layout)
+    assert all(len(rank["layers"]) == LAYERS // spec.get("pp", 1) for rank in ranks)
+    apart = spec.get("cp", 1) * (spec.get("tp", 1) if spec.get("sp") else 1)
+    assert all(len(rank["positions"]) == 24 // apart for rank in ranks)
+
+
+def test_disagreement_when_routes_were_changed_by_hand_then_each_layers_share_of_tokens(results, samples):
+    [rank] = results["{}", "R3"]
+    # In the first layer nothing has changed what comes in, so Megatron's choice is `own` there.
+    tokens = [s for index, s in enumerate(samples) if index != 5]
+    differs = sum(int((s["own"][:, 0] != s["routes"][:, 0]).any(dim=1).sum()) for s in tokens)
+    total = sum(len(s["own"]) for s in tokens)
+    assert differs > 5
+    assert rank["metrics"]["router_replay/disagreement/layer_000"] == pytest.approx(differs / total)
+    assert rank["metrics"]["router_replay/overlap/layer_000"] == pytest.approx(1 - differs / total / TOP_K)
+
+
+@pytest.mark.parametrize(("layout", "run"), cases(*REFUSED, "bypass shift"))
+def test_routes_when_those_of_other_tokens_layers_or_weights_then_refused_by_name_and_nothing_trains(
+    results, layout, run
+):
+    ranks = results[layout, run]
+    assert all(rank["refused"] and rank["updates"] == 0 for rank in ranks)
+    [said] = {rank["refused"] for rank in ranks} - {"by another rank"}
+    dp_size = ranks[0]["dp"][1]
+    place = 9 - 8 if dp_size == 2 else 9
+    replica = 1 if dp_size == 2 else 0
+    assert f"sample {place % 4} of prompt {place // 4} of replica {replica} in step 1" in said
+    assert ("rule shift" if "shift" in run else "rule agreement") in said
+    assert all((layer, True) not in {p[:2] for p in rank["passes"]} for rank in ranks for layer in range(LAYERS)
+               if not run.startswith("bypass"))  # fmt: skip
