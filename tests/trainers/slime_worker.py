@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from torch.multiprocessing import start_processes
 
 from megatron_rl_corr.rollout.local_server import free_port
@@ -21,8 +22,6 @@ def main(rank: int, port: int, folder: Path) -> None:
     dist.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
     )
-    from megatron.core import parallel_state
-
     parallel_state.initialize_model_parallel(context_parallel_size=2)
     group = parallel_state.get_context_parallel_group()
     results = {}
@@ -46,4 +45,4 @@ def main(rank: int, port: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    start_processes(main, (free_port(), Path(sys.argv[1])), nprocs=2, start_method="spawn")
+    start_processes(main, (free_port(), Path(sys.argv[1])), nprocs=2, start_method="fork")

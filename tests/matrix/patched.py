@@ -1,0 +1,64 @@
+"""A copy of a release's wheel that may be patched, and what a run of a script in it needs."""
+
+import asyncio
+import contextlib
+import json
+import shutil
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from megatron_rl_corr.rollout import RolloutClient
+from tests.matrix.releases import OVERLAID, release_environment, release_folder
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def copied_tree(folder, release=OVERLAID[-1]):
+    """`folder`, with a copy of the release's megatron/ in it."""
+    installed = release_folder(release) or Path(find_spec("torch").origin).parents[1]
+    shutil.copytree(installed / "megatron", folder / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+def process_environment(*paths):
+    """Variables of a process without a GPU, with `paths` before everything that is installed."""
+    return release_environment(OVERLAID[-1], *paths) | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def cpu_flags(model):
+    """What a user's script is started with today, on a machine without a GPU: two steps of eight samples."""
+    sys.path.append(str(ROOT / "examples/quickstart"))
+    from megatron_flags import local_flags, model_flags
+
+    flags = [
+        *model_flags(model), *local_flags(), "--seq-length", 32, "--micro-batch-size", 4, "--global-batch-size", 8,
+        "--train-iters", 2, "--lr", 1e-3, "--lr-decay-style", "constant", "--weight-decay", 0, "--clip-grad", 1.0,
+        "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", model, "--mock-data", "--split", "100,0,0",
+        "--num-workers", 0, "--no-create-attention-mask-in-dataloader", "--eval-iters", 0, "--eval-interval", 1000,
+    ]  # fmt: skip
+    return [str(flag) for flag in flags]
+
+
+@contextlib.contextmanager
+def unchanged(server, model):
+    """Puts a shared server's weights and their name back."""
+    vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
+
+    async def state(client):
+        [answer], [info] = await client.weights_checker(), await client.model_info()
+        return answer["ranks"][0]["checksums"], info["weight_version"]
+
+    async def seen():
+        async with RolloutClient([server.url], vocab_size=vocab_size) as client:
+            return await state(client)
+
+    async def put_back():
+        async with RolloutClient([server.url], vocab_size=vocab_size) as client:
+            await client.update_weights_from_disk(str(model))
+            await client.update_weight_version(before[1])
+            assert await state(client) == before
+
+    before = asyncio.run(seen())
+    yield
+    asyncio.run(put_back())

@@ -1,0 +1,64 @@
+"""A pretrain script for every release that has megatron.training: stock forward step, data and call, by their names.
+
+It knows nothing of rollouts.
+"""
+
+import inspect
+
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.training import arguments, get_args, get_tokenizer, pretrain
+
+
+def model_provider(pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):
+    args = get_args()
+    spec = get_gpt_layer_local_spec(
+        num_experts=args.num_experts, moe_grouped_gemm=args.moe_grouped_gemm, qk_layernorm=args.qk_layernorm,
+        normalization=args.normalization,
+    )  # fmt: skip
+    return GPTModel(
+        config=config or arguments.core_transformer_config_from_args(args), transformer_layer_spec=spec,
+        vocab_size=args.padded_vocab_size, max_sequence_length=args.max_position_embeddings, pre_process=pre_process,
+        post_process=post_process, parallel_output=True,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type, rotary_base=args.rotary_base, vp_stage=vp_stage,
+        pg_collection=pg_collection,
+    )  # fmt: skip
+
+
+def loss_func(mask, output):
+    loss, tokens = (output.reshape(-1).float() * mask).sum(), mask.sum().int()
+    print("lm loss", float(loss / tokens), flush=True)
+    return loss, tokens, {}
+
+
+def forward_step(data_iterator, model):
+    batch = next(data_iterator)
+    output = model(batch["tokens"], batch["position_ids"], batch.get("attention_mask"), labels=batch["labels"])
+    return output, lambda made: loss_func(batch["loss_mask"].reshape(-1).float(), made)
+
+
+def datasets_provider(num_samples, vp_stage=None):
+    args = get_args()
+    config = GPTDatasetConfig(
+        random_seed=args.seed, sequence_length=args.seq_length, blend=None, blend_per_split=None, split=args.split,
+        tokenizer=get_tokenizer(), reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+    )  # fmt: skip
+    return BlendedMegatronDatasetBuilder(MockGPTDataset, num_samples, lambda: True, config).build()
+
+
+if __name__ == "__main__":
+    datasets_provider.is_distributed = True
+    given = {
+        "train_valid_test_dataset_provider": datasets_provider, "model_provider": model_provider,
+        "model_type": ModelType.encoder_or_decoder, "forward_step_func": forward_step,
+    }  # fmt: skip
+    if "cfg_container" in inspect.signature(pretrain).parameters:  # from 0.18 on the script parses
+        from megatron.training.argument_utils import pretrain_cfg_container_from_args
+
+        given["cfg_container"] = pretrain_cfg_container_from_args(arguments.parse_and_validate_args())
+    pretrain(**given)
