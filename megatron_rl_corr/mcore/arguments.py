@@ -60,6 +60,7 @@ class RolloutOptions:
     router_replay: str
     router_replay_min_agreement: float | None
     """None without R3."""
+    expert_statistics: bool
 
 
 def add_rollout_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -146,6 +147,10 @@ def _add_router_replay(group: Any) -> None:
         "--router-replay-min-agreement", metavar="K", type=float, default=None,
         help="with R3, a step whose servers' routes agree less with Megatron's own choice, as Cohen's kappa of a "
         f"sample, is refused before it trains (default {DEFAULT_MIN_AGREEMENT}; -1 refuses none)")
+    group.add_argument(
+        "--expert-statistics", action="store_true",
+        help="tokens, mean |log-ratio|, mean weight and rejected fraction of every expert, in experts.jsonl of "
+        "--rollout-log-dir and as heat maps in TensorBoard")
 
 
 def parse(arguments: Sequence[str]) -> tuple[RolloutCorrectionConfig, RolloutOptions]:
@@ -180,6 +185,10 @@ def parse(arguments: Sequence[str]) -> tuple[RolloutCorrectionConfig, RolloutOpt
         raise ValueError(
             "--router-replay R2 records the pass that computes old log-probs, which bypass mode leaves out; use R3, or "
             "--router-replay off"
+        )
+    if config.bypass_mode and values.expert_statistics:
+        raise ValueError(
+            "--expert-statistics watches the pass that computes old log-probs, which bypass mode leaves out; drop it"
         )
     return config, rollout_options(values)
 
@@ -220,10 +229,11 @@ def rollout_options(values: argparse.Namespace) -> RolloutOptions:
             raise ValueError(f"{PREFIX}{flag} is required; see --help")
     fields = {field.name for field in dataclasses.fields(RolloutOptions)}
     fields -= {"urls", "client", "reward_function", "max_turns", "router_replay", "router_replay_min_agreement"}
+    fields.remove("expert_statistics")
     options = RolloutOptions(
         urls=tuple(values.rollout_url), client=client_options(values), reward_function=reward,
         max_turns=_max_turns(values), router_replay=values.router_replay,
-        router_replay_min_agreement=_min_agreement(values),
+        router_replay_min_agreement=_min_agreement(values), expert_statistics=values.expert_statistics,
         **{name: getattr(values, f"rollout_{name}") for name in fields},
     )
     for name in ("group_size", "max_new_tokens", "temperature", "bucket_mib"):

@@ -14,6 +14,7 @@ from megatron.core import parallel_state as mpu
 from torch.distributed import ProcessGroup
 
 from megatron_rl_corr.mcore.versions import check_parameters, release
+from megatron_rl_corr.parallel.experts import ExpertGroups
 from megatron_rl_corr.weight_sync.export import StageGroups
 from megatron_rl_corr.weight_sync.shards import ShardRanks
 
@@ -179,3 +180,11 @@ def moe_routers(chunk: torch.nn.Module) -> list[torch.nn.Module]:
 
     routers = [m for m in chunk.modules() if isinstance(m, TopKRouter) and not m.is_mtp_layer]
     return sorted(routers, key=lambda router: router.layer_number)
+
+
+def expert_groups() -> ExpertGroups:
+    """Read from Megatron's initialised parallel state."""
+    return ExpertGroups(
+        mpu.get_expert_model_parallel_group(),
+        (mpu.get_expert_tensor_parallel_group(), mpu.get_expert_data_parallel_group()),
+    )

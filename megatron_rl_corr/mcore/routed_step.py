@@ -35,7 +35,7 @@ class RoutedStep:
         observe_training: bool,
     ):
         self.replay, self._routes, self._layout = replay, batch.routes, layout
-        self._in_training, self._agreement = observe_training, None
+        self._in_training, self._agreement, self._rows = observe_training, None, len(batch.tokens)
         self._tokens_apart = None
         if self._routes is not None:
             tp = (layout.tp_group.rank(), layout.tp_group.size()) if sequence_parallel else (0, 1)
@@ -48,7 +48,8 @@ class RoutedStep:
         """Around the pass for old log-probs."""
         if self.replay is None:
             return nullcontext()
-        return self.replay.scoring(self._routes, self._agreement and self._agreement.observe)
+        observe = self._agreement and self._agreement.observe
+        return self.replay.scoring(self._routes, observe, rows=self._rows)
 
     def training(self) -> AbstractContextManager:
         """Around Megatron's train step."""

@@ -8,11 +8,17 @@ from megatron_rl_corr.mcore import compat
 
 
 def check_router_replay(args: argparse.Namespace) -> None:
-    """ValueError for a dense model, a router that never asks for routes, or a Megatron that can't replay."""
+    """ValueError for a dense model, a router that never asks for routes, or a Megatron that can't replay.
+
+    --expert-statistics watches the routers where replay would steer them, and needs the same.
+    """
     kind = args.router_replay
+    if kind == "off" and not args.expert_statistics:
+        return
     compat.check_router_replay()
     if not args.num_experts:
-        raise ValueError(f"--router-replay {kind} has no effect without --num-experts; use --router-replay off")
+        flag = f"--router-replay {kind}" if kind != "off" else "--expert-statistics"
+        raise ValueError(f"{flag} has no effect without --num-experts; leave it out")
     if args.moe_router_fusion:
         raise ValueError(
             "--moe-router-fusion chooses experts in a kernel that never asks for replayed routes; leave it out, or use "
@@ -26,8 +32,8 @@ def check_router_replay(args: argparse.Namespace) -> None:
         )
     if args.cuda_graph_impl != "none":
         raise ValueError(
-            f"--cuda-graph-impl {args.cuda_graph_impl} captures the routers with the routes of one microbatch; use none, or "
-            "--router-replay off"
+            f"--cuda-graph-impl {args.cuda_graph_impl} captures the routers with the routes of one microbatch; use "
+            "none, or --router-replay off"
         )
 
 

@@ -35,13 +35,16 @@ class ReplayedRouter(RouterReplay):
         self._next: Tensor | None = None
         self._observe: Observe | None = None
         self._recorded: Callable[[Tensor], None] | None = None
+        self._chosen: Callable[[Tensor], None] | None = None
         self._recomputed: deque[Tensor] = deque()
         self.training = False
         """A pass that nothing was told of recomputes an earlier one."""
 
-    def replay(self, routes: Tensor, observe: Observe | None) -> None:
-        """In the next pass: routes [t, b, k]."""
-        self._next, self._observe = routes, observe
+    def replay(
+        self, routes: Tensor, observe: Observe | None, chosen: Callable[[Tensor], None] | None = None
+    ) -> None:
+        """In the next pass: routes [t, b, k]. chosen() is told where its tokens then went, ids [t * b, k]."""
+        self._next, self._observe, self._chosen = routes, observe, chosen
 
     def record(self, recorded: Callable[[Tensor], None]) -> None:
         """In the next pass: Megatron's own choice [t * b, k] goes to recorded()."""
@@ -49,7 +52,7 @@ class ReplayedRouter(RouterReplay):
 
     def forget(self) -> None:
         """The pass over the batch has ended, or failed."""
-        self._next = self._observe = self._recorded = None
+        self._next = self._observe = self._recorded = self._chosen = None
         self._recomputed.clear()
         self.training = False
 
@@ -60,8 +63,8 @@ class ReplayedRouter(RouterReplay):
             recorded, self._recorded = self._recorded, None
             recorded(ids)
             return values, ids
-        routes, observe = self._next, self._observe
-        self._next = self._observe = None
+        routes, observe, chosen = self._next, self._observe, self._chosen
+        self._next = self._observe = self._chosen = None
         if routes is None and not self.training:
             return default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         if routes is None:
@@ -81,17 +84,22 @@ class ReplayedRouter(RouterReplay):
             sizes = routes.shape[:2]
             observe(routes, natural.detach().view(*sizes, -1), scores.detach().view(*sizes, -1))
         ids = torch.where(known, routes.reshape(-1, topk).long(), natural)
+        if chosen is not None:
+            chosen(ids)
         return scores.gather(1, ids), ids
 
 
 class Replay:
     """This rank's routers and, step by step, what they replay.
 
-    kind is --router-replay's: R2 or R3. Every rank makes one, once the model is there.
+    kind is --router-replay's: R2 or R3, or off, which only watches. Every rank makes one, once the model is there.
+    watch: keep where the tokens went in the pass for old log-probs.
     """
 
-    def __init__(self, kind: str, model: list[nn.Module], layout: compat.Layout, *, num_layers: int):
-        self.kind, self._layout = kind, layout
+    def __init__(
+        self, kind: str, model: list[nn.Module], layout: compat.Layout, *, num_layers: int, watch: bool = False
+    ):
+        self.kind, self._layout, self._watch = kind, layout, watch
         self._routers: dict[nn.Module, list[tuple[int, ReplayedRouter]]] = {}
         layers: list[int] = []
         for chunk in model:
@@ -117,16 +125,20 @@ class Replay:
         self._recorded: dict[int, dict[int, Tensor]] = {}
         self._observe: Callable[[int, int, Tensor, Tensor, Tensor], None] | None = None
         self._phase = ""
+        self.chosen: Tensor | None = None
+        """[N, t, M, k]: with `watch`, where each token went in the last pass for old log-probs."""
 
     @contextmanager
     def scoring(
-        self, routes: Tensor | None, observe: Callable[[int, int, Tensor, Tensor, Tensor], None] | None = None
+        self, routes: Tensor | None, observe: Callable[[int, int, Tensor, Tensor, Tensor], None] | None = None,
+        *, rows: int,
     ) -> Iterator[None]:
-        """Within: forward passes for old log-probs. R3 replays routes [N, t, M, k]; R2 records, and takes None.
+        """Within: forward passes for old log-probs of N = rows samples.
 
+        R3 replays routes [N, t, M, k]; the others take None.
         observe(first row, place of the layer, routes, own choice, scores) is told of every layer's pass.
         """
-        self._recorded = {}
+        self._recorded, self._rows = {}, rows
         with self._pass("score", routes, observe):
             yield
 
@@ -142,7 +154,7 @@ class Replay:
     def _pass(self, phase: str, routes: Tensor | None, observe) -> Iterator[None]:
         self._phase, self._routes, self._observe = phase, routes, observe
         for _, router in self._all():
-            router.training = phase == "train"
+            router.training = phase == "train" and self.kind != "off"
         try:
             yield
         finally:
@@ -155,11 +167,25 @@ class Replay:
         part = slice(index * rows, (index + 1) * rows)
         for place, router in self._routers[chunk]:
             if self.kind == "R3":
-                router.replay(self._routes[part, :, place].transpose(0, 1), self._observer(part.start, place))
+                chosen = self._keeper(part, place) if self._watch and self._phase == "score" else None
+                routes = self._routes[part, :, place].transpose(0, 1)
+                router.replay(routes, self._observer(part.start, place), chosen)
             elif self._phase == "score":
                 router.record(lambda ids, place=place: self._record(place, index, ids, rows))
-            else:
+            elif self.kind == "R2":
                 router.replay(self._recorded[place][index], None)
+
+    def _keeper(self, part: slice, place: int) -> Callable[[Tensor], None]:
+        rows = part.stop - part.start
+
+        def keep(ids: Tensor) -> None:
+            by_row = ids.detach().to(self.shape.dtype).view(-1, rows, ids.shape[1]).transpose(0, 1)
+            if self.chosen is None or self.chosen.shape[:2] != (self._rows, by_row.shape[1]):
+                sizes = (self._rows, by_row.shape[1], len(self.layers), by_row.shape[2])
+                self.chosen = by_row.new_empty(sizes)
+            self.chosen[part, :, place] = by_row
+
+        return keep
 
     def _observer(self, first: int, place: int) -> Observe | None:
         if self._observe is None:
@@ -167,8 +193,11 @@ class Replay:
         return lambda routes, natural, scores: self._observe(first, place, routes, natural, scores)
 
     def _record(self, place: int, index: int, ids: Tensor, rows: int) -> None:
-        ids = ids.detach().to(self.shape.dtype).view(-1, rows, ids.shape[1])
-        self._recorded.setdefault(place, {})[index] = ids
+        if self._watch:
+            self._keeper(slice(index * rows, (index + 1) * rows), place)(ids)
+        if self.kind == "R2":
+            recorded = ids.detach().to(self.shape.dtype).view(-1, rows, ids.shape[1])
+            self._recorded.setdefault(place, {})[index] = recorded
 
     def _all(self) -> list[tuple[int, ReplayedRouter]]:
         return [pair for pairs in self._routers.values() for pair in pairs]

@@ -14,6 +14,7 @@ from megatron_rl_corr.config import RolloutCorrectionConfig
 from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.mcore.arguments import RolloutOptions
 from megatron_rl_corr.mcore.collection import Collector
+from megatron_rl_corr.mcore.expert_statistics import ExpertLog, ExpertStatistics
 from megatron_rl_corr.mcore.logprobs import LogprobSettings
 from megatron_rl_corr.mcore.refusal import Refusal, all_reduce_refusal
 from megatron_rl_corr.mcore.router_flags import check_router_replay
@@ -41,8 +42,7 @@ WAIT_FOR_SERVERS_S = 60.0
 
 def check_megatron_arguments(args: argparse.Namespace) -> None:
     """ValueError for Megatron flags that a corrected step can't honour."""
-    if args.router_replay != "off":
-        check_router_replay(args)
+    check_router_replay(args)
     chunks = 2 * args.context_parallel_size
     if args.context_parallel_size > 1 and args.seq_length % chunks:
         raise ValueError(
@@ -84,15 +84,13 @@ def start(
         compat.check_output_processor(compat.unwrapped(model))
 
     replay = _replay(options, args, model, layout)
+    from_servers = replay if options.router_replay == "R3" else None
 
     def prepare() -> tuple[list[LocalParameter], RolloutClient, Collector, TrajectoryLog | None, int]:
         checkpoint = HFCheckpoint(options.hf_checkpoint)
         vocab_size = checkpoint.config["vocab_size"]
-        from_servers = replay if options.router_replay == "R3" else None
-        client = RolloutClient(
-            options.urls, vocab_size=vocab_size, experts=from_servers and from_servers.shape,
-            **options.client.arguments(),
-        )
+        experts = from_servers and from_servers.shape
+        client = RolloutClient(options.urls, vocab_size=vocab_size, experts=experts, **options.client.arguments())
         collector = Collector(
             options, layout, samples=args.global_batch_size, length=args.seq_length,
             steps=(args.iteration, args.train_iters), client=client, loop=loop,
@@ -111,7 +109,7 @@ def start(
     parameters, client, collector, log, vocab_size = all_reduce_refusal(prepare)
     if args.iteration == 0:
         optimizer.reload_model_params()
-    _reach(client, loop)
+    _broadcast_reached(client, loop)
     exporter = StageExporter(
         parameters, layout.shard, layout.stage_groups, stage=layout.pp_rank, num_stages=layout.pp_size
     )
@@ -137,23 +135,40 @@ def start(
         raise
     return CorrectedStep(
         config=config, layout=layout, collector=collector,
-        logprobs=LogprobSettings(
-            layout.tp_group, options.temperature, vocab_size, from_hidden=options.linear_logprobs,
-            fp32_lm_head=options.fp32_lm_head, inplace_gradient=options.inplace_gradient,
-        ),
+        logprobs=_logprobs(options, layout, vocab_size),
         push=push, report=report, log=log, close=close, micro_batch_size=args.micro_batch_size,
         global_batch_size=args.global_batch_size, seq_length=args.seq_length, group_size=options.group_size,
         replay=replay, min_agreement=options.router_replay_min_agreement, sequence_parallel=args.sequence_parallel,
+        experts=_experts(options, args, replay, layout),
+    )
+
+
+def _logprobs(options: RolloutOptions, layout: compat.Layout, vocab_size: int) -> LogprobSettings:
+    return LogprobSettings(
+        layout.tp_group, options.temperature, vocab_size, from_hidden=options.linear_logprobs,
+        fp32_lm_head=options.fp32_lm_head, inplace_gradient=options.inplace_gradient,
     )
 
 
 def _replay(options: RolloutOptions, args: argparse.Namespace, model: list, layout: compat.Layout) -> Any:
     """The `Replay` of --router-replay, or None. Imported here, because older Megatrons have no RouterReplay."""
-    if options.router_replay == "off":
+    if options.router_replay == "off" and not options.expert_statistics:
         return None
     from megatron_rl_corr.mcore.router_replay import Replay
 
-    return Replay(options.router_replay, model, layout, num_layers=args.num_layers)
+    watch = options.expert_statistics
+    return Replay(options.router_replay, model, layout, num_layers=args.num_layers, watch=watch)
+
+
+def _experts(
+    options: RolloutOptions, args: argparse.Namespace, replay: Any, layout: compat.Layout
+) -> ExpertStatistics | None:
+    if not options.expert_statistics:
+        return None
+    from megatron.training import training
+
+    tell = ExpertLog(options.log_dir, replay.shape.layers, training.get_tensorboard_writer)
+    return ExpertStatistics(replay, layout, compat.expert_groups(), args.sequence_parallel, tell)
 
 
 def _parameters(checkpoint: HFCheckpoint, args: argparse.Namespace, model: list) -> list[LocalParameter]:
@@ -174,7 +189,7 @@ def _weight_servers(
     return WeightServers(client, loop, transport, proof=proof, pause_mode=options.pause_mode)
 
 
-def _reach(client: RolloutClient, loop: LoopThread) -> None:
+def _broadcast_reached(client: RolloutClient, loop: LoopThread) -> None:
     """Every server answers, seen from rank 0; failing here is cheaper than in the middle of a step.
 
     What is behind a router is asked once, so that all ranks speak to the same servers.

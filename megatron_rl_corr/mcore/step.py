@@ -18,10 +18,11 @@ from megatron.core.rerun_state_machine import RerunDataIterator
 from torch import Tensor
 
 from megatron_rl_corr.config import RolloutCorrectionConfig
-from megatron_rl_corr.core.metrics import Metric
+from megatron_rl_corr.core.metrics import Metric, Sum
 from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.mcore.batch import RolloutBatch, TrainingTargets, microbatches
 from megatron_rl_corr.mcore.collection import Collector
+from megatron_rl_corr.mcore.expert_statistics import ExpertStatistics, means, summary
 from megatron_rl_corr.mcore.forward_step import make_forward_step
 from megatron_rl_corr.mcore.logprobs import LogprobSettings
 from megatron_rl_corr.mcore.loss import CorrectedLoss
@@ -77,6 +78,8 @@ class CorrectedStep:
     min_agreement: float | None = None
     """--router-replay-min-agreement; None without R3."""
     sequence_parallel: bool = False
+    experts: ExpertStatistics | None = None
+    """Of --expert-statistics."""
 
     @property
     def groups(self) -> ParallelGroups:
@@ -96,6 +99,8 @@ class CorrectedStep:
         targets, metrics = self._targets(batch, model, optimizer, routed)
         if not self.config.bypass_mode:
             metrics |= self._all_reduce_agreement(routed, iteration)
+        if self.experts is not None:
+            metrics |= self._all_gather_experts(batch, targets, iteration)
         times.mark("score")
         if self.log is not None:
             self.log.all_reduce_write(
@@ -155,6 +160,19 @@ class CorrectedStep:
         """Refuses routes that can't be right; how far the others agree with Megatron's own choice."""
         routed.all_reduce_check(self.min_agreement, step=iteration, group_size=self.group_size)
         return routed.all_reduce_metrics()
+
+    def _all_gather_experts(
+        self, batch: RolloutBatch, targets: TrainingTargets | None, iteration: int
+    ) -> dict[str, Metric]:
+        """The experts' tables, told by the job's last rank; their curves, once over the ranks of the last stage."""
+        table = self.experts.all_gather(batch, targets)
+        if not self.layout.is_last_stage:
+            return {}
+        if self.experts.tell is not None and dist.get_rank() == dist.get_world_size() - 1:
+            self.experts.tell(iteration + 1, means(table))
+        curves = summary(table, self.replay.shape.layers)
+        alone = self.layout.dp_cp_group.rank() == 0
+        return curves if alone else {name: Sum(torch.zeros_like(one.values)) for name, one in curves.items()}
 
     def _loss(self, batch: RolloutBatch, per_token: bool) -> CorrectedLoss:
         return CorrectedLoss(

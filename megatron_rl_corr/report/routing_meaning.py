@@ -25,6 +25,14 @@ ROUTING: dict[str, Meaning] = {
         "what the routes of a token of prompt or response take, in all layers",
         "layers with experts x top-k x bytes of an id",
     ),
+    "experts/load_max": Meaning(
+        "tokens of the busiest expert, against its layer's mean; with --expert-statistics",
+        "max over layers of max(tokens) / mean(tokens)",
+    ),
+    "experts/log_ratio_abs_mean_max": Meaning(
+        "largest mean disagreement of an expert's tokens; experts.jsonl says which", "max over experts of mean |D|"
+    ),
+    "experts/without_tokens": Meaning("experts of all layers that no valid token went to", "count"),
     "router_replay/tokens_without_routes": Meaning(
         "tokens that the server gave no routes for; they go where Megatron chooses", "count"
     ),

@@ -169,7 +169,7 @@ def hidden_collectives(module: str, text: str) -> list[str]:
     wrong = []
     collective = re.compile(r"(^|\.)(dist|distributed)\.(all_|broadcast|reduce|barrier|gather|scatter)")
     for function in functions(text):
-        if re.search(r"all_reduce|gather|broadcast", function.name) or function.name in ("forward", "backward"):
+        if re.search(r"all_reduce|gather|broadcast|scatter", function.name) or function.name in ("forward", "backward"):
             continue
         for node in ast.walk(function):
             if isinstance(node, ast.Call) and collective.search(ast.unparse(node.func)):

@@ -18,7 +18,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe.router import TopKRouter
 from torch.multiprocessing import start_processes
 
-from megatron_rl_corr.config import RolloutCorrectionConfig
+from megatron_rl_corr.config import RejectionRule, RolloutCorrectionConfig
+from megatron_rl_corr.mcore import compat
+from megatron_rl_corr.mcore.expert_statistics import ExpertStatistics
 from megatron_rl_corr.mcore.refusal import Refusal
 from megatron_rl_corr.mcore.route_transport import local_positions, scatter_routes
 from megatron_rl_corr.mcore.router_replay import Replay
@@ -36,7 +38,11 @@ BIASED = {
 }
 """With a bias for the choice alone, as auxiliary-loss-free balancing has it; the checkpoint has none."""
 BYPASS = RolloutCorrectionConfig(bypass_mode=True, loss="reinforce", loss_aggregation="token-mean")
+WATCHED = RolloutCorrectionConfig(
+    rollout_is="token", rollout_is_upper=1.05, rollout_rs=(RejectionRule("token", "ratio", 0.85, 1.15),)
+)
 RUNS = {
+    "experts": {"config": WATCHED, "watch": True}, "experts off": {"config": WATCHED, "watch": True, "kind": "off"},
     "R3": {}, "recompute": {"settings": RECOMPUTE}, "selective": {"settings": {
         "recompute_granularity": "selective", "recompute_modules": ["moe"],
     }},
@@ -50,15 +56,15 @@ ROWS = 2
 """Of a microbatch."""
 
 
-def one_run(model_dir, samples, spec, *, kind="R3", config=None, settings=None, routes="routes"):
+def one_run(model_dir, samples, spec, *, kind="R3", config=None, settings=None, routes="routes", watch=False):
     """What is replayed, read back by hooks on the routers, of one step; its gradients and metrics, or its refusal."""
     model, parameters, layout, _, batch, _, logprobs = set_up(model_dir, samples, spec, **(settings or {}))
     for chunk in model:
         for router in (m for m in chunk.modules() if isinstance(m, TopKRouter) and settings == BIASED):
             router.expert_bias = torch.linspace(-0.2, 0.2, 8)
     replay, sp = None, spec.get("sp", False)
-    if kind != "off":
-        replay = Replay(kind, model, layout, num_layers=4)
+    if kind != "off" or watch:
+        replay = Replay(kind, model, layout, num_layers=4, watch=watch)
     if kind == "R3":
         share = len(samples) // layout.dp_size
         own = [s[routes] for s in samples[layout.dp_rank * share : (layout.dp_rank + 1) * share]]
@@ -67,12 +73,13 @@ def one_run(model_dir, samples, spec, *, kind="R3", config=None, settings=None, 
             packed, share, LENGTH, shape=replay.shape, stage_layers=replay.stage_layers, layout=layout,
             sequence_parallel=sp,
         ))
-    passes, reports, updates = watch(model), [], []
+    passes, reports, updates, tables = record(model), [], [], []
     corrected = CorrectedStep(
         config=config or RolloutCorrectionConfig(), layout=layout, logprobs=logprobs, push=lambda version: None,
         report=reports.append, close=lambda: None, micro_batch_size=ROWS, global_batch_size=len(samples),
         collector=SimpleNamespace(device="cpu", collect=lambda step: batch, metrics={}), seq_length=LENGTH,
         group_size=4, replay=replay, min_agreement=0.25 if routes != "routes" else -1.0, sequence_parallel=sp,
+        experts=Kept(replay, layout, compat.expert_groups(), sp, tables) if watch else None,
     )  # fmt: skip
     optimizer = SimpleNamespace(step=lambda: updates.append(1) or (True, 1.0, 0))
 
@@ -97,22 +104,43 @@ def one_run(model_dir, samples, spec, *, kind="R3", config=None, settings=None, 
         "positions": local_positions(LENGTH, (layout.cp_group.rank(), layout.cp_size), tp),
         "gradients": {} if refused else whole_gradients(parameters, layout), "metrics": (reports or [None])[-1],
         "held": None if batch.routes is None else tuple(batch.routes.shape), "layers": replay and replay.layers,
+        "tables": tables,
     }  # fmt: skip
     ps.destroy_model_parallel()
     return result
 
 
-def watch(model):
+class Kept(ExpertStatistics):
+    """Keeps the table of each step, what its values were made of, and what is told."""
+
+    def __init__(self, replay, layout, groups, sequence_parallel, kept):
+        super().__init__(replay, layout, groups, sequence_parallel, lambda step, means: kept.append((step, means)))
+        object.__setattr__(self, "kept", kept)
+
+    def all_gather(self, batch, targets):
+        table = super().all_gather(batch, targets)
+        self.kept.append(table)
+        if targets is not None:
+            correction = targets.correction
+            self.kept.append({
+                "difference": (targets.old_logprobs - batch.rollout_logprobs.reshape(-1)).view_as(batch.tokens),
+                "valid": correction.valid.view_as(batch.tokens), "mask": correction.mask.view_as(batch.tokens),
+                "weights": correction.weights.view_as(batch.tokens),
+            })
+        return table
+
+
+def record(model):
     """Filled by what each router then does: (layer, in training mode, with gradients, [t, b, E] bool)."""
     passes = []
 
-    def record(module, inputs, output):
+    def hook(module, inputs, output):
         chosen = output[1].detach().view(*inputs[0].shape[:2], -1)
         passes.append((module.layer_number - 1, module.training, torch.is_grad_enabled(), chosen.clone()))
 
     for chunk in model:
         for router in (m for m in chunk.modules() if isinstance(m, TopKRouter)):
-            router.register_forward_hook(record)
+            router.register_forward_hook(hook)
     return passes
 
 

@@ -28,7 +28,7 @@ DEFAULTS = {
     "max_new_tokens": 1024, "temperature": 1.0, "max_lag": 0, "stale_samples": "keep", "pause_mode": "retract",
     "top_p": 1.0, "top_k": -1, "linear_logprobs": False, "fp32_lm_head": False, "inplace_gradient": False,
     "server_check": "semantic", "client": CLIENT, "bucket_mib": 256.0, "log_dir": None, "save_trajectories": None,
-    "router_replay": "off", "router_replay_min_agreement": None,
+    "router_replay": "off", "router_replay_min_agreement": None, "expert_statistics": False,
     "weight_transport": "distributed", "weight_dir": None, "verify_push": "checksum",
 }
 
@@ -127,11 +127,11 @@ def test_parser_when_it_is_megatrons_then_ours_join_it_and_nothing_is_required()
     parser.add_argument("--num-layers", type=int)
     assert add_rollout_arguments(parser) is parser
     values = vars(parser.parse_args(["--num-layers", "2"]))
-    ours = {name for name in values if name.startswith(("rollout_", "router_"))}
+    ours = {name for name in values if name.startswith(("rollout_", "router_", "expert_"))}
     assert set(values) == ours | {"num_layers"}
     names = DEFAULTS | CLIENT.arguments()
     # The flags are --rollout-url and the client's; the key is in no flag.
-    ours_by_name = {name if name.startswith("router_") else f"rollout_{name}" for name in names}
+    ours_by_name = {name if name.startswith(("router_", "expert_")) else f"rollout_{name}" for name in names}
     assert ours_by_name - ours == {"rollout_urls", "rollout_client", "rollout_api_key"}
 
 

@@ -18,16 +18,17 @@ HERE = Path(__file__).resolve().parent
 LAYERS, TOP_K, EXPERTS, SAMPLES, ROWS = 4, 2, 8, 16, 2
 REFUSED = ("shift", "layers", "other")
 TWO = [
-    {"pp": 2, "runs": ["R3", "R2", "layers"]}, {"tp": 2, "sp": True, "runs": ["R3", "shift"]},
-    {"cp": 2, "runs": ["R3", "bypass", "shift"]}, {"ep": 2, "runs": ["R3", "R2", "other"]},
+    {"pp": 2, "runs": ["R3", "R2", "layers", "experts"]}, {"tp": 2, "sp": True, "runs": ["R3", "shift", "experts"]},
+    {"cp": 2, "runs": ["R3", "bypass", "shift", "experts"]}, {"ep": 2, "runs": ["R3", "R2", "other", "experts off"]},
 ]  # fmt: skip
 FOUR = [
-    {"tp": 2, "pp": 2, "ep": 2, "sp": True, "runs": ["R3", "recompute", "R2 recompute"]},
-    {"cp": 2, "pp": 2, "vpp": 2, "ep": 2, "runs": ["R3", "recompute", "shift"]},
-    {"tp": 2, "cp": 2, "ep": 2, "sp": True, "runs": ["R3", "bias"]},
-    {"tp": 2, "ep": 2, "etp": 2, "sp": True, "runs": ["R3"]},
+    {"tp": 2, "pp": 2, "ep": 2, "sp": True, "runs": ["R3", "recompute", "R2 recompute", "experts"]},
+    {"cp": 2, "pp": 2, "vpp": 2, "ep": 2, "runs": ["R3", "recompute", "shift", "experts"]},
+    {"tp": 2, "cp": 2, "ep": 2, "sp": True, "runs": ["R3", "bias", "experts"]},
+    {"tp": 2, "ep": 2, "etp": 2, "sp": True, "runs": ["R3", "experts"]}, {"ep": 4, "runs": ["experts"]},
 ]  # fmt: skip
-ALONE = [{"runs": ["R3", "recompute", "selective", "bias", "bypass", "R2", "R2 recompute", *REFUSED, "bypass shift"]}]
+ALONE = [{"runs": ["R3", "recompute", "selective", "bias", "bypass", "R2", "R2 recompute", *REFUSED, "bypass shift",
+                   "experts", "experts off"]}]
 
 
 def some_samples():
@@ -233,3 +234,47 @@ def test_routes_when_those_of_other_tokens_layers_or_weights_then_refused_by_nam
     assert ("rule shift" if "shift" in run else "rule agreement") in said
     assert all((layer, True) not in {p[:2] for p in rank["passes"]} for rank in ranks for layer in range(LAYERS)
                if not run.startswith("bypass"))  # fmt: skip
+
+
+def naive_table(rank, samples):
+    """[M, E, 4] token by token: from what the hooks saw of the scoring pass, and the correction's own values."""
+    table, places = torch.zeros(LAYERS, EXPERTS, 4, dtype=torch.float64), [0] * LAYERS
+    values = rank["tables"][1]
+    for layer, training, _, chosen in rank["passes"]:
+        if training:
+            continue
+        first, places[layer] = places[layer], places[layer] + ROWS
+        for row in range(ROWS):
+            sample = samples[first + row]
+            for at in range(len(sample["prompt"]) - 1, len(sample["own"])):
+                assert values["valid"][first + row, at]
+                d, w = (float(values[name][first + row, at]) for name in ("difference", "weights"))
+                for expert in chosen[at, row].nonzero().flatten().tolist():
+                    rejected = float(not values["mask"][first + row, at])
+                    table[layer, expert] += torch.tensor([1.0, abs(d), w, rejected], dtype=torch.float64)
+    return table
+
+
+@pytest.mark.parametrize("run", ["experts", "experts off"])
+def test_expert_table_of_one_process_then_that_of_a_loop_over_tokens(results, samples, run):
+    [rank] = results["{}", run]
+    expected = naive_table(rank, samples)
+    assert expected[..., 0].sum() == sum(len(s["output"]) for s in samples) * LAYERS * TOP_K
+    assert 0 < expected[..., 3].sum() < expected[..., 0].sum()
+    torch.testing.assert_close(rank["tables"][0], expected, rtol=1e-6, atol=1e-9)
+    step, told = rank["tables"][2]
+    assert step == 1
+    tokens = expected[..., 0]
+    torch.testing.assert_close(told["weight_mean"], expected[..., 2] / tokens, rtol=1e-6, atol=0, equal_nan=True)
+    assert rank["metrics"]["experts/load_max"] == pytest.approx((tokens.amax(1) / tokens.mean(1)).max())
+
+
+@pytest.mark.parametrize(("layout", "run"), [c for c in cases("experts", "experts off") if c[0] != "{}"])
+def test_expert_table_in_every_layout_then_that_of_one_process_on_every_rank(results, layout, run):
+    [alone], ranks = results["{}", run], results[layout, run]
+    for rank in ranks:
+        table = rank["tables"][0]
+        assert torch.equal(table[..., 0], alone["tables"][0][..., 0])
+        assert torch.equal(table[..., 3], alone["tables"][0][..., 3])
+        torch.testing.assert_close(table, alone["tables"][0], rtol=1e-5, atol=1e-6)
+    assert [len([t for t in rank["tables"] if isinstance(t, tuple)]) for rank in ranks] == [0] * (len(ranks) - 1) + [1]
