@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatron_rl_corr.report import markup
 from megatron_rl_corr.report.atomic import write_atomically
+from megatron_rl_corr.report.expert_maps import expert_section
 from megatron_rl_corr.report.findings import find_alerts, summarise
 from megatron_rl_corr.report.metrics_file import CONFIG_NAME, FILE_NAME, read_metrics
 from megatron_rl_corr.report.plots import OVERVIEW_NAME, render_panels, steps_to_shade, write_overview
@@ -26,7 +27,7 @@ def write_page(run_dir: str | os.PathLike) -> Path:
     config = _read_config(run_dir / CONFIG_NAME)
     title = run_dir.resolve().name
     write_overview(rows, run_dir / OVERVIEW_NAME, title=title)
-    page = _page(title, rows, config, render_panels(rows))
+    page = _page(title, rows, config, render_panels(rows), expert_section(run_dir))
     return write_atomically(run_dir / PAGE_NAME, page.encode("utf-8"))
 
 
@@ -67,7 +68,9 @@ def _read_config(path: Path) -> dict[str, str]:
     return flatten(settings)
 
 
-def _page(title: str, rows: Sequence[dict], config: Mapping[str, str], images: Mapping[str, bytes]) -> str:
+def _page(
+    title: str, rows: Sequence[dict], config: Mapping[str, str], images: Mapping[str, bytes], experts: str
+) -> str:
     body = (
         f"<h1>{escape(title)}</h1>"
         + markup.summary_line(summarise(rows))
@@ -75,6 +78,7 @@ def _page(title: str, rows: Sequence[dict], config: Mapping[str, str], images: M
         + markup.findings_list(find_alerts(rows), rows)
         + "<h2>Curves</h2>"
         + markup.figures(images, shaded=bool(steps_to_shade(rows)))
+        + experts
         + "<h2>Metrics</h2>"
         + markup.metrics_table(rows)
         + "<h2>Configuration</h2>"

@@ -43,7 +43,7 @@ def write_overview(rows: Sequence[dict], path: str | os.PathLike, *, title: str 
                         bbox={"facecolor": ALERT_SHADE, "edgecolor": "none", "pad": 4})
         for axes, panel in zip(figure.subplots(3, 3).flat, PANELS, strict=True):
             _draw(axes, panel, series, shaded)
-        return write_atomically(path, _render(figure, "png"))
+        return write_atomically(path, render_figure(figure, "png"))
 
 
 def render_panels(rows: Sequence[dict], *, kind: str = "svg") -> dict[str, bytes]:
@@ -56,7 +56,7 @@ def render_panels(rows: Sequence[dict], *, kind: str = "svg") -> dict[str, bytes
             if panel.has_data(series):
                 figure = Figure(figsize=PANEL_INCHES, dpi=DPI, layout="constrained")
                 _draw(figure.subplots(), panel, series, shaded)
-                images[panel.name] = _render(figure, kind)
+                images[panel.name] = render_figure(figure, kind)
     return images
 
 
@@ -103,7 +103,8 @@ def _headline(rows: Sequence[dict], title: str) -> str:
     return (f"{title}:  " if title else "") + "   ·   ".join(parts)
 
 
-def _render(figure: Figure, kind: str) -> bytes:
+def render_figure(figure: Figure, kind: str) -> bytes:
+    """The bytes of an SVG or PNG file, the same for the same figure."""
     buffer = io.BytesIO()
     metadata = {"Date": None} if kind == "svg" else None
     figure.savefig(buffer, format=kind, metadata=metadata)

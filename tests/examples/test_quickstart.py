@@ -105,14 +105,14 @@ def log_ratios(sample):
     return sample.train_logprobs - sample.trajectory.rollout_logprobs
 
 
-def assert_no_mismatch(samples):
+def assert_no_mismatch(samples, ties=1):
     """Both engines in float32 agree to 1e-4 on every sample, but for one whose router came too near a tie.
 
     Two experts whose router logits are nearer than float32 rounds: each engine takes another one, and is right. That
-    befalls one sample in some ten thousand; a push that went wrong would move them all.
+    befalls one sample in some ten thousand; a push that went wrong would move them all. Replayed routes leave no tie.
     """
     apart = [sample for sample in samples if log_ratios(sample).abs().max() > 1e-4]
-    assert len(apart) <= 1, [log_ratios(sample).abs().max().item() for sample in apart]
+    assert len(apart) <= ties, [log_ratios(sample).abs().max().item() for sample in apart]
 
 
 def test_quickstart_with_and_without_lag_then_reward_is_learned_and_the_mismatch_is_seen(tmp_path):
@@ -172,7 +172,7 @@ LAYOUTS = {
         "--overlap-param-gather", "--calculate-per-token-loss",
         "--rollout-temperature", "0.8", "--rollout-top-p", "0.9", "--rollout-top-k", "40",
     ],
-    # Each row cut over two ranks, each stage's layers in two parts, and no logits.
+    # Each row cut over two ranks, each stage's layers in two parts, no logits, and the server's experts in training.
     "cp2-pp2-vpp2-ep2-linear": [
         "--tensor-model-parallel-size", "1", "--context-parallel-size", "2",
         "--num-layers-per-virtual-pipeline-stage", "1", "--rollout-linear-logprobs", "--rollout-fp32-lm-head",
@@ -187,7 +187,11 @@ def test_quickstart_in_float32_then_log_ratios_after_every_push_are_below_1e_4_a
         if "--use-distributed-optimizer" in layout:  # and these ranks know the server by its router alone
             router = processes.enter_context(RouterProcess(tmp_path / "router.log"))
             options += ["--rollout-url", router.url]
-        quickstart = processes.enter_context(Quickstart(tmp_path / "run", "--server-dtype", "float32", "--", *options))
+        replayed = "--context-parallel-size" in layout
+        replay = ["--router-replay", "R3" if replayed else "off"]
+        quickstart = processes.enter_context(
+            Quickstart(tmp_path / "run", "--server-dtype", "float32", *replay, "--", *options)
+        )
         quickstart.read_until("is ready after")
         if "--use-distributed-optimizer" in layout:
             router.add(re.search(r"(http://127.0.0.1:\d+) is ready", quickstart.text)[1])
@@ -201,7 +205,7 @@ def test_quickstart_in_float32_then_log_ratios_after_every_push_are_below_1e_4_a
     steps = read_metrics(quickstart.out / "metrics.jsonl")[:4]
     assert [step["weight_version"] for step in steps] == [1, 2, 3, 4]
     temperature = 0.8 if "--rollout-temperature" in layout else 1.0
-    assert_no_mismatch(saved_samples(tmp_path / "samples", steps, temperature))
+    assert_no_mismatch(saved_samples(tmp_path / "samples", steps, temperature), ties=0 if replayed else 1)
     # The weights did move, so it was the push that kept the two together.
     assert all(step["grad_norm"] > 0 for step in steps) and steps[0]["rollout_corr/valid_tokens"] > 300
 

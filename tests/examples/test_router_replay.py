@@ -29,7 +29,7 @@ def replayed(tmp_path_factory):
     (folder / "routes").mkdir()
     command = [
         sys.executable, ROOT / "examples/quickstart/run.py", "--out", folder / "run", "--server-dtype", "bfloat16",
-        "--steps", str(STEPS), "--router-replay", "R3", "--", *RECOMPUTE,
+        "--steps", str(STEPS), "--router-replay", "R3", "--", *RECOMPUTE, "--expert-statistics",
         "--rollout-reward-function", f"{HERE / 'recording_reward.py'}:reward",
         "--rollout-save-trajectories", folder / "samples",
     ]  # fmt: skip
@@ -98,3 +98,26 @@ def test_metrics_when_routes_are_replayed_then_disagreement_and_bytes_are_told(r
         assert 0 < step["router_replay/disagreement"] < 0.1
         # At most one expert of two differs where the choice is near a tie.
         assert step["router_replay/overlap"] == pytest.approx(1 - step["router_replay/disagreement"] / 2, abs=1e-3)
+
+
+def test_expert_statistics_when_asked_for_then_every_experts_tokens_in_a_file_and_as_heat_maps(replayed):
+    lines = [json.loads(line) for line in (replayed / "run/experts.jsonl").read_text().splitlines()]
+    steps = read_metrics(replayed / "run/metrics.jsonl")
+    for line, step, samples in zip(lines, steps, samples_of(replayed), strict=True):
+        assert line["step"] == step["step"] and line["layers"] == list(range(LAYERS))
+        responses = sum(len(sample.trajectory.output_ids) for sample in samples)
+        assert [sum(row) for row in line["tokens"]] == [2 * responses] * LAYERS
+        # Weighted by its tokens, the experts' mean mismatch is the batch's.
+        for tokens, sizes in zip(line["tokens"], line["log_ratio_abs_mean"], strict=True):
+            total = sum(n * size for n, size in zip(tokens, sizes, strict=True) if n)
+            assert total / sum(tokens) == pytest.approx(step["rollout_corr/log_ratio_abs_mean"], rel=1e-4)
+        # The routes that were replayed, counted by hand in one layer: a response's tokens are predicted from the last
+        # of its prompt on.
+        counted = [0] * 8
+        for sample in samples:
+            routes = sample.trajectory.routed_experts[len(sample.trajectory.prompt_ids) - 1 :, 3]
+            for expert in routes.flatten().tolist():
+                counted[expert] += 1
+        assert line["tokens"][3] == counted
+    events = b"".join(path.read_bytes() for path in (replayed / "run/tensorboard").glob("events.out.tfevents.*"))
+    assert b"experts/log_ratio_abs_mean" in events
