@@ -21,7 +21,7 @@ setup(
     },
     install_requires=[
         "torch>=2.6",
-        "megatron-core>=0.17.1,<0.20",
+        "megatron-core>=0.14,<0.20",
         "pyyaml>=6",
         "tensorboard>=2.14",
         "aiohttp>=3.9",

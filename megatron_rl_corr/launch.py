@@ -5,6 +5,7 @@ The script is not changed and need not know of this package.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from megatron_rl_corr import plugin
 from megatron_rl_corr.mcore.arguments import add_rollout_arguments
 
 USAGE = "torchrun [...] -m megatron_rl_corr.launch SCRIPT.py [its and Megatron's flags] [rollout flags]"
+DESCRIBE = "--rollout-corr-describe"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -27,6 +29,8 @@ def main(argv: list[str] | None = None) -> int:
         _print_help()
         print("\nThe script's own flags and Megatron's: run it without the launcher, with --help.")
         return 0
+    if DESCRIBE in arguments:
+        return _describe()
     try:
         install = plugin.prepare(arguments)
     except ValueError as error:
@@ -50,12 +54,31 @@ def _run(script: str, arguments: list[str], install: plugin.Install) -> int:
     return 0
 
 
+def _describe() -> int:
+    """Print what would be replaced in this Megatron; the script is not run, and no other flag is needed."""
+    from megatron_rl_corr.mcore import versions
+
+    try:
+        versions.check_version()
+        versions.check_training()
+        from megatron_rl_corr.mcore import hooks
+
+        text = hooks.describe()
+    except versions.UnsupportedMegatron as error:
+        return _refuse(str(error))
+    if os.environ.get("RANK", "0") == "0":
+        print(text)
+    return 0
+
+
 def _print_help() -> None:
     import argparse
 
     parser = argparse.ArgumentParser(
         prog="megatron_rl_corr.launch", usage=USAGE, description=__doc__, add_help=False
     )
+    parser.add_argument(DESCRIBE, action="store_true",
+                        help="print what is replaced in this Megatron, and where it is bound; nothing is run")
     add_rollout_arguments(parser).print_help()
 
 

@@ -24,6 +24,8 @@ def prepare(arguments: Sequence[str]) -> Install:
     global _begun
     # A patched Megatron asks for the plugin as soon as our hooks import it: that is too late, and once is enough.
     _begun = True
+    if any(argument.split("=")[0] == "--yaml-cfg" for argument in arguments):
+        raise ValueError("--yaml-cfg replaces every flag, the rollout ones too; give Megatron's settings as flags")
     megatrons_own_rl = megatron_rl_hooks.ASKS in arguments
     try:
         if megatrons_own_rl:

@@ -88,6 +88,8 @@ def test_script_when_it_is_not_there_then_its_name_and_status_2():
         (flags(without="--rollout-prompts"), "--rollout-prompts is required; see --help"),
         (flags(rollout_max_new_token="3"),
          "unknown flag --rollout-max-new-token; did you mean --rollout-max-new-tokens?"),
+        (flags(yaml_cfg="megatron.yaml"),
+         "--yaml-cfg replaces every flag, the rollout ones too; give Megatron's settings as flags"),
         (flags(rollout_correction_config="nowhere.yaml"),
          "--rollout-correction-config nowhere.yaml cannot be read: No such file or directory"),
     ],

@@ -6,41 +6,87 @@ Three functions: the one that adds arguments, the one that sets up the model, an
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+import torch
 from megatron.training import arguments as megatron_arguments
-from megatron.training import training
+from megatron.training import global_vars, training
 
 from megatron_rl_corr.config import RolloutCorrectionConfig
 from megatron_rl_corr.mcore import session, versions
 from megatron_rl_corr.mcore.arguments import RolloutOptions, add_rollout_arguments
 from megatron_rl_corr.mcore.refusal import all_reduce_refusal
+from megatron_rl_corr.mcore.step import CorrectedStep
+from megatron_rl_corr.parallel.failure import communication_device
+
+Report = Callable[[dict[str, float], Any], None]
 
 
-def install(
-    config: RolloutCorrectionConfig, options: RolloutOptions, report: Callable[[dict, Any], None]
-) -> Callable[[], None]:
+@dataclass(frozen=True)
+class Hook:
+    """One function of Megatron that is replaced."""
+
+    module: ModuleType
+    name: str
+    parameters: tuple[str, ...]
+    """What it must take, or nothing is replaced."""
+    by: str
+    """What takes its place."""
+
+
+ARGUMENTS = Hook(megatron_arguments, "add_megatron_arguments", ("parser",), "the same, plus the rollout flags")
+SET_UP = Hook(
+    training, "setup_model_and_optimizer", ("model_type",),
+    "the same; then weights are loaded, the servers reached, the first weights pushed",
+)
+TRAIN_STEP = Hook(
+    training, "train_step",
+    ("forward_step_func", "data_iterator", "model", "optimizer", "opt_param_scheduler", "config"),
+    "collect, score, correct; then the original with our forward step and batch; then the push",
+)
+HOOKS = (ARGUMENTS, SET_UP, TRAIN_STEP)
+
+CONSOLE = {
+    "reward/mean": "rollout reward",
+    "loss/policy": "policy loss",
+    "rollout_corr/k3_kl": "rollout k3 kl",
+    "rollout_corr/kept_fraction": "rollout kept fraction",
+}
+"""Metrics in Megatron's own log line, under names that are no tags of ours: its TensorBoard holds those already."""
+
+
+def install(config: RolloutCorrectionConfig, options: RolloutOptions, report: Report) -> Callable[[], None]:
     """Replace them, once, before the script runs; returns what leaves the servers after the script has ended.
 
     report(metrics, writer) takes each step's numbers on the job's last rank, with Megatron's TensorBoard
-    writer or None. RuntimeError for a Megatron that is not known.
+    writer or None. UnsupportedMegatron, and nothing replaced, for a Megatron that is not known.
     """
-    steps: dict[str, Any] = {}
-    replace(megatron_arguments, "add_megatron_arguments", ("parser",), with_our_flags)
+    for hook in HOOKS:
+        checked(hook.module, hook.name, hook.parameters)
+    steps: dict[str, CorrectedStep] = {}
+    told: dict[str, float] = {}
+
+    def tell(metrics: dict[str, float]) -> None:
+        told.update(metrics)
+        report(metrics, global_vars.get_tensorboard_writer())
+        wandb = global_vars.get_wandb_writer()
+        if wandb is not None:
+            wandb.log({name: value for name, value in metrics.items() if name != "step"}, metrics["step"])
 
     def set_up(original: Callable) -> Callable:
         @functools.wraps(original)
         def setup_model_and_optimizer(*args, **kwargs):
+            if "step" in steps:  # Megatron's in-process restart: the servers are left, and reached anew
+                steps.pop("step").close()
             settings = training.get_args()
             all_reduce_refusal(lambda: session.check_megatron_arguments(settings))
             model, optimizer, scheduler = original(*args, **kwargs)
-            steps["step"] = session.start(
-                config, options, settings, model, optimizer, _encode,
-                lambda metrics: report(metrics, training.get_tensorboard_writer()),
-            )
+            steps["step"] = session.start(config, options, settings, model, optimizer, _encode, tell)
             return model, optimizer, scheduler
 
         return setup_model_and_optimizer
@@ -48,31 +94,39 @@ def install(
     def corrected(original: Callable) -> Callable:
         @functools.wraps(original)
         def train_step(
-            forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, model_config, *args,
-            **kwargs,
+            forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config, *args, **kwargs
         ):
             def megatrons(forward_step: Callable, iterator: Any) -> tuple:
                 return original(
-                    forward_step, iterator, model, optimizer, opt_param_scheduler, model_config, *args,
-                    **kwargs,
+                    forward_step, iterator, model, optimizer, opt_param_scheduler, config, *args, **kwargs
                 )
 
-            return steps["step"].run(
-                megatrons, training.get_args().curr_iteration, model, optimizer,
-                model_config.calculate_per_token_loss,
+            losses, *rest = steps["step"].run(
+                megatrons, training.get_args().curr_iteration, model, optimizer, config.calculate_per_token_loss
             )
+            return (losses | _logged(told), *rest)
 
         return train_step
 
-    replace(training, "setup_model_and_optimizer", ("model_type",), set_up)
-    replace(training, "train_step", ("forward_step_func", "data_iterator", "model", "optimizer",
-                                      "opt_param_scheduler", "config"), corrected)
+    for hook, wrap in zip(HOOKS, (with_our_flags, set_up, corrected), strict=True):
+        replace(hook.module, hook.name, hook.parameters, wrap)
     return lambda: steps["step"].close() if steps else None
 
 
 def wrap_pretrain(wrap: Callable[[Callable], Callable]) -> None:
     """Replace `pretrain`, for a script that no launcher runs: what is to happen after the last step goes around it."""
     replace(training, "pretrain", ("forward_step_func",), wrap)
+
+
+def describe() -> str:
+    """What `install` would replace in this Megatron, and where; nothing is replaced."""
+    lines = [f"megatron-core {versions.megatron_version} in {versions.tree()}; supported are {versions.SUPPORTED}"]
+    for hook in HOOKS:
+        original = checked(hook.module, hook.name, hook.parameters)
+        places = [f"{module.__name__}.{name}" for module, name in _holders(original)]
+        lines += [f"{hook.module.__name__}.{hook.name}({', '.join(hook.parameters)}, ...)",
+                  f"    by: {hook.by}", f"    at: {', '.join(sorted(places))}"]  # fmt: skip
+    return "\n".join(lines)
 
 
 def with_our_flags(original: Callable) -> Callable:
@@ -84,16 +138,38 @@ def with_our_flags(original: Callable) -> Callable:
 
 
 def _encode(text: str) -> list[int]:
-    return training.get_tokenizer().tokenize(text)
+    return global_vars.get_tokenizer().tokenize(text)
+
+
+def _logged(told: dict[str, float]) -> dict[str, torch.Tensor]:
+    """What Megatron's `training_log` is to show of the step, as losses; nothing but on the last rank."""
+    shown = {shown: told[name] for name, shown in CONSOLE.items() if math.isfinite(told.get(name, math.nan))}
+    return {name: torch.tensor(value, device=communication_device()) for name, value in shown.items()}
+
+
+def _holders(function: Callable) -> list[tuple[ModuleType, str]]:
+    """Every module's name that is bound to it, wherever it was imported and whatever it is called there."""
+    modules = [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
+    return [(module, name) for module in modules for name, value in list(vars(module).items()) if value is function]
+
+
+def checked(module: ModuleType, name: str, parameters: tuple[str, ...]) -> Callable:
+    """The function; UnsupportedMegatron if it is not there, or does not take the parameters."""
+    function = vars(module).get(name)
+    if function is None:
+        raise versions.UnsupportedMegatron(
+            f"{module.__name__} of megatron-core {versions.megatron_version} has no {name}: this Megatron was changed "
+            f"in a way that megatron_rl_corr does not know; supported are {versions.SUPPORTED}"
+        )
+    versions.check_parameters(function, parameters)
+    return function
 
 
 def replace(
     module: ModuleType, name: str, parameters: tuple[str, ...], wrap: Callable[[Callable], Callable]
 ) -> None:
-    """Bind a wrapped function in its module and wherever it was imported: a copy keeps the original."""
-    original = getattr(module, name)
-    versions.check_parameters(original, parameters)
+    """Bind the wrapped function wherever the original is bound: a copy would go on with the original."""
+    original = checked(module, name, parameters)
     replacement = wrap(original)
-    for holder in list(sys.modules.values()):
-        if getattr(holder, "__name__", "").startswith("megatron.") and vars(holder).get(name) is original:
-            setattr(holder, name, replacement)
+    for holder, bound in _holders(original):
+        setattr(holder, bound, replacement)

@@ -33,13 +33,18 @@ def check_version() -> None:
         )
 
 
+def tree() -> Path:
+    """The folder that `megatron` was imported from."""
+    return Path(megatron.core.__file__).resolve().parents[2]
+
+
 def check_training() -> None:
     """UnsupportedMegatron if megatron.training is missing, or not of the same tree as megatron.core.
 
     `megatron` is a namespace package: of two trees on the path, each gives the parts that those before it lack.
     Nothing is imported.
     """
-    core = Path(megatron.core.__file__).resolve().parents[2]
+    core = tree()
     spec = importlib.util.find_spec("megatron.training")
     training = None if spec is None or spec.origin is None else Path(spec.origin).resolve().parents[2]
     if core == training:

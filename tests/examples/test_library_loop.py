@@ -1,0 +1,34 @@
+"""The plain-library example: short, and the same training on one process and on TP 2 x DP 2."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_rl_corr.cpu import environment
+from megatron_rl_corr.rollout.local_server import free_port
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples/library_loop/train.py"
+
+
+def steps(processes, tensor_parallel):
+    """[k3_kl, mean weight] of each step."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc_per_node", str(processes),
+         "--master-addr", "127.0.0.1", "--master-port", str(free_port()), EXAMPLE, str(tensor_parallel)],
+        env=environment("megatron"), capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [line.split() for line in done.stdout.splitlines() if line.startswith("step ")]
+    assert [int(line[1]) for line in lines] == [0, 1, 2, 3, 4]
+    return [[float(line[3]), float(line[6])] for line in lines]
+
+
+def test_library_loop_when_run_on_four_processes_then_every_step_is_that_of_one():
+    assert len(EXAMPLE.read_text().splitlines()) < 60
+    alone = steps(1, 1)
+    for found, expected in zip(steps(4, 2), alone, strict=True):
+        assert found == pytest.approx(expected, rel=1e-4)
+    # The policy leaves the uniform one that sampled.
+    assert alone[-1][0] > 3 * alone[0][0] > 0
