@@ -89,18 +89,19 @@ def naive(rho, rows):
 
 
 def test_rows_when_corrected_then_the_policy_term_has_the_naive_weights_and_rejections():
-    given, advantages = values(3, 6), torch.tensor([1.0, -0.5, 2.0])
-    mask = torch.tensor([[0, 1, 1, 1, 0, 0], [1, 1, 0, 1, 1, 1], [0, 0, 1, 1, 1, 1]]).bool()
+    given, advantages = values(4, 6), torch.tensor([1.0, -0.5, 2.0, 1.5])
+    mask = torch.tensor([[0, 1, 1, 1, 0, 0], [1, 1, 0, 1, 1, 1], [0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 1, 1]]).bool()
     given["inference_logprobs"][1] -= 0.5  # e^0.5 is above 1.25: the row goes
     given["inference_logprobs"][2, 5] = 0.0  # the appended end of the response: weight 1, stays with its row
     given["inference_logprobs"][1, 5] = 0.0  # the same in a row that goes
+    given["inference_logprobs"][3] = 0.0  # nothing came from the engine: nothing to reject it for
     given["inference_logprobs"][0, 2] = NAN  # not finite: dropped
     given["inference_logprobs"][2, 0] = NAN  # outside the mask: never matters
     rho = (given["old_logprobs"] - given["inference_logprobs"]).exp()
     rows = [[(0, 1), (0, 3)], [(1, 0), (1, 1), (1, 3), (1, 4)], [(2, 2), (2, 3), (2, 4)]]
     weight, keep = naive(rho, rows)
-    keep[2, 5] = True
-    assert keep.any(dim=1).tolist() == [True, False, True] and (weight[keep] > 1).any()
+    keep[2, 5] = keep[3, 4] = keep[3, 5] = True
+    assert keep.any(dim=1).tolist() == [True, False, True, True] and (weight[keep] > 1).any()
 
     correction = GRPOCorrection(CONFIG)
     loss, *logged = call(correction, given, mask, advantages=advantages)
