@@ -210,7 +210,7 @@ def join(partial: Trajectory, continuation: Trajectory) -> Trajectory:
     """An aborted response and what was sampled after it, as one response to the first one's prompt.
 
     The prompt of `continuation` is all of `partial`, prompt and response. Every token keeps its log-prob, weight
-    version and set of ids; routes are those of the pass that sampled the token behind. The finish reason and the
+    version and set of ids; routes are those of the first pass that has them. The finish reason and the
     server are the continuation's, everything else is the partial's. Raises ValueError where they do not fit.
     """
     if partial.finish_reason != "abort":
@@ -241,7 +241,11 @@ def concatenated(partial: Trajectory, continuation: Trajectory, *, between: torc
             torch.cat([support.lengths, torch.ones_like(own), later.lengths]),
         )
     if routes is not None:
-        routes = torch.cat([routes, continuation.routed_experts[routes.shape[0] :]])
+        known = len(routes)
+        later = continuation.routed_experts
+        # A response that was aborted before it ran has rows, but no routes in them.
+        missing = (routes == torch.iinfo(routes.dtype).max).all(dim=2, keepdim=True).all(dim=1, keepdim=True)
+        routes = torch.cat([later[:known].where(missing, routes), later[known:]])
     unknown = torch.full((between.numel(),), torch.nan)
     return replace(
         partial,

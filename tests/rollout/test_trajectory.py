@@ -155,3 +155,12 @@ def test_trajectory_when_its_routes_are_not_of_all_tokens_but_the_last_then_refu
     assert sample([1, 2], [5], [("v1", 0, 1)], routes=[0, 1]).routed_experts.shape == (2, 1, 1)
     with pytest.raises(ValueError, match="3 tokens have routed_experts of 3, not 2"):
         sample([1, 2], [5], [("v1", 0, 1)], routes=[0, 1, 2])
+
+
+def test_join_when_the_first_part_never_ran_then_routes_are_those_of_the_second():
+    # 32767 is what int16 holds for a token without routes.
+    partial = sample([1, 2], [5], [("v1", 0, 1)], routes=[32767, 32767])
+    rest = sample([1, 2, 5], [7], [("v1", 0, 1)], finish="length", routes=[3, 4, 6])
+    assert join(partial, rest).routed_experts.flatten().tolist() == [3, 4, 6]
+    half = sample([1, 2], [5], [("v1", 0, 1)], routes=[1, 32767])
+    assert join(half, rest).routed_experts.flatten().tolist() == [1, 4, 6]
