@@ -64,9 +64,9 @@ def prepare(arguments: Sequence[str]) -> Install:
 def load() -> None:
     """Called by a patched Megatron while it is imported, where MEGATRON_RL_CORR=1; does nothing a second time.
 
-    With --help Megatron tells its own flags alone.
+    With --help Megatron tells its own flags alone; the launcher that describes only looks.
     """
-    if _begun or {"-h", "--help"} & set(sys.argv):
+    if _begun or {"-h", "--help", "--rollout-corr-describe"} & set(sys.argv):
         return
     try:
         install = prepare(sys.argv[1:])

@@ -104,6 +104,7 @@ def test_patched_tree_when_the_launcher_is_used_too_then_every_function_is_repla
     assert f"FILE {tree[1] / patching.FILE}\nOURS 1 1 1 0\n" in done.stdout, done.stderr[-3000:]
 
 
+@in_the_matrix
 def test_patched_tree_when_a_flag_is_wrong_then_one_line_and_status_2(tree):
     words = [sys.executable, "-W", "ignore", "-c", "import megatron.training", *FLAGS, "--rollout-iss", "token"]
     done = run(words, tree[1])

@@ -1,0 +1,47 @@
+"""What a patched Megatron calls while it is imported, where nothing heavy may happen yet."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+CODE = (
+    "import sys; from megatron_rl_corr import plugin; {before}; plugin.load(); "
+    "print(sorted({{'torch', 'megatron'}} & set(sys.modules)))"
+)
+
+
+def load(*arguments, before="pass", rank="0"):
+    return subprocess.run(
+        [sys.executable, "-c", CODE.format(before=before), *arguments], cwd=ROOT, env=os.environ | {"RANK": rank},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help", "--rollout-corr-describe"])
+def test_load_when_only_a_description_is_asked_for_then_nothing_is_read_or_replaced(flag):
+    assert load("--rollout-nonsense", flag).stdout == "[]\n"
+
+
+def test_load_when_the_launcher_has_begun_then_nothing_is_done_again():
+    begun = "plugin.prepare(['--perform-rl-step', '--rl-inference-logprobs-is-correction'])"
+    assert load("--rollout-nonsense", before=begun).stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--lr", "1"), "--rollout-url is required; see --help"),
+        (("--rollout-iss", "token"), "unknown flag --rollout-iss; did you mean --rollout-is?"),
+        (("--rollout-correction-config", "nowhere.yaml"), "--rollout-correction-config nowhere.yaml cannot be read:"),
+        (("--perform-rl-step",), "--perform-rl-step needs --rl-inference-logprobs-is-correction beside it"),
+    ],
+)
+def test_load_when_flags_are_wrong_then_one_line_on_one_rank_and_status_2(arguments, told):
+    first, second = load(*arguments), load(*arguments, rank="1")
+    assert first.returncode == second.returncode == 2
+    assert first.stderr.startswith(f"MEGATRON_RL_CORR: {told}") and first.stderr.count("\n") == 1
+    assert first.stdout == second.stdout == second.stderr == ""
