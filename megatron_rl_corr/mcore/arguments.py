@@ -36,6 +36,7 @@ class RolloutOptions:
     hf_checkpoint: str
     prompts: str
     reward_function: str | None
+    eval_prompts: str | None
     environment: str | None
     max_turns: int | None
     """Of the policy in an episode; None without an environment."""
@@ -85,6 +86,9 @@ def _add_rollout(group: Any) -> None:
     add("--rollout-reward-function", metavar="FILE.py:NAME", default=None,
         help="reward(prompt, output_ids, finish_reason) -> number; also package.module:NAME, or none where the "
         "environment scores")
+    add("--rollout-eval-prompts", metavar="JSONL", default=None,
+        help="held-out prompts, sampled once each after every --eval-interval steps with the same settings and reward; "
+        "logged as eval/*")
     add("--rollout-environment", metavar="FILE.py:NAME", default=None,
         help="episodes of several turns: NAME(prompt) makes an Environment, which answers between the policy's turns "
         "and may score them; also package.module:NAME")
@@ -146,7 +150,7 @@ def _add_router_replay(group: Any) -> None:
     group.add_argument(
         "--router-replay-min-agreement", metavar="K", type=float, default=None,
         help="with R3, a step whose servers' routes agree less with Megatron's own choice, as Cohen's kappa of a "
-        f"sample, is refused before it trains (default {DEFAULT_MIN_AGREEMENT}; -1 refuses none)")
+        f"sample, is refused before it trains (default {DEFAULT_MIN_AGREEMENT}; -1 leaves the rule out)")
     group.add_argument(
         "--expert-statistics", action="store_true",
         help="tokens, mean |log-ratio|, mean weight and rejected fraction of every expert, in experts.jsonl of "

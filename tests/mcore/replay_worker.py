@@ -42,12 +42,11 @@ WATCHED = RolloutCorrectionConfig(
     rollout_is="token", rollout_is_upper=1.05, rollout_rs=(RejectionRule("token", "ratio", 0.85, 1.15),)
 )
 RUNS = {
-    "experts": {"config": WATCHED, "watch": True}, "experts off": {"config": WATCHED, "watch": True, "kind": "off"},
-    "R3": {}, "recompute": {"settings": RECOMPUTE}, "selective": {"settings": {
+    "R3": {"watch": True}, "recompute": {"settings": RECOMPUTE}, "selective": {"settings": {
         "recompute_granularity": "selective", "recompute_modules": ["moe"],
     }},
     "bias": {"settings": BIASED}, "bypass": {"config": BYPASS}, "R2": {"kind": "R2"},
-    "off": {"kind": "off"}, "off bias": {"kind": "off", "settings": BIASED},
+    "off": {"kind": "off", "watch": True}, "off bias": {"kind": "off", "settings": BIASED},
     "R2 recompute": {"kind": "R2", "settings": RECOMPUTE},
     "shift": {"routes": "shift"}, "layers": {"routes": "layers"}, "other": {"routes": "other"},
     "bypass shift": {"config": BYPASS, "routes": "shift"},
@@ -56,7 +55,7 @@ ROWS = 2
 """Of a microbatch."""
 
 
-def one_run(model_dir, samples, spec, *, kind="R3", config=None, settings=None, routes="routes", watch=False):
+def one_run(model_dir, samples, spec, *, kind="R3", config=WATCHED, settings=None, routes="routes", watch=False):
     """What is replayed, read back by hooks on the routers, of one step; its gradients and metrics, or its refusal."""
     model, parameters, layout, _, batch, _, logprobs = set_up(model_dir, samples, spec, **(settings or {}))
     for chunk in model:
@@ -75,7 +74,7 @@ def one_run(model_dir, samples, spec, *, kind="R3", config=None, settings=None, 
         ))
     passes, reports, updates, tables = record(model), [], [], []
     corrected = CorrectedStep(
-        config=config or RolloutCorrectionConfig(), layout=layout, logprobs=logprobs, push=lambda version: None,
+        config=config, layout=layout, logprobs=logprobs, push=lambda version: None,
         report=reports.append, close=lambda: None, micro_batch_size=ROWS, global_batch_size=len(samples),
         collector=SimpleNamespace(device="cpu", collect=lambda step: batch, metrics={}), seq_length=LENGTH,
         group_size=4, replay=replay, min_agreement=0.25 if routes != "routes" else -1.0, sequence_parallel=sp,

@@ -1,0 +1,87 @@
+"""Which routes can't be those of their tokens: made up choices of a router, and routes that went wrong in one way."""
+
+import pytest
+import torch
+
+from megatron_rl_corr.mcore.route_agreement import RouteAgreement, judge, kappa
+
+EXPERTS, TOP_K, LAYERS = 8, 2, 3
+
+
+def choices(tokens, *, stays=1, seed=0):
+    """[t, M, k]: each layer's experts of random tokens, the same for `stays` tokens on end."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.rand(-(-tokens // stays), LAYERS, EXPERTS, generator=generator)
+    return scores.topk(TOP_K).indices.repeat_interleave(stays, dim=0)[:tokens]
+
+
+def found(routes, natural, *, minimum=0.25, known=None, positions=None):
+    """What `judge` says of two samples: a right one, then this one [t, M, k] each."""
+    tokens = len(natural)
+    agreement = RouteAgreement(2, LAYERS, EXPERTS, torch.arange(tokens) if positions is None else positions)
+    routes = routes.clone()
+    if known is not None:
+        routes[known:] = 255
+    for layer in range(LAYERS):
+        both = torch.stack([natural[:, layer], routes[:, layer]], dim=1).to(torch.uint8)
+        own = torch.stack([natural[:, layer]] * 2, dim=1)
+        agreement.observe(0, layer, both, own, torch.zeros(tokens, 2, EXPERTS))
+    return judge(agreement, (4, 7, 9), TOP_K, minimum)
+
+
+def test_kappa_of_three_tokens_by_hand():
+    # Both chose {0, 1}, {0, 2}, {0, 3}, but the last, where one took {0, 2}: 5 of 6 experts agree. Counts are 3, 1, 1,
+    # 1 and 3, 1, 2, 0, so chance is (9 + 1 + 2) / (3 * 6) = 2/3, and kappa (5/6 - 2/3) / (1/3) = 1/2.
+    counts = torch.tensor([[3.0, 1, 1, 1], [3, 1, 2, 0]])
+    beyond, room = kappa(torch.tensor(5.0), counts, torch.tensor(3.0), 2)
+    assert (float(beyond), float(room)) == pytest.approx((1 / 6, 1 / 3))
+
+
+@pytest.mark.parametrize("by", [1, -1])
+def test_judge_when_neighbours_are_routed_alike_and_routes_are_shifted_then_only_the_shift_tells(by):
+    natural = choices(60, stays=3)
+    row, said = found(natural.roll(by, 0), natural)
+    # Two tokens of three have their own experts still, and more by chance.
+    assert row == 1 and "rule shift: Megatron would choose 7" in said and ("behind" if by > 0 else "before") in said
+    assert "100% of those of the tokens" in said or "9" in said.split("and ")[1][:2]
+
+
+def test_judge_when_two_layers_are_exchanged_then_the_first_of_them_is_named():
+    natural = choices(40)
+    row, said = found(natural[:, [0, 2, 1]], natural)
+    assert row == 1 and "rule agreement" in said and ("in layer 7" in said or "in layer 9" in said)
+
+
+def test_judge_when_of_another_model_then_all_layers_are_named_even_in_a_short_sample():
+    natural = choices(8)
+    row, said = found(choices(8, seed=1), natural)
+    assert row == 1 and "in all layers of a stage" in said
+    assert found(choices(8, seed=1), natural, minimum=-1.0) is None
+
+
+def test_judge_when_a_tenth_of_the_experts_differs_then_nothing_is_wrong():
+    natural = choices(50)
+    routes = natural.clone()
+    routes[::5, :, 0] = torch.tensor([next(e for e in range(EXPERTS) if e not in row) for row in
+                                      natural[::5].flatten(0, 1).tolist()]).view(-1, LAYERS)  # fmt: skip
+    assert found(routes, natural) is None
+
+
+def test_judge_when_too_few_tokens_have_routes_then_nothing_can_be_told():
+    natural = choices(30)
+    assert found(choices(30, seed=1), natural, known=5) is None  # 5 tokens x 3 layers
+    assert found(choices(30, seed=1), natural, known=6) is not None
+
+
+def test_judge_when_all_tokens_take_the_same_experts_then_nothing_can_be_told():
+    natural = choices(40, stays=40)
+    assert found(natural.roll(1, 0), natural) is None
+
+
+def test_judge_when_this_rank_has_two_parts_of_the_row_then_tokens_at_the_seam_are_no_neighbours():
+    natural = choices(60, stays=3)
+    positions = torch.cat([torch.arange(30), torch.arange(90, 120)])
+    agreement = RouteAgreement(1, 1, EXPERTS, positions)
+    routes = natural[:, :1].to(torch.uint8)
+    agreement.observe(0, 0, routes, natural[:, :1], torch.zeros(60, 1, EXPERTS))
+    assert agreement.sums[0, 0, 3] == 58 and agreement.sums[0, 0, 0] == 60
