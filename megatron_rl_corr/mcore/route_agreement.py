@@ -24,7 +24,7 @@ ENOUGH = 16
 have a kappa of 0 +- 0.1."""
 SHIFT_MARGIN = 0.1
 """Routes are shifted if the neighbour's fit by so much more of all experts than the token's own."""
-TOKENS, OVERLAP, SAME_SET, PAIRS, IN_PLACE, LATER, EARLIER = range(7)
+TOKENS, OVERLAP, SAME_SET, PAIRS, IN_PLACE, LATER, EARLIER, GATES_APART = range(8)
 
 
 class RoutesRefused(Refusal):
@@ -34,9 +34,13 @@ class RoutesRefused(Refusal):
 class RouteAgreement:
     """Collects, pass by pass and without reading from the device, what `judge` needs of every row and layer."""
 
-    def __init__(self, rows: int, layers: int, experts: int, positions: Tensor):
-        """positions [t] int64: where this rank's tokens stand in the row."""
-        self.sums = torch.zeros(rows, layers, 7, device=positions.device)
+    def __init__(self, rows: int, layers: int, experts: int, positions: Tensor, *, softmax: bool = True):
+        """positions [t] int64: where this rank's tokens stand in the row.
+
+        softmax: the chosen experts' weights are the softmax of their scores; else the scores' shares of their sum.
+        """
+        self.sums = torch.zeros(rows, layers, 8, device=positions.device)
+        self._softmax = softmax
         self.counts = torch.zeros(rows, layers, 2, experts, device=positions.device)
         """How often the server, and Megatron, chose each expert."""
         self._follows = (positions[1:] == positions[:-1] + 1)[:, None]
@@ -52,6 +56,7 @@ class RouteAgreement:
             (known, None), (known, own), (known, own == top_k), (pairs, None),
             (pairs, (own[1:] + own[:-1]) / 2), (pairs, overlap(routes[1:], natural[:-1])),
             (pairs, overlap(routes[:-1], natural[1:])),
+            (known, self._gates_apart(routes, natural, scores)),
         ]  # fmt: skip
         part = slice(first, first + routes.shape[1])
         self.sums[part, place] = torch.stack(
@@ -62,6 +67,12 @@ class RouteAgreement:
             table = self.counts.new_zeros(routes.shape[1], experts)
             table.scatter_add_(1, ids.transpose(0, 1).flatten(1), weight.transpose(0, 1).flatten(1))
             self.counts[part, place, side] = table
+
+    def _gates_apart(self, routes: Tensor, natural: Tensor, scores: Tensor) -> Tensor:
+        """[t, b]: the weight that Megatron would give to experts that the server did not choose."""
+        chosen = scores.float().gather(-1, natural)
+        gates = chosen.softmax(dim=-1) if self._softmax else chosen / (chosen.sum(dim=-1, keepdim=True) + 1e-20)
+        return (gates * ~(natural[..., None] == routes[..., None, :]).any(dim=-1)).sum(dim=-1)
 
     def all_reduce(self, group: ProcessGroup | None) -> None:
         """Sum over the ranks that hold other tokens of the same rows: one collective."""

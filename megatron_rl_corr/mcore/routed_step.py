@@ -15,7 +15,15 @@ from torch import Tensor
 from megatron_rl_corr.core.metrics import Mean, Metric
 from megatron_rl_corr.mcore.batch import RolloutBatch
 from megatron_rl_corr.mcore.compat import Layout
-from megatron_rl_corr.mcore.route_agreement import OVERLAP, SAME_SET, TOKENS, RouteAgreement, RoutesRefused, judge
+from megatron_rl_corr.mcore.route_agreement import (
+    GATES_APART,
+    OVERLAP,
+    SAME_SET,
+    TOKENS,
+    RouteAgreement,
+    RoutesRefused,
+    judge,
+)
 from megatron_rl_corr.mcore.route_transport import local_positions
 from megatron_rl_corr.parallel.failure import all_reduce_failure
 
@@ -41,7 +49,9 @@ class RoutedStep:
             tp = (layout.tp_group.rank(), layout.tp_group.size()) if sequence_parallel else (0, 1)
             positions = local_positions(length, (layout.cp_group.rank(), layout.cp_size), tp).to(batch.tokens.device)
             layers, experts = len(replay.layers), replay.shape.experts
-            self._agreement = RouteAgreement(len(batch.tokens), layers, experts, positions)
+            self._agreement = RouteAgreement(
+                len(batch.tokens), layers, experts, positions, softmax=replay.softmax
+            )
             self._tokens_apart = layout.tp_cp_group if sequence_parallel else layout.cp_group
 
     def scoring(self) -> AbstractContextManager:
@@ -84,8 +94,8 @@ class RoutedStep:
         """
         if self._agreement is None:
             return {}
-        own = self._agreement.sums[..., [TOKENS, OVERLAP, SAME_SET]].double().sum(dim=0)
-        by_layer = own.new_zeros(self.replay.shape.num_layers, 3)
+        own = self._agreement.sums[..., [TOKENS, OVERLAP, SAME_SET, GATES_APART]].double().sum(dim=0)
+        by_layer = own.new_zeros(self.replay.shape.num_layers, 4)
         by_layer[list(self.replay.layers)] = own
         if self._layout.pp_size > 1:
             dist.all_reduce(by_layer, group=self._layout.pp_group)
@@ -97,11 +107,13 @@ class RoutedStep:
 
 
 def agreement_metrics(by_layer: Tensor, layers: tuple[int, ...], top_k: int) -> dict[str, Metric]:
-    """by_layer [H, 3]: tokens, experts in both choices, tokens whose sets are the same."""
-    def named(tokens: Tensor, shared: Tensor, same: Tensor, suffix: str) -> dict[str, Metric]:
+    """by_layer [H, 4]: tokens, experts in both choices, tokens of the same set, weight of experts in one only."""
+
+    def named(tokens: Tensor, shared: Tensor, same: Tensor, apart: Tensor, suffix: str) -> dict[str, Metric]:
         return {
             f"router_replay/disagreement{suffix}": Mean(torch.stack([tokens - same, tokens])),
             f"router_replay/overlap{suffix}": Mean(torch.stack([shared / top_k, tokens])),
+            f"router_replay/gate_mass_apart{suffix}": Mean(torch.stack([apart, tokens])),
         }
 
     metrics = named(*by_layer.sum(dim=0), "")

@@ -102,6 +102,8 @@ class Replay:
         self.kind, self._layout, self._watch = kind, layout, watch
         self._routers: dict[nn.Module, list[tuple[int, ReplayedRouter]]] = {}
         layers: list[int] = []
+        self.softmax = True
+        """Weights of a token's experts are the softmax of their scores alone."""
         for chunk in model:
             self._routers[chunk] = []
             for router in compat.moe_routers(chunk):
@@ -112,6 +114,7 @@ class Replay:
                 self._routers[chunk].append((len(layers), stand_in))
                 layers.append(router.layer_number - 1)
                 self._top_k, self._experts = router.topk, router.config.num_moe_experts
+                self.softmax = router.score_function == "softmax" and not router.config.moe_router_pre_softmax
         self.layers = tuple(layers)
         """Of this rank, by their number in the whole model, from 0, in the order of its chunks."""
         self.stage_layers = _all_gather_layers(self.layers, num_layers, layout)

@@ -7,6 +7,10 @@ ROUTING: dict[str, Meaning] = {
         "the same in one layer", "tokens whose experts are not the same set / tokens with routes"
     ),
     "router_replay/overlap/": Meaning("the same in one layer", "experts that both chose / experts of the tokens"),
+    "router_replay/gate_mass_apart/": Meaning("the same in one layer", "sum of those weights / tokens"),
+    "router_replay/gate_mass_apart": Meaning(
+        "with R3: weight that Megatron would give to experts the server did not choose", "sum of those weights / tokens"
+    ),
     "router_replay/disagreement": Meaning(
         "with R3: tokens sent to other experts than Megatron would, the layers before replayed",
         "tokens x layers whose experts are not the same set / tokens x layers",

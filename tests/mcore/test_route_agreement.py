@@ -85,3 +85,15 @@ def test_judge_when_this_rank_has_two_parts_of_the_row_then_tokens_at_the_seam_a
     routes = natural[:, :1].to(torch.uint8)
     agreement.observe(0, 0, routes, natural[:, :1], torch.zeros(60, 1, EXPERTS))
     assert agreement.sums[0, 0, 3] == 58 and agreement.sums[0, 0, 0] == 60
+
+
+@pytest.mark.parametrize("softmax", [True, False])
+def test_gates_apart_of_two_tokens_by_hand(softmax):
+    agreement = RouteAgreement(1, 1, 4, torch.arange(2), softmax=softmax)
+    scores = torch.tensor([[0.6, 0.2, 0.1, 0.0], [0.1, 0.3, 0.1, 0.4]])[:, None]
+    natural, routes = torch.tensor([[0, 1], [3, 1]])[:, None], torch.tensor([[2, 1], [1, 3]])[:, None]
+    agreement.observe(0, 0, routes.to(torch.uint8), natural, scores)
+    # Of the first token expert 0 is in one choice only; the second token's sets are the same, in another order.
+    expected = 1 / (1 + torch.exp(torch.tensor(-0.4))) if softmax else 0.75
+    assert float(agreement.sums[0, 0, 7]) == pytest.approx(float(expected))
+    assert agreement.sums[0, 0, :3].tolist() == [2, 3, 1]
