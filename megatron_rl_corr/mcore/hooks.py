@@ -53,6 +53,7 @@ HOOKS = (ARGUMENTS, SET_UP, TRAIN_STEP)
 
 CONSOLE = {
     "reward/mean": "rollout reward",
+    "eval/reward": "held-out reward",
     "loss/policy": "policy loss",
     "rollout_corr/k3_kl": "rollout k3 kl",
     "rollout_corr/kept_fraction": "rollout kept fraction",
@@ -71,12 +72,13 @@ def install(config: RolloutCorrectionConfig, options: RolloutOptions, report: Re
     steps: dict[str, CorrectedStep] = {}
     told: dict[str, float] = {}
 
-    def tell(metrics: dict[str, float]) -> None:
-        told.update(metrics)
-        report(metrics, global_vars.get_tensorboard_writer())
+    def tell() -> None:
+        if "step" not in told:  # another rank tells
+            return
+        report(dict(told), global_vars.get_tensorboard_writer())
         wandb = global_vars.get_wandb_writer()
         if wandb is not None:
-            wandb.log({name: value for name, value in metrics.items() if name != "step"}, metrics["step"])
+            wandb.log({name: value for name, value in told.items() if name != "step"}, told["step"])
 
     def set_up(original: Callable) -> Callable:
         @functools.wraps(original)
@@ -86,7 +88,7 @@ def install(config: RolloutCorrectionConfig, options: RolloutOptions, report: Re
             settings = training.get_args()
             all_reduce_refusal(lambda: session.check_megatron_arguments(settings))
             model, optimizer, scheduler = original(*args, **kwargs)
-            steps["step"] = session.start(config, options, settings, model, optimizer, _encode, tell)
+            steps["step"] = session.start(config, options, settings, model, optimizer, _encode, told.update)
             return model, optimizer, scheduler
 
         return setup_model_and_optimizer
@@ -101,9 +103,12 @@ def install(config: RolloutCorrectionConfig, options: RolloutOptions, report: Re
                     forward_step, iterator, model, optimizer, opt_param_scheduler, config, *args, **kwargs
                 )
 
-            losses, *rest = steps["step"].run(
-                megatrons, training.get_args().curr_iteration, model, optimizer, config.calculate_per_token_loss
-            )
+            step, iteration = steps["step"], training.get_args().curr_iteration
+            told.clear()
+            losses, *rest = step.run(megatrons, iteration, model, optimizer, config.calculate_per_token_loss)
+            if step.evaluation is not None and step.evaluation.is_due(iteration + 1):
+                told.update(step.evaluation.all_reduce_metrics())
+            tell()
             return (losses | _logged(told), *rest)
 
         return train_step

@@ -14,6 +14,7 @@ from megatron_rl_corr.config import RolloutCorrectionConfig
 from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.mcore.arguments import RolloutOptions
 from megatron_rl_corr.mcore.collection import Collector
+from megatron_rl_corr.mcore.evaluation import Evaluation
 from megatron_rl_corr.mcore.expert_statistics import ExpertLog, ExpertStatistics
 from megatron_rl_corr.mcore.logprobs import LogprobSettings
 from megatron_rl_corr.mcore.refusal import Refusal, all_reduce_refusal
@@ -28,6 +29,7 @@ from megatron_rl_corr.rollout.environment import load_environment
 from megatron_rl_corr.rollout.errors import RolloutError
 from megatron_rl_corr.rollout.prompts import PromptDataset
 from megatron_rl_corr.rollout.rewards import load_function
+from megatron_rl_corr.rollout.trajectory import SamplingParams
 from megatron_rl_corr.weight_sync.choice import make_proof, make_transport
 from megatron_rl_corr.weight_sync.export import StageExporter
 from megatron_rl_corr.weight_sync.hf_checkpoint import HFCheckpoint
@@ -70,8 +72,10 @@ def check_megatron_arguments(args: argparse.Namespace) -> None:
     if args.eval_iters:
         raise ValueError(
             f"--eval-iters {args.eval_iters}: evaluation would score the script's data set, not rollouts; "
-            "use --eval-iters 0"
+            "use --eval-iters 0, and --rollout-eval-prompts for rollouts on held-out prompts"
         )
+    if args.rollout_eval_prompts and not args.eval_interval:
+        raise ValueError("--rollout-eval-prompts needs --eval-interval, the steps from one evaluation to the next")
 
 
 def start(
@@ -86,27 +90,29 @@ def start(
     replay = _replay(options, args, model, layout)
     from_servers = replay if options.router_replay == "R3" else None
 
-    def prepare() -> tuple[list[LocalParameter], RolloutClient, Collector, TrajectoryLog | None, int]:
+    def prepare() -> tuple:
         checkpoint = HFCheckpoint(options.hf_checkpoint)
         vocab_size = checkpoint.config["vocab_size"]
         experts = from_servers and from_servers.shape
         client = RolloutClient(options.urls, vocab_size=vocab_size, experts=experts, **options.client.arguments())
+        reward = None if options.reward_function is None else load_function(options.reward_function)
+        environment = None if options.environment is None else load_environment(options.environment)
         collector = Collector(
             options, layout, samples=args.global_batch_size, length=args.seq_length,
             steps=(args.iteration, args.train_iters), client=client, loop=loop,
             prompts=PromptDataset.from_jsonl(options.prompts, encode, seed=args.seed),
-            reward=None if options.reward_function is None else load_function(options.reward_function),
-            environment=None if options.environment is None else load_environment(options.environment),
-            replay=from_servers, sequence_parallel=args.sequence_parallel,
+            reward=reward, environment=environment, replay=from_servers, sequence_parallel=args.sequence_parallel,
         )
+        scores = {"reward": reward, "environment": environment}
+        evaluation = _evaluation(options, args.eval_interval, layout, client, loop, collector.sampling, encode, scores)
         parameters = _parameters(checkpoint, args, model)
         if args.iteration == 0:
             load_shards(parameters, checkpoint, layout.shard)
         folder = options.save_trajectories
         log = None if folder is None else TrajectoryLog(Path(folder), layout, collector.sampling)
-        return parameters, client, collector, log, vocab_size
+        return parameters, client, collector, evaluation, log, vocab_size
 
-    parameters, client, collector, log, vocab_size = all_reduce_refusal(prepare)
+    parameters, client, collector, evaluation, log, vocab_size = all_reduce_refusal(prepare)
     if args.iteration == 0:
         optimizer.reload_model_params()
     _broadcast_reached(client, loop)
@@ -136,11 +142,23 @@ def start(
     return CorrectedStep(
         config=config, layout=layout, collector=collector,
         logprobs=_logprobs(options, layout, vocab_size),
-        push=push, report=report, log=log, close=close, micro_batch_size=args.micro_batch_size,
+        push=push, report=report, evaluation=evaluation, log=log, close=close, micro_batch_size=args.micro_batch_size,
         global_batch_size=args.global_batch_size, seq_length=args.seq_length, group_size=options.group_size,
         replay=replay, min_agreement=options.router_replay_min_agreement, sequence_parallel=args.sequence_parallel,
         experts=_experts(options, args, replay, layout),
     )
+
+
+def _evaluation(
+    options: RolloutOptions, every: int, layout: compat.Layout, client: RolloutClient, loop: LoopThread,
+    sampling: SamplingParams, encode: Callable[[str], list[int]], scores: dict[str, Any],
+) -> Evaluation | None:
+    if options.eval_prompts is None:
+        return None
+    prompts = PromptDataset.from_jsonl(options.eval_prompts, encode).prompts
+    return Evaluation(
+        layout, client, loop, prompts, sampling, max_turns=options.max_turns, every=every, **scores,
+    )  # fmt: skip
 
 
 def _logprobs(options: RolloutOptions, layout: compat.Layout, vocab_size: int) -> LogprobSettings:

@@ -22,6 +22,7 @@ from megatron_rl_corr.core.metrics import Metric, Sum
 from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.mcore.batch import RolloutBatch, TrainingTargets, microbatches
 from megatron_rl_corr.mcore.collection import Collector
+from megatron_rl_corr.mcore.evaluation import Evaluation
 from megatron_rl_corr.mcore.expert_statistics import ExpertStatistics, means, summary
 from megatron_rl_corr.mcore.forward_step import make_forward_step
 from megatron_rl_corr.mcore.logprobs import LogprobSettings
@@ -71,6 +72,8 @@ class CorrectedStep:
     global_batch_size: int
     seq_length: int
     group_size: int
+    evaluation: Evaluation | None = None
+    """Rollouts on held-out prompts, if they are asked for."""
     log: TrajectoryLog | None = None
     """Where the samples are kept, if they are."""
     replay: Replay | None = None

@@ -197,6 +197,10 @@ MEANINGS = {
 }
 
 PREFIXES: dict[str, Meaning] = {
+    "eval/": Meaning(
+        "reward, response_length, length_fraction of held-out prompts, every --eval-interval steps",
+        "mean over one sample of each prompt of --rollout-eval-prompts",
+    ),
     "rollout_corr/rejected_fraction/": Meaning(
         "tokens that this rejection rule drops", "rejected tokens / valid tokens"
     ),

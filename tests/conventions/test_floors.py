@@ -37,6 +37,7 @@ HOST_READS = {
 
 BROAD_EXCEPTIONS = {
     ("mcore/collection.py", "_all_reduce_taken"): "all_reduce_failure raises it once the other ranks know",
+    ("mcore/evaluation.py", "all_reduce_metrics"): "all_reduce_done raises it once the other ranks know",
 }
 """(file, function): how an error that is caught broadly is raised after all."""
 

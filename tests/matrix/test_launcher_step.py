@@ -5,6 +5,7 @@ The samples of the first step are a real server's, answered again to the other r
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,10 +21,11 @@ from tests.matrix.replaying_server import ReplayingServer
 HERE = Path(__file__).resolve().parent
 RELEASES = [release for release in WITH_TRAINING if release in chosen()][::-1]
 SAMPLES, STEPS = 16, 2
+HELD_OUT = [[5, 9, 2, n] for n in range(3)]
 LAYOUT = [
     "--tensor-model-parallel-size", 2, "--pipeline-model-parallel-size", 2, "--sequence-parallel",
     "--expert-model-parallel-size", 2, "--expert-tensor-parallel-size", 1, "--global-batch-size", SAMPLES,
-    "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather",
+    "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather", "--eval-interval", STEPS,
 ]  # fmt: skip
 REWARD = "def reward(prompt, output_ids, finish_reason):\n    return sum(int(i) % 2 for i in output_ids) / 8\n"
 WANDB = """
@@ -42,7 +44,7 @@ def log(values, step=None):
 
 @pytest.fixture(scope="module")
 def runs(sglang_server_fp32, tiny_moe_dir, tmp_path_factory):
-    """Release -> (folder of the run, what it printed, samples taken from the server, samples answered again)."""
+    """Release -> (folder of the run, what it printed, samples taken and answered again, those of held-out prompts)."""
     found = {}
     with unchanged(sglang_server_fp32, tiny_moe_dir), ReplayingServer(sglang_server_fp32.url) as door:
         for release in RELEASES:
@@ -50,7 +52,9 @@ def runs(sglang_server_fp32, tiny_moe_dir, tmp_path_factory):
             door.replay()
             done = launch(release, folder, tiny_moe_dir, door.url)
             assert done.returncode == 0, f"megatron-core {release}:\n{done.stderr[-4000:]}"
-            found[release] = folder, done.stdout, door.sampled, door.replayed
+            asked = [(json.loads(body), json.loads(answers[-1])) for body, answers in door.samples.items()]
+            held_out = [answer["output_ids"] for body, answer in asked if body["input_ids"] in HELD_OUT]
+            found[release] = folder, done.stdout, door.sampled + door.replayed, door.replayed, held_out
     return found
 
 
@@ -59,7 +63,9 @@ def launch(release, folder, model, url):
     (folder / "stand_in").mkdir()
     (folder / "stand_in/wandb.py").write_text(WANDB)
     (folder / "prompts.jsonl").write_text("".join(f'{{"input_ids": [3, 1, 4, {n}]}}\n' for n in range(4, 8)))
+    (folder / "held_out.jsonl").write_text("".join(json.dumps({"input_ids": ids}) + "\n" for ids in HELD_OUT))
     ours = [
+        "--rollout-eval-prompts", folder / "held_out.jsonl",
         "--rollout-url", url, "--rollout-hf-checkpoint", model, "--rollout-prompts", folder / "prompts.jsonl",
         "--rollout-reward-function", f"{folder / 'reward.py'}:reward", "--rollout-group-size", 8,
         "--rollout-max-new-tokens", 8, "--rollout-correction-preset", "decoupled_token_is", "--rollout-server-check",
@@ -84,10 +90,10 @@ def steps_of(folder):
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_launcher_on_a_release_then_corrected_steps_and_the_loss_of_the_newest(release, runs):
-    folder, printed, sampled, replayed = runs[release]
+    folder, printed, sampled, replayed, _ = runs[release]
     steps, newest = steps_of(folder), steps_of(runs[RELEASES[0]][0])
     assert "lm loss" not in printed, "the script's own step was taken"
-    assert [step["weight_version"] for step in steps] == [1, 2] and sampled + replayed == SAMPLES * STEPS
+    assert [step["weight_version"] for step in steps] == [1, 2] and sampled == SAMPLES * STEPS + len(HELD_OUT)
     for step in steps:
         assert step["skipped"] == 0 and step["grad_norm"] > 0
         # Of the same weights after every push, which the overlapped gather had left in pieces.
@@ -107,8 +113,10 @@ def test_metrics_when_megatron_logs_then_they_are_on_its_console_in_its_tensorbo
     folder, printed, *_ = runs[release]
     steps = steps_of(folder)
     lines = [line for line in printed.splitlines() if " iteration " in line and "consumed samples" in line]
-    reward = [f" rollout reward: {step['reward/mean']:.6E} |" for step in steps]
-    assert [words for words in reward if any(words in line for line in lines)] == reward
+    # Megatron tells the first step's losses at once, and then once more in the first interval's average.
+    rewards = [steps[0]["reward/mean"], sum(step["reward/mean"] for step in steps) / 2]
+    shown = [float(re.search(r" rollout reward: (\S+) \|", line).group(1)) for line in lines]
+    assert shown == pytest.approx(rewards, rel=1e-6)
     assert all(" rollout kept fraction: 1.000000E+00 |" in line for line in lines)
     events = EventAccumulator(str(folder / "tensorboard")).Reload()
     logged = [json.loads(line) for line in (folder / "wandb.jsonl").read_text().splitlines()]
@@ -124,6 +132,20 @@ def test_metrics_when_megatron_logs_then_they_are_on_its_console_in_its_tensorbo
     )
     # What Megatron logs itself goes on.
     assert len(events.Scalars("learning-rate")) == 2 and any("learning-rate" in values for _, values in logged)
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_evaluation_when_its_interval_is_over_then_held_out_prompts_are_sampled_and_their_reward_is_logged(
+    release, runs
+):
+    folder, _, _, _, outputs = runs[release]
+    first, second = steps_of(folder)
+    assert not [name for name in first if name.startswith("eval/")]
+    assert len(outputs) == len(HELD_OUT)
+    rewards = [sum(token % 2 for token in output) / 8 for output in outputs]
+    assert second["eval/reward"] == pytest.approx(sum(rewards) / len(rewards))
+    assert second["eval/response_length"] == pytest.approx(sum(map(len, outputs)) / len(outputs))
+    assert 0 <= second["eval/length_fraction"] <= 1
 
 
 @pytest.mark.parametrize("release", RELEASES)

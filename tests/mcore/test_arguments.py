@@ -24,8 +24,9 @@ CLIENT = ClientOptions(
 )  # fmt: skip
 DEFAULTS = {
     "urls": ("http://a:30000", "http://b:30000"), "hf_checkpoint": "model", "prompts": "prompts.jsonl",
-    "reward_function": "reward.py:reward", "environment": None, "max_turns": None, "group_size": 8,
-    "max_new_tokens": 1024, "temperature": 1.0, "max_lag": 0, "stale_samples": "keep", "pause_mode": "retract",
+    "reward_function": "reward.py:reward", "eval_prompts": None, "environment": None, "max_turns": None,
+    "group_size": 8, "max_new_tokens": 1024, "temperature": 1.0, "max_lag": 0, "stale_samples": "keep",
+    "pause_mode": "retract",
     "top_p": 1.0, "top_k": -1, "linear_logprobs": False, "fp32_lm_head": False, "inplace_gradient": False,
     "server_check": "semantic", "client": CLIENT, "bucket_mib": 256.0, "log_dir": None, "save_trajectories": None,
     "router_replay": "off", "router_replay_min_agreement": None, "expert_statistics": False,
