@@ -196,7 +196,8 @@ def _routes(meta: dict, tokens: int, experts: ExpertShape | None, server: str) -
     if experts is None:
         return None
     encoded = meta.get("routed_experts")
-    if encoded is None and not meta.get("completion_tokens") and tokens:  # aborted before it was run
+    # Aborted while it waited, for the first time or to be computed anew: the server has no routes to give.
+    if encoded is None and meta["finish_reason"]["type"] == "abort":
         return no_routes(experts, tokens - 1)
     if encoded is None:
         detail = (

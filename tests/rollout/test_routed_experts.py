@@ -97,7 +97,9 @@ def test_generate_when_routes_are_asked_for_then_the_trajectory_has_them_and_onl
     assert "return_routed_experts" not in generate_request([1], SamplingParams(1)).json
 
 
-def test_generate_when_aborted_before_it_ran_then_no_token_has_routes():
+def test_generate_when_aborted_while_it_waited_then_no_token_has_routes():
+    again = parse(answer(finish_reason={"type": "abort"})).routed_experts  # to be computed anew
+    assert again.shape == (2, 2, 2) and not has_routes(again, 4).any()
     body = answer(finish_reason={"type": "abort"}, completion_tokens=0, output_token_logprobs=[])
     routes = parse(body | {"output_ids": []}).routed_experts
     assert routes.shape == (1, 2, 2) and not has_routes(routes, 4).any()
