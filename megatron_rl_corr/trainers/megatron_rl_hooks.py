@@ -45,7 +45,7 @@ def install(config: RolloutCorrectionConfig, report: Callable[[dict, Any], None]
     from megatron.core import parallel_state
     from megatron.rl import rl_utils
     from megatron.training import arguments as megatron_arguments
-    from megatron.training import training
+    from megatron.training import global_vars, training
 
     from megatron_rl_corr.mcore import hooks
     from megatron_rl_corr.parallel.reduce import all_gather_metrics, merge
@@ -64,8 +64,8 @@ def install(config: RolloutCorrectionConfig, report: Callable[[dict, Any], None]
             parallel_state.get_data_parallel_group(with_context_parallel=True),
         )
         if dist.get_rank() == dist.get_world_size() - 1:
-            step = training.get_args().curr_iteration + 1
-            report({"step": step, **numbers}, training.get_tensorboard_writer())
+            step = global_vars.get_args().curr_iteration + 1
+            report({"step": step, **numbers}, global_vars.get_tensorboard_writer())
 
     def corrected(original: Callable) -> Callable:
         @functools.wraps(original)

@@ -4,15 +4,23 @@ The call and its six values are those of Megatron-LM core 0.15.3, 0.16.1, 0.17.1
 the loss mask's place is that of their train_rl.py (with packing, from 0.16 on).
 """
 
+import json
+import math
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_rl_corr import RejectionRule, RolloutCorrectionConfig
+from megatron_rl_corr.cpu import environment
 from megatron_rl_corr.trainers import megatron_rl_hooks
 from megatron_rl_corr.trainers.megatron_rl import GRPOCorrection
 
+HERE = Path(__file__).resolve().parent
 NAN = float("nan")
 CONFIG = RolloutCorrectionConfig(
     rollout_is="token", rollout_is_upper=1.5, rollout_rs=(RejectionRule("seq_mean", "ratio", 0.8, 1.25),)
@@ -217,3 +225,42 @@ def test_flags_when_megatron_samples_then_only_the_corrections_are_taken():
 def test_flags_when_without_effect_there_then_refused(flags, told):
     with pytest.raises(ValueError, match=told):
         megatron_rl_hooks.parse(flags)
+
+
+# In Megatron's train step
+
+RL_UTILS = """
+import torch
+def load_packed_data_by_index(bin_idx, packing_context, logprobs_is_correction):
+    raise AssertionError("these rows are not packed")
+def calculate_grpo_loss(current_logprobs, old_logprobs, ref_logprobs, advantages, clamp_eps_lower, clamp_eps_upper,
+                        kl_beta, entropy_weight, inference_logprobs=None, is_truncation_coef=None, seq_starts=None,
+                        seq_lengths=None):
+    assert inference_logprobs is None
+    return -torch.ones_like(old_logprobs) * advantages[:, None], *[old_logprobs] * 5
+"""
+
+
+def test_train_step_when_hooked_then_losses_are_weighted_and_numbers_are_those_of_all_ranks_and_microbatches(tmp_path):
+    (tmp_path / "megatron/rl").mkdir(parents=True)
+    (tmp_path / "megatron/rl/rl_utils.py").write_text(RL_UTILS)
+    base = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(HERE.parents[1])]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", HERE / "megatron_rl_worker.py", tmp_path], env=environment("megatron", base),
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
+    for rank in (0, 1):
+        for number, loss in enumerate(torch.load(tmp_path / f"losses_{rank}.pt")):
+            weight = math.exp(0.1 * (1 + rank + number))
+            torch.testing.assert_close(loss, -weight * mask.float(), rtol=1e-5, atol=0)
+    # Five tokens in each of two microbatches of two ranks, with log-ratios 0.1, 0.2, 0.2, 0.3.
+    steps = [json.loads(line) for line in (tmp_path / "log/metrics.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps] == [1, 2]
+    for step in steps:
+        assert step["rollout_corr/valid_tokens"] == 20
+        assert step["rollout_corr/kl"] == pytest.approx(-0.2, rel=1e-5)
+        mean = sum(math.exp(d) for d in (0.1, 0.2, 0.2, 0.3)) / 4
+        assert step["rollout_corr/weight_mean"] == pytest.approx(mean, rel=1e-5)
+    assert done.stdout.count("[rl-corr]") == 3, "a header and two lines, of one rank"
