@@ -85,7 +85,7 @@ def start(
     """Load the weights, reach the servers, push the first version, return the step; every rank calls it."""
     layout, loop = compat.layout(), LoopThread()
     if options.linear_logprobs:
-        compat.check_output_processor(compat.unwrapped(model))
+        all_reduce_refusal(lambda: compat.check_output_processor(compat.unwrapped(model)))
 
     replay = _replay(options, args, model, layout)
     from_servers = replay if options.router_replay == "R3" else None
