@@ -19,6 +19,7 @@ DIVERGENCE_LEVELS: dict[str, tuple[str, ...]] = {
     "exp_abs": ("seq_mean",),
     "rollout_prob": ("token",),
     "opsm": ("seq_mean",),
+    "routing": ("token", "seq_mean"),
 }
 DIVERGENCES = tuple(DIVERGENCE_LEVELS)
 ONE_BOUND = {
@@ -27,6 +28,7 @@ ONE_BOUND = {
     "abs_diff": "it is 0 where the policies agree",
     "exp_abs": "it is 1 where the policies agree",
     "opsm": "it rejects sequences that the trained policy finds less probable",
+    "routing": "it is 0 where both sides route alike",
 }
 RULE_NAMES = tuple(f"{level}_{kind}" for kind, levels in DIVERGENCE_LEVELS.items() for level in levels)
 
@@ -42,6 +44,8 @@ class RejectionRule:
     rollout_prob = pi_rollout of the token: lower bound only.
     opsm = -D: a sequence goes if its mean is above the upper bound and its advantage is negative
         (DeepSeek-V3.2, arXiv:2512.02556, off-policy sequence masking).
+    routing = share of the token's experts, over all layers, that the server chose and Megatron would not: upper bound
+        only, with --router-replay R3.
     """
 
     level: str
@@ -81,6 +85,8 @@ class RejectionRule:
             raise ValueError(
                 f"{flag} must be at least 1, got {plain(self.upper)}: e^|D| is never below 1; NeMo-RL uses 1.5"
             )
+        if self.divergence == "routing" and self.upper >= 1:
+            raise ValueError(f"{flag} must be a share below 1, got {plain(self.upper)}; use 0.5, for example")
         if self.divergence == "rollout_prob" and self.lower >= 1:
             raise ValueError(f"{flag} must be a probability below 1, got {plain(self.lower)}; 1e-4 is usual")
         if self.divergence == "abs_diff" and self.level != "seq_sum" and self.upper >= 1:

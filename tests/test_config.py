@@ -662,12 +662,18 @@ def test_flags_when_a_preset_and_a_file_both_start_then_refused(tmp_path):
     "level, divergence, lower, upper, words",
     [
         ("token", "opsm", None, 2.0, "--rollout-rs token_opsm does not exist; use seq_mean_opsm"),
+        ("token", "routing", 0.1, 0.5,
+         "--rollout-rs-threshold for token_routing takes one upper bound, got a lower bound of "
+         "0.1: it is 0 where both sides route alike; leave the lower bound out"),
+        ("token", "routing", None, 1.0,
+         "--rollout-rs-threshold for token_routing must be a share below 1, got 1; use 0.5, for example"),
         ("token", "k2", None, None, "--rollout-rs token_k2 needs a bound; give --rollout-rs-threshold"),
         ("tokn", "k2", None, 1.0,
          "--rollout-rs level must be one of token, seq_sum, seq_mean, seq_max, turn_mean; got 'tokn'; "
          "did you mean 'token'?"),
         ("token", "k1", None, 1.0,
-         "--rollout-rs divergence must be one of ratio, k2, k3, abs_diff, exp_abs, rollout_prob, opsm; got 'k1'"),
+         "--rollout-rs divergence must be one of ratio, k2, k3, abs_diff, exp_abs, rollout_prob, opsm, "
+         "routing; got 'k1'"),
     ],
 )
 def test_rule_when_made_in_python_and_wrong_then_the_same_words(level, divergence, lower, upper, words):

@@ -94,19 +94,23 @@ def compute_correction(
     turn_ids: Tensor | None = None,
     num_turns: int | None = None,
     advantages: Tensor | None = None,
+    routing: Tensor | None = None,
 ) -> Correction:
     """Weights w = bounded(rho), keep mask and metrics, with rho = pi_train / pi_rollout.
 
     train_logprobs, rollout_logprobs [T] float (subtracted in float32); loss_mask [T]; seq_ids [T] int64 in
     [0, num_sequences), the same numbering on every context-parallel rank; turn_ids [T] int64, 0 for a sequence's first
-    turn, in [0, num_turns) where something is decided by turns; advantages [T], for the rule that looks at their sign.
+    turn, in [0, num_turns) where something is decided by turns; advantages [T], for the rule that looks at their sign;
+    routing [T], the share of a token's experts in which servers and Megatron differ, for the rules of that name.
     Without `groups` this rank stands alone; with them, one collective over cp and one over dp_cp, whatever the rules
     and the loss's aggregation (one more over dp_cp for M2PO). A token whose log-prob is not finite on either side is
     dropped and counted; what stands outside the loss mask never matters.
 
     Raises ValueError for inputs of unlike lengths, or for a turn or advantage rule without its input.
     """
-    _check_inputs(config, train_logprobs, rollout_logprobs, loss_mask, seq_ids, turn_ids, num_turns, advantages)
+    _check_inputs(
+        config, train_logprobs, rollout_logprobs, loss_mask, seq_ids, turn_ids, num_turns, advantages, routing
+    )
     train, rollout, in_mask = train_logprobs.float(), rollout_logprobs.float(), loss_mask.bool()
     difference = train - rollout
     size = difference.abs()
@@ -116,9 +120,11 @@ def compute_correction(
     if config.rollout_m2_threshold is not None:
         rules += ("m2",)
     looked_at = advantages if any(rule.divergence == "opsm" for rule in config.rollout_rs) else None
+    routed = routing if any(rule.divergence == "routing" for rule in config.rollout_rs) else None
     table = MomentTable(_rows(config, rules, turn_ids), len(train), train.device)
     diagnostics.fill_base_rows(
-        table, train, rollout, difference, size, valid, in_mask, turn_ids=turn_ids, advantages=looked_at
+        table, train, rollout, difference, size, valid, in_mask, turn_ids=turn_ids, advantages=looked_at,
+        routing=routed,
     )
 
     units = _units(config, seq_ids, num_sequences, turn_ids, num_turns)
@@ -237,13 +243,13 @@ def _finish(config, weights, keep: KeepMasks, valid, totals, lengths: Lengths, m
     return Correction(weights, keep.mask, valid, keep.kept_sequences, valid_tokens, kept_tokens, lengths, metrics)
 
 
-def _check_inputs(config, train, rollout, loss_mask, seq_ids, turn_ids, num_turns, advantages) -> None:
-    given = [train, rollout, loss_mask, seq_ids] + [t for t in (turn_ids, advantages) if t is not None]
+def _check_inputs(config, train, rollout, loss_mask, seq_ids, turn_ids, num_turns, advantages, routing) -> None:
+    given = [train, rollout, loss_mask, seq_ids] + [t for t in (turn_ids, advantages, routing) if t is not None]
     shapes = [tuple(tensor.shape) for tensor in given]
     if len(set(shapes)) != 1 or len(shapes[0]) != 1:
         raise ValueError(
-            "compute_correction takes train_logprobs, rollout_logprobs, loss_mask and seq_ids (turn_ids, advantages) "
-            f"of one shape [T], got {', '.join(map(str, shapes))}; flatten_padded turns rows [B, L] into [T]"
+            "compute_correction takes train_logprobs, rollout_logprobs, loss_mask and seq_ids (turn_ids, advantages, "
+            f"routing) of one shape [T], got {', '.join(map(str, shapes))}; flatten_padded turns rows [B, L] into [T]"
         )
     by_turn = _by_turn(config)
     if by_turn and (turn_ids is None or num_turns is None):
@@ -252,3 +258,6 @@ def _check_inputs(config, train, rollout, loss_mask, seq_ids, turn_ids, num_turn
         )
     if advantages is None and any(rule.divergence == "opsm" for rule in config.rollout_rs):
         raise ValueError("the off-policy sequence mask (opsm) looks at the advantages' sign; pass advantages")
+    by_routing = [rule.name for rule in config.rollout_rs if rule.divergence == "routing"]
+    if routing is None and by_routing:
+        raise ValueError(f"{by_routing[0]} looks at where tokens were routed; pass routing, or use another rule")

@@ -38,7 +38,7 @@ def base_rows(optional: Collection[str]) -> tuple[str, ...]:
     return (
         "q_rollout", "q_train", "e", "e_clamped", "e_abs_capped", "e_abs",  # expm1 of the rows from rollout on
         "abs_diff", *(name for name in ("square", "k3") if name in optional),
-        "abs", *(name for name in ("advantage", "passed") if name in optional),
+        "abs", *(name for name in ("routing", "advantage", "passed") if name in optional),
         "one", "exact", "rollout", "train", "d", "d_clamped", "abs_capped", "abs_clamped",
         "position", "in_mask", "softplus", "softplus_clamped",
         *_BAND_ROWS, *(_TURN_ROWS if "turns" in optional else ()),
@@ -47,15 +47,15 @@ def base_rows(optional: Collection[str]) -> tuple[str, ...]:
 
 def fill_base_rows(
     table: MomentTable, train: Tensor, rollout: Tensor, difference: Tensor, size: Tensor, valid: Tensor,
-    in_mask: Tensor, *, turn_ids: Tensor | None, advantages: Tensor | None,
+    in_mask: Tensor, *, turn_ids: Tensor | None, advantages: Tensor | None, routing: Tensor | None = None,
 ) -> None:
     """Every row that needs only the inputs; [T] each, `difference` is D and `size` |D|, both before masking.
 
-    advantages: where a rule looks at them. `passed` starts as `one`.
+    advantages, routing: where a rule looks at them. `passed` starts as `one`.
     """
     device = valid.device
     ones = constant(1.0, torch.float32, device).expand_as(train)
-    optional = ([] if advantages is None else [advantages]) + [ones] * table.has("passed")
+    optional = [values for values in (routing, advantages) if values is not None] + [ones] * table.has("passed")
     given = [size, *optional, ones, difference, rollout, train, difference, difference, size, size]
     torch.stack([*given, ones, in_mask], out=table.rows("abs", "in_mask"))
     given = table.rows("abs", "abs_clamped")

@@ -16,7 +16,7 @@ from megatron_rl_corr.config import RejectionRule
 
 ROW = {
     "ratio": "exact", "opsm": "exact", "k2": "square", "k3": "k3", "exp_abs": "e_abs", "abs_diff": "abs_diff",
-    "rollout_prob": "rollout",
+    "rollout_prob": "rollout", "routing": "routing",
 }  # fmt: skip
 """The row of the moment table that holds a divergence, as `row_bounds` bounds it."""
 

@@ -190,6 +190,12 @@ def parse(arguments: Sequence[str]) -> tuple[RolloutCorrectionConfig, RolloutOpt
             "--router-replay R2 records the pass that computes old log-probs, which bypass mode leaves out; use R3, or "
             "--router-replay off"
         )
+    by_routing = [rule.name for rule in config.rollout_rs if rule.divergence == "routing"]
+    if by_routing and (config.bypass_mode or values.router_replay != "R3"):
+        raise ValueError(
+            f"--rollout-rs {by_routing[0]} compares the servers' routes with Megatron's in the pass for old log-probs; "
+            "it needs --router-replay R3, and not bypass mode"
+        )
     if config.bypass_mode and values.expert_statistics:
         raise ValueError(
             "--expert-statistics watches the pass that computes old log-probs, which bypass mode leaves out; drop it"

@@ -34,7 +34,7 @@ def add_correction(group: Any) -> None:
         help="rejection rules, all must keep a token: {token,seq_sum,seq_mean,seq_max,turn_mean}_ratio with closed "
         "bounds on rho (seq_mean and turn_mean are geometric means, seq_max asks it of every token), "
         "{token,seq_sum,seq_mean,seq_max,turn_mean}_{k2,k3,abs_diff}, seq_mean_exp_abs, token_rollout_prob, "
-        "seq_mean_opsm, verl's *_k1 on 1/rho; or none")
+        "seq_mean_opsm, {token,seq_mean}_routing, verl's *_k1 on 1/rho; or none")
     add("--rollout-rs-threshold", metavar="BOUNDS[,BOUNDS]", default=None,
         help="bounds of the rules, one for all or one a rule: LOWER_UPPER for ratios, a lower bound for "
         "token_rollout_prob, an upper bound for the others")

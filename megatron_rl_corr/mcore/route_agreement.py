@@ -41,6 +41,8 @@ class RouteAgreement:
         """
         self.sums = torch.zeros(rows, layers, 8, device=positions.device)
         self._softmax = softmax
+        self.apart = torch.zeros(rows, len(positions), device=positions.device)
+        """[N, t]: how many experts of a token, over this rank's layers, only the server chose."""
         self.counts = torch.zeros(rows, layers, 2, experts, device=positions.device)
         """How often the server, and Megatron, chose each expert."""
         self._follows = (positions[1:] == positions[:-1] + 1)[:, None]
@@ -62,6 +64,7 @@ class RouteAgreement:
         self.sums[part, place] = torch.stack(
             [(mask if value is None else mask * value).sum(dim=0) for mask, value in values], dim=1
         ).float()
+        self.apart[part] += (known * (top_k - own)).float().t()
         weight = known[..., None].expand_as(routes).float()
         for side, ids in enumerate((routes, natural)):
             table = self.counts.new_zeros(routes.shape[1], experts)

@@ -26,6 +26,7 @@ from megatron_rl_corr.mcore.route_agreement import (
 )
 from megatron_rl_corr.mcore.route_transport import local_positions
 from megatron_rl_corr.parallel.failure import all_reduce_failure
+from megatron_rl_corr.parallel.gather import all_gather_stacked
 
 if TYPE_CHECKING:
     from megatron_rl_corr.mcore.router_replay import Replay
@@ -86,6 +87,21 @@ class RoutedStep:
                 f"{step + 1} are not those of its tokens, so nothing was trained on them: {found[1]}"
             )
         all_reduce_failure(error)
+
+    def all_gather_disagreement(self) -> Tensor | None:
+        """[N, columns of this context-parallel rank]: share of each token's experts that only the server chose.
+
+        Every rank calls it, where a rule looks at it: one exchange over tensor ranks that hold other tokens, and one
+        over the pipeline, which holds other layers.
+        """
+        if self._agreement is None:
+            return None
+        apart = self._agreement.apart
+        if self._tokens_apart is self._layout.tp_cp_group:
+            apart = torch.cat(all_gather_stacked(apart, self._layout.tp_group).unbind(), dim=1)
+        if self._layout.pp_size > 1:
+            dist.all_reduce(apart, group=self._layout.pp_group)
+        return apart / (len(self.replay.shape.layers) * self.replay.shape.top_k)
 
     def all_reduce_metrics(self) -> dict[str, Metric]:
         """Disagreement by layer, on the last stage, this replica's share: one small exchange over the pipeline.

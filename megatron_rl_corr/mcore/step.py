@@ -153,10 +153,14 @@ class CorrectedStep:
         with compat.gathered_parameters(model, optimizer), routed.scoring():
             scored = score(model, batch, self.logprobs, micro_batch_size=self.micro_batch_size,
                            seq_length=self.seq_length, replay=routed.replay)
+        by_routing = any(rule.divergence == "routing" for rule in self.config.rollout_rs)
+        routing = routed.all_gather_disagreement() if by_routing else None
         if scored is None:
             return None, {}
         old_logprobs, entropy = scored
-        targets = make_targets(batch, old_logprobs, self.config, self.groups, group_size=self.group_size)
+        targets = make_targets(
+            batch, old_logprobs, self.config, self.groups, group_size=self.group_size, routing=routing
+        )
         return targets, batch_metrics(batch, targets, entropy, self.groups)
 
     def _all_reduce_agreement(self, routed: RoutedStep, iteration: int) -> dict[str, Metric]:

@@ -22,7 +22,7 @@ from megatron_rl_corr.parallel.groups import ParallelGroups
 
 def make_targets(
     batch: RolloutBatch, old_logprobs: Tensor, config: RolloutCorrectionConfig, groups: ParallelGroups,
-    *, group_size: int,
+    *, group_size: int, routing: Tensor | None = None,
 ) -> TrainingTargets:
     """Correct pi_old against pi_rollout, then take advantages over the rows that were not rejected.
 
@@ -36,7 +36,7 @@ def make_targets(
     correction = compute_correction(
         old_logprobs, batch.rollout_logprobs.reshape(-1), batch.loss_mask.reshape(-1), batch.seq_ids,
         num_sequences=rows, config=config, groups=groups, turn_ids=batch.flat_turn_ids, num_turns=batch.num_turns,
-        advantages=before,
+        advantages=before, routing=None if routing is None else routing.reshape(-1),
     )
     advantages = group_advantages(
         batch.rewards, batch.group_ids, **group, in_baseline=correction.kept_sequences

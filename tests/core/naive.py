@@ -31,6 +31,7 @@ class Batch:
     num_sequences: int
     turn_ids: list[int]
     advantages: list[float]
+    routing: list[float] | None = None
 
 
 @dataclass
@@ -73,6 +74,7 @@ class Token:
     def __init__(self, batch: Batch, t: int):
         self.t, self.seq, self.turn, self.advantage = t, batch.seq_ids[t], batch.turn_ids[t], batch.advantages[t]
         self.train, self.rollout = batch.train[t], batch.rollout[t]
+        self.routing = None if batch.routing is None else batch.routing[t]
         self.exact = single(self.train - self.rollout)
         self.d = clamp(self.exact)
         self.d_clamped = clamp(self.exact, LOW, HIGH)
@@ -82,6 +84,8 @@ class Token:
         self.prob_diff = self.p_train - self.p_rollout
 
     def divergence(self, kind: str) -> float:
+        if kind == "routing":
+            return self.routing
         if kind == "rollout_prob":
             return self.rollout  # its bound is compared in log space
         return {

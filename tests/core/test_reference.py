@@ -23,6 +23,7 @@ RULES = [(level, kind) for kind, levels in DIVERGENCE_LEVELS.items() for level i
 UPPER = {
     "ratio": [1.0317, 1.413, 3.171], "k2": [0.01131, 0.917], "k3": [0.01131, 0.917], "abs_diff": [0.0317, 0.4113],
     "exp_abs": [1.0517, 2.0713], "opsm": [0.00517, 0.3117],
+    "routing": [0.1117, 0.6171],
 }  # fmt: skip
 LOWER = {"ratio": [0.3117, 0.9513], "rollout_prob": [0.00217, 0.2713]}
 
@@ -86,6 +87,7 @@ def batches(draw) -> Batch:
     return Batch(
         *as_float32, mask, seq_ids, len(lengths), turn_ids=[generator.choice([0, 0, 1, 5]) for _ in seq_ids],
         advantages=[per_sequence[s] for s in seq_ids],
+        routing=[generator.choice([0, 0, 0.25, 0.5, 1.0]) for _ in seq_ids],
     )
 
 
@@ -95,7 +97,7 @@ def packed(batch: Batch, config: RolloutCorrectionConfig, *, with_turns: bool = 
         torch.tensor(batch.seq_ids, dtype=torch.int64), num_sequences=batch.num_sequences, config=config,
         turn_ids=torch.tensor(batch.turn_ids, dtype=torch.int64) if with_turns else None,
         num_turns=6,
-        advantages=torch.tensor(batch.advantages),
+        advantages=torch.tensor(batch.advantages), routing=torch.tensor(batch.routing, dtype=torch.float32),
     )
 
 

@@ -131,6 +131,25 @@ def test_low_probability_rule_when_the_server_found_a_token_improbable_then_it_g
     assert correction.kept_sequences.tolist() == [True]
 
 
+@pytest.mark.parametrize(
+    "level, kept", [("token", [1, 0, 1, 1, 0, 0, 1]), ("seq_mean", [1, 1, 1, 1, 1, 0, 1])], ids=["token", "seq_mean"]
+)
+def test_routing_when_above_the_bound_then_the_token_or_its_sequence_is_rejected(level, kept):
+    # Means of sequences 0, 1, 2, 3: 0.25, 0, 0.375 of valid tokens, 0.75; the bound of 0.4 is on shares of experts.
+    routing = torch.tensor([0.0, 0.5, 0.0, 0.25, 0.5, 0.75, NAN])
+    seq_ids, mask = torch.tensor([0, 0, 1, 2, 2, 3, 2]), torch.tensor([1, 1, 1, 1, 1, 1, 0])
+    config = RolloutCorrectionConfig(rollout_rs=(RejectionRule(level, "routing", upper=0.4),))
+    logprobs = torch.full((7,), -1.0)
+    correction = compute_correction(
+        logprobs, logprobs, mask, seq_ids, num_sequences=4, config=config, routing=routing
+    )
+    assert correction.mask.int().tolist() == [*kept[:6], 0]
+    rejected = 6 - sum(kept[:6])
+    assert correction.metrics[f"rejected_fraction/{level}_routing"].value() == pytest.approx(rejected / 6)
+    with pytest.raises(ValueError, match=f"{level}_routing looks at where tokens were routed; pass routing"):
+        compute_correction(logprobs, logprobs, mask, seq_ids, num_sequences=4, config=config)
+
+
 def test_off_policy_sequence_mask_when_far_and_bad_then_rejected_whole_and_else_kept():
     # mean(-D) of sequences 0, 1, 3: (0.5 - 0.1) / 2 = 0.2, over the bound of 0.1; of sequence 2: 0.05.
     # Sequence 0 is bad, 1 good, 2 bad but near, 3 neither good nor bad, 4 empty.

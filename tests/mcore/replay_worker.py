@@ -39,15 +39,19 @@ BIASED = {
 """With a bias for the choice alone, as auxiliary-loss-free balancing has it; the checkpoint has none."""
 BYPASS = RolloutCorrectionConfig(bypass_mode=True, loss="reinforce", loss_aggregation="token-mean")
 WATCHED = RolloutCorrectionConfig(
-    rollout_is="token", rollout_is_upper=1.05, rollout_rs=(RejectionRule("token", "ratio", 0.85, 1.15),)
+    rollout_is="token", rollout_is_upper=1.05,
+    rollout_rs=(RejectionRule("token", "ratio", 0.85, 1.15), RejectionRule("token", "routing", upper=0.1)),
 )
+NO_ROUTES = replace(WATCHED, rollout_rs=WATCHED.rollout_rs[:1])
+"""For runs in which nobody tells Megatron's choice from another."""
 RUNS = {
     "R3": {"watch": True}, "recompute": {"settings": RECOMPUTE}, "selective": {"settings": {
         "recompute_granularity": "selective", "recompute_modules": ["moe"],
     }},
-    "bias": {"settings": BIASED}, "bypass": {"config": BYPASS}, "R2": {"kind": "R2"},
-    "off": {"kind": "off", "watch": True}, "off bias": {"kind": "off", "settings": BIASED},
-    "R2 recompute": {"kind": "R2", "settings": RECOMPUTE},
+    "bias": {"settings": BIASED}, "bypass": {"config": BYPASS}, "R2": {"kind": "R2", "config": NO_ROUTES},
+    "off": {"kind": "off", "watch": True, "config": NO_ROUTES},
+    "off bias": {"kind": "off", "settings": BIASED, "config": NO_ROUTES},
+    "R2 recompute": {"kind": "R2", "settings": RECOMPUTE, "config": NO_ROUTES},
     "shift": {"routes": "shift"}, "layers": {"routes": "layers"}, "other": {"routes": "other"},
     "bypass shift": {"config": BYPASS, "routes": "shift"},
 }  # fmt: skip

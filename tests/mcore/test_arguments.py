@@ -239,3 +239,11 @@ def test_router_replay_when_r3_then_the_default_bound_or_the_one_given():
     for flags, bound in (([], 0.25), (["--router-replay-min-agreement", "-1"], -1.0)):
         _, options = parse([*REQUIRED, "--router-replay", "R3", *flags])
         assert (options.router_replay, options.router_replay_min_agreement) == ("R3", bound)
+
+
+def test_routing_rule_when_nobody_compares_routes_then_refused():
+    rule = ["--rollout-rs", "token_routing", "--rollout-rs-threshold", "0.5"]
+    for flags in ([], ["--router-replay", "R2"], ["--router-replay", "R3", "--rollout-bypass-mode"]):
+        assert "token_routing compares the servers' routes" in refusal(*REQUIRED, *rule, *flags)
+    config, _ = parse([*REQUIRED, *rule, "--router-replay", "R3"])
+    assert config.rollout_rs[0].upper == 0.5

@@ -279,3 +279,17 @@ def test_expert_table_in_every_layout_then_that_of_one_process_on_every_rank(res
         assert torch.equal(table[..., 3], alone["tables"][0][..., 3])
         torch.testing.assert_close(table, alone["tables"][0], rtol=1e-5, atol=1e-6)
     assert [len([t for t in rank["tables"] if isinstance(t, tuple)]) for rank in ranks] == [0] * (len(ranks) - 1) + [1]
+
+
+def test_rejection_by_routing_when_one_expert_of_eight_differs_then_those_tokens_are_dropped(results, samples):
+    """The rule keeps up to a tenth. That every layout drops the same, the experts' tables tell, which count it."""
+    [rank] = results["{}", "R3"]
+    values = rank["tables"][1]
+    assert rank["metrics"]["rollout_corr/rejected_fraction/token_routing"] > 0.05
+    # In the first layer Megatron's choice is `own`; a token that was changed there is rejected, whatever the others.
+    for index, sample in enumerate(samples):
+        if index == 5:
+            continue
+        for at in range(len(sample["prompt"]) - 1, len(sample["own"])):
+            if set(sample["own"][at, 0].tolist()) != set(sample["routes"][at, 0].tolist()):
+                assert not values["mask"][index, at]
