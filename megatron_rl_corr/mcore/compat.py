@@ -178,7 +178,11 @@ def moe_routers(chunk: torch.nn.Module) -> list[torch.nn.Module]:
     """The routers of a model chunk in the order of their layers, those of multi-token prediction left out."""
     from megatron.core.transformer.moe.router import TopKRouter
 
-    routers = [m for m in chunk.modules() if isinstance(m, TopKRouter) and not m.is_mtp_layer]
+    # By the model's attribute: routers tell it themselves only in newer versions.
+    routers = [
+        module for name, module in chunk.named_modules()
+        if isinstance(module, TopKRouter) and "mtp" not in name.split(".")
+    ]
     return sorted(routers, key=lambda router: router.layer_number)
 
 
