@@ -293,3 +293,18 @@ def test_rejection_by_routing_when_one_expert_of_eight_differs_then_those_tokens
         for at in range(len(sample["prompt"]) - 1, len(sample["own"])):
             if set(sample["own"][at, 0].tolist()) != set(sample["routes"][at, 0].tolist()):
                 assert not values["mask"][index, at]
+
+
+def test_layers_when_some_are_dense_and_the_model_predicts_several_tokens_then_only_its_sparse_layers_are_replayed():
+    run = subprocess.run(
+        [sys.executable, HERE / "dense_layers_worker.py"], env=environment("megatron"), capture_output=True, text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    [line] = [line for line in run.stdout.splitlines() if line.startswith("RESULT ")]
+    found = json.loads(line.removeprefix("RESULT "))
+    assert found["layers"] == found["shape"] == [1, 3]
+    ours = {name: same for name, same in found["same"].items() if not name.startswith("mtp.")}
+    assert ours == {f"decoder.layers.{layer}.mlp.router": [layer == 1, layer == 3] for layer in (1, 3)}
+    [predicted] = [same for name, same in found["same"].items() if name.startswith("mtp.")]
+    assert predicted == [False, False]
