@@ -22,6 +22,8 @@ def main(argv: list[str] | None = None) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         _print_help()
         return 0 if argv else 2
+    if DESCRIBE in argv:
+        return _describe()
     script, arguments = argv[0], argv[1:]
     if not Path(script).is_file():
         return _refuse(f"there is no script {script}; the first argument names a Megatron pretrain script")
@@ -29,8 +31,6 @@ def main(argv: list[str] | None = None) -> int:
         _print_help()
         print("\nThe script's own flags and Megatron's: run it without the launcher, with --help.")
         return 0
-    if DESCRIBE in arguments:
-        return _describe()
     try:
         install = plugin.prepare(arguments)
     except ValueError as error:
