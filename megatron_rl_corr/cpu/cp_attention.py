@@ -47,8 +47,10 @@ class ContextParallelAttention(MegatronModule):
         softmax_scale=None,
         cp_comm_type=None,
         pg_collection=None,
+        model_comm_pgs=None,  # what 0.14 calls it
     ) -> None:
         super().__init__(config=config)
+        pg_collection = pg_collection or model_comm_pgs
         assert attn_mask_type.name in ("causal", "padding_causal"), f"only causal masks, got {attn_mask_type}"
         self.group = pg_collection.cp if pg_collection else parallel_state.get_context_parallel_group()
         self.scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale

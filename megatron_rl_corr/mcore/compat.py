@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator
@@ -23,6 +24,9 @@ OUTPUT_PROCESSOR_SINCE = (0, 18)
 ATTENTION_LOGIT_SINCE = (0, 16)
 """`train_step` tells the largest attention logit too: an eighth value."""
 
+EXPERT_GROUPS_SINCE = (0, 19)
+"""Experts' gradients are summed over the experts' own groups, whatever their number of ranks."""
+
 
 def check_output_processor(model: list) -> None:
     """ValueError unless the model's forward has the hook behind the last layer."""
@@ -33,6 +37,22 @@ def check_output_processor(model: list) -> None:
         )
     for chunk in model:
         check_parameters(chunk.forward, ("output_processor", "output_processor_context"))
+
+
+def check_expert_layout(args: argparse.Namespace) -> None:
+    """ValueError for a layout whose expert gradients Megatron gets wrong, without a word, before 0.19.
+
+    With one expert-parallel rank it takes experts' weights for dense ones, and sums their gradients over data-parallel
+    ranks only; where experts are not split like the rest, the tensor-parallel ranks of a stage hold their replicas.
+    """
+    split = args.expert_tensor_parallel_size in (None, args.tensor_model_parallel_size)
+    if release() < EXPERT_GROUPS_SINCE and args.num_experts and args.expert_model_parallel_size == 1 and not split:
+        raise ValueError(
+            f"--expert-tensor-parallel-size {args.expert_tensor_parallel_size} with --tensor-model-parallel-size "
+            f"{args.tensor_model_parallel_size} and --expert-model-parallel-size 1: megatron-core {megatron_version} "
+            "leaves tokens out of the experts' gradients; use 0.19 or newer, more expert-parallel ranks, or the same "
+            "tensor-parallel size for both"
+        )
 
 
 @dataclass(frozen=True)

@@ -54,11 +54,12 @@ HOOKS = (ARGUMENTS, SET_UP, TRAIN_STEP)
 CONSOLE = {
     "reward/mean": "rollout reward",
     "eval/reward": "held-out reward",
-    "loss/policy": "policy loss",
     "rollout_corr/k3_kl": "rollout k3 kl",
     "rollout_corr/kept_fraction": "rollout kept fraction",
 }
-"""Metrics in Megatron's own log line, under names that are no tags of ours: its TensorBoard holds those already."""
+"""Metrics in Megatron's own log line, under names that are no tags of ours: its TensorBoard holds those already.
+
+The policy loss is not among them, as Megatron leaves out an average that is negative."""
 
 
 def install(config: RolloutCorrectionConfig, options: RolloutOptions, report: Report) -> Callable[[], None]:

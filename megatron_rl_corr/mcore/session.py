@@ -51,6 +51,7 @@ def check_megatron_arguments(args: argparse.Namespace) -> None:
             f"--seq-length {args.seq_length} must be a multiple of 2 * --context-parallel-size, {chunks}: "
             "every row is cut into so many chunks"
         )
+    compat.check_expert_layout(args)
     if args.yaml_cfg is not None:
         raise ValueError(
             "--yaml-cfg replaces every flag, the rollout ones too; give Megatron's settings as flags"

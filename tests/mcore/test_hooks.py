@@ -137,3 +137,32 @@ def test_hooks_when_megatron_restarts_within_the_process_then_flags_parse_anew_a
     assert found["log"] == [
         ["set up", None], ["start", 1], ["close", 1], ["set up", None], ["start", 2], ["close", 2],
     ]  # fmt: skip
+
+
+CASES["experts"] = """
+from megatron_rl_corr.mcore import compat
+def said(release, experts, ep, tp, etp):
+    compat.release = lambda: release
+    args = types.SimpleNamespace(
+        num_experts=experts, expert_model_parallel_size=ep, tensor_model_parallel_size=tp,
+        expert_tensor_parallel_size=etp,
+    )
+    try:
+        compat.check_expert_layout(args)
+    except ValueError as error:
+        return str(error)
+say(
+    refused=said((0, 18), 8, 1, 2, 1),
+    taken=[said((0, 19), 8, 1, 2, 1), said((0, 18), 8, 2, 2, 1), said((0, 18), 8, 1, 2, 2),
+           said((0, 18), 8, 1, 2, None), said((0, 18), None, 1, 2, 1)],
+)
+"""
+
+
+def test_expert_layout_when_an_older_release_would_lose_gradients_then_it_is_refused(results):
+    found = results["experts"]
+    assert found["refused"].startswith(
+        "--expert-tensor-parallel-size 1 with --tensor-model-parallel-size 2 and --expert-model-parallel-size 1: "
+    )
+    assert "leaves tokens out of the experts' gradients; use 0.19 or newer" in found["refused"]
+    assert found["taken"] == [None] * 5

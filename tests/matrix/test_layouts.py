@@ -1,0 +1,44 @@
+"""Interleaved stages, context parallelism and --calculate-per-token-loss on every release, against Hugging Face.
+
+The layouts that the installed release runs in tests/mcore are far more; these are the ones that differ in what they
+call.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.matrix.releases import OVERLAID, chosen, release_environment
+
+MCORE = Path(__file__).resolve().parents[1] / "mcore"
+TOLERANCE = 1e-5  # of float32 Megatron against float64; measured 2e-6
+LAYOUTS = [
+    {"tp": 2, "pp": 2, "vpp": 2, "sp": True, "ep": 2, "runs": [["token", 4]]},
+    {"tp": 2, "cp": 2, "sp": True, "ep": 2, "per_token": True, "runs": [["sequence", 4]]},
+    {"pp": 2, "cp": 2, "runs": [["bypass", 4]]},
+]
+OLDER = [release for release in OVERLAID if release != OVERLAID[-1]] if len(chosen()) == len(OVERLAID) else []
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_moe_dir, tmp_path_factory):
+    path = tmp_path_factory.mktemp("reference") / "reference.pt"
+    subprocess.run([sys.executable, MCORE / "hf_reference.py", tiny_moe_dir, path], check=True, capture_output=True)
+    return path
+
+
+@pytest.mark.parametrize("release", OLDER)
+def test_layout_on_an_older_release_then_every_gradient_is_hugging_faces(release, tiny_moe_dir, reference):
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", MCORE / "layout_worker.py", "4", tiny_moe_dir, reference,
+         *map(json.dumps, LAYOUTS)],
+        env=release_environment(release), capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    lines = [line.removeprefix("RESULT ") for line in run.stdout.splitlines() if line.startswith("RESULT ")]
+    found = [json.loads(line) for line in lines]
+    assert [one["layout"] for one in found] == LAYOUTS, run.stderr[-3000:]
+    for one in found:
+        assert one["gradient"] < TOLERANCE, (one["layout"], one["worst"])
