@@ -54,13 +54,7 @@ class Collector:
                 f"{options.group_size} times the data-parallel size {layout.dp_size}: "
                 "a prompt's samples stay on one replica"
             )
-        longest = max(len(prompt.input_ids) for prompt in prompts.prompts)
-        needed = longest + options.max_new_tokens - 1
-        if needed > length:
-            raise ValueError(
-                f"--seq-length {length} is too short for the longest prompt of {longest} tokens and "
-                f"--rollout-max-new-tokens {options.max_new_tokens}; use --seq-length {needed} or more"
-            )
+        check_they_fit(prompts, "--rollout-prompts", options.max_new_tokens, length)
         self._options, self._layout, self._length, self._rows = options, layout, length, share
         self._client, self._loop, self._prompts = client, loop, prompts
         self._reward, self._environment = reward, environment
@@ -206,6 +200,17 @@ class Collector:
             own["route_bytes"] = sum(rows.nbytes for rows in routes)
             own["unrouted"] = sum(int((~has_routes(rows, experts)).all(dim=1).sum()) for rows in routes)
         return [float((since | own)[name]) for name in COUNTED]
+
+
+def check_they_fit(prompts: PromptDataset, flag: str, max_new_tokens: int, length: int) -> None:
+    """ValueError unless the longest prompt and a longest response are a row."""
+    longest = max(len(prompt.input_ids) for prompt in prompts.prompts)
+    needed = longest + max_new_tokens - 1
+    if needed > length:
+        raise ValueError(
+            f"--seq-length {length} is too short for the longest prompt of {flag}, {longest} tokens, and "
+            f"--rollout-max-new-tokens {max_new_tokens}; use --seq-length {needed} or more"
+        )
 
 
 def collection_metrics(counted: torch.Tensor, *, with_routes: bool = False) -> dict[str, Metric]:

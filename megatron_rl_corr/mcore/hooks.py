@@ -53,7 +53,6 @@ HOOKS = (ARGUMENTS, SET_UP, TRAIN_STEP)
 
 CONSOLE = {
     "reward/mean": "rollout reward",
-    "eval/reward": "held-out reward",
     "rollout_corr/k3_kl": "rollout k3 kl",
     "rollout_corr/kept_fraction": "rollout kept fraction",
 }
@@ -108,7 +107,12 @@ def install(config: RolloutCorrectionConfig, options: RolloutOptions, report: Re
             told.clear()
             losses, *rest = step.run(megatrons, iteration, model, optimizer, config.calculate_per_token_loss)
             if step.evaluation is not None and step.evaluation.is_due(iteration + 1):
-                told.update(step.evaluation.all_reduce_metrics())
+                evaluated = step.evaluation.all_reduce_metrics()
+                if "step" in told:
+                    told.update(evaluated)
+                    # Not in Megatron's line, which averages over the steps between two lines.
+                    reward = evaluated["eval/reward"]
+                    print(f"[rollout] held-out reward after step {iteration + 1}: {reward:.4f}", flush=True)
             tell()
             return (losses | _logged(told), *rest)
 

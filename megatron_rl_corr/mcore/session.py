@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron_rl_corr.config import RolloutCorrectionConfig
 from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.mcore.arguments import RolloutOptions
-from megatron_rl_corr.mcore.collection import Collector
+from megatron_rl_corr.mcore.collection import Collector, check_they_fit
 from megatron_rl_corr.mcore.evaluation import Evaluation
 from megatron_rl_corr.mcore.expert_statistics import ExpertLog, ExpertStatistics
 from megatron_rl_corr.mcore.logprobs import LogprobSettings
@@ -75,8 +75,11 @@ def check_megatron_arguments(args: argparse.Namespace) -> None:
             f"--eval-iters {args.eval_iters}: evaluation would score the script's data set, not rollouts; "
             "use --eval-iters 0, and --rollout-eval-prompts for rollouts on held-out prompts"
         )
-    if args.rollout_eval_prompts and not args.eval_interval:
-        raise ValueError("--rollout-eval-prompts needs --eval-interval, the steps from one evaluation to the next")
+    if args.rollout_eval_prompts and not 0 < (args.eval_interval or 0) <= args.train_iters:
+        raise ValueError(
+            f"--rollout-eval-prompts would never be asked: --eval-interval {args.eval_interval}, the steps from one "
+            f"evaluation to the next, must be from 1 to --train-iters {args.train_iters}"
+        )
 
 
 def start(
@@ -105,7 +108,7 @@ def start(
             reward=reward, environment=environment, replay=from_servers, sequence_parallel=args.sequence_parallel,
         )
         scores = {"reward": reward, "environment": environment}
-        evaluation = _evaluation(options, args.eval_interval, layout, client, loop, collector.sampling, encode, scores)
+        evaluation = _evaluation(options, args, layout, client, loop, collector.sampling, encode, scores)
         parameters = _parameters(checkpoint, args, model)
         if args.iteration == 0:
             load_shards(parameters, checkpoint, layout.shard)
@@ -151,14 +154,16 @@ def start(
 
 
 def _evaluation(
-    options: RolloutOptions, every: int, layout: compat.Layout, client: RolloutClient, loop: LoopThread,
+    options: RolloutOptions, args: argparse.Namespace, layout: compat.Layout, client: RolloutClient, loop: LoopThread,
     sampling: SamplingParams, encode: Callable[[str], list[int]], scores: dict[str, Any],
 ) -> Evaluation | None:
     if options.eval_prompts is None:
         return None
-    prompts = PromptDataset.from_jsonl(options.eval_prompts, encode).prompts
+    prompts = PromptDataset.from_jsonl(options.eval_prompts, encode)
+    check_they_fit(prompts, "--rollout-eval-prompts", options.max_new_tokens, args.seq_length)
     return Evaluation(
-        layout, client, loop, prompts, sampling, max_turns=options.max_turns, every=every, **scores,
+        layout, client, loop, prompts.prompts, sampling, max_turns=options.max_turns, every=args.eval_interval,
+        **scores,
     )  # fmt: skip
 
 

@@ -96,8 +96,8 @@ class GRPOCorrection:
             seen = [None if tensor is None else tuple(tensor.shape) for tensor in (mask, old, rollout)]
             raise ValueError(f"loss mask, pi_old and rollout log-probs of one shape are expected, got {seen}")
         mask = mask.to(old.device).bool()
-        has = mask & (rollout != 0)
         ids, count = _sequences(old, starts, lengths)
+        has = _told(mask, rollout, ids, count)
         correction = compute_correction(
             old.reshape(-1), rollout.reshape(-1), has.reshape(-1), ids, num_sequences=count, config=self.config
         )
@@ -108,6 +108,20 @@ class GRPOCorrection:
         keep_sequence = (correction.kept_sequences | ~told)[ids].reshape(old.shape)
         keep = torch.where(has, correction.mask.reshape(old.shape), mask & keep_sequence)
         return torch.where(has, correction.weights.reshape(old.shape), 1.0), keep
+
+
+def _told(mask: Tensor, rollout: Tensor, ids: Tensor, count: int) -> Tensor:
+    """Which tokens the engine gave a log-prob for [B, L] bool; Megatron keeps no mask of it, only zeros.
+
+    A token that the engine was certain of has log-prob 0 as well. Missing are those of a sequence that has no other,
+    and the last of a sequence: Megatron appends its end behind what the engine sampled.
+    """
+    flat, zero = mask.reshape(-1), (rollout == 0).reshape(-1)
+    number = torch.arange(1, len(flat) + 1, device=flat.device) * flat
+    last = torch.zeros(count, dtype=torch.int64, device=flat.device).scatter_reduce_(0, ids, number, "amax")
+    any_told = torch.zeros(count, device=flat.device).index_add_(0, ids, (flat & ~zero).float()) > 0
+    missing = zero & (~any_told[ids] | (number == last[ids]))
+    return (flat & ~missing).view_as(mask)
 
 
 class _Watched:

@@ -138,8 +138,10 @@ def test_metrics_when_megatron_logs_then_they_are_on_its_console_in_its_tensorbo
 def test_evaluation_when_its_interval_is_over_then_held_out_prompts_are_sampled_and_their_reward_is_logged(
     release, runs
 ):
-    folder, _, _, _, outputs = runs[release]
+    folder, printed, _, _, outputs = runs[release]
     first, second = steps_of(folder)
+    told = [line for line in printed.splitlines() if "held-out reward" in line]
+    assert told == [f"[rollout] held-out reward after step {STEPS}: {second['eval/reward']:.4f}"]
     assert not [name for name in first if name.startswith("eval/")]
     assert len(outputs) == len(HELD_OUT)
     rewards = [sum(token % 2 for token in output) / 8 for output in outputs]

@@ -166,3 +166,39 @@ def test_expert_layout_when_an_older_release_would_lose_gradients_then_it_is_ref
     )
     assert "leaves tokens out of the experts' gradients; use 0.19 or newer" in found["refused"]
     assert found["taken"] == [None] * 5
+
+
+CASES["evaluation"] = """
+from megatron_rl_corr.mcore.collection import check_they_fit
+def said(check):
+    try:
+        return check()
+    except ValueError as error:
+        return str(error)
+def flags(interval, prompts="held_out.jsonl"):
+    return types.SimpleNamespace(
+        context_parallel_size=1, yaml_cfg=None, rampup_batch_size=None, finetune=False, pretrained_checkpoint=None,
+        iterations_to_skip=None, eval_iters=0, rollout_eval_prompts=prompts, eval_interval=interval, train_iters=20,
+        num_experts=None, router_replay="off", expert_statistics=False, expert_tensor_parallel_size=None,
+        tensor_model_parallel_size=1, expert_model_parallel_size=1, seq_length=32,
+    )
+def prompts(longest):
+    prompt = types.SimpleNamespace(input_ids=[1] * longest)
+    return types.SimpleNamespace(prompts=[prompt])
+say(
+    intervals=[said(lambda: session.check_megatron_arguments(flags(n))) for n in (None, 0, 21, 20, 1)],
+    without=said(lambda: session.check_megatron_arguments(flags(1000, prompts=None))),
+    lengths=[said(lambda: check_they_fit(prompts(n), "--rollout-eval-prompts", 8, 32)) for n in (26, 25)],
+)
+"""
+
+
+def test_evaluation_when_it_would_never_come_or_its_prompts_are_too_long_then_refused_at_the_start(results):
+    found = results["evaluation"]
+    never = ("--rollout-eval-prompts would never be asked: --eval-interval {}, the steps from one evaluation to the "
+             "next, must be from 1 to --train-iters 20")  # fmt: skip
+    assert found["intervals"] == [*map(never.format, (None, 0, 21)), None, None] and found["without"] is None
+    assert found["lengths"] == [
+        "--seq-length 32 is too short for the longest prompt of --rollout-eval-prompts, 26 tokens, and "
+        "--rollout-max-new-tokens 8; use --seq-length 33 or more", None,
+    ]  # fmt: skip

@@ -126,6 +126,23 @@ def test_rows_when_corrected_then_the_policy_term_has_the_naive_weights_and_reje
     torch.testing.assert_close(gradient, theirs, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_tokens_that_the_engine_was_certain_of_then_they_count_as_any_other(packed):
+    # log-prob 0 is probability 1: trained at 5 % where the second stands, and three of them keep the mean in bounds.
+    old = torch.tensor([[-1e-5, math.log(0.05), -1e-5, -1e-5, -0.7, -2.0]])
+    rollout = torch.tensor([[0.0, 0.0, 0.0, 0.0, -1.4, 0.0]])  # the last is the end that Megatron appended
+    given = values(1, 6) | {"old_logprobs": old, "inference_logprobs": rollout}
+    more = {"seq_starts": [0], "seq_lengths": [7]} if packed else {}
+    config = replace(CONFIG, rollout_rs=(RejectionRule("seq_mean", "ratio", 0.6, 1.25),))  # e^(-2.296 / 5) = 0.63
+    correction = GRPOCorrection(config)
+    loss, *_ = call(correction, given, torch.ones(1, 6).bool(), advantages=torch.tensor([1.0]), **more)
+    plain = {name: given[name] for name in ("current_logprobs", "old_logprobs", "ref_logprobs")}
+    policy, *_ = grpo(**plain, advantages=torch.tensor([1.0]), clamp_eps_lower=0.2, clamp_eps_upper=0.2, kl_beta=0.0,
+                      entropy_weight=0.0)  # fmt: skip
+    torch.testing.assert_close(loss, policy * torch.tensor([[1.0, 0.05, 1.0, 1.0, 1.5, 1.0]]), rtol=1e-4, atol=1e-7)
+    assert correction.metrics[0]["valid_tokens"].value() == 5
+
+
 def test_other_terms_when_asked_for_then_they_are_not_weighted_and_only_kept_tokens_have_them():
     given, advantages = values(2, 5), torch.tensor([1.0, -1.0])
     mask = torch.ones(2, 5).bool()
