@@ -17,6 +17,8 @@ from megatron_rl_corr.cpu import environment
 OVERLAID = ("0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
 WITH_TRAINING = ("0.17.1", "0.18.2", "0.19.2")
 """Whose wheels hold megatron.training too."""
+PATCHED = ("0.17.1", "0.18.0", "0.18.2", "0.19.0", "0.19.2")
+"""All wheels that hold it, so that a patched tree can be tried."""
 VARIABLE = "MEGATRON_RELEASES"
 """`all`, as `make test-matrix` sets it: every release; without it the oldest, beside what is installed."""
 
