@@ -183,14 +183,14 @@ def unwrapped(model: list) -> list:
     return unwrap_model(model)
 
 
-def check_router_replay() -> None:
-    """ValueError unless this Megatron can replay routes (megatron-core 0.16)."""
+def check_router_replay(flag: str, remedy: str) -> None:
+    """ValueError unless this Megatron can replay routes (megatron-core 0.16), which `flag` needs."""
     try:
         from megatron.core.transformer.moe import router_replay  # noqa: F401
     except ImportError:
         raise ValueError(
-            f"--router-replay needs Megatron's RouterReplay, which megatron-core {megatron_version} does not have: "
-            "install megatron-core 0.16 or newer, or use --router-replay off"
+            f"{flag} needs Megatron's RouterReplay, which megatron-core {megatron_version} does not have: install "
+            f"megatron-core 0.16 or newer, or {remedy}"
         ) from None
 
 

@@ -47,11 +47,11 @@ class ExpertStatistics:
         expert-parallel rank then reduces its own experts' rows, which are gathered only here, to be logged.
         """
         values = self._broadcast_values(batch, targets)
-        own = self.groups.all_reduce_scatter(self._own_sums(values))
-        whole = self.groups.all_gather(own)
-        shape = self.replay.shape
-        table = whole.new_zeros(shape.num_layers, shape.experts, len(VALUES))
-        table[list(self.replay.layers)] = whole
+        shape, layers = self.replay.shape, list(self.replay.layers)
+        table = values.new_zeros(shape.num_layers, shape.experts, len(VALUES), dtype=torch.float64)
+        if layers:  # none on every rank of the groups, where a stage's layers are all dense
+            own = self.groups.all_reduce_scatter(self._own_sums(values))
+            table[layers] = self.groups.all_gather(own)
         if self.layout.pp_size > 1:
             dist.all_reduce(table, group=self.layout.pp_group)
         return table

@@ -15,6 +15,7 @@ from megatron.core.transformer.moe.router_replay import RouterReplay
 from torch import Tensor, nn
 
 from megatron_rl_corr.mcore import compat
+from megatron_rl_corr.mcore.router_flags import check_choice, given, remedy
 from megatron_rl_corr.rollout.routed_experts import ExpertShape, has_routes
 
 Observe = Callable[[Tensor, Tensor, Tensor], None]
@@ -107,7 +108,7 @@ class Replay:
         for chunk in model:
             self._routers[chunk] = []
             for router in compat.moe_routers(chunk):
-                _check_router(router)
+                check_choice(router.config.moe_router_fusion, [router.routing_type], kind, watch)
                 stand_in = ReplayedRouter(router.config.num_moe_experts)
                 stand_in.layer_number = router.layer_number
                 router.router_replay = stand_in
@@ -121,7 +122,7 @@ class Replay:
         """Of each pipeline stage, in its own order."""
         every = sorted(layer for stage in self.stage_layers for layer in stage)
         if not every:
-            raise ValueError(f"--router-replay {kind} has no effect on a model without experts; use off")
+            raise ValueError(f"{given(kind)} has no effect on a model without experts; {remedy(kind, watch)}")
         top_k, experts = _all_reduce_sizes(self.layers and (self._top_k, self._experts), layout)
         self.shape = ExpertShape(num_layers, tuple(every), top_k, experts)
         self._routes: Tensor | None = None
@@ -204,19 +205,6 @@ class Replay:
 
     def _all(self) -> list[tuple[int, ReplayedRouter]]:
         return [pair for pairs in self._routers.values() for pair in pairs]
-
-
-def _check_router(router: nn.Module) -> None:
-    if router.config.moe_router_fusion:
-        raise ValueError(
-            "--moe-router-fusion chooses experts in a kernel that never asks for replayed routes; leave it out, or use "
-            "--router-replay off"
-        )
-    if router.routing_type in ("sinkhorn", "quantile_balancing"):
-        raise ValueError(
-            f"--moe-router-load-balancing-type {router.routing_type} does not choose experts by top-k, so routes can't "
-            "be replayed; use another, or --router-replay off"
-        )
 
 
 def _all_gather_layers(own: tuple[int, ...], num_layers: int, layout: compat.Layout) -> tuple[tuple[int, ...], ...]:

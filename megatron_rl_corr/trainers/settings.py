@@ -27,6 +27,9 @@ def check_settings(config: RolloutCorrectionConfig, trainer: str) -> None:
         raise ValueError(f"{by_turn[0]}: {trainer} do not tell turns; use a token, sequence or geometric level")
     if any(rule.divergence == "opsm" for rule in config.rollout_rs):
         raise ValueError(f"rollout_rs opsm: {trainer} do not tell advantages here; use another rule")
+    by_routing = [rule.name for rule in config.rollout_rs if rule.divergence == "routing"]
+    if by_routing:
+        raise ValueError(f"rollout_rs {by_routing[0]}: {trainer} do not tell servers' routes here; use another rule")
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if field.name in ACT or value == field.default:

@@ -1,6 +1,13 @@
-"""Replay in a model of dense and sparse layers and multi-token prediction: what test_router_replay.py expects of it."""
+"""Replay in models of dense and sparse layers: what test_router_replay.py expects of it.
+
+Of one process with multi-token prediction, and of two pipeline stages, of which the first has dense layers only.
+"""
 
 import json
+import os
+import sys
+from contextlib import ExitStack
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -11,35 +18,48 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec,
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.multiprocessing import start_processes
 
 from megatron_rl_corr.mcore import compat
+from megatron_rl_corr.mcore.expert_statistics import ExpertStatistics
+from megatron_rl_corr.mcore.route_transport import scatter_routes
+from megatron_rl_corr.mcore.routed_step import RoutedStep
 from megatron_rl_corr.mcore.router_replay import Replay
 from megatron_rl_corr.rollout.local_server import free_port
 
-LENGTH, ROWS = 8, 2
+LENGTH, ROWS, EXPERTS, TOP_K = 8, 2, 8, 2
 
 
-def main():
+def made_model(layer_freq, *, rank=0, stages=1, mtp=False):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
-    ps.initialize_model_parallel()
+    ps.initialize_model_parallel(pipeline_model_parallel_size=stages)
     model_parallel_cuda_manual_seed(1)
     config = TransformerConfig(
         num_layers=4, hidden_size=32, num_attention_heads=4, ffn_hidden_size=48, normalization="RMSNorm",
         gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False, hidden_dropout=0.0,
         attention_dropout=0.0, use_cpu_initialization=True, bias_dropout_fusion=False, bias_activation_fusion=False,
-        masked_softmax_fusion=False, gradient_accumulation_fusion=False, apply_rope_fusion=False, num_moe_experts=8,
-        moe_router_topk=2, moe_ffn_hidden_size=16, moe_token_dispatcher_type="alltoall", moe_router_dtype="fp32",
-        moe_router_load_balancing_type="none", moe_layer_freq=[0, 1, 0, 1], mtp_num_layers=1,
+        masked_softmax_fusion=False, gradient_accumulation_fusion=False, apply_rope_fusion=False,
+        num_moe_experts=EXPERTS, moe_router_topk=TOP_K, moe_ffn_hidden_size=16, moe_token_dispatcher_type="alltoall",
+        moe_router_dtype="fp32", moe_router_load_balancing_type="none", moe_layer_freq=layer_freq,
+        mtp_num_layers=1 if mtp else None, pipeline_model_parallel_size=stages, pipeline_dtype=torch.float32,
     )  # fmt: skip
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
-    model = GPTModel(
+    predicts = {}
+    if mtp:
+        predicts["mtp_block_spec"] = get_gpt_mtp_block_spec(config, spec.layer_specs[-1], use_transformer_engine=False)
+    return GPTModel(
         config=config, transformer_layer_spec=spec, vocab_size=64, max_sequence_length=LENGTH, parallel_output=True,
-        share_embeddings_and_output_weights=False, position_embedding_type="rope",
-        mtp_block_spec=get_gpt_mtp_block_spec(config, spec.layer_specs[-1], use_transformer_engine=False),
-    )  # fmt: skip
+        share_embeddings_and_output_weights=False, position_embedding_type="rope", pre_process=rank == 0,
+        post_process=rank == stages - 1, **predicts,
+    )
+
+
+def several_tokens():
+    """Which experts each router used, beside those that were to be replayed."""
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+    model = made_model([0, 1, 0, 1], mtp=True)
     replay = Replay("R3", [model], compat.layout(), num_layers=4)
-    routes = torch.rand(ROWS, LENGTH, 2, 8).topk(2).indices.to(torch.uint8)
+    routes = torch.rand(ROWS, LENGTH, 2, EXPERTS).topk(TOP_K).indices.to(torch.uint8)
     used = {}
     for name, module in model.named_modules():
         if isinstance(module, TopKRouter):
@@ -48,7 +68,7 @@ def main():
     with replay.training(routes):
         replay.arm(model, 0, ROWS)
         model(ids, torch.arange(LENGTH).expand(ROWS, LENGTH), None, labels=ids)
-    expected = torch.zeros(ROWS, LENGTH, 2, 8, dtype=torch.bool).scatter(3, routes.long(), True)
+    expected = torch.zeros(ROWS, LENGTH, 2, EXPERTS, dtype=torch.bool).scatter(3, routes.long(), True)
     same = {
         name: [torch.equal(chosen.view(LENGTH, ROWS, 8).transpose(0, 1), expected[:, :, place]) for place in range(2)]
         for name, chosen in used.items()
@@ -56,5 +76,59 @@ def main():
     print("RESULT " + json.dumps({"layers": replay.layers, "shape": replay.shape.layers, "same": same}))
 
 
+def dense_stage(rank, port):
+    """Each stage's expert table, and whether the routes were found to be those of the tokens, by kind of replay."""
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    model, layout = made_model([0, 0, 1, 1], rank=rank, stages=2), compat.layout()
+    generator = torch.Generator().manual_seed(2)
+    packed = torch.rand(ROWS, LENGTH, 2, EXPERTS, generator=generator).topk(TOP_K).indices.to(torch.uint8)
+    ones = torch.ones(ROWS * LENGTH)
+    correction = SimpleNamespace(valid=ones.bool(), weights=ones, mask=ones.bool())
+    targets = SimpleNamespace(old_logprobs=ones, correction=correction) if rank == 1 else None
+    results = {}
+    for kind in ("R3", "off"):
+        replay = Replay(kind, [model], layout, num_layers=4, watch=True)
+        batch = SimpleNamespace(
+            tokens=torch.zeros(ROWS, LENGTH, dtype=torch.int64), rollout_logprobs=torch.zeros(ROWS, LENGTH), routes=None
+        )
+        if kind == "R3":
+            batch.routes = scatter_routes(
+                packed if rank == 0 else None, ROWS, LENGTH, shape=replay.shape, stage_layers=replay.stage_layers,
+                layout=layout, sequence_parallel=False,
+            )
+        step = RoutedStep(replay, batch, layout, sequence_parallel=False, length=LENGTH, observe_training=False)
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(step.scoring())
+            replay.arm(model, 0, ROWS)
+            forward(model, rank)
+        step.all_reduce_check(-1.0, step=0, group_size=1)
+        apart, metrics = step.all_gather_disagreement(), step.all_reduce_metrics()
+        table = ExpertStatistics(replay, layout, compat.expert_groups(), False).all_gather(batch, targets)
+        results[kind] = {
+            "layers": replay.layers, "stages": replay.stage_layers, "table": table.tolist(), "metrics": sorted(metrics),
+            "apart": None if apart is None else apart.tolist(),
+        }
+    if rank == 1:
+        results["routes"] = packed.tolist()
+    print("STAGE " + json.dumps(results), flush=True)
+    dist.barrier()
+    os._exit(0)  # Megatron's leftovers may wait for each other at interpreter exit
+
+
+def forward(model, rank):
+    ids, positions = torch.zeros(ROWS, LENGTH, dtype=torch.int64), torch.arange(LENGTH).expand(ROWS, LENGTH)
+    if rank == 0:
+        dist.send(model(ids, positions, None).contiguous(), 1)
+    else:
+        hidden = torch.empty(LENGTH, ROWS, 32)
+        dist.recv(hidden, 0)
+        model.set_input_tensor(hidden)
+        model(ids, positions, None)
+
+
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:] == ["stages"]:
+        start_processes(dense_stage, (free_port(),), 2, start_method="fork")
+    else:
+        several_tokens()

@@ -295,16 +295,34 @@ def test_rejection_by_routing_when_one_expert_of_eight_differs_then_those_tokens
                 assert not values["mask"][index, at]
 
 
-def test_layers_when_some_are_dense_and_the_model_predicts_several_tokens_then_only_its_sparse_layers_are_replayed():
+def dense_layers(*what, start):
+    """What dense_layers_worker.py says in lines that begin so."""
     run = subprocess.run(
-        [sys.executable, HERE / "dense_layers_worker.py"], env=environment("megatron"), capture_output=True, text=True,
-        timeout=300,
-    )
+        [sys.executable, HERE / "dense_layers_worker.py", *what], env=environment("megatron"), capture_output=True,
+        text=True, timeout=300,
+    )  # fmt: skip
     assert run.returncode == 0, run.stderr[-3000:]
-    [line] = [line for line in run.stdout.splitlines() if line.startswith("RESULT ")]
-    found = json.loads(line.removeprefix("RESULT "))
+    return [json.loads(line.removeprefix(start)) for line in run.stdout.splitlines() if line.startswith(start)]
+
+
+def test_layers_when_some_are_dense_and_the_model_predicts_several_tokens_then_only_its_sparse_layers_are_replayed():
+    [found] = dense_layers(start="RESULT ")
     assert found["layers"] == found["shape"] == [1, 3]
     ours = {name: same for name, same in found["same"].items() if not name.startswith("mtp.")}
     assert ours == {f"decoder.layers.{layer}.mlp.router": [layer == 1, layer == 3] for layer in (1, 3)}
     [predicted] = [same for name, same in found["same"].items() if name.startswith("mtp.")]
     assert predicted == [False, False]
+
+
+def test_stage_when_all_its_layers_are_dense_then_the_other_stage_replays_and_both_have_the_expert_table():
+    stages = sorted(dense_layers("stages", start="STAGE "), key=lambda stage: len(stage["R3"]["layers"]))
+    assert [stage["R3"]["layers"] for stage in stages] == [[], [2, 3]]
+    routes = torch.tensor(stages[1]["routes"]).transpose(0, 2).flatten(1)  # [M, tokens x k]
+    counts = torch.stack([layer.bincount(minlength=EXPERTS) for layer in routes]).double()
+    for stage in stages:
+        replayed, watched = torch.tensor(stage["R3"]["table"]), torch.tensor(stage["off"]["table"])
+        assert torch.equal(replayed[2:, :, 0].double(), counts) and not replayed[:2].any() and not watched[:2].any()
+        assert torch.equal(replayed[2:, :, 1].double(), counts)  # a log-ratio of 1 of each token
+        assert watched[2:, :, 0].sum(dim=1).tolist() == [32, 32]
+        assert stage["R3"]["apart"] == stages[0]["R3"]["apart"] and stage["off"]["apart"] is None
+    assert not stages[0]["R3"]["metrics"] and "router_replay/overlap/layer_002" in stages[1]["R3"]["metrics"]
