@@ -6,6 +6,7 @@ Three functions: the one that adds arguments, the one that sets up the model, an
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import sys
 from collections.abc import Callable
@@ -23,6 +24,8 @@ from megatron_rl_corr.mcore.arguments import RolloutOptions, add_rollout_argumen
 from megatron_rl_corr.mcore.refusal import all_reduce_refusal
 from megatron_rl_corr.mcore.step import CorrectedStep
 from megatron_rl_corr.parallel.failure import communication_device
+
+logger = logging.getLogger(__name__)
 
 Report = Callable[[dict[str, float], Any], None]
 
@@ -84,7 +87,10 @@ def install(config: RolloutCorrectionConfig, options: RolloutOptions, report: Re
         @functools.wraps(original)
         def setup_model_and_optimizer(*args, **kwargs):
             if "step" in steps:  # Megatron's in-process restart: the servers are left, and reached anew
-                steps.pop("step").close()
+                try:
+                    steps.pop("step").close()
+                except (RuntimeError, ValueError, OSError) as error:  # what failed may be a group that it has to close
+                    logger.warning("what the step before the restart had open was not all closed: %s", error)
             settings = training.get_args()
             all_reduce_refusal(lambda: session.check_megatron_arguments(settings))
             model, optimizer, scheduler = original(*args, **kwargs)

@@ -139,6 +139,20 @@ def test_hooks_when_megatron_restarts_within_the_process_then_flags_parse_anew_a
     ]  # fmt: skip
 
 
+CASES["failed close"] = CASES["restart"].replace("""
+        log.append(["close", self.number])
+""", """
+        log.append(["close", self.number])
+        if self.number == 1:
+            import torch
+            raise torch.distributed.DistBackendError("the communicator was aborted")
+""")  # fmt: skip
+
+
+def test_hooks_when_the_old_step_can_not_be_closed_at_a_restart_then_the_new_one_starts(results):
+    assert results["failed close"]["log"] == results["restart"]["log"]
+
+
 CASES["experts"] = """
 from megatron_rl_corr.mcore import compat
 def said(release, experts, ep, tp, etp):
