@@ -42,9 +42,9 @@ def test_step_when_counted_then_number_and_bytes_of_every_collective_are_those_b
     # Four sums and the number of sequences; 2 x 4096 bins.
     assert laws["dp_cp", "counts of the batch", "all"] == ["all-reduce", "1", "40"]
     assert laws["dp_cp", "M2PO's histogram", "M2PO"] == ["all-reduce", "1", "65536"]
-    # Three int64 and a float32 a token, three float32 a row; twelve float64 of how the samples came.
+    # Three int64 and a float32 a token, three float32 a row; fifteen float64 of how the samples came.
     for group in ("tp_cp", "pp"):
-        assert laws[group, "the batch", "all"] == ["broadcast", "3", "96 + 12 S + 28 T"]
+        assert laws[group, "the batch", "all"] == ["broadcast", "3", "120 + 12 S + 28 T"]
     assert laws["pp", "is a token left", "all"] == ["broadcast", "1", "8"]
     assert laws["world", "did a replica fail", "all"] == ["all-reduce", "1", "16"]
     gathers = [law for (_, purpose, _), law in laws.items() if purpose == "metrics"]
