@@ -50,10 +50,10 @@ class RoutedStep:
             tp = (layout.tp_group.rank(), layout.tp_group.size()) if sequence_parallel else (0, 1)
             positions = local_positions(length, (layout.cp_group.rank(), layout.cp_size), tp).to(batch.tokens.device)
             layers, experts = len(replay.layers), replay.shape.experts
-            self._agreement = RouteAgreement(
-                len(batch.tokens), layers, experts, positions, softmax=replay.softmax
-            )
             self._tokens_apart = layout.tp_cp_group if sequence_parallel else layout.cp_group
+            self._agreement = RouteAgreement(
+                len(batch.tokens), layers, experts, positions, softmax=replay.softmax, parts=self._tokens_apart.size()
+            )
 
     def scoring(self) -> AbstractContextManager:
         """Around the pass for old log-probs."""
