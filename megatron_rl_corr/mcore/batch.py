@@ -47,6 +47,8 @@ class RolloutBatch:
     """[N, L] int64: which turn of the policy the label is of, from 0; 0 outside the mask. None: rows have one turn."""
     num_turns: int | None = None
     """Above every turn id, the same on all ranks; None where those are."""
+    ends: Tensor | None = None
+    """[N] int64: positions before it are real tokens, where columns were cut; None: the mask tells."""
     routes: Tensor | None = None
     """[N, t, M, k] uint8 or int16: the server's experts of the tokens and layers that this rank's routers see."""
 
@@ -146,7 +148,19 @@ class RolloutBatch:
         by_column = ["tokens", "labels", "loss_mask", "rollout_logprobs", "support"]
         by_column += [] if self.turn_ids is None else ["turn_ids"]
         cut = {name: getattr(self, name).index_select(1, columns) for name in by_column}
-        return replace(self, **cut, position_ids=self.position_ids[columns])
+        return replace(self, **cut, position_ids=self.position_ids[columns], ends=self._ends())
+
+    @property
+    def padding(self) -> Tensor:
+        """[N, L] bool: behind the row's last sampled token."""
+        ends = self._ends() if self.ends is None else self.ends
+        return self.position_ids >= ends[:, None]
+
+    def _ends(self) -> Tensor:
+        """Of whole rows. A row without a sampled token is all real: a mean over no token would be NaN."""
+        length = self.loss_mask.shape[1]
+        ends = (self.loss_mask * torch.arange(1, length + 1, device=self.loss_mask.device)).amax(1)
+        return torch.where(ends > 0, ends, length)
 
     @property
     def seq_ids(self) -> Tensor:
@@ -204,6 +218,8 @@ class Microbatch:
     support: Tensor
     """[b, L, K] int32."""
     targets: TrainingTargets | None = None
+    padding: Tensor | None = None
+    """[b, L] bool: no token, as `RolloutBatch.padding` tells."""
 
 
 def microbatches(
@@ -211,10 +227,13 @@ def microbatches(
 ) -> Iterator[Microbatch]:
     """Rows in order, `size` at a time; N must be a multiple of it."""
     rows, length = batch.tokens.shape
-    positions = batch.position_ids.expand(size, length)
+    positions, padding = batch.position_ids.expand(size, length), batch.padding
     for start in range(0, rows, size):
         part = slice(start, start + size)
-        micro = Microbatch(start // size, batch.tokens[part], batch.labels[part], positions, batch.support[part])
+        micro = Microbatch(
+            start // size, batch.tokens[part], batch.labels[part], positions, batch.support[part],
+            padding=padding[part],
+        )
         if targets is not None:
             first, last = start * length, (start + size) * length
             flat = slice(first, last)

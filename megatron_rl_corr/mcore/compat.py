@@ -183,6 +183,16 @@ def unwrapped(model: list) -> list:
     return unwrap_model(model)
 
 
+def takes_padding_mask(chunk: torch.nn.Module) -> bool:
+    """Whether the forward of a model chunk, without wrappers, hands its routers a mask (megatron-core 0.16)."""
+    return "padding_mask" in inspect.signature(chunk.forward).parameters
+
+
+def tensor_parallel_group() -> ProcessGroup:
+    """Read from Megatron's initialised parallel state."""
+    return mpu.get_tensor_model_parallel_group()
+
+
 def check_router_replay(flag: str, remedy: str) -> None:
     """ValueError unless this Megatron can replay routes (megatron-core 0.16), which `flag` needs."""
     try:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from megatron_rl_corr.mcore.batch import Microbatch
 from megatron_rl_corr.mcore.logprobs import LogprobSettings, model_arguments
+from megatron_rl_corr.mcore.padding import padding_arguments
 
 if TYPE_CHECKING:
     from megatron_rl_corr.mcore.router_replay import Replay
@@ -36,6 +37,7 @@ def make_forward_step(
         if replay is not None:
             replay.arm(model, micro.index, len(micro.tokens))
         arguments = model_arguments(micro, settings, with_entropy=with_entropy)
+        arguments |= padding_arguments(model, micro.padding)
         output = model(micro.tokens, micro.position_ids, None, **arguments)
 
         def loss_func(output: Tensor, non_loss_data: bool = False):

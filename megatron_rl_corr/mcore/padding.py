@@ -1,0 +1,143 @@
+"""Keeps the padding of rows out of what MoE's routers learn from: auxiliary losses, z loss, the bias that balances.
+
+Megatron hands a `padding_mask` down to its routers, from 0.16 on, and `MaskedRouter` mends what they do with it:
+
+* stages behind the first one are given the whole row, also where sequence parallelism has cut it;
+* the bias's token counts fail on the mask;
+* the z loss is a mean of each rank's mean, whatever the number of real tokens of its part of the row;
+* with --calculate-per-token-loss both losses are scaled by the rank's real tokens, where `CorrectedLoss` has the
+  gradient divided by all positions.
+
+T tokens of a microbatch on this rank, E experts.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor, nn
+
+from megatron_rl_corr.mcore import compat
+
+
+def padding_arguments(model: nn.Module, padding: Tensor | None) -> dict[str, Any]:
+    """What the forward of a model chunk takes beside its other arguments, for padding [b, L] of its rows: its mask.
+
+    Nothing for a model whose routers learn nothing from tokens, and for a Megatron that can't leave them out.
+    """
+    if padding is None:
+        return {}
+    if model not in _takes_mask:
+        (chunk,) = compat.unwrapped([model])
+        _takes_mask[model] = _prepare(chunk)
+    return {"padding_mask": padding} if _takes_mask[model] else {}
+
+
+_takes_mask: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+
+def _prepare(chunk: nn.Module) -> bool:
+    """Whether the chunk is given the mask; then its routers are mended, and else the last rank says why."""
+    flags = learning_flags(chunk.config)
+    if not flags:
+        return False
+    reason = why_not(chunk)
+    if reason is None:
+        mend_routers(chunk)
+    elif dist.get_rank() == dist.get_world_size() - 1:
+        _tell(flags, reason)
+    return reason is None
+
+
+def learning_flags(config: Any) -> tuple[str, ...]:
+    """The flags, with their values, by which routers learn from every token of a row: each would be off at 0."""
+    if not config.num_moe_experts:
+        return ()
+    coefficients, flags = config.moe_aux_loss_coeff, {}
+    if config.moe_router_load_balancing_type not in ("none", "sinkhorn"):
+        values = coefficients if isinstance(coefficients, (list, tuple)) else [coefficients]
+        flags["--moe-aux-loss-coeff"] = max(values, default=0)
+    flags["--moe-z-loss-coeff"] = config.moe_z_loss_coeff or 0
+    flags["--moe-router-bias-update-rate"] = config.moe_router_enable_expert_bias and config.moe_router_bias_update_rate
+    return tuple(f"{name} {value:g}" for name, value in flags.items() if value)
+
+
+def why_not(chunk: nn.Module) -> str | None:
+    """What keeps padding from being left out of a chunk's routers."""
+    if not compat.takes_padding_mask(chunk):
+        return f"megatron-core {compat.megatron_version} can't leave it out"
+    if chunk.config.moe_router_load_balancing_type == "quantile_balancing":
+        return "--moe-router-load-balancing-type quantile_balancing can't leave it out"
+    if getattr(chunk.config, "cuda_graph_impl", "none") != "none":
+        return f"--cuda-graph-impl {chunk.config.cuda_graph_impl} would repeat one microbatch's"
+    others = [m for m in chunk.modules() if isinstance(m, TopKRouter) and type(m) not in (TopKRouter, MaskedRouter)]
+    if others:
+        return f"{type(others[0]).__name__} is no router of Megatron's training"
+    return None
+
+
+@cache
+def _tell(flags: tuple[str, ...], reason: str) -> None:
+    """Once."""
+    remedy = " and ".join(f"{flag.split()[0]} 0" for flag in flags)
+    print(
+        f"[rollout] {', '.join(flags)}: routers learn from the padding of rows to --seq-length too, for {reason}; use "
+        f"{remedy}, or a --seq-length that leaves little of it",
+        file=sys.stderr, flush=True,
+    )
+
+
+def mend_routers(chunk: nn.Module) -> None:
+    """Every router of the chunk becomes one that takes the mask rightly; those that are stay."""
+    for module in chunk.modules():
+        if type(module) is TopKRouter:
+            module.__class__ = MaskedRouter
+
+
+class MaskedRouter(TopKRouter):
+    """Megatron's router, with a mask that holds in every layout."""
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """logits [s, b, E]; the mask [s, b], or of whole rows [s * tp, b]."""
+        if padding_mask is not None and padding_mask.shape[0] != logits.shape[0]:
+            group = compat.tensor_parallel_group()
+            padding_mask = padding_mask.chunk(group.size())[group.rank()]
+            assert padding_mask.shape[0] == logits.shape[0], "a mask of other rows"
+        return super().routing(logits, padding_mask=padding_mask, **kwargs)
+
+    def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        """logits [T, E], the mask [T]. Megatron's mean of squares over T is told of weighted ones, whose mean is right.
+
+        A token's log-sum is scaled by the root of its weight: 0 for padding, and the same for all real tokens.
+        """
+        if padding_mask is None or not self.config.moe_z_loss_coeff or not torch.is_grad_enabled():
+            return super().apply_z_loss(logits)
+        real = (~padding_mask).to(torch.float32)
+        count = self._all_reduce_count(real)
+        root = (real * (len(real) * self.tp_cp_group.size() / count)).sqrt()
+        weighted = logits + ((root - 1) * logits.float().logsumexp(-1)).unsqueeze(-1).to(logits.dtype)
+        # The loss hangs on what it returns: in the graph, without a share in the logits.
+        return logits + 0 * super().apply_z_loss(weighted)
+
+    def _all_reduce_count(self, real: Tensor) -> Tensor:
+        """Of the microbatch on all ranks that have a part of its rows."""
+        count = real.sum()
+        dist.all_reduce(count, group=self.tp_cp_group)
+        return count
+
+    def attach_and_log_load_balancing_loss(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Scaled by all tokens, as without a mask."""
+        kwargs.pop("valid_token_count", None)
+        return super().attach_and_log_load_balancing_loss(*args, **kwargs)
+
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        """routing_map [T, E], the mask [T]."""
+        if padding_mask is not None:
+            routing_map = routing_map & ~padding_mask.unsqueeze(-1)
+        super()._apply_expert_bias(routing_map)

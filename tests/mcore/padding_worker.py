@@ -1,0 +1,93 @@
+"""Gradients of MoE's auxiliary losses and the balancing bias's token counts, of padded rows and of unpadded ones.
+
+padding_worker.py PROCESSES MODEL_DIR OUT.pt '{"tp": 2, "sp": true, "length": 48, "lengths": [6, 12]}' ...  saves a list
+with, for each layout, its ranks' (gradients, {layer: counts}); a microbatch is a group of samples of so many tokens.
+"old": as of a Megatron whose models take no mask.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as ps
+from torch.multiprocessing import start_processes
+
+from megatron_rl_corr.config import RolloutCorrectionConfig
+from megatron_rl_corr.mcore import compat
+from megatron_rl_corr.mcore.scoring import score
+from megatron_rl_corr.rollout.local_server import free_port
+
+sys.path.insert(0, str(Path(__file__).parent))
+import layout_worker
+from layout_worker import GROUP_SIZE, local_parameters, set_up, step, whole_gradients
+
+LEARNING = {
+    "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.1,
+    "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
+}  # fmt: skip
+
+
+def without_bias(*args, **kwargs):
+    """The tiny model's checkpoint has no bias that balances."""
+    return [one for one in local_parameters(*args, **kwargs) if not one.local_name.endswith("expert_bias")]
+
+
+def group_of(length, number):
+    """Equal rewards, so no advantage: what is left of the gradients is the auxiliary losses'."""
+    ids = torch.randint(1, 60, (GROUP_SIZE, length + 1), generator=torch.Generator().manual_seed(length))
+    empty = torch.zeros(length - 2)
+    return [
+        {"group": number, "prompt": row[:3], "output": row[3:], "rollout": empty, "old_shift": empty, "reward": 1.0}
+        for row in ids
+    ]
+
+
+def learned(model_dir, spec):
+    """This rank's share of the gradients, and the tokens that its routers counted for each expert of a layer."""
+    layout_worker.LENGTH = spec["length"]
+    samples = [sample for number, length in enumerate(spec["lengths"]) for sample in group_of(length, number)]
+    layout_worker.local_parameters = without_bias
+    if spec.get("old"):
+        compat.takes_padding_mask = lambda chunk: False
+    settings = LEARNING | spec.get("settings", {})
+    model, parameters, layout, config, batch, _, logprobs = set_up(model_dir, samples, spec, **settings)
+    counts, finalize = {}, config.finalize_model_grads_func
+
+    def counted(*args, **kwargs):
+        for chunk in compat.unwrapped(model):
+            for router in compat.moe_routers(chunk):
+                counts[router.layer_number] = router.local_tokens_per_expert.clone()
+        finalize(*args, **kwargs)
+
+    config.finalize_model_grads_func = counted
+    scored = score(model, batch, logprobs, micro_batch_size=GROUP_SIZE, seq_length=spec["length"])
+    step(model, layout, RolloutCorrectionConfig(), batch, scored, logprobs, len(spec["lengths"]), config)
+    for tokens in counts.values():
+        dist.all_reduce(tokens, group=layout.tp_cp_group)
+    gradients = whole_gradients(parameters, layout)
+    ps.destroy_model_parallel()
+    return gradients, counts
+
+
+def rank_main(rank, size, port, model_dir, spec, out):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    torch.save(learned(model_dir, spec), f"{out}.{rank}")
+    dist.barrier()
+    os._exit(0)  # Megatron's leftovers may wait for each other at interpreter exit
+
+
+def main(processes, model_dir, out, *specs):
+    results, size = [], int(processes)
+    for spec in map(json.loads, specs):
+        # A fork a layout: the threads of its gloo groups go with it.
+        start_processes(rank_main, (size, free_port(), model_dir, spec, out), size, start_method="fork")
+        results.append([torch.load(f"{out}.{rank}") for rank in range(size)])
+    torch.save(results, out)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,81 @@
+"""What MoE's routers learn from padded rows, on real Megatron: as from the same samples without padding."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_rl_corr.cpu import environment
+
+HERE = Path(__file__).resolve().parent
+TOLERANCE = 1e-4
+LENGTHS = [8, 16]
+PADDED = {"length": 64, "lengths": LENGTHS}
+ONE = [PADDED, PADDED | {"per_token": True},
+       PADDED | {"settings": {"recompute_granularity": "full", "recompute_method": "uniform",
+                              "recompute_num_layers": 1}}]  # fmt: skip
+TWO = [PADDED | {"cp": 2}, PADDED | {"cp": 2, "per_token": True}]
+FOUR = [PADDED | {"tp": 2, "sp": True, "pp": 2}, PADDED | {"tp": 2, "sp": True, "pp": 2, "per_token": True}]
+"""Of the first tensor-parallel rank are the first 32 columns, so the other has padding alone."""
+
+
+@pytest.fixture(scope="module")
+def run(tiny_moe_dir, tmp_path_factory):
+    """(gradients, counts of each layer, what was printed) of each layout, all ranks together."""
+
+    def of(processes, specs):
+        out = tmp_path_factory.mktemp("padding") / f"{processes}.pt"
+        command = [sys.executable, HERE / "padding_worker.py", str(processes), tiny_moe_dir, out]
+        ended = subprocess.run(
+            [*command, *map(json.dumps, specs)], env=environment("megatron"), capture_output=True, text=True,
+            timeout=300,
+        )
+        assert ended.returncode == 0, ended.stderr[-3000:]
+        found = []
+        for ranks in torch.load(out):
+            gradients, counts = {}, {}
+            for mine, tokens in ranks:
+                gradients |= mine
+                counts |= tokens
+            found.append((gradients, counts, ended.stderr))
+        return found
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def unpadded(run):
+    """Each length alone in rows of just that length: the mean of their gradients, the sum of their counts."""
+    (first, one, _), (second, two, _) = run(1, [{"length": length, "lengths": [length]} for length in LENGTHS])
+    gradients = {name: (gradient + second[name]) / 2 for name, gradient in first.items()}
+    return gradients, {layer: tokens + two[layer] for layer, tokens in one.items()}
+
+
+@pytest.mark.parametrize(("processes", "specs"), [(1, ONE), (2, TWO), (4, FOUR)])
+def test_rows_when_padded_then_auxiliary_gradients_and_token_counts_are_those_without_padding(
+    run, unpadded, processes, specs
+):
+    expected, expected_counts = unpadded
+    for spec, (gradients, counts, printed) in zip(specs, run(processes, specs), strict=True):
+        assert "routers learn" not in printed
+        assert gradients.keys() == expected.keys()
+        assert sum(gradient.norm() > 0 for gradient in expected.values()) > 4
+        for name, gradient in expected.items():
+            error = (gradients[name] - gradient).norm() / gradient.norm().clamp(min=1e-6)
+            assert error < TOLERANCE, (spec, name, error)
+        assert counts.keys() == expected_counts.keys()
+        for layer, tokens in expected_counts.items():
+            assert counts[layer].tolist() == tokens.tolist(), (spec, layer)
+
+
+def test_rows_when_megatron_takes_no_mask_then_last_rank_says_once_what_learns_from_padding(run, unpadded):
+    ((gradients, _, printed),) = run(2, [PADDED | {"pp": 2, "old": True}])
+    name = "model.layers.0.mlp.gate.weight"
+    assert (gradients[name] - unpadded[0][name]).norm() > 0.1 * unpadded[0][name].norm()
+    (line,) = [line for line in printed.splitlines() if line.startswith("[rollout]")]
+    flags = ["--moe-aux-loss-coeff", "--moe-z-loss-coeff", "--moe-router-bias-update-rate"]
+    for flag, value in zip(flags, ("0.1", "0.1", "0.001"), strict=True):
+        assert f"{flag} {value}" in line and f"{flag} 0 " in line.replace(",", " ")
