@@ -111,7 +111,11 @@ def dense_stage(rank, port):
         }
     if rank == 1:
         results["routes"] = packed.tolist()
-    print("STAGE " + json.dumps(results), flush=True)
+    stages = [None, None]
+    dist.all_gather_object(stages, results)
+    if rank == 0:  # one writer: a line and its end may be two writes, and another's line come between
+        for stage in stages:
+            print("STAGE " + json.dumps(stage), flush=True)
     dist.barrier()
     os._exit(0)  # Megatron's leftovers may wait for each other at interpreter exit
 
