@@ -238,8 +238,8 @@ def rollout_options(values: argparse.Namespace) -> RolloutOptions:
         if not value:
             raise ValueError(f"{PREFIX}{flag} is required; see --help")
     fields = {field.name for field in dataclasses.fields(RolloutOptions)}
-    fields -= {"urls", "client", "reward_function", "max_turns", "router_replay", "router_replay_min_agreement"}
-    fields.remove("expert_statistics")
+    fields -= {"urls", "client", "reward_function", "max_turns"}
+    fields -= {"router_replay", "router_replay_min_agreement", "expert_statistics"}
     options = RolloutOptions(
         urls=tuple(values.rollout_url), client=client_options(values), reward_function=reward,
         max_turns=_max_turns(values), router_replay=values.router_replay,

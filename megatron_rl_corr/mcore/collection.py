@@ -15,7 +15,8 @@ from megatron_rl_corr.mcore.arguments import RolloutOptions
 from megatron_rl_corr.mcore.batch import RolloutBatch, broadcast_to_replica
 from megatron_rl_corr.mcore.compat import Layout
 from megatron_rl_corr.mcore.route_transport import scatter_routes
-from megatron_rl_corr.parallel.failure import all_reduce_done, communication_device
+from megatron_rl_corr.parallel.failure import communication_device
+from megatron_rl_corr.parallel.meeting import ROUND_S, all_reduce_answer
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
 from megatron_rl_corr.rollout.environment import EnvironmentFactory
@@ -29,9 +30,8 @@ from megatron_rl_corr.rollout.trajectory import SamplingParams, Trajectory
 if TYPE_CHECKING:
     from megatron_rl_corr.mcore.router_replay import Replay
 
-PROGRESS_EVERY_S, ROUND_S = 10.0, 60.0
-"""A leader tells the user how far it has come, and the other ranks that it is not done. NCCL ends a run whose ranks
-wait longer for each other than --distributed-timeout-minutes, 10 by default."""
+PROGRESS_EVERY_S = 10.0
+"""So often a leader tells the user how far it has come."""
 COUNTED = (
     "samples", "tokens", "token_lags", "mixed", "length", "abort", "ready", "running", "dropped", "retries",
     "continuations", "left_out", "route_tokens", "route_bytes", "unrouted",
@@ -133,25 +133,16 @@ class Collector:
 
         All ranks meet at least every ROUND_S, however long the slowest leader waits for its samples.
         """
-        batch, counted = RolloutBatch.empty(self._rows, self._length), torch.zeros(len(COUNTED), dtype=torch.float64)
         taking = self._loop.submit(self._stream.take(step)) if self._layout.is_data_leader else None
-        waiting, done, error = taking is not None, False, None
         started = time.monotonic()
-        try:
-            while not done:
-                if waiting and self._has_arrived(taking, step, started):
-                    waiting = False
-                    try:
-                        taken = taking.result()
-                        batch = self._batch(taken, step)
-                        counted = torch.tensor(self._count(taken, step), dtype=torch.float64)
-                    except Exception as failure:  # noqa: BLE001  raised below, on this rank, once the others know
-                        error = failure
-                done = all_reduce_done(not waiting, error)
-        finally:
-            if waiting:  # another rank failed, or Ctrl-C
-                taking.cancel()
-        return batch, counted
+
+        def read(taken: Taken) -> tuple[RolloutBatch, torch.Tensor]:
+            return self._batch(taken, step), torch.tensor(self._count(taken, step), dtype=torch.float64)
+
+        own = all_reduce_answer(taking, read, lambda taking: self._has_arrived(taking, step, started))
+        if own is None:
+            return RolloutBatch.empty(self._rows, self._length), torch.zeros(len(COUNTED), dtype=torch.float64)
+        return own
 
     def _has_arrived(self, taking: concurrent.futures.Future, step: int, started: float) -> bool:
         """Within ROUND_S. A slow collection says how far it has come, every ten seconds; a fast one stays silent."""

@@ -6,14 +6,14 @@ sampling, environment and reward.
 
 from __future__ import annotations
 
-import concurrent.futures
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from megatron_rl_corr.mcore.compat import Layout
-from megatron_rl_corr.parallel.failure import all_reduce_done, communication_device
+from megatron_rl_corr.parallel.failure import communication_device
+from megatron_rl_corr.parallel.meeting import all_reduce_answer
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
 from megatron_rl_corr.rollout.environment import EnvironmentFactory
@@ -21,9 +21,6 @@ from megatron_rl_corr.rollout.episodes import generate_episodes
 from megatron_rl_corr.rollout.prompts import Prompt
 from megatron_rl_corr.rollout.rewards import RewardFunction, score
 from megatron_rl_corr.rollout.trajectory import SamplingParams, Trajectory
-
-ROUND_S = 60.0
-"""Ranks meet at least so often while the slowest leader waits: NCCL ends a run whose ranks wait for long."""
 
 
 @dataclass(frozen=True)
@@ -46,22 +43,10 @@ class Evaluation:
 
     def all_reduce_metrics(self) -> dict[str, float]:
         """Mean reward and length, and the share that hit the length limit: on every rank, which all call."""
-        sums, error = torch.zeros(4, dtype=torch.float64), None
         mine = self.prompts[self.layout.dp_rank :: self.layout.dp_size] if self.layout.is_data_leader else []
         sampling = self.loop.submit(self._sample(mine)) if mine else None
-        waiting, done = sampling is not None, False
-        try:
-            while not done:
-                if waiting and concurrent.futures.wait([sampling], ROUND_S).done:
-                    waiting = False
-                    try:
-                        sums = self._sums(sampling.result(), mine)
-                    except Exception as failure:  # noqa: BLE001  raised below, on this rank, once the others know
-                        error = failure
-                done = all_reduce_done(not waiting, error)
-        finally:
-            if waiting:  # another rank failed, or Ctrl-C
-                sampling.cancel()
+        own = all_reduce_answer(sampling, lambda samples: self._sums(samples, mine))
+        sums = torch.zeros(4, dtype=torch.float64) if own is None else own
         sums = sums.to(communication_device())
         dist.all_reduce(sums)
         *totals, count = sums.tolist()

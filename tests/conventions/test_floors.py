@@ -36,8 +36,7 @@ HOST_READS = {
 """(file, function): why it may wait for the device."""
 
 BROAD_EXCEPTIONS = {
-    ("mcore/collection.py", "_all_reduce_taken"): "all_reduce_failure raises it once the other ranks know",
-    ("mcore/evaluation.py", "all_reduce_metrics"): "all_reduce_done raises it once the other ranks know",
+    ("parallel/meeting.py", "all_reduce_answer"): "all_reduce_done raises it once the other ranks know",
 }
 """(file, function): how an error that is caught broadly is raised after all."""
 

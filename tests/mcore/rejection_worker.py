@@ -4,27 +4,23 @@ rejection_worker.py PROCESSES MODEL_DIR REFERENCE.pt OUT.pt '{"ep": 2}' ...  sav
 `everything_of` returns.
 """
 
-import json
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state as ps
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from torch.multiprocessing import start_processes
 
 from megatron_rl_corr.config import RejectionRule, RolloutCorrectionConfig
 from megatron_rl_corr.mcore.scoring import score
 from megatron_rl_corr.mcore.step import CorrectedStep
 from megatron_rl_corr.parallel.reduce import all_gather_metrics
-from megatron_rl_corr.rollout.local_server import free_port
 
 sys.path.insert(0, str(Path(__file__).parent))
+from forked_layouts import save_results
 from layout_worker import LENGTH, set_up, step, whole_gradients
 
 KEEP_NEAR = RolloutCorrectionConfig(rollout_rs=(RejectionRule("seq_mean", "ratio", 0.8, 1.25),))
@@ -106,21 +102,9 @@ def everything_of(model_dir, samples, spec):
             "skipped": {c.bypass_mode: skipped(model_dir, samples, spec, c) for c in (KEEP_NEAR, BYPASS)}}  # fmt: skip
 
 
-def rank_main(rank, size, port, model_dir, samples, spec, out):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
-    torch.save(everything_of(model_dir, samples, spec), f"{out}.{rank}")
-    dist.barrier()
-    os._exit(0)  # Megatron's leftovers may wait for each other at interpreter exit
-
-
 def main(processes, model_dir, reference_path, out, *specs):
-    samples, results, size = torch.load(reference_path, weights_only=True)["samples"], [], int(processes)
-    for spec in map(json.loads, specs):
-        # A fork a layout: the threads of its gloo groups go with it.
-        start_processes(rank_main, (size, free_port(), model_dir, samples, spec, out), size, start_method="fork")
-        results.append([torch.load(f"{out}.{rank}") for rank in range(size)])
-    torch.save(results, out)
+    samples = torch.load(reference_path, weights_only=True)["samples"]
+    save_results(everything_of, processes, model_dir, samples, out, specs)
 
 
 if __name__ == "__main__":

@@ -4,19 +4,15 @@ replay_worker.py PROCESSES MODEL_DIR SAMPLES.pt OUT.pt '{"tp": 2, "sp": true, "r
 for each layout, a list of the ranks' results by run.
 """
 
-import json
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state as ps
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe.router import TopKRouter
-from torch.multiprocessing import start_processes
 
 from megatron_rl_corr.config import RejectionRule, RolloutCorrectionConfig
 from megatron_rl_corr.mcore import compat
@@ -26,10 +22,10 @@ from megatron_rl_corr.mcore.route_transport import local_positions, scatter_rout
 from megatron_rl_corr.mcore.router_replay import Replay
 from megatron_rl_corr.mcore.step import CorrectedStep
 from megatron_rl_corr.parallel.failure import PeerFailure
-from megatron_rl_corr.rollout.local_server import free_port
 from megatron_rl_corr.rollout.routed_experts import pack
 
 sys.path.insert(0, str(Path(__file__).parent))
+from forked_layouts import save_results
 from layout_worker import LENGTH, set_up, whole_gradients
 
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -147,21 +143,12 @@ def record(model):
     return passes
 
 
-def rank_main(rank, size, port, model_dir, samples, spec, out):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
-    torch.save({run: one_run(model_dir, samples, spec, **RUNS[run]) for run in spec["runs"]}, f"{out}.{rank}")
-    dist.barrier()
-    os._exit(0)  # Megatron's leftovers may wait for each other at interpreter exit
+def every_run(model_dir, samples, spec):
+    return {run: one_run(model_dir, samples, spec, **RUNS[run]) for run in spec["runs"]}
 
 
 def main(processes, model_dir, samples_path, out, *specs):
-    samples, results, size = torch.load(samples_path, weights_only=True), [], int(processes)
-    for spec in map(json.loads, specs):
-        # A fork a layout: the threads of its gloo groups go with it.
-        start_processes(rank_main, (size, free_port(), model_dir, samples, spec, out), size, start_method="fork")
-        results.append([torch.load(f"{out}.{rank}") for rank in range(size)])
-    torch.save(results, out)
+    save_results(every_run, processes, model_dir, torch.load(samples_path, weights_only=True), out, specs)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,30 @@
+"""Runs what a worker computes under several layouts, each in fresh forks of a process that has Megatron already."""
+
+import json
+import os
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing import start_processes
+
+from megatron_rl_corr.rollout.local_server import free_port
+
+
+def save_results(result_of, processes, model_dir, samples, out, specs):
+    """out: of each spec, JSON, every rank's result_of(model_dir, samples, spec)."""
+    results, size = [], int(processes)
+    for spec in map(json.loads, specs):
+        # A fork a layout: the threads of its gloo groups go with it.
+        start_processes(
+            _rank_main, (size, free_port(), result_of, model_dir, samples, spec, out), size, start_method="fork"
+        )
+        results.append([torch.load(f"{out}.{rank}") for rank in range(size)])
+    torch.save(results, out)
+
+
+def _rank_main(rank, size, port, result_of, model_dir, samples, spec, out):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    torch.save(result_of(model_dir, samples, spec), f"{out}.{rank}")
+    dist.barrier()
+    os._exit(0)  # Megatron's leftovers may wait for each other at interpreter exit
