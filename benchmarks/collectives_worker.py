@@ -32,6 +32,7 @@ from megatron_rl_corr.mcore.batch import RolloutBatch
 from megatron_rl_corr.mcore.collection import COUNTED, Collector
 from megatron_rl_corr.mcore.logprobs import LogprobSettings
 from megatron_rl_corr.rollout.local_server import free_port
+from megatron_rl_corr.rollout.prompts import Prompt, PromptDataset
 
 LAYOUTS = {
     "tp 2": {"tp": 2}, "dp 2": {"dp": 2}, "pp 2": {"pp": 2}, "tp 2, cp 2": {"tp": 2, "cp": 2},
@@ -137,11 +138,11 @@ def run(case: Case, layout: compat.Layout, names: dict[str, str]) -> dict:
     collector = SyntheticCollector(
         SimpleNamespace(
             group_size=GROUP_SIZE, max_new_tokens=1, temperature=1.0, top_p=1.0, top_k=-1, max_lag=0,
-            stale_samples="keep", max_turns=None,
+            stale_samples="keep", max_turns=None, rewards=SimpleNamespace(max_failed_fraction=0.05, on_failed=None),
         ),
-        layout, samples=samples, length=case.length, steps=(0, 1), client=SimpleNamespace(counts=dict),
-        loop=SimpleNamespace(submit=answered), reward=None,
-        prompts=SimpleNamespace(prompts=[SimpleNamespace(input_ids=[0])]),
+        layout, samples=samples, length=case.length, steps=(0, 1),
+        client=SimpleNamespace(counts=dict, vocab_size=VOCAB),
+        loop=SimpleNamespace(submit=answered), rewards=SimpleNamespace(), prompts=PromptDataset([Prompt(0, [0])]),
     )  # fmt: skip
     corrected = step.CorrectedStep(
         config=CONFIGS[case.config], layout=layout, collector=collector, push=lambda version: None,

@@ -1,10 +1,11 @@
-"""Seconds of a step (old log-probs, then training) with and without replayed routes, in one run, and their memory.
+"""Seconds of a step with and without replayed routes, and with and without a scoring pass, in one run.
 
 python benchmarks/router_replay.py [--hidden 256] [--layers 4] [--experts 32] [--top-k 4] [--samples 8] [--length 256]
 
-One process of real Megatron-core; steps of the three kinds take turns on the same weights and tokens, and the medians
-of their processor time are compared, as the machine may have other work. The routes of R3 come as a server would send
-them, in base64 of int32; what decoding them takes is told by itself, as it happens while other samples are awaited.
+One process of real Megatron-core, without an optimizer; steps of the kinds take turns on the same weights and tokens,
+and the medians of their processor time are compared, as the machine may have other work. The routes of R3 come as a
+server would send them, in base64 of int32; what decoding them takes is told by itself, as it happens while other
+samples are awaited.
 """
 
 import argparse
@@ -55,13 +56,11 @@ def measure(options: argparse.Namespace) -> None:
     model, config = build(options)
     layout = compat.layout()
     routers = [router for chunk in model for router in compat.moe_routers(chunk)]
-    steps = {"off": corrected_step(None, layout, options)}
-    stand_ins = {"off": [None] * len(routers)}
-    for kind in ("R2", "R3"):
-        replay = Replay(kind, model, layout, num_layers=options.layers)
-        steps[kind] = corrected_step(replay, layout, options)
-        stand_ins[kind] = [router.router_replay for router in routers]
-    shape = steps["R3"].replay.shape
+    replay = Replay("R3", model, layout, num_layers=options.layers)
+    replays = {"off": None, "off, scored": None, "R3": replay, "R3, scored": replay}
+    steps = {kind: corrected_step(given, layout, options, "scored" in kind) for kind, given in replays.items()}
+    own = {router: router.router_replay for router in routers}
+    shape = replay.shape
     batch = some_batch(options)
     sent = [encoded_choice(options) for _ in range(options.samples)]
     started = time.process_time()
@@ -71,13 +70,13 @@ def measure(options: argparse.Namespace) -> None:
     times = {kind: [] for kind in steps}
     for _ in range(options.repeats):
         for kind, step in steps.items():
-            for router, stand_in in zip(routers, stand_ins[kind], strict=True):
-                router.router_replay = stand_in
-            times[kind].append(one_step(step, model, batch, routes if kind == "R3" else None, options))
+            for router, stand_in in own.items():
+                router.router_replay = replays[kind] and stand_in
+            times[kind].append(one_step(step, model, batch, replays[kind] and routes, options))
     tokens = options.samples * options.length
     print(f"{datetime.date.today()}, {machine_name('cpu')}, torch {torch.__version__}, {tokens} tokens, "
           f"{options.layers} layers of {options.top_k} of {options.experts} experts, hidden {options.hidden}\n")
-    print("| --router-replay | step (s) | with / without |\n|---|---|---|")
+    print("| --router-replay | step (s) | to off |\n|---|---|---|")
     base = statistics.median(times["off"][1:])
     for kind, seconds in times.items():
         median = statistics.median(seconds[1:])
@@ -139,13 +138,16 @@ def encoded_choice(options: argparse.Namespace) -> str:
     return base64.b64encode(scores.topk(options.top_k).indices.int().numpy().tobytes()).decode()
 
 
-def corrected_step(replay, layout, options: argparse.Namespace):
-    from megatron_rl_corr.config import RolloutCorrectionConfig
+def corrected_step(replay, layout, options: argparse.Namespace, scored: bool):
+    """scored: with a rule that keeps every sample, and needs the scoring pass."""
+    from megatron_rl_corr.config import RejectionRule, RolloutCorrectionConfig
     from megatron_rl_corr.mcore.logprobs import LogprobSettings
     from megatron_rl_corr.mcore.step import CorrectedStep
 
+    rules = (RejectionRule("token", "ratio", 1e-6, 1e6),) if scored else ()
     return CorrectedStep(
-        config=RolloutCorrectionConfig(), layout=layout, logprobs=LogprobSettings(layout.tp_group, 1.0, VOCAB_SIZE),
+        config=RolloutCorrectionConfig(rollout_rs=rules), layout=layout,
+        logprobs=LogprobSettings(layout.tp_group, 1.0, VOCAB_SIZE),
         collector=SimpleNamespace(device="cpu", metrics={}), push=lambda version: None, report=lambda metrics: None,
         close=lambda: None, micro_batch_size=ROWS, global_batch_size=options.samples, seq_length=options.length,
         group_size=4, replay=replay, min_agreement=-1.0,
@@ -166,11 +168,13 @@ def one_step(step, model: list, batch, routes, options: argparse.Namespace) -> f
             num_microbatches=options.samples // ROWS, seq_length=options.length, micro_batch_size=ROWS,
             forward_only=False,
         )
+        assert optimizer.step()[0], "the step was skipped"
         return {}, 0, False, False, 0, 1.0, None, 0
 
+    optimizer = SimpleNamespace(step=lambda: (True, 1.0, 0))
     step.collector.collect = lambda iteration: batch if routes is None else replace(batch, routes=routes)
     started = time.process_time()
-    step.run(train_step, 0, model, None, per_token=False)
+    step.run(train_step, 0, model, optimizer, per_token=False)
     return time.process_time() - started
 
 

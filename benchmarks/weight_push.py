@@ -90,7 +90,10 @@ def measured(kind, url, weights, folder, options) -> tuple[float, float]:
     pushes = []
     for repeat in range(options.repeats + 1):  # the first one makes the group
         weights = {name: tensor + 0.001 for name, tensor in weights.items()}
-        exporter = SimpleNamespace(leads=True, sends=True, stage=0, num_stages=1, tensors=weights.items)
+        units = [[named] for named in weights.items()]
+        exporter = SimpleNamespace(
+            leads=True, sends=True, stage=0, num_stages=1, units=lambda _, units=units: iter(units)
+        )
         push = timed(push_weights, pushes)
         push(exporter, servers, version=f"{kind}-{repeat}", bucket_bytes=int(options.bucket_mib * 2**20))
     servers.close()

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 
 from megatron_rl_corr.mcore.arguments import parse
 from megatron_rl_corr.trainers import megatron_rl_hooks
 
-TIME_TO_TELL_S = 1.0
-"""torchrun ends all ranks when the first exits: the one that knows what went wrong must be faster."""
+TIME_TO_TELL_S = 10.0
+"""So long a rank that learnt of another's failure in a collective waits for its message."""
+IN_PROCESS_RESTART = "--inprocess-restart"
+"""Megatron's flag: a failure is no end of the process then."""
 
 Install = Callable[[], Callable[[], None]]
 """Puts the hooks in, and returns what leaves the servers after the last step."""
@@ -88,15 +91,25 @@ def load() -> None:
 def run_to_the_end[**Arguments, Result](
     run: Callable[Arguments, Result], leave_servers: Callable[[], None]
 ) -> Callable[Arguments, Result]:
-    """`run`, and then leave the servers; what the user can mend ends the process with status 1 and a message."""
+    """`run`, and then leave the servers.
+
+    An exception on any rank ends all: the process with status 1 and a message, every other one within seconds, by its
+    own `FailureWatch`. With Megatron's in-process restart only what no restart can mend does.
+    """
     import functools
 
     from megatron_rl_corr.mcore.refusal import Refusal
     from megatron_rl_corr.parallel.failure import PeerFailure
+    from megatron_rl_corr.parallel.failure_watch import WATCH
     from megatron_rl_corr.rollout.errors import RolloutError
+
+    restarts = IN_PROCESS_RESTART in sys.argv
+    final = (PeerFailure, RolloutError, Refusal) if restarts else Exception
 
     @functools.wraps(run)
     def guarded(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        if not restarts:
+            WATCH.start(_leave_as_told)
         try:
             try:
                 result = run(*args, **kwargs)
@@ -105,15 +118,48 @@ def run_to_the_end[**Arguments, Result](
                 raise
             leave_servers()
             return result
-        except PeerFailure:
-            time.sleep(TIME_TO_TELL_S)
-            _leave(1)
-        except (RolloutError, Refusal) as error:
-            notes = getattr(error, "__notes__", ())
-            print(f"\nmegatron_rl_corr: {error}", *notes, sep="\n  ", file=sys.stderr, flush=True)
-            _leave(1)
+        except final as error:
+            _end(error, in_one_line=isinstance(error, (RolloutError, Refusal)))
+        finally:
+            WATCH.stop()
 
     return guarded
+
+
+def _end(error: Exception, *, in_one_line: bool) -> None:
+    """End this process because of an error, once the other ranks know of it."""
+    from megatron_rl_corr.parallel.failure import PeerFailure
+    from megatron_rl_corr.parallel.failure_watch import LONGEST_END_S, WATCH
+
+    is_peers, end = isinstance(error, PeerFailure), time.monotonic() + TIME_TO_TELL_S
+    # Of several that fail, as when a connection to the first breaks, one tells.
+    while (told := WATCH.told()) is None and is_peers and time.monotonic() < end:
+        time.sleep(0.1)
+    if told is None and not is_peers:
+        if not in_one_line:
+            traceback.print_exception(error)
+        notes = getattr(error, "__notes__", ()) if in_one_line else ()
+        print(f"\nmegatron_rl_corr: {_says(error, in_one_line)}", *notes, sep="\n  ", file=sys.stderr, flush=True)
+        WATCH.tell(error)
+    if not WATCH.is_mine_to_end():
+        time.sleep(LONGEST_END_S)  # the watch's thread is about to end the process
+    try:
+        WATCH.clean_up()
+    finally:
+        if told is not None:
+            _leave_as_told(told)
+        _leave(1)
+
+
+def _says(error: Exception, in_one_line: bool) -> str:
+    rank = os.environ.get("RANK", "0")
+    return str(error) if in_one_line else f"rank {rank} failed: {type(error).__name__}: {error}"
+
+
+def _leave_as_told(told: str) -> None:
+    """End this process because another rank has failed."""
+    print(f"megatron_rl_corr: {told}; this is rank {os.environ.get('RANK', '0')}", file=sys.stderr, flush=True)
+    _leave(1)
 
 
 def refuse(program: str, message: object) -> None:

@@ -46,34 +46,57 @@ def sglang_server_fp32(tiny_moe_dir, tmp_path_factory):
     assert group_members(group) == []
 
 
-IN_PLACE = ["--disable-overlap-schedule", "--disable-radix-cache"]
+@pytest.fixture(scope="session")
+def keeping_server(tiny_moe_dir, tmp_path_factory):
+    """A real server that may be paused in place and keeps cached prefixes then; it returns routed experts."""
+    arguments = ["--disable-overlap-schedule", "--enable-return-routed-experts", "--random-seed", "2"]
+    with LocalServer(
+        tiny_moe_dir, dtype="float32", log_path=tmp_path_factory.mktemp("keeping") / "server.log",
+        extra_arguments=[*sglang_arguments(), *arguments], environment=environment("sglang"),
+    ) as server:  # fmt: skip
+        yield server
+
+
+VICTIM = [
+    "--disable-overlap-schedule", "--disable-radix-cache", "--enable-deterministic-inference", "--random-seed", "1"
+]  # fmt: skip
 
 
 class Victim:
-    """A server that a test may kill and start again at the same address; it may be paused in place."""
+    """A server that a test may kill and start again at the same address; it may be paused in place, and heeds seeds."""
 
     def __init__(self, model_dir, folder):
         self._model_dir, self._folder = model_dir, folder
-        self.server = self._made(port=0)
+        self.server, self.killed = self._made(port=0), False
 
     def _made(self, port):
         return LocalServer(
             self._model_dir, dtype="float32", port=port, log_path=self._folder / "server.log",
-            extra_arguments=[*sglang_arguments(), *IN_PLACE, "--random-seed", "1"], environment=environment("sglang"),
+            extra_arguments=[*sglang_arguments(), *VICTIM], environment=environment("sglang"),
         )  # fmt: skip
 
     def kill(self):
         os.killpg(self.server.pid, signal.SIGKILL)
+        self.killed = True
 
     def start_again(self):
         self.server.stop()  # what the dead one left behind
         self.server = self._made(self.server.port)
         self.server.start().wait_ready()
+        self.killed = False
+
+
+@pytest.fixture(scope="module")
+def victim(any_victim):
+    """A second real server, of the same weights as the first; it runs, whatever the module before has done to it."""
+    if any_victim.killed:
+        any_victim.start_again()
+    return any_victim
 
 
 @pytest.fixture(scope="session")
-def victim(tiny_moe_dir, tmp_path_factory):
-    """A second real server, of the same weights as the first."""
+def any_victim(tiny_moe_dir, tmp_path_factory):
+    """The one that all modules share."""
     victim = Victim(tiny_moe_dir, tmp_path_factory.mktemp("victim"))
     try:
         victim.server.start().wait_ready()

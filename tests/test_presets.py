@@ -23,6 +23,7 @@ TOKEN_TIS = [A1, A2, 0.4, 0.0, 0.8, 2.0, 2.0, 0.6]
 SEQ_TIS = [math.exp(0.0002)] * 2 + [1.92, 0.0, 1.92, 1.92, 2.0, 0.6]
 GEOMETRIC = [math.exp(0.0001)] * 2 + [1.92 ** (1 / 3), 0.0, 1.92 ** (1 / 3), 1.92 ** (1 / 3), 3.0, 0.6]
 ICEPOP = [A1, A2, 0.0, 0.0, 0.8, 0.0, 3.0, 0.6]
+SEQ_MEAN = (math.exp(0.0002) + 1.92 + 2.0 + 0.6) / 4  # of A, B, C and E, however long each is
 ONES = MASK.float().tolist()
 ALL, ONLY_A, A_B_E = "AABBBCE", "AA", "AABBBE"
 
@@ -62,7 +63,7 @@ EXPECTED = {
     "slime_tis": (TOKEN_TIS, ALL),
     "slime_icepop": (above_2_masked(TOKEN), ALL),
     "slime_mis": (mean_one(TOKEN_TIS), "AAbE"),  # b: the second token of B
-    "slime_mis_sequence": (mean_one(SEQ_TIS), A_B_E),
+    "slime_mis_sequence": ([weight / SEQ_MEAN for weight in SEQ_TIS], A_B_E),
     "slime_opsm": (ONES, "AABBBC"),  # E: mean(-D) = 0.51 and a negative advantage
     "slime_rollout_logprobs": (ONES, ALL),
     "nemo_rl_tis": (TOKEN_TIS, ALL),

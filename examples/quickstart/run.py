@@ -45,8 +45,8 @@ def parse_arguments(argv):
     add("--steps", type=int, default=60, help="optimizer steps (default 60)")
     add("--server-dtype", choices=("bfloat16", "float32"), default="bfloat16",
         help="bfloat16 shows a real mismatch with the float32 trainer, float32 next to none")
-    add("--router-replay", choices=("off", "R2", "R3"), default="off",
-        help="experts of a token in training: Megatron's choice, its choice for the old log-probs, or the server's")
+    add("--router-replay", choices=("off", "R3"), default="off",
+        help="experts of a token in training: Megatron's choice, or the server's")
     add("--asynchronous", action="store_true",
         help="train twice: each step waiting for its samples, then with samples that are made during the step before")
     add("--out", type=Path, help="new folder for the run (default runs/quickstart/TIME-seedN)")

@@ -13,13 +13,22 @@ from torch import Tensor
 
 from megatron_rl_corr.config import RolloutCorrectionConfig
 from megatron_rl_corr.core import diagnostics
-from megatron_rl_corr.core.decisions import KeepMasks, Units, decide
+from megatron_rl_corr.core.chunks import FilledChunks
+from megatron_rl_corr.core.decisions import (
+    Decisions,
+    UnitPartials,
+    Units,
+    decide,
+    fill_keep_mask,
+)
+from megatron_rl_corr.core.diagnostics import TokenStatistics
 from megatron_rl_corr.core.metrics import Max, Metric
 from megatron_rl_corr.core.moments import MomentTable, constant
 from megatron_rl_corr.core.rejection import ROW
 from megatron_rl_corr.core.segments import turn_segments
 from megatron_rl_corr.core.sequence_diagnostics import make_rows, sequence_metrics
-from megatron_rl_corr.core.weights import LOG_CLAMP, bound_weights
+from megatron_rl_corr.core.tokens import Tokens
+from megatron_rl_corr.core.weights import LOG_CLAMP, bound_weights, unit_weights
 
 if TYPE_CHECKING:
     from megatron_rl_corr.parallel.groups import ParallelGroups
@@ -111,61 +120,89 @@ def compute_correction(
     _check_inputs(
         config, train_logprobs, rollout_logprobs, loss_mask, seq_ids, turn_ids, num_turns, advantages, routing
     )
-    train, rollout, in_mask = train_logprobs.float(), rollout_logprobs.float(), loss_mask.bool()
+    rules = tuple(rule.name for rule in config.rollout_rs) + ("m2",) * (config.rollout_m2_threshold is not None)
+    units = Units(num_sequences, num_turns if _by_turn(config) else 1)
+    tokens = _tokens(
+        config, train_logprobs.float(), rollout_logprobs.float(), loss_mask.bool(), seq_ids, units, turn_ids,
+        advantages, routing,
+    )
+    names = _rows(config, rules, turn_ids)
+    chunks = FilledChunks(config, tokens, names, groups)
+    # First what needs sums over whole sequences; then, with what they decided, each token.
+    partials = UnitPartials(config, names, units, tokens.train.device)
+    for _, chunk, table in chunks:
+        partials.add(table, chunk.unit_ids)
+    decisions = decide(config, partials, groups)
+    shared = _shared_weights(config, decisions, make_rows(decisions.sequences))
+
+    weighted, valid = config.rollout_is is not None, tokens.valid
+    statistics = TokenStatistics(names, weighted=weighted, rules=rules, turns=turn_ids is not None)
+    mask = torch.empty_like(valid) if rules else valid
+    weights = torch.empty_like(tokens.train) if weighted else valid.float()
+    for rows, chunk, table in chunks:
+        if rules:
+            fill_keep_mask(table, chunk, decisions, rules, out=mask[rows])
+        if weighted:
+            _fill_weights(config, table, chunk, shared)
+            weights[rows].copy_(table.row("weight"))
+        statistics.add(table)
+
+    owner = groups is None or groups.cp_rank == 0
+    by_sequence = sequence_metrics(decisions.sequences, has_kept=decisions.takes_sequences, owner=owner)
+    lengths, counted = _lengths(decisions, by_sequence["sequences"].values, owner)
+    totals, counted, scale = _over_the_batch(config, statistics.totals, counted, shared, groups, owner)
+    if scale is not None:
+        weights.mul_(scale)
+    counts = Lengths(_lengths_kind(config), lengths, counted)
+    metrics = statistics.metrics(scale) | by_sequence
+    return _finish(config, weights, mask, valid, decisions, totals, counts, metrics)
+
+
+def _tokens(config, train, rollout, in_mask, seq_ids, units: Units, turn_ids, advantages, routing) -> Tokens:
     difference = train - rollout
     size = difference.abs()
     valid = in_mask & (size < torch.inf)  # inf - inf is NaN, which is no smaller
-
-    weighted, rules = config.rollout_is is not None, tuple(rule.name for rule in config.rollout_rs)
-    if config.rollout_m2_threshold is not None:
-        rules += ("m2",)
-    looked_at = advantages if any(rule.divergence == "opsm" for rule in config.rollout_rs) else None
-    routed = routing if any(rule.divergence == "routing" for rule in config.rollout_rs) else None
-    table = MomentTable(_rows(config, rules, turn_ids), len(train), train.device)
-    diagnostics.fill_base_rows(
-        table, train, rollout, difference, size, valid, in_mask, turn_ids=turn_ids, advantages=looked_at,
-        routing=routed,
+    divergences = {rule.divergence for rule in config.rollout_rs}
+    return Tokens(
+        train, rollout, difference, size, in_mask, valid, seq_ids,
+        seq_ids if units.turns == 1 else turn_segments(seq_ids, turn_ids, units.turns), turn_ids,
+        advantages if "opsm" in divergences else None, routing if "routing" in divergences else None,
     )
 
-    units = _units(config, seq_ids, num_sequences, turn_ids, num_turns)
-    keep: KeepMasks = decide(config, table, valid, seq_ids, units, groups)
-    made, owner = make_rows(keep.sequences), groups is None or groups.cp_rank == 0
-    by_sequence = sequence_metrics(keep.sequences, has_kept=keep.takes_sequences, owner=owner)
-    lengths, counted = _lengths(keep, by_sequence["sequences"].values, owner)
-    weights = _weights(config, table, keep, made, seq_ids, units) if weighted else valid.float()
-    totals = None
-    if config.rollout_is_batch_normalize:
-        totals, counted = _over_the_batch(table.totals(), counted, groups)
-        weights = _normalized(table, totals)
-    if weighted:
-        nothing = constant((torch.inf,), torch.float64, weights.device)
-        torch.where(valid, table.row("weight"), nothing, out=table.row("weight_or_inf"))
 
-    metrics, own_totals = diagnostics.token_metrics(table, weighted=weighted, rules=rules, turns=turn_ids is not None)
-    if totals is None:
-        totals, counted = _over_the_batch(own_totals, counted, groups)
-    else:
-        totals = [totals[table.index(row)] for row in ("one", diagnostics.kept_row(rules), "e", "exact")]
-    counts = Lengths(_lengths_kind(config), lengths, counted[0])
-    return _finish(config, weights, keep, valid, totals, counts, metrics | by_sequence)
-
-
-def _lengths(keep: KeepMasks, present: Tensor, owner: bool) -> tuple[Tensor, Tensor]:
+def _lengths(decisions: Decisions, present: Tensor, owner: bool) -> tuple[Tensor, Tensor]:
     """Tokens of each whole sequence [S], and how many sequences have any [1], which only their owner counts.
 
     present [1]: the sequences that the metrics count, which are those with valid tokens.
     """
-    if keep.kept_lengths is None:
-        return keep.sequences.sums["one"], present
-    return keep.kept_lengths, (keep.kept_lengths > 0).sum(dtype=torch.float64)[None] * owner
+    kept = decisions.kept_lengths
+    if kept is None:
+        return decisions.sequences.sums["one"], present
+    return kept, (kept > 0).sum(dtype=torch.float64)[None] * owner
 
 
-def _over_the_batch(totals: Tensor, sequences: Tensor, groups: ParallelGroups | None) -> tuple[Tensor, Tensor]:
-    """Sums [K] and the number of sequences [1] over the global batch, in one collective."""
-    if groups is None:
-        return totals, sequences
-    whole = groups.all_reduce_dp_cp(torch.cat([totals, sequences]))
-    return whole[:-1], whole[-1:]
+def _over_the_batch(
+    config: RolloutCorrectionConfig, totals: Tensor, sequences: Tensor, shared: Tensor | None,
+    groups: ParallelGroups | None, owner: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`TokenStatistics.totals` and the number of sequences over the global batch, and what normalises its weights.
+
+    One collective. The scale is 1 over the mean of the bounded weights, each unit of the weights' level that has a
+    valid token counted once, before rejection (as verl does); None where they are left as they are.
+    """
+    parts, of_units = [totals, sequences], config.rollout_is_batch_normalize and shared is not None
+    if of_units:
+        # Every context-parallel rank holds all units of its sequences.
+        parts.append(shared[::2].sum(dim=1) * owner)
+    whole = torch.cat(parts)
+    if groups is not None:
+        whole = groups.all_reduce_dp_cp(whole)
+    totals, counted = whole[: len(totals)], whole[len(totals)]
+    if not config.rollout_is_batch_normalize:
+        return totals, counted, None
+    weight, units = whole[-2:] if of_units else (totals[4], totals[0])
+    # With every weight 0 (all masked by IcePop) there is no scale to remove: they stay 0.
+    return totals, counted, torch.where(weight > 0, units / weight, constant(1.0, torch.float64, weight.device))
 
 
 def _rows(config: RolloutCorrectionConfig, rules: tuple[str, ...], turn_ids: Tensor | None) -> tuple[str, ...]:
@@ -182,16 +219,6 @@ def _rows(config: RolloutCorrectionConfig, rules: tuple[str, ...], turn_ids: Ten
     return names + (("kept",) if len(rules) > 1 else ())
 
 
-def _units(
-    config: RolloutCorrectionConfig, seq_ids: Tensor, num_sequences: int, turn_ids: Tensor | None,
-    num_turns: int | None,
-) -> Units:
-    """Sequences, or their turns where something is decided by turns."""
-    if not _by_turn(config):
-        return Units(seq_ids, num_sequences, 1)
-    return Units(turn_segments(seq_ids, turn_ids, num_turns), num_sequences, num_turns)
-
-
 def _lengths_kind(config: RolloutCorrectionConfig) -> str:
     """Which tokens a mean over sequences counts; a mean over tokens needs no kept lengths, so none are made for it."""
     return "valid" if config.aggregation == "token-mean" else config.loss_denominator
@@ -203,33 +230,37 @@ def _by_turn(config: RolloutCorrectionConfig) -> list[str]:
     return rules + ["turn weights"] * (config.rollout_is == "turn")
 
 
-def _weights(
-    config: RolloutCorrectionConfig, table: MomentTable, keep: KeepMasks, made: dict[str, Tensor], seq_ids: Tensor,
-    units: Units,
-) -> Tensor:
-    """The bounded weights [T] float32; the rows `weight` and `out_of_bounds` hold them, and where the bounds acted."""
+def _shared_weights(
+    config: RolloutCorrectionConfig, decisions: Decisions, made: dict[str, Tensor]
+) -> Tensor | None:
+    """`unit_weights` of whole sequences or turns; None where each token has a weight of its own, or none has."""
+    if config.rollout_is == "turn":
+        less_one = decisions.log_products.clamp(-LOG_CLAMP, LOG_CLAMP).expm1_()
+        return unit_weights(config, less_one, decisions.unit_tokens.clamp(max=1))
+    if config.rollout_is in ("sequence", "geometric"):
+        less_one = made["product" if config.rollout_is == "sequence" else "geometric"]
+        return unit_weights(config, less_one, decisions.sequences.present)
+    return None
+
+
+def _fill_weights(
+    config: RolloutCorrectionConfig, table: MomentTable, chunk: Tokens, shared: Tensor | None
+) -> None:
+    """The rows `weight`, bounded, `out_of_bounds`, where the bounds acted, and `weight_or_inf`, for the minimum."""
     weight, one = table.row("weight"), table.row("one")
-    if config.rollout_is == "token":
+    if shared is None:
         torch.add(table.row("e"), one, out=weight)
+        bound_weights(config, weight, one, table.row("out_of_bounds"))
     else:
-        ids = seq_ids
-        if config.rollout_is == "turn":
-            ids, less_one = units.ids, keep.log_products.clamp(-LOG_CLAMP, LOG_CLAMP).expm1_()
-        else:
-            less_one = made["product" if config.rollout_is == "sequence" else "geometric"]
-        # 1 + (w - 1) where a token is valid, else 0.
-        torch.addcmul(one, less_one.index_select(0, ids), one, out=weight)
-    return bound_weights(config, weight, one, table.row("out_of_bounds"))
+        ids = chunk.unit_ids if config.rollout_is == "turn" else chunk.seq_ids
+        torch.index_select(shared[:2], 1, ids, out=table.rows("weight", "out_of_bounds")).mul_(one)
+    nothing = constant((torch.inf,), torch.float64, weight.device)
+    torch.where(chunk.valid, weight, nothing, out=table.row("weight_or_inf"))
 
 
-def _normalized(table: MomentTable, totals: Tensor) -> Tensor:
-    """The weights [T] float32 over their mean in the global batch; totals [K] of the table's rows."""
-    mean = totals[table.index("weight")] / totals[table.index("one")].clamp(min=1)
-    # With every weight 0 (all masked by IcePop) there is no scale to remove: they stay 0.
-    return table.row("weight").div_(torch.where(mean > 0, mean, constant(1.0, torch.float64, mean.device))).float()
-
-
-def _finish(config, weights, keep: KeepMasks, valid, totals, lengths: Lengths, metrics) -> Correction:
+def _finish(
+    config, weights: Tensor, mask: Tensor, valid: Tensor, decisions: Decisions, totals, lengths: Lengths, metrics
+) -> Correction:
     """Apply what acts on the whole batch: the filter, and the promise of diagnostics_only to change nothing."""
     valid_tokens, kept_tokens = totals[0], totals[1]
     if config.rollout_batch_filter_kl is not None:
@@ -238,9 +269,9 @@ def _finish(config, weights, keep: KeepMasks, valid, totals, lengths: Lengths, m
         metrics["batch_filtered"] = Max(filtered.double()[None])
         kept_tokens = torch.where(filtered, constant(0.0, torch.float64, filtered.device), kept_tokens)
     if config.diagnostics_only:
-        present = keep.sequences.present > 0
+        present = decisions.sequences.present > 0
         return Correction(valid.float(), valid, valid, present, valid_tokens, valid_tokens, lengths, metrics)
-    return Correction(weights, keep.mask, valid, keep.kept_sequences, valid_tokens, kept_tokens, lengths, metrics)
+    return Correction(weights, mask, valid, decisions.kept_sequences, valid_tokens, kept_tokens, lengths, metrics)
 
 
 def _check_inputs(config, train, rollout, loss_mask, seq_ids, turn_ids, num_turns, advantages, routing) -> None:

@@ -14,10 +14,11 @@ from torch import Tensor
 from megatron_rl_corr.config import RejectionRule, RolloutCorrectionConfig
 from megatron_rl_corr.core.moments import MomentTable
 from megatron_rl_corr.core.rejection import ROW, row_bounds, within
-from megatron_rl_corr.core.second_moment import keep_within_second_moment
-from megatron_rl_corr.core.segments import add_segment_sums, segment_maxima
+from megatron_rl_corr.core.second_moment import bins_of
+from megatron_rl_corr.core.segments import add_segment_sums, take_segment_maxima
 from megatron_rl_corr.core.sequence_diagnostics import SPARE_ROWS
 from megatron_rl_corr.core.sequence_table import SUMMED, SequenceTable
+from megatron_rl_corr.core.tokens import Tokens
 
 if TYPE_CHECKING:
     from megatron_rl_corr.parallel.groups import ParallelGroups
@@ -27,19 +28,71 @@ if TYPE_CHECKING:
 class Units:
     """What sums are taken over before they are whole over cp."""
 
-    ids: Tensor
-    """[T] int64: the unit of each token; seq_id * turns + turn_id."""
     sequences: int
     turns: int
     """Turns of a sequence; 1 where nothing is decided by turns."""
 
 
-@dataclass(frozen=True)
-class KeepMasks:
-    """What the rules decided, and the sums they decided by."""
+def fill_token_verdicts(config: RolloutCorrectionConfig, table: MomentTable, m2_bins: Tensor | None) -> None:
+    """What needs no sum over a sequence: the rows `rule/NAME`, 1 where a token passes, else 0.
 
-    mask: Tensor
-    """[T] bool: valid and kept by all."""
+    What stands there outside the valid tokens is of no meaning. m2_bins: the bins that M2PO keeps. The row `passed`, if
+    there, is left 1 where all of them keep a valid token.
+    """
+    verdicts = [
+        within(rule, table.row(ROW[rule.divergence]), out=table.row(f"rule/{rule.name}"))
+        for rule in config.rollout_rs if rule.level == "token"
+    ]  # fmt: skip
+    if m2_bins is not None:
+        verdicts.append(torch.index_select(m2_bins, 0, bins_of(table.row("square")), out=table.row("rule/m2")))
+    if table.has("passed"):
+        for verdict in verdicts:
+            table.row("passed").mul_(verdict)
+
+
+class UnitPartials:
+    """Per unit, over the tokens added so far: sums of SUMMED and of what the rules look at; maxima by (row, side).
+
+    `sums` [K, U] of the rows `names`, and `maxima` [M, U], where -minima stand for minima; float64.
+    """
+
+    def __init__(self, config: RolloutCorrectionConfig, row_names: tuple[str, ...], units: Units, device: torch.device):
+        self.units, self.sides = units, []
+        wanted = {SUMMED[0]} | ({"passed"} if "passed" in row_names else set())
+        for rule in config.rollout_rs:
+            row = ROW[rule.divergence]
+            if rule.level == "seq_max":
+                self.sides += [(row, "above")] if rule.upper is not None else []
+                self.sides += [(row, "below")] if rule.lower is not None else []
+            elif rule.level != "token":
+                wanted |= {row, "advantage"} if rule.divergence == "opsm" else {row}
+        first = min(row_names.index(name) for name in wanted)
+        self.names = row_names[first : row_names.index(SUMMED[-1]) + 1]
+        self.sides = list(dict.fromkeys(self.sides))
+        self.sequences = SequenceTable(self.names, units.sequences, SPARE_ROWS, device)
+        self.sums, count = self.sequences.summed, units.sequences * units.turns
+        if units.turns > 1:
+            self.sums = self.sums.new_zeros(len(self.names), count)
+        make = self.sums.new_zeros if self.sides else self.sums.new_empty
+        self.maxima = make(len(self.sides), count)
+
+    def add(self, table: MomentTable, unit_ids: Tensor) -> None:
+        """Count a chunk of tokens in; unit_ids [T]."""
+        add_segment_sums(table.rows(self.names[0], self.names[-1]), unit_ids, out=self.sums)
+        if self.sides:
+            columns = [table.row(row) if side == "above" else -table.row(row) for row, side in self.sides]
+            stacked = torch.stack(columns) if len(columns) > 1 else columns[0][None]
+            take_segment_maxima(stacked, unit_ids, out=self.maxima)
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """What the rules decided of sequences and turns, and the sums they decided by, whole over cp."""
+
+    verdicts: dict[str, Tensor]
+    """By a rule's row: float64, 1 for keep; [S], or [U] of a rule about turns (`by_turn`)."""
+    by_turn: frozenset[str]
+    """Those rows of `verdicts` that are about turns."""
     kept_sequences: Tensor
     """[S] bool: has valid tokens, and kept by every sequence-level rule."""
     takes_sequences: bool
@@ -48,100 +101,16 @@ class KeepMasks:
     """Sums and means per sequence."""
     log_products: Tensor
     """[U] float64: the sum of D over each unit."""
+    unit_tokens: Tensor
+    """[U] float64: valid tokens of each unit."""
     kept_lengths: Tensor | None
     """[S] float64: tokens of each whole sequence that all rules keep, where the table has the row `passed`."""
 
 
-def decide(
-    config: RolloutCorrectionConfig, table: MomentTable, valid: Tensor, seq_ids: Tensor, units: Units,
-    groups: ParallelGroups | None,
-) -> KeepMasks:
-    """Run every rule; the rows `rule/NAME` of the table, and `kept` of several, get 1 where a token passes, else 0.
-
-    What stands there outside the valid tokens is of no meaning. Token rules come first: what they leave of each unit
-    then travels with the unit's other sums, in the one collective over cp.
-    """
-    verdicts = _token_verdicts(config, table, groups)
-    by_sequence = [rule for rule in config.rollout_rs if rule.level.startswith("seq_")]
-    by_turn = [rule for rule in config.rollout_rs if rule.level == "turn_mean"]
-    sequences, sums, maxima = _partials(config, table, units, groups)
-    kept_sequences, kept_units = sequences.present, None
-    for rule in by_sequence:
-        keep = _sequence_decision(rule, sequences, maxima)
-        kept_sequences = torch.mul(kept_sequences, keep, out=sequences.kept)
-        verdicts.append(torch.index_select(keep, 0, seq_ids, out=table.row(f"rule/{rule.name}")))
-    if by_turn:
-        means = sums / sums[sequences.names.index("one")].clamp(min=1)
-    for rule in by_turn:
-        keep = within(rule, means[sequences.names.index(ROW[rule.divergence])])
-        kept_units = keep if kept_units is None else kept_units * keep
-        verdicts.append(torch.index_select(keep, 0, units.ids, out=table.row(f"rule/{rule.name}")))
-    lengths = None
-    if table.has("passed"):
-        lengths = sums[sequences.names.index("passed")]
-        lengths = lengths if kept_units is None else lengths * kept_units
-        lengths = lengths.view(units.sequences, units.turns).sum(dim=1)
-        lengths = lengths * kept_sequences if by_sequence else lengths
-    mask = torch.logical_and(_product(verdicts, table), valid) if verdicts else valid
-    log_products = sums[sequences.names.index("exact")]
-    return KeepMasks(mask, kept_sequences > 0, bool(by_sequence), sequences, log_products, lengths)
-
-
-def _token_verdicts(
-    config: RolloutCorrectionConfig, table: MomentTable, groups: ParallelGroups | None
-) -> list[Tensor]:
-    """What needs no sum over a sequence; the row `passed`, if there, is left 1 where all of them keep a valid token."""
-    verdicts = [
-        within(rule, table.row(ROW[rule.divergence]), out=table.row(f"rule/{rule.name}"))
-        for rule in config.rollout_rs if rule.level == "token"
-    ]  # fmt: skip
-    if config.rollout_m2_threshold is not None:
-        verdicts.append(table.row("rule/m2"))
-        keep_within_second_moment(table.pair("square", "one"), config.rollout_m2_threshold, groups, out=verdicts[-1])
-    if table.has("passed"):
-        for verdict in verdicts:
-            table.row("passed").mul_(verdict)
-    return verdicts
-
-
-def _product(verdicts: list[Tensor], table: MomentTable) -> Tensor:
-    """1 where all keep: the verdict itself, or the row `kept` of several."""
-    if len(verdicts) == 1:
-        return verdicts[0]
-    kept = torch.mul(verdicts[0], verdicts[1], out=table.row("kept"))
-    for verdict in verdicts[2:]:
-        kept.mul_(verdict)
-    return kept
-
-
-def _partials(
-    config: RolloutCorrectionConfig, table: MomentTable, units: Units, groups: ParallelGroups | None
-) -> tuple[SequenceTable, Tensor, dict[tuple[str, str], Tensor]]:
-    """Per sequence, and per unit [K, U], the sums of SUMMED and of what the rules look at; maxima by (row, side).
-
-    Whole over cp in one collective.
-    """
-    wanted = {SUMMED[0]} | ({"passed"} if table.has("passed") else set())
-    columns: dict[tuple[str, str], Tensor] = {}
-    for rule in config.rollout_rs:
-        row = ROW[rule.divergence]
-        if rule.level == "seq_max":
-            if rule.upper is not None:
-                columns[row, "above"] = table.row(row)
-            if rule.lower is not None:
-                columns[row, "below"] = -table.row(row)
-        elif rule.level != "token":
-            wanted |= {row, "advantage"} if rule.divergence == "opsm" else {row}
-    first = min(wanted, key=table.index)
-    sequences = SequenceTable(table.names(first, SUMMED[-1]), units.sequences, SPARE_ROWS, table.row("one").device)
-    sums = sequences.summed
-    if units.turns > 1:
-        sums = sums.new_zeros(len(sums), units.sequences * units.turns)
-    add_segment_sums(table.rows(first, SUMMED[-1]), units.ids, out=sums)
-    maxima = sums.new_empty(0, sums.shape[1])
-    if columns:
-        stacked = torch.stack(list(columns.values())) if len(columns) > 1 else next(iter(columns.values()))[None]
-        maxima = segment_maxima(stacked, units.ids, sums.shape[1])
+def decide(config: RolloutCorrectionConfig, partials: UnitPartials, groups: ParallelGroups | None) -> Decisions:
+    """Run the rules about sequences and turns, after one collective over cp that makes their sums whole."""
+    units, sequences, names = partials.units, partials.sequences, partials.names
+    sums, maxima = partials.sums, partials.maxima
     if groups is not None:
         sums, maxima = groups.all_gather_cp_partials(sums, maxima)
     if units.turns > 1:
@@ -150,7 +119,47 @@ def _partials(
     elif sums is not sequences.summed:
         sequences.summed.copy_(sums)
     sequences.average()
-    return sequences, sums, dict(zip(columns, maxima.unbind(), strict=True))
+    largest = dict(zip(partials.sides, maxima.unbind(), strict=True))
+
+    verdicts: dict[str, Tensor] = {}
+    kept_sequences, kept_units = sequences.present, None
+    by_sequence = [rule for rule in config.rollout_rs if rule.level.startswith("seq_")]
+    by_turn = [rule for rule in config.rollout_rs if rule.level == "turn_mean"]
+    for rule in by_sequence:
+        keep = verdicts[f"rule/{rule.name}"] = _sequence_decision(rule, sequences, largest)
+        kept_sequences = torch.mul(kept_sequences, keep, out=sequences.kept)
+    unit_tokens = sums[names.index("one")]
+    if by_turn:
+        means = sums / unit_tokens.clamp(min=1)
+    for rule in by_turn:
+        keep = verdicts[f"rule/{rule.name}"] = within(rule, means[names.index(ROW[rule.divergence])])
+        kept_units = keep if kept_units is None else kept_units * keep
+    lengths = None
+    if "passed" in names:
+        lengths = sums[names.index("passed")]
+        lengths = lengths if kept_units is None else lengths * kept_units
+        lengths = lengths.view(units.sequences, units.turns).sum(dim=1)
+        lengths = lengths * kept_sequences if by_sequence else lengths
+    return Decisions(
+        verdicts, frozenset(f"rule/{rule.name}" for rule in by_turn), kept_sequences > 0, bool(by_sequence), sequences,
+        sums[names.index("exact")], unit_tokens, lengths,
+    )
+
+
+def fill_keep_mask(
+    table: MomentTable, tokens: Tokens, decisions: Decisions, rules: tuple[str, ...], *, out: Tensor
+) -> None:
+    """out [T] bool: valid and kept by all `rules`. Fills the rows of rules about sums, and `kept` of several rules."""
+    for row, verdict in decisions.verdicts.items():
+        ids = tokens.unit_ids if row in decisions.by_turn else tokens.seq_ids
+        torch.index_select(verdict, 0, ids, out=table.row(row))
+    rows = [table.row(f"rule/{rule}") for rule in rules]
+    kept = rows[0]
+    if len(rows) > 1:
+        kept = torch.mul(rows[0], rows[1], out=table.row("kept"))
+        for row in rows[2:]:
+            kept.mul_(row)
+    torch.logical_and(kept, tokens.valid, out=out)
 
 
 def _sequence_decision(

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from megatron_rl_corr.core import metrics as m
-from megatron_rl_corr.core.histogram import log_ratio_histogram
+from megatron_rl_corr.core.histogram import LogRatioHistogram, log_ratio_histogram
 from megatron_rl_corr.core.moments import MomentTable, constant
 from megatron_rl_corr.core.rejection import as_float32_meets
+from megatron_rl_corr.core.tokens import Tokens
 from megatron_rl_corr.core.weights import LOG_CLAMP, OUTLIER
 
 # Where k3 = e^D - 1 - D is 10: the clamped metrics let no token weigh more, as verl's KL penalty does.
@@ -45,22 +46,17 @@ def base_rows(optional: Collection[str]) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def fill_base_rows(
-    table: MomentTable, train: Tensor, rollout: Tensor, difference: Tensor, size: Tensor, valid: Tensor,
-    in_mask: Tensor, *, turn_ids: Tensor | None, advantages: Tensor | None, routing: Tensor | None = None,
-) -> None:
-    """Every row that needs only the inputs; [T] each, `difference` is D and `size` |D|, both before masking.
-
-    advantages, routing: where a rule looks at them. `passed` starts as `one`.
-    """
-    device = valid.device
-    ones = constant(1.0, torch.float32, device).expand_as(train)
-    optional = [values for values in (routing, advantages) if values is not None] + [ones] * table.has("passed")
-    given = [size, *optional, ones, difference, rollout, train, difference, difference, size, size]
-    torch.stack([*given, ones, in_mask], out=table.rows("abs", "in_mask"))
+def fill_base_rows(table: MomentTable, tokens: Tokens) -> None:
+    """Every row that needs only the inputs. `passed` starts as `one`."""
+    device, size, difference = tokens.valid.device, tokens.size, tokens.difference
+    ones = constant(1.0, torch.float32, device).expand_as(size)
+    optional = [values for values in (tokens.routing, tokens.advantages) if values is not None]
+    given = [size, *optional, *[ones] * table.has("passed"), ones, difference, tokens.rollout, tokens.train]
+    given += [difference, difference, size, size, ones, tokens.in_mask]
+    torch.stack(given, out=table.rows("abs", "in_mask"))
     given = table.rows("abs", "abs_clamped")
     # A select, not a product: a NaN outside the mask must leave nothing behind.
-    torch.where(valid, given, constant((0.0,), torch.float64, device), out=given)
+    torch.where(tokens.valid, given, constant((0.0,), torch.float64, device), out=given)
     lower, upper = (constant(bounds, torch.float64, device) for bounds in _CLAMPS)
     exponents = table.rows("rollout", "abs_clamped").clamp_(lower, upper)
     # expm1, not exp: it is 0 outside the mask, and D of 1e-7 keeps its digits.
@@ -75,8 +71,8 @@ def fill_base_rows(
     # One row a part, not nested ones to subtract: an outlier in one must not round away another.
     band = torch.bucketize(table.row("rollout"), constant(_EDGES, torch.float64, device), right=True)
     torch.eq(band, _column(len(BANDS), device), out=table.rows(_BAND_ROWS[0], _BAND_ROWS[-1]))
-    if turn_ids is not None:
-        torch.eq(turn_ids != 0, _column(2, device), out=table.rows(*_TURN_ROWS))
+    if tokens.turn_ids is not None:
+        torch.eq(tokens.turn_ids != 0, _column(2, device), out=table.rows(*_TURN_ROWS))
 
 
 def _column(count: int, device: torch.device) -> Tensor:
@@ -162,27 +158,55 @@ def kept_row(rules: Sequence[str]) -> str:
     return f"rule/{rules[0]}" if rules else "one"
 
 
-def token_metrics(
-    table: MomentTable, *, weighted: bool, rules: Sequence[str], turns: bool
-) -> tuple[dict[str, m.Metric], Tensor]:
-    """The token metrics of a filled table, and [valid, kept, sum of e, sum of D] for the batch's totals."""
-    chosen = metric_pairs(weighted, tuple(rules), turns)
-    pairs = list(_sums("one", kept_row(rules), "e", "exact"))
-    starts = {}
-    for name, (_, wanted) in chosen.items():
-        starts[name] = len(pairs)
-        pairs += wanted
-    sums = table.sums(tuple(pairs))
-    metrics = {
-        name: kind(sums[starts[name] : starts[name] + len(wanted)]) for name, (kind, wanted) in chosen.items()
-    }
-    metrics["log_ratio"] = log_ratio_histogram(table.row("abs"), table.row("one"))
-    minima, maxima = table.extrema()
-    for name, row in MAXIMA.items():
-        if weighted or row != "weight":
-            at, present = table.index(row), table.index("one")
-            metrics[name] = m.MaxOfPresent(maxima[at : present + 1 : present - at])
-    if weighted:
-        at = table.index("weight_or_inf")
-        metrics["weight_min"] = m.Min(minima[at : at + 1])
-    return metrics, sums[:4]
+class TokenStatistics:
+    """What the token metrics are made of, over the chunks added so far: sums of products, extrema, bins of |D|."""
+
+    def __init__(self, row_names: Sequence[str], *, weighted: bool, rules: Sequence[str], turns: bool):
+        self._rows, self._weighted = tuple(row_names), weighted
+        self._chosen = metric_pairs(weighted, tuple(rules), turns)
+        totals = ("one", kept_row(rules), "e", "exact") + (("weight",) if weighted else ())
+        self._totals, self._pairs = len(totals), list(_sums(*totals))
+        self._starts = {}
+        for name, (_, wanted) in self._chosen.items():
+            self._starts[name] = len(self._pairs)
+            self._pairs += wanted
+        self._parts: tuple[Tensor, ...] | None = None
+
+    def add(self, table: MomentTable) -> None:
+        """Count the filled table of a chunk of tokens in."""
+        bins = log_ratio_histogram(table.row("abs"), table.row("one"))
+        parts = (table.sums(tuple(self._pairs)), bins, *table.extrema())
+        if self._parts is not None:
+            sums, counts, minima, maxima = self._parts
+            parts = (
+                sums + parts[0], counts + parts[1], torch.minimum(minima, parts[2]), torch.maximum(maxima, parts[3])
+            )
+        self._parts = parts
+
+    @property
+    def totals(self) -> Tensor:
+        """[4 or 5]: tokens that are valid, and kept; sums of e and of D; and of the weights, if there are any."""
+        return self._parts[0][: self._totals]
+
+    def metrics(self, scale: Tensor | None) -> dict[str, m.Metric]:
+        """The token metrics; where `scale`, a scalar, is given, the weights in them are multiplied by it."""
+        sums, bins, minima, maxima = self._parts
+        if scale is not None:
+            powers = tuple(float(pair.count("weight")) for pair in self._pairs)
+            sums = sums * scale.pow(constant(powers, torch.float64, sums.device))
+            powers = tuple(float(row in ("weight", "weight_or_inf")) for row in self._rows)
+            factors = scale.pow(constant(powers, torch.float64, sums.device))
+            minima, maxima = minima * factors, maxima * factors
+        found: dict[str, m.Metric] = {
+            name: kind(sums[self._starts[name] : self._starts[name] + len(wanted)])
+            for name, (kind, wanted) in self._chosen.items()
+        }
+        found["log_ratio"] = LogRatioHistogram(bins)
+        for name, row in MAXIMA.items():
+            if self._weighted or row != "weight":
+                at, present = self._rows.index(row), self._rows.index("one")
+                found[name] = m.MaxOfPresent(maxima[at : present + 1 : present - at])
+        if self._weighted:
+            at = self._rows.index("weight_or_inf")
+            found["weight_min"] = m.Min(minima[at : at + 1])
+        return found

@@ -52,7 +52,10 @@ def percentile(counts: Sequence[float], share: float) -> float:
     return EDGES[min(at, len(EDGES) - 1)]
 
 
-def log_ratio_histogram(size: Tensor, one: Tensor) -> LogRatioHistogram:
-    """Of |D| [T] float64, counted where one [T] float64 is 1. No bincount: on a GPU that reads its own result."""
+def log_ratio_histogram(size: Tensor, one: Tensor) -> Tensor:
+    """Tokens in each bin [B], of |D| [T] float64, counted where one [T] float64 is 1.
+
+    No bincount: on a GPU that reads its own result.
+    """
     bins = torch.bucketize(size, constant(_DEVICE_EDGES, torch.float64, size.device))
-    return LogRatioHistogram(size.new_zeros(len(LABELS)).index_add_(0, bins, one))
+    return size.new_zeros(len(LABELS)).index_add_(0, bins, one)

@@ -32,18 +32,6 @@ class MomentTable:
         """The adjacent rows from `first` to `last`: one kernel fills or reduces all of them."""
         return self._rows[self._at[first] : self._at[last] + 1]
 
-    def pair(self, first: str, second: str) -> Tensor:
-        """Two rows as [2, T], without a copy; `first` stands before `second`."""
-        return self._rows[self._at[first] : self._at[second] + 1 : self._at[second] - self._at[first]]
-
-    def names(self, first: str, last: str) -> tuple[str, ...]:
-        """The rows that `rows` gives, by name."""
-        return tuple(self._at)[self._at[first] : self._at[last] + 1]
-
-    def totals(self) -> Tensor:
-        """Sum of each row over the tokens where the row `one` is 1, [K]."""
-        return self._rows @ self.row("one")
-
     def sums(self, pairs: Sequence[tuple[str, str]]) -> Tensor:
         """Sum over all T of the product of each pair of rows, float64 [pairs].
 
@@ -58,9 +46,6 @@ class MomentTable:
         if self._rows.shape[1] == 0:
             return self._rows.new_full((len(self._at),), torch.inf), self._rows.new_zeros(len(self._at))
         return self._rows.aminmax(dim=1)
-
-    def index(self, name: str) -> int:
-        return self._at[name]
 
     def has(self, name: str) -> bool:
         return name in self._at

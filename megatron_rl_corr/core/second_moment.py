@@ -5,11 +5,15 @@ T tokens, B bins. Source: M2PO, arXiv:2510.01161.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from megatron_rl_corr.core.moments import constant
+from megatron_rl_corr.core.tokens import Tokens
 
 if TYPE_CHECKING:
     from megatron_rl_corr.parallel.groups import ParallelGroups
@@ -26,19 +30,27 @@ def bin_edges(device: torch.device) -> Tensor:
     return torch.tensor(edges, dtype=torch.float64, device=device)
 
 
-def keep_within_second_moment(
-    counted: Tensor, bound: float, groups: ParallelGroups | None, *, out: Tensor
-) -> Tensor:
-    """1 in out [T] for tokens in the bins up to the last whose running mean of D^2 over the batch is within bound.
+def bins_of(squares: Tensor) -> Tensor:
+    """The bin of each D^2, float64 [T] -> int64 [T]."""
+    return torch.bucketize(squares, bin_edges(squares.device), right=True)
 
-    counted [2, T] float64: D^2 and 1 of each valid token, 0 elsewhere. A histogram instead of a sort: it adds over
-    ranks in one collective, and every rank cuts at the same place.
+
+def all_reduce_kept_bins(chunks: Iterable[Tokens], bound: float, groups: ParallelGroups | None) -> Tensor:
+    """float64 [B]: 1 for the bins up to the last whose running mean of D^2 over the batch is within bound, else 0.
+
+    A histogram instead of a sort: it adds over chunks, and over ranks in one collective, and every rank cuts at the
+    same place.
     """
-    bins = torch.bucketize(counted[0], bin_edges(counted.device), right=True)
-    histogram = counted.new_zeros(2, BINS).index_add_(1, bins, counted)
+    histogram = None
+    for chunk in chunks:
+        nothing = constant(0.0, torch.float64, chunk.valid.device)
+        # A select, not a product: a NaN outside the mask must leave nothing behind.
+        squares = torch.where(chunk.valid, chunk.difference.double(), nothing).square_()
+        if histogram is None:
+            histogram = squares.new_zeros(2, BINS)
+        histogram.index_add_(1, bins_of(squares), torch.stack([squares, chunk.valid]))
     if groups is not None:
         histogram = groups.all_reduce_dp_cp(histogram)
     total, count = histogram.cumsum(dim=1).unbind()
     # The running mean grows with the bins, so what is within the bound is a prefix.
-    keep = torch.le(total, bound * count, out=torch.empty_like(total))
-    return torch.index_select(keep, 0, bins, out=out)
+    return torch.le(total, bound * count, out=torch.empty_like(total))

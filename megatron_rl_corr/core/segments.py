@@ -18,10 +18,9 @@ def add_segment_sums(columns: Tensor, ids: Tensor, out: Tensor) -> None:
     out.index_add_(1, ids, columns.double())
 
 
-def segment_maxima(columns: Tensor, ids: Tensor, num_segments: int) -> Tensor:
-    """Largest entry of each column in each segment, at least 0: [K, T], [T] -> float64 [K, S]."""
-    out = columns.new_zeros(columns.shape[0], num_segments, dtype=torch.float64)
-    return out.scatter_reduce_(1, ids.expand(columns.shape[0], -1), columns.double(), "amax", include_self=True)
+def take_segment_maxima(columns: Tensor, ids: Tensor, out: Tensor) -> None:
+    """Raise out, float64 [K, S], to the largest entry of each column in each segment: [K, T], [T]."""
+    out.scatter_reduce_(1, ids.expand(columns.shape[0], -1), columns.double(), "amax", include_self=True)
 
 
 def turn_segments(seq_ids: Tensor, turn_ids: Tensor, num_turns: int) -> Tensor:
@@ -31,8 +30,6 @@ def turn_segments(seq_ids: Tensor, turn_ids: Tensor, num_turns: int) -> Tensor:
     [0, num_turns). Turns may be interrupted.
     """
     return seq_ids * num_turns + turn_ids
-
-
 
 
 def row_ids(rows: int, length: int, device: torch.device) -> Tensor:

@@ -18,12 +18,11 @@ OUTLIER = 2.610868638
 """Where k3 = e^D - 1 - D reaches 10: in clamped metrics no ratio counts for more than e^2.61 = 13.6."""
 
 
-def bound_weights(config: RolloutCorrectionConfig, weight: Tensor, valid: Tensor, out_of_bounds: Tensor) -> Tensor:
-    """The weights that the loss uses, float32 [T], 0 where valid [T] is 0; out_of_bounds [T] gets 1 where w was.
+def bound_weights(config: RolloutCorrectionConfig, weight: Tensor, valid: Tensor, out_of_bounds: Tensor) -> None:
+    """Bound the weights that the loss uses, 0 where valid is 0, in place; out_of_bounds gets 1 where w was.
 
     truncate: min(w, upper). clip: w into [lower, upper]. mask: w inside the closed interval, else 0 (IcePop).
-    `weight` [T] float64, 0 where valid is 0, is bounded in place: the metrics are of what the loss uses, before it is
-    rounded.
+    All are float64, [T], or [U] of weights that the tokens of a unit share.
     """
     lower, upper = config.rollout_is_lower, config.rollout_is_upper
     if lower is None:
@@ -37,4 +36,16 @@ def bound_weights(config: RolloutCorrectionConfig, weight: Tensor, valid: Tensor
         weight.clamp_(lower, upper)
     if config.rollout_is_mode == "clip":
         weight.mul_(valid)
-    return weight.float()
+
+
+def unit_weights(config: RolloutCorrectionConfig, less_one: Tensor, present: Tensor) -> Tensor:
+    """[3, U] float64: the bounded weight of each unit, 0 where it has no valid token; 1 where a bound acted; present.
+
+    less_one [U]: w - 1; present [U]: 1 for a unit with valid tokens, else 0.
+    """
+    out = torch.empty(3, len(present), dtype=torch.float64, device=present.device)
+    weight, out_of_bounds, _ = out
+    torch.addcmul(present, less_one, present, out=weight)
+    bound_weights(config, weight, present, out_of_bounds)
+    out[2].copy_(present)
+    return out

@@ -15,6 +15,10 @@ from typing import Any
 from megatron_rl_corr.config import RolloutCorrectionConfig
 from megatron_rl_corr.mcore.client_flags import ClientOptions, add_client_arguments, client_options
 from megatron_rl_corr.mcore.correction_flags import add_correction, correction_config
+from megatron_rl_corr.mcore.environment_flags import add_environment, environment_timeout_s, max_turns
+from megatron_rl_corr.mcore.one_update import check_one_update
+from megatron_rl_corr.mcore.policy_flags import add_model_check
+from megatron_rl_corr.mcore.reward_flags import RewardOptions, add_reward_arguments, reward_options
 
 PREFIX = "--rollout-"
 CHECKS = ("semantic", "all", "off")
@@ -23,7 +27,6 @@ PAUSE_MODES = ("retract", "in_place")
 TRANSPORTS = ("distributed", "tensor", "disk")
 PROOFS = ("checksum", "off")
 REPLAYS = ("off", "R2", "R3")
-DEFAULT_MAX_TURNS = 8
 DEFAULT_MIN_AGREEMENT = 0.25
 
 
@@ -34,18 +37,24 @@ class RolloutOptions:
     urls: tuple[str, ...]
     client: ClientOptions
     hf_checkpoint: str
+    allow_model_differences: bool
     prompts: str
     reward_function: str | None
+    rewards: RewardOptions
     eval_prompts: str | None
     environment: str | None
     max_turns: int | None
     """Of the policy in an episode; None without an environment."""
+    environment_timeout_s: float | None
+    """Longest call of one method of the environment; None without one."""
     group_size: int
     max_new_tokens: int
     temperature: float
     top_p: float
     top_k: int
     server_check: str
+    max_first_step_kl: float | None
+    """None: by the types of the numbers on both sides."""
     linear_logprobs: bool
     fp32_lm_head: bool
     inplace_gradient: bool
@@ -68,6 +77,8 @@ def add_rollout_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
     """Add our groups of flags to Megatron's parser, or to our own."""
     add_correction(parser.add_argument_group("rollout correction"))
     _add_rollout(parser.add_argument_group("rollouts"))
+    add_model_check(parser.add_argument_group("model"))
+    add_reward_arguments(parser.add_argument_group("rewards"))
     _add_router_replay(parser.add_argument_group("mixture of experts"))
     add_client_arguments(parser.add_argument_group("rollout servers"))
     return parser
@@ -89,11 +100,7 @@ def _add_rollout(group: Any) -> None:
     add("--rollout-eval-prompts", metavar="JSONL", default=None,
         help="held-out prompts, sampled once each after every --eval-interval steps with the same settings and reward; "
         "logged as eval/*")
-    add("--rollout-environment", metavar="FILE.py:NAME", default=None,
-        help="episodes of several turns: NAME(prompt) makes an Environment, which answers between the policy's turns "
-        "and may score them; also package.module:NAME")
-    add("--rollout-max-turns", metavar="N", type=int, default=None,
-        help=f"turns of the policy in an episode, at most (default {DEFAULT_MAX_TURNS}); with --rollout-environment")
+    add_environment(add)
     add("--rollout-group-size", metavar="G", type=int, default=8,
         help="samples of each prompt (default 8); --global-batch-size counts samples")
     add("--rollout-max-new-tokens", metavar="N", type=int, default=1024,
@@ -108,6 +115,9 @@ def _add_rollout(group: Any) -> None:
     add("--rollout-server-check", metavar="KIND", default=CHECKS[0],
         help="at the start, ask the servers what `megatron-rl-corr doctor` asks in a second: semantic (default) "
         "refuses to train on another distribution and prints the rest, all refuses on any finding, off asks nothing")
+    add("--rollout-max-first-step-kl", metavar="X", type=float, default=None,
+        help="the run ends if the train-infer KL (k3) of the first step, which the very weights that are trained have "
+        "sampled, is above X (default: 1e-4 where both sides are float32, 1e-1 with a quantised server, else 1e-2)")
     add("--rollout-linear-logprobs", action="store_true",
         help="training log-probs from hidden states, a chunk of logits at a time: all logits are never held (no bias, "
         "MTP or truncated sampling)")
@@ -123,7 +133,7 @@ def _add_rollout(group: Any) -> None:
         "the others, drop asks for new ones, which prefers short responses")
     add("--rollout-pause-mode", metavar="MODE", default=PAUSE_MODES[0],
         help="responses that are running while weights change: retract (default) computes their keys and values anew, "
-        "in_place goes on with the old ones, and needs servers with --disable-overlap-schedule --disable-radix-cache")
+        "in_place goes on with the old ones, and needs servers with --disable-overlap-schedule")
     add("--rollout-bucket-mib", metavar="MIB", type=float, default=256.0,
         help="weights are sent in buckets of this size (default 256)")
     add("--rollout-weight-transport", metavar="KIND", default=TRANSPORTS[0],
@@ -139,14 +149,15 @@ def _add_rollout(group: Any) -> None:
         help="write metrics.jsonl and run.json there, for `megatron-rl-corr report DIR`")
     add("--rollout-save-trajectories", metavar="DIR", default=None,
         help="write every step's samples there, with both policies' log-probs, masks and advantages: a Parquet file a "
-        "step and replica")
+        "step and replica; needs the scoring pass, but in bypass mode")
 
 
 def _add_router_replay(group: Any) -> None:
     group.add_argument(
         "--router-replay", metavar="KIND", default=REPLAYS[0],
-        help="experts of a token in training: off (default) as Megatron's routers choose, R2 as they chose when the "
-        "old log-probs were computed, R3 as the servers did (start them with --enable-return-routed-experts)")
+        help="experts of a token in training: off (default) as Megatron's routers choose, R3 as the servers did (start "
+        "them with --enable-return-routed-experts); R2, as they chose for the old log-probs, needs several updates a "
+        "batch, which there are not yet")
     group.add_argument(
         "--router-replay-min-agreement", metavar="K", type=float, default=None,
         help="with R3, a step whose servers' routes agree less with Megatron's own choice, as Cohen's kappa of a "
@@ -185,11 +196,6 @@ def parse(arguments: Sequence[str]) -> tuple[RolloutCorrectionConfig, RolloutOpt
             f"{by_turn[0]} looks at turns, and without --rollout-environment every rollout has one; add it, or use a "
             "token or sequence level"
         )
-    if config.bypass_mode and values.router_replay == "R2":
-        raise ValueError(
-            "--router-replay R2 records the pass that computes old log-probs, which bypass mode leaves out; use R3, or "
-            "--router-replay off"
-        )
     by_routing = [rule.name for rule in config.rollout_rs if rule.divergence == "routing"]
     if by_routing and (config.bypass_mode or values.router_replay != "R3"):
         raise ValueError(
@@ -200,18 +206,9 @@ def parse(arguments: Sequence[str]) -> tuple[RolloutCorrectionConfig, RolloutOpt
         raise ValueError(
             "--expert-statistics watches the pass that computes old log-probs, which bypass mode leaves out; drop it"
         )
-    return config, rollout_options(values)
-
-
-def _max_turns(values: argparse.Namespace) -> int | None:
-    given = values.rollout_max_turns
-    if not values.rollout_environment:
-        if given is not None:
-            raise ValueError(f"--rollout-max-turns {given} has no effect without --rollout-environment; drop it")
-        return None
-    if given is not None and given < 1:
-        raise ValueError(f"--rollout-max-turns must be positive, got {given}")
-    return DEFAULT_MAX_TURNS if given is None else given
+    options = rollout_options(values)
+    check_one_update(config, values)
+    return config, options
 
 
 def _min_agreement(values: argparse.Namespace) -> float | None:
@@ -238,11 +235,13 @@ def rollout_options(values: argparse.Namespace) -> RolloutOptions:
         if not value:
             raise ValueError(f"{PREFIX}{flag} is required; see --help")
     fields = {field.name for field in dataclasses.fields(RolloutOptions)}
-    fields -= {"urls", "client", "reward_function", "max_turns"}
+    fields -= {"urls", "client", "reward_function", "rewards", "max_turns", "environment_timeout_s"}
     fields -= {"router_replay", "router_replay_min_agreement", "expert_statistics"}
     options = RolloutOptions(
         urls=tuple(values.rollout_url), client=client_options(values), reward_function=reward,
-        max_turns=_max_turns(values), router_replay=values.router_replay,
+        rewards=reward_options(values, function=reward), max_turns=max_turns(values),
+        environment_timeout_s=environment_timeout_s(values),
+        router_replay=values.router_replay,
         router_replay_min_agreement=_min_agreement(values), expert_statistics=values.expert_statistics,
         **{name: getattr(values, f"rollout_{name}") for name in fields},
     )
@@ -264,6 +263,8 @@ def rollout_options(values: argparse.Namespace) -> RolloutOptions:
             else f"--rollout-weight-dir has no effect with --rollout-weight-transport {options.weight_transport}; drop "
             "it, or use disk"
         )
+    if options.max_first_step_kl is not None and not options.max_first_step_kl > 0:
+        raise ValueError(f"--rollout-max-first-step-kl must be positive, got {options.max_first_step_kl}")
     if options.max_lag < 0:
         raise ValueError(f"--rollout-max-lag must be at least 0, got {options.max_lag}")
     for name in ("stale_samples", "pause_mode"):

@@ -18,6 +18,8 @@ from megatron_rl_corr.core.segments import row_ids
 from megatron_rl_corr.mcore.compat import Layout
 from megatron_rl_corr.parallel.context import zigzag_positions
 from megatron_rl_corr.parallel.failure import communication_device
+from megatron_rl_corr.parallel.support import Supports
+from megatron_rl_corr.rollout import versions
 from megatron_rl_corr.rollout.trajectory import Trajectory
 
 
@@ -39,8 +41,6 @@ class RolloutBatch:
     """[N] int64: which prompt of this replica the sample answers."""
     version_lags: Tensor
     """[N] float32: trainer's weight version less the one that sampled the first token."""
-    support: Tensor
-    """[N, L, K] int32: the ids that the label was drawn from, -1 behind their end; K is 0 for the whole vocabulary."""
     position_ids: Tensor
     """[L] int64: each column's position in the whole row."""
     turn_ids: Tensor | None = None
@@ -51,10 +51,12 @@ class RolloutBatch:
     """[N] int64: positions before it are real tokens, where columns were cut; None: the mask tells."""
     routes: Tensor | None = None
     """[N, t, M, k] uint8 or int16: the server's experts of the tokens and layers that this rank's routers see."""
+    supports: Supports | None = None
+    """The ids that each of the N * L labels was drawn from, on the last stage. None: the whole vocabulary."""
 
     @classmethod
-    def empty(cls, rows: int, length: int, support: int = 0) -> RolloutBatch:
-        """Zeros of the right shapes, to receive into; `support` is K."""
+    def empty(cls, rows: int, length: int) -> RolloutBatch:
+        """Zeros of the right shapes, to receive into."""
         device = communication_device()
 
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -68,7 +70,6 @@ class RolloutBatch:
             rewards=zeros(rows, dtype=torch.float32),
             group_ids=zeros(rows, dtype=torch.int64),
             version_lags=zeros(rows, dtype=torch.float32),
-            support=zeros(rows, length, support, dtype=torch.int32) - 1,
             position_ids=torch.arange(length, device=device),
         )
 
@@ -81,8 +82,7 @@ class RolloutBatch:
 
         num_turns: the most that an environment lets a sample have, where there is one.
         """
-        widths = [sample.support.longest for sample in trajectories if sample.support is not None]
-        batch = cls.empty(len(trajectories), length, max(widths, default=0))
+        batch = cls.empty(len(trajectories), length)
         host = {name: value.cpu() for name, value in vars(batch).items() if isinstance(value, Tensor)}
         if num_turns is not None:
             host["turn_ids"] = torch.zeros_like(host["tokens"])
@@ -102,21 +102,17 @@ class RolloutBatch:
             if num_turns is not None and sample.turn_ids is not None:
                 assert (sample.turn_ids < num_turns).all(), "more turns than num_turns"
                 host["turn_ids"][row, prompt - 1 : end] = sample.turn_ids.where(sampled, 0)
-            if sample.support is not None:
-                host["support"][row, prompt - 1 : end] = sample.support.padded(batch.support.shape[2]).int()
             host["group_ids"][row] = sample.prompt_index
-            host["version_lags"][row] = version - int(sample.oldest_version)
+            host["version_lags"][row] = version - versions.number(sample.oldest_version)
         host["rewards"].copy_(rewards)
         tensors = {name: tensor.to(batch.tokens.device) for name, tensor in host.items()}
         return cls(**tensors, num_turns=num_turns)
 
-    def broadcast(
-        self, layout: Layout, *, with_support: bool = False, num_turns: int | None = None
-    ) -> RolloutBatch:
+    def broadcast(self, layout: Layout, *, num_turns: int | None = None) -> RolloutBatch:
         """The data leader's batch on its whole replica: two tensors over tensor x context, then pipeline.
 
-        Every rank passes a batch of the same shapes, but for K; only the leader's values count. with_support: two
-        more, K and the supports. num_turns: as in `from_trajectories`; turn ids travel with the tokens.
+        Every rank passes a batch of the same shapes; only the leader's values count. num_turns: as in
+        `from_trajectories`; turn ids travel with the tokens. Routes and supports have transports of their own.
         """
         integers = [self.tokens, self.labels, self.loss_mask.long()]
         if num_turns is not None:
@@ -125,18 +121,11 @@ class RolloutBatch:
         rows = torch.stack([self.rewards, self.group_ids.float(), self.version_lags])
         real = torch.cat([self.rollout_logprobs.reshape(-1), rows.reshape(-1)])
         broadcast_to_replica([whole, real], layout)
-        support = self.support
-        if with_support:
-            width = torch.full((), support.shape[2], dtype=torch.int64, device=support.device)
-            broadcast_to_replica([width], layout)
-            if support.shape[2] != width.item():
-                support = support.new_empty(*support.shape[:2], int(width.item()))
-            broadcast_to_replica([support], layout)
         logprobs, rows = real.split([self.rollout_logprobs.numel(), rows.numel()])
         rewards, group_ids, lags = rows.view(3, -1)
         return RolloutBatch(
             whole[0], whole[1], whole[2].bool(), logprobs.view_as(self.rollout_logprobs),
-            rewards, group_ids.long(), lags, support, self.position_ids,
+            rewards, group_ids.long(), lags, self.position_ids,
             None if num_turns is None else whole[3], num_turns,
         )
 
@@ -145,7 +134,7 @@ class RolloutBatch:
         if size == 1:
             return self
         columns = zigzag_positions(rank, size, (0, self.tokens.shape[1]), self.tokens.device)
-        by_column = ["tokens", "labels", "loss_mask", "rollout_logprobs", "support"]
+        by_column = ["tokens", "labels", "loss_mask", "rollout_logprobs"]
         by_column += [] if self.turn_ids is None else ["turn_ids"]
         cut = {name: getattr(self, name).index_select(1, columns) for name in by_column}
         return replace(self, **cut, position_ids=self.position_ids[columns], ends=self._ends())
@@ -191,13 +180,20 @@ def _broadcast_from_first(tensors: list[Tensor], group: dist.ProcessGroup) -> No
 class TrainingTargets:
     """What the loss needs beside the logits, flat over tokens; on the last pipeline stage only."""
 
-    old_logprobs: Tensor
-    """[tokens] float32, log pi_old of the label."""
+    rollout_logprobs: Tensor
+    """[tokens] float32, log pi_rollout of the label; NaN where the server gave none."""
+    loss_mask: Tensor
+    """[tokens] bool: the label was sampled by the policy, whatever its log-prob."""
+    own_weights: Tensor
+    """[tokens] bool: sampled, and by the weights that the trainer has now."""
     advantages: Tensor
     """[tokens] float32."""
     correction: Correction
+    """The batch's; without a scoring pass it only counts tokens, and the loss makes each microbatch's."""
     coefficients: Tensor
     """[tokens] float32: the loss of the global batch is the sum of coefficients x token losses."""
+    old_logprobs: Tensor | None = None
+    """[tokens] float32, log pi_old of the label, of the scoring pass; None without one."""
     turn_ids: Tensor | None = None
     """[tokens] int64, in [0, num_turns); None where rows have one turn."""
     num_turns: int | None = None
@@ -215,11 +211,11 @@ class Microbatch:
     """[b, L] int64."""
     position_ids: Tensor
     """[b, L] int64."""
-    support: Tensor
-    """[b, L, K] int32."""
     targets: TrainingTargets | None = None
     padding: Tensor | None = None
     """[b, L] bool: no token, as `RolloutBatch.padding` tells."""
+    supports: Supports | None = None
+    """The ids that each of the b * L labels was drawn from."""
 
 
 def microbatches(
@@ -229,17 +225,14 @@ def microbatches(
     rows, length = batch.tokens.shape
     positions, padding = batch.position_ids.expand(size, length), batch.padding
     for start in range(0, rows, size):
-        part = slice(start, start + size)
+        part, first, last = slice(start, start + size), start * length, (start + size) * length
         micro = Microbatch(
-            start // size, batch.tokens[part], batch.labels[part], positions, batch.support[part],
-            padding=padding[part],
+            start // size, batch.tokens[part], batch.labels[part], positions, padding=padding[part],
+            supports=None if batch.supports is None else batch.supports.tokens(first, last),
         )
         if targets is not None:
-            first, last = start * length, (start + size) * length
-            flat = slice(first, last)
-            micro = replace(micro, targets=TrainingTargets(
-                targets.old_logprobs[flat], targets.advantages[flat], targets.correction.rows(first, last),
-                targets.coefficients[flat], None if targets.turn_ids is None else targets.turn_ids[flat],
-                targets.num_turns,
-            ))
+            cut = {
+                name: value[first:last] for name, value in vars(targets).items() if isinstance(value, Tensor)
+            }
+            micro = replace(micro, targets=replace(targets, **cut, correction=targets.correction.rows(first, last)))
         yield micro

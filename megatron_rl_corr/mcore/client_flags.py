@@ -20,6 +20,7 @@ class ClientOptions:
     timeout_s: float
     read_timeout_s: float
     outage_timeout_s: float
+    update_timeout_s: float
     max_retries: int
     max_continuations: int
     ca_file: str | None
@@ -40,11 +41,16 @@ def add_client_arguments(group: Any) -> None:
     add("--rollout-max-per-server", metavar="N", type=int, default=None,
         help="samples in flight per data-parallel replica at each server (default: as many as over all)")
     add("--rollout-timeout-s", metavar="S", type=float, default=600.0,
-        help="longest wait for one request (default 600)")
+        help="longest wait for the answer to a pause or to a bucket of weights; samples have no such limit "
+        "(default 600)")
     add("--rollout-read-timeout-s", metavar="S", type=float, default=60.0,
-        help="longest silence of a server that has samples in flight, before it is left out (default 60)")
+        help="longest time without progress of the samples at a server, before it is left out; waiting in its queue "
+        "and pauses don't count (default 60)")
     add("--rollout-outage-timeout-s", metavar="S", type=float, default=10.0,
         help="longest wait for a server to come back when none is left, before the run ends (default 10)")
+    add("--rollout-update-timeout-s", metavar="S", type=float, default=3600.0,
+        help="longest wait, in a push, for a server that reads or writes all of its weights: a folder, checksums, the "
+        "end of an update (default 3600)")
     add("--rollout-max-retries", metavar="N", type=int, default=3,
         help="failed requests of one sample that are asked again (default 3)")
     add("--rollout-max-continuations", metavar="N", type=int, default=8,
@@ -59,7 +65,7 @@ def client_options(values: argparse.Namespace) -> ClientOptions:
     """ValueError for what is out of range or missing."""
     names = [field.name for field in dataclasses.fields(ClientOptions)]
     options = ClientOptions(**{name: getattr(values, f"rollout_{name}") for name in names})
-    for name in ("max_concurrency", "max_per_server", "timeout_s", "read_timeout_s"):
+    for name in ("max_concurrency", "max_per_server", "timeout_s", "read_timeout_s", "update_timeout_s"):
         value = getattr(options, name)
         if value is not None and not value > 0:
             raise ValueError(f"{PREFIX}{name.replace('_', '-')} must be positive, got {value}")

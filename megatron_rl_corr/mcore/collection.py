@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import concurrent.futures
-import functools
+import sys
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
-from megatron_rl_corr.core.metrics import Mean, Metric, Sum
+from megatron_rl_corr.core.metrics import Metric
 from megatron_rl_corr.mcore.arguments import RolloutOptions
 from megatron_rl_corr.mcore.batch import RolloutBatch, broadcast_to_replica
+from megatron_rl_corr.mcore.collection_metrics import COUNTED, collection_metrics, count_samples
 from megatron_rl_corr.mcore.compat import Layout
 from megatron_rl_corr.mcore.route_transport import scatter_routes
-from megatron_rl_corr.parallel.failure import communication_device
+from megatron_rl_corr.mcore.support_transport import Part, cut_supports, scatter_supports
+from megatron_rl_corr.parallel.failure import all_reduce_failure, communication_device
 from megatron_rl_corr.parallel.meeting import ROUND_S, all_reduce_answer
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
-from megatron_rl_corr.rollout.environment import EnvironmentFactory
-from megatron_rl_corr.rollout.episodes import generate_episodes
-from megatron_rl_corr.rollout.prompts import Prompt, PromptDataset
-from megatron_rl_corr.rollout.rewards import RewardFunction, score
-from megatron_rl_corr.rollout.routed_experts import has_routes, pack
+from megatron_rl_corr.rollout.episodes import Episodes
+from megatron_rl_corr.rollout.failures import CAUSES, NAMED_AFTER, FailedFraction, FailedPrompts, Failures
+from megatron_rl_corr.rollout.group_numbers import Cursor, Drawn, GroupNumbers
+from megatron_rl_corr.rollout.group_sampler import GroupSampler
+from megatron_rl_corr.rollout.prompts import PromptDataset
+from megatron_rl_corr.rollout.rewards import Rewards
+from megatron_rl_corr.rollout.routed_experts import pack
+from megatron_rl_corr.rollout.saved_cursor import SavedCursor
 from megatron_rl_corr.rollout.stream import GroupStream, Taken
 from megatron_rl_corr.rollout.trajectory import SamplingParams, Trajectory
 
@@ -32,11 +38,6 @@ if TYPE_CHECKING:
 
 PROGRESS_EVERY_S = 10.0
 """So often a leader tells the user how far it has come."""
-COUNTED = (
-    "samples", "tokens", "token_lags", "mixed", "length", "abort", "ready", "running", "dropped", "retries",
-    "continuations", "left_out", "route_tokens", "route_bytes", "unrouted",
-)  # fmt: skip
-"""What a replica's leader counts in a step, in the order it is broadcast in."""
 
 
 class Collector:
@@ -44,8 +45,9 @@ class Collector:
 
     def __init__(
         self, options: RolloutOptions, layout: Layout, *, samples: int, length: int, steps: tuple[int, int],
-        client: RolloutClient, loop: LoopThread, prompts: PromptDataset, reward: RewardFunction | None,
-        environment: EnvironmentFactory | None = None, replay: Replay | None = None, sequence_parallel: bool = False,
+        client: RolloutClient, loop: LoopThread, prompts: PromptDataset, rewards: Rewards,
+        episodes: Episodes | None = None, saved: SavedCursor | None = None, replay: Replay | None = None,
+        sequence_parallel: bool = False,
     ):
         share = samples // layout.dp_size
         if samples % layout.dp_size or share % options.group_size:
@@ -55,27 +57,40 @@ class Collector:
                 "a prompt's samples stay on one replica"
             )
         check_they_fit(prompts, "--rollout-prompts", options.max_new_tokens, length)
+        check_vocabulary(prompts, "--rollout-prompts", client.vocab_size)
         self._options, self._layout, self._length, self._rows = options, layout, length, share
-        self._client, self._loop, self._prompts = client, loop, prompts
-        self._reward, self._environment = reward, environment
-        self._groups, self._prompts_per_step = share // options.group_size, samples // options.group_size
-        # A step's prompts are one permutation of the data set; its groups are asked for one by one.
-        self._prompts_of = functools.lru_cache(maxsize=options.max_lag + 2)(self._own_prompts)
-        self._stream = GroupStream(
-            self._sample, groups_per_step=self._groups, first=steps[0], last=steps[1], max_lag=options.max_lag,
-            drop_stale=options.stale_samples == "drop",
-        )
-        self._counted = client.counts()
-        self._replay, self._sequence_parallel = replay, sequence_parallel
-        self.device = communication_device()
-        self.trajectories: list[Trajectory] = []
-        """The last step's samples of this replica, on its data leader."""
-        self.metrics: dict[str, Metric] = {}
-        """How the last step's samples came, this replica's share."""
+        self._client, self._loop, self._rewards = client, loop, rewards
+        self._groups = share // options.group_size
         self.sampling = SamplingParams(
             max_new_tokens=options.max_new_tokens, temperature=options.temperature, top_p=options.top_p,
             top_k=options.top_k,
         )
+        self._failures = Failures(options.rewards.max_failed_fraction)
+        self._failed_fraction = FailedFraction(options.rewards.max_failed_fraction)
+        self._prompts = prompts
+        # Without failures, a step's groups are those of one slice of the sequence.
+        cursor = Cursor(steps[0] * samples // options.group_size) if saved is None else saved.cursor_of(prompts)
+        self._failed_prompts = FailedPrompts(len(prompts)) if saved is None else saved.failed_of(prompts)
+        self._sampler = sampler = GroupSampler(
+            client, prompts, GroupNumbers(cursor, layout.dp_rank, layout.dp_size), self.sampling,
+            group_size=options.group_size, rewards=rewards, failures=self._failures,
+            failed_prompts=self._failed_prompts, on_failed=options.rewards.on_failed, episodes=episodes,
+        )
+        self._stream = GroupStream(
+            sampler.sample, sampler.draw, groups_per_step=self._groups, first=steps[0], last=steps[1],
+            max_lag=options.max_lag, drop_stale=options.stale_samples == "drop",
+        )
+        self._counted = client.counts()
+        self._failed = [0.0] * (len(CAUSES) + 2)
+        """Since the step before: samples that ended, those that failed, by cause, and groups that were replaced."""
+        self._replay, self._sequence_parallel = replay, sequence_parallel
+        self.device = communication_device()
+        self.trajectories: list[Trajectory] = []
+        """The last step's samples of this replica, on its data leader."""
+        self._supports: list[Part] | None = None
+        """What those were drawn from, until it is sent."""
+        self.metrics: dict[str, Metric] = {}
+        """How the last step's samples came, this replica's share."""
 
     def collect(self, step: int) -> RolloutBatch:
         """This rank's share of a step, whose number is its weights' version; every rank calls it.
@@ -83,6 +98,7 @@ class Collector:
         Rows of its replica, whole or, under context parallelism, their columns.
         """
         batch, counted = self._all_reduce_taken(step)
+        self._all_reduce_failed()
         counted = counted.to(self.device)
         broadcast_to_replica([counted], self._layout)
         # What a replica counts once is told by one of the ranks that share its rows.
@@ -90,10 +106,11 @@ class Collector:
             counted if self._layout.cp_group.rank() == 0 else torch.zeros_like(counted),
             with_routes=self._replay is not None,
         )
-        whole = batch.broadcast(
-            self._layout, with_support=self.sampling.truncated, num_turns=self._options.max_turns
-        )
+        whole = batch.broadcast(self._layout, num_turns=self._options.max_turns)
         own = whole.context_slice(self._layout.cp_group.rank(), self._layout.cp_group.size())
+        if self.sampling.truncated:
+            parts, self._supports = self._supports, None
+            own = replace(own, supports=scatter_supports(parts, self._rows, self._length, layout=self._layout))
         return own if self._replay is None else replace(own, routes=self._scatter_routes())
 
     def _scatter_routes(self) -> torch.Tensor:
@@ -106,27 +123,46 @@ class Collector:
             sequence_parallel=self._sequence_parallel,
         )
 
+    def all_gather_cursor(self) -> SavedCursor | None:
+        """Where all replicas stand, between two steps, on rank 0; every rank calls it."""
+
+        async def drawn() -> Drawn:
+            return self._sampler.drawn(self._stream.untrained())
+
+        own = (self._layout.dp_rank, self._loop.call(drawn())) if self._layout.is_data_leader else None
+        group = self._layout.dp_cp_group
+        everybodys: list[tuple[int, Drawn] | None] = [None] * group.size()
+        dist.all_gather_object(everybodys, own, group=group)
+        if dist.get_rank() != 0:
+            return None
+        replicas = [replica for _, replica in sorted(one for one in everybodys if one is not None)]
+        return SavedCursor.of(Cursor.merged(replicas), self._prompts, self._failed_prompts)
+
     def close(self) -> None:
-        """End what is being sampled ahead."""
+        """End what is being sampled ahead, and what scores it."""
         self._loop.call(self._stream.close())
+        self._loop.call(self._rewards.close())
 
-    def _own_prompts(self, step: int) -> list[Prompt]:
-        first = self._layout.dp_rank * self._groups
-        return self._prompts.batch(step, self._prompts_per_step)[first : first + self._groups]
+    def _all_reduce_failed(self) -> None:
+        """All replicas' failures since the step before; ends the run, on all ranks, where they are too many."""
+        sums = torch.tensor(self._failed, dtype=torch.float64, device=self.device)
+        dist.all_reduce(sums)
+        *judged, replaced = sums.tolist()
+        exceeded = self._failed_fraction.exceeded(judged)
+        if exceeded is not None:  # the first rank that has seen a failure tells
+            all_reduce_failure(self._failures.too_many(*exceeded) if self._failures.texts else None)
+        if replaced:
+            self._all_gather_failed_prompts()
 
-    def _prompt(self, number: int) -> Prompt:
-        """Of a group of this replica."""
-        step, place = divmod(number, self._groups)
-        return self._prompts_of(step)[place]
-
-    async def _sample(self, number: int) -> list[Trajectory]:
-        prompt, samples = self._prompt(number), self._options.group_size
-        if self._environment is None:
-            return await self._client.generate([prompt.input_ids], self.sampling, samples_per_prompt=samples)
-        return await generate_episodes(
-            self._client, [prompt], self.sampling, environment=self._environment,
-            max_turns=self._options.max_turns, samples_per_prompt=samples,
-        )
+    def _all_gather_failed_prompts(self) -> None:
+        """Leaders learn which prompts failed on other replicas: a prompt comes to another one in every epoch."""
+        group = self._layout.dp_cp_group
+        dropped: list[list[tuple[int, int]]] = [[]] * group.size()
+        dist.all_gather_object(dropped, self._failures.take_dropped(), group=group)
+        for row, number in sorted(pair for pairs in dropped for pair in pairs):
+            if self._failed_prompts.add(row, number) and dist.get_rank() == 0:
+                print(f"[rollout] row {row} of --rollout-prompts is left out for an epoch: its groups failed "
+                      f"{NAMED_AFTER} times", file=sys.stderr, flush=True)  # fmt: skip
 
     def _all_reduce_taken(self, step: int) -> tuple[RolloutBatch, torch.Tensor]:
         """A leader's batch and what it counted, zeros on other ranks; back when every leader has its own.
@@ -137,7 +173,10 @@ class Collector:
         started = time.monotonic()
 
         def read(taken: Taken) -> tuple[RolloutBatch, torch.Tensor]:
-            return self._batch(taken, step), torch.tensor(self._count(taken, step), dtype=torch.float64)
+            batch = self._batch(taken, step)
+            if self.sampling.truncated:
+                self._supports = cut_supports(self.trajectories, self._length, self._layout.cp_size)
+            return batch, torch.tensor(self._count(taken, step), dtype=torch.float64)
 
         own = all_reduce_answer(taking, read, lambda taking: self._has_arrived(taking, step, started))
         if own is None:
@@ -161,7 +200,7 @@ class Collector:
             replace(trajectory, prompt_index=place)
             for place, group in enumerate(taken.groups) for trajectory in group.trajectories
         ]
-        rewards = score(self.trajectories, [self._prompt(group.number) for group in taken.groups], self._reward)
+        rewards = torch.tensor([reward for group in taken.groups for reward in group.rewards], dtype=torch.float32)
         return RolloutBatch.from_trajectories(
             self.trajectories, rewards, length=self._length, version=version, num_turns=self._options.max_turns
         )
@@ -171,26 +210,22 @@ class Collector:
         counts = self._client.counts()
         since = {name: counts[name] - self._counted[name] for name in counts}
         self._counted = counts
-        by_version = [
-            (version - int(span.version), int(sample.sampled[span.start : span.end].sum()))
-            for sample in self.trajectories for span in sample.weight_versions
-        ]
-        own = {
-            "samples": len(self.trajectories),
-            "tokens": sum(tokens for _, tokens in by_version),
-            "token_lags": sum(lag * tokens for lag, tokens in by_version),
-            "mixed": sum(len(sample.weight_versions) > 1 for sample in self.trajectories),
-            "length": sum(sample.finish_reason == "length" for sample in self.trajectories),
-            "abort": sum(sample.finish_reason == "abort" for sample in self.trajectories),
-            "ready": taken.ready, "running": taken.running, "dropped": taken.dropped,
-            "route_tokens": 0, "route_bytes": 0, "unrouted": 0,
-        }  # fmt: skip
-        if self._replay is not None:
-            routes, experts = [sample.routed_experts for sample in self.trajectories], self._replay.shape.experts
-            own["route_tokens"] = sum(len(rows) for rows in routes)
-            own["route_bytes"] = sum(rows.nbytes for rows in routes)
-            own["unrouted"] = sum(int((~has_routes(rows, experts)).all(dim=1).sum()) for rows in routes)
-        return [float((since | own)[name]) for name in COUNTED]
+        failed = self._failures.since_last()
+        self._failed = [failed["ended"], *(failed[f"failed_{cause}"] for cause in CAUSES), failed["replaced"]]
+        experts = None if self._replay is None else self._replay.shape.experts
+        own = count_samples(taken, version, experts)
+        return [float((since | own | failed)[name]) for name in COUNTED]
+
+
+def check_vocabulary(prompts: PromptDataset, flag: str, vocab_size: int) -> None:
+    """ValueError for an id that the model does not have, which would be refused when its turn comes, steps later."""
+    for prompt in prompts.prompts:
+        largest = max(prompt.input_ids)
+        if largest >= vocab_size:
+            raise ValueError(
+                f"{flag}: row {prompt.index} has token id {largest}; ids must be in [0, {vocab_size}), the vocabulary "
+                "of --rollout-hf-checkpoint: were the prompts tokenised for this model?"
+            )
 
 
 def check_they_fit(prompts: PromptDataset, flag: str, max_new_tokens: int, length: int) -> None:
@@ -202,28 +237,3 @@ def check_they_fit(prompts: PromptDataset, flag: str, max_new_tokens: int, lengt
             f"--seq-length {length} is too short for the longest prompt of {flag}, {longest} tokens, and "
             f"--rollout-max-new-tokens {max_new_tokens}; use --seq-length {needed} or more"
         )
-
-
-def collection_metrics(counted: torch.Tensor, *, with_routes: bool = False) -> dict[str, Metric]:
-    """What a replica's leader counted ([len(COUNTED)] float64), under its logged names."""
-    values = dict(zip(COUNTED, counted, strict=True))
-
-    def mean(total: str, count: str) -> Mean:
-        return Mean(torch.stack([values[total], values[count]]))
-
-    routes = {
-        "router_replay/bytes_per_token": mean("route_bytes", "route_tokens"),
-        "router_replay/tokens_without_routes": Sum(values["unrouted"][None]),
-    }
-    return (routes if with_routes else {}) | {
-        "weight_lag_token_mean": mean("token_lags", "tokens"),
-        "rollout/mixed_version_fraction": mean("mixed", "samples"),
-        "rollout/length_fraction": mean("length", "samples"),
-        "rollout/abort_fraction": mean("abort", "samples"),
-        "rollout/groups_ready": Sum(values["ready"][None]),
-        "rollout/groups_running": Sum(values["running"][None]),
-        "rollout/groups_dropped": Sum(values["dropped"][None]),
-        "rollout/retries": Sum(values["retries"][None]),
-        "rollout/continuations": Sum(values["continuations"][None]),
-        "rollout/servers_left_out": Sum(values["left_out"][None]),
-    }

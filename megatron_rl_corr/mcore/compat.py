@@ -21,8 +21,6 @@ from megatron_rl_corr.weight_sync.shards import ShardRanks
 
 OUTPUT_PROCESSOR_SINCE = (0, 18)
 """GPTModel.forward's hook behind the last layer."""
-ATTENTION_LOGIT_SINCE = (0, 16)
-"""`train_step` tells the largest attention logit too: an eighth value."""
 
 EXPERT_GROUPS_SINCE = (0, 19)
 """Experts' gradients are summed over the experts' own groups, whatever their number of ranks."""
@@ -149,7 +147,7 @@ def _gather(model: list, optimizer: Any) -> None:
 @contextlib.contextmanager
 def asked_before_update(optimizer: Any, may_update: Callable[[], bool]) -> Iterator[None]:
     """Within, optimizer.step() asks first; at a no it changes nothing, and says what it says of an overflow."""
-    update = optimizer.step
+    update, bound = optimizer.step, "step" in vars(optimizer)  # as --optimizer-cuda-graph binds it
 
     def step() -> tuple:
         return update() if may_update() else (False, None, None)
@@ -158,12 +156,44 @@ def asked_before_update(optimizer: Any, may_update: Callable[[], bool]) -> Itera
     try:
         yield
     finally:
-        del optimizer.step
+        if bound:
+            optimizer.step = update
+        else:
+            del optimizer.step
 
 
-def skipped_step() -> tuple:
-    """`train_step`'s result for a step without update: losses, skipped, checkpoint?, exit?, code, norms."""
-    return ({}, 1, False, False, 0, None, None) + ((0,) if release() >= ATTENTION_LOGIT_SINCE else ())
+class RouterState:
+    """What a training pass moves in the model before the optimizer's step: the balancing biases of its routers.
+
+    They belong to the checkpoint and to what is pushed, so a step that is skipped must put them back.
+    """
+
+    def __init__(self, model: list):
+        self._kept = [(buffer, buffer.clone()) for chunk in model for buffer in _persistent_buffers(chunk)]
+        self._model = model
+
+    def restore(self) -> None:
+        """Put it back."""
+        for buffer, before in self._kept:
+            buffer.copy_(before)
+
+    def forget_attention_logits(self) -> None:
+        """With zeros --qk-clip, which rescales weights behind the optimizer's step, leaves them alone.
+
+        Not None: Megatron reduces them over ranks, before 0.17 whatever they are.
+        """
+        for chunk in self._model:
+            for module in chunk.modules():
+                if hasattr(module, "current_max_attn_logits") and module.current_max_attn_logits is not None:
+                    module.current_max_attn_logits = torch.zeros_like(module.current_max_attn_logits)
+
+
+def _persistent_buffers(chunk: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Those that a checkpoint holds."""
+    for module in chunk.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield buffer
 
 
 def grad_norm_of(result: tuple) -> float | None:
@@ -173,7 +203,13 @@ def grad_norm_of(result: tuple) -> float | None:
 
 
 def was_skipped(result: tuple) -> bool:
+    """Whether `train_step` left the weights as they were."""
     return bool(result[1])
+
+
+def is_leaving(result: tuple) -> bool:
+    """Whether `train_step` ends the run before its update, as the rerun state machine asks for."""
+    return bool(result[3])
 
 
 def unwrapped(model: list) -> list:

@@ -6,6 +6,8 @@ sampling, environment and reward.
 
 from __future__ import annotations
 
+import math
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -16,10 +18,12 @@ from megatron_rl_corr.parallel.failure import communication_device
 from megatron_rl_corr.parallel.meeting import all_reduce_answer
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
-from megatron_rl_corr.rollout.environment import EnvironmentFactory
-from megatron_rl_corr.rollout.episodes import generate_episodes
+from megatron_rl_corr.rollout.episodes import Episodes
+from megatron_rl_corr.rollout.errors import SampleFailure
+from megatron_rl_corr.rollout.fan_out import all_or_first_failure
 from megatron_rl_corr.rollout.prompts import Prompt
-from megatron_rl_corr.rollout.rewards import RewardFunction, score
+from megatron_rl_corr.rollout.rewards import Rewards
+from megatron_rl_corr.rollout.seeds import evaluation_number
 from megatron_rl_corr.rollout.trajectory import SamplingParams, Trajectory
 
 
@@ -32,9 +36,8 @@ class Evaluation:
     loop: LoopThread
     prompts: list[Prompt]
     sampling: SamplingParams
-    reward: RewardFunction | None
-    environment: EnvironmentFactory | None
-    max_turns: int | None
+    rewards: Rewards
+    episodes: Episodes | None
     every: int
 
     def is_due(self, step: int) -> bool:
@@ -45,24 +48,40 @@ class Evaluation:
         """Mean reward and length, and the share that hit the length limit: on every rank, which all call."""
         mine = self.prompts[self.layout.dp_rank :: self.layout.dp_size] if self.layout.is_data_leader else []
         sampling = self.loop.submit(self._sample(mine)) if mine else None
-        own = all_reduce_answer(sampling, lambda samples: self._sums(samples, mine))
-        sums = torch.zeros(4, dtype=torch.float64) if own is None else own
+        own = all_reduce_answer(sampling, _sums)
+        sums = torch.zeros(5, dtype=torch.float64) if own is None else own
         sums = sums.to(communication_device())
         dist.all_reduce(sums)
-        *totals, count = sums.tolist()
+        *totals, count, failed = sums.tolist()
         names = ("eval/reward", "eval/response_length", "eval/length_fraction")
-        return {name: total / count for name, total in zip(names, totals, strict=True)}
+        means = {name: total / count if count else math.nan for name, total in zip(names, totals, strict=True)}
+        return means | {"eval/failed": failed}
 
-    async def _sample(self, prompts: list[Prompt]) -> list[Trajectory]:
-        if self.environment is None:
-            return await self.client.generate([prompt.input_ids for prompt in prompts], self.sampling)
-        return await generate_episodes(
-            self.client, prompts, self.sampling, environment=self.environment, max_turns=self.max_turns
-        )
+    async def _sample(self, prompts: list[Prompt]) -> list[tuple[Trajectory, float] | None]:
+        """A sample of each prompt and its reward; None where it failed for good."""
+        places = range(self.layout.dp_rank, len(self.prompts), self.layout.dp_size)
+        numbers = [evaluation_number(place) for place in places]
+        return await all_or_first_failure([self._scored(*one) for one in zip(prompts, numbers, strict=True)])
 
-    def _sums(self, samples: list[Trajectory], prompts: list[Prompt]) -> torch.Tensor:
-        """[4]: of rewards, of sampled tokens, of samples that were cut, and their number."""
-        rewards = score(samples, prompts, self.reward)
-        tokens = sum(int(sample.sampled.sum()) for sample in samples)
-        cut = sum(sample.finish_reason == "length" for sample in samples)
-        return torch.tensor([rewards.double().sum().item(), tokens, cut, len(samples)], dtype=torch.float64)
+    async def _scored(self, prompt: Prompt, number: int) -> tuple[Trajectory, float] | None:
+        try:
+            if self.episodes is None:
+                [sample] = await self.client.generate([prompt.input_ids], self.sampling, group_numbers=[number])
+            else:
+                [sample] = await self.episodes.generate(
+                    self.client, [prompt], self.sampling, group_numbers=[number]
+                )
+            return sample, await self.rewards.score(prompt, sample)
+        except SampleFailure as failure:
+            print(f"[rollout] row {prompt.index} of --rollout-eval-prompts failed for good ({failure.cause}): "
+                  f"{failure}", file=sys.stderr, flush=True)  # fmt: skip
+            return None
+
+
+def _sums(scored: list[tuple[Trajectory, float] | None]) -> torch.Tensor:
+    """[5]: of rewards, of sampled tokens, of samples that were cut, their number, and that of those that failed."""
+    good = [one for one in scored if one is not None]
+    tokens = sum(int(sample.sampled.sum()) for sample, _ in good)
+    cut = sum(sample.finish_reason == "length" for sample, _ in good)
+    rewards = sum(reward for _, reward in good)
+    return torch.tensor([rewards, tokens, cut, len(good), len(scored) - len(good)], dtype=torch.float64)

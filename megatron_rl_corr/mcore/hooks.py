@@ -1,6 +1,7 @@
 """Puts the corrected step into an unmodified Megatron: what is replaced, where, and by what.
 
-Three functions: the one that adds arguments, the one that sets up the model, and the train step.
+Five functions: those that add arguments, set up the model and save it, the train step, and the one that names the file
+which makes a checkpoint a finished one.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from typing import Any
 
 import torch
 from megatron.training import arguments as megatron_arguments
-from megatron.training import global_vars, training
+from megatron.training import checkpointing, global_vars, training
 
 from megatron_rl_corr.config import RolloutCorrectionConfig
-from megatron_rl_corr.mcore import session, versions
+from megatron_rl_corr.mcore import checkpoint_cursor, compat, run_flags, session, versions
 from megatron_rl_corr.mcore.arguments import RolloutOptions, add_rollout_arguments
 from megatron_rl_corr.mcore.refusal import all_reduce_refusal
 from megatron_rl_corr.mcore.step import CorrectedStep
@@ -50,9 +51,17 @@ SET_UP = Hook(
 TRAIN_STEP = Hook(
     training, "train_step",
     ("forward_step_func", "data_iterator", "model", "optimizer", "opt_param_scheduler", "config"),
-    "collect, score, correct; then the original with our forward step and batch; then the push",
+    "collect, score if need be; then the original with our forward step, batch and corrected loss; then the push",
 )
-HOOKS = (ARGUMENTS, SET_UP, TRAIN_STEP)
+SAVE = Hook(
+    checkpointing, "save_checkpoint", ("iteration", "model", "optimizer"),
+    "all replicas' places in the prompts are brought together; then the original",
+)
+TRACKER = Hook(
+    checkpointing, "get_checkpoint_tracker_filename", ("checkpoints_path",),
+    "within a save, the places are written first; then the original",
+)
+HOOKS = (ARGUMENTS, SET_UP, TRAIN_STEP, SAVE, TRACKER)
 
 CONSOLE = {
     "reward/mean": "rollout reward",
@@ -92,7 +101,7 @@ def install(config: RolloutCorrectionConfig, options: RolloutOptions, report: Re
                 except (RuntimeError, ValueError, OSError) as error:  # what failed may be a group that it has to close
                     logger.warning("what the step before the restart had open was not all closed: %s", error)
             settings = training.get_args()
-            all_reduce_refusal(lambda: session.check_megatron_arguments(settings))
+            all_reduce_refusal(lambda: run_flags.check_megatron_arguments(settings))
             model, optimizer, scheduler = original(*args, **kwargs)
             steps["step"] = session.start(config, options, settings, model, optimizer, _encode, told.update)
             return model, optimizer, scheduler
@@ -111,7 +120,10 @@ def install(config: RolloutCorrectionConfig, options: RolloutOptions, report: Re
 
             step, iteration = steps["step"], training.get_args().curr_iteration
             told.clear()
-            losses, *rest = step.run(megatrons, iteration, model, optimizer, config.calculate_per_token_loss)
+            result = step.run(megatrons, iteration, model, optimizer, config.calculate_per_token_loss)
+            if compat.is_leaving(result):
+                return result
+            losses, *rest = result
             if step.evaluation is not None and step.evaluation.is_due(iteration + 1):
                 evaluated = step.evaluation.all_reduce_metrics()
                 if "step" in told:
@@ -124,7 +136,8 @@ def install(config: RolloutCorrectionConfig, options: RolloutOptions, report: Re
 
         return train_step
 
-    for hook, wrap in zip(HOOKS, (with_our_flags, set_up, corrected), strict=True):
+    wraps = (with_our_flags, set_up, corrected, _with_cursor(steps), checkpoint_cursor.written_before)
+    for hook, wrap in zip(HOOKS, wraps, strict=True):
         replace(hook.module, hook.name, hook.parameters, wrap)
     return lambda: steps["step"].close() if steps else None
 
@@ -151,6 +164,22 @@ def with_our_flags(original: Callable) -> Callable:
         return add_rollout_arguments(original(parser))
 
     return add_megatron_arguments
+
+
+def _with_cursor(steps: dict[str, CorrectedStep]) -> Callable[[Callable], Callable]:
+    """What wraps a save, once there is a step."""
+
+    def wrap(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def save_checkpoint(iteration, *args, **kwargs):
+            if "step" not in steps:
+                return original(iteration, *args, **kwargs)
+            with checkpoint_cursor.saved_with(iteration, steps["step"].collector.all_gather_cursor()):
+                return original(iteration, *args, **kwargs)
+
+        return save_checkpoint
+
+    return wrap
 
 
 def _encode(text: str) -> list[int]:

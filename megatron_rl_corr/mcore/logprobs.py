@@ -56,9 +56,9 @@ def label_logprobs(
 
         return split_output(output)
     logits, labels = output.reshape(-1, output.shape[-1]), micro.labels.reshape(-1)
-    if micro.support.shape[2]:
+    if micro.supports is not None:
         return support_logprobs(
-            logits, labels, micro.support.flatten(0, 1), tp_group=settings.tp_group,
+            logits, labels, micro.supports, tp_group=settings.tp_group,
             temperature=settings.temperature, with_entropy=with_entropy,
         )
     return vocab_parallel_logprobs(

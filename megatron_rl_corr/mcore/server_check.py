@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 
+import torch
 import torch.distributed as dist
 
+from megatron_rl_corr.mcore.first_step import FirstStep, first_step_bound
 from megatron_rl_corr.mcore.refusal import Refusal
 from megatron_rl_corr.parallel.failure import all_reduce_failure
 from megatron_rl_corr.rollout.blocking import LoopThread
@@ -27,6 +30,25 @@ def check_servers(kind: str, sampling: SamplingParams, client: RolloutClient, lo
         except RolloutError as failure:
             error = failure
     all_reduce_failure(error)
+
+
+def broadcast_first_step(
+    given: float | None, args: argparse.Namespace, client: RolloutClient, loop: LoopThread
+) -> FirstStep:
+    """The bound of the KL in the first step of this start; every rank calls it.
+
+    given is --rollout-max-first-step-kl; without it rank 0 asks the servers for the types of their numbers. args are
+    Megatron's.
+    """
+    bound, error = [given], None
+    if given is None and dist.get_rank() == 0:
+        try:
+            bound = [first_step_bound(args.params_dtype == torch.float32, loop.call(client.server_info()))]
+        except RolloutError as failure:
+            error = failure
+    all_reduce_failure(error)
+    dist.broadcast_object_list(bound, src=0)
+    return FirstStep(args.iteration, bound[0])
 
 
 def judge(findings: list[Finding], kind: str) -> Refusal | None:

@@ -11,26 +11,32 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl_corr.config import RolloutCorrectionConfig
-from megatron_rl_corr.mcore import compat
+from megatron_rl_corr.mcore import checkpoint_cursor, compat
 from megatron_rl_corr.mcore.arguments import RolloutOptions
-from megatron_rl_corr.mcore.collection import Collector, check_they_fit
+from megatron_rl_corr.mcore.collection import Collector, check_they_fit, check_vocabulary
 from megatron_rl_corr.mcore.evaluation import Evaluation
 from megatron_rl_corr.mcore.expert_statistics import ExpertLog, ExpertStatistics
 from megatron_rl_corr.mcore.logprobs import LogprobSettings
+from megatron_rl_corr.mcore.one_update import idle_clips
+from megatron_rl_corr.mcore.policy_check import check_model
 from megatron_rl_corr.mcore.refusal import Refusal, all_reduce_refusal
-from megatron_rl_corr.mcore.router_flags import check_router_replay
-from megatron_rl_corr.mcore.server_check import check_servers
+from megatron_rl_corr.mcore.scoring import describe_scoring
+from megatron_rl_corr.mcore.server_check import broadcast_first_step, check_servers
 from megatron_rl_corr.mcore.step import CorrectedStep
 from megatron_rl_corr.mcore.trajectory_log import TrajectoryLog
 from megatron_rl_corr.parallel.failure import all_reduce_failure
+from megatron_rl_corr.parallel.failure_watch import WATCH
+from megatron_rl_corr.rollout import versions
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
 from megatron_rl_corr.rollout.environment import load_environment
+from megatron_rl_corr.rollout.episodes import Episodes
 from megatron_rl_corr.rollout.errors import RolloutError
 from megatron_rl_corr.rollout.prompts import PromptDataset
-from megatron_rl_corr.rollout.rewards import load_function
+from megatron_rl_corr.rollout.rewards import Rewards
 from megatron_rl_corr.rollout.trajectory import SamplingParams
-from megatron_rl_corr.weight_sync.choice import make_proof, make_transport
+from megatron_rl_corr.rollout.user_calls import UserCalls
+from megatron_rl_corr.weight_sync.choice import make_coverage, make_proof, make_transport
 from megatron_rl_corr.weight_sync.export import StageExporter
 from megatron_rl_corr.weight_sync.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.weight_sync.names import NameTable
@@ -40,46 +46,6 @@ from megatron_rl_corr.weight_sync.shards import LocalParameter, load_shards, loc
 
 Report = Callable[[dict[str, float]], None]
 WAIT_FOR_SERVERS_S = 60.0
-
-
-def check_megatron_arguments(args: argparse.Namespace) -> None:
-    """ValueError for Megatron flags that a corrected step can't honour."""
-    check_router_replay(args)
-    chunks = 2 * args.context_parallel_size
-    if args.context_parallel_size > 1 and args.seq_length % chunks:
-        raise ValueError(
-            f"--seq-length {args.seq_length} must be a multiple of 2 * --context-parallel-size, {chunks}: "
-            "every row is cut into so many chunks"
-        )
-    compat.check_expert_layout(args)
-    if args.yaml_cfg is not None:
-        raise ValueError(
-            "--yaml-cfg replaces every flag, the rollout ones too; give Megatron's settings as flags"
-        )
-    if args.rampup_batch_size is not None:
-        raise ValueError(
-            "--rampup-batch-size is not supported with rollouts: every step takes --global-batch-size"
-        )
-    if args.finetune or args.pretrained_checkpoint is not None:
-        raise ValueError(
-            "--finetune and --pretrained-checkpoint begin at iteration 0, where the weights of --rollout-hf-checkpoint "
-            "are loaded over theirs; convert the checkpoint to Hugging Face format, or leave the flag out"
-        )
-    if args.iterations_to_skip:
-        raise ValueError(
-            f"--iterations-to-skip {args.iterations_to_skip}: samples of a step that is skipped would train a later "
-            "one; leave it out"
-        )
-    if args.eval_iters:
-        raise ValueError(
-            f"--eval-iters {args.eval_iters}: evaluation would score the script's data set, not rollouts; "
-            "use --eval-iters 0, and --rollout-eval-prompts for rollouts on held-out prompts"
-        )
-    if args.rollout_eval_prompts and not 0 < (args.eval_interval or 0) <= args.train_iters:
-        raise ValueError(
-            f"--rollout-eval-prompts would never be asked: --eval-interval {args.eval_interval}, the steps from one "
-            f"evaluation to the next, must be from 1 to --train-iters {args.train_iters}"
-        )
 
 
 def start(
@@ -93,21 +59,18 @@ def start(
 
     replay = _replay(options, args, model, layout)
     from_servers = replay if options.router_replay == "R3" else None
+    saved = checkpoint_cursor.broadcast_saved(args)
 
     def prepare() -> tuple:
         checkpoint = HFCheckpoint(options.hf_checkpoint)
         vocab_size = checkpoint.config["vocab_size"]
-        experts = from_servers and from_servers.shape
-        client = RolloutClient(options.urls, vocab_size=vocab_size, experts=experts, **options.client.arguments())
-        reward = None if options.reward_function is None else load_function(options.reward_function)
-        environment = None if options.environment is None else load_environment(options.environment)
+        client, scores = _client(options, args, vocab_size, from_servers), _scores(options, layout, loop)
         collector = Collector(
             options, layout, samples=args.global_batch_size, length=args.seq_length,
             steps=(args.iteration, args.train_iters), client=client, loop=loop,
             prompts=PromptDataset.from_jsonl(options.prompts, encode, seed=args.seed),
-            reward=reward, environment=environment, replay=from_servers, sequence_parallel=args.sequence_parallel,
+            saved=saved, replay=from_servers, sequence_parallel=args.sequence_parallel, **scores,
         )
-        scores = {"reward": reward, "environment": environment}
         evaluation = _evaluation(options, args, layout, client, loop, collector.sampling, encode, scores)
         parameters = _parameters(checkpoint, args, model)
         if args.iteration == 0:
@@ -119,7 +82,7 @@ def start(
     parameters, client, collector, evaluation, log, vocab_size = all_reduce_refusal(prepare)
     if args.iteration == 0:
         optimizer.reload_model_params()
-    _broadcast_reached(client, loop)
+    run_id = _broadcast_reached(client, loop)
     exporter = StageExporter(
         parameters, layout.shard, layout.stage_groups, stage=layout.pp_rank, num_stages=layout.pp_size
     )
@@ -127,7 +90,7 @@ def start(
 
     def push(version: int) -> None:
         push_weights(
-            exporter, servers, version=str(version), bucket_bytes=int(options.bucket_mib * 2**20)
+            exporter, servers, version=versions.name(run_id, version), bucket_bytes=int(options.bucket_mib * 2**20)
         )
 
     def close() -> None:
@@ -140,17 +103,38 @@ def start(
         push(args.iteration)
     try:
         check_servers(options.server_check, collector.sampling, client, loop)
+        first_step = broadcast_first_step(options.max_first_step_kl, args, client, loop)
     except BaseException:
         close()
         raise
-    return CorrectedStep(
-        config=config, layout=layout, collector=collector,
-        logprobs=_logprobs(options, layout, vocab_size),
+    step = CorrectedStep(
+        config=config, layout=layout, collector=collector, logprobs=_logprobs(options, layout, vocab_size),
         push=push, report=report, evaluation=evaluation, log=log, close=close, micro_batch_size=args.micro_batch_size,
         global_batch_size=args.global_batch_size, seq_length=args.seq_length, group_size=options.group_size,
         replay=replay, min_agreement=options.router_replay_min_agreement, sequence_parallel=args.sequence_parallel,
-        experts=_experts(options, args, replay, layout),
+        experts=_experts(options, args, replay, layout), first_step=first_step,
     )
+    _tell(describe_scoring(config, step.scored_for), idle_clips(config))
+    return step
+
+
+def _tell(*lines: str | None) -> None:
+    """Once, not from every rank."""
+    for line in lines if dist.get_rank() == 0 else ():
+        if line is not None:
+            print(f"[rollout] {line}", flush=True)
+
+
+def _scores(options: RolloutOptions, layout: compat.Layout, loop: LoopThread) -> dict[str, Any]:
+    """What scores samples, ready on the ranks that ask for them."""
+    rewards = Rewards(options.reward_function, workers=options.rewards.workers, limit_s=options.rewards.timeout_s)
+    episodes = None
+    if options.environment is not None:
+        calls = UserCalls(options.environment_timeout_s)
+        episodes = Episodes(load_environment(options.environment), options.max_turns, calls)
+    if layout.is_data_leader:
+        loop.call(rewards.start())
+    return {"rewards": rewards, "episodes": episodes}
 
 
 def _evaluation(
@@ -161,9 +145,17 @@ def _evaluation(
         return None
     prompts = PromptDataset.from_jsonl(options.eval_prompts, encode)
     check_they_fit(prompts, "--rollout-eval-prompts", options.max_new_tokens, args.seq_length)
+    check_vocabulary(prompts, "--rollout-eval-prompts", client.vocab_size)
     return Evaluation(
-        layout, client, loop, prompts.prompts, sampling, max_turns=options.max_turns, every=args.eval_interval,
-        **scores,
+        layout, client, loop, prompts.prompts, sampling, every=args.eval_interval, **scores
+    )
+
+
+def _client(options: RolloutOptions, args: argparse.Namespace, vocab_size: int, replay: Any) -> RolloutClient:
+    experts = None if replay is None else replay.shape
+    return RolloutClient(
+        options.urls, vocab_size=vocab_size, experts=experts, seed=args.seed,
+        keyed_cache=options.pause_mode == "in_place", **options.client.arguments(),
     )  # fmt: skip
 
 
@@ -196,9 +188,10 @@ def _experts(
 
 
 def _parameters(checkpoint: HFCheckpoint, args: argparse.Namespace, model: list) -> list[LocalParameter]:
-    table = NameTable(checkpoint.config, padded_vocab_size=args.padded_vocab_size)
+    chunks, table = compat.unwrapped(model), NameTable(checkpoint.config, padded_vocab_size=args.padded_vocab_size)
+    check_model(chunks, args)
     experts = (args.num_experts or 0) // args.expert_model_parallel_size
-    return local_parameters(compat.unwrapped(model), table, experts_per_rank=experts)
+    return local_parameters(chunks, table, experts_per_rank=experts)
 
 
 def _weight_servers(
@@ -210,21 +203,30 @@ def _weight_servers(
         checkpoint=checkpoint, folder=options.weight_dir, stage=exporter.stage, sends=exporter.sends,
     ))  # fmt: skip
     proof = make_proof(options.verify_push, checkpoint)
-    return WeightServers(client, loop, transport, proof=proof, pause_mode=options.pause_mode)
+    servers = WeightServers(
+        client, loop, transport, proof=proof, coverage=make_coverage(checkpoint), pause_mode=options.pause_mode,
+        samples_ahead=options.max_lag > 0,
+    )
+    if dist.get_rank() == 0:
+        WATCH.on_failure(servers.release)  # of whichever rank
+    return servers
 
 
-def _broadcast_reached(client: RolloutClient, loop: LoopThread) -> None:
+def _broadcast_reached(client: RolloutClient, loop: LoopThread) -> str:
     """Every server answers, seen from rank 0; failing here is cheaper than in the middle of a step.
 
-    What is behind a router is asked once, so that all ranks speak to the same servers.
+    What is behind a router is asked once, so that all ranks speak to the same servers. Returns the id of this start in
+    the names of its weight versions, rank 0's too.
     """
-    error, urls = None, [client.base_urls]
+    error, found = None, [client.base_urls, versions.new_run_id()]
     if dist.get_rank() == 0:
         try:
-            urls = [loop.call(client.find_servers(WAIT_FOR_SERVERS_S))]
+            found[0] = loop.call(client.find_servers(WAIT_FOR_SERVERS_S))
             loop.call(client.wait_healthy(WAIT_FOR_SERVERS_S))
         except (RolloutError, ValueError) as failure:
             error = failure if isinstance(failure, RolloutError) else Refusal(f"--rollout-url: {failure}")
     all_reduce_failure(error)
-    dist.broadcast_object_list(urls, src=0)
-    client.use_servers(urls[0])
+    dist.broadcast_object_list(found, src=0)
+    urls, run_id = found
+    client.use_servers(urls)
+    return run_id

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from megatron.core.rerun_state_machine import RerunDataIterator
-from torch import Tensor
 
 from megatron_rl_corr.config import RolloutCorrectionConfig
 from megatron_rl_corr.core.metrics import Metric, Sum
@@ -24,13 +23,15 @@ from megatron_rl_corr.mcore.batch import RolloutBatch, TrainingTargets, microbat
 from megatron_rl_corr.mcore.collection import Collector
 from megatron_rl_corr.mcore.evaluation import Evaluation
 from megatron_rl_corr.mcore.expert_statistics import ExpertStatistics, means, summary
+from megatron_rl_corr.mcore.first_step import FirstStep
 from megatron_rl_corr.mcore.forward_step import make_forward_step
 from megatron_rl_corr.mcore.logprobs import LogprobSettings
 from megatron_rl_corr.mcore.loss import CorrectedLoss
 from megatron_rl_corr.mcore.routed_step import RoutedStep
-from megatron_rl_corr.mcore.scoring import score
-from megatron_rl_corr.mcore.targets import batch_metrics, make_bypass_targets, make_targets
+from megatron_rl_corr.mcore.scoring import reasons_to_score, score
+from megatron_rl_corr.mcore.targets import batch_metrics, make_targets, make_unscored_targets
 from megatron_rl_corr.mcore.trajectory_log import TrajectoryLog
+from megatron_rl_corr.parallel.failure import all_reduce_failure
 from megatron_rl_corr.parallel.groups import ParallelGroups
 from megatron_rl_corr.parallel.reduce import all_gather_metrics, merge
 
@@ -38,6 +39,19 @@ if TYPE_CHECKING:
     from megatron_rl_corr.mcore.router_replay import Replay
 
 TrainStep = Callable[..., tuple]
+
+DECISION = ("kept", "pulling", "first_step_kl")
+"""What the loss counts for the decision between backward pass and update."""
+NO_TOKEN = (
+    "no token of the batch is left: no update in this step. See rollout_corr/rejected_fraction/* for the rule that "
+    "took them, and widen its --rollout-rs-threshold; or the step's train-infer KL was above --rollout-batch-filter-kl "
+    "(rollout_corr/batch_filtered)"
+)
+NO_GRADIENT = (
+    "no token of the batch has a gradient, as every advantage or weight is 0: no update in this step. If the rewards "
+    "of each prompt's samples are equal (rollout/groups_without_spread), the prompts are too easy or too hard, or the "
+    "servers gave one sample many times (rollout/duplicate_samples)"
+)
 
 
 @dataclass
@@ -83,10 +97,20 @@ class CorrectedStep:
     sequence_parallel: bool = False
     experts: ExpertStatistics | None = None
     """Of --expert-statistics."""
+    first_step: FirstStep | None = None
+    """What must hold in the first step after the start; None asks nothing."""
 
     @property
     def groups(self) -> ParallelGroups:
         return ParallelGroups(cp=self.layout.cp_group, dp_cp=self.layout.dp_cp_group)
+
+    @property
+    def scored_for(self) -> tuple[str, ...]:
+        """What needs the scoring pass; with none, log-probs, weights and metrics are those of the training pass."""
+        return reasons_to_score(
+            self.config, saves=self.log is not None, experts=self.experts is not None,
+            records=self.replay is not None and self.replay.kind == "R2",
+        )
 
     def run(
         self, train_step: TrainStep, iteration: int, model: list, optimizer: Any, per_token: bool
@@ -95,45 +119,43 @@ class CorrectedStep:
         times = StepTimes()
         batch = self.collector.collect(iteration)
         times.mark("collect")
+        scored = bool(self.scored_for)
         routed = RoutedStep(
             self.replay, batch, self.layout, sequence_parallel=self.sequence_parallel, length=self.seq_length,
-            observe_training=self.config.bypass_mode,
+            observe_training=not scored,
         )
         targets, metrics = self._targets(batch, model, optimizer, routed)
-        if not self.config.bypass_mode:
+        if scored:
             metrics |= self._all_reduce_agreement(routed, iteration)
         if self.experts is not None:
             metrics |= self._all_gather_experts(batch, targets, iteration)
         times.mark("score")
         if self.log is not None:
-            self.log.all_reduce_write(
-                iteration, batch, self.collector.trajectories, targets, with_train=not self.config.bypass_mode
-            )
+            self.log.all_reduce_write(iteration, batch, self.collector.trajectories, targets, with_train=scored)
             times.mark("save")
-        loss, numbers = self._loss(batch, per_token), {}
+        loss, numbers = self._loss(batch, per_token, iteration), {}
         iterators = [RerunDataIterator(microbatches(batch, self.micro_batch_size, targets)) for _ in model]
+        forward_step = make_forward_step(loss, self.logprobs, with_entropy=loss.with_entropy, replay=routed.replay)
+        routers = compat.RouterState(model)
 
-        def train() -> tuple:
-            forward_step = make_forward_step(
-                loss, self.logprobs, with_entropy=loss.with_entropy, replay=routed.replay
-            )
-            with routed.training():
-                return train_step(forward_step, iterators if len(model) > 1 else iterators[0])
+        def may_update() -> bool:
+            # Only the training pass knows it all, so the step's one gather of metrics comes before the update.
+            found = metrics if scored else metrics | self._all_reduce_agreement(routed, iteration)
+            numbers.update(self._all_gather_numbers(found, loss))
+            decision = {name: numbers.pop(f"decision/{name}", 0.0) for name in DECISION}
+            if targets is not None and scored:  # and here the whole batch may have been filtered out
+                decision["kept"] = min(decision["kept"], float(targets.correction.kept_tokens))
+            updates = self._broadcast_decision(decision, iteration)
+            if not updates:
+                routers.forget_attention_logits()
+            return updates
 
-        if self.config.bypass_mode:
-
-            def may_update() -> bool:
-                # Only the loss knows what is kept, so the step's one gather of metrics comes before the update.
-                agreement = self._all_reduce_agreement(routed, iteration)
-                numbers.update(self._all_gather_numbers(metrics | agreement, loss))
-                return self._broadcast_any_kept(numbers.get("rollout_corr/kept_fraction"))
-
-            with compat.asked_before_update(optimizer, may_update):
-                result = train()
-        else:
-            kept = None if targets is None else targets.correction.kept_tokens
-            result = train() if self._broadcast_any_kept(kept) else compat.skipped_step()
-            numbers = self._all_gather_numbers(metrics, loss)
+        with compat.asked_before_update(optimizer, may_update), routed.training():
+            result = train_step(forward_step, iterators if len(model) > 1 else iterators[0])
+        if compat.was_skipped(result):
+            routers.restore()
+        if compat.is_leaving(result):
+            return result  # to write a checkpoint: there was no update, and nobody is left to sample for
         times.mark("train")
         with compat.gathered_parameters(model, optimizer):
             self.push(iteration + 1)
@@ -145,10 +167,10 @@ class CorrectedStep:
         self, batch: RolloutBatch, model: list, optimizer: Any, routed: RoutedStep
     ) -> tuple[TrainingTargets | None, dict[str, Metric]]:
         """What the loss needs, and the batch's metrics; None and none but on the last stage."""
-        if self.config.bypass_mode:
+        if not self.scored_for:
             if not self.layout.is_last_stage:
                 return None, {}
-            targets = make_bypass_targets(batch, self.config, self.groups, group_size=self.group_size)
+            targets = make_unscored_targets(batch, self.config, self.groups, group_size=self.group_size)
             return targets, batch_metrics(batch, targets, None, self.groups)
         with compat.gathered_parameters(model, optimizer), routed.scoring():
             scored = score(model, batch, self.logprobs, micro_batch_size=self.micro_batch_size,
@@ -181,44 +203,46 @@ class CorrectedStep:
         alone = self.layout.dp_cp_group.rank() == 0
         return curves if alone else {name: Sum(torch.zeros_like(one.values)) for name, one in curves.items()}
 
-    def _loss(self, batch: RolloutBatch, per_token: bool) -> CorrectedLoss:
+    def _loss(self, batch: RolloutBatch, per_token: bool, iteration: int) -> CorrectedLoss:
         return CorrectedLoss(
             self.config, self.logprobs, num_microbatches=len(batch.tokens) // self.micro_batch_size,
             dp_size=self.layout.dp_size, per_token=per_token,
-            global_positions=self.global_batch_size * self.seq_length, groups=self.groups,
+            global_positions=self.global_batch_size * self.seq_length, scored=bool(self.scored_for),
+            groups=self.groups, first_step=self._is_first(iteration),
         )
 
-    def _broadcast_any_kept(self, kept: Tensor | float | None) -> bool:
-        """Whether the loss keeps a token of the global batch: the last stage knows (others give None), all learn it.
+    def _is_first(self, iteration: int) -> bool:
+        return self.first_step is not None and self.first_step.iteration == iteration
 
-        A host read. A step without a token must be skipped by all, or Adam's momentum and weight decay, or MoE's
-        auxiliary losses, would still move the weights.
+    def _broadcast_decision(self, decision: dict[str, float], iteration: int) -> bool:
+        """Whether the step updates the weights: the last stage knows (others give zeros), all learn it.
+
+        A host read. A step without a token, or without a gradient, must be skipped by all, or Adam's momentum and
+        weight decay, or MoE's auxiliary losses, would still move the weights. In the first step Refusal, on every
+        rank's behalf, where what is trained is not what was sampled.
         """
-        told = torch.zeros((), dtype=torch.float64, device=self.collector.device)
-        if kept is not None:
-            told += kept
+        told = torch.tensor(list(decision.values()), dtype=torch.float64, device=self.collector.device)
         if self.layout.pp_size > 1:
             last = dist.get_process_group_ranks(self.layout.pp_group)[-1]
             dist.broadcast(told, last, group=self.layout.pp_group)
-        # NaN is a share of nothing: no token was valid.
-        any_kept = told.item() > 0
-        if not any_kept and dist.get_rank() == dist.get_world_size() - 1:
-            print(
-                "[rollout] no token of the batch is left: no update in this step. See rollout_corr/rejected_fraction/* "
-                "for the rule that took them, and widen its --rollout-rs-threshold; or the step's train-infer KL was "
-                "above --rollout-batch-filter-kl (rollout_corr/batch_filtered)",
-                file=sys.stderr, flush=True,
-            )
-        return any_kept
+        kept, pulling, first_step_kl = told.tolist()
+        if self._is_first(iteration):
+            all_reduce_failure(self.first_step.judge(first_step_kl))
+        if kept > 0 and pulling > 0:
+            return True
+        if dist.get_rank() == dist.get_world_size() - 1:
+            print(f"[rollout] {NO_GRADIENT if kept > 0 else NO_TOKEN}", file=sys.stderr, flush=True)
+        return False
 
     def _all_gather_numbers(self, metrics: dict[str, Metric], loss: CorrectedLoss) -> dict[str, float]:
         """The step's metrics over the global batch, by their logged names; none but on the last stage."""
         if not self.layout.is_last_stage:
             return {}
-        metrics = metrics | {f"loss/{name}": metric for name, metric in merge(loss.metrics.values()).items()}
-        metrics |= {f"rollout_corr/{name}": metric for name, metric in merge(loss.corrections.values()).items()}
-        metrics |= self.collector.metrics
-        return all_gather_metrics(metrics, self.layout.dp_cp_group)
+        for prefix, parts in (
+            ("loss", loss.metrics), ("rollout_corr", loss.corrections), ("decision", loss.decisions)
+        ):
+            metrics = metrics | {f"{prefix}/{name}": metric for name, metric in merge(parts.values()).items()}
+        return all_gather_metrics(metrics | self.collector.metrics, self.layout.dp_cp_group)
 
     def _log(self, iteration: int, numbers: dict[str, float], result: tuple, times: StepTimes) -> None:
         if dist.get_rank() != dist.get_world_size() - 1:

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_rl_corr.config import RolloutCorrectionConfig
 from megatron_rl_corr.core.advantages import group_advantages
 from megatron_rl_corr.core.aggregation import token_coefficients
-from megatron_rl_corr.core.correction import compute_correction
+from megatron_rl_corr.core.correction import Correction, compute_correction
 from megatron_rl_corr.core.losses.penalties import mean_entropy
 from megatron_rl_corr.core.metrics import Max, Mean, Metric, Min, Std
 from megatron_rl_corr.mcore.batch import RolloutBatch, TrainingTargets
@@ -41,14 +41,13 @@ def make_targets(
     advantages = group_advantages(
         batch.rewards, batch.group_ids, **group, in_baseline=correction.kept_sequences
     ).repeat_interleave(length)
-    coefficients = token_coefficients(correction, batch.seq_ids, config)
-    return TrainingTargets(old_logprobs, advantages, correction, coefficients)
+    return _targets(batch, correction, advantages, config, old_logprobs=old_logprobs)
 
 
-def make_bypass_targets(
+def make_unscored_targets(
     batch: RolloutBatch, config: RolloutCorrectionConfig, groups: ParallelGroups, *, group_size: int
 ) -> TrainingTargets:
-    """Two policies: pi_rollout is pi_old, and the loss corrects the current policy against it.
+    """Without a scoring pass: the loss corrects the current policy against pi_rollout.
 
     Nothing is rejected before the loss, so every row that has tokens is in its group's baseline.
     """
@@ -62,9 +61,18 @@ def make_bypass_targets(
         batch.rewards, batch.group_ids, num_groups=rows // group_size, kind=config.advantage_kind,
         in_baseline=whole.kept_sequences,
     ).repeat_interleave(length)
-    coefficients = token_coefficients(whole, batch.seq_ids, config)
-    correction = replace(whole, metrics={})
-    return TrainingTargets(rollout, advantages, correction, coefficients, batch.flat_turn_ids, batch.num_turns)
+    return _targets(batch, replace(whole, metrics={}), advantages, config)
+
+
+def _targets(
+    batch: RolloutBatch, correction: Correction, advantages: Tensor, config: RolloutCorrectionConfig,
+    *, old_logprobs: Tensor | None = None,
+) -> TrainingTargets:
+    own = batch.loss_mask & (batch.version_lags == 0)[:, None]
+    return TrainingTargets(
+        batch.rollout_logprobs.reshape(-1), batch.loss_mask.reshape(-1), own.reshape(-1), advantages, correction,
+        token_coefficients(correction, batch.seq_ids, config), old_logprobs, batch.flat_turn_ids, batch.num_turns,
+    )
 
 
 def batch_metrics(

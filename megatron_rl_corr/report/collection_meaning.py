@@ -20,6 +20,12 @@ COLLECTION: dict[str, Meaning] = {
     "rollout/abort_fraction": Meaning(
         "responses that a server cut short and that could not be continued", "aborted samples / samples"
     ),
+    "rollout/groups_without_spread": Meaning(
+        "groups whose rewards are all equal: their advantages are 0, they teach nothing", "count"
+    ),
+    "rollout/duplicate_samples": Meaning(
+        "samples with the tokens of another one of their group; many: the server repeats itself", "count"
+    ),
     "rollout/groups_ready": Meaning(
         "groups that wait for a later step; with many, sampling is faster than training"
     ),
@@ -30,4 +36,20 @@ COLLECTION: dict[str, Meaning] = {
     "rollout/retries": Meaning("requests sent again because a server failed, since the step before"),
     "rollout/continuations": Meaning("requests that went on with an aborted response, since the step before"),
     "rollout/servers_left_out": Meaning("times that a server was left out, since the step before"),
+    "rollout/failed_fraction": Meaning(
+        "samples that failed for good since the step before; --rollout-max-failed-fraction",
+        "failed samples / samples that ended",
+    ),
+    "rollout/groups_replaced": Meaning("groups dropped because a sample failed for good, since the step before"),
+}
+
+COLLECTION_FAMILIES: dict[str, Meaning] = {
+    "rollout/failed/": Meaning(
+        "samples that failed for good since the step before, by cause",
+        "refused, retries, protocol, environment, environment_timeout, reward_error, reward_timeout",
+    ),
+    "rollout/by_fate/": Meaning(
+        "kept_length_mean, dropped_length_mean: tokens per response of groups kept and dropped",
+        "sampled tokens / samples; of groups dropped for a failure, those that had been sampled",
+    ),
 }

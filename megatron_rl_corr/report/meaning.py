@@ -4,7 +4,7 @@ D = log pi_train - log pi_rollout of a sampled token, rho = e^D, w = the importa
 """
 
 from megatron_rl_corr.report.clamped import CLAMPS, clamped_text
-from megatron_rl_corr.report.collection_meaning import COLLECTION
+from megatron_rl_corr.report.collection_meaning import COLLECTION, COLLECTION_FAMILIES
 from megatron_rl_corr.report.routing_meaning import ROUTING
 from megatron_rl_corr.report.usual import Meaning, UsualRange
 
@@ -164,13 +164,17 @@ MEANINGS: dict[str, Meaning] = {
     "loss/dual_clip_fraction": Meaning(
         "tokens of negative advantage whose loss the dual clip bounded", "tokens at c |A| / kept tokens"
     ),
-    "loss/old_new_k3_kl": Meaning("how far the policy moved from pi_old within the step, k3 estimate"),
+    "loss/old_new_k3_kl": Meaning(
+        "how far the policy is from pi_old, k3 estimate; 0 with three policies, one update a batch"
+    ),
     "loss/entropy": Meaning("entropy of the policy per token; a fall to 0 is collapse", "mean(-sum p log p)"),
     "grad_norm": Meaning("gradient norm before clipping; spikes often follow the KL", label="grad norm"),
     "response_length/mean": Meaning("tokens per response", label="response length"),
     "tokens_per_s": Meaning("response tokens per second of the whole step", label="tokens/s"),
     "time/collect_s": Meaning("seconds waiting for samples and rewards"),
-    "time/score_s": Meaning("seconds in the forward-only pass for the old log-probabilities"),
+    "time/score_s": Meaning(
+        "seconds from samples to training: advantages, and the scoring pass if there is one"
+    ),
     "time/save_s": Meaning("seconds writing samples to --rollout-save-trajectories"),
     "time/train_s": Meaning("seconds in forward, backward and optimizer"),
     "time/push_s": Meaning("seconds sending weights to the servers"),
@@ -180,9 +184,9 @@ MEANINGS: dict[str, Meaning] = {
     "skipped": Meaning(
         "1 when the optimizer step was left out", "", "skip",
         UsualRange(
-            "every token was rejected, or the gradient was not finite",
-            "Widen the rejection bounds if the kept fraction is 0; otherwise find the first NaN in the "
-            "losses.", low=0, high=0,
+            "all tokens rejected, all advantages 0, or a gradient not finite",
+            "Widen the rejection bounds if the kept fraction is 0; look for prompts whose samples all have one reward "
+            "if reward/std is small; otherwise find the first NaN in the losses.", low=0, high=0,
         ),
     ),
 }
@@ -198,8 +202,8 @@ MEANINGS = {
 
 PREFIXES: dict[str, Meaning] = {
     "eval/": Meaning(
-        "reward, response_length, length_fraction of held-out prompts, every --eval-interval steps",
-        "mean over one sample of each prompt of --rollout-eval-prompts",
+        "reward, response_length, length_fraction of held-out prompts; failed: how many failed",
+        "every --eval-interval steps, mean over one sample of each prompt that did not fail",
     ),
     "rollout_corr/rejected_fraction/": Meaning(
         "tokens that this rejection rule drops", "rejected tokens / valid tokens"
@@ -224,6 +228,7 @@ PREFIXES: dict[str, Meaning] = {
             "the bound.", low=0, high=0,
         ),
     ),
+    **COLLECTION_FAMILIES,
     **ROUTING,
 }
 """Families of metrics, by the start of their names, and metrics that only some settings have."""

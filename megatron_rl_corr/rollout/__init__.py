@@ -1,39 +1,35 @@
 """Asks SGLang servers for samples and steers them, over HTTP: no torch.distributed, no Megatron."""
 
-from megatron_rl_corr.rollout.blocking import LoopThread
-from megatron_rl_corr.rollout.client import RolloutClient
-from megatron_rl_corr.rollout.environment import DONE, Environment, load_environment
-from megatron_rl_corr.rollout.episodes import generate_episodes
-from megatron_rl_corr.rollout.errors import (
-    RolloutError,
-    RolloutOutage,
-    RolloutProtocolError,
-    RolloutServerError,
-    StaleWeightsError,
-)
-from megatron_rl_corr.rollout.prompts import Prompt, PromptDataset
-from megatron_rl_corr.rollout.rewards import load_function, score
-from megatron_rl_corr.rollout.trajectory import SamplingParams, Support, Trajectory, VersionSpan, join
+# Resolved on first use: a process that only scores samples imports its user's file, and never pays for torch.
+_EXPORTS = {
+    "DONE": "environment",
+    "Environment": "environment",
+    "LoopThread": "blocking",
+    "Prompt": "prompts",
+    "PromptDataset": "prompts",
+    "Rewards": "rewards",
+    "RolloutClient": "client",
+    "RolloutError": "errors",
+    "RolloutOutage": "errors",
+    "RolloutProtocolError": "errors",
+    "RolloutServerError": "errors",
+    "SampleFailure": "errors",
+    "SamplingParams": "trajectory",
+    "StaleWeightsError": "errors",
+    "Support": "trajectory",
+    "Trajectory": "trajectory",
+    "VersionSpan": "trajectory",
+    "generate_episodes": "episodes",
+    "join": "trajectory",
+    "load_environment": "environment",
+    "load_function": "rewards",
+}
+__all__ = sorted(_EXPORTS)
 
-__all__ = [
-    "DONE",
-    "Environment",
-    "LoopThread",
-    "Prompt",
-    "PromptDataset",
-    "RolloutClient",
-    "RolloutError",
-    "RolloutOutage",
-    "RolloutProtocolError",
-    "RolloutServerError",
-    "SamplingParams",
-    "StaleWeightsError",
-    "Support",
-    "Trajectory",
-    "VersionSpan",
-    "generate_episodes",
-    "join",
-    "load_environment",
-    "load_function",
-    "score",
-]
+
+def __getattr__(name: str):
+    if name in _EXPORTS:
+        import importlib
+
+        return getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,6 +6,9 @@ import threading
 from collections.abc import Coroutine
 from typing import Any
 
+LONGEST_END_S = 5.0
+"""That what still runs has to end once it is cancelled."""
+
 
 class LoopThread:
     """One event loop in a daemon thread, so that HTTP goes on while the caller computes or broadcasts.
@@ -64,7 +67,8 @@ class LoopThread:
             pending = asyncio.all_tasks(self._loop)
             for task in pending:
                 task.cancel()
-            self._loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
+            if pending:
+                self._loop.run_until_complete(asyncio.wait(pending, timeout=LONGEST_END_S))
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         finally:
             self._loop.close()

@@ -1,7 +1,8 @@
 """Samples from SGLang servers over HTTP, and steers them through a weight update."""
 
+import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,8 +17,12 @@ from megatron_rl_corr.rollout.fan_out import all_or_first_failure
 from megatron_rl_corr.rollout.pool import ServerPool
 from megatron_rl_corr.rollout.readmission import Readmission
 from megatron_rl_corr.rollout.routed_experts import ExpertShape
+from megatron_rl_corr.rollout.seeds import Draw
 from megatron_rl_corr.rollout.trajectory import SamplingParams, Trajectory
 from megatron_rl_corr.rollout.transport import Transport, certificates, checked_key, checked_urls
+
+FIRST_OWN_NUMBER = 1 << 40
+"""The client's own numbers begin beyond those of any run, so that both kinds may be used side by side."""
 
 
 class RolloutClient(ServerControl):
@@ -25,16 +30,22 @@ class RolloutClient(ServerControl):
 
     The HTTP session belongs to the event loop of the first call: use and close the client on that loop
     (`LoopThread` for synchronous callers). Times are in seconds. Failures are RolloutServerError (no answer, or
-    one that says it failed), RolloutProtocolError (a wrong answer) and RolloutOutage (no server is left).
+    one that says it failed), RolloutProtocolError (a wrong answer), RolloutOutage (no server is left) and, of one
+    sample alone, SampleFailure, whose `cause` is a word and whose `__cause__` one of the others.
 
     max_concurrency: samples in flight over all servers; max_per_server: at each (None: as many).
-    timeout_s: one request, from its start to the end of its answer. connect_timeout_s: a part of it.
-    read_timeout_s: how long a server with samples in flight may leave a question unanswered.
+    timeout_s: a request that is no sample, from its start to the end of its answer. connect_timeout_s: of any request.
+    read_timeout_s: how long the samples in flight at a server may make no progress. A sample may take as long as it
+    likes, wait in the server's queue or for the end of a pause.
     outage_timeout_s: how long `generate` waits when no server is left.
+    update_timeout_s: a request that reads or writes all weights of a server: a folder, checksums, the end of an update.
     max_retries: failed requests of a sample after which it fails. max_continuations: times that an aborted sample is
     taken up where it was cut; 0 returns what it has.
     ca_file: certificates of the authorities that https servers are trusted by, instead of the system's.
     experts: how the model routes; every sample then comes with the experts of its tokens. None: not asked for.
+    seed: the run's. With the prompt's number it decides what a server with deterministic inference samples.
+    keyed_cache: requests share cached prefixes only with those that were sent for the same version of the weights, so
+    that no request after an update meets keys and values of before.
     """
 
     def __init__(
@@ -48,16 +59,20 @@ class RolloutClient(ServerControl):
         connect_timeout_s: float = 10.0,
         read_timeout_s: float = 60.0,
         outage_timeout_s: float = 10.0,
+        update_timeout_s: float = 3600.0,
         max_retries: int = 3,
         max_continuations: int = 8,
         api_key: str | None = None,
         ca_file: str | Path | None = None,
         experts: ExpertShape | None = None,
+        seed: int = 0,
+        keyed_cache: bool = False,
     ):
         urls = checked_urls(base_urls)
         positive = {
             "vocab_size": vocab_size, "max_concurrency": max_concurrency, "max_per_server": max_per_server,
             "timeout_s": timeout_s, "connect_timeout_s": connect_timeout_s, "read_timeout_s": read_timeout_s,
+            "update_timeout_s": update_timeout_s,
         }  # fmt: skip
         for name, value in positive.items():
             if value is not None and value <= 0:
@@ -66,13 +81,16 @@ class RolloutClient(ServerControl):
                             "max_continuations": max_continuations}.items():  # fmt: skip
             if value < 0:
                 raise ValueError(f"{name} must be at least 0, got {value}")
-        self.vocab_size = vocab_size
+        if not -(1 << 63) <= seed < 1 << 63:
+            raise ValueError(f"seed must be an integer of 64 bits, got {seed}")
+        self.vocab_size, self.seed, self.keyed_cache = vocab_size, seed, keyed_cache
+        self._own_numbers = itertools.count(FIRST_OWN_NUMBER)
         self._counts = Counts()
         transport = Transport(
             timeout_s=timeout_s, connect_timeout_s=connect_timeout_s, api_key=checked_key(api_key),
             tls=certificates(ca_file, urls),
         )  # fmt: skip
-        super().__init__(urls, transport)
+        super().__init__(urls, transport, update_timeout_s=update_timeout_s)
         self._pool = pool = ServerPool(
             urls, max_outstanding=max_concurrency, max_per_server=max_per_server,
             outage_timeout_s=outage_timeout_s,
@@ -80,7 +98,7 @@ class RolloutClient(ServerControl):
         self._members = Readmission(pool, transport, self._counts, read_timeout_s=read_timeout_s)
         self._attempts = Attempts(
             pool, self._members, transport, self._counts, max_retries=max_retries,
-            max_continuations=max_continuations, experts=experts,
+            max_continuations=max_continuations, experts=experts, keyed_cache=keyed_cache,
         )  # fmt: skip
 
     def __repr__(self) -> str:
@@ -117,7 +135,7 @@ class RolloutClient(ServerControl):
 
     def control(self, urls: Sequence[str]) -> ServerControl:
         """Some of the servers, to be steered without the others."""
-        return ServerControl(urls, self._transport)
+        return ServerControl(urls, self._transport, update_timeout_s=self._update_timeout_s)
 
     async def expect_pause(self) -> None:
         """Declare no outage until the next `expect_version`: call it before a weight update, which pauses servers."""
@@ -137,14 +155,20 @@ class RolloutClient(ServerControl):
         sampling: SamplingParams,
         *,
         samples_per_prompt: int = 1,
+        group_numbers: Sequence[int] | None = None,
+        on_sample: Callable[[Trajectory], Awaitable[None]] | None = None,
         on_progress: Callable[[int, int, float], None] | None = None,
     ) -> list[Trajectory]:
         """samples_per_prompt responses to each prompt, prompt-major: p0s0, p0s1, ..., p1s0, ...
 
+        group_numbers: of each prompt a number that no other prompt of the run has (a prompt that comes again has
+        another one), for the seeds of its samples; None: the client counts its prompts itself. on_sample(sample) is
+        awaited with each as it ends, beside the others' requests; what it raises is raised.
+
         One request a sample, to the server with the fewest in flight; on_progress(done, total, tokens per second so
-        far) is called after each. A server that fails is left out until it is healthy again, and its samples are
-        asked for elsewhere; a failure that no other server would mend cancels the rest and is raised. Raises
-        ValueError, before anything is sent, for a prompt that is empty or holds an id outside the vocabulary.
+        far) is called after each. A server that fails is left out until it is healthy again, and its samples are asked
+        for elsewhere; a failure that no other server would mend cancels the rest and is raised. Raises ValueError,
+        before anything is sent, for a prompt that is empty or holds an id outside the vocabulary.
         """
         if samples_per_prompt < 1:
             raise ValueError(f"samples_per_prompt must be at least 1, got {samples_per_prompt}")
@@ -152,13 +176,17 @@ class RolloutClient(ServerControl):
             requests.checked_prompt_ids(ids, vocab_size=self.vocab_size, prompt_index=index)
             for index, ids in enumerate(prompts)
         ]
+        numbers = self.numbered(len(lists), group_numbers)
         total, done, tokens, started = len(lists) * samples_per_prompt, 0, 0, time.monotonic()
 
         async def sample(prompt_ids: torch.Tensor, prompt: int, index: int) -> Trajectory:
             nonlocal done, tokens
             trajectory = await self._attempts.sample(
-                prompt_ids, sampling, prompt_index=prompt, sample_index=index, vocab_size=self.vocab_size
-            )
+                prompt_ids, sampling, draw=Draw(self.seed, numbers[prompt], index), prompt_index=prompt,
+                sample_index=index, vocab_size=self.vocab_size,
+            )  # fmt: skip
+            if on_sample is not None:
+                await on_sample(trajectory)
             done, tokens = done + 1, tokens + trajectory.output_ids.numel()
             if on_progress is not None:
                 on_progress(done, total, tokens / max(time.monotonic() - started, 1e-9))
@@ -170,3 +198,35 @@ class RolloutClient(ServerControl):
             calls += [sample(prompt_ids, prompt, index) for index in range(samples_per_prompt)]
         async with self._members.watching():
             return await all_or_first_failure(calls)
+
+    @property
+    def cache_key(self) -> str | None:
+        """What servers keep the prefixes of requests under that are sent now; None: they are shared by all."""
+        return self._attempts.cache_key
+
+    async def turn(
+        self, prompt_ids: Sequence[int], sampling: SamplingParams, draw: Draw, *, after: Trajectory | None = None
+    ) -> Trajectory:
+        """One turn of an episode: the response to all its tokens so far. Fails as `generate` does.
+
+        after: the episode before what the environment said last. The turn goes to the server that it ended at, which
+        has its prefix, unless that one is left out or crowded; and only routes that it lacks are asked for.
+        """
+        ids = requests.checked_prompt_ids(prompt_ids, vocab_size=self.vocab_size, prompt_index=0)
+        async with self._members.watching():
+            return await self._attempts.sample(
+                torch.tensor(ids, dtype=torch.int64), sampling, draw=draw, prompt_index=0, sample_index=draw.sample,
+                vocab_size=self.vocab_size, after=after,
+            )  # fmt: skip
+
+    def numbered(self, count: int, given: Sequence[int] | None) -> list[int]:
+        """A number for each of `count` prompts: the given ones, or the next of the client's own.
+
+        Raises ValueError for another count, and for a number that is given twice: two groups with one number and
+        one prompt would have the same responses.
+        """
+        if given is None:
+            return list(itertools.islice(self._own_numbers, count))
+        if len(given) != count or len(set(given)) != count:
+            raise ValueError(f"group_numbers must be {count} different numbers, one for each prompt, got {list(given)}")
+        return list(given)

@@ -16,11 +16,14 @@ HEALTH_POLL_S = 0.5
 
 
 class ServerControl:
-    """Control requests to these servers. Answers are in the order of base_urls."""
+    """Control requests to these servers. Answers are in the order of base_urls.
 
-    def __init__(self, base_urls: Sequence[str], transport: Transport):
+    update_timeout_s: longest wait for what reads or writes all weights at once; other requests have the transport's.
+    """
+
+    def __init__(self, base_urls: Sequence[str], transport: Transport, *, update_timeout_s: float):
         self.base_urls = tuple(base_urls)
-        self._transport = transport
+        self._transport, self._update_timeout_s = transport, update_timeout_s
 
     async def wait_healthy(self, timeout_s: float) -> None:
         """Return once every server can generate; RolloutServerError with its last answer after timeout_s."""
@@ -73,8 +76,8 @@ class ServerControl:
         return await self._ask_all_that_have(requests.begin_weight_update())
 
     async def end_weight_update(self) -> bool:
-        """Close that session. False: no server has one (SGLang <= 0.5.20)."""
-        return await self._ask_all_that_have(requests.end_weight_update())
+        """Close that session; a server may then repack its weights. False: none has one (SGLang <= 0.5.20)."""
+        return await self._ask_all_that_have(requests.end_weight_update(), timeout_s=self._update_timeout_s)
 
     async def init_weights_update_group(
         self,
@@ -135,7 +138,7 @@ class ServerControl:
 
     async def update_weights_from_disk(self, model_path: str) -> list[dict[str, Any]]:
         """Load a Hugging Face folder that every server sees under this path."""
-        return await self._ask_all(requests.update_weights_from_disk(model_path))
+        return await self._ask_all(requests.update_weights_from_disk(model_path), timeout_s=self._update_timeout_s)
 
     async def destroy_weights_update_group(self, group_name: str) -> list[dict[str, Any]]:
         """Leave the process group."""
@@ -147,7 +150,7 @@ class ServerControl:
 
     async def weights_checker(self, action: str = "checksum") -> list[dict[str, Any]]:
         """A digest of the weights that each server holds."""
-        return await self._ask_all(requests.weights_checker(action))
+        return await self._ask_all(requests.weights_checker(action), timeout_s=self._update_timeout_s)
 
     async def update_weight_version(self, new_version: str) -> list[dict[str, Any]]:
         """Rename the current weights; running requests go on."""
@@ -164,14 +167,14 @@ class ServerControl:
         calls = [self.ask(url, request, timeout_s=timeout_s) for url in self.base_urls]
         return await asyncio.gather(*calls, return_exceptions=True)
 
-    async def _ask_all(self, request: Request) -> list[dict[str, Any]]:
+    async def _ask_all(self, request: Request, *, timeout_s: float | None = None) -> list[dict[str, Any]]:
         """Waits for every server, so that one that is dead does not leave another one paused."""
-        answers = await self._ask_each(request)
+        answers = await self._ask_each(request, timeout_s=timeout_s)
         raise_first(answers)
         return answers
 
-    async def _ask_all_that_have(self, request: Request) -> bool:
-        answers = await self._ask_each(request)
+    async def _ask_all_that_have(self, request: Request, *, timeout_s: float | None = None) -> bool:
+        answers = await self._ask_each(request, timeout_s=timeout_s)
         present = [a for a in answers if not (isinstance(a, RolloutServerError) and a.status == 404)]
         raise_first(present)
         return bool(present)

@@ -11,6 +11,8 @@ class Counts:
     """Samples returned."""
     tokens: int = 0
     """Their response tokens."""
+    prefilled: int = 0
+    """Prompt tokens of all requests that a server had not cached, and computed."""
     stop: int = 0
     """Samples that ended with a stop id."""
     length: int = 0

@@ -23,8 +23,8 @@ DONE = Done()
 class Environment:
     """One episode's environment: subclass it, and define `step`. Every sample has an object of its own.
 
-    Each method may be `async`, and should be where it waits: a plain one holds up all episodes. Ids go in and out,
-    never text, so what the policy sampled is never tokenised again; decode and encode with your own tokenizer.
+    Each method may be `async`, and should be where it waits: plain ones run one at a time, in a thread. Ids go in and
+    out, never text, so what the policy sampled is never tokenised again; decode and encode with your own tokenizer.
     """
 
     stop_token_ids: Sequence[int] = ()

@@ -30,6 +30,17 @@ class RolloutServerError(RolloutError):
         return _server_error, (self.url, self.endpoint, self.status, self.detail, self.method)
 
 
+class IncompletePush(RolloutError):
+    """A weight update that leaves out a parameter of the servers, or brings one that they lack. No server is named:
+    the trainer alone knows. `detail`: which, and what to do."""
+
+    def __init__(self, detail: str):
+        super().__init__("", "", detail, f"the servers would not have the trained weights: {detail}")
+
+    def __reduce__(self):
+        return IncompletePush, (self.detail,)
+
+
 class RolloutProtocolError(RolloutError):
     """A server's answer contradicts itself or the request: using it would train on the wrong tokens."""
 
@@ -57,6 +68,32 @@ class StaleWeightsError(RolloutError):
         return StaleWeightsError, (self.url, self.endpoint, self.version, self.expected)
 
 
+class SampleFailure(RolloutError):
+    """One sample failed for good; no other sample and no server is concerned.
+
+    cause: one short word, to count failures by: `refused` (the server refused the request, HTTP 4xx), `retries` (every
+    server that was asked failed), `protocol` (an answer that can't be used). message: what happened, for the user.
+    `__cause__`: the error of the server, if one failed.
+    """
+
+    def __init__(self, cause: str, message: str, *, url: str = "", endpoint: str = ""):
+        super().__init__(url, endpoint, message, message)
+        self.cause = cause
+
+    def __reduce__(self):
+        return _sample_failure, (self.cause, self.detail, self.url, self.endpoint)
+
+
+class TooManyFailures(RolloutError):
+    """Samples fail for good more often than the user allows; the message says why they did."""
+
+    def __init__(self, message: str):
+        super().__init__("", "", message, message)
+
+    def __reduce__(self):
+        return TooManyFailures, (self.detail,)
+
+
 class RolloutOutage(RolloutError):
     """No server is left to sample from. `causes`: for each, why it was left out, and why it was not taken back."""
 
@@ -80,11 +117,17 @@ def body_start(body: bytes) -> str:
     return text if len(text) <= BODY_START else text[:BODY_START] + " ..."
 
 
+def _sample_failure(cause, message, url, endpoint):
+    return SampleFailure(cause, message, url=url, endpoint=endpoint)
+
+
 def _server_error(url, endpoint, status, detail, method):
     return RolloutServerError(url, endpoint, status, detail, method=method)
 
 
 def _remedy(endpoint: str, status: int | None, detail: str) -> str:
+    if status is None and "made no progress" in detail:
+        return "is it stuck? see its log, or give the client a larger read_timeout_s"
     if status is None and "timed out" in detail:
         return "is it paused, overloaded or stuck? see its log, or give the client a larger timeout_s"
     if status is None:

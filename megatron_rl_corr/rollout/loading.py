@@ -11,7 +11,23 @@ FORMS = "give path/to/file.py:name or package.module:name"
 
 
 def load(spec: str, flag: str) -> Callable:
-    """The function or class that `flag` was given.
+    """The function or class that `flag` was given; errors as `load_with_module`'s."""
+    return load_with_module(spec, flag)[1]
+
+
+def source_of(spec: str) -> str | None:
+    """The text of the file that a spec names; None where it names a module, or no file that can be read."""
+    source = spec.rpartition(":")[0]
+    try:
+        return Path(source).read_text(encoding="utf-8-sig") if source.endswith(".py") else None
+    except (OSError, UnicodeDecodeError):  # loading it says what is wrong
+        return None
+
+
+def load_with_module(spec: str, flag: str, text: str | None = None) -> tuple[ModuleType, Callable]:
+    """The module that `flag` was given, and the function or class in it.
+
+    text: the file's, as `source_of` has read it before; None: it is read now.
 
     Raises ValueError naming the flag and the remedy where there is no such file, module, name, or where it is
     not callable. An exception of the user's own module is raised as it is.
@@ -19,7 +35,7 @@ def load(spec: str, flag: str) -> Callable:
     source, colon, name = spec.rpartition(":")
     if not colon or not source or not name:
         raise ValueError(f"{flag}: {FORMS}, got {spec!r}")
-    module = _load_file(source, flag) if source.endswith(".py") else _load_module(source, flag)
+    module = _load_file(source, flag, text) if source.endswith(".py") else _load_module(source, flag)
     found = getattr(module, name, None)
     if found is None:
         known = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
@@ -27,19 +43,22 @@ def load(spec: str, flag: str) -> Callable:
         raise ValueError(f"{flag}: {source} has no {name!r}; it has {has}")
     if not callable(found):
         raise ValueError(f"{flag}: {name!r} in {source} is a {type(found).__name__}, not a function")
-    return found
+    return module, found
 
 
-def _load_file(source: str, flag: str) -> ModuleType:
+def _load_file(source: str, flag: str, text: str | None) -> ModuleType:
     path = Path(source).resolve()
-    if not path.is_file():
+    if text is None and not path.is_file():
         raise ValueError(f"{flag}: there is no file {source} (looked for {path}); {FORMS}")
     name = f"{flag.lstrip('-').replace('-', '_')}_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look a class's module up by name
     try:
-        spec.loader.exec_module(module)
+        if text is None:
+            spec.loader.exec_module(module)
+        else:
+            exec(compile(text, str(path), "exec"), vars(module))
     except BaseException:
         del sys.modules[name]
         raise

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from megatron_rl_corr.rollout.errors import RolloutError, RolloutOutage
@@ -23,14 +23,27 @@ class Server:
     """Why it may not come back yet, if it was asked."""
     joined: int = 0
     """How often it came back: a failure of a request from before that says nothing of it any more."""
-    scopes: set[asyncio.Timeout] = field(default_factory=set)
-    """Of the requests in flight, to end them early."""
+    scopes: dict[asyncio.Timeout, float] = field(default_factory=dict)
+    """Of the requests in flight, to end them early, in the order they were sent in, and when that was."""
+    silence: RolloutError | None = None
+    """Why the requests in flight were ended early."""
+    flaps: int = 0
+    """Times that it was left out since it last gave an answer."""
 
-    def abandon(self) -> None:
+    @property
+    def oldest_sent(self) -> float | None:
+        """When the oldest request in flight was sent, by the loop's clock."""
+        return next(iter(self.scopes.values()), None)
+
+    def abandon(self, cause: RolloutError) -> None:
         """End the requests in flight with TimeoutError."""
+        self.silence = cause
         now = asyncio.get_running_loop().time()
         for scope in self.scopes:
             scope.reschedule(now)
+
+CROWDED, FEW = 2, 4
+"""Where the freest server has n requests in flight, one is preferred to it that has up to CROWDED * (n + FEW)."""
 
 
 class ServerPool:
@@ -59,12 +72,15 @@ class ServerPool:
         """The servers that are not sampled from now."""
         return [server for server in self.servers if server.cause is not None]
 
-    async def take(self, avoid: str | None = None) -> Server:
-        """A server for one request, when one has a slot; not the one at `avoid` where another has one too."""
+    async def take(self, avoid: Collection[str] = (), prefer: str | None = None) -> Server:
+        """A server for one request, when one has a slot; none of those at `avoid` where another has one too.
+
+        The one at `prefer`, if it is in and has a slot, unless it has much more to do than another.
+        """
         while True:
             if self._is_outage:
                 raise RolloutOutage([(server.cause, server.refused) for server in self.servers])
-            server = self._freest(avoid)
+            server = self._freest(avoid, prefer)
             if server is not None:
                 server.outstanding += 1
                 server.asked += 1
@@ -102,16 +118,24 @@ class ServerPool:
         self._held = False
         self._time_outage()
 
+    @property
+    def held(self) -> bool:
+        """Servers are paused, as `hold` says."""
+        return self._held
+
     def _time_outage(self) -> None:
         waits = self._timer is None and not self._is_outage and not self._held
         if waits and len(self.left_out) == len(self.servers):
             self._timer = asyncio.get_running_loop().call_later(self._outage_timeout_s, self._declare_outage)
 
-    def _freest(self, avoid: str | None) -> Server | None:
+    def _freest(self, avoid: Collection[str], prefer: str | None) -> Server | None:
         if sum(server.outstanding for server in self.servers) >= self._max_outstanding:
             return None
         free = [s for s in self.servers if s.cause is None and s.outstanding < self._max_per_server]
-        return min(free, key=lambda s: (s.url == avoid, s.outstanding, s.asked), default=None)
+        freest = min(free, key=lambda s: (s.url in avoid, s.outstanding, s.asked), default=None)
+        wanted = [s for s in free if s.url == prefer and s.url not in avoid]
+        preferred = [s for s in wanted if s.outstanding <= CROWDED * (freest.outstanding + FEW)]
+        return preferred[0] if preferred else freest
 
     async def _slot_freed(self) -> None:
         waiter = asyncio.get_running_loop().create_future()

@@ -1,7 +1,7 @@
 """Reads prompts from JSON lines and deals them out in batches that depend only on the seed and the step."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,10 @@ class Prompt:
     metadata: dict[str, Any] = field(default_factory=dict)
     """The row's other keys, for the reward function; with "prompt", the text, where the row had text."""
 
+    def copied(self) -> "Prompt":
+        """For code of the user, which may change its lists and dicts: the row is sampled again, by others too."""
+        return replace(self, input_ids=list(self.input_ids), metadata=_copied(self.metadata))
+
 
 class PromptDataset:
     """Prompts in an endless sequence of shuffled epochs."""
@@ -30,6 +34,7 @@ class PromptDataset:
             raise ValueError(f"the prompt seed must be in [0, 2**32), got {seed}")
         self.prompts = list(prompts)
         self.seed = seed
+        self._orders: dict[int, np.ndarray] = {}
 
     @classmethod
     def from_jsonl(
@@ -55,6 +60,11 @@ class PromptDataset:
     def __len__(self) -> int:
         return len(self.prompts)
 
+    def at(self, number: int) -> Prompt:
+        """The prompt at this place of the sequence, from 0: the same for the same file and seed."""
+        epoch, place = divmod(number, len(self.prompts))
+        return self.prompts[self._order(epoch)[place]]
+
     def batch(self, step: int, n: int) -> list[Prompt]:
         """Prompts [step * n, step * n + n) of the sequence: the same for the same file, seed, step and n.
 
@@ -63,16 +73,23 @@ class PromptDataset:
         """
         if step < 0 or n < 1:
             raise ValueError(f"step must be at least 0 and n at least 1, got {step} and {n}")
-        chosen: list[Prompt] = []
-        while len(chosen) < n:
-            epoch, offset = divmod(step * n + len(chosen), len(self.prompts))
-            order = self._order(epoch)[offset : offset + n - len(chosen)]
-            chosen += [self.prompts[row] for row in order]
-        return chosen
+        return [self.at(number) for number in range(step * n, step * n + n)]
 
     def _order(self, epoch: int) -> np.ndarray:
+        if epoch not in self._orders:
+            self._orders = dict(list(self._orders.items())[-1:])  # groups of two epochs may be under way
+            self._orders[epoch] = self._permutation(epoch)
+        return self._orders[epoch]
+
+    def _permutation(self, epoch: int) -> np.ndarray:
         # RandomState because its stream is frozen (NEP 19): the order outlives an upgrade of numpy.
         return np.random.RandomState([self.seed, epoch]).permutation(len(self.prompts))
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _copied(one) for key, one in value.items()}
+    return [_copied(one) for one in value] if isinstance(value, list) else value
 
 
 def _parse_row(line: bytes, index: int, tokenizer_encode: Callable[[str], list[int]] | None) -> Prompt:

@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import math
+import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -9,6 +11,7 @@ from megatron_rl_corr.rollout import requests
 from megatron_rl_corr.rollout.counts import Counts
 from megatron_rl_corr.rollout.errors import RolloutError, RolloutServerError, StaleWeightsError
 from megatron_rl_corr.rollout.pool import Server, ServerPool
+from megatron_rl_corr.rollout.progress import Sight
 from megatron_rl_corr.rollout.responses import parse_control
 from megatron_rl_corr.rollout.transport import HEALTH_PROBE_TIMEOUT_S, Transport
 
@@ -18,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class Readmission:
-    """Decides who is in a pool. read_timeout_s: longest silence of a server with requests in flight."""
+    """Decides who is in a pool. read_timeout_s: longest time without progress of a server with requests in flight."""
 
     def __init__(self, pool: ServerPool, transport: Transport, counts: Counts, *, read_timeout_s: float):
         self.expected_versions: list[str] = []
@@ -50,15 +53,17 @@ class Readmission:
         if server.cause is not None or server.joined != joined:
             return
         self._counts.left_out += 1
+        server.flaps += 1
         logger.warning("rollout server left out: %s", cause)
         self._pool.leave_out(server, cause)
         if isinstance(cause, StaleWeightsError):
             self._refuse(server, cause)
-        self._probe(server, FIRST_PROBE_S)
+        # One that fails whatever it is asked, and is healthy in between, is asked less and less often.
+        self._probe(server, min(FIRST_PROBE_S * 2.0 ** min(server.flaps - 1, 20), LONGEST_BACKOFF_S))
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
-        """Meanwhile a server that has requests in flight and falls silent is left out, and they are ended.
+        """Meanwhile a server whose requests in flight make no progress is left out, and they are ended.
 
         Any number may watch at once: they share one watch, which the last one ends.
         """
@@ -124,16 +129,40 @@ class Readmission:
             raise StaleWeightsError(url, request.endpoint, version, self.expected_version)
 
     async def _watch(self) -> None:
-        while True:
-            await asyncio.sleep(self._read_timeout_s / 2)
-            await asyncio.gather(*(self._listen(server) for server in self._pool.servers if server.outstanding))
+        await asyncio.gather(*(self._watch_server(server) for server in self._pool.servers))
 
-    async def _listen(self, server: Server) -> None:
-        """Any answer will do: a request in flight is silent until its last token."""
-        joined = server.joined
-        try:
-            await self._transport.send(server.url, requests.model_info(), timeout_s=self._read_timeout_s)
-        except RolloutServerError as error:
-            if error.status is None and server.joined == joined:
-                self.leave_out(server, joined, error)
-                server.abandon()
+    async def _watch_server(self, server: Server) -> None:
+        """Leave the server out, and end its requests, where they have made no progress for read_timeout_s.
+
+        What it did between a look that shows progress and the next, a fifth later, is not known: counted as silence.
+        """
+        now, period, bound = asyncio.get_running_loop().time, self._read_timeout_s / 5, 0.7 * self._read_timeout_s
+        pause, sight, moved = period * random.random(), None, -math.inf  # many clients watch a server
+        while True:
+            due = now() + pause
+            await asyncio.sleep(pause)
+            pause = period
+            oldest = server.oldest_sent
+            if oldest is None or server.cause is not None or self._pool.held:
+                sight = None  # nothing to wait for; or the trainer itself pauses it, and sends weights
+                continue
+            begun, joined = now(), server.joined
+            if sight is None or begun > due + period:  # who was busy has not listened
+                moved = begun
+            sight = sight or Sight(self._transport, server.url)
+            since = max(moved, oldest)
+            timeout_s = max(since + bound - begun, period)
+            try:
+                silence = await sight.silence(timeout_s)
+            except RolloutServerError as error:
+                silence = error if error.status is None or error.status >= 500 else None
+            silent_s = now() - since
+            if silence is None or now() > begun + timeout_s + period:
+                moved = now()
+            elif silent_s < bound:
+                pause = min(period, bound - silent_s)
+            elif server.joined == joined and server.oldest_sent == oldest and not self._pool.held:
+                detail = f"its requests made no progress for {silent_s:.2g} s ({silence.detail})"
+                cause = RolloutServerError(server.url, "/generate", None, detail)
+                self.leave_out(server, joined, cause)
+                server.abandon(cause)

@@ -55,12 +55,15 @@ def checked_prompt_ids(prompt_ids: Sequence[int], *, vocab_size: int, prompt_ind
 
 
 def generate_request(
-    prompt_ids: list[int], sampling: SamplingParams, rid: str | None = None, *, routed_experts: bool = False
-) -> Request:
+    prompt_ids: list[int], sampling: SamplingParams, rid: str | None = None, *, seed: int, routed_experts: bool = False,
+    routes_from: int = 0, cache_key: str | None = None,
+) -> Request:  # fmt: skip
     """One sample of one prompt (ids already checked), with a log-prob for every sampled token, no text.
 
-    With top_p or top_k the answer also tells, for every token, the ids that it was drawn from and its log-prob
-    renormalised on them. routed_experts: and the experts that every token but the last went to.
+    seed: in [-2**63, 2**63); it decides what a server with deterministic inference draws, which would draw the same for
+    all requests without one. With top_p or top_k the answer also tells, for every token, the ids that it was drawn
+    from and its log-prob renormalised on them. routed_experts: and the experts that every token but the last went to,
+    without the first routes_from tokens. cache_key: keys and values are shared only with requests of the same one.
     """
     body = {
         "input_ids": prompt_ids,
@@ -72,6 +75,7 @@ def generate_request(
             "top_k": sampling.top_k,
             "stop_token_ids": list(sampling.stop_token_ids),
             "ignore_eos": sampling.ignore_eos,
+            "sampling_seed": seed,
         },
         "return_logprob": True,
         "return_text_in_logprobs": False,
@@ -80,7 +84,9 @@ def generate_request(
     if sampling.truncated:
         body["return_sampling_mask"] = True
     if routed_experts:
-        body["return_routed_experts"] = True
+        body |= {"return_routed_experts": True, "routed_experts_start_len": routes_from}
+    if cache_key is not None:
+        body["extra_key"] = cache_key
     if rid is not None:
         body["rid"] = rid
     return Request("POST", "/generate", body)
@@ -92,8 +98,18 @@ def health() -> Request:
 
 
 def server_info() -> Request:
-    """Version, launch arguments and scheduler state."""
+    """Version, launch arguments and scheduler state: every scheduler answers, also while it is paused."""
     return Request("GET", "/server_info")
+
+
+def loads() -> Request:
+    """What the schedulers have written down last: requests that run and wait, tokens in the cache; none is asked."""
+    return Request("GET", "/v1/loads?include=core")
+
+
+def ready() -> Request:
+    """200 where new requests are handed on to the scheduler; 503 in a pause. SGLang 0.5.20 on."""
+    return Request("GET", "/ready")
 
 
 def model_info() -> Request:

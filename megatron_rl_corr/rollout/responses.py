@@ -33,11 +33,13 @@ def parse_generate(
     truncated: bool = False,
     accept_failed: bool = False,
     experts: ExpertShape | None = None,
+    known_routes: torch.Tensor | None = None,
 ) -> Trajectory:
     """The trajectory in the answer to one `generate_request`.
 
     truncated: it was asked with top_p or top_k, so the trajectory has a support and the log-probs are those
-    renormalised on it. experts: it was asked with routed experts, and the model routes so. Log-probs that are
+    renormalised on it. experts: it was asked with routed experts, and the model routes so; known_routes: those of the
+    first tokens, which it was not asked for. Log-probs that are
     null, NaN or infinite become NaN. An abort for a pause or by request
     is a trajectory with the tokens so far; an abort because the request failed (it carries a status code or an
     error type) raises RolloutServerError unless accept_failed. Raises RolloutProtocolError where the answer is
@@ -69,7 +71,7 @@ def parse_generate(
         cached_tokens=meta.get("cached_tokens", 0),  # absent when a request was aborted before it started
         server=server,
         support=support,
-        routed_experts=_routes(meta, prompt_ids.numel() + output_ids.size, experts, server),
+        routed_experts=_routes(meta, prompt_ids.numel() + output_ids.size, experts, known_routes, server),
     )
 
 
@@ -192,13 +194,18 @@ def _support(sets: list, output_ids: np.ndarray, vocab_size: int | None, server:
     return Support(torch.from_numpy(ids.astype(np.int32)), torch.from_numpy(lengths))
 
 
-def _routes(meta: dict, tokens: int, experts: ExpertShape | None, server: str) -> torch.Tensor | None:
+def _routes(
+    meta: dict, tokens: int, experts: ExpertShape | None, known: torch.Tensor | None, server: str
+) -> torch.Tensor | None:
+    """[T - 1, M, k]: the known rows, and those of the answer behind them."""
     if experts is None:
         return None
+    if known is None:
+        known = no_routes(experts, 0)
     encoded = meta.get("routed_experts")
     # Aborted while it waited, for the first time or to be computed anew: the server has no routes to give.
     if encoded is None and meta["finish_reason"]["type"] == "abort":
-        return no_routes(experts, tokens - 1)
+        return torch.cat([known, no_routes(experts, tokens - 1 - len(known))])
     if encoded is None:
         detail = (
             "rule presence: it sent no routed_experts though they were asked for, which --router-replay R3 needs: "
@@ -206,7 +213,7 @@ def _routes(meta: dict, tokens: int, experts: ExpertShape | None, server: str) -
         )
         raise RolloutProtocolError(server, GENERATE, detail)
     try:
-        return decode(encoded, tokens=tokens, shape=experts)
+        return torch.cat([known, decode(encoded, tokens=tokens, shape=experts, first=len(known))])
     except ValueError as error:
         raise RolloutProtocolError(server, GENERATE, f"{error}; is it serving another model?") from None
 
@@ -220,7 +227,8 @@ def _finish_reason(meta: dict, server: str, accept_failed: bool) -> str:
     failed = kind == "abort" and (reason.get("status_code") is not None or reason.get("err_type") is not None)
     if failed and not accept_failed:
         detail = f"request {meta.get('id')} was aborted ({reason.get('err_type')}): {reason.get('message')}"
-        raise RolloutServerError(server, GENERATE, reason.get("status_code") or 200, detail)
+        status = reason.get("status_code")
+        raise RolloutServerError(server, GENERATE, status if type(status) is int else 200, detail)
     return kind
 
 

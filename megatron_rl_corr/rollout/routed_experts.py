@@ -44,8 +44,14 @@ def has_routes(routes: Tensor, experts: int) -> Tensor:
     return routes[..., 0] < experts if routes.shape[-1] == 1 else routes[..., 0] != routes[..., 1]
 
 
-def decode(encoded: object, *, tokens: int, shape: ExpertShape) -> Tensor:
-    """A server's `routed_experts` for a sample of T tokens -> [T - 1, M, k] of shape.dtype.
+def first_without_routes(routes: Tensor, experts: int) -> int:
+    """How many of the tokens ([T, M, k]) have routes in every layer before one lacks them: these need no asking."""
+    known = has_routes(routes, experts).all(dim=1)
+    return len(known) if known.all() else int(known.int().argmin())
+
+
+def decode(encoded: object, *, tokens: int, shape: ExpertShape, first: int = 0) -> Tensor:
+    """A server's `routed_experts` for a sample of T tokens, from token `first` on -> [T - 1 - first, M, k].
 
     Nothing was computed for the last token, so it has no row. A token whose ids are 0 everywhere has no routes:
     SGLang's buffer starts so, and no top-k of two or more is (with one expert a token it may be, and is taken as it
@@ -60,18 +66,20 @@ def decode(encoded: object, *, tokens: int, shape: ExpertShape) -> Tensor:
     if len(raw) % 4:
         raise ValueError(f"rule int32: routed_experts of {len(raw)} bytes are no whole number of int32")
     ids, width = np.frombuffer(raw, dtype="<i4"), shape.num_layers * shape.top_k
-    if ids.size != (tokens - 1) * width:
+    rows = tokens - 1 - first
+    if ids.size != rows * width:
         raise ValueError(
             f"rule rows: {ids.size} ids of routed_experts are {ids.size / width:g} rows of {shape.num_layers} layers x "
-            f"{shape.top_k} experts, where {tokens} tokens, prompt included, have {tokens - 1}"
+            f"{shape.top_k} experts, where {tokens} tokens, prompt included, have {rows}"
+            + f" from token {first} on" * (first > 0)
         )
-    ids = ids.reshape(tokens - 1, shape.num_layers, shape.top_k)[:, shape.layers]
+    ids = ids.reshape(rows, shape.num_layers, shape.top_k)[:, shape.layers]
     outside = np.argwhere((ids < 0) | (ids >= shape.experts))
     if outside.size:
         token, layer, place = outside[0]
         raise ValueError(
-            f"rule range: expert {ids[token, layer, place]} of token {token} in layer {shape.layers[layer]} is outside "
-            f"[0, {shape.experts})"
+            f"rule range: expert {ids[token, layer, place]} of token {first + token} in layer {shape.layers[layer]} is "
+            f"outside [0, {shape.experts})"
         )
     if shape.top_k == 1:
         return torch.from_numpy(ids.astype(np.int16)).to(shape.dtype)
@@ -81,8 +89,8 @@ def decode(encoded: object, *, tokens: int, shape: ExpertShape) -> Tensor:
     if twice.size:
         token, layer = twice[0]
         raise ValueError(
-            f"rule distinct ids: experts {ids[token, layer].tolist()} of token {token} in layer {shape.layers[layer]} "
-            "are not distinct"
+            f"rule distinct ids: experts {ids[token, layer].tolist()} of token {first + token} in layer "
+            f"{shape.layers[layer]} are not distinct"
         )
     routes = torch.from_numpy(ids.astype(np.int16)).to(shape.dtype)
     routes[~torch.from_numpy(known)] = torch.iinfo(shape.dtype).max

@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_rl_corr.rollout import versions
 from megatron_rl_corr.rollout.trajectory import Trajectory
 
 
@@ -18,10 +19,12 @@ class Group:
 
     number: int
     trajectories: list[Trajectory]
+    rewards: list[float]
+    """Of each trajectory."""
 
     @property
     def oldest_version(self) -> int:
-        return min(int(trajectory.oldest_version) for trajectory in self.trajectories)
+        return min(versions.number(trajectory.oldest_version) for trajectory in self.trajectories)
 
 
 @dataclass(frozen=True)
@@ -46,20 +49,23 @@ class GroupStream:
     be older than max_lag when it is done: it is trained on like the others or, with drop_stale, put aside and another
     begun, which prefers short responses.
 
-    sample(number) samples a whole group. Steps are [first, last), by the version they start from. For one event loop.
+    draw() gives the number of the next group to begin, and sample(number) samples and scores it whole; None, where a
+    sample failed for good, and then another group is begun in its place. Steps are [first, last), by the version they
+    start from. For one event loop.
     """
 
     def __init__(
-        self, sample: Callable[[int], Coroutine[Any, Any, list[Trajectory]]], *, groups_per_step: int, first: int,
-        last: int, max_lag: int = 0, drop_stale: bool = False,
+        self, sample: Callable[[int], Coroutine[Any, Any, Group | None]], draw: Callable[[], int], *,
+        groups_per_step: int, first: int, last: int, max_lag: int = 0, drop_stale: bool = False,
     ):  # fmt: skip
         if groups_per_step < 1 or max_lag < 0:
             raise ValueError(f"groups_per_step must be at least 1 and max_lag 0, got {groups_per_step} and {max_lag}")
-        self._sample, self._per_step, self._first, self._last = sample, groups_per_step, first, last
+        self._sample, self._draw = sample, draw
+        self._per_step, self._first, self._last, self._version = groups_per_step, first, last, first
         self._max_lag, self._drop_stale = max_lag, drop_stale
-        self._running: set[asyncio.Task] = set()
+        self._running: dict[asyncio.Task, int] = {}
         self._done: deque[Group] = deque()
-        self._begun, self._dropped = 0, 0
+        self._begun, self._dropped, self._replaced = 0, 0, 0
         self._failure: BaseException | None = None
         self._closing = False
         self._changed = asyncio.Event()
@@ -75,12 +81,12 @@ class GroupStream:
 
     async def take(self, version: int) -> Taken:
         """The groups of the step that starts from `version`; a sample's failure ends all others and is raised."""
-        dropped = self._dropped
+        dropped, self._version = self._dropped, version
         try:
             while self._failure is None:
                 if self._drop_stale:
                     self._drop(version)
-                self._begin(version)
+                self._begin()
                 if len(self._done) >= self._per_step:
                     groups = [self._done.popleft() for _ in range(self._per_step)]
                     groups.sort(key=lambda group: group.number)
@@ -92,6 +98,10 @@ class GroupStream:
             await self.close()
             raise
 
+    def untrained(self) -> list[int]:
+        """The numbers that were drawn and whose groups have not been taken, nor dropped or replaced."""
+        return [*self._running.values(), *(group.number for group in self._done)]
+
     async def close(self) -> None:
         """End what is being sampled."""
         self._closing = True
@@ -101,28 +111,30 @@ class GroupStream:
         if running:
             await asyncio.wait(running)
 
-    def _begin(self, version: int) -> None:
-        """Every group that may be, at this version."""
-        steps = min(version + 1 + self._max_lag, self._last) - self._first
-        for _ in range(steps * self._per_step + self._dropped - self._begun):
-            task = asyncio.create_task(self._group(self._first * self._per_step + self._begun))
+    def _begin(self) -> None:
+        """Every group that may be, at the present version."""
+        steps = min(self._version + 1 + self._max_lag, self._last) - self._first
+        for _ in range(steps * self._per_step + self._dropped + self._replaced - self._begun):
+            number = self._draw()
+            task = asyncio.get_running_loop().create_task(self._sample(number))
             self._begun += 1
-            self._running.add(task)
+            self._running[task] = number
             task.add_done_callback(self._ended)
-
-    async def _group(self, number: int) -> Group:
-        return Group(number, await self._sample(number))
 
     def _ended(self, task: asyncio.Task) -> None:
         """A failure is kept for `take`, which may be called much later."""
-        self._running.discard(task)
+        del self._running[task]
         if task.cancelled():
             if not self._closing:  # by what it awaited: nobody else would tell
                 self._failure = self._failure or RuntimeError("sampling a group was cancelled from within")
-        elif task.exception() is None:
-            self._done.append(task.result())
-        else:
+        elif task.exception() is not None:
             self._failure = self._failure or task.exception()
+        elif task.result() is None:
+            self._replaced += 1
+            if not self._closing and self._failure is None:
+                self._begin()  # at once, also while a step is trained
+        else:
+            self._done.append(task.result())
         self._changed.set()
 
     def _drop(self, version: int) -> None:

@@ -107,19 +107,6 @@ class Support:
         if self.lengths.sum() != self.ids.numel():
             raise ValueError(f"lengths that sum to {int(self.lengths.sum())} have {self.ids.numel()} ids")
 
-    @property
-    def longest(self) -> int:
-        """The largest K_t, 0 without a token: the least width that `padded` takes."""
-        return int(self.lengths.max()) if self.lengths.numel() else 0
-
-    def padded(self, width: int) -> torch.Tensor:
-        """[R, width] int64: a row's ids from the left, then -1. Raises ValueError for width < longest."""
-        if width < self.longest:
-            raise ValueError(f"width must be at least the {self.longest} ids of the longest set, got {width}")
-        padded = torch.full((self.lengths.numel(), width), -1, dtype=torch.int64)
-        padded[torch.arange(width) < self.lengths[:, None]] = self.ids.long()  # row by row, as the ids are
-        return padded
-
 
 @dataclass(frozen=True, eq=False)
 class Trajectory:

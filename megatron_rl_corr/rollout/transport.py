@@ -1,6 +1,8 @@
 """Sends one HTTP request to a rollout server: the body of a 2xx answer, or a `RolloutServerError`."""
 
 import asyncio
+import math
+import socket
 import ssl
 from collections.abc import Sequence
 from pathlib import Path
@@ -78,12 +80,16 @@ class Transport:
     async def send(self, url: str, request: Request, *, timeout_s: float | None = None) -> tuple[int, bytes]:
         """Status and body of a 2xx answer; RolloutServerError for any other, and for none.
 
-        timeout_s bounds the time from the start of the request to the end of its answer.
+        timeout_s bounds the time from the start of the request to the end of its answer; math.inf: nothing does, once
+        there is a connection. None: the transport's own.
         """
         session = self._open_session()
         data = None if request.json is None else orjson.dumps(request.json)
         limit = self.timeout_s if timeout_s is None else timeout_s
-        timeout = aiohttp.ClientTimeout(total=limit, sock_connect=min(self.connect_timeout_s, limit))
+        timeout = aiohttp.ClientTimeout(
+            total=None if limit == math.inf else limit, sock_connect=min(self.connect_timeout_s, limit),
+            ceil_threshold=math.inf,  # to the moment, not to the next full second
+        )  # fmt: skip
         try:
             # A redirect would carry the key to another server.
             async with session.request(
@@ -111,6 +117,7 @@ class Transport:
                     # The server closes idle connections after some seconds, and a POST that meets a closing
                     # one can't be repeated safely; against sampling, the time to connect is nothing.
                     force_close=True,
+                    socket_factory=_kept_alive,
                 ),
             )
         self._check_loop()
@@ -126,6 +133,19 @@ class Transport:
         if self._api_key:
             detail = detail.replace(self._api_key, "***")  # a server may quote what it was sent
         return RolloutServerError(url, request.endpoint, status, detail, method=request.method)
+
+
+def _kept_alive(address: tuple) -> socket.socket:
+    """A connection is silent while its answer is computed: the kernel notices a host that has gone.
+
+    And what stands between, as a load balancer, does not take the connection for idle.
+    """
+    family, kind, protocol, *_ = address
+    made = socket.socket(family, kind, protocol)
+    for option, value in ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3)):
+        made.setsockopt(socket.IPPROTO_TCP, option, value)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    return made
 
 
 def _said(error: Exception, limit: float, connect_limit: float) -> str:

@@ -160,7 +160,7 @@ def _token_metrics(train: Tensor, rollout: Tensor, correction: Correction) -> di
         "rollout_corr/valid": correction.valid.float(),
         "rollout_corr/ratio": torch.where(correction.valid, clamped.exp(), 0.0),
         "rollout_corr/kl": -log_ratio,
-        "rollout_corr/k3_kl": clamped.expm1() - clamped,
+        "rollout_corr/k3_kl": clamped.expm1() - log_ratio,
     }
 
 

@@ -31,6 +31,15 @@ class Row(NamedTuple):
     hf_names: tuple[str, ...]
     is_copy: bool = False
     """Loaded, but never sent: another parameter holds the same weights."""
+    sent_with: tuple[str, ...] = ()
+    """All Hugging Face tensors of one parameter of SGLang's that it loads only where one request brings them all."""
+
+
+class Kept(NamedTuple):
+    """Tensors of a checkpoint, by a pattern of their names, that are never sent: servers keep what they have loaded."""
+
+    pattern: str
+    reason: str
 
 
 LAYER, HF_LAYER = r"decoder\.layers\.(?P<L>\d+)\.", "model.layers.{L}."
@@ -55,6 +64,26 @@ def ends(config: Config, padded_vocab_size: int) -> list[Row]:
 def is_tied(config: Config) -> bool:
     """Whether the output layer's weights are the embedding's."""
     return bool(config.get("tie_word_embeddings", False))
+
+
+def kept_as_loaded(config: Config) -> list[Kept]:
+    """What training leaves out of a checkpoint of this family; anything else that is not sent is an error."""
+    kept = [
+        Kept(r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)", "follows from config.json, and is no weight"),
+        Kept(r".*\.([kvq]|kv|prob)_scale(_float)?", "scales a quantised KV cache, and was calibrated, not trained"),
+    ]
+    if is_tied(config):
+        kept.append(Kept(r"lm_head\.weight", "the output layer is the embedding, which is sent"))
+    if config["model_type"] == "deepseek_v3":
+        # Written behind the model's own layers: 61 in V3.
+        first, count = config["num_hidden_layers"], config.get("num_nextn_predict_layers") or 0
+        layers = "|".join(str(first + i) for i in range(count))
+        if layers:
+            kept.append(Kept(
+                rf"model\.layers\.({layers})\..*",
+                "multi-token prediction is not trained: it guesses tokens, and the weights that are sent judge them",
+            ))  # fmt: skip
+    return kept
 
 
 def norms(config: Config) -> list[Row]:
@@ -92,13 +121,15 @@ def latent_attention(config: Config) -> list[Row]:
             "which this model does not; take a model with low-rank queries"
         )
     q_down, kv_down = config["q_lora_rank"], config["kv_lora_rank"] + config["qk_rope_head_dim"]
+    # SGLang holds both in fused_qkv_a_proj_with_mqa; a half that comes alone is dropped without a word.
+    query, key_value = HF_ATTENTION + "q_a_proj.weight", HF_ATTENTION + "kv_a_proj_with_mqa.weight"
+    down = (query, key_value)
     return [
-        Row(ATTENTION + r"linear_q_down_proj\.weight", RowsOrWhole(q_down), (HF_ATTENTION + "q_a_proj.weight",)),
+        Row(ATTENTION + r"linear_q_down_proj\.weight", RowsOrWhole(q_down), (query,), sent_with=down),
         Row(ATTENTION + r"(q_layernorm|linear_q_up_proj\.layer_norm)(\.|_)weight", Replicated(),
             (HF_ATTENTION + "q_a_layernorm.weight",)),
         Row(ATTENTION + r"linear_q_up_proj\.weight", Sharded(0), (HF_ATTENTION + "q_b_proj.weight",)),
-        Row(ATTENTION + r"linear_kv_down_proj\.weight", RowsOrWhole(kv_down),
-            (HF_ATTENTION + "kv_a_proj_with_mqa.weight",)),
+        Row(ATTENTION + r"linear_kv_down_proj\.weight", RowsOrWhole(kv_down), (key_value,), sent_with=down),
         Row(ATTENTION + r"(kv_layernorm|linear_kv_up_proj\.layer_norm)(\.|_)weight", Replicated(),
             (HF_ATTENTION + "kv_a_layernorm.weight",)),
         Row(ATTENTION + r"linear_kv_up_proj\.weight", Sharded(0), (HF_ATTENTION + "kv_b_proj.weight",)),

@@ -1,4 +1,4 @@
-"""Groups a stream of named tensors into buckets of bounded size, without looking ahead."""
+"""Groups a stream of lists of named tensors into buckets of bounded size, without looking ahead."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ from torch import Tensor
 NamedTensor = tuple[str, Tensor]
 
 
-def buckets(tensors: Iterable[NamedTensor], bucket_bytes: int) -> Iterator[list[NamedTensor]]:
-    """In order; a bucket passes bucket_bytes only where a single tensor does. Empty in, nothing out."""
+def buckets(units: Iterable[list[NamedTensor]], bucket_bytes: int) -> Iterator[list[NamedTensor]]:
+    """In order, no unit in two buckets; a bucket passes bucket_bytes only where a single unit does.
+
+    Empty in, nothing out.
+    """
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
     bucket: list[NamedTensor] = []
     size = 0
-    for name, tensor in tensors:
-        nbytes = tensor.numel() * tensor.element_size()
+    for unit in units:
+        nbytes = sum(tensor.nbytes for _, tensor in unit)
         if bucket and size + nbytes > bucket_bytes:
             yield bucket
             bucket, size = [], 0
-        bucket.append((name, tensor))
+        bucket += unit
         size += nbytes
     if bucket:
         yield bucket

@@ -1,4 +1,4 @@
-"""The transport and the proof that the flags ask for."""
+"""The transport, the proof and the count of what is sent that the flags ask for."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from safetensors import safe_open
 
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
+from megatron_rl_corr.weight_sync.coverage import Coverage
 from megatron_rl_corr.weight_sync.disk import DiskTransport, check_folder
 from megatron_rl_corr.weight_sync.distributed import DistributedTransport
+from megatron_rl_corr.weight_sync.hf_checkpoint import HFCheckpoint
+from megatron_rl_corr.weight_sync.names import NameTable
 from megatron_rl_corr.weight_sync.proof import PushProof
 from megatron_rl_corr.weight_sync.tensor import TensorTransport, check_same_host
 from megatron_rl_corr.weight_sync.transport import WeightTransport
@@ -38,6 +41,13 @@ def make_proof(kind: str, checkpoint: Path) -> PushProof | None:
     if kind == "off":
         return None
     return PushProof(count_elements(checkpoint))
+
+
+def make_coverage(checkpoint: Path) -> Coverage:
+    """This rank's, of the Hugging Face folder that the servers were started with."""
+    folder = HFCheckpoint(checkpoint)
+    table = NameTable(folder.config, padded_vocab_size=folder.config["vocab_size"])
+    return Coverage(folder.names, table.why_kept)
 
 
 def count_elements(checkpoint: Path) -> int:

@@ -59,7 +59,7 @@ class DiskTransport(WeightTransport):
         copy_model_files(self._checkpoint, self._unfinished)
         write_index(self._unfinished)
         final = self._folder / f"version-{version}"
-        _remove(final)  # of an earlier run, which a resumed one follows
+        _remove(final)  # of an attempt that was broken off
         self._unfinished.rename(final)
         self._loop.call(self.servers.update_weights_from_disk(str(final)))
         # A server names the folder it has loaded, and a restart may load it again: the last two stay.

@@ -1,12 +1,13 @@
 """Which parameter of an SGLang server a Hugging Face tensor ends up in, and what a rank's part of it looks like.
 
-SGLang stacks q, k, v and gate, up along dimension 0, and a layer's experts into one tensor of three dimensions.
+SGLang stacks q, k, v; gate, up; and latent attention's two down projections along dimension 0, and a layer's experts
+into one tensor of three dimensions.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -14,21 +15,38 @@ from torch import Tensor
 Part = tuple[int, int]
 """(expert, place within the stack); expert is -1 where there are none."""
 
-_EXPERT = re.compile(r"(?P<layer>.*\.experts)\.(?P<expert>\d+)\.(?P<kind>gate|up|down)_proj\.weight")
+_EXPERT = re.compile(r"(?P<layer>.*\.experts)\.(?P<expert>\d+)\.(?P<kind>gate_proj|up_proj|down_proj|w[123])\.weight")
+_LATENT = re.compile(r"(?P<module>.*)\.(?P<kind>q_a_proj|kv_a_proj_with_mqa)\.weight")
 _STACKED = re.compile(r"(?P<module>.*)\.(?P<kind>q|k|v|gate|up)_proj\.(?P<what>weight|bias)")
-_PLACE = {"q": 0, "k": 1, "v": 2, "gate": 0, "up": 1, "down": 0}
+_PLACE = {"q": 0, "k": 1, "v": 2, "gate": 0, "up": 1}
+_EXPERT_STACK = {"gate_proj": ("w13_weight", 0), "up_proj": ("w13_weight", 1), "down_proj": ("w2_weight", 0),
+                 "w1": ("w13_weight", 0), "w3": ("w13_weight", 1), "w2": ("w2_weight", 0)}  # fmt: skip
+"""w1, w2, w3: Mixtral's names."""
+_SHARED = re.compile(r"(?P<mlp>.*\.mlp)\.shared_experts\.(?P<kind>gate_up|down)_proj\.weight")
+_LATENT_PLACE = {"q_a_proj": 0, "kv_a_proj_with_mqa": 1}
 _VOCABULARY_ROWS = 64  # SGLang's vocabularies are padded with zeros to a multiple of it (0.5.23)
 
 
 def server_parameter(name: str) -> tuple[str, Part]:
     """The server's name of the parameter that this tensor is a part of, and which part; others keep their names."""
     if match := _EXPERT.fullmatch(name):
-        stack = "w2_weight" if match["kind"] == "down" else "w13_weight"
-        return f"{match['layer']}.{stack}", (int(match["expert"]), _PLACE[match["kind"]])
+        stack, place = _EXPERT_STACK[match["kind"]]
+        return f"{match['layer']}.{stack}", (int(match["expert"]), place)
+    if match := _LATENT.fullmatch(name):
+        return f"{match['module']}.fused_qkv_a_proj_with_mqa.weight", (-1, _LATENT_PLACE[match["kind"]])
     if match := _STACKED.fullmatch(name):
         stack = "qkv_proj" if match["kind"] in "qkv" else "gate_up_proj"
         return f"{match['module']}.{stack}.{match['what']}", (-1, _PLACE[match["kind"]])
     return name, (-1, 0)
+
+
+def held_in(parameter: str, held: Container[str]) -> str:
+    """The parameter that a server with the parameters `held` has this one in: SGLang may make DeepSeek's shared expert
+    the last of the experts."""
+    match = _SHARED.fullmatch(parameter)
+    if match is None or parameter in held:
+        return parameter
+    return f"{match['mlp']}.experts.{'w13' if match['kind'] == 'gate_up' else 'w2'}_weight"
 
 
 def possible_layouts(parts: Mapping[Part, Tensor], *, rank: int, size: int) -> Iterator[Tensor]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl_corr.weight_sync.architectures import FAMILIES, ends, is_tied
+from megatron_rl_corr.weight_sync.architectures import FAMILIES, ends, is_tied, kept_as_loaded
 from megatron_rl_corr.weight_sync.layouts import Layout
 
 ARCHITECTURES = tuple(FAMILIES)
@@ -25,6 +25,8 @@ class ParameterRule:
     is_expert: bool
     is_copy: bool = False
     """Loaded, but never sent: a tied embedding's second copy, on the last pipeline stage."""
+    sent_with: tuple[str, ...] = ()
+    """Where servers load its tensors only together with others in one request: the names of all of these."""
 
 
 class NameTable:
@@ -51,6 +53,7 @@ class NameTable:
         self._tied, self._num_layers = is_tied(hf_config), hf_config["num_hidden_layers"]
         rows = [*ends(hf_config, padded_vocab_size), *(row for part in FAMILIES[kind] for row in part(hf_config))]
         self._rules = [(re.compile(row.pattern), row) for row in rows]
+        self._kept = [(re.compile(kept.pattern), kept.reason) for kept in kept_as_loaded(hf_config)]
 
     def check_model(self, *, num_layers: int, tied: bool) -> None:
         """ValueError for a Megatron model whose layers or output layer are not the checkpoint's."""
@@ -67,14 +70,21 @@ class NameTable:
                 f"does{' not' if self._tied else ''}; {remedy} --untie-embeddings-and-output-weights"
             )
 
+    def why_kept(self, name: str) -> str | None:
+        """Why a tensor of the checkpoint is never sent, so that servers keep it as they have loaded it; None: it is."""
+        return next((reason for pattern, reason in self._kept if pattern.fullmatch(name)), None)
+
     def find(self, name: str) -> ParameterRule:
         """The rule for a name with global layer and expert numbers; ValueError if there is none."""
         for pattern, row in self._rules:
             match = pattern.fullmatch(name)
             if match:
                 numbers = match.groupdict()
-                names = tuple(template.format(**numbers) for template in row.hf_names)
-                return ParameterRule(row.layout, names, "E" in numbers, row.is_copy)
+                names, together = (
+                    tuple(template.format(**numbers) for template in templates)
+                    for templates in (row.hf_names, row.sent_with)
+                )
+                return ParameterRule(row.layout, names, "E" in numbers, row.is_copy, together)
         raise ValueError(
             f"Megatron parameter {name} has no counterpart in the checkpoint's architecture; "
             "do the model flags (--num-experts, --qk-layernorm, --disable-bias-linear, --mtp-num-layers, ...) describe "

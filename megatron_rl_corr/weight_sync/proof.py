@@ -7,10 +7,12 @@ a sample of a larger one.
 
 from __future__ import annotations
 
+import json
 import logging
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,7 +40,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ServerWeights:
-    """What one server says of its weights. `ranks`: for each of its ranks (tensor rank, {parameter: checksum})."""
+    """What one server says of its weights. `ranks`: for each of its ranks (tensor rank, {parameter: checksum}).
+
+    Without those of a draft model, which only guesses tokens.
+    """
 
     url: str
     device: str
@@ -46,7 +51,14 @@ class ServerWeights:
     layout: tuple
     """Servers whose layouts are equal hold the same tensors."""
     quantization: str | None
+    """--quantization, or that of the folder it has loaded, where this process sees it too."""
     ranks: tuple[tuple[int, dict[str, str]], ...]
+    load_format: str | None = None
+
+    @property
+    def shows_all(self) -> bool:
+        """Whether these are all of its ranks: of several pipeline stages SGLang shows the first one's (0.5.23)."""
+        return self.layout[1] == 1
 
     @property
     def layout_is_known(self) -> bool:
@@ -133,14 +145,14 @@ class PushProof:
                 raise RolloutProtocolError(
                     server.url, ENDPOINT,
                     f"{len(wrong)} of {len(self._kept)} weights that were compared are not those that were sent: "
-                    f"{_some(wrong)}; do other programs push to this server? If it holds them in a layout of its own, "
+                    f"{some(wrong)}; do other programs push to this server? If it holds them in a layout of its own, "
                     "use --rollout-verify-push off",
                 )
             if unknown and server.layout not in self._unknown_told:
                 self._unknown_told.add(server.layout)
                 logger.warning(
                     "%s: nothing proves %d of %d weights, as its layout of them is not known: %s",
-                    server.url, len(unknown), len(self._kept), _some(unknown),
+                    server.url, len(unknown), len(self._kept), some(unknown),
                 )
         self._matched |= fitting
         self.clear()
@@ -159,7 +171,7 @@ def check_agreement(shown: Sequence[ServerWeights]) -> None:
         if wrong:
             raise RolloutProtocolError(
                 server.url, ENDPOINT,
-                f"{len(wrong)} of its weights differ from those of {alike.url} after the same push: {_some(wrong)}; "
+                f"{len(wrong)} of its weights differ from those of {alike.url} after the same push: {some(wrong)}; "
                 "is one of them being updated by another program? Start both anew; if each holds them in a layout of "
                 "its own, use --rollout-verify-push off",
             )
@@ -178,14 +190,33 @@ def _fits(parts: dict[Part, Tensor], told: str, server: ServerWeights, rank: int
 
 def _read(url: str, info: dict[str, Any], answer: dict[str, Any]) -> ServerWeights:
     try:
-        ranks = tuple((rank["parallelism_info"][0]["tp_rank"], rank["checksums"]) for rank in answer["ranks"])
+        ranks = tuple(_read_rank(rank) for rank in answer["ranks"])
         layout = (*(info[key] for key in _LAYOUT[:6]), *(info.get(key) for key in _LAYOUT[6:]))
+        quantization = info["quantization"] or _quantization_of_folder(info.get("model_path"))
         return ServerWeights(
-            url, info["device"], info["tp_size"], (*layout, len(ranks)), info["quantization"], ranks
+            url, info["device"], info["tp_size"], (*layout, len(ranks)), quantization, ranks, info.get("load_format")
         )
     except (KeyError, IndexError, TypeError) as error:
         raise RolloutProtocolError(url, ENDPOINT, f"no checksum by rank ({error!r} is missing)") from None
 
 
-def _some(names: Sequence[str]) -> str:
+def _quantization_of_folder(model_path: str | None) -> str | None:
+    """SGLang finds it in the checkpoint itself, and does not always tell."""
+    if model_path is None or not (config := Path(model_path) / "config.json").is_file():
+        return None
+    quantised = json.loads(config.read_text()).get("quantization_config")
+    return quantised.get("quant_method", "by its config.json") if quantised else None
+
+
+def _read_rank(rank: dict[str, Any]) -> tuple[int, dict[str, str]]:
+    infos = rank["parallelism_info"]
+    if isinstance(infos, dict):  # SGLang <= 0.5.20
+        return infos["tp_rank"], rank["checksums"]
+    drafts = tuple(f"{info['role']}." for info in infos if info["role"] != "target")
+    sums = {name: told for name, told in rank["checksums"].items() if not name.startswith(drafts)}
+    return infos[0]["tp_rank"], sums
+
+
+def some(names: Sequence[str]) -> str:
+    """The first few, for a message."""
     return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_rl_corr.parallel.failure import PeerFailure, all_reduce_failure, communication_device
+from megatron_rl_corr.parallel.failure import PeerFailure, all_reduce_done, all_reduce_failure, communication_device
+from megatron_rl_corr.parallel.failure_watch import WATCH
+from megatron_rl_corr.parallel.meeting import all_reduce_answer
 from megatron_rl_corr.rollout.errors import RolloutError, RolloutServerError
 from megatron_rl_corr.weight_sync.buckets import buckets
 from megatron_rl_corr.weight_sync.export import StageExporter
@@ -18,6 +23,9 @@ from megatron_rl_corr.weight_sync.servers import WeightServers
 
 _FAILURES = (RolloutError, OSError)
 """What all_reduce_failure may raise here, beside PeerFailure: of a server, or of a folder."""
+
+PARAMETERS_A_ROUND = 8
+"""Of one rank's: with the other expert-parallel ranks' siblings that may be tens of gigabytes."""
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +62,8 @@ def _push_once(exporter: StageExporter, client: WeightServers, version: str, buc
     if client.stopped_while_sending:
         _all_reduce_led(exporter, client.begin)
     for stage in range(exporter.num_stages):
-        mine = stage == exporter.stage
-        all_reduce_failure(_send_stage(exporter, client, version, bucket_bytes) if mine else None)
+        _all_reduce_sent(exporter, client, version, bucket_bytes, stage)
+    client.all_reduce_coverage()
     if not client.stopped_while_sending:
         _all_reduce_led(exporter, client.begin)
     _all_reduce_led(exporter, partial(client.deliver, version))
@@ -68,8 +76,27 @@ def _push_once(exporter: StageExporter, client: WeightServers, version: str, buc
 
 
 def _all_reduce_led(exporter: StageExporter, call: Callable[[], None]) -> None:
-    """Rank 0 does it; what goes wrong, all ranks learn."""
-    all_reduce_failure(_failure_of(call) if exporter.leads else None)
+    """Rank 0 does it, however long it takes; what goes wrong, all ranks learn.
+
+    They meet every ROUND_S: servers may read a folder of a terabyte, or all of their weights for the checksums, for
+    longer than a collective may wait.
+    """
+    all_reduce_answer(_in_thread(call) if exporter.leads else None, lambda nothing: None)
+
+
+def _in_thread(call: Callable[[], None]) -> Future[None]:
+    """A daemon's: a process that ends does not wait for a server that does not answer."""
+    asked: Future[None] = Future()
+
+    def run() -> None:
+        asked.set_running_or_notify_cancel()  # it can't be cancelled
+        try:
+            asked.set_result(call())
+        except BaseException as error:  # noqa: BLE001  raised where the answer is read
+            asked.set_exception(error)
+
+    threading.Thread(target=run, name="weight-update", daemon=True).start()
+    return asked
 
 
 def _broadcast_servers(exporter: StageExporter, client: WeightServers) -> None:
@@ -106,12 +133,30 @@ def _all_reduce_broken(client: WeightServers) -> None:
     client.broken = bool(broken.item())
 
 
+def _all_reduce_sent(
+    exporter: StageExporter, client: WeightServers, version: str, bucket_bytes: int, stage: int
+) -> None:
+    """One stage sends. All ranks meet it every PARAMETERS_A_ROUND of its parameters: the whole of it may take longer
+    than a collective may wait. What goes wrong, all ranks learn."""
+    if stage != exporter.stage:
+        while not all_reduce_done(True, None):
+            pass
+        return
+    parameters = itertools.count(1)
+
+    def meet() -> None:
+        if next(parameters) % PARAMETERS_A_ROUND == 0:
+            all_reduce_done(False, None)
+
+    all_reduce_failure(_send_stage(exporter, client, version, bucket_bytes, meet))
+
+
 def _send_stage(
-    exporter: StageExporter, client: WeightServers, version: str, bucket_bytes: int
+    exporter: StageExporter, client: WeightServers, version: str, bucket_bytes: int, meet: Callable[[], None]
 ) -> Exception | None:
     """Run through the stage's weights, after a failure too: the other ranks gather together with this one."""
     error = None
-    for bucket in buckets(exporter.tensors(), bucket_bytes):
+    for bucket in buckets(exporter.units(meet), bucket_bytes):
         if exporter.sends and error is None:
             error = _failure_of(partial(client.send, bucket, version))
     return error
@@ -130,6 +175,7 @@ def _broadcast_and_compare(exporter: StageExporter, client: WeightServers) -> No
 
 
 def _abandon(exporter: StageExporter, client: WeightServers, error: BaseException) -> None:
+    WATCH.tell(error)  # before the servers: one of them may not answer, and the other ranks wait
     if exporter.leads:
         failure = _failure_of(client.abandon)
         if failure is not None:

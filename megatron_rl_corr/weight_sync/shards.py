@@ -98,7 +98,7 @@ def _check_all_used(parameters: Sequence[LocalParameter], checkpoint: HFCheckpoi
     left = [
         name for name in checkpoint.names
         if (match := _HF_LAYER.match(name)) and match[0] in layers
-        and _of_any_expert(name) not in used and not name.endswith(_COMPUTED)
+        and _of_any_expert(name) not in used and parameters[0].table.why_kept(name) is None
     ]
     if left:
         raise ValueError(
@@ -109,8 +109,6 @@ def _check_all_used(parameters: Sequence[LocalParameter], checkpoint: HFCheckpoi
 
 
 _HF_LAYER = re.compile(r"model\.layers\.\d+\.")
-_COMPUTED = "rotary_emb.inv_freq"
-"""Early Llama checkpoints hold it; it is no weight."""
 
 
 def _of_any_expert(name: str) -> str:

@@ -36,7 +36,10 @@ HOST_READS = {
 """(file, function): why it may wait for the device."""
 
 BROAD_EXCEPTIONS = {
+    ("rollout/reward_worker.py", "attempt"): "the trainer counts it, and shows the traceback",
+    ("rollout/worker_pool.py", "_run"): "raised where the call is awaited",
     ("parallel/meeting.py", "all_reduce_answer"): "all_reduce_done raises it once the other ranks know",
+    ("weight_sync/push.py", "run"): "the thread's error is raised where its answer is read",
 }
 """(file, function): how an error that is caught broadly is raised after all."""
 

@@ -149,6 +149,11 @@ def raw_weight(level: str, token: Token, sequence: list[Token]) -> float:
     return math.exp(clamp(total / len(sequence) if level == "geometric" else total))
 
 
+def unit_of(level: str, token: Token) -> tuple[int, ...]:
+    """What has one weight of this level: a token, a turn or a sequence."""
+    return {"token": (token.t,), "turn": (token.seq, token.turn)}.get(level, (token.seq,))
+
+
 def bounded(config: RolloutCorrectionConfig, weight: float) -> float:
     low = -math.inf if config.rollout_is_lower is None else single(config.rollout_is_lower)
     high = single(config.rollout_is_upper)
@@ -197,7 +202,8 @@ def correct(batch: Batch, config: RolloutCorrectionConfig, *, with_turns: bool =
         weights = {t: bounded(config, weight) for t, weight in raw.items()}
         outside = mean(single(bounded(config, weight)) != single(weight) for weight in raw.values())
         if config.rollout_is_batch_normalize and sum(weights.values()) > 0:
-            scale = mean(weights.values())
+            # Each unit's weight once, however many tokens share it.
+            scale = mean({unit_of(config.rollout_is, token): weights[token.t] for token in tokens}.values())
             weights = {t: weight / scale for t, weight in weights.items()}
         metrics |= weight_metrics(list(weights.values())) | {"weight_out_of_bounds": outside}
 

@@ -1,5 +1,6 @@
 """Group-relative advantages by hand; rejected rows leave the baseline and may hold anything."""
 
+import itertools
 import math
 
 import pytest
@@ -49,13 +50,6 @@ def test_group_when_every_row_is_rejected_then_zero(kind):
     assert advantages.tolist() == pytest.approx([0.0, -apart, 0.0, apart, 0.0], rel=1e-5)
 
 
-def test_grpo_when_all_rewards_are_equal_then_zero_not_rounding_over_epsilon():
-    # 0.1 has no exact binary form: a mean in float32 would leave 7e-9 / 1e-6.
-    rewards = torch.full((7,), 0.1)
-    advantages = group_advantages(rewards, torch.zeros(7, dtype=torch.int64), num_groups=1, kind="grpo")
-    assert advantages.abs().max().item() < 1e-9
-
-
 def test_kind_when_unknown_then_named():
     with pytest.raises(ValueError, match="advantage must be one of grpo, group_mean, rloo, raw, got .gae."):
         group_advantages(REWARDS, GROUPS, num_groups=2, kind="gae")
@@ -81,3 +75,15 @@ def test_raw_when_rows_are_rejected_then_rewards_as_they_are():
     kept = torch.zeros(5, dtype=torch.bool)
     advantages = group_advantages(REWARDS.double(), GROUPS, num_groups=2, kind="raw", in_baseline=kept)
     assert advantages.tolist() == [1.0, 3.0, 2.0, 5.0, 6.0] and advantages.dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", ["grpo", "group_mean", "rloo"])
+def test_advantages_when_all_rewards_of_a_group_are_equal_then_exactly_0_whatever_their_sum_rounds_to(kind):
+    # 0.1 has no exact binary form: a mean in float32 would leave 7e-9 / 1e-6. Float64 holds a float32 times the size.
+    for size, reward in itertools.product((3, 5, 6, 7, 12), (0.1, 0.3, -0.7, 123.456)):
+        rewards = torch.full((2 * size,), reward)
+        rewards[size] = torch.nextafter(rewards[size], torch.tensor(1e9))
+        ids = torch.arange(2).repeat_interleave(size)
+        advantages = group_advantages(rewards, ids, num_groups=2, kind=kind)
+        assert not advantages[:size].any(), (size, reward)
+        assert advantages[size] > 0 > advantages[size + 1], "the smallest difference of float32 is one"

@@ -90,9 +90,41 @@ def test_batch_normalize_when_a_token_is_masked_then_the_mean_is_over_valid_toke
     assert correction.metrics["weight_mean"].value() == pytest.approx(1.0, rel=1e-6)
 
 
-def test_batch_normalize_when_every_weight_is_zero_then_they_stay_zero():
-    config = dataclasses.replace(ICEPOP, rollout_is_batch_normalize=True)
-    correction = correct([3.0, -3.0, 4.0], config=config)
+@pytest.mark.parametrize("level, weights, mean", [
+    # rho of sequence 0: 1.5 in turn 0, 0.8 and one without a log-prob in turn 1; of 2: 2, 2; of 3: 0.5; 1 is empty.
+    ("token", [1.5, 0.8, 2.0, 2.0, 0.5], 6.8 / 5),
+    ("sequence", [1.2, 1.2, 2.0, 2.0, 0.5], (1.2 + 2.0 + 0.5) / 3),  # 1.5 * 0.8, 2 (of 4), 0.5
+    ("geometric", [1.2**0.5, 1.2**0.5, 2.0, 2.0, 0.5], (1.2**0.5 + 2.0 + 0.5) / 3),
+    ("turn", [1.5, 0.8, 2.0, 2.0, 0.5], (1.5 + 0.8 + 2.0 + 0.5) / 4),
+])
+@pytest.mark.parametrize("rejects", [False, True])
+def test_batch_normalize_when_of_a_level_then_the_mean_is_over_its_units_before_rejection(
+    level, weights, mean, rejects
+):
+    # As verl's rollout_is_batch_normalize: bounded weights, each unit with a valid token once, rejected ones too.
+    rule = RejectionRule("seq_sum", "ratio", 0.6, 10.0)
+    config = dataclasses.replace(
+        TOKEN_IS, rollout_is=level, rollout_is_batch_normalize=True, rollout_rs=(rule,) * rejects
+    )
+    rho = [1.5, 0.8, NAN, 2.0, 2.0, 0.5]
+    train = torch.tensor(rho).log() - 1
+    correction = compute_correction(
+        train, torch.full((6,), -1.0), torch.ones(6), torch.tensor([0, 0, 0, 2, 2, 3]), num_sequences=4,
+        config=config, turn_ids=torch.tensor([0, 1, 1, 0, 0, 0]), num_turns=2,
+    )
+    expected = [weight / mean for weight in weights[:2]] + [0.0] + [weight / mean for weight in weights[2:]]
+    assert correction.weights.tolist() == pytest.approx(expected, rel=1e-6)
+    assert correction.mask.tolist() == [True, True, False, True, True, not rejects]
+    # The metrics are over tokens, of the weights that the loss uses.
+    assert correction.metrics["weight_mean"].value() == pytest.approx(sum(expected) / 5, rel=1e-6)
+    assert correction.metrics["weight_max"].value() == pytest.approx(max(expected), rel=1e-6)
+    assert correction.metrics["weight_min"].value() == pytest.approx(0.5 / mean, rel=1e-6)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_batch_normalize_when_every_weight_is_zero_then_they_stay_zero(level):
+    config = dataclasses.replace(ICEPOP, rollout_is=level, rollout_is_batch_normalize=True)
+    correction = correct([3.0, -3.0, 4.0], seq_ids=[0, 1, 2], config=config)
     assert correction.weights.tolist() == [0.0, 0.0, 0.0]
     assert correction.mask.all() and correction.metrics["weight_mean"].value() == 0
 

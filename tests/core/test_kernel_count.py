@@ -8,9 +8,11 @@ import dataclasses
 import pytest
 import torch
 
+from benchmarks.correction import peak_bytes
 from benchmarks.operators import OperatorCount
 from megatron_rl_corr.config import PRESETS, RejectionRule, RolloutCorrectionConfig
 from megatron_rl_corr.config_losses import LOSSES
+from megatron_rl_corr.core.chunks import CHUNK_TOKENS
 from megatron_rl_corr.core.correction import Correction, compute_correction
 from megatron_rl_corr.core.losses import policy_loss
 
@@ -65,7 +67,9 @@ def test_correction_when_of_a_preset_then_few_kernels_and_no_host_read(name, bat
     count, _ = counted({k: v for k, v in batch.items() if k != "turn_ids"}, config)
     print(f"{name}: {len(count.kernels)} kernels")
     assert count.host_reads == []
-    assert len(count.kernels) <= (40 if name in SINGLE else 41 if not config.rollout_is_batch_normalize else 60)
+    # M2PO makes its histogram before the rest.
+    allowed = 46 if name == "m2po" else 40 if name in SINGLE else 44 if not config.rollout_is_batch_normalize else 62
+    assert len(count.kernels) <= allowed
 
 
 @pytest.mark.parametrize("name", ["decoupled_token_is", "decoupled_geo_rs"])
@@ -76,7 +80,7 @@ def test_correction_when_turns_are_told_apart_then_two_kernels_more(name, batch)
 
 
 @pytest.mark.parametrize("level", THREE_RULES)
-def test_correction_when_of_three_rules_and_normalised_weights_then_at_most_80_kernels(level, batch):
+def test_correction_when_of_three_rules_and_normalised_weights_then_at_most_90_kernels(level, batch):
     config = RolloutCorrectionConfig(
         rollout_is=level, rollout_is_batch_normalize=True, rollout_rs=tuple(THREE_RULES[level]), **WEIGHTS,
         rollout_batch_filter_kl=0.1,
@@ -85,8 +89,38 @@ def test_correction_when_of_three_rules_and_normalised_weights_then_at_most_80_k
     for settings in ({}, {"loss": "grpo", "loss_denominator": "kept"}):
         count, correction = counted(batch, dataclasses.replace(config, **settings))
         print(f"three rules, {level} weights, {settings}: {len(count.kernels)} kernels")
-        assert len(count.kernels) <= 80 and count.host_reads == []
+        assert len(count.kernels) <= 90 and count.host_reads == []
         assert len(correction.metrics) > 60
+
+
+def test_correction_when_there_are_many_tokens_then_a_table_of_bounded_size_and_few_bytes_a_token():
+    config = RolloutCorrectionConfig(
+        rollout_is="turn", rollout_is_batch_normalize=True, rollout_rs=tuple(THREE_RULES["sequence"]), **WEIGHTS,
+        rollout_m2_threshold=0.1,
+    )
+
+    def work(tokens: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        train, ids = -torch.rand(tokens, generator=generator), torch.arange(tokens)
+        return {
+            "train_logprobs": train, "rollout_logprobs": train * 1.01, "loss_mask": train < -0.1,
+            "seq_ids": ids // LENGTH, "turn_ids": ids % LENGTH // 512, "advantages": train + 0.5,
+        }  # fmt: skip
+
+    peaks, counts = {}, {}
+    for chunks in (1, 2, 6):
+        tokens = chunks * CHUNK_TOKENS
+        given = work(tokens) | {"num_sequences": tokens // LENGTH, "num_turns": 4, "config": config}
+        peaks[chunks] = peak_bytes(lambda given=given: compute_correction(**given), "cpu")
+        with OperatorCount() as count:
+            compute_correction(**given)
+        counts[chunks] = len(count.kernels)
+        assert count.host_reads == []
+    print(f"peak bytes by chunks: {peaks}; kernels: {counts}")
+    # The rows of one chunk are there once, or twice while the next are made.
+    assert peaks[1] <= 450 * CHUNK_TOKENS
+    assert (peaks[6] - peaks[2]) / (4 * CHUNK_TOKENS) <= 40
+    assert (counts[6] - counts[2]) / 4 < counts[1]
 
 
 @pytest.mark.parametrize("with_metrics", [False, True])

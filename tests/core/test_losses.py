@@ -229,7 +229,30 @@ def test_loss_when_the_policy_ran_away_then_finite(loss_name):
     )
     losses.sum().backward()
     assert losses.isfinite().all() and now.grad.isfinite().all()
-    assert metrics["old_new_k3_kl"].value() == pytest.approx((math.exp(20) - 21 + 19) / 2, rel=1e-6)
+    assert metrics["old_new_k3_kl"].value() == pytest.approx((math.exp(20) - 2) / 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("loss_name", LOSSES)
+def test_loss_metrics_when_a_token_became_impossible_then_its_divergence_is_not_clamped(loss_name):
+    losses = policy_loss(
+        loss_name, torch.tensor([-30.0]), torch.tensor([-1.0]), torch.tensor([1.0]), correction_of([1.0], [True]),
+        config_of(loss_name), metrics=(metrics := {}), seq_ids=torch.tensor([0]), num_sequences=1,
+    )
+    # e^-29 - 1 + 29: the exponent alone is clamped, at -20.
+    assert metrics["old_new_k3_kl"].value() == pytest.approx(28.0, rel=1e-6) and losses.isfinite().all()
+    assert metrics["old_new_k3_kl_clamped"].value() == 10.0
+
+
+def test_gspo_when_one_token_moved_beyond_20_then_the_mean_takes_it_whole():
+    # log r = -40 and 3 * 13.4 of a sequence: their mean is 0.05. Clamped at -20 the mean would be 5.05.
+    old = torch.tensor([-1.0, -15.0, -15.0, -15.0])
+    now = torch.tensor([-41.0, -1.6, -1.6, -1.6], requires_grad=True)
+    losses = policy_loss(
+        "gspo", now, old, torch.ones(4), correction_of([1.0] * 4, [True] * 4),
+        config_of("gspo", clip_ratio_low=0.2, clip_ratio_high=0.3), seq_ids=torch.zeros(4, dtype=torch.int64),
+        num_sequences=1,
+    )
+    assert losses.tolist() == pytest.approx([-math.exp(0.05)] * 4, rel=1e-5)
 
 
 def test_ppo_clip_when_there_is_no_dual_clip_then_the_ratio_stops_at_e20():
@@ -252,7 +275,10 @@ def test_ppo_clip_when_there_is_no_dual_clip_then_the_ratio_stops_at_e20():
         ("k3", -2.0, math.exp(2.0) - 1 - 2.0, 1 - math.exp(2.0)),
         ("k3", -3.0, 10.0, 0.0),  # e^3 - 4 = 16.1: clamped
         ("k3", -100.0, 10.0, 0.0),
-        ("k1", -100.0, -20.0, 0.0),
+        # Only exponents are clamped, at 20.
+        ("k1", -100.0, -100.0, 1.0),
+        ("k2", -29.0, 420.5, -29.0),
+        ("k3", 29.0, 10.0, 0.0),  # 28: clamped
     ],
 )
 def test_reference_kl_when_policies_differ_then_by_hand(kind, difference, value, gradient):

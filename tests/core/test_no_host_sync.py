@@ -5,6 +5,7 @@ On the meta device a value cannot be read, so .item(), .tolist(), .cpu(), `if te
 
 import contextlib
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,6 +16,7 @@ from megatron_rl_corr.core.aggregation import token_coefficients
 from megatron_rl_corr.core.correction import compute_correction
 from megatron_rl_corr.core.losses import policy_loss
 from megatron_rl_corr.core.segments import flatten_padded
+from megatron_rl_corr.parallel.support import Supports, support_logprobs
 from megatron_rl_corr.parallel.vocab import vocab_parallel_logprobs
 
 EVERY_RULE = tuple(
@@ -53,7 +55,18 @@ CONFIGS = {
 }
 
 
-def step(config: RolloutCorrectionConfig, device: str) -> torch.Tensor:
+def on_support(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of three microbatches, in chunks of four ids; every second token was drawn from its label alone, or from none."""
+    lengths = np.array([3, 1, 2, 0, 5, 1, 3, 1, 2, 0, 5, 1])
+    whole = Supports.of(torch.zeros(lengths.sum(), dtype=torch.int32, device=logits.device), lengths)
+    parts = [
+        support_logprobs(logits[t : t + 4], labels[t : t + 4], whole.tokens(t, t + 4), with_entropy=True, chunk_ids=4)
+        for t in (0, 4, 8)
+    ]
+    return tuple(torch.cat(values) for values in zip(*parts, strict=True))
+
+
+def step(config: RolloutCorrectionConfig, device: str, truncated: bool = False) -> torch.Tensor:
     """From logits to their gradient, as a training step does it; two groups of two rows of three tokens."""
     vocab, rows, length = 11, 4, 3
     logits = torch.randn(rows * length, vocab, device=device).requires_grad_()
@@ -72,6 +85,8 @@ def step(config: RolloutCorrectionConfig, device: str) -> torch.Tensor:
         rewards, group_ids, in_baseline=correction.kept_sequences, **kinds
     ).repeat_interleave(length)
     now, entropy = vocab_parallel_logprobs(logits, labels, vocab_size=10, with_entropy=True, chunk_tokens=5)
+    if truncated:
+        now, entropy = on_support(logits, labels)
     losses = policy_loss(
         config.loss, now, old, advantages, correction, config, seq_ids=seq_ids, num_sequences=count, metrics={}
     )
@@ -95,6 +110,12 @@ class NoHostReads(TorchDispatchMode):
         if name in self.READS:
             raise AssertionError(f"{name} reads the device")
         return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_step_when_samples_were_drawn_from_a_few_ids_then_none_reads_a_value_either(device):
+    with contextlib.nullcontext() if device == "meta" else NoHostReads():
+        assert step(CONFIGS["diagnostics only"], device, truncated=True).device.type == device
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -130,5 +151,6 @@ def test_steps_when_on_a_gpu_then_no_synchronisation():
     try:
         for config in CONFIGS.values():
             step(config, "cuda")
+        step(CONFIGS["diagnostics only"], "cuda", truncated=True)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -5,6 +5,7 @@ Also the gradient of the whole loss against autograd of a naive one.
 
 import math
 import random
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from megatron_rl_corr.config import RejectionRule, RolloutCorrectionConfig
 from megatron_rl_corr.config_rules import DIVERGENCE_LEVELS
+from megatron_rl_corr.core.chunks import CHUNK_TOKENS
 from megatron_rl_corr.core.correction import Correction, compute_correction
 from megatron_rl_corr.core.losses import policy_loss
 from megatron_rl_corr.parallel.reduce import all_gather_metrics
@@ -118,11 +120,12 @@ def assert_same_metrics(found: dict[str, float], expected: dict[str, float]) -> 
 
 
 @settings(max_examples=3000, deadline=None, derandomize=True, database=None)
-@given(batches(), configs(), st.booleans())
-def test_correction_when_configured_at_random_then_the_naive_one(batch, config, with_turns):
+@given(batches(), configs(), st.booleans(), st.sampled_from([CHUNK_TOKENS, CHUNK_TOKENS, 7]))
+def test_correction_when_configured_at_random_then_the_naive_one(batch, config, with_turns, chunk_tokens):
     with_turns = with_turns or looks_at_turns(config)
     expected = correct(batch, config, with_turns=with_turns)
-    correction = packed(batch, config, with_turns=with_turns)
+    with mock.patch("megatron_rl_corr.core.chunks.CHUNK_TOKENS", chunk_tokens):
+        correction = packed(batch, config, with_turns=with_turns)
     assert correction.weights.tolist() == pytest.approx(expected.weights, rel=1e-6, abs=1e-15)
     assert correction.mask.tolist() == expected.mask
     assert correction.kept_sequences.tolist() == expected.kept_sequences

@@ -5,7 +5,8 @@ import torch
 
 from megatron_rl_corr.config import RolloutCorrectionConfig
 from megatron_rl_corr.core.correction import compute_correction
-from megatron_rl_corr.core.second_moment import keep_within_second_moment
+from megatron_rl_corr.core.second_moment import all_reduce_kept_bins, bins_of
+from megatron_rl_corr.core.tokens import Tokens
 
 NAN = float("nan")
 # D^2 = 0.09, 0.01, 1, 0.04 at the valid tokens; running means from the smallest: 0.01, 0.025, 0.0466667, 0.285.
@@ -44,7 +45,7 @@ def test_second_moment_when_the_policies_agree_then_all_stay():
 def test_second_moment_when_tokens_are_on_two_ranks_then_one_cut():
     # Rank 0 holds D = 0.3, -0.1 and rank 1 D = 1, -0.2. Alone, rank 0 would keep both under a bound of 0.05, and rank 1
     # keep -0.2; together 0.3 stays under 0.05, and goes under 0.046.
-    halves = [torch.tensor([[0.09, 0.01], [1.0, 1.0]]), torch.tensor([[1.0, 0.04], [1.0, 1.0]])]
+    halves = [[0.3, -0.1], [1.0, -0.2]]
     histograms = []
 
     class Recording:
@@ -56,11 +57,13 @@ def test_second_moment_when_tokens_are_on_two_ranks_then_one_cut():
         def all_reduce_dp_cp(self, histogram):
             return histograms[0] + histograms[1]
 
+    def kept(log_ratio, bound, groups):
+        d, all_of = torch.tensor(log_ratio), torch.ones(2, dtype=torch.bool)
+        tokens = Tokens(d - 1, torch.full((2,), -1.0), d, d.abs(), all_of, all_of, *[torch.zeros(2).long()] * 2)
+        bins = all_reduce_kept_bins([tokens], bound, groups)
+        return bins[bins_of(tokens.difference.double().square())].tolist()
+
     for half in halves:
-        keep_within_second_moment(half.double(), 0.05, Recording(), out=torch.empty(2, dtype=torch.float64))
+        kept(half, 0.05, Recording())
     for bound, expected in ((0.05, [[1, 1], [0, 1]]), (0.046, [[0, 1], [0, 1]])):
-        kept = [
-            keep_within_second_moment(half.double(), bound, Summed(), out=torch.empty(2, dtype=torch.float64)).tolist()
-            for half in halves
-        ]
-        assert kept == expected
+        assert [kept(half, bound, Summed()) for half in halves] == expected

@@ -120,13 +120,26 @@ try:
     some_kernel(1)
 except RuntimeError as error:
     said = str(error)
-print(json.dumps({"missing": [r.target for r in (*EARLY, *LATE) if not r.is_applied()], "said": said}))
+import torch
+from sglang.kernels.ops.sampling.murmur_hash import murmur_hash32
+seeds = torch.tensor([0, 2**32 + 1, 2**62 + 1, 2**63 - 1, -7]).to(torch.uint64)
+hashed = murmur_hash32(seeds, torch.tensor([0, 5, 100, 2**31 - 1, 7]), torch.tensor([0, 501, 151002])).tolist()
+print(json.dumps({"missing": [r.target for r in (*EARLY, *LATE) if not r.is_applied()], "said": said, "hash": hashed}))
 """
     report = output(code, environment("sglang"))
+    assert report["hash"] == [  # of SGLang's Triton kernel, run by Triton's interpreter
+        [2167721464, 4176715095, 3842988096], [1883961327, 2072097339, 1608137182],
+        [3622880924, 1197178069, 440920767], [1367382394, 1966476278, 266885461], [3714741056, 1455808999, 3730616299],
+    ]  # fmt: skip
     assert report["missing"] == []
     assert report["said"].startswith("sgl_kernel.some.module.some_kernel needs a GPU")
     listed = [target for target, _ in replacements("sglang")]
-    assert listed == ["sgl_kernel", "sglang.srt.mem_cache.pool_host.common._cuda_host_register"]
+    assert listed == [
+        "sgl_kernel", "sglang.srt.mem_cache.pool_host.common._cuda_host_register",
+        "sglang.kernels.ops.sampling.murmur_hash.murmur_hash32",
+        "sglang.srt.arg_groups.overrides._deterministic_attention_backend",
+        "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode",
+    ]  # fmt: skip
 
 
 def test_list_when_printed_then_every_target_and_reason_is_there():

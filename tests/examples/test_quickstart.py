@@ -133,10 +133,10 @@ def test_quickstart_with_and_without_lag_then_reward_is_learned_and_the_mismatch
     assert {name for name in steps[0] if meaning_of(name) is None} == set()
     assert set(MEANINGS) - set(steps[0]) == {"time/save_s"}  # with --rollout-save-trajectories
     assert_learned_ahead(read_metrics(quickstart.out / "asynchronous/metrics.jsonl"), rewards)
-    # Every sample was asked for over HTTP: 40 steps of 64, and 13 to check the server first, twice. One push before the
+    # Every sample was asked for over HTTP: 40 steps of 64, and 17 to check the server first, twice. One push before the
     # first step, one after each.
     log = (quickstart.out / "server.log").read_text()
-    assert log.count("POST /generate HTTP/1.1") == 2 * (40 * 64 + 13)
+    assert log.count("POST /generate HTTP/1.1") == 2 * (40 * 64 + 17)
     assert log.count("POST /update_weights_from_distributed") >= 82 and log.count("POST /end_weight_update") == 82
     for run in (quickstart.out, quickstart.out / "asynchronous"):
         assert f"the run, drawn: {run / 'report.html'}" in quickstart.text
@@ -220,7 +220,10 @@ def test_server_killed_in_mid_run_then_training_ends_naming_it_and_a_new_run_goe
         killed = time.monotonic()
         assert quickstart.finish() == 1
         assert time.monotonic() - killed < 60
-    [message] = [line for line in quickstart.lines if line.startswith("megatron_rl_corr: ")]
+    told = [line for line in quickstart.lines if line.startswith("megatron_rl_corr: ")]
+    [message] = [line for line in told if " failed: " not in line]
+    # Those that torchrun had not ended yet name the rank that knows.
+    assert all(message.partition(": ")[2].strip() in line for line in told)
     assert "SGLang server http://127.0.0.1:" in message and " POST /" in message
     assert "Traceback" not in quickstart.text
     assert [group_members(group) for group in groups] == [[], []]
@@ -231,6 +234,8 @@ def test_server_killed_in_mid_run_then_training_ends_naming_it_and_a_new_run_goe
     assert_no_mismatch(saved_samples(tmp_path / "samples", before))
     saved = int((tmp_path / "checkpoints/latest_checkpointed_iteration.txt").read_text())
     assert saved >= 2
+    cursor = json.loads((tmp_path / f"checkpoints/iter_{saved:07d}/rollout_cursor.json").read_text())
+    assert (cursor["next"], cursor["again"]) == (8 * saved, [])  # 8 groups a step, none of which was replaced
     load = ["--load", str(tmp_path / "checkpoints"), "--train-iters", str(saved + 2)]
     load += ["--use-checkpoint-opt-param-scheduler"]  # the schedule was made for another number of iterations
     load += ["--rollout-save-trajectories", str(tmp_path / "later")]
@@ -239,6 +244,7 @@ def test_server_killed_in_mid_run_then_training_ends_naming_it_and_a_new_run_goe
     after = read_metrics(quickstart.out / "metrics.jsonl")
     # The new server started from the first weights: only a push of the loaded ones makes the two agree.
     assert [step["step"] for step in after] == [saved + 1, saved + 2]
+    assert f"prompts go on at place {8 * saved} of their sequence" in quickstart.text
     assert_no_mismatch(saved_samples(tmp_path / "later", after))
     assert len(list((tmp_path / "later").iterdir())) == 2
     assert after[0]["loss/entropy"] < before[0]["loss/entropy"]

@@ -13,7 +13,6 @@ from megatron_rl_corr.report.metrics_file import read_metrics
 from megatron_rl_corr.rollout.trajectory_file import read_trajectories
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
 STEPS, MICRO_BATCH, MICRO_BATCHES = 2, 16, 4
 LAYERS = 4
 RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
@@ -28,9 +27,8 @@ def replayed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("replay")
     (folder / "routes").mkdir()
     command = [
-        sys.executable, ROOT / "examples/quickstart/run.py", "--out", folder / "run", "--server-dtype", "bfloat16",
+        sys.executable, HERE / "recording_pretrain.py", "--out", folder / "run", "--server-dtype", "bfloat16",
         "--steps", str(STEPS), "--router-replay", "R3", "--", *RECOMPUTE, "--expert-statistics",
-        "--rollout-reward-function", f"{HERE / 'recording_reward.py'}:reward",
         "--rollout-save-trajectories", folder / "samples",
     ]  # fmt: skip
     run = subprocess.run(

@@ -42,7 +42,7 @@ def cpu_flags(model):
 
 @contextlib.contextmanager
 def unchanged(server, model):
-    """Puts a shared server's weights and their name back."""
+    """Puts a shared server's weights and their name back; what it has cached of others goes."""
     vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
 
     async def state(client):
@@ -57,6 +57,7 @@ def unchanged(server, model):
         async with RolloutClient([server.url], vocab_size=vocab_size) as client:
             await client.update_weights_from_disk(str(model))
             await client.update_weight_version(before[1])
+            await client.flush_cache()
             assert await state(client) == before
 
     before = asyncio.run(seen())

@@ -1,15 +1,18 @@
 """A door to a real rollout server: what it sampled once is answered again to whoever asks the same.
 
-So several trainers take their first step on the same samples, while weights still go to the real server.
+So several trainers take their first step on the same samples, while weights still go to the real server. Each trainer
+has an id of its own in the names of its weights: what was sampled for one is answered under the other's.
 """
 
 import asyncio
+import json
 import threading
 from collections import defaultdict
 
 from aiohttp import ClientSession, ClientTimeout, web
 
 ANSWER_HEADERS = ("Content-Type",)
+SOME_ID = b"<id>-"
 
 
 class ReplayingServer:
@@ -20,21 +23,28 @@ class ReplayingServer:
         self.samples = defaultdict(list)
         self.asked = defaultdict(int)
         self.sampled = self.replayed = 0
+        self.run_id = None
+        """The present trainer's, from the first name that it gave its weights."""
 
     def replay(self):
         """A new trainer: its first questions are answered as the first trainer's were."""
         self.asked.clear()
+        self.run_id = None
         self.sampled = self.replayed = 0
 
     async def _answer(self, request):
         body = await request.read()
         generate = request.path == "/generate"
+        if request.path == "/update_weight_version" and self.run_id is None:
+            self.run_id = json.loads(body)["new_version"].rpartition("-")[0].encode() + b"-"
         if generate:
-            turn = self.asked[body]
-            self.asked[body] += 1
-            if turn < len(self.samples[body]):
+            asked = body.replace(self.run_id, SOME_ID)
+            turn = self.asked[asked]
+            self.asked[asked] += 1
+            if turn < len(self.samples[asked]):
                 self.replayed += 1
-                return web.Response(body=self.samples[body][turn], content_type="application/json")
+                sample = self.samples[asked][turn].replace(SOME_ID, self.run_id)
+                return web.Response(body=sample, content_type="application/json")
         async with self.session.request(
             request.method, self.target + request.path_qs, data=body or None,
             headers={name: value for name, value in request.headers.items() if name in ("Content-Type", "Accept")},
@@ -42,7 +52,7 @@ class ReplayingServer:
             content = await answer.read()
             if generate and answer.status == 200:
                 self.sampled += 1
-                self.samples[body].append(content)
+                self.samples[asked].append(content.replace(self.run_id, SOME_ID))
             return web.Response(body=content, status=answer.status, headers={
                 name: answer.headers[name] for name in ANSWER_HEADERS if name in answer.headers
             })  # fmt: skip

@@ -1,7 +1,7 @@
 """One corrected step, optimizer included, at TP 2 x PP 2 x EP 2 through the library, whatever the release.
 
 step_worker.py MODEL_DIR REFERENCE.pt  prints RESULT and a line of JSON: the release, the gradients' worst error against
-Hugging Face, the metrics, the number of values of a skipped train step, the gradient's norm, and the mean log-prob of
+Hugging Face, the metrics, the gradient's norm, and the mean log-prob of
 the sampled tokens before and after the update.
 """
 
@@ -17,7 +17,6 @@ from megatron.core import __version__
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch.multiprocessing import start_processes
 
-from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.mcore.scoring import score
 from megatron_rl_corr.mcore.session import start  # noqa: F401  what the launcher uses can be imported too
 from megatron_rl_corr.parallel.reduce import all_gather_metrics
@@ -63,7 +62,7 @@ def rank_main(rank, port, model_dir, reference):
         merged = {name: grad for part, _ in everything for name, grad in part.items()}
         error, worst = gradient_error(reference["cases"][CASE]["grads"], merged)
         numbers = next(found for _, found in everything if found)
-        numbers |= {"release": __version__, "gradient": error, "worst": worst, "skipped": len(compat.skipped_step())}
+        numbers |= {"release": __version__, "gradient": error, "worst": worst}
         print("RESULT " + json.dumps(numbers), flush=True)
     dist.barrier()
     os._exit(0)  # Megatron's leftovers may wait for each other at interpreter exit

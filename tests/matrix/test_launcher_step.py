@@ -45,7 +45,7 @@ def log(values, step=None):
 @pytest.fixture(scope="module")
 def runs(sglang_server_fp32, tiny_moe_dir, tmp_path_factory):
     """Release -> (folder of the run, what it printed, samples taken and answered again, those of held-out prompts)."""
-    found = {}
+    found, ids = {}, []
     with unchanged(sglang_server_fp32, tiny_moe_dir), ReplayingServer(sglang_server_fp32.url) as door:
         for release in RELEASES:
             folder = tmp_path_factory.mktemp("launcher")
@@ -55,6 +55,8 @@ def runs(sglang_server_fp32, tiny_moe_dir, tmp_path_factory):
             asked = [(json.loads(body), json.loads(answers[-1])) for body, answers in door.samples.items()]
             held_out = [answer["output_ids"] for body, answer in asked if body["input_ids"] in HELD_OUT]
             found[release] = folder, done.stdout, door.sampled + door.replayed, door.replayed, held_out
+            ids.append(door.run_id)
+    assert all(re.fullmatch(rb"[0-9a-f]{8}-", run_id) for run_id in ids) and len(set(ids)) == len(ids)
     return found
 
 
@@ -93,6 +95,7 @@ def test_launcher_on_a_release_then_corrected_steps_and_the_loss_of_the_newest(r
     folder, printed, sampled, replayed, _ = runs[release]
     steps, newest = steps_of(folder), steps_of(runs[RELEASES[0]][0])
     assert "lm loss" not in printed, "the script's own step was taken"
+    assert printed.count("[rollout] scoring pass: left out (with one update a batch") == 1
     assert [step["weight_version"] for step in steps] == [1, 2] and sampled == SAMPLES * STEPS + len(HELD_OUT)
     for step in steps:
         assert step["skipped"] == 0 and step["grad_norm"] > 0
@@ -170,4 +173,8 @@ def test_describe_when_asked_then_the_release_and_every_place_are_told_and_nothi
         "megatron.training.training.setup_model_and_optimizer": "    at: megatron.training.training."
         "setup_model_and_optimizer",
         "megatron.training.training.train_step": "    at: holder.step_of_mine, megatron.training.training.train_step",
+        "megatron.training.checkpointing.save_checkpoint": "    at: megatron.training.checkpointing.save_checkpoint, "
+        "megatron.training.training.save_checkpoint",
+        "megatron.training.checkpointing.get_checkpoint_tracker_filename": "    at: megatron.training.checkpointing."
+        "get_checkpoint_tracker_filename",
     }

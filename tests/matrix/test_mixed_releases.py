@@ -14,11 +14,15 @@ from tests.test_launch import flags
 HERE = Path(__file__).resolve().parent
 
 
-def launch(tmp_path, environment):
+MEGATRONS_RL = ["--perform-rl-step", "--rl-inference-logprobs-is-correction", "--rollout-is", "token",
+                "--rollout-is-threshold", "2"]  # fmt: skip
+
+
+def launch(tmp_path, environment, given=None):
     script = tmp_path / "pretrain.py"
     script.write_text("raise SystemExit('the script ran')\n")
     return subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "megatron_rl_corr.launch", script, *flags()], env=environment,
+        [sys.executable, "-W", "ignore", "-m", "megatron_rl_corr.launch", script, *(given or flags())], env=environment,
         capture_output=True, text=True, timeout=120,
     )
 
@@ -31,14 +35,17 @@ def test_launcher_when_core_is_of_one_release_and_training_of_another_then_both_
     assert "but megatron.training of " in told and "put one whole checkout of Megatron-LM first on PYTHONPATH" in told
 
 
-@pytest.mark.parametrize("version", ["0.13.1", "0.20.0rc0"])
-def test_launcher_when_release_is_not_supported_then_the_supported_ones_are_named(tmp_path, version):
+@pytest.mark.parametrize(
+    ("version", "given"), [("0.13.1", None), ("0.20.0rc0", None), ("0.20.0rc0", MEGATRONS_RL)],
+    ids=["older", "newer", "newer, with Megatron's own RL"],
+)  # fmt: skip
+def test_launcher_when_release_is_not_supported_then_the_supported_ones_are_named(tmp_path, version, given):
     core = tmp_path / "tree/megatron/core"
     core.mkdir(parents=True)
     (core / "__init__.py").write_text(f"__version__ = {version!r}\n")
     environment = release_environment(OVERLAID[-1], tmp_path / "tree")
     del environment["MEGATRON_RL_CORR_CPU"]  # its replacements are of a real Megatron
-    run = launch(tmp_path, environment)
+    run = launch(tmp_path, environment, given)
     assert run.returncode == 2, run.stderr
     assert run.stderr.endswith(
         f"megatron_rl_corr.launch: megatron-core {version} is not supported; supported are megatron-core 0.14 to 0.19: "

@@ -11,11 +11,12 @@ from torch.multiprocessing import start_processes
 from megatron_rl_corr.config import RejectionRule, RolloutCorrectionConfig
 from megatron_rl_corr.core.correction import compute_correction
 from megatron_rl_corr.mcore.batch import RolloutBatch, TrainingTargets, microbatches
+from megatron_rl_corr.mcore.support_transport import cut_supports, scatter_supports
 from megatron_rl_corr.mcore.targets import batch_metrics, make_targets
 from megatron_rl_corr.parallel.groups import ParallelGroups
 from megatron_rl_corr.parallel.reduce import all_gather_metrics
 from megatron_rl_corr.rollout.local_server import free_port
-from megatron_rl_corr.rollout.trajectory import Trajectory, VersionSpan
+from megatron_rl_corr.rollout.trajectory import Support, Trajectory, VersionSpan
 
 NAN = float("nan")
 LENGTH = 5
@@ -55,6 +56,36 @@ EPISODES = [
 ]
 
 
+def drawn_from(sample: Trajectory, *sets: list[int]) -> Trajectory:
+    lengths = torch.tensor([len(ids) for ids in sets], dtype=torch.int32)
+    ids = torch.tensor([i for ids in sets for i in ids], dtype=torch.int32)
+    return replace(sample, support=Support(ids, lengths))
+
+
+TRUNCATED = [
+    drawn_from(EPISODES[0], [21, 5], [22], [91], [7, 23, 1]),
+    drawn_from(EPISODES[1], [31], [92], [93], [32, 2], [94], [33]),
+    drawn_from(EPISODES[2], [41, 40, 42, 43]),
+    drawn_from(EPISODES[3], [51]),
+    sample(1, [14], [], [], "7"),  # aborted before its first token
+]
+
+
+def plain(parts: list) -> list:
+    return [(lengths.view(-1, 8 // len(parts)).tolist(), ids.tolist()) for lengths, ids in parts]
+
+
+def support_errors() -> list[str]:
+    """Of a sample without supports, and of one whose second token is not among its own."""
+    found = []
+    for bad in (EPISODES[0], drawn_from(EPISODES[0], [21, 5], [23, 24], [91], [23])):
+        try:
+            cut_supports([*TRUNCATED[1:], bad], 8, 1)
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
 def turns(layout: SimpleNamespace, cp: dist.ProcessGroup | None = None) -> dict:
     """Rows of 8 with up to three turns, corrected by turns, with three policies; of two cp ranks, each its columns."""
     rank, size = (0, 1) if cp is None else (cp.rank(), cp.size())
@@ -83,7 +114,16 @@ def two_ranks(rank: int, port: int, path: str) -> None:
     """`turns` of each of two context-parallel ranks, where only the first has the samples: saved in `path`.RANK."""
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     cp, own = dist.group.WORLD, [dist.new_group([other]) for other in range(2)][rank]
-    torch.save(turns(SimpleNamespace(pp_rank=0, tp_cp_group=cp, pp_group=own), cp), f"{path}.{rank}")
+    layout = SimpleNamespace(
+        pp_rank=0, tp_cp_group=cp, pp_group=own, cp_group=cp, tp_group=own, pp_size=1, cp_size=2, is_last_stage=True
+    )
+    supports = {}
+    # Of the last two no token is on the second rank.
+    for name, samples in (("all", TRUNCATED), ("last", TRUNCATED[3:])):
+        parts = cut_supports(samples, 8, 2) if rank == 0 else None
+        mine = scatter_supports(parts, len(samples), 8, layout=layout)
+        supports[name] = {"ids": mine.ids, "offsets": mine.offsets, "host": torch.from_numpy(mine.host_offsets)}
+    torch.save(turns(layout, cp) | {"supports": supports}, f"{path}.{rank}")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -109,7 +149,11 @@ def cut(batch: RolloutBatch) -> list[dict]:
         -numbers, -numbers - 0.25, batch.loss_mask.reshape(-1), batch.seq_ids, num_sequences=4,
         config=RolloutCorrectionConfig(rollout_is="token", rollout_is_upper=2.0),
     )
-    micros = microbatches(batch, 2, TrainingTargets(numbers, numbers + 100, correction, numbers + 200))
+    made = TrainingTargets(
+        numbers - 0.25, batch.loss_mask.reshape(-1), batch.loss_mask.reshape(-1), numbers + 100, correction,
+        numbers + 200, numbers,
+    )
+    micros = microbatches(batch, 2, made)
     return [
         {
             "tokens": micro.tokens, "labels": micro.labels, "position_ids": micro.position_ids,
@@ -145,7 +189,8 @@ def main(path: str) -> None:
         "batch": fields(batch), "seq_ids": batch.seq_ids, "broadcast": fields(batch.broadcast(layout)),
         "fits": error_of(3), "too long": error_of(4), "microbatches": cut(batch),
         "without targets": [micro.targets for micro in microbatches(batch, 1)], "targets": targets(batch),
-        "turns": turns(layout),
+        "turns": turns(layout), "support errors": support_errors(),
+        "cut": {cp: plain(cut_supports(TRUNCATED, 8, cp)) for cp in (1, 2, 4)},
     }, path)
     start_processes(two_ranks, (free_port(), path), 2, start_method="fork")
 

@@ -9,7 +9,7 @@ from megatron_rl_corr.config import RejectionRule, RolloutCorrectionConfig
 from megatron_rl_corr.mcore.batch import RolloutBatch, microbatches
 from megatron_rl_corr.mcore.logprobs import LogprobSettings
 from megatron_rl_corr.mcore.loss import CorrectedLoss
-from megatron_rl_corr.mcore.targets import make_bypass_targets
+from megatron_rl_corr.mcore.targets import make_unscored_targets
 from megatron_rl_corr.parallel.groups import ParallelGroups
 from megatron_rl_corr.parallel.reduce import merge
 
@@ -42,8 +42,7 @@ def main(path: str) -> None:
     rollout[0, 0] = float("nan")
     batch = RolloutBatch(
         labels, labels, mask, rollout, torch.tensor([1.0, 2.0, -1.0, 0.5]), torch.tensor([0, 0, 1, 1]),
-        torch.zeros(rows), torch.zeros(rows, length, 0, dtype=torch.int32),
-        torch.arange(length),
+        torch.zeros(rows), torch.arange(length),
     )
     turn_ids = (torch.arange(length) // 2).expand(rows, length).contiguous()
     saved = {"turn_ids": turn_ids, "logits": logits, "labels": labels, "rollout": rollout, "mask": mask,
@@ -51,17 +50,17 @@ def main(path: str) -> None:
     for name, config in CONFIGS.items():
         groups = ParallelGroups()
         rows_of = replace(batch, turn_ids=turn_ids, num_turns=3) if name == "turns" else batch
-        targets = make_bypass_targets(rows_of, config, groups, group_size=2)
+        targets = make_unscored_targets(rows_of, config, groups, group_size=2)
         loss = CorrectedLoss(
             config, LogprobSettings(None, 1.0, vocab), num_microbatches=2, dp_size=1, per_token=False,
-            global_positions=rows * length, groups=groups,
+            global_positions=rows * length, scored=False, groups=groups,
         )
         leaf = logits.clone().requires_grad_()
         parts = [loss(micro, leaf[2 * i : 2 * i + 2])[0] for i, micro in enumerate(microbatches(rows_of, 2, targets))]
         total = sum(parts) / 2  # the schedule divides by the number of microbatches
         total.backward()
         numbers = {key: metric.value() for key, metric in merge(loss.corrections.values()).items()}
-        saved[name] = {"loss": total.detach(), "grad": leaf.grad, "kept_fraction": numbers["kept_fraction"],
+        saved[name] = {"loss": total.detach(), "grad": leaf.grad, **numbers,
                        "entropy": merge(loss.metrics.values())["entropy"].value()}
     torch.save(saved, path)
 

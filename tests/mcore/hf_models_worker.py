@@ -2,7 +2,7 @@
 
 hf_models_worker.py 1|4 MODEL_DIR ...  in so many processes (4: TP 2, PP 2, and EP 2 of a model with experts) prints for
 each model a line of JSON with the worst difference of the logits, and writes what each stage exports to
-MODEL_DIR/export-PROCESSES-STAGE.safetensors.
+MODEL_DIR/export-PROCESSES-STAGE.safetensors, and which tensors of it are sent together to units-PROCESSES-STAGE.json.
 hf_models_worker.py push URL MODEL_DIR  pushes the model from two pipeline stages to a server, as version "1".
 """
 
@@ -28,7 +28,7 @@ from megatron_rl_corr.cpu.cp_attention import ContextParallelAttention
 from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.rollout import LoopThread, RolloutClient
 from megatron_rl_corr.rollout.local_server import free_port
-from megatron_rl_corr.weight_sync.choice import make_proof, make_transport
+from megatron_rl_corr.weight_sync.choice import make_coverage, make_proof, make_transport
 from megatron_rl_corr.weight_sync.export import StageExporter
 from megatron_rl_corr.weight_sync.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.weight_sync.model_flags import model_flags
@@ -48,14 +48,17 @@ PP2 = ["--pipeline-model-parallel-size", "2"]
 EP2 = ["--expert-model-parallel-size", "2", "--expert-tensor-parallel-size", "1"]
 
 
-def arguments(config):
-    """Megatron's own, from the flags of config.json and the layout's."""
-    flags = model_flags(config)
+def arguments(config, without=(), extra=()):
+    """Megatron's own, from the flags of config.json (but those of `without`, and their values) and the layout's."""
+    flags, dropped = [], False
+    for word in model_flags(config):
+        dropped = word in without or (dropped and not word.startswith("--"))
+        flags += [] if dropped else [word]
     if dist.get_world_size() > 1:
         flags += PP2
     if dist.get_world_size() == 4:
         flags += [*TP2, *(EP2 if "--num-experts" in flags else [])]
-    sys.argv = ["worker", *flags, *LOCAL]
+    sys.argv = ["worker", *flags, *LOCAL, *extra]
     args = parse_args()
     validate_args(args)
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
@@ -71,21 +74,28 @@ class LatentCoreAttention(ContextParallelAttention):
         super().__init__(**arguments)
 
 
-def build(args):
-    """As Megatron's pretrain_gpt.py does."""
-    config = core_transformer_config_from_args(args)
+def build(args, config=None, **positions):
+    """As Megatron's pretrain_gpt.py does, and with the rotary flags that it does not hand on."""
+    config = config or core_transformer_config_from_args(args)
     if args.num_experts:
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=args.normalization)
         for layer in spec.layer_specs if args.multi_latent_attention else ():
             layer.submodules.self_attention.submodules.core_attention = LatentCoreAttention
     else:
-        spec = get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization)
+        spec = get_gpt_layer_local_spec(
+            qk_layernorm=args.qk_layernorm, qk_l2_norm=args.qk_l2_norm, normalization=args.normalization,
+            multi_latent_attention=args.multi_latent_attention,
+        )  # fmt: skip
+    rotary = {
+        "rotary_base": args.rotary_base, "rotary_percent": args.rotary_percent, "rope_scaling": args.use_rope_scaling,
+        "rope_scaling_factor": args.rope_scaling_factor,
+        "seq_len_interpolation_factor": args.rotary_seq_len_interpolation_factor,
+        "position_embedding_type": args.position_embedding_type,
+    }  # fmt: skip
     model = GPTModel(
         config=config, transformer_layer_spec=spec, vocab_size=args.padded_vocab_size, max_sequence_length=LENGTH,
         pre_process=ps.is_pipeline_first_stage(), post_process=ps.is_pipeline_last_stage(), parallel_output=True,
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        position_embedding_type=args.position_embedding_type, rotary_base=args.rotary_base,
-        rope_scaling=args.use_rope_scaling, rope_scaling_factor=args.rope_scaling_factor,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights, **(rotary | positions),
     )  # fmt: skip
     return model.eval()
 
@@ -138,8 +148,11 @@ def compare(path):
     model, layout, exporter = load(path)
     reference = torch.load(path / "reference.pt", weights_only=True)
     logits = all_gather_logits(model, reference["tokens"], layout)
-    sent = list(exporter.tensors())
+    units = list(exporter.units())
+    sent = [named for unit in units for named in unit]
     if exporter.sends:
+        together = [[name for name, _ in unit] for unit in units]
+        (path / f"units-{dist.get_world_size()}-{layout.pp_rank}.json").write_text(json.dumps(together))
         names = [name for name, _ in sent]
         assert len(names) == len(set(names)), "a tensor is sent twice"
         tensors = {name: tensor.contiguous() for name, tensor in sent}
@@ -156,7 +169,9 @@ def push(url, path):
         "distributed", client, loop, backend="gloo", checkpoint=path, folder=None, stage=layout.pp_rank,
         sends=exporter.sends,
     )  # fmt: skip
-    servers = WeightServers(client, loop, transport, proof=make_proof("checksum", path))
+    servers = WeightServers(
+        client, loop, transport, proof=make_proof("checksum", path), coverage=make_coverage(path)
+    )
     push_weights(exporter, servers, version="1", bucket_bytes=20_000)  # several buckets
     servers.close()
     loop.call(client.close())

@@ -2,7 +2,9 @@
 
 Shares no code with the package. python hf_reference.py MODEL_DIR OUT.pt makes samples, rollout and old log-probs, and
 saves them with the results of each case: "token" (PPO clip, token weights, two rules, mean over tokens), "sequence"
-(GSPO, sequence weights, seq_max rule, mean over sequences), "bypass" (two policies, REINFORCE).
+(GSPO, sequence weights, seq_max rule, mean over sequences), "bypass" (two policies, REINFORCE), and with pi_old the
+current policy "once token" (PPO clip, token weights) and "once sequence" (GSPO, sequence weights). Under "truncated"
+"token" and "bypass" once more, for samples whose tokens were each drawn from a few ids.
 """
 
 import math
@@ -12,6 +14,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 GROUPS, GROUP_SIZE = 4, 4
+TRUNCATED_SEED = 0
+"""One whose samples exercise every part of the cases."""
 
 
 def make_samples(generator):
@@ -29,11 +33,30 @@ def make_samples(generator):
 def logprobs_of(model, sample):
     """Log-probs of the response under the model, with gradient, and the entropies."""
     ids = torch.cat([sample["prompt"], sample["output"]])
-    logits = model(ids[None]).logits[0]
     start = len(sample["prompt"])
-    distribution = torch.log_softmax(logits[start - 1 : -1], dim=-1)
-    entropy = -(distribution.exp() * distribution).sum(dim=-1)
+    logits = model(ids[None]).logits[0, start - 1 : -1]
+    if "support" in sample:
+        outside = torch.ones(logits.shape, dtype=torch.bool)
+        for t, among in enumerate(sample["support"]):
+            outside[t, among] = False
+        logits = logits.masked_fill(outside, -torch.inf)
+    distribution = torch.log_softmax(logits, dim=-1)
+    entropy = -torch.where(distribution > -torch.inf, distribution.exp() * distribution, 0.0).sum(dim=-1)
     return distribution.gather(1, ids[start:, None])[:, 0], entropy.detach()
+
+
+def truncated(samples, generator):
+    """The same prompts and responses; every third token was drawn from itself alone, the others from up to 9 ids."""
+    found = []
+    for sample in samples:
+        support = []
+        for t, token in enumerate(sample["output"].tolist()):
+            size = 0 if t % 3 == 1 else int(torch.randint(1, 9, (), generator=generator))
+            others = [i for i in torch.randperm(80, generator=generator).tolist() if i != token][:size]
+            at = int(torch.randint(0, size + 1, (), generator=generator))
+            support.append(torch.tensor([*others[:at], token, *others[at:]]))
+        found.append({name: sample[name] for name in ("prompt", "output", "group")} | {"support": support})
+    return found
 
 
 def advantages_of(samples, accepted):
@@ -111,7 +134,34 @@ def bypass_case(samples, now, old):
     return total / sum(map(len, d)), {"policy": total.item() / kept}, moved
 
 
-CASES = {"token": token_case, "sequence": sequence_case, "bypass": bypass_case}
+def once_token_case(samples, now, old):
+    """pi_old is the current policy, so r = 1; weights min(rho, 1.02), mean over tokens."""
+    advantages, total, count, cut = advantages_of(samples, [True] * len(samples)), 0.0, 0, 0
+    for sample, advantage, row in zip(samples, advantages, now, strict=True):
+        for p, rollout in zip(row, sample["rollout"], strict=True):
+            rho = math.exp(p.item() - rollout.item())
+            total = total - min(rho, 1.02) * advantage * (p - p.detach()).exp()
+            count, cut = count + 1, cut + (rho > 1.02)
+    assert 0 < cut < count, "the case must exercise the bound"
+    metrics = {"policy": total.item() / count, "clip_fraction": 0.0, "dual_clip_fraction": 0.0}
+    return total / count, metrics, [0.0] * count
+
+
+def once_sequence_case(samples, now, old):
+    """The same with weights min(prod rho, 1.05), and the mean over sequences of the mean over their tokens."""
+    advantages, total, by_token = advantages_of(samples, [True] * len(samples)), 0.0, 0.0
+    for sample, advantage, row in zip(samples, advantages, now, strict=True):
+        weight = min(math.exp((row.detach() - sample["rollout"]).sum().item()), 1.05)
+        losses = -weight * advantage * (row - row.detach()).exp()
+        total, by_token = total + losses.mean(), by_token + losses.sum().item()
+    count = sum(map(len, now))
+    return total / len(samples), {"policy": by_token / count, "clip_fraction": 0.0}, [0.0] * count
+
+
+CASES = {
+    "token": token_case, "sequence": sequence_case, "bypass": bypass_case, "once token": once_token_case,
+    "once sequence": once_sequence_case,
+}  # fmt: skip
 
 
 def main(model_dir, out):
@@ -123,6 +173,14 @@ def main(model_dir, out):
     ).eval()
     generator = torch.Generator().manual_seed(5)
     samples = make_samples(generator)
+    found = results(model, samples, generator, CASES)
+    generator = torch.Generator().manual_seed(TRUNCATED_SEED)
+    few = results(model, truncated(samples, generator), generator, ("token", "bypass"))
+    torch.save(found | {"truncated": few}, out)
+
+
+def results(model, samples, generator, names):
+    """The samples with their log-probs, what each case of these names gives, and the entropy."""
     for sample in samples:
         with torch.no_grad():
             now, _ = logprobs_of(model, sample)
@@ -134,15 +192,15 @@ def main(model_dir, out):
         sample["rollout"] = sample["old"] + 0.1 * torch.randn(now.shape, generator=generator)
         sample["reward"] = float(torch.rand((), generator=generator))
     cases = {}
-    for name, case in CASES.items():
+    for name in names:
         model.zero_grad()
         scored = [logprobs_of(model, sample) for sample in samples]
         now, old = [logprobs for logprobs, _ in scored], [sample["old"] for sample in samples]
-        loss, metrics, moved = case(samples, now, old)
+        loss, metrics, moved = CASES[name](samples, now, old)
         loss.backward()
         cases[name] = {"grads": hf_named_grads(model), "metrics": metrics, "moved": moved}
     entropy = torch.cat([entropy for _, entropy in scored]).mean().item()
-    torch.save({"samples": samples, "cases": cases, "entropy": entropy}, out)
+    return {"samples": samples, "cases": cases, "entropy": entropy}
 
 
 def hf_named_grads(model):

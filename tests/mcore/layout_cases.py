@@ -19,4 +19,7 @@ CONFIGS = {
         bypass_mode=True, loss="reinforce", advantage="grpo", loss_aggregation="token-mean", rollout_is="token",
         rollout_is_upper=1.1, rollout_rs=(RejectionRule("seq_mean", "ratio", 0.8, 1.25),),
     ),
+    # One update a batch, and nothing that needs it whole: the loss knows pi_old, and makes the correction.
+    "once token": RolloutCorrectionConfig(rollout_is="token", rollout_is_upper=1.02),
+    "once sequence": RolloutCorrectionConfig(loss="gspo", rollout_is="sequence", rollout_is_upper=1.05),
 }  # fmt: skip

@@ -7,6 +7,7 @@ JSON for each run, of a case of CONFIGS in so many microbatches: the gradients' 
 import json
 import os
 import sys
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.multiprocessing import start_processes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.mcore.batch import RolloutBatch, microbatches
@@ -31,11 +33,12 @@ from megatron_rl_corr.mcore.forward_step import make_forward_step
 from megatron_rl_corr.mcore.logprobs import LogprobSettings
 from megatron_rl_corr.mcore.loss import CorrectedLoss
 from megatron_rl_corr.mcore.scoring import score
-from megatron_rl_corr.mcore.targets import batch_metrics, make_bypass_targets, make_targets
+from megatron_rl_corr.mcore.support_transport import cut_supports, scatter_supports
+from megatron_rl_corr.mcore.targets import batch_metrics, make_targets, make_unscored_targets
 from megatron_rl_corr.parallel.groups import ParallelGroups
 from megatron_rl_corr.parallel.reduce import all_gather_metrics, merge
 from megatron_rl_corr.rollout.local_server import free_port
-from megatron_rl_corr.rollout.trajectory import Trajectory, VersionSpan
+from megatron_rl_corr.rollout.trajectory import Support, Trajectory, VersionSpan
 from megatron_rl_corr.weight_sync.export import StageExporter
 from megatron_rl_corr.weight_sync.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.weight_sync.names import NameTable
@@ -67,6 +70,8 @@ def transformer_config(hf, layout, **settings):
         tensor_model_parallel_size=layout.get("tp", 1), sequence_parallel=layout.get("sp", False),
         context_parallel_size=layout.get("cp", 1), pipeline_model_parallel_size=layout.get("pp", 1),
         virtual_pipeline_model_parallel_size=layout.get("vpp"), **moe,
+        **({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+           if layout.get("recompute") else {}),
     ), **settings})  # fmt: skip
 
 
@@ -98,6 +103,7 @@ def replica_batch(samples, layout):
             prompt_index=s["group"] - first_group, sample_index=0, prompt_ids=s["prompt"], output_ids=s["output"],
             rollout_logprobs=s["rollout"].float(), finish_reason="length",
             weight_versions=(VersionSpan("0", 0, len(s["output"])),), cached_tokens=0, server="http://none",
+            support=support_of(s),
         )
         for s in mine
     ]
@@ -108,7 +114,36 @@ def replica_batch(samples, layout):
         start = len(s["prompt"]) - 1
         shift[row, start : start + len(s["output"])] = s["old_shift"].float()
     mine = batch.broadcast(layout).context_slice(layout.cp_group.rank(), layout.cp_group.size())
+    if "support" in samples[0]:
+        parts = cut_supports(trajectories, LENGTH, layout.cp_size) if layout.is_data_leader else None
+        with Traffic() as traffic:
+            supports = scatter_supports(parts, len(trajectories), LENGTH, layout=layout)
+        mine, Traffic.seen = replace(mine, supports=supports), traffic.bytes
     return mine, shift[:, mine.position_ids].reshape(-1)
+
+
+def support_of(sample):
+    if "support" not in sample:
+        return None
+    lengths = torch.tensor([len(ids) for ids in sample["support"]], dtype=torch.int32)
+    return Support(torch.cat(sample["support"]).int(), lengths)
+
+
+class Traffic(TorchDispatchMode):
+    """`bytes` that this rank sends to others, gets from them, and shares with its tensor-parallel group."""
+
+    seen = None
+    """Of the last batch with supports."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = {"send": 0, "recv_": 0, "broadcast_": 0}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            name = func._schema.name.removeprefix("c10d::")
+            self.bytes[name] += sum(tensor.numel() * tensor.element_size() for tensor in args[0])
+        return func(*args, **(kwargs or {}))
 
 
 def set_up(model_dir, samples, spec, **settings):
@@ -140,29 +175,40 @@ def run(model_dir, reference, spec):
     """(case, number of microbatches, metrics on the last stage, this rank's share of the gradients) of each run."""
     model, parameters, layout, config, batch, shift, settings = set_up(model_dir, reference["samples"], spec)
     scored = score(model, batch, settings, micro_batch_size=len(batch.tokens) // spec["runs"][0][1], seq_length=LENGTH)
-    if scored is not None:
-        scored = scored[0] + shift, scored[1]
     for case, microbatch_count in spec["runs"]:
-        metrics = step(model, layout, CONFIGS[case], batch, scored, settings, microbatch_count, config)
+        name, _, how = case.partition("/")
+        once = name.startswith("once")
+        # Another pi_old, as in a later update of a batch, but for the cases of one update.
+        shifted = scored if scored is None or once else (scored[0] + shift, scored[1])
+        metrics = step(
+            model, layout, CONFIGS[name], batch, shifted, settings, microbatch_count, config,
+            updates=1 if once else 2, in_loss=once and how != "scored",
+        )
         numbers = all_gather_metrics(metrics, layout.dp_cp_group) if layout.is_last_stage else {}
         yield case, microbatch_count, numbers, whole_gradients(parameters, layout)
 
 
-def step(model, layout, correction, batch, scored, settings, microbatch_count, config):
-    """Correct, and one forward and backward pass into the gradient buffers; the metrics of the step."""
+def step(
+    model, layout, correction, batch, scored, settings, microbatch_count, config, *, updates=2, in_loss=False
+):
+    """Correct, and one forward and backward pass into the gradient buffers; the metrics of the step.
+
+    updates: of the batch; with more than one pi_old is `scored`. in_loss: the loss makes the correction.
+    """
     groups = ParallelGroups(cp=layout.cp_group, dp_cp=layout.dp_cp_group)
+    in_loss = in_loss or correction.bypass_mode
     micro = len(batch.tokens) // microbatch_count
     targets, metrics = None, {}
-    if scored is not None and correction.bypass_mode:
-        targets = make_bypass_targets(batch, correction, groups, group_size=GROUP_SIZE)
-        metrics = batch_metrics(batch, targets, scored[1], groups)
+    if scored is not None and in_loss:
+        targets = make_unscored_targets(batch, correction, groups, group_size=GROUP_SIZE)
+        metrics = batch_metrics(batch, targets, None, groups)
     elif scored is not None:
         targets = make_targets(batch, scored[0], correction, groups, group_size=GROUP_SIZE)
         metrics = batch_metrics(batch, targets, scored[1], groups)
     loss = CorrectedLoss(
         correction, settings, num_microbatches=microbatch_count, dp_size=layout.dp_size,
         per_token=config.calculate_per_token_loss, global_positions=layout.dp_size * len(batch.tokens) * LENGTH,
-        groups=groups,
+        scored=not in_loss, groups=groups, updates=updates,
     )
     for chunk in model:
         chunk.zero_grad_buffer()
@@ -172,17 +218,16 @@ def step(model, layout, correction, batch, scored, settings, microbatch_count, c
         data_iterator=iterators if len(model) > 1 else iterators[0], num_microbatches=microbatch_count,
         seq_length=LENGTH, micro_batch_size=micro, forward_only=False,
     )
-    corrections = {f"rollout_corr/{name}": metric for name, metric in merge(loss.corrections.values()).items()}
-    return metrics | merge(loss.metrics.values()) | corrections
+    made = {f"rollout_corr/{name}": metric for name, metric in merge(loss.corrections.values()).items()}
+    made |= {f"loss/{name}": metric for name, metric in merge(loss.metrics.values()).items()}
+    return metrics | made
 
 
 def whole_gradients(parameters, layout):
     """Hugging Face names -> whole gradients of this stage, on its sender: the exporter run over main_grad."""
-    from dataclasses import replace
-
     grads = [replace(p, tensor=p.tensor.main_grad) for p in parameters]
     exporter = StageExporter(grads, layout.shard, layout.stage_groups, stage=layout.pp_rank, num_stages=layout.pp_size)
-    tensors = {name: tensor.clone() for name, tensor in exporter.tensors()}
+    tensors = {name: tensor.clone() for unit in exporter.units() for name, tensor in unit}
     return tensors if exporter.sends else {}
 
 
@@ -198,16 +243,18 @@ def gradient_error(expected, grads):
 
 def rank_main(rank, size, port, model_dir, reference, spec):
     torch.set_num_threads(1)
+    reference = reference["truncated"] if spec.get("truncated") else reference
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
     for case, microbatch_count, numbers, grads in run(model_dir, reference, spec):
         everything = [None] * size
-        dist.all_gather_object(everything, (numbers, grads))
+        dist.all_gather_object(everything, (numbers, grads, Traffic.seen))
         if rank == 0:
-            merged = {name: grad for _, part in everything for name, grad in part.items()}
-            error, worst = gradient_error(reference["cases"][case]["grads"], merged)
+            merged = {name: grad for _, part, _ in everything for name, grad in part.items()}
+            error, worst = gradient_error(reference["cases"][case.partition("/")[0]]["grads"], merged)
             print("RESULT " + json.dumps({
                 "layout": spec, "case": case, "microbatches": microbatch_count, "gradient": error, "worst": worst,
-                "metrics": next(found for found, _ in reversed(everything) if found),
+                "metrics": next(found for found, _, _ in reversed(everything) if found),
+                "traffic": [seen for _, _, seen in everything],
             }), flush=True)
     dist.barrier()
     os._exit(0)  # Megatron's leftovers may wait for each other at interpreter exit

@@ -1,4 +1,4 @@
-"""Steps of which much or all is rejected, on real Megatron ranks; saves gradients and weights for test_rejection.py.
+"""Steps of which much or all is rejected, or that must not be taken, on real Megatron ranks; for test_rejection.py.
 
 rejection_worker.py PROCESSES MODEL_DIR REFERENCE.pt OUT.pt '{"ep": 2}' ...  saves a list with, for each layout, what
 `everything_of` returns.
@@ -15,16 +15,24 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_rl_corr.config import RejectionRule, RolloutCorrectionConfig
+from megatron_rl_corr.mcore.first_step import FirstStep
+from megatron_rl_corr.mcore.refusal import Refusal
 from megatron_rl_corr.mcore.scoring import score
 from megatron_rl_corr.mcore.step import CorrectedStep
+from megatron_rl_corr.parallel.failure import PeerFailure
 from megatron_rl_corr.parallel.reduce import all_gather_metrics
 
 sys.path.insert(0, str(Path(__file__).parent))
+import layout_worker
 from forked_layouts import save_results
 from layout_worker import LENGTH, set_up, step, whole_gradients
+from padding_worker import without_bias
+
+layout_worker.local_parameters = without_bias
 
 KEEP_NEAR = RolloutCorrectionConfig(rollout_rs=(RejectionRule("seq_mean", "ratio", 0.8, 1.25),))
-BYPASS = replace(KEEP_NEAR, bypass_mode=True, loss="reinforce", loss_aggregation="token-mean")
+WIDE = RolloutCorrectionConfig(rollout_rs=(RejectionRule("seq_mean", "ratio", 0.4, 2.5),))
+BYPASS = replace(WIDE, bypass_mode=True, loss="reinforce", loss_aggregation="token-mean")
 MICROBATCHES = 4
 ROWS = {"one microbatch": range(4), "one rank": range(8, 16), "all": range(16)}
 """Which of the 16 samples are rejected."""
@@ -59,16 +67,17 @@ def auxiliary(model_dir, samples, spec):
     }  # fmt: skip
 
 
-def skipped(model_dir, samples, spec, config):
-    """An ordinary step, then one of which all is rejected: weights and moments after each, and what was reported."""
-    model, parameters, layout, _, batch, _, logprobs = set_up(model_dir, samples, spec)
-    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-2, weight_decay=0.1), model)
-    batches, reports = [batch, replace(batch, rollout_logprobs=batch.rollout_logprobs - 3.0)], []
-    corrected = CorrectedStep(
-        config=config, layout=layout, logprobs=logprobs, push=lambda version: None, report=reports.append,
-        collector=SimpleNamespace(device="cpu", collect=lambda step: batches[step], metrics={}), close=lambda: None,
-        micro_batch_size=2, global_batch_size=16, seq_length=LENGTH, group_size=4,
+def corrected_step(config, layout, logprobs, collect, reports, **others):
+    """A CorrectedStep on what collect(iteration) gives; what it reports and pushes goes to `reports`."""
+    return CorrectedStep(
+        config=config, layout=layout, logprobs=logprobs, push=lambda version: reports.append({"pushed": version}),
+        report=reports.append, collector=SimpleNamespace(device="cpu", collect=collect, metrics={}),
+        close=lambda: None, micro_batch_size=2, global_batch_size=16, seq_length=LENGTH, group_size=4, **others,
     )  # fmt: skip
+
+
+def megatrons(model, batch, optimizer, leaving):
+    """Megatron's `train_step`: the gradient, and an update unless the rerun state machine leaves before it."""
 
     def train_step(forward_step, iterators):
         for chunk in model:
@@ -78,28 +87,129 @@ def skipped(model_dir, samples, spec, config):
             forward_step_func=forward_step, data_iterator=iterators, model=model,
             num_microbatches=len(batch.tokens) // 2, seq_length=LENGTH, micro_batch_size=2, forward_only=False,
         )
+        if leaving():
+            return {}, True, True, True, 17, None, None, 0
         updated, grad_norm, _ = optimizer.step()
         return {}, int(not updated), False, False, 0, grad_norm, None, 0
 
-    states = [snapshot(parameters, optimizer)]
+    return train_step
+
+
+def two_steps(model_dir, samples, spec, case):
+    """An ordinary step, then one without update: the state after each, and what was pushed and reported."""
+    config, change = SKIPPED[case]
+    model, parameters, layout, _, batch, _, logprobs = set_up(model_dir, samples, spec, **BALANCED)
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-2, weight_decay=0.1), model)
+    batches, reports = [batch, change(batch)], []
+    corrected = corrected_step(config, layout, logprobs, lambda step: batches[step], reports)
+    states = [snapshot(model, parameters, optimizer)]
     for iteration in range(2):
-        corrected.run(train_step, iteration, model, optimizer, per_token=False)
-        states.append(snapshot(parameters, optimizer))
+        leaving = case == "leaving" and iteration == 1
+        train_step = megatrons(model, batch, optimizer, lambda leaving=leaving: leaving)
+        result = corrected.run(train_step, iteration, model, optimizer, per_token=False)
+        states.append(snapshot(model, parameters, optimizer))
     ps.destroy_model_parallel()
-    return states, reports
+    return states, reports, result[3]
 
 
-def snapshot(parameters, optimizer):
+def snapshot(model, parameters, optimizer):
+    """(weights, Adam's moments, the routers' balancing biases), each in one vector."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     states = [state for part in parts for state in part.optimizer.state.values()]
     moments = [value for state in states for value in state.values() if torch.is_tensor(value)]
-    return torch.cat([tensor.detach().double().reshape(-1) for tensor in [p.tensor for p in parameters] + moments])
+    biases = [b for chunk in model for name, b in chunk.named_buffers() if name.endswith("expert_bias")]
+    return [
+        torch.cat([torch.zeros(0)] + [tensor.detach().double().reshape(-1).clone() for tensor in tensors])
+        for tensors in ([p.tensor for p in parameters], moments, biases)
+    ]
+
+
+BALANCED = {
+    "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid", "moe_router_bias_update_rate": 1e-3,
+}
+"""The last stage's backward pass moves a bias, before the optimizer's step."""
+WEIGHTS = RolloutCorrectionConfig(rollout_is="token", rollout_is_upper=2.0)
+
+
+def nothing_left(batch):
+    return replace(batch, rollout_logprobs=batch.rollout_logprobs - 3.0)
+
+
+def equal_rewards(batch):
+    return replace(batch, rewards=torch.full_like(batch.rewards, 0.3))
+
+
+SKIPPED = {
+    "rejected": (WIDE, nothing_left), "rejected in the loss": (BYPASS, nothing_left),
+    "no log-probs": (WEIGHTS, lambda batch: replace(batch, rollout_logprobs=batch.rollout_logprobs * torch.nan)),
+    "equal rewards": (WEIGHTS, equal_rewards), "equal rewards, scored": (WIDE, equal_rewards),
+    "leaving": (WEIGHTS, lambda batch: batch),
+}  # fmt: skip
+"""Why the second step makes no update: its configuration, and its batch of the first one's."""
+
+
+def first_steps(model_dir, samples, spec):
+    """Of each planted fault, and config: the error, the updates and the pushes of the first step after a start."""
+    exact = [s | {"rollout": s["now"]} for s in samples]
+    model, parameters, layout, _, batch, _, logprobs = set_up(model_dir, exact, spec)
+    layers = [m for chunk in model for m in chunk.modules() if hasattr(m, "hidden_dropout")]
+    found = {}
+    for fault in ("dropout", "shift", "checkpoint", "nan", "no own token", "other tokens are old", "right"):
+        mask, given = batch.loss_mask, batch
+        if fault == "shift":
+            # The log-prob of the token before, wherever this rank has it.
+            given = replace(batch, rollout_logprobs=batch.rollout_logprobs.roll(1, 1).where(mask, 0.0))
+        elif fault == "no own token":
+            given = replace(batch, version_lags=batch.version_lags + 1)
+        elif fault == "nan":
+            given = replace(batch, rollout_logprobs=batch.rollout_logprobs * torch.nan)
+        elif fault == "other tokens are old":
+            lags = (torch.arange(len(mask)) % 2).float()
+            given = replace(
+                batch, version_lags=lags, rollout_logprobs=batch.rollout_logprobs - mask * 0.5 * lags[:, None]
+            )
+        kept = [p.tensor.detach().clone() for p in parameters]
+        if fault == "checkpoint":
+            for p in parameters:
+                p.tensor.data.mul_(1.2)
+        for layer in layers:
+            layer.hidden_dropout = 0.1 if fault == "dropout" else 0.0
+        for name, config in (("scored", KEEP_NEAR), ("in the loss", WEIGHTS)):
+            found[fault, name] = first_step(config, model, layout, logprobs, given)
+        for p, before in zip(parameters, kept, strict=True):
+            p.tensor.data.copy_(before)
+    ps.destroy_model_parallel()
+    return found
+
+
+def first_step(config, model, layout, logprobs, batch):
+    """(error, updates, versions that were pushed) of step 6 as the first one after a start."""
+    reports, updates, error = [], [], None
+    optimizer = SimpleNamespace(zero_grad=lambda: None, step=lambda: updates.append(1) or (True, 1.0, 0))
+    corrected = corrected_step(config, layout, logprobs, lambda step: batch, reports, first_step=FirstStep(5, 1e-4))
+    try:
+        corrected.run(megatrons(model, batch, optimizer, lambda: False), 5, model, optimizer, per_token=False)
+    except (Refusal, PeerFailure) as failure:
+        error = str(failure) if isinstance(failure, Refusal) else "another rank"
+    return error, len(updates), [report["pushed"] for report in reports if "pushed" in report]
+
+
+def dropped_out(model_dir, samples, spec):
+    """Metrics of a step with dropout in training mode, which the scoring pass does not have; on the last rank."""
+    model, _, layout, _, batch, _, logprobs = set_up(model_dir, samples, spec, hidden_dropout=0.1)
+    reports, optimizer = [], SimpleNamespace(zero_grad=lambda: None, step=lambda: (True, 1.0, 0))
+    corrected = corrected_step(WIDE, layout, logprobs, lambda step: batch, reports)
+    corrected.run(megatrons(model, batch, optimizer, lambda: False), 0, model, optimizer, per_token=False)
+    ps.destroy_model_parallel()
+    return reports[-1]
 
 
 def everything_of(model_dir, samples, spec):
     parts = {rows: gradients(model_dir, far(samples, which), spec) for rows, which in ROWS.items()}
     return {"gradients": parts, "auxiliary": auxiliary(model_dir, samples, spec),
-            "skipped": {c.bypass_mode: skipped(model_dir, samples, spec, c) for c in (KEEP_NEAR, BYPASS)}}  # fmt: skip
+            "skipped": {case: two_steps(model_dir, samples, spec, case) for case in SKIPPED},
+            "first": first_steps(model_dir, samples, spec),
+            "dropout": dropped_out(model_dir, samples, spec)}  # fmt: skip
 
 
 def main(processes, model_dir, reference_path, out, *specs):

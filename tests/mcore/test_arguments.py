@@ -11,6 +11,8 @@ import pytest
 from megatron_rl_corr.config import PRESETS, RolloutCorrectionConfig
 from megatron_rl_corr.mcore.arguments import RolloutOptions, add_rollout_arguments, parse
 from megatron_rl_corr.mcore.client_flags import ClientOptions
+from megatron_rl_corr.mcore.one_update import idle_clips
+from megatron_rl_corr.mcore.reward_flags import RewardOptions
 from megatron_rl_corr.rollout import RolloutClient
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,17 +22,22 @@ REQUIRED = [
 ]
 CLIENT = ClientOptions(
     max_concurrency=64, max_per_server=None, timeout_s=600.0, read_timeout_s=60.0, outage_timeout_s=10.0,
+    update_timeout_s=3600.0,
     max_retries=3, max_continuations=8, ca_file=None, api_key_env=None,
 )  # fmt: skip
 DEFAULTS = {
     "urls": ("http://a:30000", "http://b:30000"), "hf_checkpoint": "model", "prompts": "prompts.jsonl",
-    "reward_function": "reward.py:reward", "eval_prompts": None, "environment": None, "max_turns": None,
+    "allow_model_differences": False, "reward_function": "reward.py:reward", "eval_prompts": None,
+    "environment": None, "max_turns": None,
     "group_size": 8, "max_new_tokens": 1024, "temperature": 1.0, "max_lag": 0, "stale_samples": "keep",
     "pause_mode": "retract",
     "top_p": 1.0, "top_k": -1, "linear_logprobs": False, "fp32_lm_head": False, "inplace_gradient": False,
-    "server_check": "semantic", "client": CLIENT, "bucket_mib": 256.0, "log_dir": None, "save_trajectories": None,
+    "server_check": "semantic", "max_first_step_kl": None, "client": CLIENT, "bucket_mib": 256.0, "log_dir": None,
+    "save_trajectories": None,
     "router_replay": "off", "router_replay_min_agreement": None, "expert_statistics": False,
     "weight_transport": "distributed", "weight_dir": None, "verify_push": "checksum",
+    "environment_timeout_s": None,
+    "rewards": RewardOptions(workers=None, timeout_s=120.0, on_failed=None, max_failed_fraction=0.05),
 }
 
 
@@ -133,7 +140,9 @@ def test_parser_when_it_is_megatrons_then_ours_join_it_and_nothing_is_required()
     names = DEFAULTS | CLIENT.arguments()
     # The flags are --rollout-url and the client's; the key is in no flag.
     ours_by_name = {name if name.startswith(("router_", "expert_")) else f"rollout_{name}" for name in names}
-    assert ours_by_name - ours == {"rollout_urls", "rollout_client", "rollout_api_key"}
+    ours_by_name |= {"rollout_reward_workers", "rollout_reward_timeout_s", "rollout_on_failed_reward"}
+    ours_by_name |= {"rollout_max_failed_fraction"}
+    assert ours_by_name - ours == {"rollout_urls", "rollout_client", "rollout_api_key", "rollout_rewards"}
 
 
 def test_arguments_when_imported_and_parsed_then_without_torch():
@@ -149,15 +158,17 @@ def test_arguments_when_imported_and_parsed_then_without_torch():
 
 def test_client_options_when_parsed_then_the_clients_arguments(monkeypatch):
     given = {"max_per_server": 5, "read_timeout_s": 2.5, "outage_timeout_s": 0.0, "max_retries": 0,
-             "max_continuations": 1, "max_concurrency": 64, "timeout_s": 600.0, "ca_file": __file__}  # fmt: skip
+             "max_continuations": 1, "max_concurrency": 64, "timeout_s": 600.0, "update_timeout_s": 90.0,
+             "ca_file": __file__}  # fmt: skip
     flags = [word for name, value in given.items() for word in (f"--rollout-{name.replace('_', '-')}", str(value))]
     monkeypatch.setenv("SERVER_KEY", "s3cret")
     _, options = parse([*REQUIRED, *flags, "--rollout-api-key-env", "SERVER_KEY"])
     assert options.client.arguments() == given | {"api_key": "s3cret"}
     assert "s3cret" not in repr(options)
     RolloutClient(options.urls, vocab_size=10, **CLIENT.arguments())
-    # The flags' defaults are the client's, which has two arguments more.
-    assert RolloutClient.__init__.__kwdefaults__ == CLIENT.arguments() | {"connect_timeout_s": 10.0, "experts": None}
+    # The flags' defaults are the client's, which has four arguments more.
+    others = {"connect_timeout_s": 10.0, "experts": None, "seed": 0, "keyed_cache": False}
+    assert RolloutClient.__init__.__kwdefaults__ == CLIENT.arguments() | others
 
 
 @pytest.mark.parametrize(
@@ -175,6 +186,35 @@ def test_client_options_when_parsed_then_the_clients_arguments(monkeypatch):
     ],
 )  # fmt: skip
 def test_parse_when_a_server_flag_makes_no_sense_then_named_with_its_value(flags, said):
+    assert said in refusal(*REQUIRED, *flags)
+
+
+def test_parse_when_failed_rewards_have_a_value_then_that_or_none():
+    def on_failed(value):
+        return parse([*REQUIRED, "--rollout-on-failed-reward", value])[1].rewards.on_failed
+
+    assert (on_failed("drop"), on_failed("-1"), on_failed("0")) == (None, -1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--rollout-reward-workers", "-1"], "--rollout-reward-workers must be at least 0, got -1"),
+        (["--rollout-reward-timeout-s", "0"], "--rollout-reward-timeout-s must be positive, got 0.0"),
+        (["--rollout-reward-function", "none", "--rollout-environment", "e.py:E", "--rollout-reward-workers", "2"],
+         "--rollout-reward-workers 2 has no effect without --rollout-reward-function"),
+        (["--rollout-reward-function", "none", "--rollout-environment", "e.py:E", "--rollout-on-failed-reward", "0"],
+         "--rollout-on-failed-reward 0 has no effect without --rollout-reward-function"),
+        (["--rollout-on-failed-reward", "nan"],
+         "-on-failed-reward must be drop or a number that is finite in float32, got 'nan'"),
+        (["--rollout-on-failed-reward", "1e39"], "a number that is finite in float32, got '1e39'"),
+        (["--rollout-on-failed-reward", "keep"], "a number that is finite in float32, got 'keep'"),
+        (["--rollout-max-failed-fraction", "1.5"], "--rollout-max-failed-fraction must be from 0 to 1, got 1.5"),
+        (["--rollout-environment-timeout-s", "9"], "--rollout-environment-timeout-s 9.0 has no effect without"),
+        (["--rollout-environment", "e.py:E", "--rollout-environment-timeout-s", "0"], "must be positive, got 0.0"),
+    ],
+)  # fmt: skip
+def test_parse_when_a_reward_flag_makes_no_sense_then_named_with_its_value(flags, said):
     assert said in refusal(*REQUIRED, *flags)
 
 
@@ -228,7 +268,8 @@ def test_parse_when_turns_or_rewards_make_no_sense_then_refused(flags, message):
         (["--router-replay", "r3"], "--router-replay must be off, R2, R3, got 'r3'"),
         (["--router-replay-min-agreement", "0.5"], "no effect with --router-replay off; drop it, or use R3"),
         (["--router-replay", "R3", "--router-replay-min-agreement", "1"], r"must be in [-1, 1), got 1.0"),
-        (["--router-replay", "R2", "--rollout-correction-preset", "bypass_ppo_clip"], "which bypass mode leaves out"),
+        (["--router-replay", "R2"], "--router-replay R2 has no effect: it repeats the routes of the pass for old log-"),
+        (["--router-replay", "R2", "--rollout-bypass-mode"], "use R3, the servers' routes, or --router-replay off"),
     ],
 )
 def test_router_replay_when_it_can_have_no_effect_or_sense_then_refused(flags, said):
@@ -247,3 +288,48 @@ def test_routing_rule_when_nobody_compares_routes_then_refused():
         assert "token_routing compares the servers' routes" in refusal(*REQUIRED, *rule, *flags)
     config, _ = parse([*REQUIRED, *rule, "--router-replay", "R3"])
     assert config.rollout_rs[0].upper == 0.5
+
+
+@pytest.mark.parametrize("flag", ["--rollout-clip-ratio-low", "--rollout-clip-ratio-high", "--rollout-clip-ratio-c"])
+def test_clip_flags_when_the_ratio_is_1_then_refused_unless_it_is_the_ratio_to_the_servers(flag, tmp_path):
+    value = "2" if flag.endswith("-c") else "0.3"
+    assert refusal(*REQUIRED, flag, value).startswith(f"{flag} {float(value)} has no effect: a batch makes one update")
+    config, _ = parse([*REQUIRED, flag, value, "--rollout-bypass-mode"])
+    assert float(value) in (config.clip_ratio_low, config.clip_ratio_high, config.clip_ratio_c)
+    # A peer's file describes its whole run, clip included.
+    (tmp_path / "peer.yaml").write_text(f"{flag.removeprefix('--rollout-').replace('-', '_')}: {value}\n")
+    config, _ = parse([*REQUIRED, "--rollout-correction-config", str(tmp_path / "peer.yaml")])
+    assert float(value) in (config.clip_ratio_low, config.clip_ratio_high, config.clip_ratio_c)
+    assert idle_clips(config).startswith(f"{flag.removeprefix('--rollout-').replace('-', '_')} {float(value)} of the ")
+    assert idle_clips(replace(config, bypass_mode=True)) is None and idle_clips(RolloutCorrectionConfig()) is None
+
+
+LAG = ["--rollout-max-lag", "2"]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [[], ["--rollout-loss", "gspo"], ["--rollout-correction-preset", "bypass_ppo_clip", "--rollout-loss", "reinforce"],
+     ["--rollout-correction-preset", "decoupled_token_is", "--rollout-diagnostics-only"]],
+)  # fmt: skip
+def test_lag_when_nothing_corrects_older_samples_then_refused(flags):
+    said = refusal(*REQUIRED, *LAG, *flags)
+    assert said.startswith("--rollout-max-lag 2 trains on samples of older weights, and nothing corrects them; add ")
+    parse([*REQUIRED, *flags])
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--rollout-is", "token", "--rollout-is-threshold", "2"], ["--rollout-correction-preset", "decoupled_geo_rs"],
+     ["--rollout-correction-preset", "bypass_ppo_clip"], ["--rollout-m2-threshold", "0.04"]],
+)  # fmt: skip
+def test_lag_when_weights_rules_or_bypass_correct_it_then_taken(flags):
+    assert parse([*REQUIRED, *LAG, *flags])[1].max_lag == 2
+
+
+def test_first_step_bound_when_not_positive_then_refused():
+    for value in ("0", "-1", "nan"):
+        assert "--rollout-max-first-step-kl must be positive, got " in refusal(
+            *REQUIRED, "--rollout-max-first-step-kl", value
+        )
+    assert parse([*REQUIRED, "--rollout-max-first-step-kl", "inf"])[1].max_first_step_kl == float("inf")

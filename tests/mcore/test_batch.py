@@ -148,3 +148,40 @@ def test_turn_correction_when_a_turn_lies_on_two_ranks_then_as_on_one(made):
     assert whole(made, "mask").tolist() == made["turns"]["mask"].tolist()
     for rank in made["two ranks"]:
         assert rank["metrics"] == pytest.approx(made["turns"]["metrics"], rel=1e-6, nan_ok=True)
+
+
+# How many ids each position's label was drawn from, by row: prompts and what is behind the end have none, a token of
+# the environment has itself; the last row was aborted before its first token.
+SIZES = [[0, 2, 1, 1, 3, 0, 0, 0], [1, 1, 1, 2, 1, 1, 0, 0], [4] + [0] * 7, [1] + [0] * 7, [0] * 8]
+IDS = [21, 5, 22, 91, 7, 23, 1, 31, 92, 93, 32, 2, 94, 33, 41, 40, 42, 43, 51]
+TWO_RANKS = [
+    ([[row[column] for column in COLUMNS[0]] for row in SIZES], [21, 5, 31, 92, 41, 40, 42, 43, 51]),
+    ([[row[column] for column in COLUMNS[1]] for row in SIZES], [22, 91, 7, 23, 1, 93, 32, 2, 94, 33]),
+]
+
+
+def test_supports_when_cut_for_context_parallel_ranks_then_each_has_those_of_its_columns(made):
+    assert made["cut"][1] == [(SIZES, IDS)] and made["cut"][2] == TWO_RANKS
+    # Of eight chunks of a column rank r of four has columns r and 7 - r.
+    assert [ids for _, ids in made["cut"][4]] == [
+        [31, 41, 40, 42, 43, 51], [21, 5, 92], [22, 93, 33], [91, 7, 23, 1, 32, 2, 94],
+    ]  # fmt: skip
+    assert [sizes[0] for sizes, _ in made["cut"][4]] == [[0, 0], [2, 0], [1, 0], [1, 3]]
+
+
+@pytest.mark.parametrize(("name", "rows"), [("all", slice(0, 5)), ("last", slice(3, 5))])
+def test_supports_when_scattered_to_two_ranks_then_as_cut_also_where_one_has_none(made, name, rows):
+    for rank, (sizes, ids) in zip(made["two ranks"], TWO_RANKS, strict=True):
+        found, own = rank["supports"][name], [size for row in sizes[rows] for size in row]
+        assert found["ids"].tolist() == (ids if name == "all" else ids[len(ids) - sum(own) :])
+        assert found["offsets"].diff().tolist() == own and found["offsets"][0] == 0
+        assert found["offsets"].tolist() == found["host"].tolist()
+    assert made["two ranks"][1]["supports"]["last"]["ids"].numel() == 0
+
+
+def test_supports_when_one_is_missing_or_without_its_token_then_refused_by_name(made):
+    missing, outside = made["support errors"]
+    assert missing.startswith("a sample of prompt 0 has no sampling mask, but --rollout-top-k and --rollout-top-p")
+    assert outside.startswith(
+        "a sample of prompt 0 has token 22 at position 1 of its response, which is none of the 2 ids of its sampling"
+    )

@@ -80,6 +80,14 @@ def test_bypass_when_turns_decide_then_the_naive_loss_and_gradient_by_turns(made
     assert result["kept_fraction"] == pytest.approx(kept_fraction)
 
 
+@pytest.mark.parametrize("loss", ["ppo_clip", "reinforce", "turns"])
+def test_bypass_when_the_server_gave_no_log_prob_then_the_token_is_counted_and_is_no_padding(made, loss):
+    mask, result = made["mask"], made[loss]
+    assert mask[0, 0] and made["rollout"][mask].isnan().sum() == 1
+    assert result["nonfinite_tokens"] == 1 and result["valid_tokens"] == mask.sum() - 1
+    assert result["padded_tokens"] == (~mask).sum()
+
+
 @pytest.mark.parametrize(("loss", "rejected_rows"), [("ppo_clip", [1]), ("reinforce", [1, 2])])
 def test_bypass_when_rows_are_rejected_in_the_loss_then_the_naive_loss_and_gradient(made, loss, rejected_rows):
     total, gradient, kept_fraction = naive(made, loss)

@@ -43,8 +43,10 @@ def specs(layouts):
     for layout in layouts:
         # Interleaved stages need at least as many microbatches as there are stages.
         few = 2 if "vpp" in layout else 1
-        yield layout | {"runs": [["token", few], ["token", 4], ["sequence", 4]]}
-        yield layout | {"per_token": True, "runs": [["token", 4], ["token", few], ["bypass", 4]]}
+        # Where the loss makes the correction, both ways must give the same: with the scoring pass and without.
+        yield layout | {"runs": [["token", few], ["token", 4], ["sequence", 4], ["once sequence", 4]]}
+        scored = [["once sequence/scored", 4]] if layout.get("cp", 1) > 1 else [["once token/scored", 4]]
+        yield layout | {"per_token": True, "runs": [["token", few], ["bypass", 4], ["once token", 4], *scored]}
 
 
 EXTRA = {
@@ -55,6 +57,14 @@ EXTRA = {
         {"tp": 2, "pp": 2, "vpp": 2, "sp": True, "hidden": True}],
 }
 """More experts' ranks; and log-probs from hidden states instead of logits."""
+
+TRUNCATED = {
+    1: [{"recompute": True}],
+    2: [{"cp": 2}, {"pp": 2}, {"tp": 2, "sp": True}],
+    4: [{"pp": 2, "cp": 2, "recompute": True}, {"tp": 2, "cp": 2, "sp": True, "per_token": True},
+        {"tp": 2, "pp": 2, "vpp": 2, "sp": True}, {"cp": 2}],
+}
+"""Where samples were drawn from a few ids each: supports go to the last stage, cut for context parallelism."""
 
 
 @pytest.fixture(scope="module")
@@ -98,8 +108,9 @@ def results(processes, model_dir, reference, chosen):
 
 
 def expected_metrics(reference, case):
-    """Every metric of a case, from the reference's log-probs alone."""
-    samples, train = reference["samples"], "now" if case == "bypass" else "old"
+    """Every metric of a case, from the reference's log-probs alone; of truncated samples, its "truncated"."""
+    case = case.partition("/")[0]
+    samples, train = reference["samples"], "now" if case == "bypass" or case.startswith("once") else "old"
     tokens = [(i, float(s[train][t]), float(s["rollout"][t]))
               for i, s in enumerate(samples) for t in range(len(s["output"]))]  # fmt: skip
     padding = len(samples) * LENGTH - len(tokens)
@@ -110,22 +121,23 @@ def expected_metrics(reference, case):
         CONFIGS[case], with_turns=False,
     )  # fmt: skip
     rewards, n, moved = [s["reward"] for s in samples], len(samples), reference["cases"][case]["moved"]
-    return {f"rollout_corr/{name}": value for name, value in answer.metrics.items()} | reference["cases"][case][
-        "metrics"
-    ] | {
+    losses = {
+        name if "/" in name else f"loss/{name}": value for name, value in reference["cases"][case]["metrics"].items()
+    }
+    return {f"rollout_corr/{name}": value for name, value in answer.metrics.items()} | losses | {
         "reward/mean": sum(rewards) / n, "reward/max": max(rewards), "reward/min": min(rewards),
         "reward/std": math.sqrt(sum((r - sum(rewards) / n) ** 2 for r in rewards) / n),
         "response_length/mean": len(tokens) / n, "weight_lag": 0.0, "weight_lag_mean": 0.0,
-        "loss/entropy": reference["entropy"], **({"entropy": reference["entropy"]} if case == "bypass" else {}),
-        "old_new_k3_kl": mean(math.expm1(d) - d for d in moved),
-        "old_new_k3_kl_clamped": mean(math.expm1(d) - d for d in (clamp(d, LOW, HIGH) for d in moved)),
+        "loss/entropy": reference["entropy"], "loss/old_new_k3_kl": mean(math.expm1(d) - d for d in moved),
+        "loss/old_new_k3_kl_clamped": mean(math.expm1(d) - d for d in (clamp(d, LOW, HIGH) for d in moved)),
     }  # fmt: skip
 
 
-def check(found, reference, parameters):
+def check(found, whole_reference, parameters):
     for one in found:
+        reference = whole_reference["truncated"] if one["layout"].get("truncated") else whole_reference
         where = (one["layout"], one["case"], one["microbatches"])
-        assert len(reference["cases"][one["case"]]["grads"]) == parameters
+        assert len(reference["cases"][one["case"].partition("/")[0]]["grads"]) == parameters
         assert one["gradient"] < TOLERANCE, (where, one["gradient"], one["worst"])
         expected = expected_metrics(reference, one["case"])
         assert one["metrics"].keys() == expected.keys(), where
@@ -139,9 +151,38 @@ def test_corrected_step_of_moe_in_every_layout_then_gradients_and_metrics_equal_
     processes, tiny_moe_dir, reference_of
 ):
     path, reference = reference_of(tiny_moe_dir)
-    layouts = [*moe_layouts(processes), *EXTRA[processes]]
-    found = results(processes, tiny_moe_dir, path, list(specs(layouts)))
+    chosen = list(specs([*moe_layouts(processes), *EXTRA[processes]]))
+    for layout in TRUNCATED[processes]:
+        chosen.append(layout | {"truncated": True, "runs": [["token", 4], ["bypass", 2]]})
+    found = results(processes, tiny_moe_dir, path, chosen)
     check(found, reference, parameters=135)  # 3 outside the layers; 4 x (9 + 8 experts x 3) inside
+    for one in found:
+        if one["layout"].get("truncated"):
+            check_traffic(one, reference["truncated"]["samples"])
+
+
+def check_traffic(one, samples):
+    """Of the supports every byte is sent once to the last stage, and once to each context-parallel rank of it."""
+    layout, per_rank = one["layout"], one["traffic"]
+    tp, cp, pp = (layout.get(name, 1) for name in ("tp", "cp", "pp"))
+    dp = len(per_rank) // (tp * cp * pp)
+    ids = sum(len(support) for sample in samples for support in sample["support"])
+    # int32: how many ids each token has, and the ids.
+    whole = 4 * (len(samples) * LENGTH + ids)
+    sent, received = (sum(rank[name] for rank in per_rank) for name in ("send", "recv_"))
+    first, last = (per_rank[at * tp * cp * dp : (at + 1) * tp * cp * dp] for at in (0, pp - 1))
+    if cp == 1:
+        assert sent == received == (whole if pp > 1 else 0)
+    else:
+        # Each context-parallel rank but the first is sent its own: with two ranks in chunks of a quarter, some of it.
+        to_cp = sent - (whole if pp > 1 else 0)
+        assert sent == received and 4 * len(samples) * LENGTH // cp < to_cp < whole
+    # Tensor-parallel ranks hand on what their first one has; nobody else broadcasts, and no other stage gets an id.
+    assert sum(rank["broadcast_"] for rank in last) == (tp * whole if tp > 1 else 0)
+    if pp > 1:
+        assert all(rank["recv_"] == rank["broadcast_"] == 0 for rank in first)
+        leaders = [rank["send"] for rank in first if rank["send"]]
+        assert len(leaders) == dp and sum(leaders) == whole
 
 
 @pytest.mark.parametrize("processes", [2, 4])

@@ -11,14 +11,15 @@ from megatron_rl_corr.cpu import environment
 START = """
 import json, sys, types
 from megatron_rl_corr.mcore.arguments import parse
-from megatron.training import arguments, training
-from megatron_rl_corr.mcore import hooks, session, versions
+from megatron.training import arguments, checkpointing, training
+from megatron_rl_corr.mcore import hooks, run_flags, session, versions
 FLAGS = ["--rollout-url", "http://127.0.0.1:9", "--rollout-hf-checkpoint", "m", "--rollout-prompts", "p",
          "--rollout-reward-function", "r.py:r"]
 def install():
     return hooks.install(*parse(FLAGS), lambda metrics, writer: None)
 def bound():
-    return [arguments.add_megatron_arguments, training.setup_model_and_optimizer, training.train_step]
+    return [arguments.add_megatron_arguments, training.setup_model_and_optimizer, training.train_step,
+            checkpointing.save_checkpoint, checkpointing.get_checkpoint_tracker_filename]
 def say(**values):
     print("RESULT " + json.dumps({"case": name, **values}))
 """
@@ -100,7 +101,7 @@ say(
 
 def test_install_when_a_function_was_imported_before_then_every_name_of_it_is_bound_anew(results):
     found = results["imported before"]
-    assert found == {"case": "imported before", "renewed": [True] * 3, "names": [True] * 2, "left": True, "stale": []}
+    assert found == {"case": "imported before", "renewed": [True] * 5, "names": [True] * 2, "left": True, "stale": []}
 
 
 CASES["restart"] = """
@@ -112,7 +113,7 @@ class Step:
     def close(self):
         log.append(["close", self.number])
 session.start = lambda *args: Step()
-session.check_megatron_arguments = lambda args: None
+run_flags.check_megatron_arguments = lambda args: None
 hooks.all_reduce_refusal = lambda prepare: prepare()
 training.get_args = lambda: None
 def setup_model_and_optimizer(model_provider_func, model_type):
@@ -153,6 +154,70 @@ def test_hooks_when_the_old_step_can_not_be_closed_at_a_restart_then_the_new_one
     assert results["failed close"]["log"] == results["restart"]["log"]
 
 
+CASES["cursor"] = """
+import json, pathlib, tempfile
+from megatron.training import checkpointing
+from megatron_rl_corr.mcore import checkpoint_cursor
+from megatron_rl_corr.rollout import Prompt, PromptDataset
+from megatron_rl_corr.rollout.failures import FailedPrompts
+from megatron_rl_corr.rollout.group_numbers import Cursor
+from megatron_rl_corr.rollout.saved_cursor import SavedCursor
+seen = []
+folder = pathlib.Path(tempfile.mkdtemp())
+path = folder / "iter_0000040/rollout_cursor.json"
+class Step:
+    close = staticmethod(lambda: None)
+    class collector:
+        all_gather_cursor = staticmethod(lambda: cursor)
+prompts, failed = PromptDataset([Prompt(i, [1]) for i in range(9)], seed=4), FailedPrompts(9)
+failed.add(3, 2), failed.add(3, 10), failed.add(5, 4)
+cursor = SavedCursor.of(Cursor(330, (321, 328)), prompts, failed)
+def save_checkpoint(iteration, model, optimizer, *rest):
+    "As Megatron: shards, then the name of the tracker's file, then the tracker."
+    seen.append(path.exists())
+    if model != "local":
+        path.parent.mkdir(exist_ok=True)
+    checkpointing.get_checkpoint_tracker_filename(str(folder))
+    seen.append(path.exists())
+session.start = lambda *args: Step()
+run_flags.check_megatron_arguments = lambda args: None
+hooks.all_reduce_refusal = lambda prepare: prepare()
+training.get_args = lambda: None
+training.setup_model_and_optimizer = lambda model_type: (0, 0, 0)
+checkpointing.save_checkpoint = save_checkpoint
+install()
+checkpointing.save_checkpoint(40, "local", None)  # while the model is set up
+training.setup_model_and_optimizer("type")
+checkpointing.save_checkpoint(40, "local", None)
+checkpointing.save_checkpoint(iteration=40, model="model", optimizer=None)
+written = path.read_text()
+path.unlink()
+checkpointing.get_checkpoint_tracker_filename(str(folder))  # outside a save
+found = SavedCursor.parse(written)
+others = PromptDataset(prompts.prompts[:8], seed=4)
+def said(text):
+    try:
+        SavedCursor.parse(text)
+    except ValueError as error:
+        return str(error)
+say(
+    seen=seen, left=path.exists(), same=found == cursor,
+    wrong=[said("{}"), said("[]"), said('{"again": [], "failed": 1}')],
+    on=[found.cursor_of(data) == expected for data, expected in (
+        (prompts, Cursor(330, (321, 328))), (others, Cursor(330)))],
+    failed=[dict(found.failed_of(data).counts) for data in (prompts, others)],
+)
+"""
+
+
+def test_cursor_when_megatron_saves_then_it_is_in_the_folder_before_the_checkpoint_is_finished(results):
+    found = results["cursor"]
+    # While the model is set up, and where the checkpoint has no folder here, none is written.
+    assert found["seen"] == [False, False, False, False, False, True] and not found["left"]
+    assert found["same"] and found["on"] == [True, True] and found["failed"] == [{"3": 2, "5": 1}, {}]
+    assert all("it holds no data cursor" in said for said in found["wrong"])
+
+
 CASES["experts"] = """
 from megatron_rl_corr.mcore import compat
 def said(release, experts, ep, tp, etp):
@@ -183,25 +248,36 @@ def test_expert_layout_when_an_older_release_would_lose_gradients_then_it_is_ref
 
 
 CASES["evaluation"] = """
-from megatron_rl_corr.mcore.collection import check_they_fit
+from megatron_rl_corr.mcore.collection import check_they_fit, check_vocabulary
+from megatron_rl_corr.rollout import Prompt, PromptDataset
+run_flags.check_policy = lambda args: None
 def said(check):
     try:
         return check()
     except ValueError as error:
         return str(error)
-def flags(interval, prompts="held_out.jsonl"):
+def flags(interval, prompts="held_out.jsonl", **run):
+    run = {"train_iters": 20, "train_samples": None, "global_batch_size": 16, "rampup_batch_size": None} | run
     return types.SimpleNamespace(
-        context_parallel_size=1, yaml_cfg=None, rampup_batch_size=None, finetune=False, pretrained_checkpoint=None,
-        iterations_to_skip=None, eval_iters=0, rollout_eval_prompts=prompts, eval_interval=interval, train_iters=20,
+        context_parallel_size=1, yaml_cfg=None, finetune=False, pretrained_checkpoint=None,
+        load=None, iterations_to_skip=None, eval_iters=0, rollout_eval_prompts=prompts, eval_interval=interval, **run,
         num_experts=None, router_replay="off", expert_statistics=False, expert_tensor_parallel_size=None,
-        tensor_model_parallel_size=1, expert_model_parallel_size=1, seq_length=32,
+        tensor_model_parallel_size=1, expert_model_parallel_size=1, seq_length=32, calculate_per_token_loss=False,
     )
+def refused(args):
+    return said(lambda: run_flags.check_megatron_arguments(args))
 def prompts(longest):
     prompt = types.SimpleNamespace(input_ids=[1] * longest)
     return types.SimpleNamespace(prompts=[prompt])
 say(
-    intervals=[said(lambda: session.check_megatron_arguments(flags(n))) for n in (None, 0, 21, 20, 1)],
-    without=said(lambda: session.check_megatron_arguments(flags(1000, prompts=None))),
+    intervals=[refused(flags(n)) for n in (None, 0, 21, 20, 1)],
+    by_samples=[refused(flags(n, train_iters=None, train_samples=170)) for n in (11, 10)],
+    without=refused(flags(1000, prompts=None)),
+    batches=[refused(flags(1, **{name: given}))
+             for name, given in (("rampup_batch_size", ["4", "4", "9"]), ("step_batch_size_schedule", "0:8 9:16"))],
+    offloaded=[refused(flags(1, optimizer_cpu_offload=True, fp16=False, bf16=b)) for b in (False, True)],
+    ids=[said(lambda: check_vocabulary(PromptDataset([Prompt(0, [1]), Prompt(1, [n, 4])]), "--rollout-prompts", 10))
+         for n in (9, 10)],
     lengths=[said(lambda: check_they_fit(prompts(n), "--rollout-eval-prompts", 8, 32)) for n in (26, 25)],
 )
 """
@@ -210,9 +286,183 @@ say(
 def test_evaluation_when_it_would_never_come_or_its_prompts_are_too_long_then_refused_at_the_start(results):
     found = results["evaluation"]
     never = ("--rollout-eval-prompts would never be asked: --eval-interval {}, the steps from one evaluation to the "
-             "next, must be from 1 to --train-iters 20")  # fmt: skip
+             "next, must be from 1 to the run's 20 steps, by --train-iters or --train-samples")  # fmt: skip
     assert found["intervals"] == [*map(never.format, (None, 0, 21)), None, None] and found["without"] is None
+    assert found["by_samples"] == [never.format(11).replace("20 steps", "10 steps"), None]
+    assert found["batches"] == [
+        f"--{flag} is not supported with rollouts: every step takes --global-batch-size"
+        for flag in ("rampup-batch-size", "step-batch-size-schedule")
+    ]
+    assert found["ids"][0] is None and found["ids"][1].startswith(
+        "--rollout-prompts: row 1 has token id 10; ids must be in [0, 10), the vocabulary of --rollout-hf-checkpoint"
+    )
     assert found["lengths"] == [
         "--seq-length 32 is too short for the longest prompt of --rollout-eval-prompts, 26 tokens, and "
         "--rollout-max-new-tokens 8; use --seq-length 33 or more", None,
     ]  # fmt: skip
+
+
+def test_offloaded_optimizer_in_float32_when_its_copies_would_stay_the_initial_weights_then_refused(results):
+    refused, taken = results["evaluation"]["offloaded"]
+    assert refused.startswith("--optimizer-cpu-offload in float32: ") and taken is None
+
+
+CASES["begin"] = """
+import pathlib, tempfile
+folder = pathlib.Path(tempfile.mkdtemp())
+tracker = pathlib.Path(checkpointing.get_checkpoint_tracker_filename(str(folder)))
+def said(named, **given):
+    tracker.unlink(missing_ok=True)
+    if named is not None:
+        tracker.write_text(named)
+    try:
+        run_flags.check_begin(types.SimpleNamespace(**{"load": str(folder), "ckpt_step": None} | given))
+    except ValueError as error:
+        return str(error).replace(str(folder), "DIR")
+say(
+    release=[said("release"), said("release", ckpt_step=40), said("0")],
+    overridden=said("40", override_ckpt_iteration=0),
+    taken=[said(None), said(None, override_ckpt_iteration=0), said("40"), said("0", ckpt_step=40),
+           said("40", override_ckpt_iteration=1), said("release", load=None)],
+)
+"""
+
+
+def test_checkpoint_when_it_would_begin_at_iteration_0_then_refused_as_the_first_weights_would_be_loaded_over_it(
+    results
+):
+    found = results["begin"]
+    for said, named in zip(found["release"], ("release", "release", "0"), strict=True):
+        assert said.startswith(f"--load DIR: its checkpoint ({named}) begins at iteration 0, where the weights of ")
+        assert said.endswith("convert it to Hugging Face format for --rollout-hf-checkpoint and the servers, and leave "
+                             "--load out")  # fmt: skip
+    assert found["overridden"].startswith("--override-ckpt-iteration 0 begins at iteration 0, where the weights of ")
+    assert found["taken"] == [None] * 6
+
+
+CASES["per token"] = """
+def said(per_token, fp16, batch, length):
+    args = types.SimpleNamespace(
+        calculate_per_token_loss=per_token, fp16=fp16, global_batch_size=batch, seq_length=length,
+    )
+    try:
+        run_flags.check_per_token_loss(args)
+    except ValueError as error:
+        return str(error)
+say(
+    half=said(True, True, 64, 1024), many=said(True, False, 32768, 65536),
+    taken=[said(True, False, 32767, 65536), said(False, True, 64, 1024), said(False, False, 32768, 65536)],
+)
+"""
+
+
+def test_per_token_loss_when_half_precision_or_32_bits_could_not_hold_it_then_refused_with_the_remedy(results):
+    found = results["per token"]
+    assert found["half"].startswith("--fp16 with --calculate-per-token-loss: ") and "or use --bf16" in found["half"]
+    assert "--global-batch-size 32768 x --seq-length 65536 = 2147483648 positions" in found["many"]
+    assert "leave --calculate-per-token-loss out (the gradient is the same)" in found["many"]
+    assert found["taken"] == [None] * 3
+
+
+CASES["asked"] = """
+from megatron_rl_corr.mcore import compat
+class Optimizer:
+    def step(self):
+        return "updated"
+def asked(optimizer, answer):
+    with compat.asked_before_update(optimizer, lambda: answer):
+        return optimizer.step()
+plain, wrapped = Optimizer(), Optimizer()
+wrapped.step = wrapper = lambda: "replayed by a graph"  # as --optimizer-cuda-graph does
+say(
+    plain=[asked(plain, True), asked(plain, False), plain.step(), sorted(vars(plain))],
+    wrapped=[asked(wrapped, True), asked(wrapped, False), wrapped.step(), wrapped.step is wrapper],
+)
+"""
+
+
+def test_update_when_asked_about_then_the_optimizers_step_is_what_it_was_a_graphs_wrapper_too(results):
+    found = results["asked"]
+    assert found["plain"] == ["updated", [False, None, None], "updated", []]
+    assert found["wrapped"] == ["replayed by a graph", [False, None, None], "replayed by a graph", True]
+
+
+CASES["leaving"] = """
+import torch
+def fails(*args):
+    raise AssertionError("a run that ends to write a checkpoint asks for nothing more")
+left = ({}, True, True, True, 17, None, None, 0)
+class Step:
+    evaluation = types.SimpleNamespace(is_due=lambda step: True, all_reduce_metrics=fails)
+    run = staticmethod(lambda train_step, *args: train_step(None, None))
+session.start = lambda *args: Step()
+run_flags.check_megatron_arguments = lambda args: None
+hooks.all_reduce_refusal = lambda prepare: prepare()
+training.get_args = lambda: types.SimpleNamespace(curr_iteration=3)
+training.setup_model_and_optimizer = lambda model_provider_func, model_type: ("model", "optimizer", "scheduler")
+def train_step(forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config):
+    return left
+training.train_step = train_step
+install()
+training.setup_model_and_optimizer("provider", "type")
+given = training.train_step(None, None, [], None, None, types.SimpleNamespace(calculate_per_token_loss=False))
+say(same=given == left)
+"""
+
+
+def test_train_step_when_megatron_leaves_to_write_a_checkpoint_then_its_result_is_handed_on_and_nothing_is_asked(
+    results
+):
+    assert results["leaving"]["same"]
+
+
+CASES["qk clip"] = """
+import torch
+from megatron_rl_corr.mcore import compat
+layer = torch.nn.Linear(2, 2)
+layer.current_max_attn_logits = torch.ones(2)
+unseen = torch.nn.Linear(2, 2)
+unseen.current_max_attn_logits = None
+layer.register_buffer("expert_bias", torch.zeros(3))
+layer.register_buffer("local_tokens_per_expert", torch.zeros(3), persistent=False)
+state = compat.RouterState([torch.nn.Sequential(layer, unseen)])
+layer.expert_bias += 1
+layer.local_tokens_per_expert += 1
+state.forget_attention_logits()
+state.restore()
+say(logits=[layer.current_max_attn_logits.tolist(), unseen.current_max_attn_logits], bias=layer.expert_bias.tolist(),
+    counts=layer.local_tokens_per_expert.tolist())
+"""
+
+
+def test_router_state_when_put_back_then_what_a_checkpoint_holds_and_no_logits_to_clip_weights_by(results):
+    found = results["qk clip"]
+    assert found["logits"] == [[0.0] * 2, None] and found["bias"] == [0.0] * 3 and found["counts"] == [1.0] * 3
+
+
+CASES["scoring"] = """
+from megatron_rl_corr.mcore.scoring import describe_scoring, reasons_to_score
+lines = {}
+for flags in json.loads(FLAG_SETS):
+    config, options = parse([*FLAGS, *flags.split()])
+    saves, experts = options.save_trajectories is not None, options.expert_statistics
+    lines[flags] = describe_scoring(config, reasons_to_score(config, saves=saves, experts=experts))
+say(lines=lines)
+""".replace("FLAG_SETS", repr(json.dumps([
+    "", "--rollout-correction-preset decoupled_seq_is --rollout-loss gspo",
+    "--rollout-correction-preset bypass_pg_geo_rs",
+    "--rollout-correction-preset decoupled_geo_rs_token_tis --rollout-save-trajectories there",
+    "--rollout-correction-preset decoupled_token_is --rollout-is-batch-normalize --expert-statistics",
+    "--rollout-m2-threshold 0.04 --rollout-batch-filter-kl 0.1 --rollout-loss-denominator kept",
+])))  # fmt: skip
+
+
+def test_scoring_pass_when_something_needs_the_whole_batch_then_it_is_named_else_the_pass_is_left_out(results):
+    of_one_update = "with one update a batch pi_old is the policy that is trained, known in the loss"
+    assert list(results["scoring"]["lines"].values()) == [
+        *[f"scoring pass: left out ({of_one_update})"] * 2,
+        "scoring pass: left out (bypass mode: pi_rollout stands in for pi_old)",
+        "scoring pass: kept for --rollout-rs seq_mean_ratio, --rollout-save-trajectories",
+        "scoring pass: kept for --rollout-is-batch-normalize, --expert-statistics",
+        "scoring pass: kept for --rollout-m2-threshold, --rollout-batch-filter-kl, --rollout-loss-denominator kept",
+    ]

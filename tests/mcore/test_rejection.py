@@ -1,4 +1,5 @@
-"""All of a microbatch, of a rank or of the batch rejected, on real Megatron: gradients, auxiliary losses, the skip."""
+"""Rejection of a microbatch, a rank or the batch, on real Megatron: gradients, auxiliary losses, steps without update;
+and the first step's bound."""
 
 import json
 import math
@@ -80,7 +81,7 @@ def test_step_when_all_of_a_part_is_rejected_then_gradients_are_those_of_one_pro
     of_nothing = {name for name, value in numbers.items() if not math.isfinite(value)}
     assert of_nothing == {name for name, value in expected.items() if not math.isfinite(value)}
     if rows == "all":
-        assert {"policy", "clip_fraction"} <= of_nothing
+        assert {"loss/policy", "loss/clip_fraction"} <= of_nothing
 
 
 @pytest.mark.parametrize("at", range(4), ids=map(json.dumps, [{}, *LAYOUTS]))
@@ -95,14 +96,72 @@ def test_moe_auxiliary_losses_when_half_is_rejected_then_their_gradients_stay_in
         assert (numbers["rollout_corr/kept_fraction"] < 0.5) == (rows == "one rank")
 
 
-@pytest.mark.parametrize("bypass", [False, True], ids=["three-policy", "bypass"])
+SKIPPED = ("rejected", "rejected in the loss", "no log-probs", "equal rewards", "equal rewards, scored")
+
+
+@pytest.mark.parametrize("case", [*SKIPPED, "leaving"])
 @pytest.mark.parametrize("at", range(4), ids=map(json.dumps, [{}, *LAYOUTS]))
-def test_step_when_all_is_rejected_then_weights_and_moments_stay_and_it_is_reported_as_skipped(results, at, bypass):
+def test_step_when_it_makes_no_update_then_weights_moments_and_balancing_biases_stay(results, at, case):
     for rank in results[at]:
-        (before, trained, after), _ = rank["skipped"][bypass]
+        (before, trained, after), _, _ = rank["skipped"][case]
         # An ordinary step first, so that there is momentum that would move the weights.
-        assert (trained[: len(before)] - before).abs().max() > 1e-3
-        assert torch.equal(after, trained)
-    _, reports = results[at][-1]["skipped"][bypass]
-    assert [report["skipped"] for report in reports] == [0, 1]
-    assert reports[0]["rollout_corr/kept_fraction"] > 0.5 and reports[1]["rollout_corr/kept_fraction"] == 0.0
+        assert (trained[0] - before[0]).abs().max() > 1e-3
+        assert (trained[2] - before[2]).abs().max() == pytest.approx(1e-3), "the bias moves in an ordinary step"
+        assert all(torch.equal(now, then) for now, then in zip(after, trained, strict=True))
+
+
+@pytest.mark.parametrize("case", SKIPPED)
+@pytest.mark.parametrize("at", range(4), ids=map(json.dumps, [{}, *LAYOUTS]))
+def test_step_when_it_makes_no_update_then_it_is_reported_as_skipped_and_the_same_weights_are_pushed(
+    results, at, case
+):
+    _, reports, leaving = results[at][-1]["skipped"][case]
+    assert [report["pushed"] for report in reports if "pushed" in report] == [1, 2] and not leaving
+    steps = [report for report in reports if "skipped" in report]
+    assert [report["skipped"] for report in steps] == [0, 1]
+    assert steps[0]["rollout_corr/kept_fraction"] > 0.5
+    if case.startswith("rejected"):
+        assert steps[1]["rollout_corr/kept_fraction"] == 0.0
+    elif case.startswith("equal"):
+        assert steps[1]["rollout_corr/kept_fraction"] > 0.5
+    else:
+        assert steps[1]["rollout_corr/nonfinite_tokens"] == steps[0]["rollout_corr/valid_tokens"]
+    # Of a band of probabilities without a token nothing is told.
+    told, told_then = ({name for name in step if "/by_" not in name} for step in steps)
+    assert told - told_then == {"grad_norm"} and told_then <= told
+
+
+@pytest.mark.parametrize("at", range(4), ids=map(json.dumps, [{}, *LAYOUTS]))
+def test_step_when_megatron_leaves_before_its_update_then_nothing_is_pushed_or_reported(results, at):
+    for rank in results[at]:
+        _, reports, leaving = rank["skipped"]["leaving"]
+        assert leaving and [report["pushed"] for report in reports if "pushed" in report] == [1]
+        assert [report["step"] for report in reports if "step" in report] in ([1], [])
+
+
+@pytest.mark.parametrize("how", ["scored", "in the loss"])
+@pytest.mark.parametrize("fault", ["dropout", "shift", "checkpoint", "nan", "no own token"])
+@pytest.mark.parametrize("at", range(4), ids=map(json.dumps, [{}, *LAYOUTS]))
+def test_first_step_when_what_is_trained_is_not_what_was_sampled_then_all_ranks_end_before_an_update(
+    results, at, fault, how
+):
+    found = [rank["first"][fault, how] for rank in results[at]]
+    [said] = [error for error, _, _ in found if error != "another rank"]
+    assert said.startswith("--rollout-max-first-step-kl 0.0001: in the first step the servers sampled with the weights")
+    assert ("not a number" in said) == (fault in ("nan", "no own token"))
+    assert all(updates == 0 and pushed == [] for _, updates, pushed in found)
+
+
+@pytest.mark.parametrize("how", ["scored", "in the loss"])
+@pytest.mark.parametrize("at", range(4), ids=map(json.dumps, [{}, *LAYOUTS]))
+def test_first_step_when_own_samples_agree_then_it_is_taken_whatever_older_ones_say(results, at, how):
+    for fault in ("right", "other tokens are old"):
+        assert [rank["first"][fault, how] for rank in results[at]] == [(None, 1, [6])] * len(results[at])
+
+
+@pytest.mark.parametrize("at", range(4), ids=map(json.dumps, [{}, *LAYOUTS]))
+def test_ratio_when_training_mode_is_another_policy_than_the_scoring_passs_then_it_is_1_all_the_same(results, at):
+    step = results[at][-1]["dropout"]
+    assert step["skipped"] == 0 and step["rollout_corr/kept_fraction"] > 0.5
+    for name in ("old_new_k3_kl", "old_new_k3_kl_clamped", "clip_fraction", "dual_clip_fraction"):
+        assert step[f"loss/{name}"] == 0.0

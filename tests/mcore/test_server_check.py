@@ -2,11 +2,13 @@
 
 import pytest
 
+from megatron_rl_corr.mcore.first_step import FirstStep, first_step_bound
 from megatron_rl_corr.mcore.refusal import Refusal
 from megatron_rl_corr.mcore.server_check import judge
 from megatron_rl_corr.rollout.doctor import Finding
 
 SEMANTIC = Finding("temperature_ignored", "http://a:1", "slope 1.00 where 0.50 is right")
+ONE_RESPONSE = Finding("one_response", "http://a:1", "3 seeds gave 1 response of 24 tokens")
 INFERENCE = Finding("dtype_differs", "http://b:2", "float16 against bfloat16")
 
 
@@ -17,6 +19,7 @@ INFERENCE = Finding("dtype_differs", "http://b:2", "float16 against bfloat16")
         ([INFERENCE], "semantic", [], [INFERENCE]),
         ([INFERENCE], "all", [INFERENCE], []),
         ([INFERENCE, SEMANTIC], "semantic", [SEMANTIC], [INFERENCE]),
+        ([ONE_RESPONSE], "semantic", [ONE_RESPONSE], []),
         ([INFERENCE, SEMANTIC], "all", [INFERENCE, SEMANTIC], []),
     ],
 )
@@ -29,3 +32,31 @@ def test_findings_when_judged_then_the_fatal_ones_refuse_and_the_others_are_told
     assert isinstance(error, Refusal) and str(error).endswith("--rollout-server-check off")
     assert [finding for finding in findings if f"{finding.server}: {finding.name}" in str(error)] == fatal
     assert all(finding.remedy in str(error) for finding in fatal)
+
+
+HALF = {"dtype": "bfloat16", "quantization": None, "kv_cache_dtype": "auto"}
+FLOAT32 = HALF | {"dtype": "float32"}
+
+
+@pytest.mark.parametrize(
+    ("float32", "servers", "bound"),
+    [
+        (True, [FLOAT32, FLOAT32], 1e-4), (False, [FLOAT32], 1e-2), (True, [FLOAT32, HALF], 1e-2),
+        # As SGLang resolves it: of a checkpoint in float32 it is float16.
+        (True, [FLOAT32 | {"dtype": "auto"}], 1e-2), (False, [HALF | {"kv_cache_dtype": "bf16"}], 1e-2),
+        (False, [HALF, HALF | {"quantization": "fp8"}], 1e-1), (True, [FLOAT32 | {"kv_cache_dtype": "fp8_e4m3"}], 1e-1),
+    ],
+)  # fmt: skip
+def test_first_step_bound_when_none_is_given_then_the_one_of_the_coarsest_numbers(float32, servers, bound):
+    assert first_step_bound(float32, servers) == bound
+
+
+@pytest.mark.parametrize(("kl", "said"), [(0.011, "is 0.011, so"), (float("nan"), "is not a number"), (1e30, "1e+30")])
+def test_first_step_when_its_kl_is_above_the_bound_or_no_number_then_the_error_says_what_to_look_at(kl, said):
+    error = FirstStep(0, 0.01).judge(kl)
+    assert isinstance(error, Refusal) and said in str(error)
+    assert str(error).startswith("--rollout-max-first-step-kl 0.01: ")
+    for cause in ("--hidden-dropout 0", "`megatron-rl-corr model-flags`", "checkpoint", "shifted", "-corr doctor`"):
+        assert cause in str(error)
+    assert FirstStep(0, 0.01).judge(0.01) is None and FirstStep(0, float("inf")).judge(1e30) is None
+    assert FirstStep(0, float("inf")).judge(float("nan")) is not None

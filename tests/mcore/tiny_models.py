@@ -31,12 +31,15 @@ MODELS = {
     "qwen2": {"rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}},
     "qwen2 tied": {"tie_word_embeddings": True},
     "qwen2_moe": dict(**EXPERTS, shared_expert_intermediate_size=40, norm_topk_prob=False, decoder_sparse_step=2),
+    "qwen2_moe sparse": dict(**EXPERTS, shared_expert_intermediate_size=40, norm_topk_prob=False),
     "qwen3 tied": {"head_dim": 16, "tie_word_embeddings": True},
     "qwen3_moe": dict(**EXPERTS, head_dim=16, norm_topk_prob=True),
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "deepseek_v3": dict(
         LATENT, q_lora_rank=16, first_k_dense_replace=1, num_experts_per_tok=4, n_group=4, topk_group=2,
         rope_parameters=YARN, max_position_embeddings=163840,
+        # What transformers does not need of the published config.json, and SGLang does.
+        moe_layer_freq=1, topk_method="noaux_tc", scoring_func="sigmoid",
     ),
 }  # fmt: skip
 

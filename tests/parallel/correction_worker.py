@@ -17,6 +17,7 @@ import torch.multiprocessing as mp
 from benchmarks.exchanges import ExchangeCount
 from megatron_rl_corr.config import PRESETS, RejectionRule, RolloutCorrectionConfig
 from megatron_rl_corr.config_losses import AGGREGATIONS
+from megatron_rl_corr.core import chunks
 from megatron_rl_corr.core.aggregation import token_coefficients
 from megatron_rl_corr.core.correction import compute_correction
 from megatron_rl_corr.core.losses import policy_loss
@@ -47,6 +48,12 @@ CONFIGS: dict[str, RolloutCorrectionConfig] = {
     "turn rules": RolloutCorrectionConfig(
         rollout_rs=(TURN_RULE, RejectionRule("turn_mean", "k3", upper=0.35), *RULES), loss="grpo",
         loss_denominator="kept", rollout_is="turn", rollout_is_batch_normalize=True, **WEIGHTS,
+    ),
+    "normalised turn weights, sequence rules": RolloutCorrectionConfig(
+        rollout_rs=RULES, rollout_is="turn", rollout_is_batch_normalize=True, **WEIGHTS,
+    ),
+    "normalised sequence weights, turn rules": RolloutCorrectionConfig(
+        rollout_rs=(TURN_RULE,), rollout_is="sequence", rollout_is_batch_normalize=True, **WEIGHTS,
     ),
     "opsm and veto": RolloutCorrectionConfig(rollout_rs=(
         RejectionRule("seq_mean", "opsm", upper=0.05), RejectionRule("seq_max", "ratio", 0.05, 20.0),
@@ -114,27 +121,27 @@ def run(
     seq_ids = batch["seq_ids"] - first
     names = {} if groups is None else {groups.cp.group_name: "cp", groups.dp_cp.group_name: "dp_cp"}
     with ExchangeCount(names) as collectives:
-        correction = compute_correction(
+        made = compute_correction(
             batch["train"], batch["rollout"], batch["mask"], seq_ids, num_sequences=sequences, config=config,
             groups=groups, turn_ids=batch["turn_ids"], num_turns=TURNS, advantages=batch["advantages"],
         )
-        coefficients = token_coefficients(correction, seq_ids, config)
+        coefficients = token_coefficients(made, seq_ids, config)
     now, metrics = batch["now"].clone().requires_grad_(), {}
     with ExchangeCount(names) as in_loss:
         losses = policy_loss(
-            config.loss, now, batch["train"], batch["advantages"], correction, config, seq_ids=seq_ids,
+            config.loss, now, batch["train"], batch["advantages"], made, config, seq_ids=seq_ids,
             num_sequences=sequences, groups=groups, metrics=metrics,
         )
         (losses * coefficients).sum().backward()
-    everything = correction.metrics | {f"loss/{name}": metric for name, metric in merge([metrics]).items()}
+    everything = made.metrics | {f"loss/{name}": metric for name, metric in merge([metrics]).items()}
     with ExchangeCount(names) as reporting:
         numbers = all_gather_metrics(everything, None if groups is None else groups.dp_cp)
     return {
-        "positions": mine, "weights": correction.weights, "mask": correction.mask, "valid": correction.valid,
-        "kept_sequences": correction.kept_sequences, "valid_tokens": correction.valid_tokens.item(),
-        "kept_tokens": correction.kept_tokens.item(), "coefficients": coefficients, "losses": losses.detach(),
-        "gradient": now.grad, "metrics": numbers, "lengths": correction.lengths.tokens,
-        "sequences": correction.lengths.sequences.item(), "collectives": collectives.by_group,
+        "positions": mine, "weights": made.weights, "mask": made.mask, "valid": made.valid,
+        "kept_sequences": made.kept_sequences, "valid_tokens": made.valid_tokens.item(),
+        "kept_tokens": made.kept_tokens.item(), "coefficients": coefficients, "losses": losses.detach(),
+        "gradient": now.grad, "metrics": numbers, "lengths": made.lengths.tokens,
+        "sequences": made.lengths.sequences.item(), "collectives": collectives.by_group,
         "in_loss": in_loss.by_group, "reporting": reporting.by_group,
     }  # fmt: skip
 
@@ -142,6 +149,9 @@ def run(
 def main(rank: int, folder: str, layout: str) -> None:
     torch.set_num_threads(1)
     cp, dp = LAYOUTS[layout]
+    if dp > 1:
+        # In chunks, of which ranks have unlike numbers: the collectives are outside.
+        chunks.CHUNK_TOKENS = 5
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=cp * dp, timeout=timedelta(seconds=120)
     )

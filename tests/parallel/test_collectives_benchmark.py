@@ -27,26 +27,33 @@ def printed() -> list[list[str]]:
 
 def test_step_when_counted_then_number_and_bytes_of_every_collective_are_those_by_hand(printed):
     laws = {(row[0], row[1], row[5]): row[2:5] for row in printed if len(row) == 6}
-    # Four float32 of each token of this rank, in scoring and in training; two policies do not score.
-    scored = "token weights; token weights, 1 rule; token weights, 4 rules; M2PO; GSPO, means over sequences"
+    # Four float32 of each token of this rank, in training, and in scoring where something needs the whole batch.
+    scored = "token weights, 1 rule; token weights, 4 rules; M2PO"
+    in_the_loss = "token weights; GSPO, means over sequences; two policies, 1 rule"
     assert laws["tp", "log-probs of labels", scored] == ["all-gather", "2 M", "32 T/cp"]
-    assert laws["tp", "log-probs of labels", "two policies, 1 rule"] == ["all-gather", "M", "16 T/cp"]
+    assert laws["tp", "log-probs of labels", in_the_loss] == ["all-gather", "M", "16 T/cp"]
     # Sums of one, D, and either log-prob in float64; a rule on means of the ratio needs no other.
-    by_sequence = "token weights; token weights, 1 rule; M2PO; GSPO, means over sequences"
-    assert laws["cp", "sums and maxima of sequences", by_sequence] == ["all-gather", "1", "32 S"]
+    assert laws["cp", "sums and maxima of sequences", "token weights, 1 rule; M2PO"] == ["all-gather", "1", "32 S"]
     # k3's sum and k2's maximum, and |D|, which stands between.
     assert laws["cp", "sums and maxima of sequences", "token weights, 4 rules"] == ["all-gather", "1", "56 S"]
     # Once for what is valid, once in the losses of all microbatches.
-    assert laws["cp", "sums and maxima of sequences", "two policies, 1 rule"] == ["all-gather", "1 + M", "64 S"]
+    assert laws["cp", "sums and maxima of sequences", in_the_loss] == ["all-gather", "1 + M", "64 S"]
     assert laws["cp", "GSPO's ratios", "GSPO, means over sequences"] == ["all-gather", "M", "16 S"]
-    # Four sums and the number of sequences; 2 x 4096 bins.
-    assert laws["dp_cp", "counts of the batch", "all"] == ["all-reduce", "1", "40"]
+    # Four sums and the number of sequences, and the sum of weights where the whole batch has them; 2 x 4096 bins.
+    weighted = "token weights, 1 rule; token weights, 4 rules"
+    assert laws["dp_cp", "counts of the batch", weighted] == ["all-reduce", "1", "48"]
+    assert laws["dp_cp", "counts of the batch", f"token weights; M2PO; {in_the_loss.partition('; ')[2]}"] == [
+        "all-reduce", "1", "40"
+    ]  # fmt: skip
     assert laws["dp_cp", "M2PO's histogram", "M2PO"] == ["all-reduce", "1", "65536"]
-    # Three int64 and a float32 a token, three float32 a row; fifteen float64 of how the samples came.
+    # Three int64 and a float32 a token, three float32 a row; 28 float64 of how the samples came.
     for group in ("tp_cp", "pp"):
-        assert laws[group, "the batch", "all"] == ["broadcast", "3", "120 + 12 S + 28 T"]
-    assert laws["pp", "is a token left", "all"] == ["broadcast", "1", "8"]
+        assert laws[group, "the batch", "all"] == ["broadcast", "3", "224 + 12 S + 28 T"]
+    # What is kept, what has a gradient, and the first step's KL.
+    assert laws["pp", "may the step update", "all"] == ["broadcast", "1", "24"]
     assert laws["world", "did a replica fail", "all"] == ["all-reduce", "1", "16"]
+    # Samples that ended and groups that were replaced, and seven causes, in float64.
+    assert laws["world", "samples that failed", "all"] == ["all-reduce", "1", "72"]
     gathers = [law for (_, purpose, _), law in laws.items() if purpose == "metrics"]
     assert gathers and all(law[:2] == ["all-gather", "1"] and int(law[2]) % 8 == 0 for law in gathers)
 
@@ -57,9 +64,9 @@ def test_counts_when_tokens_sequences_and_rules_grow_then_over_dp_cp_only_the_me
         ["4", "64", "1"], ["4", "64", "4"], ["4", "256", "1"], ["16", "256", "1"], ["16", "1024", "4"],
     ]  # fmt: skip
     for row in rows:
-        # 2 x 3/4 of 40 bytes, of M2PO's histogram too; three others' P values.
-        m2po = row[1] == "M2PO"
-        sent = 60 + 24 * int(row[5]) + 98304 * m2po
+        # 2 x 3/4 of 40 or 48 bytes, of M2PO's histogram too; three others' P values.
+        m2po, weighted = row[1] == "M2PO", row[1] in ("token weights, 1 rule", "token weights, 4 rules")
+        sent = 60 + 12 * weighted + 24 * int(row[5]) + 98304 * m2po
         assert row[8] == f"{2 + m2po}, {sent:,}"
 
 

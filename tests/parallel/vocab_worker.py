@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 from worker import WORLD, Collectives, init_gloo
 
 from megatron_rl_corr.parallel.linear import linear_logprobs
-from megatron_rl_corr.parallel.support import support_logprobs
+from megatron_rl_corr.parallel.support import Supports, support_logprobs
 from megatron_rl_corr.parallel.vocab import vocab_parallel_logprobs
 
 INF = float("inf")
@@ -110,11 +110,14 @@ def run_vocab_case(name: str, rank: int, size: int, group) -> dict:
     )  # fmt: skip
 
 
-SUPPORT_CASES = {"plain": {}, "temperature and chunks": {"temperature": 0.7, "chunk_tokens": 3}, "no entropy": {}}
+SUPPORT_CASES = {"plain": {}, "temperature and chunks": {"temperature": 0.7, "chunk_ids": 4}, "no entropy": {}}
 
 
 def support_inputs(name: str) -> dict[str, torch.Tensor]:
-    """Supports of 1 to 5 ids in any order, some wholly on one rank; the label among them; the last token has none."""
+    """[T, 5] supports of 1 to 5 ids in any order, then -1; some wholly on one rank; the label among them.
+
+    The first and the last tokens have none.
+    """
     generator = torch.Generator().manual_seed(len(name))
     tokens = 9
     logits = torch.randn(tokens, COLUMNS, generator=generator) * 4
@@ -125,16 +128,24 @@ def support_inputs(name: str) -> dict[str, torch.Tensor]:
         support[token, :size] = torch.randperm(COLUMNS, generator=generator)[:size].int()
     support[1, :2] = torch.tensor([11, 9])  # the last of four ranks
     labels = support[:, 0].long().clamp(min=0)
+    support[0] = -1
     return {
         "logits": logits, "labels": labels, "support": support, "grads": torch.randn(2, tokens, generator=generator)
     }  # fmt: skip
+
+
+def ragged(support: torch.Tensor) -> Supports:
+    """[T, K] with -1 behind each token's ids."""
+    return Supports.of(support[support >= 0], (support >= 0).sum(dim=1).numpy())
 
 
 def run_support_case(name: str, rank: int, size: int, group) -> dict:
     inputs, options = support_inputs(name), {"with_entropy": name != "no entropy"} | SUPPORT_CASES[name]
     return run_sharded(
         inputs, rank, size,
-        lambda logits: support_logprobs(logits, inputs["labels"], inputs["support"], tp_group=group, **options),
+        lambda logits: support_logprobs(
+            logits, inputs["labels"], ragged(inputs["support"]), tp_group=group, **options
+        ),
     )  # fmt: skip
 
 

@@ -10,29 +10,43 @@ from types import SimpleNamespace
 import pytest
 from aiohttp import web
 
-from megatron_rl_corr.rollout import RolloutClient, RolloutError, RolloutOutage, SamplingParams
+from megatron_rl_corr.rollout import RolloutClient, RolloutError, RolloutOutage, SampleFailure, SamplingParams
 
 
-def one_token(prompt_tokens, token=5, version="v1"):
-    """A well-formed /generate body of one token."""
+def answer(prompt_tokens, tokens, reason, version="v1"):
+    """A well-formed /generate body; reason: its finish_reason. The log-prob of id i is -i."""
     return web.json_response(
         {
-            "output_ids": [token],
+            "output_ids": tokens,
             "meta_info": {
-                "finish_reason": {"type": "length", "length": 1},
+                "finish_reason": reason,
                 "prompt_tokens": prompt_tokens,
-                "completion_tokens": 1,
+                "completion_tokens": len(tokens),
                 "weight_version": version,
-                "output_token_logprobs": [[-1.0, token, None]],
+                "output_token_logprobs": [[-float(token), token, None] for token in tokens],
             },
         }
     )
 
 
+def one_token(prompt_tokens, token=5, version="v1"):
+    """A well-formed /generate body of one token."""
+    return answer(prompt_tokens, [token], {"type": "length", "length": 1}, version)
+
+
+async def _no_loads(request):
+    return web.Response(status=404)
+
+
 @asynccontextmanager
 async def serving(handle, ssl_context=None):
-    """The address of a server that gives every request to `async handle(request)`."""
+    """The address of a server that gives every request to `async handle(request)`.
+
+    A client's watch looks at /v1/loads at a random moment; a handler sees that only if it has `shows_loads`.
+    """
     app = web.Application()
+    if not getattr(handle, "shows_loads", False):
+        app.router.add_route("GET", "/v1/loads", _no_loads)
     app.router.add_route("*", "/{path:.*}", handle)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
@@ -74,6 +88,8 @@ def failure(handle, **options):
             assert str(cause) in str(error.value)
             assert error.value.__notes__ == ["it was sample 0 of prompt 0 (1 tokens)"]
             return cause
+        if isinstance(error.value, SampleFailure):
+            return error.value.__cause__
         return error.value
 
     return run(scenario, handle, **options)
@@ -81,8 +97,10 @@ def failure(handle, **options):
 
 @pytest.fixture
 def faulty():
-    """The functions of this file: faulty.run, faulty.failure, faulty.good, faulty.one_token, faulty.serving."""
-    return SimpleNamespace(serving=serving, run=run, failure=failure, good=good, one_token=one_token)
+    """The functions of this file: faulty.run, faulty.failure, faulty.good, and so on."""
+    return SimpleNamespace(
+        serving=serving, run=run, failure=failure, good=good, answer=answer, one_token=one_token
+    )
 
 
 @pytest.fixture

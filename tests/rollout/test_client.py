@@ -7,7 +7,7 @@ import time
 import pytest
 from aiohttp import web
 
-from megatron_rl_corr.rollout import RolloutClient, RolloutOutage, RolloutServerError, SamplingParams
+from megatron_rl_corr.rollout import RolloutClient, RolloutOutage, RolloutServerError, SampleFailure, SamplingParams
 
 ONE = SamplingParams(1)
 
@@ -22,16 +22,27 @@ def test_generate_when_the_server_answers_500_then_error_names_url_endpoint_stat
     assert str(error) == said
 
 
-def test_generate_when_the_server_hangs_then_times_out_with_the_limit_and_a_remedy(faulty):
+def test_generate_when_the_server_hangs_then_left_out_within_the_bound_with_a_remedy(faulty):
     async def handle(request):
         await asyncio.sleep(30)
 
     started = time.monotonic()
-    error = faulty.failure(handle, timeout_s=0.2)
-    assert time.monotonic() - started < 5
+    error = faulty.failure(handle, read_timeout_s=0.8, timeout_s=30)
+    assert 0.6 <= time.monotonic() - started < 1.6  # the pool waits for another 0.1 s
     assert error.status is None
-    assert "did not answer POST /generate: timed out after 0.2 s" in str(error)
-    assert "larger timeout_s" in str(error)
+    assert "did not answer POST /generate: its requests made no progress for 0." in str(error)
+    assert str(error).endswith("is it stuck? see its log, or give the client a larger read_timeout_s")
+
+
+def test_pause_when_the_server_hangs_then_times_out_with_the_limit_and_a_remedy(faulty):
+    async def handle(request):
+        await asyncio.sleep(30)
+
+    async def scenario(client):
+        with pytest.raises(RolloutServerError, match="POST /pause_generation: timed out after 0.2 s.*larger timeout_s"):
+            await client.pause_generation("retract")
+
+    faulty.run(scenario, handle, timeout_s=0.2)
 
 
 def test_generate_when_the_server_is_not_there_then_connection_refused_with_a_remedy():
@@ -111,7 +122,7 @@ def test_generate_when_one_request_fails_then_the_others_are_cancelled_at_once(f
 
     async def scenario(client):
         started = time.monotonic()
-        with pytest.raises(RolloutServerError, match="HTTP 400: too long"):
+        with pytest.raises(SampleFailure, match="HTTP 400: too long"):
             await client.generate([[1], [2], [3]], ONE, samples_per_prompt=1)
         assert time.monotonic() - started < 5
 

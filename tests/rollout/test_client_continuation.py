@@ -10,25 +10,9 @@ from megatron_rl_corr.rollout import SamplingParams
 ONE = SamplingParams(1)
 
 
-
-def cut(prompt_tokens, tokens, *, version):
+def cut(faulty, prompt_tokens, tokens, *, version):
     """An aborted answer with these tokens so far."""
-    return answer(prompt_tokens, tokens, {"type": "abort", "message": "Aborted"}, version)
-
-
-def answer(prompt_tokens, tokens, reason, version):
-    return web.json_response(
-        {
-            "output_ids": tokens,
-            "meta_info": {
-                "finish_reason": reason,
-                "prompt_tokens": prompt_tokens,
-                "completion_tokens": len(tokens),
-                "weight_version": version,
-                "output_token_logprobs": [[-float(token), token, None] for token in tokens],
-            },
-        }
-    )
+    return faulty.answer(prompt_tokens, tokens, {"type": "abort", "message": "Aborted"}, version)
 
 
 def test_generate_when_cut_short_then_continued_elsewhere_from_its_tokens_with_its_logprobs(faulty):
@@ -37,12 +21,12 @@ def test_generate_when_cut_short_then_continued_elsewhere_from_its_tokens_with_i
     async def pausing(request):
         body = await request.json()
         asked.append(("pausing", body["input_ids"], body["sampling_params"]["max_new_tokens"]))
-        return cut(2, [3, 4], version="v1")
+        return cut(faulty, 2, [3, 4], version="v1")
 
     async def well(request):
         body = await request.json()
         asked.append(("well", body["input_ids"], body["sampling_params"]["max_new_tokens"]))
-        return answer(len(body["input_ids"]), [5, 6, 7], {"type": "stop", "matched": 7}, "v2")
+        return faulty.answer(len(body["input_ids"]), [5, 6, 7], {"type": "stop", "matched": 7}, "v2")
 
     async def scenario(client):
         (trajectory,) = await client.generate([[1, 2]], SamplingParams(8))
@@ -59,9 +43,9 @@ def test_generate_when_cut_short_then_continued_elsewhere_from_its_tokens_with_i
     faulty.run(scenario, pausing, well)
 
 
-def always_cut(tokens, version="v1"):
+def always_cut(faulty, tokens, version="v1"):
     async def handle(request):
-        return cut(len((await request.json())["input_ids"]), tokens, version=version)
+        return cut(faulty, len((await request.json())["input_ids"]), tokens, version=version)
 
     return handle
 
@@ -80,7 +64,7 @@ def test_generate_when_cut_short_then_not_continued_where_it_was_cut_though_the_
         body = await request.json()
         asked.append(("pausing", body["input_ids"]))
         await asyncio.sleep(0.1)
-        return cut(len(body["input_ids"]), [2], version="v1")
+        return cut(faulty, len(body["input_ids"]), [2], version="v1")
 
     async def scenario(client):
         await client.generate([[1], [3]], SamplingParams(2))
@@ -90,7 +74,7 @@ def test_generate_when_cut_short_then_not_continued_where_it_was_cut_though_the_
 
 
 def test_generate_when_cut_short_before_the_first_token_then_its_version_says_nothing_of_the_server(faulty):
-    handlers = iter([always_cut([], version="unknown"), faulty.good])
+    handlers = iter([always_cut(faulty, [], version="unknown"), faulty.good])
 
     async def handle(request):
         return await next(handlers)(request)
@@ -109,11 +93,11 @@ def test_generate_when_always_cut_short_then_bounded_and_returned_as_aborted(fau
         assert trajectory.output_ids.tolist() == [2, 2, 2, 2] and trajectory.finish_reason == "abort"
         assert client.counts()["abort"] == 1 and client.counts()["continuations"] == 3
 
-    faulty.run(scenario, always_cut([2]), max_continuations=3)
+    faulty.run(scenario, always_cut(faulty, [2]), max_continuations=3)
 
 
 def test_generate_when_cut_short_before_the_first_token_then_asked_from_the_prompt_again(faulty):
-    handlers = iter([always_cut([]), faulty.good])
+    handlers = iter([always_cut(faulty, []), faulty.good])
 
     async def handle(request):
         return await next(handlers)(request)
@@ -130,7 +114,7 @@ def test_generate_when_cut_short_at_the_last_token_then_it_is_whole(faulty):
         (trajectory,) = await client.generate([[1]], SamplingParams(2))
         assert trajectory.finish_reason == "length" and client.counts()["continuations"] == 0
 
-    faulty.run(scenario, always_cut([2, 3]))
+    faulty.run(scenario, always_cut(faulty, [2, 3]))
 
 
 def test_generate_when_no_continuation_is_wanted_then_what_there_is(faulty):
@@ -138,7 +122,7 @@ def test_generate_when_no_continuation_is_wanted_then_what_there_is(faulty):
         (trajectory,) = await client.generate([[1]], SamplingParams(9))
         assert trajectory.output_ids.tolist() == [2] and trajectory.finish_reason == "abort"
 
-    faulty.run(scenario, always_cut([2]), max_continuations=0)
+    faulty.run(scenario, always_cut(faulty, [2]), max_continuations=0)
 
 
 def test_counts_when_logprobs_are_not_finite_then_they_are_nan_and_counted(faulty):

@@ -34,6 +34,29 @@ def test_control_when_all_slots_are_taken_by_samples_then_not_kept_waiting(fault
     assert len(faulty.run(scenario, handle, max_concurrency=200)) == 300
 
 
+@pytest.mark.parametrize(
+    ("ask", "arguments"),
+    [("weights_checker", []), ("update_weights_from_disk", ["/folder"]), ("end_weight_update", [])],
+)
+def test_control_when_it_reads_or_writes_all_weights_then_the_bound_of_updates_holds(faulty, ask, arguments):
+    async def slow(request):
+        await asyncio.sleep(0.8)
+        return web.json_response({"success": True})
+
+    async def scenario(client):
+        for control in (client, client.control(client.base_urls)):
+            assert await getattr(control, ask)(*arguments)
+            with pytest.raises(RolloutServerError, match="timed out after 0.2 s"):
+                await control.flush_cache()
+
+    async def impatient(client):
+        with pytest.raises(RolloutServerError, match="timed out after 0.3 s"):
+            await getattr(client, ask)(*arguments)
+
+    faulty.run(scenario, slow, timeout_s=0.2, update_timeout_s=10)
+    faulty.run(impatient, slow, timeout_s=10, update_timeout_s=0.3)
+
+
 def test_control_when_one_server_fails_then_the_others_are_asked_too_and_the_error_names_it(faulty):
     asked = []
 

@@ -2,6 +2,8 @@
 
 import asyncio
 import itertools
+import re
+import time
 
 import pytest
 from aiohttp import web
@@ -9,9 +11,11 @@ from aiohttp import web
 from megatron_rl_corr.rollout import (
     RolloutOutage,
     RolloutServerError,
+    SampleFailure,
     SamplingParams,
     StaleWeightsError,
     readmission,
+    versions,
 )
 from megatron_rl_corr.rollout.counts import Counts
 from megatron_rl_corr.rollout.pool import ServerPool
@@ -31,17 +35,34 @@ def quick_probes(monkeypatch):
 class Fake:
     """A server whose /generate, /health and /model_info can be told to fail, hang or report a version."""
 
+    shows_loads = True
+
     def __init__(self, faulty):
         self._faulty = faulty
         self.generate = self.health = "ok"
         self.version, self.asked = "v1", 0
         self.released = None
+        self.scheduler = "runs"
+        """Or: `queues`, `paused`, `stopped`, `stuck` (answers, and its batch stays as it is), `empty`; `held`, the same
+        while its HTTP process is paused; or `old`, which has no /v1/loads."""
+        self._tokens, self._written = 0, 1.0
 
     async def __call__(self, request):
-        if request.path == "/model_info":
-            if self.generate == "silent":
-                await asyncio.sleep(30)
+        if request.path == "/v1/loads":
+            if self.scheduler == "old":
+                return web.Response(status=404)
+            self._tokens += self.scheduler == "runs"
+            self._written += self.scheduler not in ("paused", "stopped")
+            requests = {"num_running_reqs": int(self.scheduler not in ("queues", "empty", "held")),
+                        "num_waiting_reqs": int(self.scheduler == "queues")}  # fmt: skip
+            rank = {"dp_rank": 0, "timestamp": self._written, "num_used_tokens": self._tokens, **requests}
+            return web.json_response({"loads": [rank]})
+        if request.path == "/server_info" and self.scheduler == "stopped":
+            await asyncio.sleep(30)
+        if request.path in ("/model_info", "/server_info"):
             return web.json_response({"weight_version": self.version})
+        if request.path == "/ready":
+            return web.Response(status=503 if self.scheduler == "held" else 200)
         if request.path == "/health":
             return web.Response(status=200 if self.health == "ok" else 503)
         body = await request.json()
@@ -52,7 +73,7 @@ class Fake:
             return web.Response()
         if self.generate == "fails":
             return web.Response(status=500, text="scheduler is gone")
-        if self.generate in ("hangs", "silent"):
+        if self.generate == "hangs":
             await asyncio.sleep(30)
         await asyncio.sleep(0.02)
         return self._faulty.one_token(len(body["input_ids"]), version=self.version)
@@ -129,6 +150,7 @@ def test_failure_when_the_server_has_come_back_since_then_it_does_not_count_agai
         pool.rejoin(server)
         members.leave_out(server, before, late)
         assert pool.left_out == []
+        server.flaps = 5000  # a server that fails for days
         members.leave_out(server, server.joined, late)
         assert pool.left_out == [server]
         await members.close()
@@ -141,7 +163,7 @@ def test_generate_when_servers_are_unequal_then_the_faster_one_gets_more_samples
 
     def server(name, seconds):
         async def handle(request):
-            asked[name] += 1
+            asked[name] += request.path == "/generate"
             await asyncio.sleep(seconds)
             return await faulty.good(request)
 
@@ -195,16 +217,18 @@ def test_generate_when_a_healthy_server_fails_each_time_then_the_sample_fails_af
     server.generate = "fails"
 
     async def scenario(client):
-        with pytest.raises(RolloutServerError, match="HTTP 500: scheduler is gone") as error:
+        with pytest.raises(SampleFailure, match="HTTP 500: scheduler is gone") as error:
             await client.generate([[1, 2]], ONE)
+        assert error.value.cause == "retries" and error.value.__cause__.status == 500
         assert error.value.__notes__ == ["it was asked 3 times", "it was sample 0 of prompt 0 (2 tokens)"]
 
     faulty.run(scenario, server, max_retries=2, outage_timeout_s=5)
     assert server.asked == 3
 
 
-@pytest.mark.parametrize("status", [400, 401, 404, 413])
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 413])
 def test_generate_when_the_request_itself_is_refused_then_not_asked_again(faulty, status):
+    """A wrong key or address is no sample's fault: it is raised as the server's own error."""
     asked = []
 
     async def refuses(request):
@@ -212,8 +236,10 @@ def test_generate_when_the_request_itself_is_refused_then_not_asked_again(faulty
         return web.Response(status=status, text="no")
 
     async def scenario(client):
-        with pytest.raises(RolloutServerError, match=f"HTTP {status}: no"):
+        of_the_sample = status in (400, 413)
+        with pytest.raises(SampleFailure if of_the_sample else RolloutServerError, match=f"HTTP {status}: no") as error:
             await client.generate([[1]], ONE)
+        assert getattr(error.value, "cause", None) == ("refused" if of_the_sample else None)
         assert client.counts()["left_out"] == 0
 
     faulty.run(scenario, refuses, refuses)
@@ -235,39 +261,85 @@ def test_generate_when_every_server_dies_then_one_error_names_all_with_their_cau
     faulty.run(scenario, *fakes, outage_timeout_s=1.0)
 
 
-def test_generate_when_a_server_falls_silent_then_what_it_had_in_flight_goes_elsewhere(faulty, fakes):
+@pytest.mark.parametrize(
+    "scheduler, said",
+    [
+        ("stopped", "timed out"),
+        ("stuck", "the requests in its batch make no progress"),
+        ("empty", "it has no request, though this client waits for answers"),
+    ],
+)
+def test_generate_when_a_server_falls_silent_then_what_it_had_in_flight_goes_elsewhere(faulty, fakes, scheduler, said):
+    """Its HTTP process answers in each case."""
     silent, well = fakes
-    silent.generate, silent.health = "silent", "down"
+    silent.generate, silent.health, silent.scheduler = "hangs", "down", scheduler
 
     async def scenario(client):
+        started = asyncio.get_running_loop().time()
         await collect(client)
+        assert 0.8 <= asyncio.get_running_loop().time() - started < 1.2 + 0.2
         assert client.counts()["left_out"] == 1 and silent.asked == client.counts()["retries"] == 6
+        (left_out,) = client._pool.left_out
+        assert re.search(rf"its requests made no progress for \S+ s \({said}", str(left_out.cause))
 
-    faulty.run(scenario, silent, well, read_timeout_s=0.4, timeout_s=25)
+    faulty.run(scenario, silent, well, read_timeout_s=1.2, timeout_s=25)
 
 
-def test_generate_when_a_server_only_takes_long_then_it_is_not_given_up(faulty, fakes):
+@pytest.mark.parametrize("scheduler", ["runs", "paused", "queues", "held", "old"])
+def test_generate_when_a_server_only_takes_long_then_it_is_not_given_up(faulty, fakes, scheduler):
     slow, well = fakes
-    slow.generate = "hangs"  # and answers /model_info
+    slow.generate, slow.scheduler = "hangs", scheduler
 
     async def scenario(client):
         collecting = asyncio.create_task(collect(client))
-        await asyncio.sleep(1.0)  # several questions
+        await asyncio.sleep(2.0)  # five bounds; for a request as long as it was --rollout-timeout-s that ended it
         assert not collecting.done() and client.counts()["left_out"] == 0
         collecting.cancel()
 
-    faulty.run(scenario, slow, well, read_timeout_s=0.2)
+    faulty.run(scenario, slow, well, read_timeout_s=0.4, timeout_s=0.5)
 
 
-def test_generate_when_a_request_times_out_then_it_is_asked_elsewhere(faulty, fakes):
-    slow, well = fakes
-    slow.generate = "hangs"
+def test_generate_when_weights_are_sent_then_a_scheduler_that_is_busy_with_them_is_not_given_up(faulty, fakes):
+    updated, well = fakes
+    updated.generate, updated.scheduler = "hangs", "stopped"
 
     async def scenario(client):
-        trajectories = await collect(client)
-        assert {t.server for t in trajectories} == {client.base_urls[1]}
+        await client.expect_pause()
+        collecting = asyncio.create_task(collect(client))
+        await asyncio.sleep(1.0)
+        assert client.counts()["left_out"] == 0
+        await client.expect_version("v1")
+        await collecting  # the time of the update does not count, and afterwards it does
+        assert client.counts()["left_out"] == 1
 
-    faulty.run(scenario, slow, well, timeout_s=0.5, max_retries=8)
+    faulty.run(scenario, updated, well, read_timeout_s=0.4)
+
+
+def test_generate_when_the_loop_was_blocked_then_no_server_is_taken_for_silent(faulty, fakes):
+    async def scenario(client):
+        collecting = asyncio.create_task(collect(client))
+        for _ in range(4):
+            await asyncio.sleep(0.1)
+            time.sleep(1.0)  # an environment's step that is no coroutine
+        assert not collecting.done() and client.counts()["left_out"] == 0
+        collecting.cancel()
+
+    for fake in fakes:
+        fake.generate = "hangs"
+    faulty.run(scenario, *fakes, read_timeout_s=0.4)
+
+
+def test_generate_when_a_server_fails_fast_and_is_healthy_in_between_then_it_does_not_use_up_the_retries(faulty, fakes):
+    failing, well = fakes
+    failing.generate = "fails"
+
+    async def scenario(client):
+        for _ in range(3):
+            await collect(client)  # 12 samples, one at a time
+            client._counts.samples = client._counts.tokens = 0
+        assert failing.asked <= 7  # after 0.02, 0.04, 0.08, 0.16, 0.32 s and so on; it took a sixth of all
+
+    faulty.run(scenario, failing, well, max_concurrency=1, max_retries=1)
 
 
 def test_generate_when_a_server_was_started_anew_then_its_answers_are_refused_until_it_has_the_weights(faulty, fakes):
@@ -290,6 +362,23 @@ def test_generate_when_a_server_was_started_anew_then_its_answers_are_refused_un
         assert {t.server for t in await client.generate(PROMPTS, ONE)} == set(client.base_urls)
 
     faulty.run(scenario, anew, right)
+
+
+def test_generate_when_a_server_holds_the_step_of_an_attempt_before_then_it_is_not_taken_for_fresh(faulty, fakes):
+    """The run reached 50, was started again from 40 and is at 50 once more; one server has missed its pushes."""
+    first, second = versions.new_run_id(), versions.new_run_id()
+    old, fresh = fakes
+    old.version = versions.name(first, 50)
+
+    async def scenario(client):
+        for step in range(40, 51):
+            fresh.version = versions.name(second, step)
+            await client.expect_version(fresh.version)
+        trajectories = await collect(client)
+        assert {t.server for t in trajectories} == {client.base_urls[1]} and client.counts()["stale"] == 1
+        assert {versions.number(t.oldest_version) for t in trajectories} == {50}
+
+    faulty.run(scenario, old, fresh)
 
 
 def test_expect_version_when_a_server_is_left_out_then_it_is_asked_at_once(faulty, fakes, monkeypatch):

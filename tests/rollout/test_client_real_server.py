@@ -7,7 +7,8 @@ import time
 import pytest
 import torch
 
-from megatron_rl_corr.rollout import LoopThread, RolloutClient, RolloutServerError, SamplingParams
+from megatron_rl_corr.mcore.first_step import first_step_bound, is_quantized
+from megatron_rl_corr.rollout import LoopThread, RolloutClient, RolloutServerError, SampleFailure, SamplingParams
 from megatron_rl_corr.rollout.logprob_rows import read_flat
 from megatron_rl_corr.rollout.requests import generate_request
 from megatron_rl_corr.rollout.transport import Transport
@@ -67,7 +68,7 @@ def test_generate_when_truncated_then_logprobs_are_renormalised_on_the_likeliest
     sampling = SamplingParams(12, temperature=temperature, top_p=top_p, top_k=top_k, ignore_eos=True)
     trajectories = loop.call(client.generate(PROMPTS, sampling, samples_per_prompt=3))
     for t in trajectories:
-        assert t.support.lengths.numel() == 12 and t.support.longest <= min(top_k, vocab_size - 1)
+        assert t.support.lengths.numel() == 12 and t.support.lengths.max() <= min(top_k, vocab_size - 1)
         (logits, settled), kept = response(model, t), inside(t, vocab_size)
         least = logits.masked_fill(~kept, torch.inf).amin(-1)
         most = logits.masked_fill(kept, -torch.inf).amax(-1)
@@ -83,7 +84,7 @@ def test_answer_when_it_comes_from_the_server_then_its_logprobs_are_read_flat(cl
     async def ask():
         transport = Transport(timeout_s=60, connect_timeout_s=10)
         try:
-            request = generate_request(PROMPTS[0], SamplingParams(12, ignore_eos=True, **options))
+            request = generate_request(PROMPTS[0], SamplingParams(12, ignore_eos=True, **options), seed=0)
             return (await transport.send(client.base_urls[0], request))[1]
         finally:
             await transport.close()
@@ -134,9 +135,10 @@ def test_generate_when_more_samples_than_slots_then_all_of_them_in_order(sglang_
 
 
 def test_generate_when_the_prompt_does_not_fit_then_error_names_it_and_the_server_goes_on(client, loop):
-    with pytest.raises(RolloutServerError) as error:
+    with pytest.raises(SampleFailure) as error:
         loop.call(client.generate([[1], [2] * 5000], SamplingParams(4)))
-    assert error.value.status == 400 and "context length" in str(error.value)
+    assert error.value.cause == "refused" and error.value.__cause__.status == 400
+    assert "context length" in str(error.value)
     assert error.value.__notes__ == ["it was sample 0 of prompt 1 (5000 tokens)"]
     assert len(loop.call(client.generate([[1]], SamplingParams(1)))) == 1
 
@@ -232,3 +234,6 @@ def test_weight_version_when_renamed_then_samples_and_model_info_carry_the_name(
 def test_server_info_when_asked_then_holds_the_version(client, loop):
     (info,) = loop.call(client.server_info())
     assert info["version"].count(".") >= 2 and info["internal_states"]
+    # What the bound of a run's first step is chosen by, under the names that are read.
+    assert info["dtype"] == "float32" and info["quantization"] is None and not is_quantized(info)
+    assert first_step_bound(True, [info]) == 1e-4

@@ -20,13 +20,13 @@ from megatron_rl_corr.rollout.doctor.identity import (
     judge_endpoints,
     judge_routes,
     judge_version,
-    version_key,
 )
 from megatron_rl_corr.rollout.doctor.in_flight import judge_spans, judge_update
 from megatron_rl_corr.rollout.doctor.numerics import is_half, judge_cache, judge_decode, judge_precision, judge_repeats
 from megatron_rl_corr.rollout.doctor.probe import Answer, Scores
-from megatron_rl_corr.rollout.doctor.sampling import judge_mask, judge_temperature, judge_top_p
+from megatron_rl_corr.rollout.doctor.sampling import judge_mask, judge_seeds, judge_temperature, judge_top_p
 from megatron_rl_corr.rollout.doctor.table import as_json, as_table
+from megatron_rl_corr.rollout.server_version import version_key
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -196,6 +196,39 @@ def test_mask_when_missing_then_found_only_where_it_is_needed(reply):
     assert judge_mask(reply, needed=False).status == "note"
 
 
+
+# Seeds
+
+
+def seeded(*outputs, logprob=-3.0):
+    """Answers of these responses, each token of the same log-prob."""
+    return [answer([logprob] * len(output), output=list(output)) for output in outputs]
+
+
+def test_seeds_when_responses_differ_and_one_repeats_then_a_run_can_be_drawn_again():
+    row = judge_seeds(seeded("abcd", "abce", "xbcd"), *seeded("abcd"))
+    assert (row.status, row.said) == ("ok", "3 seeds gave 3 responses of 4 tokens, one seed twice gave one")
+
+
+def test_seeds_when_one_seed_gives_two_responses_then_ignored_is_a_note():
+    row = judge_seeds(seeded("abcd", "abce", "xbcd"), *seeded("abcf"))
+    assert row.status == "note" and row.said.startswith("seeds are ignored: 3 seeds gave 3 responses")
+
+
+# 4 tokens of -3.5 nats: a response of probability e^-14 = 8e-7 is drawn twice once in a million; e^-13.6 = 1.2e-6.
+@pytest.mark.parametrize("outputs", [("abcd", "abcd", "abcd"), ("abcd", "xyzw", "xyzw")])
+@pytest.mark.parametrize("logprob, status", [(-3.5, "finding"), (-3.4, "note"), (-0.01, "note")])
+def test_seeds_when_two_responses_are_one_then_an_error_only_where_chance_cannot_explain_it(outputs, logprob, status):
+    row = judge_seeds(seeded(*outputs, logprob=logprob), *seeded("abcd", logprob=logprob))
+    assert row.status == status and row.defect == ("one_response" if status == "finding" else None)
+    assert status == "finding" or row.said.startswith("cannot be told")
+
+
+def test_seeds_when_only_one_of_two_equal_pairs_is_likely_then_the_unlikely_one_is_found():
+    sure, unsure = seeded("aaaa", "aaaa", logprob=-0.01), seeded("bbbb", "bbbb", logprob=-9)
+    assert judge_seeds([*sure, *unsure], sure[0]).defect == "one_response"
+
+
 # Numerics
 
 
@@ -280,7 +313,9 @@ def test_version_key_when_sorted_then_posts_follow_their_release():
     [
         ("0.5.6", "finding", "no pauses"),
         ("0.5.18", "finding", "no weight versions by token"),
-        ("0.5.19", "ok", "in 0.5.19 to 0.5.23"),
+        ("0.5.19", "note", "--rollout-max-lag above 0 needs 0.5.21"),
+        ("0.5.20", "note", "can't drop cached prefixes while retracted requests wait"),
+        ("0.5.21", "ok", "in 0.5.19 to 0.5.23"),
         ("0.5.23", "ok", ""),
         ("0.6.0", "note", "newer than 0.5.23"),
         ("None", "note", "no release"),

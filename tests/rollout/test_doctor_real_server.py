@@ -123,7 +123,10 @@ def test_doctor_when_the_server_is_right_then_every_check_passes_and_nothing_is_
         "pause retract", "version spans, in_place", "version spans, retract", "update", "restored",
     ]  # fmt: skip
     # Whether two runs are bit-equal is the machine's affair, and nothing is cached the first time.
-    assert set(by_status["note"]) <= {"repeats", "prefix cache", "log-probs at temperature 2", "log-probs at top-p 0.5"}
+    assert set(by_status["note"]) - {"repeats", "prefix cache"} == {
+        "seeds", "log-probs at temperature 2", "log-probs at top-p 0.5",
+    }  # fmt: skip
+    assert answer.rows["seeds"]["said"].startswith("seeds are ignored: 3 seeds gave 3 responses of 24 tokens")
     assert answer.rows["temperature"]["numbers"]["slope"] == pytest.approx(0.5, abs=1e-4)  # 1 / T of T = 2
     assert answer.rows["routed experts"]["numbers"]["ids"] == 47 * 4 * 2  # 24 + 24 - 1 tokens, layers, experts
     buckets = answer.rows["model difference"]["numbers"]["buckets"]
@@ -170,6 +173,13 @@ def test_quick_check_when_the_server_ignores_the_temperature_then_found(servers,
     assert (finding.name, finding.kind) == ("temperature_ignored", "semantic")
     assert "--rollout-temperature 1" in finding.remedy and finding.server == servers.right
     assert finding.numbers["slope"] == pytest.approx(1, abs=1e-4) and not finding.numbers["follows"]
+
+
+def test_quick_check_when_every_request_is_drawn_with_one_seed_then_one_response(servers, plant, vocab_size):
+    plant("seed_42")
+    (finding,) = ask(servers.right, vocab_size, quick_check)
+    assert (finding.name, finding.kind) == ("one_response", "semantic") and finding.numbers["distinct"] == 1
+    assert finding.numbers["log_probability"] < -50  # 24 tokens of a fresh model: ln 83 = 4.4 nats each
 
 
 def test_quick_check_when_the_cache_is_older_than_the_weights_then_stale_prefix_cache(

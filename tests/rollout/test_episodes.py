@@ -3,6 +3,8 @@
 import asyncio
 import json
 import sys
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -13,16 +15,16 @@ from megatron_rl_corr.rollout import (
     DONE,
     Environment,
     Prompt,
-    RolloutServerError,
+    SampleFailure,
     SamplingParams,
     Support,
     Trajectory,
     VersionSpan,
     generate_episodes,
     load_environment,
-    score,
 )
 from megatron_rl_corr.rollout.turns import first_turn, join_turn
+from megatron_rl_corr.rollout.user_calls import UserCalls
 
 NAN = float("nan")
 PROMPTS = [Prompt(7, [1, 2], {"answer": 3})]
@@ -31,17 +33,20 @@ PROMPTS = [Prompt(7, [1, 2], {"answer": 3})]
 class Script:
     """Answers its requests in order with (output_ids, finish reason), each from the next version of the weights."""
 
-    vocab_size = 100
+    vocab_size, seed = 100, 0
 
     def __init__(self, *answers):
-        self.answers, self.asked = list(answers), []
+        self.answers, self.asked, self.draws = list(answers), [], []
 
-    async def generate(self, prompts, sampling):
-        [prompt_ids] = prompts
+    def numbered(self, count, given):
+        return given or list(range(count))
+
+    async def turn(self, prompt_ids, sampling, draw, *, after=None):
+        self.draws.append(draw)
         self.asked.append((list(prompt_ids), sampling.max_new_tokens, sampling.stop_token_ids))
         output_ids, reason = self.answers.pop(0)
         await asyncio.sleep(0)
-        return [answer(prompt_ids, output_ids, reason, version=f"v{len(self.asked)}")]
+        return answer(prompt_ids, output_ids, reason, version=f"v{len(self.asked)}")
 
 
 def answer(prompt_ids, output_ids, reason="stop", version="v1", **options):
@@ -175,14 +180,15 @@ def test_episode_when_something_ends_it_then_the_last_token_is_sampled_and_the_r
 )
 def test_step_when_it_returns_no_ids_of_the_vocabulary_then_refused_and_nothing_sent(reply, named):
     client, environment = Script(([10], "stop")), Says(reply)
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(SampleFailure) as error:
         episode(client, environment)
+    assert error.value.cause == "environment"
     assert named in str(error.value) and len(client.asked) == 1 and environment.closed == 1
 
 
 @pytest.mark.parametrize("value", [NAN, "1", 1e39])
 def test_reward_when_it_is_no_finite_number_then_refused_by_name(value):
-    with pytest.raises(ValueError, match=r"the environment's reward\(\) must return a number.* prompt 0 sample 0"):
+    with pytest.raises(SampleFailure, match=r"the environment's reward\(\) must return a number"):
         episode(Script(([10], "stop")), Says(DONE, reward=value))
 
 
@@ -203,19 +209,69 @@ def test_environment_when_it_raises_then_its_own_error_names_the_sample_and_the_
 
     prompts = [Prompt(7, [1]), Prompt(5, [2]), Prompt(6, [3])]
     client = Script(*[([10], "stop")] * 3)
-    with pytest.raises(RuntimeError, match="the sandbox is gone") as error:
+    with pytest.raises(SampleFailure, match="in step\n.*RuntimeError.*sandbox is gone") as error:
         asyncio.run(generate_episodes(client, prompts, SamplingParams(9), environment=Breaks, max_turns=2))
+    assert error.value.cause == "environment" and isinstance(error.value.__cause__, RuntimeError)
     assert error.value.__notes__ == ["it was turn 0 of prompt 1 sample 0 (row 5 of the data set)"]
     assert sorted(closed) == [5, 6, 7]
 
 
+def test_environment_when_it_changes_its_prompt_then_other_samples_and_later_ones_have_the_data_sets():
+    class Collects(Environment):
+        def __init__(self, prompt):
+            self.ids, self.left = prompt.input_ids, prompt.metadata["calls"]
+
+        def step(self, output_ids, finish_reason):
+            self.ids += output_ids
+            self.left.pop()
+            return DONE
+
+    prompt = Prompt(4, [1, 2], {"calls": [0]})
+    for _ in range(2):
+        client = Script(*[([10, 11], "stop")] * 3)
+        trajectories = asyncio.run(generate_episodes(
+            client, [prompt], SamplingParams(9), environment=Collects, max_turns=2, samples_per_prompt=3
+        ))  # fmt: skip
+        assert [one.prompt_ids.tolist() for one in trajectories] == [[1, 2]] * 3
+    assert prompt == Prompt(4, [1, 2], {"calls": [0]})
+
+
+class Foreign(BaseException):
+    """As libraries raise for a limit of time."""
+
+
+def foreign(_):
+    raise Foreign
+
+
 @pytest.mark.parametrize(
-    ("wrong", "said"),
-    [(sys.exit, "the environment called exit\\(3\\)"), (lambda _: cancelled(), "something that was cancelled")],
-)
+    ("wrong", "said", "kind"),
+    [
+        (sys.exit, "it called exit\\(3\\)", "plain"), (sys.exit, "it called exit\\(3\\)", "async"),
+        (lambda _: next(iter(())), "StopIteration", "plain"), (lambda _: next(iter(())), "StopIteration", "async"),
+        (foreign, "it raised Foreign", "plain"), (foreign, "it raised Foreign", "async"),
+        (lambda _: cancelled(), "something that was cancelled", "async"),  # a plain one has no loop to wait on
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("method", ["step", "reward", "close"])
-def test_environment_when_a_tool_exits_or_drops_its_call_then_an_error_and_no_endless_wait(method, wrong, said):
+def test_environment_when_a_tool_exits_or_drops_its_call_then_an_error_and_no_endless_wait(
+    method, kind, wrong, said
+):
+    async def answer(name, otherwise):
+        given = wrong(3) if method == name else otherwise
+        return await given if isinstance(given, asyncio.Future) else given
+
     class Breaks(Environment):
+        def step(self, output_ids, finish_reason):
+            return answer("step", DONE)
+
+        def reward(self):
+            return answer("reward", 1.0)
+
+        def close(self):
+            return answer("close", None)
+
+    class BreaksPlainly(Environment):
         def step(self, output_ids, finish_reason):
             return wrong(3) if method == "step" else DONE
 
@@ -226,10 +282,46 @@ def test_environment_when_a_tool_exits_or_drops_its_call_then_an_error_and_no_en
             return wrong(3) if method == "close" else None
 
     sampling, client = SamplingParams(4), Script(([10], "stop"))
-    episodes = generate_episodes(client, PROMPTS, sampling, environment=lambda _: Breaks(), max_turns=2)
-    with pytest.raises(RuntimeError, match=said) as error:
-        asyncio.run(episodes)
+    made = Breaks if kind == "async" else BreaksPlainly
+    episodes = generate_episodes(client, PROMPTS, sampling, environment=lambda _: made(), max_turns=2)
+    with pytest.raises(SampleFailure, match=said) as error:
+        asyncio.run(asyncio.wait_for(episodes, 20))
     assert "prompt 0 sample 0" in "".join(error.value.__notes__)
+
+
+def test_environment_when_a_plain_method_takes_long_then_the_loop_goes_on_and_its_limit_ends_the_sample():
+    """One thread for all, as if the methods were the only ones; one that hangs gets no other stuck behind it."""
+    threads, ticks = set(), []
+
+    class Slow(Environment):
+        def __init__(self, prompt):
+            self.prompt = prompt
+            threads.add(threading.current_thread().name)
+
+        def step(self, output_ids, finish_reason):
+            threads.add(threading.current_thread().name)
+            time.sleep(3 if self.prompt.index == 5 else 0.1)
+            return DONE
+
+    async def tick():
+        while True:
+            await asyncio.sleep(0.01)
+            ticks.append(time.monotonic())
+
+    async def scenario():
+        ticking, calls = asyncio.create_task(tick()), UserCalls(0.8)
+        how = {"environment": Slow, "max_turns": 2, "calls": calls}
+        with pytest.raises(SampleFailure, match="turn 0 of prompt 0 sample 0: it took longer than 0.8 s") as error:
+            await generate_episodes(Script(([10], "stop")), [Prompt(5, [1])], SamplingParams(9), **how)
+        assert error.value.cause == "environment_timeout"
+        script = Script(*[([10], "stop")] * 3)
+        assert len(await generate_episodes(script, [Prompt(n, [1]) for n in range(3)], SamplingParams(9), **how)) == 3
+        ticking.cancel()
+        await calls.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+    assert threads == {"rollout-environment"}
+    assert max(b - a for a, b in zip(ticks, ticks[1:], strict=False)) < 1.5  # a step of 3 s was not waited for
 
 
 def cancelled():
@@ -248,7 +340,7 @@ def test_request_when_the_server_refuses_a_later_turn_then_the_error_says_which_
         return web.Response(status=400, text="no")
 
     async def scenario(client):
-        with pytest.raises(RolloutServerError) as error:
+        with pytest.raises(SampleFailure) as error:
             await generate_episodes(
                 client, [Prompt(3, [1])], SamplingParams(9), environment=lambda prompt: Says([6], DONE), max_turns=2
             )
@@ -278,7 +370,7 @@ def test_episodes_when_they_cannot_be_run_then_refused_before_anything_is_sent(o
     client = Script()
     values = {"prompts": PROMPTS, "sampling": SamplingParams(4), "environment": lambda prompt: Says(), "max_turns": 2}
     values |= options
-    with pytest.raises((ValueError, TypeError), match=named.replace("[", r"\[")):
+    with pytest.raises((ValueError, SampleFailure), match=named.replace("[", r"\[")):
         asyncio.run(generate_episodes(client, values.pop("prompts"), values.pop("sampling"), **values))
     assert client.asked == []
 
@@ -309,16 +401,21 @@ def test_episodes_when_several_of_a_prompt_then_prompt_major_each_with_its_own_e
     assert told == [(i + 1, 6, True) for i in range(6)]
 
 
-def test_score_when_the_environment_scores_then_its_reward_and_never_two_or_none():
-    scored = episode(Script(([10], "stop")), Says(DONE, reward=0.25))
-    unscored = episode(Script(([10], "stop"), ([11], "stop")), Says([50], DONE))
-    assert score([scored], PROMPTS, None).tolist() == [0.25]
-    # A function sees what the environment said, too.
-    assert score([unscored], PROMPTS, lambda prompt, ids, reason: sum(ids)).tolist() == [71.0]
-    with pytest.raises(ValueError, match=r"prompt 0 sample 0: .* gave none, and --rollout-reward-function is not giv"):
-        score([unscored], PROMPTS, None)
-    with pytest.raises(ValueError, match=r"reward\(\) gave 0.25, and --rollout-reward-function is given; drop one"):
-        score([scored], PROMPTS, lambda *_: 1.0)
+def test_sample_when_it_has_ended_then_told_whole_and_what_that_raises_is_raised():
+    told = []
+
+    async def on_sample(trajectory):
+        await asyncio.sleep(0)
+        told.append((trajectory.output_ids.tolist(), trajectory.environment_reward, trajectory.sample_index))
+        if len(told) == 2:
+            raise OSError("no more")
+
+    episode(Script(([10], "stop"), ([11], "stop")), Says([50], DONE), on_sample=on_sample)
+    # All behind the prompt, what the environment said too.
+    assert told == [([10, 50, 11], None, 0)]
+    with pytest.raises(OSError, match="no more"):
+        episode(Script(([10], "stop")), Says(DONE, reward=0.25), on_sample=on_sample)
+    assert told[1:] == [([10], 0.25, 0)]
 
 
 def support(*sets):
@@ -337,7 +434,8 @@ def test_join_turn_when_sets_and_routes_are_known_then_those_of_the_pass_that_wa
     first = answer([1, 2], [3, 4], support=support([3, 5], [4]), routed_experts=routes(4, 1))
     later = answer([1, 2, 3, 4, 50, 51], [6], "length", "v1", support=support([7, 6]), routed_experts=routes(7, 2))
     whole = join_turn(first_turn(first), torch.tensor([50, 51]), later)
-    assert whole.support.padded(2).tolist() == [[3, 5], [4, -1], [50, -1], [51, -1], [7, 6]]
+    assert whole.support.ids.tolist() == [3, 5, 4, 50, 51, 7, 6]
+    assert whole.support.lengths.tolist() == [2, 1, 1, 1, 2]
     # Three rows of the first pass; the last sampled token and what was said went through the second one alone.
     assert whole.routed_experts.flatten().tolist() == [10, 11, 12, 23, 24, 25]
     assert whole.turn_ids.tolist() == [0, 0, -1, -1, 1] and whole.finish_reason == "length"
@@ -348,3 +446,57 @@ def test_join_turn_when_the_answer_is_to_other_tokens_then_refused():
     first = first_turn(answer([1, 2], [3, 4]))
     with pytest.raises(ValueError, match="prompt of 5 tokens is not the 5 tokens of the partial response"):
         join_turn(first, torch.tensor([50]), answer([1, 2, 3, 4, 51], [6]))
+
+
+class Counts(Environment):
+    """Says something after each turn but the last of four."""
+
+    def __init__(self, prompt):
+        self.turns = 0
+
+    async def step(self, output_ids, finish_reason):
+        await asyncio.sleep(0.001 * (self.turns % 3))  # so that episodes overtake each other
+        self.turns += 1
+        return [8] if self.turns < 4 else DONE
+
+
+def test_episodes_when_there_are_two_servers_then_the_turns_of_each_stay_at_the_one_it_began_at(faulty):
+    asked = {}
+
+    def serving(name):
+        async def handle(request):
+            body = await request.json()
+            asked.setdefault(name, []).append(tuple(body["input_ids"]))
+            return faulty.answer(len(body["input_ids"]), [5], {"type": "stop", "matched": 5})
+
+        return handle
+
+    async def scenario(client):
+        prompts = [Prompt(0, [1 + i, 2]) for i in range(6)]
+        episodes = await generate_episodes(client, prompts, SamplingParams(16), environment=Counts, max_turns=5)
+        assert {episode.server for episode in episodes} == set(client.base_urls)
+
+    faulty.run(scenario, serving("a"), serving("b"))
+    # Every prompt of a turn is the one before and two tokens: at one server all four, at the other none.
+    begun = {name: {ids[:2] for ids in prompts} for name, prompts in asked.items()}
+    assert len(begun["a"]) + len(begun["b"]) == 6 and not begun["a"] & begun["b"]
+    assert len(asked["a"]) == 4 * len(begun["a"]) and len(asked["b"]) == 4 * len(begun["b"])
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+def test_requests_when_caches_are_keyed_then_each_says_for_which_weights_it_is(faulty, keyed):
+    keys, version = [], ["run-1"]
+
+    async def handle(request):
+        body = await request.json()
+        keys.append(body.get("extra_key"))
+        return faulty.one_token(len(body["input_ids"]), version=version[0])
+
+    async def scenario(client):
+        await client.generate([[1]], SamplingParams(1))
+        for version[0] in ("run-1", "run-2"):
+            await client.expect_version(version[0])
+            await client.generate([[1]], SamplingParams(1))
+
+    faulty.run(scenario, handle, keyed_cache=keyed)
+    assert keys == ([None, "weights:run-1", "weights:run-2"] if keyed else [None] * 3)

@@ -11,9 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_rl_corr.cpu import environment, sglang_arguments
 from megatron_rl_corr.rollout import LoopThread, RolloutClient, RolloutProtocolError, SamplingParams
-from megatron_rl_corr.rollout.local_server import LocalServer
 from megatron_rl_corr.weight_sync.distributed import DistributedTransport
 from megatron_rl_corr.weight_sync.servers import WeightServers
 from tests.hf_truth import scored
@@ -26,14 +24,9 @@ NEAR = 2e-4
 
 
 @pytest.fixture(scope="module")
-def urls(victim, tiny_moe_dir, tmp_path_factory):
-    """Two servers that may be paused in place."""
-    log = tmp_path_factory.mktemp("in_flight") / "server.log"
-    arguments = [*sglang_arguments(), "--disable-overlap-schedule", "--disable-radix-cache", "--random-seed", "2"]
-    with LocalServer(
-        tiny_moe_dir, dtype="float32", log_path=log, environment=environment("sglang"), extra_arguments=arguments,
-    ) as other:  # fmt: skip
-        yield [victim.server.url, other.url]
+def urls(victim, keeping_server):
+    """Two servers that may be paused in place, one without a prefix cache and one with."""
+    return [victim.server.url, keeping_server.url]
 
 
 @pytest.fixture(scope="module")
@@ -105,9 +98,9 @@ def loop():
         yield thread
 
 
-def set_up(loop, urls, tiny_moe_dir, mode):
+def set_up(loop, urls, tiny_moe_dir, mode, *, keyed=True):
     vocab_size = json.loads((tiny_moe_dir / "config.json").read_text())["vocab_size"]
-    client = RolloutClient(urls, vocab_size=vocab_size, timeout_s=120)
+    client = RolloutClient(urls, vocab_size=vocab_size, timeout_s=120, keyed_cache=keyed)
     transport = DistributedTransport(client.control, loop, backend="gloo")
     return client, WeightServers(client, loop, transport, pause_mode=mode)
 
@@ -149,10 +142,46 @@ def test_weights_when_changed_while_sampling_then_every_token_carries_the_versio
     assert moved >= 1.8 * len(trajectories)  # by chance one token may be as likely under both
 
 
+@pytest.mark.parametrize("keyed", [True, False])
+def test_in_place_when_prompts_of_before_come_again_then_their_keys_are_not_met_where_caches_are_keyed(
+    keyed, keeping_server, weights, models, loop, tiny_moe_dir, wait_until_sampling
+):
+    client, servers = set_up(loop, [keeping_server.url], tiny_moe_dir, "in_place")
+    # No other test's prompt begins with its first id, so nothing of it is cached.
+    prompt, short = [75 - 7 * i % 71 for i in range(60)], SamplingParams(8, ignore_eos=True)
+    plain, _ = (client, None) if keyed else set_up(loop, [keeping_server.url], tiny_moe_dir, "in_place", keyed=False)
+
+    def ask():
+        before = plain.counts()["prefilled"]
+        made = [loop.call(plain.generate([prompt], short))[0] for _ in range(4)]
+        return made, plain.counts()["prefilled"] - before
+
+    try:
+        push(servers, weights["first"], "1")
+        _, prefilled = ask()
+        assert prefilled == 60 + 3  # the last token of a prompt is computed always
+        running = loop.submit(client.generate([[3, 1]], LONG))  # so that the server would refuse to drop its cache
+        wait_until_sampling(keeping_server.url)
+        push(servers, weights["second"], "2")
+        assert not running.done()
+        made, prefilled = ask()
+        running.result(60)
+    finally:
+        servers.close()
+        for each in {client, plain}:
+            loop.call(each.close())
+    far = []
+    for t in made:
+        assert [span.version for span in t.weight_versions] == ["2"]
+        expected, settled = true_logprobs(models, t, [(0, "second")], in_place=False)
+        far.append((t.rollout_logprobs - expected)[settled].abs().max().item())
+    assert (prefilled, max(far) < NEAR) == ((63, True) if keyed else (4, False))
+
+
 def test_in_place_when_a_server_keeps_prefixes_then_refused_before_it_is_paused(
     loop, tiny_moe_dir, sglang_server_fp32
 ):
-    client, servers = set_up(loop, [sglang_server_fp32.url], tiny_moe_dir, "in_place")
+    client, servers = set_up(loop, [sglang_server_fp32.url], tiny_moe_dir, "in_place", keyed=False)
     try:
         servers.use(servers.look())
         servers.start("1")

@@ -40,7 +40,28 @@ def test_take_when_a_server_is_to_be_avoided_then_only_if_another_has_a_slot():
     async def scenario():
         pool = pool_of(per_server=2)
         a, b = pool.servers
-        assert [await pool.take(avoid=a.url) for _ in range(3)] == [b, b, a]
+        assert [await pool.take(avoid={a.url}) for _ in range(3)] == [b, b, a]
+
+    asyncio.run(scenario())
+
+
+def test_take_when_a_server_is_preferred_then_unless_it_is_crowded_full_or_left_out():
+    async def scenario():
+        pool = pool_of(most=40, per_server=12)
+        a, b = pool.servers
+        assert [await pool.take(prefer=b.url) for _ in range(9)] == [b] * 9  # up to 2 * (0 + 4) at its side, and one
+        assert await pool.take(prefer=b.url) is a
+        assert await pool.take(prefer=b.url) is b  # 9 of 2 * (1 + 4)
+        for _ in range(11):
+            await pool.take(prefer=a.url)
+        assert (a.outstanding, b.outstanding) == (12, 10)
+        assert await pool.take(prefer=a.url) is b  # a has no slot
+        pool.give_back(b)
+        pool.leave_out(b, dead(b))
+        pool.give_back(a)
+        assert await pool.take(prefer=b.url) is a
+        pool.rejoin(b)
+        assert await pool.take(prefer="http://gone:1") is b
 
     asyncio.run(scenario())
 

@@ -82,6 +82,13 @@ def test_batch_when_numpy_is_upgraded_then_the_order_stays():
     assert indices(dataset(8, seed=3).batch(0, 8)) == [1, 4, 2, 0, 3, 5, 7, 6]
 
 
+def test_at_when_asked_in_any_order_then_the_sequence_of_the_batches():
+    data = dataset(5, seed=2)
+    sequence = indices(prompt for step in range(4) for prompt in data.batch(step, 5))
+    assert [data.at(number).index for number in range(20)] == sequence
+    assert [data.at(number).index for number in (19, 0, 7, 12)] == [sequence[n] for n in (19, 0, 7, 12)]
+
+
 @pytest.mark.parametrize("step, n", [(-1, 1), (0, 0)])
 def test_batch_when_step_or_size_is_out_of_bounds_then_error(step, n):
     with pytest.raises(ValueError, match="step must be at least 0 and n at least 1"):

@@ -47,7 +47,7 @@ def test_prompt_ids_when_ragged_then_error_names_the_prompt():
 
 def test_generate_request_when_built_then_samples_from_the_whole_softmax():
     sampling = SamplingParams(8, temperature=0.7, stop_token_ids=[3, 4], ignore_eos=True)
-    request = requests.generate_request([1, 2], sampling, rid="r1")
+    request = requests.generate_request([1, 2], sampling, rid="r1", seed=2**63 - 1)
     assert (request.method, request.endpoint) == ("POST", "/generate")
     assert request.json["input_ids"] == [1, 2] and request.json["rid"] == "r1"
     assert request.json["return_logprob"] is True and request.json["return_text_in_logprobs"] is False
@@ -57,6 +57,7 @@ def test_generate_request_when_built_then_samples_from_the_whole_softmax():
         "temperature": 0.7,
         "stop_token_ids": [3, 4],
         "ignore_eos": True,
+        "sampling_seed": 2**63 - 1,
         "top_p": 1.0,
         "top_k": -1,
         "min_p": 0.0,
@@ -69,20 +70,21 @@ def test_generate_request_when_built_then_samples_from_the_whole_softmax():
 
 def test_generate_request_when_not_truncated_then_no_sampling_mask_is_asked_for():
     sampling = SamplingParams(8)
-    assert not sampling.truncated and "return_sampling_mask" not in requests.generate_request([1], sampling).json
+    body = requests.generate_request([1], sampling, seed=0).json
+    assert not sampling.truncated and "return_sampling_mask" not in body
 
 
 @pytest.mark.parametrize("top_p, top_k", [(0.8, 20), (1.0, 2), (0.05, 4096)])
 def test_generate_request_when_truncated_then_asks_for_the_ids_each_token_is_drawn_from(top_p, top_k):
     sampling = SamplingParams(8, top_p=top_p, top_k=top_k)
-    body = requests.generate_request([1], sampling).json
+    body = requests.generate_request([1], sampling, seed=0).json
     assert sampling.truncated and body["return_sampling_mask"] is True and body["return_logprob"] is True
     assert (body["sampling_params"]["top_p"], body["sampling_params"]["top_k"]) == (top_p, top_k)
     assert body["sampling_params"]["min_p"] == 0.0  # the rest stays at the value that changes nothing
 
 
 def test_generate_request_when_no_rid_is_given_then_none_is_sent():
-    assert "rid" not in requests.generate_request([1], SamplingParams(1)).json
+    assert "rid" not in requests.generate_request([1], SamplingParams(1), seed=0).json
 
 
 @pytest.mark.parametrize(

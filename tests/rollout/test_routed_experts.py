@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import orjson
@@ -10,10 +11,25 @@ import pytest
 import torch
 from aiohttp import web
 
-from megatron_rl_corr.rollout import RolloutClient, RolloutProtocolError, SamplingParams
+from megatron_rl_corr.rollout import (
+    Environment,
+    Prompt,
+    RolloutClient,
+    RolloutProtocolError,
+    SampleFailure,
+    SamplingParams,
+    generate_episodes,
+)
 from megatron_rl_corr.rollout.requests import generate_request
 from megatron_rl_corr.rollout.responses import parse_generate
-from megatron_rl_corr.rollout.routed_experts import ExpertShape, decode, has_routes, no_routes, pack
+from megatron_rl_corr.rollout.routed_experts import (
+    ExpertShape,
+    decode,
+    first_without_routes,
+    has_routes,
+    no_routes,
+    pack,
+)
 
 # 3 layers, of which the second is dense: 2 of 4 experts in the others.
 SHAPE = ExpertShape(num_layers=3, layers=(0, 2), top_k=2, experts=4)
@@ -36,6 +52,23 @@ def test_decode_when_a_token_is_zero_everywhere_then_it_has_no_routes():
     assert has_routes(routes, 4).tolist() == [[True, True], [False, False]]
     alone = ExpertShape(1, (0,), 1, 4)  # of one expert a token, 0 is a route like any other
     assert has_routes(decode(encoded([[[0]], [[3]]]), tokens=3, shape=alone), 4).all()
+
+
+def test_decode_when_the_first_tokens_were_not_asked_for_then_the_rows_behind_them_and_no_others():
+    assert decode(encoded(ROWS[1:]), tokens=3, shape=SHAPE, first=1).tolist() == [[[2, 0], [1, 3]]]
+    assert decode("", tokens=3, shape=SHAPE, first=2).shape == (0, 2, 2)
+    with pytest.raises(ValueError, match="12 ids .* are 2 rows .* 3 tokens, prompt included, have 1 from token 1 on"):
+        decode(encoded(ROWS), tokens=3, shape=SHAPE, first=1)
+    with pytest.raises(ValueError, match="expert 4 of token 1 in layer 2"):
+        decode(encoded([[[2, 0], [0, 0], [1, 4]]]), tokens=3, shape=SHAPE, first=1)
+
+
+def test_first_without_routes_when_a_layer_lacks_them_then_the_token_is_asked_for_again():
+    routes = decode(encoded(ROWS), tokens=3, shape=SHAPE)
+    assert first_without_routes(routes, 4) == 2 and first_without_routes(routes[:0], 4) == 0
+    routes[1, 1] = 255
+    assert first_without_routes(routes, 4) == 1
+    assert first_without_routes(no_routes(SHAPE, 5), 4) == 0
 
 
 @pytest.mark.parametrize(
@@ -93,8 +126,9 @@ def parse(body, experts=SHAPE):
 def test_generate_when_routes_are_asked_for_then_the_trajectory_has_them_and_only_then():
     assert parse(answer(routed_experts=encoded(ROWS))).routed_experts.shape == (2, 2, 2)
     assert parse(answer(routed_experts=encoded(ROWS)), experts=None).routed_experts is None
-    assert generate_request([1], SamplingParams(1), routed_experts=True).json["return_routed_experts"] is True
-    assert "return_routed_experts" not in generate_request([1], SamplingParams(1)).json
+    assert generate_request([1], SamplingParams(1), seed=0, routed_experts=True).json["return_routed_experts"] is True
+    plain = generate_request([1], SamplingParams(1), seed=0).json
+    assert not {"return_routed_experts", "routed_experts_start_len"} & plain.keys()
 
 
 def test_generate_when_aborted_while_it_waited_then_no_token_has_routes():
@@ -117,8 +151,100 @@ def test_client_when_a_sample_has_wrong_routes_then_error_names_the_sample_and_t
 
     async def scenario():
         async with faulty.serving(handle) as url, RolloutClient([url], vocab_size=10, experts=SHAPE) as client:
-            with pytest.raises(RolloutProtocolError, match="rule rows") as error:
+            with pytest.raises(SampleFailure, match="rule rows") as error:
                 await client.generate([[1, 2]], SamplingParams(1))
             return error.value
 
     assert asyncio.run(scenario()).__notes__ == ["it was sample 0 of prompt 0 (2 tokens)"]
+
+
+class Routing:
+    """A server of SHAPE that answers with the tokens it is given in turn, and routes (t, t + 1) for token t.
+
+    As SGLang does, it leaves out the first rows it is told to; it counts the rows it sends.
+    """
+
+    def __init__(self, *answers):
+        self.answers, self.starts, self.rows = list(answers), [], 0
+
+    async def handle(self, request):
+        body = await request.json()
+        tokens, reason, routed = self.answers.pop(0)
+        start = body["routed_experts_start_len"]
+        rows = [[[t % 4, (t + 1) % 4]] * 3 for t in range(start, len(body["input_ids"]) + len(tokens) - 1)]
+        meta = {
+            "finish_reason": {"type": reason, **({"message": "Aborted"} if reason == "abort" else {})},
+            "weight_version": "1", "output_token_logprobs": [[-1.0, token, None] for token in tokens],
+        }  # fmt: skip
+        if routed:
+            meta["routed_experts"] = encoded(rows)
+            self.rows += len(rows)
+        self.starts.append(start)
+        return web.Response(body=json.dumps({"output_ids": tokens, "meta_info": meta}))
+
+
+def routes_of(tokens):
+    return [[[t % 4, (t + 1) % 4]] * 2 for t in range(tokens - 1)]
+
+
+def test_client_when_a_sample_is_continued_then_only_routes_it_lacks_are_asked_for(faulty):
+    # Cut after 2 tokens; cut again before it runs, without routes; then the rest.
+    server = Routing(([3, 4], "abort", True), ([], "abort", False), ([5, 6], "length", True))
+
+    async def scenario(client):
+        (whole,) = await client.generate([[1, 2, 3]], SamplingParams(4))
+        assert server.starts == [0, 4, 4]
+        assert whole.routed_experts.tolist() == routes_of(7) and server.rows == 6
+
+    faulty.run(scenario, server.handle, experts=SHAPE)
+
+
+def test_client_when_a_sample_was_cut_before_it_had_routes_then_they_are_asked_for_from_the_first(faulty):
+    server = Routing(([3, 4], "abort", False), ([5, 6], "length", True))
+
+    async def scenario(client):
+        (whole,) = await client.generate([[1, 2, 3]], SamplingParams(4))
+        assert server.starts == [0, 0] and whole.routed_experts.tolist() == routes_of(7)
+
+    faulty.run(scenario, server.handle, experts=SHAPE)
+
+
+class Answers(Environment):
+    """Says one token after each turn."""
+
+    def __init__(self, prompt):
+        self.said = 0
+
+    def step(self, output_ids, finish_reason):
+        self.said += 1
+        return [9] * self.said
+
+
+def test_episode_when_it_has_turns_then_each_brings_the_routes_of_new_tokens_alone(faulty):
+    # 3 + 2 tokens, 1 said, 1, 2 said, 3: 12 tokens, 11 rows, each sent once.
+    server = Routing(([3, 4], "stop", True), ([5], "stop", True), ([6, 7, 8], "stop", True))
+
+    async def scenario(client):
+        (whole,) = await generate_episodes(
+            client, [Prompt(0, [1, 2, 3])], SamplingParams(16), environment=Answers, max_turns=3
+        )
+        assert server.starts == [0, 4, 6] and server.rows == 11
+        assert whole.routed_experts.tolist() == routes_of(12)
+        assert whole.turn_ids.tolist() == [0, 0, -1, 1, -1, -1, 2, 2, 2]
+
+    faulty.run(scenario, server.handle, experts=SHAPE)
+
+
+def test_client_when_a_server_sends_more_rows_than_it_was_asked_for_then_refused(faulty):
+    server = Routing(([3, 4], "abort", True), ([5, 6], "length", True))
+
+    async def deaf(request):
+        body = await request.json()
+        all_rows = body | {"routed_experts_start_len": 0}
+        return await server.handle(SimpleNamespace(json=lambda: asyncio.sleep(0, all_rows)))
+
+    async def scenario(client):
+        with pytest.raises(SampleFailure, match="7 tokens, prompt included, have 2 from token 4 on"):
+            await client.generate([[1, 2, 3]], SamplingParams(4))
+
+    faulty.run(scenario, deaf, experts=SHAPE)

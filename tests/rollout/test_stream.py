@@ -1,11 +1,12 @@
 """Which groups are begun at which version, and which are taken; samples are made by hand."""
 
 import asyncio
+import itertools
 
 import pytest
 import torch
 
-from megatron_rl_corr.rollout.stream import GroupStream
+from megatron_rl_corr.rollout.stream import Group, GroupStream
 from megatron_rl_corr.rollout.trajectory import Trajectory, VersionSpan
 
 
@@ -13,7 +14,7 @@ class Sampler:
     """Groups that are done when a test says so. weights: the version that a group begun now is sampled with."""
 
     def __init__(self):
-        self.weights, self.begun, self.ended, self._waiting = 0, [], [], {}
+        self.weights, self.begun, self.ended, self.lost, self._waiting = 0, [], [], set(), {}
 
     async def __call__(self, number):
         self.begun.append(number)
@@ -23,7 +24,7 @@ class Sampler:
         except BaseException:
             self.ended.append(number)
             raise
-        return [sample_of(version)]
+        return None if number in self.lost else Group(number, [sample_of(version)], [0.0])
 
     async def finish(self, *numbers):
         for number in numbers:
@@ -53,7 +54,9 @@ def sample_of(version):
 def run(scenario, **options):
     async def inner():
         sampler = Sampler()
-        stream = GroupStream(sampler, **({"groups_per_step": 2, "first": 0, "last": 10} | options))
+        options_ = {"groups_per_step": 2, "first": 0, "last": 10} | options
+        numbers = itertools.count(options_["first"] * options_["groups_per_step"])
+        stream = GroupStream(sampler, lambda: next(numbers), **options_)
         await asyncio.wait_for(scenario(stream, sampler), timeout=20)
         await stream.close()
 
@@ -162,6 +165,39 @@ def test_take_when_a_group_fails_then_the_others_are_ended_and_it_is_raised_by_t
         assert sorted(sampler.ended) == [2, 3]
 
     run(scenario, max_lag=1)
+
+
+def test_take_when_a_group_is_lost_then_another_is_begun_at_once_even_between_steps():
+    async def scenario(stream, sampler):
+        sampler.lost = {1, 3}
+        step = asyncio.create_task(stream.take(0))
+        await settle()
+        assert sampler.begun == [0, 1, 2, 3]
+        await sampler.finish(1)
+        assert sampler.begun == [0, 1, 2, 3, 4]
+        await sampler.finish(0, 4)
+        assert numbers(await step) == [0, 4]
+        await sampler.finish(3, 2)  # nobody waits
+        assert sampler.begun == [0, 1, 2, 3, 4, 5]
+        assert sorted(stream.untrained()) == [2, 5]  # what a later run has to sample again
+        step = asyncio.create_task(stream.take(1))
+        await settle()
+        assert sampler.begun == [*range(8)]  # two steps of two, two lost, and the next step's two
+        await sampler.finish(7)
+        assert numbers(await step) == [2, 7] and sorted(stream.untrained()) == [5, 6]
+
+    run(scenario, max_lag=1)
+
+
+def test_take_when_a_group_is_lost_at_the_end_of_the_run_then_only_that_one_is_made_up_for():
+    async def scenario(stream, sampler):
+        sampler.lost = {0}
+        step = asyncio.create_task(stream.take(0))
+        await settle()
+        await sampler.finish(0, 1, 2)
+        assert numbers(await step) == [1, 2] and sampler.begun == [0, 1, 2]
+
+    run(scenario, last=1, max_lag=3)
 
 
 def test_take_when_a_group_is_cancelled_from_within_then_raised_instead_of_waiting_for_ever():

@@ -25,24 +25,6 @@ def trajectory(tokens, support):
     )
 
 
-def test_padded_when_sets_are_of_unequal_length_then_each_in_its_row_and_minus_1_behind():
-    padded = SUPPORT.padded(4)
-    assert padded.dtype == torch.int64
-    assert padded.tolist() == [[7, 1, -1, -1], [0, -1, -1, -1], [3, 9, 8, -1]]
-
-
-def test_padded_when_as_wide_as_the_longest_set_then_accepted_and_narrower_refused():
-    assert SUPPORT.longest == 3
-    assert SUPPORT.padded(3).tolist() == [[7, 1, -1], [0, -1, -1], [3, 9, 8]]
-    with pytest.raises(ValueError, match="width must be at least the 3 ids of the longest set, got 2"):
-        SUPPORT.padded(2)
-
-
-def test_padded_when_there_is_no_token_then_no_row():
-    empty = Support(torch.empty(0, **INT), torch.empty(0, **INT))
-    assert empty.longest == 0 and empty.padded(5).shape == (0, 5) and empty.padded(0).shape == (0, 0)
-
-
 @pytest.mark.parametrize(
     "ids, lengths, named",
     [

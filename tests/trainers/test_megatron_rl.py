@@ -1,7 +1,7 @@
 """Our correction inside Megatron's GRPO loss, called as train_rl.py calls it, against whole sequences.
 
-The call and its six values are those of Megatron-LM core 0.15.3, 0.16.1, 0.17.1, 0.18.2, 0.19.0 and main at d98e8a6;
-the loss mask's place is that of their train_rl.py (with packing, from 0.16 on).
+The call and its six values are those of Megatron-LM core 0.15.3, 0.16.1, 0.17.1, 0.18.2 and 0.19.0, the last that the
+launcher takes; the loss mask's place is that of their train_rl.py (with packing, from 0.16 on).
 """
 
 import json

@@ -1,7 +1,8 @@
 """The function for slime's and miles's --custom-tis-function-path, called as they call it, against whole sequences.
 
-As called in slime v0.2.0, v0.2.2, v0.2.4, v0.3.0, v0.3.1 and main at 624b824 (slime/backends/megatron_utils/loss.py),
-and in miles main at 31f1ca9 (miles/backends/training_utils/loss_hub/losses.py).
+As called in slime v0.2.0, v0.2.1, v0.2.2, v0.2.4, v0.3.0, v0.3.1 and main at 624b824
+(slime/backends/megatron_utils/loss.py), and in miles main at 31f1ca9
+(miles/backends/training_utils/loss_hub/losses.py).
 """
 
 import importlib
@@ -99,6 +100,14 @@ def test_one_rank_when_called_then_weights_and_masks_are_cores(whole, settings):
     assert all(value.shape == loss.shape and value.isfinite().all() for value in metrics.values())
 
 
+def test_k3_when_a_token_is_impossible_for_the_trainer_then_its_exponent_alone_is_clamped(whole, settings):
+    whole = whole | {name: [part.clone() for part in whole[name]] for name in ("masks", "rollout", "train")}
+    whole["masks"][0][0], whole["rollout"][0][0], whole["train"][0][0] = 1, -1.0, -30.0
+    args = Namespace(use_tis=True, rollout_correction_config=settings)
+    _, _, metrics = correct(args, **arguments(whole, parallel_state=ALONE, max_seq_lens=None))
+    assert metrics["rollout_corr/k3_kl"][0].item() == pytest.approx(28.0)  # e^-29 - 1 + 29
+
+
 def test_metrics_only_when_tis_is_off_then_loss_and_masks_are_the_callers(whole, settings):
     args = Namespace(use_tis=False, rollout_correction_config=settings)
     given = arguments(whole, parallel_state=ALONE)
@@ -106,6 +115,46 @@ def test_metrics_only_when_tis_is_off_then_loss_and_masks_are_the_callers(whole,
     assert loss is given["pg_loss"] and masks is given["loss_masks"]
     assert metrics["rollout_corr/kept"].sum() == expected(whole, settings).valid_tokens
     assert set(metrics["rollout_corr/weight"].tolist()) == {0.0, 1.0}
+
+
+def averaged(values, masks):
+    """As slime reports a metric without context parallelism: each sample's mean over its mask, then over samples."""
+    means = [(v * m).sum() / m.sum().clamp(min=1) for v, m in zip(values.split(RESPONSES), masks, strict=True)]
+    return (sum(means) / len(means)).item()
+
+
+def test_metrics_when_averaged_over_the_callers_masks_or_those_returned_then_as_the_page_says_of_each_release(
+    whole, settings
+):
+    finite = whole | {"train": [t.nan_to_num(-1.0) for t in whole["train"]],
+                      "rollout": [t.nan_to_num(-1.0) for t in whole["rollout"]]}  # fmt: skip
+    args = Namespace(use_tis=True, rollout_correction_config=settings)
+    _, returned, metrics = correct(args, **arguments(finite, parallel_state=ALONE))
+    truth = expected(finite, settings)
+    d = (torch.cat(finite["rollout"]) - torch.cat(finite["train"])).split(RESPONSES)
+    kept = truth.mask.split(RESPONSES)
+    # slime from 0.2.2 on, and miles: the masks that they had.
+    before = [mask.bool() for mask in finite["masks"]]
+    assert averaged(metrics["rollout_corr/valid"], finite["masks"]) == pytest.approx(1.0)
+    assert averaged(metrics["rollout_corr/kept"], finite["masks"]) == pytest.approx(
+        sum(k[m].float().mean().item() for k, m in zip(kept, before, strict=True)) / 5
+    )
+    assert averaged(metrics["rollout_corr/kl"], finite["masks"]) == pytest.approx(
+        sum(x[m].mean().item() for x, m in zip(d, before, strict=True)) / 5
+    )
+    # slime 0.2.0 and 0.2.1: those returned; a sample of which nothing is kept counts as 0.
+    samples = sum(k.any().item() for k in kept)
+    assert 0 < samples < 5
+    for name in ("kept", "valid"):
+        assert averaged(metrics[f"rollout_corr/{name}"], returned) == pytest.approx(samples / 5)
+    assert averaged(metrics["rollout_corr/kl"], returned) == pytest.approx(
+        sum(x[k].mean().item() for x, k in zip(d, kept, strict=True) if k.any()) / 5
+    )
+    # Without --use-tis the masks are the caller's, so every release has the numbers of all tokens.
+    _, same, _ = correct(Namespace(use_tis=False, rollout_correction_config=settings), **arguments(
+        finite, parallel_state=ALONE
+    ))  # fmt: skip
+    assert same is finite["masks"]
 
 
 # Two context-parallel ranks

@@ -11,11 +11,15 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from megatron_rl_corr.parallel import meeting
 from megatron_rl_corr.parallel.failure import PeerFailure
 from megatron_rl_corr.rollout.errors import RolloutError, RolloutProtocolError, RolloutServerError
+from megatron_rl_corr.weight_sync import push
 from megatron_rl_corr.weight_sync.push import push_weights
 
+COLLECTIVE_S = 2.0
 rank, store, cases = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
 store = dist.FileStore(store, 2)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=30))
@@ -44,7 +48,7 @@ class Servers:
 
     def send(self, bucket, version):
         self.calls.append("send " + "".join(name for name, _ in bucket) + " to " + "".join(self.urls))
-        if rank == 1 and "b" in self.urls and self.case not in ("right", "late", "lost"):
+        if rank == 1 and "b" in self.urls and self.case not in ("right", "late", "lost", "slow", "long"):
             self.broken = self.case == "breaks"
             if self.case == "full":
                 raise OSError("no space left on the device")
@@ -57,6 +61,8 @@ class Servers:
 
     def show(self):
         self.calls.append("show")
+        if self.case == "slow":
+            time.sleep(3 * COLLECTIVE_S)
         return "sums of " + "".join(self.urls)
 
     def abandon(self):
@@ -76,12 +82,24 @@ class Servers:
         return lambda *arguments: self.calls.append(" ".join([name, *arguments]))
 
 
+def units(after_parameter):
+    for name in ("pq", "rs")[rank]:
+        after_parameter()
+        if case == "long":
+            time.sleep(0.7 * COLLECTIVE_S)
+        yield [(name, torch.ones(1))]
+
+
 exporter = SimpleNamespace(
     leads=rank == 0, sends=True, stage=rank, num_stages=2,
-    tensors=lambda: iter([(name, torch.ones(1)) for name in ("pq", "rs")[rank]]),
+    units=lambda after_parameter: units(after_parameter),
 )  # fmt: skip
 told = {}
 for case in cases:
+    if case == "slow":  # this and the next: than a collective may wait
+        dist.barrier()
+        _set_pg_timeout(timedelta(seconds=COLLECTIVE_S))
+        meeting.ROUND_S, push.PARAMETERS_A_ROUND = COLLECTIVE_S / 4, 1
     servers, raised = Servers(case), None
     try:
         push_weights(exporter, servers, version="v", bucket_bytes=1)

@@ -123,7 +123,7 @@ def test_proof_when_it_is_made_then_it_counts_the_checkpoints_numbers_not_their_
 
 def test_layout_when_servers_hold_their_experts_otherwise_then_it_is_another_and_older_ones_have_no_such_key():
     info = dict(zip(("tp_size", "pp_size", "ep_size", "dtype", "device"), LAYOUT, strict=False), quantization=None)
-    answer = {"ranks": [{"parallelism_info": [{"tp_rank": 0}], "checksums": {"x": "1"}}]}
+    answer = {"ranks": [{"parallelism_info": [{"tp_rank": 0, "role": "target"}], "checksums": {"x": "1"}}]}
     old, same = (_read(url, info, answer) for url in (A, B))
     assert old.layout == same.layout and old.layout_is_known
     for other in ("moe_runner_backend", "enable_eplb", "enable_fp32_lm_head", "disable_shared_experts_fusion"):

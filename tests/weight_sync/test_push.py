@@ -12,9 +12,10 @@ WORKER = Path(__file__).with_name("push_worker.py")
 ROOT = WORKER.parents[2]
 OPEN = ["start v", "begin"]
 DONE = ["deliver v", "end v", "show"]
+COUNT = "all_reduce_coverage"
 
 
-CASES = ("right", "late", "dies", "refuses", "breaks", "full", "lost")
+CASES = ("right", "late", "dies", "refuses", "breaks", "full", "lost", "slow", "long")
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +45,8 @@ def test_push_then_every_rank_sends_its_stage_and_rank_0_leads(push):
     assert raised is raised_1 is None
     sends = ["send p to ab", "send q to ab"]
     compared = ["compare sums of ab", "expect v"]
-    assert first == ["look", "use ab", *OPEN, *sends, *DONE, *compared, "resume"]
-    assert second == ["use ab", "send r to ab", "send s to ab", *compared]
+    assert first == ["look", "use ab", *OPEN, *sends, COUNT, *DONE, *compared, "resume"]
+    assert second == ["use ab", "send r to ab", "send s to ab", COUNT, *compared]
 
 
 def test_push_when_a_rank_is_slow_to_expect_the_version_then_the_servers_resume_after_it(push):
@@ -54,16 +55,23 @@ def test_push_when_a_rank_is_slow_to_expect_the_version_then_the_servers_resume_
     assert first[-1] == "resume" and second[-1] == "expect v"
 
 
+@pytest.mark.parametrize("case", ["slow", "long"])
+def test_push_when_checksums_or_a_stage_take_longer_than_a_collective_may_wait_then_it_goes_on(push, case):
+    (raised, first), (raised_1, second) = push(case)
+    assert raised is raised_1 is None
+    assert first[-3:] == ["compare sums of ab", "expect v", "resume"] and second[-1] == "expect v"
+
+
 def test_push_when_a_server_dies_then_all_is_sent_again_to_the_other_and_nobody_raises(push):
     (raised, first), (raised_1, second) = push("dies")
     assert raised is raised_1 is None
     again = ["send p to a", "send q to a"]
     assert first == [
         "look", "use ab", *OPEN, "send p to ab", "send q to ab",
-        "look", "use a", *OPEN, *again, *DONE, "compare sums of a", "expect v", "resume",
+        "look", "use a", *OPEN, *again, COUNT, *DONE, "compare sums of a", "expect v", "resume",
     ]  # fmt: skip
     assert second == [
-        "use ab", "send r to ab", "use a", "send r to a", "send s to a", "compare sums of a", "expect v",
+        "use ab", "send r to ab", "use a", "send r to a", "send s to a", COUNT, "compare sums of a", "expect v",
     ]  # fmt: skip
 
 

@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from megatron_rl_corr.rollout import LoopThread, RolloutClient, RolloutProtocolError, RolloutServerError, SamplingParams
 from megatron_rl_corr.rollout.control import ServerControl
-from megatron_rl_corr.weight_sync.choice import make_proof, make_transport
+from megatron_rl_corr.rollout.errors import IncompletePush
+from megatron_rl_corr.weight_sync.choice import make_coverage, make_proof, make_transport
 from megatron_rl_corr.weight_sync.disk import copy_model_files
 from megatron_rl_corr.weight_sync.push import push_weights
 from megatron_rl_corr.weight_sync.servers import WeightServers
@@ -34,7 +35,9 @@ class Pushing:
         )
         self.proof = make_proof("checksum", model_dir)
         self.compared = None
-        self.servers = WeightServers(self.client, self.loop, self.transport, proof=self.proof)
+        self.servers = WeightServers(
+            self.client, self.loop, self.transport, proof=self.proof, coverage=make_coverage(model_dir)
+        )
         compare = self.proof.compare
 
         def counting(shown):
@@ -44,7 +47,7 @@ class Pushing:
 
     def push(self, weights, version):
         exporter = SimpleNamespace(
-            leads=True, sends=True, stage=0, num_stages=1, tensors=lambda: iter(weights.items())
+            leads=True, sends=True, stage=0, num_stages=1, units=lambda _: ([named] for named in weights.items())
         )
         push_weights(exporter, self.servers, version=version, bucket_bytes=BUCKET_BYTES)
 
@@ -142,6 +145,15 @@ def test_push_when_a_tensor_is_lost_on_its_way_then_error_names_the_server_and_t
         trainer.push(noisy(weights, seed=3), "new")
     assert error.value.url == trainer.client.base_urls[0] and error.value.endpoint == "/weights_checker"
     assert trainer.sample().output_ids.numel() == 6  # it is not left paused
+
+
+def test_push_when_a_tensor_is_not_sent_then_its_name_ends_it_and_the_server_goes_on(pushing, weights):
+    trainer = pushing("tensor")
+    new = noisy(weights, seed=8)
+    del new["model.layers.1.self_attn.q_norm.weight"]
+    with pytest.raises(IncompletePush, match="nothing was sent for 1 of .*: model.layers.1.self_attn.q_norm.weight;"):
+        trainer.push(new, "new")
+    assert trainer.sample().output_ids.numel() == 6
 
 
 def test_push_when_the_server_cannot_read_the_folder_then_error_says_so_and_the_old_weights_stay(

@@ -16,12 +16,16 @@ A, B, C = "http://a:1", "http://b:1", "http://c:1"
 class Recorder:
     """Stands for a client and for the control of some of its servers: notes who is asked what."""
 
+    keyed_cache, info = False, {"disable_radix_cache": True}
+
     def __init__(self, urls, versions, asked):
         self.base_urls, self.versions, self.asked = tuple(urls), versions, asked
-        self.expected = None
+        self.expected, self.release = None, "0.5.23"
 
     def control(self, urls):
-        return Recorder(urls, self.versions, self.asked)
+        part = Recorder(urls, self.versions, self.asked)
+        part.release = self.release
+        return part
 
     async def reported_versions(self):
         return [self.versions[url] for url in self.base_urls]
@@ -33,7 +37,13 @@ class Recorder:
         self.expected = version
 
     async def server_info(self):
-        return [{"disable_radix_cache": True} for _ in self.base_urls]
+        return [{"version": self.release} | self.info for _ in self.base_urls]
+
+    async def pause_generation(self, mode):
+        self.asked.append(mode)
+
+    async def begin_weight_update(self):
+        self.asked.append("begin")
 
     async def destroy_weights_update_group(self, name):
         self.asked.append((name, self.base_urls))
@@ -122,3 +132,45 @@ def test_begin_in_place_when_a_server_has_no_such_argument_then_it_counts_as_not
     servers = WeightServers(client, loop, WeightTransport(), pause_mode="in_place")
     with pytest.raises(RolloutProtocolError, match="needs a server started with --disable-overlap-schedule; start"):
         servers.begin()
+
+
+@pytest.mark.parametrize(
+    "keyed, info, missing",
+    [
+        (False, {}, "--disable-overlap-schedule --disable-radix-cache;"),
+        (True, {}, "with --disable-overlap-schedule;"),
+        (False, {"disable_overlap_schedule": True}, "with --disable-radix-cache;"),
+        # What is behind the radix cache may know a prefix by its tokens alone.
+        (True, {"disable_overlap_schedule": True, "enable_hierarchical_cache": True}, "with --disable-radix-cache;"),
+    ],
+)
+def test_begin_in_place_when_a_cache_would_outlive_its_weights_then_refused(client, monkeypatch, keyed, info, missing):
+    client.keyed_cache = keyed
+    monkeypatch.setattr(Recorder, "info", info)
+    servers = WeightServers(client, SimpleNamespace(call=asyncio.run), WeightTransport(), pause_mode="in_place")
+    servers.use([READY] * 3)
+    with pytest.raises(RolloutProtocolError, match=missing):
+        servers.begin()
+
+
+@pytest.mark.parametrize("release", ["0.5.19", "0.5.20", "0.5.20.post1"])
+def test_begin_when_a_server_cannot_flush_under_retracted_requests_then_refused_before_it_is_stopped(client, release):
+    """Read from the wheels: flush_cache asks is_fully_idle() until 0.5.20, which counts requests that wait."""
+    client.release, loop = release, SimpleNamespace(call=asyncio.run)
+    servers = WeightServers(client, loop, WeightTransport(), samples_ahead=True)
+    with pytest.raises(RolloutProtocolError, match=f"SGLang {release} can't drop .* SGLang 0.5.21 or newer, or use"):
+        servers.begin()
+    assert client.asked == []
+
+
+@pytest.mark.parametrize(
+    ("release", "options"),
+    [
+        ("0.5.21", {"samples_ahead": True}), ("0.5.19", {}), ("main", {"samples_ahead": True}),
+        ("0.5.19", {"samples_ahead": True, "pause_mode": "abort"}),
+    ],
+)  # fmt: skip
+def test_begin_when_no_request_waits_at_a_flush_or_the_server_can_then_it_is_stopped(client, release, options):
+    client.release, loop = release, SimpleNamespace(call=asyncio.run)
+    WeightServers(client, loop, WeightTransport(), **options).begin()
+    assert client.asked == [options.get("pause_mode", "retract"), "begin"]

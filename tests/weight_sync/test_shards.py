@@ -32,10 +32,12 @@ class Router(nn.Module):
 
 
 def last_stage():
-    """A chunk with the third of three layers: its router, half of its query projection, and an output layer."""
+    """A chunk with the third of three layers: its router, half of its query projection, all of its key-value one, and
+    an output layer."""
     layer = nn.Module()
     layer.mlp, layer.self_attention, layer.layer_number = nn.Module(), nn.Module(), 3
     layer.mlp.router, layer.self_attention.linear_q_down_proj = Router(), nn.Linear(2, 2, bias=False)
+    layer.self_attention.linear_kv_down_proj = nn.Linear(2, 4, bias=False)
     chunk = nn.Module()
     chunk.decoder, chunk.output_layer = nn.Module(), nn.Linear(2, 4, bias=False)
     chunk.decoder.layers = nn.ModuleList([layer])
@@ -52,6 +54,7 @@ def checkpoint(tmp_path):
             "model.embed_tokens.weight": torch.arange(8.0).view(4, 2), GATE + "weight": torch.ones(3, 2),
             GATE + "e_score_correction_bias": BIAS.clone(), "model.layers.1.self_attn.o_proj.weight": torch.ones(2, 2),
             "model.layers.2.self_attn.q_a_proj.weight": torch.arange(8.0).view(4, 2),
+            "model.layers.2.self_attn.kv_a_proj_with_mqa.weight": torch.arange(8.0).view(4, 2),
             # A layer that predicts further tokens, behind the last.
             "model.layers.3.enorm.weight": torch.ones(2),
         }  # fmt: skip
@@ -116,8 +119,11 @@ def test_export_of_a_last_stage_when_embeddings_are_tied_then_all_but_the_copy_a
     chunk.decoder.layers[0].mlp.router.expert_bias.copy_(BIAS)
     parameters = local_parameters([chunk], NameTable(CONFIG, padded_vocab_size=4), experts_per_rank=0)
     groups = StageGroups(tp=None, expert=None, sender=0)
-    sent = dict(StageExporter(parameters, ShardRanks(), groups, stage=1, num_stages=2).tensors())
-    assert sorted(sent) == [
-        GATE + "e_score_correction_bias", GATE + "weight", "model.layers.2.self_attn.q_a_proj.weight"
+    units = list(StageExporter(parameters, ShardRanks(), groups, stage=1, num_stages=2).units())
+    attention = "model.layers.2.self_attn."
+    assert sorted([name for name, _ in unit] for unit in units) == [
+        [GATE + "e_score_correction_bias"], [GATE + "weight"],
+        [attention + "q_a_proj.weight", attention + "kv_a_proj_with_mqa.weight"],  # in one request, or neither
     ]  # fmt: skip
+    sent = dict(named for unit in units for named in unit)
     assert torch.equal(sent[GATE + "e_score_correction_bias"], BIAS)

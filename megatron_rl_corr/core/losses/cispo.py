@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_rl_corr.config import RolloutCorrectionConfig
 from megatron_rl_corr.core.correction import Correction
-from megatron_rl_corr.core.losses.ratio import inside, moved_log_ratio, record
+from megatron_rl_corr.core.losses.ratio import as_exponent, inside, moved_log_ratio, record
 from megatron_rl_corr.core.metrics import Metric
 
 
@@ -23,7 +23,7 @@ def cispo(
     """
     mask, (low, high) = correction.mask, config.clip
     moved = moved_log_ratio(logprobs.detach(), old_logprobs, mask)
-    ratio = moved.exp()
+    ratio = as_exponent(moved).exp()
     clipped = ratio.clamp(1.0 - low, 1.0 + high)
     factor = inside(mask, clipped * correction.weights * advantages.float())
     loss = -factor * inside(mask, logprobs)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_rl_corr.config import RolloutCorrectionConfig
 from megatron_rl_corr.core.correction import Correction
-from megatron_rl_corr.core.losses.ratio import inside, moved_log_ratio, record
+from megatron_rl_corr.core.losses.ratio import as_exponent, inside, moved_log_ratio, record
 from megatron_rl_corr.core.metrics import Metric
 
 RATIO_CAP = 20.0
@@ -34,7 +34,7 @@ def dppo_tv(
     gain = constant.exp() - old.exp()
     advantages = inside(mask, advantages)
     outside = torch.where(advantages > 0, gain > high, gain < -low)
-    factor = moved.exp().clamp(max=RATIO_CAP) * inside(mask, correction.weights) * advantages
+    factor = as_exponent(moved).exp().clamp(max=RATIO_CAP) * inside(mask, correction.weights) * advantages
     loss = -inside(~outside, factor) * now
     record(metrics, mask, loss, moved, clip_fraction=outside)
     return loss

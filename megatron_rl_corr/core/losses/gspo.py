@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_rl_corr.config import RolloutCorrectionConfig
 from megatron_rl_corr.core.correction import Correction
 from megatron_rl_corr.core.losses.ppo_clip import clipped_surrogate
-from megatron_rl_corr.core.losses.ratio import inside, moved_log_ratio
+from megatron_rl_corr.core.losses.ratio import as_exponent, inside, moved_log_ratio
 from megatron_rl_corr.core.metrics import Metric
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def gspo(
     sums = columns.new_zeros(2, num_sequences).index_add_(1, seq_ids, columns)
     if groups is not None:
         sums, _ = groups.all_gather_cp_partials(sums, sums.new_empty(0, num_sequences))
-    mean = (sums[0] / sums[1].clamp(min=1)).float().index_select(0, seq_ids)
+    mean = as_exponent(sums[0] / sums[1].clamp(min=1)).float().index_select(0, seq_ids)
     own = inside(mask, logprobs)
     ratio = (own - own.detach() + mean).exp()
     return clipped_surrogate(ratio, moved, advantages, correction, config, metrics=metrics)

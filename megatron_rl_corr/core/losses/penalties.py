@@ -8,25 +8,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_rl_corr.core.losses.ratio import K3_CLAMP, inside
+from megatron_rl_corr.core.losses.ratio import K3_CLAMP, as_exponent, inside
 from megatron_rl_corr.core.metrics import Mean
-from megatron_rl_corr.core.weights import LOG_CLAMP
 
 
 def reference_kl(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, kind: str) -> Tensor:
     """Estimate of KL(pi_theta || pi_ref) per token, [T] float32, with gradient in logprobs; 0 outside the mask.
 
-    With d = log pi_theta - log pi_ref, clamped to +-20: k1 = d, k2 = d^2 / 2, k3 = e^-d - 1 + d, at most 10. The
-    gradient's mean is that of the KL for k2 only; k1's own gradient has mean 0. Source: Schulman,
+    With d = log pi_theta - log pi_ref: k1 = d, k2 = d^2 / 2, k3 = e^-d - 1 + d, at most 10 (d clamped to +-20 in the
+    exponent alone). The gradient's mean is that of the KL for k2 only; k1's own gradient has mean 0. Source: Schulman,
     "Approximating KL divergence" (2020).
     """
-    d = inside(mask, logprobs.float() - ref_logprobs.float()).clamp(-LOG_CLAMP, LOG_CLAMP)
+    d = inside(mask, logprobs.float() - ref_logprobs.float())
     if kind == "k1":
         return d
     if kind == "k2":
         return 0.5 * d.square()
     if kind == "k3":
-        return (torch.expm1(-d) + d).clamp(max=K3_CLAMP)
+        return (as_exponent(-d).expm1() + d).clamp(max=K3_CLAMP)
     raise ValueError(f"--rollout-kl-loss-type must be k1, k2 or k3, got {kind!r}")
 
 

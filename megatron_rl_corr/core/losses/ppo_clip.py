@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_rl_corr.config import RolloutCorrectionConfig
 from megatron_rl_corr.core.correction import Correction
-from megatron_rl_corr.core.losses.ratio import inside, moved_log_ratio, record
+from megatron_rl_corr.core.losses.ratio import as_exponent, inside, moved_log_ratio, record
 from megatron_rl_corr.core.metrics import Metric
 
 
@@ -25,7 +25,7 @@ def ppo_clip(
     """
     mask = correction.mask
     moved = moved_log_ratio(logprobs, old_logprobs, mask)
-    return clipped_surrogate(moved.exp(), moved, advantages, correction, config, metrics=metrics)
+    return clipped_surrogate(as_exponent(moved).exp(), moved, advantages, correction, config, metrics=metrics)
 
 
 def clipped_surrogate(

@@ -1,4 +1,4 @@
-"""What the losses share: the clamped log-ratio to pi_old, and the record of how far the policy moved.
+"""What the losses share: the log-ratio to pi_old, and the record of how far the policy moved.
 
 T tokens.
 """
@@ -23,8 +23,13 @@ def inside(mask: Tensor, values: Tensor) -> Tensor:
 
 
 def moved_log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """log pi_theta - log pi_old [T] float32, clamped to +-20; 0, without gradient, outside the mask."""
-    return inside(mask, logprobs.float() - old_logprobs.float()).clamp(-LOG_CLAMP, LOG_CLAMP)
+    """log pi_theta - log pi_old [T] float32; 0, without gradient, outside the mask."""
+    return inside(mask, logprobs.float() - old_logprobs.float())
+
+
+def as_exponent(log_ratio: Tensor) -> Tensor:
+    """Clamped to +-20, and without gradient beyond: what exp and expm1 may be taken of."""
+    return log_ratio.clamp(-LOG_CLAMP, LOG_CLAMP)
 
 
 def record(
@@ -38,7 +43,7 @@ def record(
     if metrics is None:
         return
     moved = moved.detach()
-    k3 = moved.expm1() - moved
+    k3 = as_exponent(moved).expm1() - moved
     columns = {"policy": loss.detach(), "old_new_k3_kl": k3, "old_new_k3_kl_clamped": k3.clamp(max=K3_CLAMP)}
     columns |= fractions
     sums = torch.stack([column.float() for column in (*columns.values(), mask)]).sum(dim=1, dtype=torch.float64)

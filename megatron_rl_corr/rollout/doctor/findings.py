@@ -23,6 +23,11 @@ class Defect:
     remedy: str
 
 
+DETERMINISTIC = (
+    "with --enable-deterministic-inference (it needs --attention-backend fa3, fa4, flashinfer or triton, and a seed in "
+    "every request, as ours have)"
+)
+
 DEFECTS: dict[str, Defect] = {
     "temperature_ignored": Defect(
         "semantic",
@@ -54,6 +59,11 @@ DEFECTS: dict[str, Defect] = {
         "the log-probs renormalised on the kept ids are not those of the kept ids",
         "train with --rollout-top-p 1 --rollout-top-k -1, or serve with SGLang 0.5.23",
     ),
+    "one_response": Defect(
+        "semantic",
+        "samples of one prompt with different seeds are one and the same response",
+        "serve with SGLang 0.5.23, or without --enable-deterministic-inference and --rl-on-policy-target",
+    ),
     "another_checkpoint": Defect(
         "semantic",
         "log-probs differ from the model's by far more than 16-bit rounding",
@@ -82,12 +92,12 @@ DEFECTS: dict[str, Defect] = {
     "decode_prefill_difference": Defect(
         "inference-path",
         "a token's log-prob is another one when it is sampled than when it is scored",
-        "start the server with another --attention-backend, or with --enable-deterministic-inference",
+        "start the server with another --attention-backend, or " + DETERMINISTIC,
     ),
     "not_deterministic": Defect(
         "inference-path",
         "the same greedy request has other log-probs each time, beyond rounding",
-        "start the server with --enable-deterministic-inference",
+        "start the server " + DETERMINISTIC,
     ),
     "routed_experts_missing": Defect(
         "inference-path",

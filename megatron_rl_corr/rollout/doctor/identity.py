@@ -2,30 +2,25 @@
 
 import base64
 import binascii
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from megatron_rl_corr.rollout.doctor.findings import Row, found
+from megatron_rl_corr.rollout.server_version import (
+    FLUSHES_PAUSED_SINCE,
+    NEWEST,
+    PAUSES_SINCE,
+    SPANS_SINCE,
+    version_key,
+)
 
-PAUSES_SINCE = "0.5.6.post2"
-SPANS_SINCE = "0.5.19"
-NEWEST = "0.5.23"
 TRANSPORTS = {
     "distributed": "/update_weights_from_distributed",
     "tensor": "/update_weights_from_tensor",
     "disk": "/update_weights_from_disk",
 }
-
-
-def version_key(version: str) -> tuple[int, ...]:
-    """Sorts SGLang's versions: 0.5.6 < 0.5.6.post2 < 0.5.19. Release candidates count as the release."""
-    release = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?(?:\.post(\d+))?", version)
-    if release is None:
-        return ()
-    return tuple(int(part or 0) for part in release.groups())
 
 
 def judge_version(version: str) -> Row:
@@ -36,6 +31,12 @@ def judge_version(version: str) -> Row:
     if key < version_key(SPANS_SINCE):
         lacks = "pauses" if key < version_key(PAUSES_SINCE) else "weight versions by token"
         return found("version", "version_unsupported", f"SGLang {version} has no {lacks}", **numbers)
+    if key < version_key(FLUSHES_PAUSED_SINCE):
+        said = (
+            f"SGLang {version} can't drop cached prefixes while retracted requests wait: --rollout-max-lag above 0 "
+            f"needs {FLUSHES_PAUSED_SINCE}, or --rollout-pause-mode abort"
+        )
+        return Row("version", "note", said, numbers)
     if key > version_key(NEWEST):
         return Row("version", "note", f"SGLang {version} is newer than {NEWEST}, the newest tested", numbers)
     return Row("version", "ok", f"SGLang {version}, in {SPANS_SINCE} to {NEWEST}", numbers)

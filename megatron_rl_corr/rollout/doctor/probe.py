@@ -68,7 +68,7 @@ class Probe:
         return await self.client.ask(self.url, request, timeout_s=self.timeout_s)
 
     async def generate(self, prompt: list[int], tokens: int, *, temperature: float = 1.0, **fields: Any) -> Answer:
-        """Sample `tokens` ids, past the end-of-sequence ids. fields: top_p, top_k, or any field of the request."""
+        """Sample `tokens` ids, past the end-of-sequence ids. fields: top_p, top_k, seed, or any of the request."""
         sampling = requests.NEUTRAL | {
             "max_new_tokens": tokens,
             "temperature": temperature,
@@ -76,6 +76,8 @@ class Probe:
             "top_k": fields.pop("top_k", -1),
             "ignore_eos": True,
         }
+        if "seed" in fields:
+            sampling["sampling_seed"] = fields.pop("seed")
         body = {
             "input_ids": prompt, "sampling_params": sampling, "return_logprob": True, "top_logprobs_num": TOP, **fields
         }
@@ -114,7 +116,8 @@ class Probe:
 
     async def _ask(self, body: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         requests.checked_prompt_ids(body["input_ids"], vocab_size=self.client.vocab_size, prompt_index=0)
-        answer = await self.control(Request("POST", GENERATE, body))
+        key = self.client.cache_key
+        answer = await self.control(Request("POST", GENERATE, body if key is None else body | {"extra_key": key}))
         meta = answer.get("meta_info")
         if not isinstance(meta, dict):
             raise self.error(f"no meta_info in {str(answer)[:200]}")

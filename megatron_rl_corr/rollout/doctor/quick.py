@@ -60,7 +60,7 @@ async def quick_check(
 ) -> list[Finding]:
     """What is wrong with the client's servers, asked without changing anything. Raises RolloutError.
 
-    Sixteen requests of at most 24 tokens to each server, most of them at once. timeout_s bounds each request.
+    Twenty requests of at most 24 tokens to each server, most of them at once. timeout_s bounds each request.
     """
     expected = expected or Expected()
     probes = [Probe(client, url, timeout_s) for url in client.base_urls]
@@ -84,7 +84,7 @@ async def ask_quick(probe: Probe, expected: Expected) -> tuple[list[Row], Facts]
     ]
     fixed, tail = probe.fixed_prompt()[:-TAIL], probe.fixed_prompt()[-TAIL:]
     repeated = probe.fresh_prompt()
-    plain, hot, cold, top_p, mask, first, cached = await asyncio.gather(
+    plain, hot, cold, top_p, mask, first, cached, (*seeded, again) = await asyncio.gather(
         probe.generate(probe.fresh_prompt(), TOKENS, return_routed_experts=True),
         probe.generate(probe.fresh_prompt(), TOKENS, temperature=sampling.HOT),
         probe.generate(probe.fresh_prompt(), TOKENS, temperature=sampling.COLD),
@@ -92,6 +92,7 @@ async def ask_quick(probe: Probe, expected: Expected) -> tuple[list[Row], Facts]
         _mask(probe),
         probe.generate(repeated, TOKENS, temperature=0.0),
         probe.score(fixed, tail, cached=True),
+        _seeded(probe, [*sampling.SEEDS, sampling.SEEDS[0]]),
     )
     scores: list[Scores] = await asyncio.gather(
         *[probe.score(answer.prompt, answer.output) for answer in (plain, hot, top_p)],
@@ -105,6 +106,7 @@ async def ask_quick(probe: Probe, expected: Expected) -> tuple[list[Row], Facts]
         sampling.judge_temperature(hot, scores[1], cold, expected.temperature_matters),
         sampling.judge_top_p(top_p, scores[2], half),
         sampling.judge_mask(mask, expected.truncated),
+        sampling.judge_seeds(seeded, again),
         numerics.judge_precision(dtype, step, expected.dtype),
         numerics.judge_decode(plain, scores[0], half),
         numerics.judge_repeats(first, second, half),
@@ -140,6 +142,12 @@ async def _paths(probe: Probe) -> list[str] | str:
         return error.detail
     except KeyError:
         return "no paths in /openapi.json"
+
+
+async def _seeded(probe: Probe, seeds: list[int]) -> list[Answer]:
+    """One prompt with each seed."""
+    prompt = probe.fresh_prompt()
+    return await asyncio.gather(*[probe.generate(prompt, TOKENS, seed=seed) for seed in seeds])
 
 
 async def _mask(probe: Probe) -> Answer | str:

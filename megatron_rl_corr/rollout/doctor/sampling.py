@@ -1,7 +1,10 @@
-"""What the sampled tokens and their log-probs are of: judges temperature, top-p and the sampling mask by numbers.
+"""What the sampled tokens and their log-probs are of: judges temperature, top-p, the sampling mask and seeds.
 
 R response tokens, K likeliest ids of a token.
 """
+
+import itertools
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -23,6 +26,10 @@ MASK_TOLERANCE = 1e-3
 """Measured: 4e-7, in 16 bits too, for both sides come from the same logits."""
 FILTERED_SHIFT = 0.1
 """Least median rise of log-probs that renormalising on the top-p set explains; keeping half gives ln 2 = 0.69."""
+SEEDS = (1, 2**32 + 1, 2**62 + 1)
+"""The low half is the same, so a server that cuts a seed to 32 bits is found too."""
+CHANCE = 1e-6
+"""A response of at most this probability is not drawn twice by chance."""
 
 
 def judge_temperature(hot: Answer, hot_scores: Scores, cold: Answer, matters: bool) -> Row:
@@ -95,3 +102,31 @@ def judge_mask(answer: Answer | str, needed: bool) -> Row:
     if not worst <= MASK_TOLERANCE:
         return found("sampling mask", "sampling_mask_wrong", said, sizes=sizes, worst=worst)
     return Row("sampling mask", "ok", said, {"sizes": sizes, "worst": worst})
+
+
+def judge_seeds(seeded: Sequence[Answer], repeated: Answer) -> Row:
+    """Whether samples of one prompt are different samples: all were asked at temperature 1.
+
+    seeded: one for each of SEEDS; repeated: with the first seed once more. A server that draws all requests with the
+    same noise gives one response, and a group of such samples has no advantage that is not 0. A model may be so sure
+    of its response that independent samples are equal too: what the server says of the response's probability tells
+    these apart.
+    """
+    responses = [tuple(answer.output) for answer in seeded]
+    distinct, tokens = len(set(responses)), len(responses[0])
+    equal = [first for first, second in itertools.combinations(range(len(responses)), 2)
+             if responses[first] == responses[second]]  # fmt: skip
+    repeats = tuple(repeated.output) == responses[0]
+    log_probability = min((float(seeded[i].logprobs.sum()) for i in equal), default=float(seeded[0].logprobs.sum()))
+    numbers = {"seeds": len(responses), "distinct": distinct, "repeats": repeats, "log_probability": log_probability}
+    said = f"{len(responses)} seeds gave {distinct} responses of {tokens} tokens"
+    if equal and log_probability <= np.log(CHANCE):
+        said += f", where the model gives two alike with probability e^{log_probability:.0f}"
+        return found("seeds", "one_response", said, **numbers)
+    if equal:
+        said = f"cannot be told: {said}, where the model gives two alike with probability {np.exp(log_probability):.2g}"
+        return Row("seeds", "note", said, numbers)
+    if not repeats:
+        said = f"seeds are ignored: {said}, one seed twice gave two; samples cannot be drawn again"
+        return Row("seeds", "note", said, numbers)
+    return Row("seeds", "ok", f"{said}, one seed twice gave one", numbers)

@@ -13,13 +13,15 @@ def planted(name):
     return (Path(os.environ["PLANTED_DEFECTS"]) / name).exists()
 
 
-def ignore_temperature(module):
-    """Sampling and log-probs at temperature 1, whatever is asked for."""
+def sampler(module):
+    """ignore_temperature: sampling and log-probs at temperature 1, whatever is asked for. seed_42: one seed for all."""
     forward = module.Sampler.forward
 
     def planted_forward(self, logits_output, sampling_info, *args, **kwargs):
         if planted("ignore_temperature"):
             sampling_info.temperatures.fill_(1.0)
+        if planted("seed_42"):
+            sampling_info.sampling_seed = module.torch.full((len(sampling_info.temperatures),), 42)
         return forward(self, logits_output, sampling_info, *args, **kwargs)
 
     module.Sampler.forward = planted_forward
@@ -35,7 +37,7 @@ def keep_cache(module):
     module.Scheduler.flush_cache = planted_flush_cache
 
 
-AFTER_IMPORT = {"sglang.srt.layers.sampler": ignore_temperature, "sglang.srt.managers.scheduler": keep_cache}
+AFTER_IMPORT = {"sglang.srt.layers.sampler": sampler, "sglang.srt.managers.scheduler": keep_cache}
 
 
 class Planter:

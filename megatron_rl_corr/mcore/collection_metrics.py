@@ -1,0 +1,92 @@
+"""What a replica's leader counts while it collects a step's samples, and the metrics that it becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megatron_rl_corr.core.metrics import Mean, Metric, Sum
+from megatron_rl_corr.rollout import versions
+from megatron_rl_corr.rollout.failures import CAUSES
+from megatron_rl_corr.rollout.routed_experts import has_routes
+from megatron_rl_corr.rollout.stream import Group, Taken
+from megatron_rl_corr.rollout.trajectory import Trajectory
+
+COUNTED = (
+    "samples", "tokens", "token_lags", "mixed", "length", "abort", "ready", "running", "dropped", "retries",
+    "continuations", "left_out", "route_tokens", "route_bytes", "unrouted", "equal_groups", "duplicates", "ended",
+    *(f"failed_{cause}" for cause in CAUSES), "replaced", "lost_samples", "lost_tokens",
+)  # fmt: skip
+"""In the order it is broadcast in."""
+
+
+def count_samples(taken: Taken, version: int, experts: int | None) -> dict[str, float]:
+    """Counts over the groups of a step that starts from `version`. experts: a layer's, where samples have routes."""
+    samples = [sample for group in taken.groups for sample in group.trajectories]
+    by_version = [
+        (version - versions.number(span.version), int(sample.sampled[span.start : span.end].sum()))
+        for sample in samples for span in sample.weight_versions
+    ]
+    counted = {
+        "samples": len(samples),
+        "tokens": sum(tokens for _, tokens in by_version),
+        "token_lags": sum(lag * tokens for lag, tokens in by_version),
+        "mixed": sum(len(sample.weight_versions) > 1 for sample in samples),
+        "length": sum(sample.finish_reason == "length" for sample in samples),
+        "abort": sum(sample.finish_reason == "abort" for sample in samples),
+        "ready": taken.ready, "running": taken.running, "dropped": taken.dropped,
+        "route_tokens": 0, "route_bytes": 0, "unrouted": 0,
+        "equal_groups": sum(len(set(group.rewards)) == 1 for group in taken.groups),
+        "duplicates": sum(_duplicates(group) for group in taken.groups),
+    }  # fmt: skip
+    if experts is not None:
+        counted |= _count_routes(samples, experts)
+    return counted
+
+
+def _duplicates(group: Group) -> int:
+    """Samples whose ids are those of another one before them."""
+    return len(group.trajectories) - len({tuple(sample.output_ids.tolist()) for sample in group.trajectories})
+
+
+def _count_routes(samples: Sequence[Trajectory], experts: int) -> dict[str, int]:
+    routes = [sample.routed_experts for sample in samples]
+    return {
+        "route_tokens": sum(len(rows) for rows in routes),
+        "route_bytes": sum(rows.nbytes for rows in routes),
+        "unrouted": sum(int((~has_routes(rows, experts)).all(dim=1).sum()) for rows in routes),
+    }
+
+
+def collection_metrics(counted: torch.Tensor, *, with_routes: bool = False) -> dict[str, Metric]:
+    """What a replica's leader counted ([len(COUNTED)] float64), under its logged names."""
+    values = dict(zip(COUNTED, counted, strict=True))
+
+    def mean(total: str, count: str) -> Mean:
+        return Mean(torch.stack([values[total], values[count]]))
+
+    routes = {
+        "router_replay/bytes_per_token": mean("route_bytes", "route_tokens"),
+        "router_replay/tokens_without_routes": Sum(values["unrouted"][None]),
+    }
+    values["failed"] = sum(values[f"failed_{cause}"] for cause in CAUSES)
+    return (routes if with_routes else {}) | {
+        "weight_lag_token_mean": mean("token_lags", "tokens"),
+        "rollout/mixed_version_fraction": mean("mixed", "samples"),
+        "rollout/length_fraction": mean("length", "samples"),
+        "rollout/abort_fraction": mean("abort", "samples"),
+        "rollout/groups_without_spread": Sum(values["equal_groups"][None]),
+        "rollout/duplicate_samples": Sum(values["duplicates"][None]),
+        "rollout/groups_ready": Sum(values["ready"][None]),
+        "rollout/groups_running": Sum(values["running"][None]),
+        "rollout/groups_dropped": Sum(values["dropped"][None]),
+        "rollout/retries": Sum(values["retries"][None]),
+        "rollout/continuations": Sum(values["continuations"][None]),
+        "rollout/servers_left_out": Sum(values["left_out"][None]),
+        "rollout/failed_fraction": mean("failed", "ended"),
+        **{f"rollout/failed/{cause}": Sum(values[f"failed_{cause}"][None]) for cause in CAUSES},
+        "rollout/groups_replaced": Sum(values["replaced"][None]),
+        "rollout/by_fate/kept_length_mean": mean("tokens", "samples"),
+        "rollout/by_fate/dropped_length_mean": mean("lost_tokens", "lost_samples"),
+    }

@@ -1,0 +1,55 @@
+"""The first step after a start trains on what was sampled by its very weights, so both engines must agree on it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl_corr.mcore.refusal import Refusal
+
+FLOAT32_KL, HALF_KL, QUANTIZED_KL = 1e-4, 1e-2, 1e-1
+"""Largest k3 that numerics explain: both sides in float32, one in 16 bits, a quantised server."""
+
+
+@dataclass(frozen=True)
+class FirstStep:
+    """Bounds the train-infer KL of the first step, before its update."""
+
+    iteration: int
+    """The one that the run starts from: steps taken before."""
+    max_kl: float
+    """--rollout-max-first-step-kl, or what belongs to the numbers' types."""
+
+    def judge(self, kl: float) -> Refusal | None:
+        """The error that ends the run; kl is the mean k3 of tokens that the trainer's own weights sampled.
+
+        NaN, of log-probs that are not numbers or of no token at all, is an error too.
+        """
+        if kl <= self.max_kl:
+            return None
+        found = f"{kl:.3g}"
+        if math.isnan(kl):
+            found = "not a number (no token has a log-prob of the servers, or the trainer's own log-probs are NaN)"
+        return Refusal(
+            f"--rollout-max-first-step-kl {self.max_kl:g}: in the first step the servers sampled with the weights that "
+            f"are trained, and yet the train-infer KL (k3) is {found}, so the policy that would be trained is not the "
+            "one that was sampled; nothing was trained. Look at: dropout (--hidden-dropout 0 --attention-dropout 0); "
+            "Megatron's flags against config.json (`megatron-rl-corr model-flags`); whether the checkpoint is the one "
+            "that the servers run; log-probs shifted by a token, and other temperatures (`megatron-rl-corr doctor`). "
+            "If numerics alone explain it, give a larger bound"
+        )
+
+
+def first_step_bound(float32: bool, servers: Sequence[Mapping[str, Any]]) -> float:
+    """The bound that belongs to the types of both sides. float32: the trainer's; servers: each one's /server_info."""
+    if any(is_quantized(info) for info in servers):
+        return QUANTIZED_KL
+    return FLOAT32_KL if float32 and all(info.get("dtype") == "float32" for info in servers) else HALF_KL
+
+
+def is_quantized(info: Mapping[str, Any]) -> bool:
+    """Whether a server computes with weights, or keeps keys and values, of fewer than 16 bits."""
+    cache = info.get("kv_cache_dtype") or "auto"
+    return bool(info.get("quantization")) or cache not in ("auto", "bf16", "bfloat16", "float16", "float32")

@@ -1,0 +1,211 @@
+"""Refuses a run whose Megatron flags make another policy than the one that servers sample from.
+
+The model is the checkpoint's: `model_flags` of its config.json, parsed by Megatron's own parser, is what the run's
+arguments are held against.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import __version__ as megatron_version
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+from torch import nn
+
+from megatron_rl_corr.mcore.policy_flags import ALLOW, COMPARED, EFFECTIVE, IGNORED, REFUSED
+from megatron_rl_corr.weight_sync.model_flags import model_flags
+
+
+class MegatronParser:
+    """The flags that the Megatron of this process knows; it is the one that parsed the run's command line."""
+
+    def __init__(self) -> None:
+        from megatron.training import arguments  # wheels have it from 0.17 on; a run with the launcher has it always
+
+        parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False, add_help=False)
+        self._parser = arguments.add_megatron_arguments(parser)
+        self.actions = {flag: action for action in self._parser._actions for flag in action.option_strings}
+
+    def __contains__(self, flag: str) -> bool:
+        return flag in self.actions
+
+    def parse(self, words: list[str]) -> argparse.Namespace:
+        """ValueError for a flag, or a value, that this release does not have."""
+        try:
+            args, unknown = self._parser.parse_known_args(words)
+        except argparse.ArgumentError as error:
+            raise ValueError(f"megatron-core {megatron_version} can't make the model of config.json: {error}") from None
+        if unknown:
+            raise ValueError(
+                f"megatron-core {megatron_version} can't make the model of config.json: it has no {' '.join(unknown)}; "
+                "install a newer one"
+            )
+        return args
+
+    def value(self, flag: str, args: argparse.Namespace) -> Any:
+        """What the arguments hold for a flag. ValueError where somebody took it out of them."""
+        name = self.actions[flag].dest
+        if name not in vars(args):
+            raise ValueError(
+                f"{flag}: the script's arguments have no {name} any more, so what it is set to can't be checked; keep "
+                f"args.{name}"
+            )
+        return vars(args)[name]
+
+
+def check_policy(args: argparse.Namespace) -> None:
+    """ValueError that lists every flag by which the trained policy would not be the sampled one, each with the remedy.
+
+    Differences from config.json are warnings on the last rank with --rollout-allow-model-differences; flags of REFUSED
+    are refused even then.
+    """
+    parser = MegatronParser()
+    config = json.loads((Path(args.rollout_hf_checkpoint) / "config.json").read_text())
+    try:
+        words = model_flags(config)
+        parser.parse(words)
+    except KeyError as error:
+        differences = [f"{args.rollout_hf_checkpoint}/config.json has no {error}"]
+    except ValueError as error:  # Megatron, or this release of it, computes something else than that model
+        differences = [str(error)]
+    else:
+        differences = model_differences(args, words, parser)
+    refused = refused_flags(args, parser)
+    _refuse(refused, differences, args.rollout_allow_model_differences)
+
+
+def check_model(chunks: Sequence[nn.Module], args: argparse.Namespace) -> None:
+    """ValueError where the script built this rank's unwrapped model chunks otherwise than its arguments say.
+
+    Megatron's own pretrain_gpt.py hands on neither --rope-scaling-factor nor --rotary-seq-len-interpolation-factor.
+    """
+    from megatron.training import arguments
+
+    expected, parser = arguments.core_transformer_config_from_args(args), MegatronParser()
+    refused, differences = [], []
+    fields = {field.name for field in dataclasses.fields(expected)}
+    names = {flag: action.dest for flag, action in parser.actions.items() if action.dest in fields}
+    for chunk in chunks:
+        config = chunk.config
+        refused += [
+            f"{row.flag}: the script's model has {names[row.flag]} {getattr(config, names[row.flag])}: {row.why}"
+            for row in REFUSED if row.flag in names and row.where(getattr(config, names[row.flag]), args)
+        ]
+        differences += [
+            f"{flag}: the script's model has {names[flag]} {getattr(config, names[flag])}, and its arguments say "
+            f"{getattr(expected, names[flag])}; make its configuration by Megatron's core_transformer_config_from_args"
+            for flag in COMPARED if flag in names and getattr(config, names[flag]) != getattr(expected, names[flag])
+        ]
+        differences += _other_positions(chunk, args, expected)
+    _refuse(list(dict.fromkeys(refused)), list(dict.fromkeys(differences)), args.rollout_allow_model_differences)
+
+
+def _refuse(refused: list[str], differences: list[str], allowed: bool) -> None:
+    """ValueError with all lines; differences that are allowed are printed instead, on the last rank."""
+    if differences and allowed:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            lines = "\n  ".join(differences)
+            warning = f"[rollout] {ALLOW}: the model is not the one of config.json:\n  {lines}"
+            print(warning, file=sys.stderr, flush=True)
+        differences = []
+    if refused or differences:
+        hint = f"\n{ALLOW} makes a warning of what differs from config.json" if differences else ""
+        lines = "\n  ".join(refused + differences)
+        raise ValueError(f"Megatron would train another policy than the servers sample from:\n  {lines}{hint}")
+
+
+def refused_flags(args: argparse.Namespace, parser: MegatronParser) -> list[str]:
+    """A line for each flag of REFUSED that is given: flag, value, reason, remedy."""
+    return [
+        f"{_given(row.flag, value, parser)}: {row.why}; {row.instead}"
+        for row in REFUSED
+        if row.flag in parser and row.where(value := parser.value(row.flag, args), args)
+    ]
+
+
+def model_differences(args: argparse.Namespace, words: list[str], parser: MegatronParser) -> list[str]:
+    """A line for each compared flag whose value is not the one that `words`, config.json's flags, give."""
+    expected, stated, lines = parser.parse(words), _by_flag(words), []
+    for flag in [flag for flag in COMPARED if flag in parser] + unknown_flags(parser):
+        run, model = parser.value(flag, args), parser.value(flag, expected)
+        if flag in EFFECTIVE:
+            run, model = EFFECTIVE[flag](args), EFFECTIVE[flag](expected)
+        if run != model:
+            remedy = f"give {stated[flag]}" if flag in stated else f"leave {flag} out"
+            lines.append(f"{_given(flag, run, parser)}: config.json says {_short(flag, model, parser)}; {remedy}")
+    return lines
+
+
+def _other_positions(chunk: nn.Module, args: argparse.Namespace, config: Any) -> list[str]:
+    """What GPTModel is given beside its configuration: the kind of positions, and the rotary frequencies."""
+    if chunk.position_embedding_type != args.position_embedding_type:
+        return [
+            f"--position-embedding-type {args.position_embedding_type}: the script's model has "
+            f"{chunk.position_embedding_type}; hand the flag on to its GPTModel"
+        ]
+    if args.position_embedding_type != "rope" or args.multi_latent_attention:  # latent attention has it from config
+        return []
+    expected = RotaryEmbedding(
+        kv_channels=config.kv_channels, rotary_percent=args.rotary_percent, rotary_base=args.rotary_base,
+        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+        rope_scaling=args.use_rope_scaling, rope_scaling_factor=args.rope_scaling_factor, use_cpu_initialization=True,
+    )  # fmt: skip
+    found = chunk.rotary_pos_emb
+    same = found.inv_freq.shape == expected.inv_freq.shape and torch.allclose(
+        found.inv_freq.cpu().float(), expected.inv_freq, rtol=1e-5, atol=0
+    )
+    if same and found.seq_len_interpolation_factor == expected.seq_len_interpolation_factor:
+        return []
+    return [
+        "the script's model has other rotary frequencies than its flags say: hand rotary_base, rotary_percent, "
+        "rope_scaling (--use-rope-scaling), rope_scaling_factor and seq_len_interpolation_factor "
+        "(--rotary-seq-len-interpolation-factor) on to its GPTModel; Megatron's pretrain_gpt.py leaves out the last two"
+    ]
+
+
+def unknown_flags(parser: MegatronParser) -> list[str]:
+    """Flags of Megatron's model configuration that no table has, as in a fork or a newer release: they are compared."""
+    known = {*COMPARED, *(row.flag for row in REFUSED), *(flag for flags in IGNORED.values() for flag in flags)}
+    known = {parser.actions[flag].dest for flag in known if flag in parser}
+    fields = {field.name for field in dataclasses.fields(MLATransformerConfig)} - known
+    first = {action.dest: flag for flag, action in reversed(parser.actions.items())}
+    return [first[name] for name in sorted(fields & first.keys())]
+
+
+def _by_flag(words: list[str]) -> dict[str, str]:
+    """Each flag of a command line -> the words that give it."""
+    found: dict[str, str] = {}
+    for word in words:
+        if word.startswith("--"):
+            flag = word
+            found[flag] = word
+        else:
+            found[flag] += f" {word}"
+    if "--num-query-groups" in found:
+        found["--num-query-groups"] = f"--group-query-attention {found['--num-query-groups']}"
+    return found
+
+
+def _given(flag: str, value: Any, parser: MegatronParser) -> str:
+    """The flag as the run has it."""
+    action = parser.actions[flag]
+    if action.nargs == 0:
+        return flag if value == action.const else f"no {flag}"
+    return f"{flag} {value}"
+
+
+def _short(flag: str, value: Any, parser: MegatronParser) -> str:
+    """What config.json asks of the flag."""
+    action = parser.actions[flag]
+    if action.nargs == 0:
+        return "it is given" if value == action.const else "it is not given"
+    return str(value)

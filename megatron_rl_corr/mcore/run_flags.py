@@ -1,0 +1,101 @@
+"""Megatron's flags that a corrected run can't honour, each with what to give instead."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megatron.training import checkpointing
+
+from megatron_rl_corr.mcore import compat
+from megatron_rl_corr.mcore.policy_check import check_policy
+from megatron_rl_corr.mcore.router_flags import check_router_replay
+
+
+def check_megatron_arguments(args: argparse.Namespace) -> None:
+    """ValueError for Megatron flags that a corrected step can't honour."""
+    check_router_replay(args)
+    chunks = 2 * args.context_parallel_size
+    if args.context_parallel_size > 1 and args.seq_length % chunks:
+        raise ValueError(
+            f"--seq-length {args.seq_length} must be a multiple of 2 * --context-parallel-size, {chunks}: "
+            "every row is cut into so many chunks"
+        )
+    compat.check_expert_layout(args)
+    check_per_token_loss(args)
+    if args.yaml_cfg is not None:
+        raise ValueError(
+            "--yaml-cfg replaces every flag, the rollout ones too; give Megatron's settings as flags"
+        )
+    for name in ("rampup_batch_size", "step_batch_size_schedule"):  # the second from 0.19 on
+        if vars(args).get(name) is not None:
+            raise ValueError(
+                f"--{name.replace('_', '-')} is not supported with rollouts: every step takes --global-batch-size"
+            )
+    if vars(args).get("optimizer_cpu_offload") and not (args.bf16 or args.fp16):
+        raise ValueError(
+            "--optimizer-cpu-offload in float32: Megatron's offloaded copies stay those of the initial weights, and "
+            "the first update would put them in place of the checkpoint's; use --bf16, or leave it out"
+        )
+    if args.finetune or args.pretrained_checkpoint is not None:
+        raise ValueError(
+            "--finetune and --pretrained-checkpoint begin at iteration 0, where the weights of --rollout-hf-checkpoint "
+            "are loaded over theirs; convert the checkpoint to Hugging Face format, or leave the flag out"
+        )
+    check_begin(args)
+    if args.iterations_to_skip:
+        raise ValueError(
+            f"--iterations-to-skip {args.iterations_to_skip}: samples of a step that is skipped would train a later "
+            "one; leave it out"
+        )
+    if args.eval_iters:
+        raise ValueError(
+            f"--eval-iters {args.eval_iters}: evaluation would score the script's data set, not rollouts; "
+            "use --eval-iters 0, and --rollout-eval-prompts for rollouts on held-out prompts"
+        )
+    # With --train-samples Megatron works out the iterations later, while it sets up the optimizer.
+    steps = args.train_iters if args.train_samples is None else args.train_samples // args.global_batch_size
+    if args.rollout_eval_prompts and not 0 < (args.eval_interval or 0) <= steps:
+        raise ValueError(
+            f"--rollout-eval-prompts would never be asked: --eval-interval {args.eval_interval}, the steps from one "
+            f"evaluation to the next, must be from 1 to the run's {steps} steps, by --train-iters or --train-samples"
+        )
+    check_policy(args)
+
+
+def check_begin(args: argparse.Namespace) -> None:
+    """ValueError for a checkpoint that Megatron would load and go on from iteration 0, as if there were none.
+
+    Converters make such: a "release", or one of iteration 0.
+    """
+    if not args.load:
+        return
+    tracker = Path(checkpointing.get_checkpoint_tracker_filename(args.load))
+    named = tracker.read_text().strip() if tracker.is_file() else None
+    over = "the weights of --rollout-hf-checkpoint would be loaded over its own"
+    if named == "release" or (named == "0" and not args.ckpt_step):
+        raise ValueError(
+            f"--load {args.load}: its checkpoint ({named}) begins at iteration 0, where {over}; convert it to Hugging "
+            "Face format for --rollout-hf-checkpoint and the servers, and leave --load out"
+        )
+    if named is not None and vars(args).get("override_ckpt_iteration") == 0:
+        raise ValueError(f"--override-ckpt-iteration 0 begins at iteration 0, where {over}; give 1 or more")
+
+
+def check_per_token_loss(args: argparse.Namespace) -> None:
+    """ValueError where --calculate-per-token-loss would overflow: there all positions are counted, and divided by."""
+    if not args.calculate_per_token_loss:
+        return
+    positions = args.global_batch_size * args.seq_length
+    if args.fp16:
+        raise ValueError(
+            "--fp16 with --calculate-per-token-loss: until all gradients are added up they are those of a loss times "
+            f"the {positions} positions of the global batch, which float16 can't hold, and each overflow costs the "
+            "samples of a step; leave --calculate-per-token-loss out (the gradient is the same), or use --bf16"
+        )
+    if positions >= 2**31:
+        raise ValueError(
+            f"--calculate-per-token-loss with --global-batch-size {args.global_batch_size} x --seq-length "
+            f"{args.seq_length} = {positions} positions: Megatron counts them in 32 bits, at most {2**31 - 1}; leave "
+            "--calculate-per-token-loss out (the gradient is the same), or use a smaller batch"
+        )

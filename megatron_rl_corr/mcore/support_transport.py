@@ -1,0 +1,132 @@
+"""A step's supports from the data leader to the last pipeline stage: each rank gets those of its own tokens.
+
+N samples of this replica, L = --seq-length, cp context-parallel ranks, t = L / cp tokens of a row that one of them has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl_corr.mcore.compat import Layout
+from megatron_rl_corr.parallel.context import zigzag_positions
+from megatron_rl_corr.parallel.failure import communication_device
+from megatron_rl_corr.parallel.support import Supports
+from megatron_rl_corr.rollout.trajectory import Trajectory
+
+Part = tuple[Tensor, Tensor]
+"""How many ids each token has, [N * t] int32, and the ids, int32."""
+
+
+def scatter_supports(parts: list[Part] | None, rows: int, length: int, *, layout: Layout) -> Supports | None:
+    """`cut_supports` on the data leader (others: None) -> those of its N * t tokens on each rank of the last stage.
+
+    None on the other stages, which never see an id. The leader sends all to the last stage's first rank; that one sends
+    each context-parallel rank its own, once, and tensor-parallel ranks, which hold the same tokens, hand them on.
+    """
+    device, stage, last = communication_device(), layout.tp_cp_group, layout.pp_size - 1
+    # Tensor ranks are numbered before context ranks.
+    assert stage.rank() == layout.cp_group.rank() * layout.tp_group.size() + layout.tp_group.rank()
+    if layout.pp_size > 1:
+        if parts is not None:
+            for part in parts:
+                _send(part, device, dist.get_global_rank(layout.pp_group, last), layout.pp_group)
+            parts = None
+        elif layout.is_last_stage and stage.rank() == 0:
+            leader = dist.get_global_rank(layout.pp_group, 0)
+            tokens = rows * length // layout.cp_size
+            parts = [_receive(tokens, device, leader, layout.pp_group) for _ in range(layout.cp_size)]
+    if not layout.is_last_stage:
+        return None
+    tp, tokens, own = layout.tp_group, rows * length // layout.cp_size, None
+    if parts is not None:
+        for cp in range(1, layout.cp_size):
+            _send(parts[cp], device, dist.get_global_rank(stage, cp * tp.size()), stage)
+        own = parts[0]
+    elif tp.rank() == 0:
+        own = _receive(tokens, device, dist.get_global_rank(stage, 0), stage)
+    return _broadcast_from_first(own, tokens, device, tp)
+
+
+def cut_supports(samples: Sequence[Trajectory], length: int, cp: int) -> list[Part]:
+    """For each context-parallel rank: how many ids each of its N * t tokens has [N * t], and the ids; both int32.
+
+    A token that is none of a response (of a prompt, behind the end) has none.
+
+    Raises ValueError for a sample without supports, and for a token that is not in its own: both would be left out of
+    the loss without a word, as their log-prob under the trainer is -inf.
+    """
+    lengths = np.zeros((len(samples), length), dtype=np.int32)
+    for row, sample in enumerate(samples):
+        if sample.output_ids.numel():
+            first = sample.prompt_ids.numel() - 1
+            lengths[row, first : first + sample.output_ids.numel()] = _checked_lengths(sample)
+    starts = np.zeros((len(samples), length + 1), dtype=np.int64)
+    np.cumsum(lengths, axis=1, out=starts[:, 1:])
+    none = torch.empty(0, dtype=torch.int32)
+    ids = [none if sample.support is None else sample.support.ids for sample in samples]
+    parts = []
+    for rank in range(cp):
+        positions = zigzag_positions(rank, cp, (0, length)).numpy()
+        # Its positions are two runs of neighbours, whose ids are neighbours too.
+        runs = np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1)
+        own = [ids[row][starts[row, run[0]] : starts[row, run[-1] + 1]] for row in range(len(samples)) for run in runs]
+        parts.append((torch.from_numpy(lengths[:, positions].reshape(-1)), torch.cat([none, *own])))
+    return parts
+
+
+def _checked_lengths(sample: Trajectory) -> np.ndarray:
+    """[R] int32: how many ids each token of the response was drawn from."""
+    who = f"a sample of prompt {sample.prompt_index}"
+    if sample.support is None:
+        raise ValueError(
+            f"{who} has no sampling mask, but --rollout-top-k and --rollout-top-p truncate what servers sample from: "
+            "its log-probs can't be compared with the trainer's; leave both flags out, or sample it with them"
+        )
+    lengths = sample.support.lengths
+    at = torch.arange(len(lengths)).repeat_interleave(lengths)
+    found = torch.zeros(len(lengths), dtype=torch.bool)
+    found[at[sample.support.ids == sample.output_ids[at]]] = True
+    if not found.all():
+        first = int(found.int().argmin())
+        raise ValueError(
+            f"{who} has token {int(sample.output_ids[first])} at position {first} of its response, which is none of "
+            f"the {int(lengths[first])} ids of its sampling mask; the server's top-k and top-p are not what it said"
+        )
+    return lengths.numpy()
+
+
+def _send(part: Part, device: torch.device, to: int, group: dist.ProcessGroup) -> None:
+    for tensor in part:
+        if tensor.numel():
+            dist.send(tensor.to(device), to, group=group)
+
+
+def _receive(tokens: int, device: torch.device, source: int, group: dist.ProcessGroup) -> Part:
+    """The lengths come first: their sum tells how many ids follow."""
+    lengths = torch.empty(tokens, dtype=torch.int32, device=device)
+    if tokens:
+        dist.recv(lengths, source, group=group)
+    ids = torch.empty(int(lengths.sum()), dtype=torch.int32, device=device)
+    if ids.numel():
+        dist.recv(ids, source, group=group)
+    return lengths, ids
+
+
+def _broadcast_from_first(
+    part: Part | None, tokens: int, device: torch.device, group: dist.ProcessGroup
+) -> Supports:
+    """From tensor-parallel rank 0 (others: None) to its group."""
+    source = dist.get_process_group_ranks(group)[0]
+    lengths = torch.empty(tokens, dtype=torch.int32, device=device) if part is None else part[0].to(device)
+    if group.size() > 1:
+        dist.broadcast(lengths, source, group=group)
+    on_host = lengths.cpu().numpy()
+    ids = part[1].to(device) if part is not None else torch.empty(int(on_host.sum()), dtype=torch.int32, device=device)
+    if group.size() > 1 and ids.numel():
+        dist.broadcast(ids, source, group=group)
+    return Supports.of(ids, on_host)

@@ -1,0 +1,153 @@
+"""Samples that failed for good: how many by cause, whether they are too many, and which prompts they are of."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, deque
+from collections.abc import Sequence
+
+from megatron_rl_corr.rollout.errors import SampleFailure, TooManyFailures
+from megatron_rl_corr.rollout.prompts import Prompt
+
+CAUSES = (
+    "refused", "retries", "protocol", "environment", "environment_timeout", "reward_error", "reward_timeout",
+)  # fmt: skip
+"""In the order in which they are counted."""
+JUDGED_AFTER = 100
+"""Samples before which no fraction is judged."""
+JUDGED_STEPS = 20
+HOPELESS = 0.5
+"""More failures than this, among the last JUDGED_AFTER samples of a replica, end the run within a step."""
+HOPELESS_GROUPS = 50
+"""So many groups dropped in a row end the run within a step too: one failure in a large group is a small fraction."""
+NAMED_AFTER = 3
+"""Dropped groups after which a prompt is named and left out."""
+
+
+class Failures:
+    """Counts one replica's samples, since the run's beginning."""
+
+    def __init__(self, max_fraction: float):
+        self._max_fraction = max_fraction
+        self.ended = 0
+        """Samples that came to an end, well or not. Those that were cancelled with their group are not counted."""
+        self.by_cause = Counter(dict.fromkeys(CAUSES, 0))
+        self.groups = 0
+        """Groups that were dropped for a failure."""
+        self.lengths: list[int] = [0, 0]
+        """Samples of dropped groups that had been sampled to their end, and their tokens."""
+        self.texts: dict[str, str] = {}
+        """The last failure of each cause."""
+        self._recent: deque[bool] = deque(maxlen=JUDGED_AFTER)
+        self._dropped: list[tuple[int, int]] = []
+        self._dropped_in_a_row = 0
+        self._told: dict[str, int] = {}
+
+    def scored(self) -> None:
+        """A sample has its reward."""
+        self.ended += 1
+        self._recent.append(False)
+
+    def failed(self, failure: SampleFailure, what: str) -> None:
+        """A sample has none. The first of each cause is printed, later ones are only counted."""
+        self.ended += 1
+        self._recent.append(True)
+        self.by_cause[failure.cause] += 1
+        if failure.cause not in self.texts:
+            print(f"[rollout] {what} failed for good ({failure.cause}; further ones are only counted): {failure}",
+                  file=sys.stderr, flush=True)  # fmt: skip
+        self.texts[failure.cause] = f"{what}: {failure}"
+
+    def dropped(self, prompt: Prompt, number: int, lengths: Sequence[int]) -> None:
+        """The whole group, with its samples of these lengths."""
+        self.groups += 1
+        self.lengths[0] += len(lengths)
+        self.lengths[1] += sum(lengths)
+        self._dropped.append((prompt.index, number))
+        self._dropped_in_a_row += 1
+
+    def kept(self) -> None:
+        """A whole group."""
+        self._dropped_in_a_row = 0
+
+    def check(self) -> None:
+        """TooManyFailures where a replica's samples fail so often that its step may never be complete."""
+        if len(self._recent) < JUDGED_AFTER:
+            return
+        failed = sum(self._recent)
+        if failed > max(self._max_fraction, HOPELESS) * JUDGED_AFTER:
+            raise self.too_many(f"{failed} of the last {JUDGED_AFTER} samples of a replica", self.by_cause)
+        if self._dropped_in_a_row >= HOPELESS_GROUPS and self._max_fraction < 1.0:
+            raise TooManyFailures(
+                f"the last {self._dropped_in_a_row} groups of a replica were all dropped for a sample that failed for "
+                "good, so its step may never be complete; mend what fails, give failed rewards a value with "
+                f"--rollout-on-failed-reward, or use a smaller --rollout-group-size. {self._told_causes(self.by_cause)}"
+            )
+
+    def too_many(self, share: str, by_cause: dict[str, int]) -> TooManyFailures:
+        """The error that ends the run, with the last failure of each cause."""
+        return TooManyFailures(
+            f"{share} failed for good, which is more than --rollout-max-failed-fraction {self._max_fraction:g} allows. "
+            f"{self._told_causes(by_cause)}"
+        )
+
+    def _told_causes(self, by_cause: dict[str, int]) -> str:
+        causes = ", ".join(f"{cause} {int(count)}" for cause, count in by_cause.items() if count)
+        texts = "\n".join(f"{cause}: {text}" for cause, text in self.texts.items())
+        return f"By cause: {causes}. The last of each cause:\n{texts}"
+
+    def since_last(self) -> dict[str, int]:
+        """What was counted since the last call."""
+        now = {"ended": self.ended, "replaced": self.groups, "lost_samples": self.lengths[0],
+               "lost_tokens": self.lengths[1], **{f"failed_{cause}": self.by_cause[cause] for cause in CAUSES}}
+        since = {name: count - self._told.get(name, 0) for name, count in now.items()}
+        self._told = now
+        return since
+
+    def take_dropped(self) -> list[tuple[int, int]]:
+        """(row of the data set, number) of the groups dropped since the last call."""
+        dropped, self._dropped = self._dropped, []
+        return dropped
+
+
+class FailedFraction:
+    """Failed samples among all that ended in the last JUDGED_STEPS steps, of all replicas together."""
+
+    def __init__(self, max_fraction: float):
+        self._max_fraction = max_fraction
+        self._steps: deque[list[float]] = deque(maxlen=JUDGED_STEPS)
+
+    def exceeded(self, step: list[float]) -> tuple[str, dict[str, float]] | None:
+        """step: samples that ended, then those that failed by CAUSES. Above the bound: how many, and by cause."""
+        self._steps.append(step)
+        ended, *failed = (sum(column) for column in zip(*self._steps, strict=True))
+        if ended < JUDGED_AFTER or sum(failed) <= self._max_fraction * ended:
+            return None
+        share = f"{int(sum(failed))} of the {int(ended)} samples of the last {len(self._steps)} steps"
+        return share, dict(zip(CAUSES, failed, strict=True))
+
+
+class FailedPrompts:
+    """Rows of a data set of `size` whose groups were dropped; a row that was so NAMED_AFTER times is left out.
+
+    It is not drawn again in the epoch of its last failure, nor in the one behind it; then it is counted anew.
+    """
+
+    def __init__(self, size: int, counts: dict[int, int] | None = None, left_out: dict[int, int] | None = None):
+        self._size = size
+        self.counts = Counter(counts or {})
+        self.left_out = dict(left_out or {})
+        """Row -> the last epoch without it."""
+
+    def add(self, row: int, number: int) -> bool:
+        """The group `number` of this row was dropped; whether the row is left out from now on."""
+        self.counts[row] += 1
+        if self.counts[row] < NAMED_AFTER:
+            return False
+        del self.counts[row]
+        self.left_out[row] = number // self._size + 1
+        return True
+
+    def leaves_out(self, row: int, number: int) -> bool:
+        """Whether the row is not to be drawn as this number."""
+        return row in self.left_out and number // self._size <= self.left_out[row]

@@ -1,0 +1,82 @@
+"""Makes a group: samples the prompt of a number, and scores each sample as it ends."""
+
+from __future__ import annotations
+
+from megatron_rl_corr.rollout.client import RolloutClient
+from megatron_rl_corr.rollout.episodes import Episodes
+from megatron_rl_corr.rollout.errors import SampleFailure
+from megatron_rl_corr.rollout.failures import FailedPrompts, Failures
+from megatron_rl_corr.rollout.group_numbers import Drawn, GroupNumbers
+from megatron_rl_corr.rollout.prompts import PromptDataset
+from megatron_rl_corr.rollout.rewards import Rewards
+from megatron_rl_corr.rollout.stream import Group
+from megatron_rl_corr.rollout.trajectory import SamplingParams, Trajectory
+
+
+class GroupSampler:
+    """One replica's: draws numbers, and gives groups of group_size samples or, after a failure, none.
+
+    on_failed: the reward of a sample whose reward failed; None: its group is dropped, as after any other failure.
+    """
+
+    def __init__(
+        self, client: RolloutClient, prompts: PromptDataset, numbers: GroupNumbers, sampling: SamplingParams, *,
+        group_size: int, rewards: Rewards, failures: Failures, failed_prompts: FailedPrompts, on_failed: float | None,
+        episodes: Episodes | None,
+    ):  # fmt: skip
+        self._client, self._prompts, self._numbers, self._sampling = client, prompts, numbers, sampling
+        self._group_size, self._rewards, self._on_failed = group_size, rewards, on_failed
+        self._failures, self._failed_prompts = failures, failed_prompts
+        self._episodes = episodes
+        rewards.late = self._late
+
+    def draw(self) -> int:
+        """The next number whose prompt is not left out."""
+        while True:
+            number = self._numbers.draw()
+            if not self._failed_prompts.leaves_out(self._prompts.at(number).index, number):
+                return number
+
+    def drawn(self, running: list[int]) -> Drawn:
+        """Where this replica stands, while `running` are not trained yet."""
+        return self._numbers.drawn(running)
+
+    async def sample(self, number: int) -> Group | None:
+        """The group; None where one of its samples failed for good. TooManyFailures where nearly all do."""
+        prompt, lengths, rewards = self._prompts.at(number), [], [0.0] * self._group_size
+
+        async def score(trajectory: Trajectory) -> None:
+            index = trajectory.sample_index
+            lengths.append(int(trajectory.sampled.sum()))
+            try:
+                rewards[index] = await self._rewards.score(prompt, trajectory)
+            except SampleFailure as failure:
+                self._failures.failed(failure, f"sample {index} of row {prompt.index} of the data set")
+                if self._on_failed is None:
+                    raise
+                rewards[index] = self._on_failed
+            else:
+                self._failures.scored()
+
+        how = {"samples_per_prompt": self._group_size, "group_numbers": [number], "on_sample": score}
+        try:
+            if self._episodes is None:
+                trajectories = await self._client.generate([prompt.input_ids], self._sampling, **how)
+            else:
+                trajectories = await self._episodes.generate(self._client, [prompt], self._sampling, **how)
+        except SampleFailure as failure:
+            if not failure.cause.startswith("reward_"):  # those are counted one by one
+                self._failures.failed(failure, f"a sample of row {prompt.index} of the data set")
+            self._failures.dropped(prompt, number, lengths)
+            self._failures.check()
+            return None
+        self._failures.kept()
+        self._failures.check()
+        return Group(number, trajectories, rewards)
+
+    def _late(self, failure: SampleFailure | None) -> None:
+        """How a call of the reward function ended whose group had been dropped meanwhile."""
+        if failure is None:
+            self._failures.scored()
+        else:
+            self._failures.failed(failure, "a sample of a group that was dropped already")

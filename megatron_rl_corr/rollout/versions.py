@@ -1,0 +1,30 @@
+"""Names of weight versions: `<id>-<number>`, for instance `5f2c91ab-50`.
+
+The id is drawn anew at each start of a trainer. A run that is started again from an earlier checkpoint counts the same
+numbers once more, with other weights: a server that has missed the pushes since must not pass for fresh.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+
+def new_run_id() -> str:
+    """8 random hexadecimal digits: draw it on one rank, and give it to the others."""
+    return secrets.token_hex(4)
+
+
+def name(run_id: str, number: int) -> str:
+    """What servers call the weights after `number` steps of this start of the trainer."""
+    return f"{run_id}-{number}"
+
+
+def number(version: str) -> int:
+    """The steps that the weights were trained for. A bare number, which another trainer may have pushed, is itself.
+
+    Numbers may be compared within one start only. Raises ValueError for a name without a number.
+    """
+    count = version.rpartition("-")[2]
+    if not (count.isascii() and count.isdigit()):
+        raise ValueError(f"weight version {version!r} has no number: versions are called <id>-<number>, or <number>")
+    return int(count)

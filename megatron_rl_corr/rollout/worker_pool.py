@@ -1,0 +1,208 @@
+"""Calls of the user's code that may take long, fail or never end, kept off the event loop: processes or a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+logger = logging.getLogger(__name__)
+
+GRACE_S = 5.0
+"""That a coroutine has to end once it is cancelled."""
+RESTARTS = 5
+"""Attempts to put a new worker in the place of one that is gone, after 1, 2, 4, ... seconds."""
+
+
+class CallTimeout(Exception):
+    """A call took longer than it may."""
+
+
+class WorkerGone(Exception):
+    """The worker ended during a call; the message says how."""
+
+
+class Worker(Protocol):
+    """Answers one call at a time."""
+
+    async def ask(self, job: Any) -> Any:
+        """The answer. WorkerGone where it ended instead."""
+
+    async def end(self) -> None:
+        """Without waiting for a call that is running."""
+
+
+class WorkerPool:
+    """Workers, each of which answers one call at a time; more calls wait in line.
+
+    A call that takes longer than limit_s raises CallTimeout, its worker is ended, and another put in its place; time in
+    line does not count. Who is cancelled while the call runs leaves it running: unheard(task) is then called with it
+    once it has ended. For one event loop.
+    """
+
+    def __init__(
+        self, start: Callable[[], Awaitable[Worker]], *, limit_s: float | None,
+        unheard: Callable[[asyncio.Task], None] = lambda task: None,
+    ):  # fmt: skip
+        self._start, self._limit_s, self._unheard = start, limit_s, unheard
+        self._free: asyncio.Queue[Worker | BaseException] = asyncio.Queue()
+        self._workers: set[Worker] = set()
+        self._tasks: set[asyncio.Task] = set()
+
+    async def start(self, count: int) -> None:
+        """Start so many, at once; the first failure is raised, and ends all."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(count):
+                    group.create_task(self._join())
+        except BaseExceptionGroup as failures:
+            await self.close()
+            raise failures.exceptions[0] from None
+
+    async def call(self, job: Any) -> Any:
+        """The answer of the first worker that is free."""
+        worker = await self._free.get()
+        if isinstance(worker, BaseException):
+            self._free.put_nowait(worker)  # for the others in line
+            raise worker
+        task = self._begin(self._ask(worker, job))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(lambda task: None if task.cancelled() else self._unheard(task))
+            raise
+
+    async def close(self) -> None:
+        """End all workers and what they are doing."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        workers, self._workers = self._workers, set()
+        await asyncio.gather(*(worker.end() for worker in workers))
+
+    async def _join(self) -> None:
+        worker = await self._start()
+        self._workers.add(worker)
+        self._free.put_nowait(worker)
+
+    async def _ask(self, worker: Worker, job: Any) -> Any:
+        lost = False
+        try:
+            async with asyncio.timeout(self._limit_s) as scope:
+                return await worker.ask(job)
+        except TimeoutError:
+            if not scope.expired():  # the call's own
+                raise
+            lost = True
+            raise CallTimeout(f"it took longer than {self._limit_s:g} s") from None
+        except WorkerGone:
+            lost = True
+            raise
+        finally:
+            if lost:
+                self._workers.discard(worker)
+                self._begin(self._replace(worker))
+            else:
+                self._free.put_nowait(worker)
+
+    async def _replace(self, worker: Worker) -> None:
+        """A new one for one that is gone. What can't be started any more is raised by every later call."""
+        await worker.end()
+        for attempt in range(RESTARTS):
+            try:
+                return await self._join()
+            except (ValueError, OSError) as error:
+                failure = error
+                logger.warning("a worker could not be replaced (attempt %d of %d): %s", attempt + 1, RESTARTS, error)
+                await asyncio.sleep(2**attempt)
+        self._free.put_nowait(failure)
+
+    def _begin(self, coroutine: Any) -> asyncio.Task:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)  # the loop itself holds tasks weakly
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+class ThreadWorker:
+    """Runs plain functions in a daemon thread. One that never ends keeps its thread; it can't be ended."""
+
+    def __init__(self, name: str):
+        self._jobs: queue.SimpleQueue = queue.SimpleQueue()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    async def ask(self, job: Callable[[], Any]) -> Any:
+        """What the function returns, or raises; of what is no exception, as exit(), a RuntimeError."""
+        loop = asyncio.get_running_loop()
+        answer = loop.create_future()
+        self._jobs.put((job, loop, answer))
+        return await answer
+
+    async def end(self) -> None:
+        self._jobs.put(None)
+
+    def _run(self) -> None:
+        while (asked := self._jobs.get()) is not None:
+            job, loop, answer = asked
+            try:
+                settle = (_set_result, job())
+            except BaseException as error:  # noqa: BLE001  raised where it is awaited
+                settle = (_set_exception, as_exception(error))
+            try:
+                loop.call_soon_threadsafe(settle[0], answer, settle[1])
+            except RuntimeError:  # the loop is closed: nobody waits any more
+                return
+
+
+async def awaited(answer: Awaitable[Any], limit_s: float | None) -> Any:
+    """What the user's coroutine returns, or raises, as `as_exception` has it; CallTimeout past limit_s.
+
+    It runs in a task of its own: one that catches its cancellation and goes on is left behind after GRACE_S.
+    """
+    task = asyncio.get_running_loop().create_task(_as_exceptions(answer))
+    try:
+        done, _ = await asyncio.wait([task], timeout=limit_s)
+    finally:  # past the limit, and where the caller is cancelled
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task], timeout=GRACE_S)
+    if not done:
+        raise CallTimeout(f"it took longer than {limit_s:g} s")
+    if task.cancelled():  # by nobody here
+        raise RuntimeError("it waited for something that was cancelled")
+    return task.result()
+
+
+async def _as_exceptions(answer: Awaitable[Any]) -> Any:
+    """exit() and Ctrl-C would end the loop from within a task."""
+    try:
+        return await answer
+    except (Exception, asyncio.CancelledError, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise as_exception(error) from error
+
+
+def as_exception(error: BaseException) -> Exception:
+    """As it may be raised on a loop, which exit(), a cancellation or StopIteration would end or confuse."""
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return error
+    said = f"it called exit({error.code!r})" if isinstance(error, SystemExit) else f"it raised {error!r}"
+    raised = RuntimeError(said)
+    raised.__cause__ = error
+    return raised
+
+
+def _set_result(answer: asyncio.Future, value: Any) -> None:
+    if not answer.done():
+        answer.set_result(value)
+
+
+def _set_exception(answer: asyncio.Future, error: Exception) -> None:
+    if not answer.done():
+        answer.set_exception(error)

@@ -1,0 +1,53 @@
+"""The quickstart's pretrain script, which also writes down the experts that every token was sent to, in every pass.
+
+RECORDED_ROUTES names the folder: a file a process, with a line a pass. Started itself, it is the quickstart that trains
+with it.
+"""
+
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+
+QUICKSTART = Path(__file__).resolve().parents[2] / "examples/quickstart"
+sys.path.insert(0, str(QUICKSTART))
+
+
+def record_routes(folder):
+    """The hooks see the model from outside, whatever routes it."""
+    import torch
+    from megatron.core import parallel_state as ps
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    path = Path(folder) / f"rank{os.environ['RANK']}.jsonl"
+
+    def record(module, inputs, output):
+        if isinstance(module, TopKRouter):
+            _, chosen = output
+            line = {
+                "layer": module.layer_number - 1, "training": module.training, "grad": torch.is_grad_enabled(),
+                "tp": ps.get_tensor_model_parallel_rank(), "dp": ps.get_data_parallel_rank(),
+                "cp": ps.get_context_parallel_rank(), "sizes": list(inputs[0].shape[:2]),
+                "experts": [row.nonzero().flatten().tolist() for row in chosen],
+            }
+            with path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+    torch.nn.modules.module.register_module_forward_hook(record)
+
+
+def run_quickstart():
+    import run
+
+    command_of = run.training_command
+    usual = str(run.HERE / "pretrain_moe.py")
+    run.training_command = lambda *given: [__file__ if part == usual else part for part in command_of(*given)]
+    return run.main()
+
+
+if __name__ == "__main__":
+    if "RANK" not in os.environ:
+        sys.exit(run_quickstart())
+    record_routes(os.environ["RECORDED_ROUTES"])
+    runpy.run_path(str(QUICKSTART / "pretrain_moe.py"), run_name="__main__")

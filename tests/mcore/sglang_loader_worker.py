@@ -1,0 +1,131 @@
+"""Sends checkpoints to SGLang's own models through its own loaders, in this process and without a server.
+
+sglang_loader_worker.py MODEL_DIR ...  prints a line of JSON for each: what differs from the model that has loaded the
+folder itself, once with units-1-0.json's units as requests and once with a request for each tensor; what the checksums
+prove; and what the count of parameters says of a push that is whole, and of one without its last unit.
+"""
+
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from sglang.srt.configs.device_config import DeviceConfig
+from sglang.srt.configs.load_config import LoadConfig
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.distributed import bootstrap
+from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+from sglang.srt.model_loader import get_model
+from sglang.srt.runtime_context import SpawnRanks, publish
+from sglang.srt.server_args import prepare_server_args
+from sglang.srt.utils.weight_checker import WeightChecker
+
+from megatron_rl_corr.cpu import sglang_arguments
+from megatron_rl_corr.rollout.errors import RolloutError
+from megatron_rl_corr.rollout.local_server import free_port
+from megatron_rl_corr.weight_sync.buckets import buckets
+from megatron_rl_corr.weight_sync.choice import make_coverage, make_proof
+from megatron_rl_corr.weight_sync.proof import ServerWeights
+
+
+def load(path):
+    """As a server's scheduler does."""
+    args = prepare_server_args(["--model-path", str(path), "--dtype", "float32", *sglang_arguments()])
+    publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0))
+    bootstrap.init_parallel_runtime(server_args=args, device="cpu", dist_port=free_port())
+    config = ModelConfig.from_server_args(args)
+    model = get_model(
+        model_config=config, load_config=LoadConfig(load_format="auto"),
+        device_config=DeviceConfig(device="cpu", gpu_id=0),
+    )  # fmt: skip
+    updater = WeightUpdater(
+        tp_rank=0, device="cpu", gpu_id=0, model_config=config, custom_weight_loaders={}, get_model=lambda: model,
+        update_model_fields=None, recapture_cuda_graph=None, get_model_runner=None,
+    )  # fmt: skip
+    return model, updater
+
+
+def state(model):
+    """Every tensor that a forward pass may read: parameters, and what SGLang derives from them."""
+    derived = {
+        f"{path}.{name}": value for path, module in model.named_modules() for name, value in vars(module).items()
+        if isinstance(value, torch.Tensor)
+    }  # fmt: skip
+    return dict(model.named_parameters()) | derived
+
+
+def send(model, updater, requests):
+    """Over weights that are all 7."""
+    for tensor in state(model).values():
+        tensor.data.fill_(7)
+    updater.begin_weight_update()
+    for bucket in requests:
+        done, why = updater.load_weights_from_distributed(bucket)
+        assert done, why
+    updater.end_weight_update(run_post_load=False)
+
+
+def told(call):
+    try:
+        return call()
+    except RolloutError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def count(path, shown, *requests):
+    """What the count says of a server that shows this, after these requests."""
+    coverage = make_coverage(path)
+    for bucket in requests:
+        coverage.count(bucket)
+    return told(coverage.all_reduce_check) or told(lambda: coverage.check_servers([shown]))
+
+
+def judge(path):
+    model, updater = load(path)
+    expected = {name: tensor.clone() for name, tensor in state(model).items()}
+
+    def wrong():
+        return sorted(name for name, tensor in state(model).items() if not torch.equal(tensor, expected[name]))
+
+    def show():
+        sums = WeightChecker(get_model=lambda: model).handle("checksum", role="target")["checksums"]
+        return ServerWeights("http://a", "cpu", 1, (1, 1, 1, "float32", "cpu", 1), None, ((0, sums),))
+
+    tensors = load_file(path / "model.safetensors")
+    units = [[(name, tensors[name]) for name in unit] for unit in json.loads((path / "units-1-0.json").read_text())]
+    singly = [[named] for unit in units for named in unit]
+    found = {"model": path.name, "tensors": len(tensors)}
+    for how, requests in {"singly": singly, "units": list(buckets(units, 1))}.items():
+        send(model, updater, requests)
+        shown, proof = show(), make_proof("checksum", path)
+        for bucket in requests:
+            proof.keep(bucket, "1")
+        found[how] = {
+            "wrong": wrong(), "proven": told(lambda proof=proof, shown=shown: proof.compare([shown])),
+            "held": len(shown.ranks[0][1]),
+        }  # fmt: skip
+    found["whole"] = count(path, shown, *units)
+    found["left out"] = [name for name, _ in units[-1]]
+    found["incomplete"] = count(path, shown, *units[:-1])
+    sums = shown.ranks[0][1]
+    more = replace(shown, ranks=((0, sums | {"model.layers.0.extra.weight": "0"}),))
+    less = replace(shown, ranks=((0, {name: told for name, told in sums.items() if name != "model.norm.weight"}),))
+    found |= {"more": count(path, more, *units), "less": count(path, less, *units)}
+    return found
+
+
+def main():
+    for folder in sys.argv[1:]:
+        if child := os.fork():
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, folder
+            continue
+        print("RESULT " + json.dumps(judge(Path(folder))), flush=True)
+        dist.destroy_process_group()
+        os._exit(0)
+
+
+main()

@@ -1,0 +1,92 @@
+"""When failed samples are too many, and which prompts are left out."""
+
+import pytest
+
+from megatron_rl_corr.rollout import Prompt, SampleFailure
+from megatron_rl_corr.rollout.errors import TooManyFailures
+from megatron_rl_corr.rollout.failures import CAUSES, FailedFraction, FailedPrompts, Failures
+
+
+def step(ended, **failed):
+    return [ended, *(failed.get(cause, 0) for cause in CAUSES)]
+
+
+def test_fraction_when_above_the_bound_then_told_by_cause_and_never_before_a_hundred_samples():
+    fraction = FailedFraction(0.05)
+    assert fraction.exceeded(step(60, reward_error=60)) is None  # 60 samples say little
+    told = dict.fromkeys(CAUSES, 0) | {"reward_error": 60}
+    assert fraction.exceeded(step(40)) == ("60 of the 100 samples of the last 2 steps", told)
+    fraction = FailedFraction(0.05)
+    assert fraction.exceeded(step(100, reward_error=3, refused=2)) is None  # just the bound
+    assert fraction.exceeded(step(100, reward_timeout=6))[0] == "11 of the 200 samples of the last 2 steps"
+
+
+def test_fraction_when_failures_are_20_steps_ago_then_forgotten():
+    fraction = FailedFraction(0.05)
+    assert fraction.exceeded(step(64, refused=3)) is None
+    assert all(fraction.exceeded(step(64)) is None for _ in range(19))
+    # 61 of 1280 with the first step, 58 of 1280 without.
+    assert fraction.exceeded(step(64, refused=61)) is None
+
+
+def test_check_when_most_of_the_last_hundred_samples_failed_then_the_run_ends_with_the_causes(capsys):
+    failures = Failures(0.05)
+    for number in range(49):
+        failures.failed(SampleFailure("reward_error", f"Traceback {number}"), "sample 0 of row 3")
+    for _ in range(51):
+        failures.scored()
+    failures.check()  # 49 of 100: other replicas may have had none
+    failures.failed(SampleFailure("refused", "HTTP 400"), "sample 1 of row 4")
+    failures.failed(SampleFailure("refused", "HTTP 400"), "sample 2 of row 4")
+    failures.check()  # the first ones are out of the last hundred
+    for _ in range(52):
+        failures.failed(SampleFailure("reward_error", "Traceback last"), "sample 0 of row 3")
+    with pytest.raises(TooManyFailures) as error:
+        failures.check()
+    assert str(error.value) == (
+        "54 of the last 100 samples of a replica failed for good, which is more than --rollout-max-failed-fraction "
+        "0.05 allows. By cause: refused 2, reward_error 101. The last of each cause:\n"
+        "reward_error: sample 0 of row 3: Traceback last\nrefused: sample 2 of row 4: HTTP 400"
+    )
+    told = capsys.readouterr().err
+    assert told.count("failed for good") == 2 and "Traceback 0" in told and "Traceback 1" not in told
+
+
+def test_check_when_every_sample_fails_in_groups_of_one_failure_each_then_their_share_is_told():
+    failures = Failures(0.05)
+    for number in range(99):
+        failures.failed(SampleFailure("reward_error", "no"), "a sample")
+        failures.dropped(Prompt(0, [1]), number, [])
+        failures.check()
+    failures.failed(SampleFailure("reward_error", "no"), "a sample")
+    with pytest.raises(TooManyFailures, match="^100 of the last 100 samples"):
+        failures.check()
+
+
+def test_check_when_the_user_allows_all_then_never_raised():
+    failures = Failures(1.0)
+    for _ in range(300):
+        failures.failed(SampleFailure("reward_error", "no"), "a sample")
+    failures.check()
+
+
+def test_since_last_when_groups_are_dropped_then_their_samples_lengths_are_counted():
+    failures = Failures(0.05)
+    failures.scored()
+    failures.dropped(Prompt(9, [1]), 42, [10, 30])
+    failures.dropped(Prompt(3, [1]), 43, [])
+    since = failures.since_last()
+    assert {name: n for name, n in since.items() if n} == {
+        "ended": 1, "replaced": 2, "lost_samples": 2, "lost_tokens": 40,
+    }  # fmt: skip
+    assert set(failures.since_last().values()) == {0}
+    assert failures.take_dropped() == [(9, 42), (3, 43)] and failures.take_dropped() == []
+
+
+def test_prompt_when_its_groups_failed_three_times_then_left_out_for_an_epoch_and_counted_anew():
+    prompts = FailedPrompts(10)
+    # Row 4 fails in epochs 0, 1 and 2: numbers 3, 17, 25.
+    assert [prompts.add(4, number) for number in (3, 17, 25)] == [False, False, True]
+    assert [prompts.leaves_out(4, number) for number in (26, 29, 30, 39, 40)] == [True, True, True, True, False]
+    assert not prompts.leaves_out(5, 30)
+    assert prompts.add(4, 41) is False

@@ -1,0 +1,70 @@
+"""Groups of which one sample always fails, with a client and a reward that need no server."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_rl_corr.rollout import Prompt, PromptDataset, SampleFailure
+from megatron_rl_corr.rollout.errors import TooManyFailures
+from megatron_rl_corr.rollout.failures import HOPELESS_GROUPS, FailedPrompts, Failures
+from megatron_rl_corr.rollout.group_numbers import Cursor, GroupNumbers
+from megatron_rl_corr.rollout.group_sampler import GroupSampler
+from megatron_rl_corr.rollout.stream import GroupStream
+
+GROUP = 32
+PROMPTS = PromptDataset([Prompt(index, [1]) for index in range(40)])
+
+
+class Client:
+    """Samples of one token, one after the other."""
+
+    async def generate(self, prompts, sampling, *, samples_per_prompt, group_numbers, on_sample):
+        samples = [SimpleNamespace(sample_index=n, sampled=torch.ones(1)) for n in range(samples_per_prompt)]
+        for sample in samples:
+            await asyncio.sleep(0)
+            await on_sample(sample)
+        return samples
+
+
+class LastFails:
+    """The reward of each group's last sample fails, in rows that `fails` is true for: 1 of 32, 3 %."""
+
+    def __init__(self, fails):
+        self.fails = fails
+
+    async def score(self, prompt, sample):
+        if sample.sample_index == GROUP - 1 and self.fails(prompt.index):
+            raise SampleFailure("reward_timeout", "it took longer than 5 s")
+        return 1.0
+
+
+def step(fails, max_fraction, limit_s=20.0):
+    """What one step of 4 groups takes, and the failures that were counted."""
+    failures = Failures(max_fraction)
+    sampler = GroupSampler(
+        Client(), PROMPTS, GroupNumbers(Cursor(0), 0, 1), None, group_size=GROUP, rewards=LastFails(fails),
+        failures=failures, failed_prompts=FailedPrompts(len(PROMPTS)), on_failed=None, episodes=None,
+    )  # fmt: skip
+    stream = GroupStream(sampler.sample, sampler.draw, groups_per_step=4, first=0, last=1)
+    return asyncio.run(asyncio.wait_for(stream.take(0), limit_s)), failures
+
+
+def test_step_when_each_group_has_one_failed_sample_then_the_run_ends_though_they_are_few_of_all():
+    with pytest.raises(TooManyFailures) as error:
+        step(lambda row: True, 0.05)
+    text = str(error.value)
+    assert text.startswith(f"the last {HOPELESS_GROUPS} groups of a replica were all dropped for a sample that failed")
+    assert f"By cause: reward_timeout {HOPELESS_GROUPS}. " in text and "it took longer than 5 s" in text
+
+
+def test_step_when_a_prompt_in_ten_can_be_sampled_then_it_comes_to_its_groups():
+    taken, failures = step(lambda row: row % 10 != 0, 0.05)
+    assert [PROMPTS.at(group.number).index % 10 for group in taken.groups] == [0] * 4
+    assert failures.groups > 3
+
+
+def test_step_when_the_user_allows_all_failures_then_it_is_not_ended():
+    with pytest.raises(TimeoutError):
+        step(lambda row: True, 1.0, limit_s=1.0)
