@@ -17,7 +17,7 @@ setup(
     packages=find_packages(include=["megatron_rl_corr", "megatron_rl_corr.*"]),
     package_data={
         # A folder for PYTHONPATH, not a package: `sitecustomize` is imported under that bare name.
-        "megatron_rl_corr.cpu": ["site/*.py"],
+        "tools.cpu": ["site/*.py"],
     },
     install_requires=[
         "torch>=2.6",

@@ -20,7 +20,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.exchanges import bytes_sent
-from megatron_rl_corr.cpu import environment
+from tools.cpu import environment
 
 WORKER = Path(__file__).with_name("collectives_worker.py")
 GROUPS = ("tp", "cp", "dp_cp", "tp_cp", "pp", "world")

@@ -1,6 +1,6 @@
 """Corrected steps on real ranks over gloo, in the groups that Megatron makes; saves what each rank exchanged.
 
-collectives_worker.py OUT.json needs `megatron_rl_corr.cpu.environment("megatron")`.
+collectives_worker.py OUT.json needs `tools.cpu.environment("megatron")`.
 
 Collector, CorrectedStep, loss and groups are those of a training; the model gives random logits, and the schedule runs
 each stage by itself, without exchanging activations. So all that is seen is the correction's own.
@@ -26,13 +26,13 @@ from torch.multiprocessing import start_processes
 
 from benchmarks.exchanges import ExchangeCount
 from benchmarks.metric_exchanges import WAYS, check_equal
-from megatron_rl_corr.config import PRESETS, RejectionRule
+from megatron_rl_corr.config.correction import PRESETS, RejectionRule
+from megatron_rl_corr.data.prompts import Prompt, PromptDataset
 from megatron_rl_corr.mcore import compat, scoring, step
 from megatron_rl_corr.mcore.batch import RolloutBatch
 from megatron_rl_corr.mcore.collection import COUNTED, Collector
 from megatron_rl_corr.mcore.logprobs import LogprobSettings
-from megatron_rl_corr.rollout.local_server import free_port
-from megatron_rl_corr.rollout.prompts import Prompt, PromptDataset
+from tools.local_server import free_port
 
 LAYOUTS = {
     "tp 2": {"tp": 2}, "dp 2": {"dp": 2}, "pp 2": {"pp": 2}, "tp 2, cp 2": {"tp": 2, "cp": 2},

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.operators import OperatorCount
 from benchmarks.plain import plain_correction, plain_loss
 from megatron_rl_corr import compute_correction
-from megatron_rl_corr.config import PRESETS, RejectionRule, RolloutCorrectionConfig
+from megatron_rl_corr.config.correction import PRESETS, RejectionRule, RolloutCorrectionConfig
 from megatron_rl_corr.core.losses import policy_loss
 from megatron_rl_corr.parallel.reduce import all_gather_metrics
 

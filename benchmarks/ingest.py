@@ -22,7 +22,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.correction import machine_name
-from megatron_rl_corr.rollout.responses import parse_generate
+from megatron_rl_corr.engines.sglang.responses import parse_generate
 
 VOCAB_SIZE = 151_936
 PROMPT = torch.tensor([1, 2, 3])

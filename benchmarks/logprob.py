@@ -26,9 +26,10 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.correction import machine_name, peak_bytes
-from megatron_rl_corr.parallel import label_stats, vocab
-from megatron_rl_corr.parallel.linear import linear_logprobs
-from megatron_rl_corr.parallel.vocab import vocab_parallel_logprobs
+from megatron_rl_corr.logprobs import torch_backend as label_stats
+from megatron_rl_corr.logprobs import vocab
+from megatron_rl_corr.logprobs.linear import linear_logprobs
+from megatron_rl_corr.logprobs.vocab import vocab_parallel_logprobs
 
 CHECKED = 64
 """Tokens that are compared with float64."""

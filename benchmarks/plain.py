@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from megatron_rl_corr.config import RejectionRule, RolloutCorrectionConfig
+from megatron_rl_corr.config.correction import RejectionRule, RolloutCorrectionConfig
 
 EDGES = {"below_1e-4": 1e-4, "1e-4_to_1e-3": 1e-3, "1e-3_to_1e-2": 1e-2, "1e-2_to_1e-1": 1e-1, "above_1e-1": math.inf}
 

@@ -23,7 +23,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron_rl_corr.cpu import environment  # noqa: E402
+from tools.cpu import environment  # noqa: E402
 
 VOCAB_SIZE, ROWS = 512, 2
 
@@ -46,10 +46,10 @@ def measure(options: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     from benchmarks.correction import machine_name
+    from megatron_rl_corr.engines.sglang.routed_experts import decode, pack
     from megatron_rl_corr.mcore import compat
-    from megatron_rl_corr.mcore.router_replay import Replay
-    from megatron_rl_corr.rollout.local_server import free_port
-    from megatron_rl_corr.rollout.routed_experts import decode, pack
+    from megatron_rl_corr.moe.replay import Replay
+    from tools.local_server import free_port
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
@@ -118,8 +118,8 @@ def build(options: argparse.Namespace):
 
 def some_batch(options: argparse.Namespace):
     """Random samples of full length, a sixteenth of it prompt."""
+    from megatron_rl_corr.engines.trajectory import Trajectory, VersionSpan
     from megatron_rl_corr.mcore.batch import RolloutBatch
-    from megatron_rl_corr.rollout.trajectory import Trajectory, VersionSpan
 
     prompt = options.length // 16
     output, samples = options.length + 1 - prompt, []
@@ -140,7 +140,7 @@ def encoded_choice(options: argparse.Namespace) -> str:
 
 def corrected_step(replay, layout, options: argparse.Namespace, scored: bool):
     """scored: with a rule that keeps every sample, and needs the scoring pass."""
-    from megatron_rl_corr.config import RejectionRule, RolloutCorrectionConfig
+    from megatron_rl_corr.config.correction import RejectionRule, RolloutCorrectionConfig
     from megatron_rl_corr.mcore.logprobs import LogprobSettings
     from megatron_rl_corr.mcore.step import CorrectedStep
 

@@ -22,17 +22,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron_rl_corr.cpu import environment, sglang_arguments  # noqa: E402
+from megatron_rl_corr.data.prompts import Prompt, PromptDataset  # noqa: E402
+from megatron_rl_corr.data.rewards import Rewards  # noqa: E402
+from megatron_rl_corr.engines.trajectory import SamplingParams  # noqa: E402
 from megatron_rl_corr.rollout.client import RolloutClient  # noqa: E402
 from megatron_rl_corr.rollout.failures import FailedPrompts, Failures  # noqa: E402
 from megatron_rl_corr.rollout.group_numbers import Cursor, GroupNumbers  # noqa: E402
 from megatron_rl_corr.rollout.group_sampler import GroupSampler  # noqa: E402
-from megatron_rl_corr.rollout.local_server import LocalServer  # noqa: E402
-from megatron_rl_corr.rollout.process_group import descendants  # noqa: E402
-from megatron_rl_corr.rollout.prompts import Prompt, PromptDataset  # noqa: E402
-from megatron_rl_corr.rollout.rewards import Rewards  # noqa: E402
-from megatron_rl_corr.rollout.stream import GroupStream  # noqa: E402
-from megatron_rl_corr.rollout.trajectory import SamplingParams  # noqa: E402
+from megatron_rl_corr.rollout.queue import GroupStream  # noqa: E402
+from tools.cpu import environment, sglang_arguments  # noqa: E402
+from tools.local_server import LocalServer  # noqa: E402
+from tools.process_group import descendants  # noqa: E402
 
 GROUP_SIZE, GROUPS, NEW_TOKENS, SLEEP_S = 8, 8, 16, 2.0
 

@@ -21,13 +21,13 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.correction import machine_name
-from megatron_rl_corr.cpu import environment, sglang_arguments
 from megatron_rl_corr.rollout import LoopThread, RolloutClient
-from megatron_rl_corr.rollout.local_server import LocalServer
-from megatron_rl_corr.weight_sync.choice import make_transport
 from megatron_rl_corr.weight_sync.proof import PushProof
 from megatron_rl_corr.weight_sync.push import push_weights
 from megatron_rl_corr.weight_sync.servers import WeightServers
+from megatron_rl_corr.weight_sync.transports.choice import make_transport
+from tools.cpu import environment, sglang_arguments
+from tools.local_server import LocalServer
 
 VOCAB_SIZE = 1024
 

@@ -4,15 +4,15 @@ __version__ = "0.1.0"
 
 # Resolved on first use, so that `python -m megatron_rl_corr.launch --help` never pays for importing torch.
 _EXPORTS = {
-    "RejectionRule": "megatron_rl_corr.config",
-    "RolloutCorrectionConfig": "megatron_rl_corr.config",
-    "PRESETS": "megatron_rl_corr.config",
+    "RejectionRule": "megatron_rl_corr.config.correction",
+    "RolloutCorrectionConfig": "megatron_rl_corr.config.correction",
+    "PRESETS": "megatron_rl_corr.config.correction",
     "Correction": "megatron_rl_corr.core.correction",
     "compute_correction": "megatron_rl_corr.core.correction",
     "flatten_padded": "megatron_rl_corr.core.segments",
     "policy_loss": "megatron_rl_corr.core.losses",
     "ParallelGroups": "megatron_rl_corr.parallel.groups",
-    "vocab_parallel_logprobs": "megatron_rl_corr.parallel.vocab",
+    "vocab_parallel_logprobs": "megatron_rl_corr.logprobs.vocab",
 }
 __all__ = sorted(_EXPORTS)
 

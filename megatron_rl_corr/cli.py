@@ -86,7 +86,7 @@ def _add_patch(commands) -> None:
 
 
 def _patch(arguments: argparse.Namespace) -> None:
-    from megatron_rl_corr.mcore import patching
+    from megatron_rl_corr.integrations import patch_tree as patching
 
     tree = patching.read_tree(arguments.megatron_root)
     if arguments.what == "diff":
@@ -100,13 +100,13 @@ def _patch(arguments: argparse.Namespace) -> None:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from megatron_rl_corr.rollout.doctor.command import run
+    from megatron_rl_corr.doctor.command import run
 
     return run(arguments)
 
 
 def _report(arguments: argparse.Namespace) -> None:
-    from megatron_rl_corr.report.page import write_page
+    from megatron_rl_corr.observability.page import write_page
 
     print(f"report: {write_page(arguments.run_dir)}")
 
@@ -114,9 +114,9 @@ def _report(arguments: argparse.Namespace) -> None:
 def _correct(arguments: argparse.Namespace) -> None:
     import json
 
-    from megatron_rl_corr.config import RolloutCorrectionConfig
-    from megatron_rl_corr.report.offline import KeptBatch, comparison
-    from megatron_rl_corr.rollout.trajectory_file import read_trajectories
+    from megatron_rl_corr.config.correction import RolloutCorrectionConfig
+    from megatron_rl_corr.observability.compare import KeptBatch, comparison
+    from megatron_rl_corr.rollout.sample_file import read_trajectories
 
     configs = {name: RolloutCorrectionConfig.from_preset(name) for name in arguments.preset}
     configs |= {path: RolloutCorrectionConfig.from_yaml(path) for path in arguments.config}
@@ -135,14 +135,14 @@ def _model_flags(arguments: argparse.Namespace) -> None:
     import json
     from pathlib import Path
 
-    from megatron_rl_corr.weight_sync.model_flags import model_flags
+    from megatron_rl_corr.models.megatron_flags import model_flags
 
     # Without quotes, so that a shell's $(...) can take them: none has a blank in it.
     print(" ".join(model_flags(json.loads((Path(arguments.hf_dir) / "config.json").read_text()))))
 
 
 def _presets(arguments: argparse.Namespace) -> None:
-    from megatron_rl_corr.config import PRESETS
+    from megatron_rl_corr.config.correction import PRESETS
 
     rows = [("preset", "weights", ["keeps"], "loss")]
     rows += [(name, weights_as_text(config), rules_as_text(config), loss_as_text(config))
@@ -157,7 +157,7 @@ def _presets(arguments: argparse.Namespace) -> None:
 
 def weights_as_text(config) -> str:
     """The importance weight and its bounds, in a few words."""
-    from megatron_rl_corr.config_presets import NO_BOUND
+    from megatron_rl_corr.config.presets import NO_BOUND
 
     if config.rollout_is is None:
         return "1"

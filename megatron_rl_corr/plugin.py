@@ -8,8 +8,8 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 
+from megatron_rl_corr.integrations import megatron_rl_hooks
 from megatron_rl_corr.mcore.arguments import parse
-from megatron_rl_corr.trainers import megatron_rl_hooks
 
 TIME_TO_TELL_S = 10.0
 """So long a rank that learnt of another's failure in a collective waits for its message."""
@@ -48,7 +48,7 @@ def prepare(arguments: Sequence[str]) -> Install:
         versions.check_version()
         versions.check_training()  # before the hooks import it: of two mixed releases that would be a puzzle
         from megatron_rl_corr.mcore import hooks
-        from megatron_rl_corr.report.run_log import RunLog
+        from megatron_rl_corr.observability.run_log import RunLog
 
         logs: list[RunLog] = []
 
@@ -98,10 +98,10 @@ def run_to_the_end[**Arguments, Result](
     """
     import functools
 
-    from megatron_rl_corr.mcore.refusal import Refusal
+    from megatron_rl_corr.engines.errors import RolloutError
     from megatron_rl_corr.parallel.failure import PeerFailure
     from megatron_rl_corr.parallel.failure_watch import WATCH
-    from megatron_rl_corr.rollout.errors import RolloutError
+    from megatron_rl_corr.parallel.startup import Refusal
 
     restarts = IN_PROCESS_RESTART in sys.argv
     final = (PeerFailure, RolloutError, Refusal) if restarts else Exception

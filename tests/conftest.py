@@ -1,17 +1,21 @@
 """The tiny model and the real SGLang server that tests share: made once a session, if a test asks."""
 
 import importlib.util
+import json
 import os
 import signal
 import subprocess
 import sys
+import time
+import urllib.request
 from pathlib import Path
 
 import pytest
 
-from megatron_rl_corr.cpu import environment, sglang_arguments
-from megatron_rl_corr.rollout.local_server import LocalServer
-from megatron_rl_corr.rollout.process_group import group_members
+from tests import stand_in_server
+from tools.cpu import environment, sglang_arguments
+from tools.local_server import LocalServer
+from tools.process_group import group_members
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -103,3 +107,26 @@ def any_victim(tiny_moe_dir, tmp_path_factory):
         yield victim
     finally:
         victim.server.stop()
+
+
+@pytest.fixture
+def faulty():
+    """The functions of stand_in_server.py: faulty.run, faulty.failure, faulty.good, and so on."""
+    return stand_in_server
+
+
+@pytest.fixture
+def wait_until_sampling():
+    """wait_until_sampling(url): returns once a real server holds 20 tokens of running requests."""
+
+    def wait(url):
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            with opener.open(f"{url}/v1/loads", timeout=10) as answer:
+                if json.load(answer)["loads"][0]["num_used_tokens"] >= 20:
+                    return
+            time.sleep(0.02)
+        raise TimeoutError(f"{url} has not sampled 20 tokens in 30 s")
+
+    return wait

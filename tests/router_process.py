@@ -8,7 +8,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from megatron_rl_corr.rollout.local_server import free_port
+from tools.local_server import free_port
 
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl_corr import __version__
-from megatron_rl_corr.config import PRESETS
+from megatron_rl_corr.config.correction import PRESETS
 
 ROOT = Path(__file__).resolve().parents[1]
 

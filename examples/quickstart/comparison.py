@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from megatron_rl_corr.report.metrics_file import FILE_NAME, read_metrics
+from megatron_rl_corr.observability.metrics_file import FILE_NAME, read_metrics
 
 INCHES, DPI = (11.0, 4.2), 100
 LAST = 5

@@ -24,9 +24,9 @@ from megatron_flags import local_flags, model_flags  # noqa: E402
 from reward import KINDS, WANTED_TOKENS  # noqa: E402
 from running import Running  # noqa: E402
 
-from megatron_rl_corr import cpu  # noqa: E402
-from megatron_rl_corr.rollout.local_server import LocalServer, LocalServerError, free_port, print_wait  # noqa: E402
-from megatron_rl_corr.rollout.process_group import (  # noqa: E402
+from tools import cpu  # noqa: E402
+from tools.local_server import LocalServer, LocalServerError, free_port, print_wait  # noqa: E402
+from tools.process_group import (  # noqa: E402
     adopt_orphans,
     die_with_parent,
     end_descendants,
@@ -152,7 +152,7 @@ def run(options, out, running):
                 return status
     finally:
         server.stop()
-    from megatron_rl_corr.report.page import write_page
+    from megatron_rl_corr.observability.page import write_page
 
     for folder in runs(out, options):
         say(f"4/4 the run, drawn: {write_page(folder)}")

@@ -6,7 +6,7 @@ import signal
 import time
 from pathlib import Path
 
-from megatron_rl_corr.rollout.process_group import end_group, group_members
+from tools.process_group import end_group, group_members
 
 STOP_S = 30.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megatron_rl_corr.config import RolloutCorrectionConfig
+from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.core.decisions import fill_token_verdicts
 from megatron_rl_corr.core.diagnostics import fill_base_rows
 from megatron_rl_corr.core.moments import MomentTable

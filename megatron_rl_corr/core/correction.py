@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megatron_rl_corr.config import RolloutCorrectionConfig
+from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.core import diagnostics
 from megatron_rl_corr.core.chunks import FilledChunks
 from megatron_rl_corr.core.decisions import (

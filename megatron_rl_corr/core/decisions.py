@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megatron_rl_corr.config import RejectionRule, RolloutCorrectionConfig
+from megatron_rl_corr.config.correction import RejectionRule, RolloutCorrectionConfig
 from megatron_rl_corr.core.moments import MomentTable
 from megatron_rl_corr.core.rejection import ROW, row_bounds, within
 from megatron_rl_corr.core.second_moment import bins_of

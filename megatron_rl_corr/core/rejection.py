@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from megatron_rl_corr.config import RejectionRule
+from megatron_rl_corr.config.correction import RejectionRule
 
 ROW = {
     "ratio": "exact", "opsm": "exact", "k2": "square", "k3": "k3", "exp_abs": "e_abs", "abs_diff": "abs_diff",

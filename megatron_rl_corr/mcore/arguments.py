@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl_corr.config import RolloutCorrectionConfig
+from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.mcore.client_flags import ClientOptions, add_client_arguments, client_options
 from megatron_rl_corr.mcore.correction_flags import add_correction, correction_config
 from megatron_rl_corr.mcore.environment_flags import add_environment, environment_timeout_s, max_turns

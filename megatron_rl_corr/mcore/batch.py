@@ -15,12 +15,12 @@ from torch import Tensor
 
 from megatron_rl_corr.core.correction import Correction
 from megatron_rl_corr.core.segments import row_ids
+from megatron_rl_corr.engines.trajectory import Trajectory
+from megatron_rl_corr.logprobs.sampling_mask import Supports
 from megatron_rl_corr.mcore.compat import Layout
 from megatron_rl_corr.parallel.context import zigzag_positions
 from megatron_rl_corr.parallel.failure import communication_device
-from megatron_rl_corr.parallel.support import Supports
 from megatron_rl_corr.rollout import versions
-from megatron_rl_corr.rollout.trajectory import Trajectory
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_rl_corr.mcore.refusal import Refusal
 from megatron_rl_corr.parallel.failure import all_reduce_failure
+from megatron_rl_corr.parallel.startup import Refusal
 from megatron_rl_corr.rollout.saved_cursor import SavedCursor
 
 FILE_NAME = "rollout_cursor.json"

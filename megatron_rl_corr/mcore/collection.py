@@ -12,12 +12,16 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl_corr.core.metrics import Metric
+from megatron_rl_corr.data.prompts import PromptDataset
+from megatron_rl_corr.data.rewards import Rewards
+from megatron_rl_corr.engines.sglang.routed_experts import pack
+from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
 from megatron_rl_corr.mcore.arguments import RolloutOptions
 from megatron_rl_corr.mcore.batch import RolloutBatch, broadcast_to_replica
 from megatron_rl_corr.mcore.collection_metrics import COUNTED, collection_metrics, count_samples
 from megatron_rl_corr.mcore.compat import Layout
-from megatron_rl_corr.mcore.route_transport import scatter_routes
 from megatron_rl_corr.mcore.support_transport import Part, cut_supports, scatter_supports
+from megatron_rl_corr.moe.scatter import scatter_routes
 from megatron_rl_corr.parallel.failure import all_reduce_failure, communication_device
 from megatron_rl_corr.parallel.meeting import ROUND_S, all_reduce_answer
 from megatron_rl_corr.rollout.blocking import LoopThread
@@ -26,15 +30,11 @@ from megatron_rl_corr.rollout.episodes import Episodes
 from megatron_rl_corr.rollout.failures import CAUSES, NAMED_AFTER, FailedFraction, FailedPrompts, Failures
 from megatron_rl_corr.rollout.group_numbers import Cursor, Drawn, GroupNumbers
 from megatron_rl_corr.rollout.group_sampler import GroupSampler
-from megatron_rl_corr.rollout.prompts import PromptDataset
-from megatron_rl_corr.rollout.rewards import Rewards
-from megatron_rl_corr.rollout.routed_experts import pack
+from megatron_rl_corr.rollout.queue import GroupStream, Taken
 from megatron_rl_corr.rollout.saved_cursor import SavedCursor
-from megatron_rl_corr.rollout.stream import GroupStream, Taken
-from megatron_rl_corr.rollout.trajectory import SamplingParams, Trajectory
 
 if TYPE_CHECKING:
-    from megatron_rl_corr.mcore.router_replay import Replay
+    from megatron_rl_corr.moe.replay import Replay
 
 PROGRESS_EVERY_S = 10.0
 """So often a leader tells the user how far it has come."""

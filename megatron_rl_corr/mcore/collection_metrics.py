@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from megatron_rl_corr.core.metrics import Mean, Metric, Sum
+from megatron_rl_corr.engines.sglang.routed_experts import has_routes
+from megatron_rl_corr.engines.trajectory import Trajectory
 from megatron_rl_corr.rollout import versions
 from megatron_rl_corr.rollout.failures import CAUSES
-from megatron_rl_corr.rollout.routed_experts import has_routes
-from megatron_rl_corr.rollout.stream import Group, Taken
-from megatron_rl_corr.rollout.trajectory import Trajectory
+from megatron_rl_corr.rollout.queue import Group, Taken
 
 COUNTED = (
     "samples", "tokens", "token_lags", "mixed", "length", "abort", "ready", "running", "dropped", "retries",

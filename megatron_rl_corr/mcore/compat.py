@@ -15,9 +15,9 @@ from megatron.core import parallel_state as mpu
 from torch.distributed import ProcessGroup
 
 from megatron_rl_corr.mcore.versions import check_parameters, release
+from megatron_rl_corr.models.shards import ShardRanks
 from megatron_rl_corr.parallel.experts import ExpertGroups
 from megatron_rl_corr.weight_sync.export import StageGroups
-from megatron_rl_corr.weight_sync.shards import ShardRanks
 
 OUTPUT_PROCESSOR_SINCE = (0, 18)
 """GPTModel.forward's hook behind the last layer."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from megatron_rl_corr.config import PRESETS, RolloutCorrectionConfig
-from megatron_rl_corr.config_checks import DENOMINATORS, LEVELS, MODES
-from megatron_rl_corr.config_losses import ADVANTAGES, AGGREGATIONS, LOSSES
-from megatron_rl_corr.config_sources import with_overrides
+from megatron_rl_corr.config.checks import DENOMINATORS, LEVELS, MODES
+from megatron_rl_corr.config.correction import PRESETS, RolloutCorrectionConfig
+from megatron_rl_corr.config.losses import ADVANTAGES, AGGREGATIONS, LOSSES
+from megatron_rl_corr.config.sources import with_overrides
 
 
 def add_correction(group: Any) -> None:

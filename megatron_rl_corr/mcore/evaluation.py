@@ -13,18 +13,18 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from megatron_rl_corr.data.prompts import Prompt
+from megatron_rl_corr.data.rewards import Rewards
+from megatron_rl_corr.engines.errors import SampleFailure
+from megatron_rl_corr.engines.fan_out import all_or_first_failure
+from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
 from megatron_rl_corr.mcore.compat import Layout
 from megatron_rl_corr.parallel.failure import communication_device
 from megatron_rl_corr.parallel.meeting import all_reduce_answer
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
 from megatron_rl_corr.rollout.episodes import Episodes
-from megatron_rl_corr.rollout.errors import SampleFailure
-from megatron_rl_corr.rollout.fan_out import all_or_first_failure
-from megatron_rl_corr.rollout.prompts import Prompt
-from megatron_rl_corr.rollout.rewards import Rewards
 from megatron_rl_corr.rollout.seeds import evaluation_number
-from megatron_rl_corr.rollout.trajectory import SamplingParams, Trajectory
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl_corr.mcore.refusal import Refusal
+from megatron_rl_corr.parallel.startup import Refusal
 
 FLOAT32_KL, HALF_KL, QUANTIZED_KL = 1e-4, 1e-2, 1e-1
 """Largest k3 that numerics explain: both sides in float32, one in 16 bits, a quantised server."""

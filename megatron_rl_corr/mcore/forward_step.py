@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from megatron_rl_corr.mcore.batch import Microbatch
 from megatron_rl_corr.mcore.logprobs import LogprobSettings, model_arguments
-from megatron_rl_corr.mcore.padding import padding_arguments
+from megatron_rl_corr.moe.padding import padding_arguments
 
 if TYPE_CHECKING:
-    from megatron_rl_corr.mcore.router_replay import Replay
+    from megatron_rl_corr.moe.replay import Replay
 
 LossOf = Callable[[Microbatch, Tensor], object]
 

@@ -19,12 +19,12 @@ import torch
 from megatron.training import arguments as megatron_arguments
 from megatron.training import checkpointing, global_vars, training
 
-from megatron_rl_corr.config import RolloutCorrectionConfig
+from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.mcore import checkpoint_cursor, compat, run_flags, session, versions
 from megatron_rl_corr.mcore.arguments import RolloutOptions, add_rollout_arguments
-from megatron_rl_corr.mcore.refusal import all_reduce_refusal
 from megatron_rl_corr.mcore.step import CorrectedStep
 from megatron_rl_corr.parallel.failure import communication_device
+from megatron_rl_corr.parallel.startup import all_reduce_refusal
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_rl_corr.parallel.support import support_logprobs
-from megatron_rl_corr.parallel.vocab import vocab_parallel_logprobs
+from megatron_rl_corr.logprobs.sampling_mask import support_logprobs
+from megatron_rl_corr.logprobs.vocab import vocab_parallel_logprobs
 
 if TYPE_CHECKING:
     from megatron_rl_corr.mcore.batch import Microbatch

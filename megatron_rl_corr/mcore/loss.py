@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from megatron_rl_corr.config import RolloutCorrectionConfig
+from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.core.correction import Correction, compute_correction
 from megatron_rl_corr.core.losses import policy_loss
 from megatron_rl_corr.core.losses.penalties import mean_entropy

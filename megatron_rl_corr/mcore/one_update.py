@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from megatron_rl_corr.config import RolloutCorrectionConfig
+from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 
 UPDATES_PER_BATCH = 1
 """Optimizer steps that a batch of samples makes. With one, pi_old is the policy that is trained: r = 1."""

@@ -13,8 +13,8 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from megatron_rl_corr.logprobs.linear import linear_logprobs
 from megatron_rl_corr.mcore.logprobs import LogprobSettings
-from megatron_rl_corr.parallel.linear import linear_logprobs
 
 
 @dataclass(frozen=True)

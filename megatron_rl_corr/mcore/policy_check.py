@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import nn
 
 from megatron_rl_corr.mcore.policy_flags import ALLOW, COMPARED, EFFECTIVE, IGNORED, REFUSED
-from megatron_rl_corr.weight_sync.model_flags import model_flags
+from megatron_rl_corr.models.megatron_flags import model_flags
 
 
 class MegatronParser:

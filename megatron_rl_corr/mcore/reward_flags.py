@@ -9,7 +9,7 @@ import argparse
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl_corr.rollout.reward_value import DEFAULT_WORKERS, checked_reward
+from megatron_rl_corr.data.reward_value import DEFAULT_WORKERS, checked_reward
 
 DEFAULT_TIMEOUT_S, DEFAULT_FAILED_FRACTION = 120.0, 0.05
 

@@ -8,14 +8,14 @@ import sys
 import torch
 import torch.distributed as dist
 
+from megatron_rl_corr.doctor import Expected, Finding, quick_check
+from megatron_rl_corr.engines.errors import RolloutError
+from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.mcore.first_step import FirstStep, first_step_bound
-from megatron_rl_corr.mcore.refusal import Refusal
 from megatron_rl_corr.parallel.failure import all_reduce_failure
+from megatron_rl_corr.parallel.startup import Refusal
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
-from megatron_rl_corr.rollout.doctor import Expected, Finding, quick_check
-from megatron_rl_corr.rollout.errors import RolloutError
-from megatron_rl_corr.rollout.trajectory import SamplingParams
 
 
 def check_servers(kind: str, sampling: SamplingParams, client: RolloutClient, loop: LoopThread) -> None:

@@ -10,39 +10,39 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_rl_corr.config import RolloutCorrectionConfig
+from megatron_rl_corr.config.correction import RolloutCorrectionConfig
+from megatron_rl_corr.data.prompts import PromptDataset
+from megatron_rl_corr.data.rewards import Rewards
+from megatron_rl_corr.data.user_calls import UserCalls
+from megatron_rl_corr.engines.errors import RolloutError
+from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.mcore import checkpoint_cursor, compat
 from megatron_rl_corr.mcore.arguments import RolloutOptions
 from megatron_rl_corr.mcore.collection import Collector, check_they_fit, check_vocabulary
 from megatron_rl_corr.mcore.evaluation import Evaluation
-from megatron_rl_corr.mcore.expert_statistics import ExpertLog, ExpertStatistics
 from megatron_rl_corr.mcore.logprobs import LogprobSettings
 from megatron_rl_corr.mcore.one_update import idle_clips
 from megatron_rl_corr.mcore.policy_check import check_model
-from megatron_rl_corr.mcore.refusal import Refusal, all_reduce_refusal
 from megatron_rl_corr.mcore.scoring import describe_scoring
 from megatron_rl_corr.mcore.server_check import broadcast_first_step, check_servers
 from megatron_rl_corr.mcore.step import CorrectedStep
 from megatron_rl_corr.mcore.trajectory_log import TrajectoryLog
+from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
+from megatron_rl_corr.models.names import NameTable
+from megatron_rl_corr.models.shards import LocalParameter, load_shards, local_parameters
+from megatron_rl_corr.moe.statistics import ExpertLog, ExpertStatistics
 from megatron_rl_corr.parallel.failure import all_reduce_failure
 from megatron_rl_corr.parallel.failure_watch import WATCH
+from megatron_rl_corr.parallel.startup import Refusal, all_reduce_refusal
 from megatron_rl_corr.rollout import versions
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
 from megatron_rl_corr.rollout.environment import load_environment
 from megatron_rl_corr.rollout.episodes import Episodes
-from megatron_rl_corr.rollout.errors import RolloutError
-from megatron_rl_corr.rollout.prompts import PromptDataset
-from megatron_rl_corr.rollout.rewards import Rewards
-from megatron_rl_corr.rollout.trajectory import SamplingParams
-from megatron_rl_corr.rollout.user_calls import UserCalls
-from megatron_rl_corr.weight_sync.choice import make_coverage, make_proof, make_transport
 from megatron_rl_corr.weight_sync.export import StageExporter
-from megatron_rl_corr.weight_sync.hf_checkpoint import HFCheckpoint
-from megatron_rl_corr.weight_sync.names import NameTable
 from megatron_rl_corr.weight_sync.push import push_weights
 from megatron_rl_corr.weight_sync.servers import WeightServers
-from megatron_rl_corr.weight_sync.shards import LocalParameter, load_shards, local_parameters
+from megatron_rl_corr.weight_sync.transports.choice import make_coverage, make_proof, make_transport
 
 Report = Callable[[dict[str, float]], None]
 WAIT_FOR_SERVERS_S = 60.0
@@ -170,7 +170,7 @@ def _replay(options: RolloutOptions, args: argparse.Namespace, model: list, layo
     """The `Replay` of --router-replay, or None. Imported here, because older Megatrons have no RouterReplay."""
     if options.router_replay == "off" and not options.expert_statistics:
         return None
-    from megatron_rl_corr.mcore.router_replay import Replay
+    from megatron_rl_corr.moe.replay import Replay
 
     watch = options.expert_statistics
     return Replay(options.router_replay, model, layout, num_layers=args.num_layers, watch=watch)

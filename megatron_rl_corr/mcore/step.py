@@ -16,27 +16,27 @@ import torch
 import torch.distributed as dist
 from megatron.core.rerun_state_machine import RerunDataIterator
 
-from megatron_rl_corr.config import RolloutCorrectionConfig
+from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.core.metrics import Metric, Sum
 from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.mcore.batch import RolloutBatch, TrainingTargets, microbatches
 from megatron_rl_corr.mcore.collection import Collector
 from megatron_rl_corr.mcore.evaluation import Evaluation
-from megatron_rl_corr.mcore.expert_statistics import ExpertStatistics, means, summary
 from megatron_rl_corr.mcore.first_step import FirstStep
 from megatron_rl_corr.mcore.forward_step import make_forward_step
 from megatron_rl_corr.mcore.logprobs import LogprobSettings
 from megatron_rl_corr.mcore.loss import CorrectedLoss
-from megatron_rl_corr.mcore.routed_step import RoutedStep
 from megatron_rl_corr.mcore.scoring import reasons_to_score, score
 from megatron_rl_corr.mcore.targets import batch_metrics, make_targets, make_unscored_targets
 from megatron_rl_corr.mcore.trajectory_log import TrajectoryLog
+from megatron_rl_corr.moe.routed_step import RoutedStep
+from megatron_rl_corr.moe.statistics import ExpertStatistics, means, summary
 from megatron_rl_corr.parallel.failure import all_reduce_failure
 from megatron_rl_corr.parallel.groups import ParallelGroups
 from megatron_rl_corr.parallel.reduce import all_gather_metrics, merge
 
 if TYPE_CHECKING:
-    from megatron_rl_corr.mcore.router_replay import Replay
+    from megatron_rl_corr.moe.replay import Replay
 
 TrainStep = Callable[..., tuple]
 

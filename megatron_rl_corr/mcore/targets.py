@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron_rl_corr.config import RolloutCorrectionConfig
+from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.core.advantages import group_advantages
 from megatron_rl_corr.core.aggregation import token_coefficients
 from megatron_rl_corr.core.correction import Correction, compute_correction

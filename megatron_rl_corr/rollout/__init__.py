@@ -2,27 +2,27 @@
 
 # Resolved on first use: a process that only scores samples imports its user's file, and never pays for torch.
 _EXPORTS = {
-    "DONE": "environment",
-    "Environment": "environment",
-    "LoopThread": "blocking",
-    "Prompt": "prompts",
-    "PromptDataset": "prompts",
-    "Rewards": "rewards",
-    "RolloutClient": "client",
-    "RolloutError": "errors",
-    "RolloutOutage": "errors",
-    "RolloutProtocolError": "errors",
-    "RolloutServerError": "errors",
-    "SampleFailure": "errors",
-    "SamplingParams": "trajectory",
-    "StaleWeightsError": "errors",
-    "Support": "trajectory",
-    "Trajectory": "trajectory",
-    "VersionSpan": "trajectory",
-    "generate_episodes": "episodes",
-    "join": "trajectory",
-    "load_environment": "environment",
-    "load_function": "rewards",
+    "DONE": "rollout.environment",
+    "Environment": "rollout.environment",
+    "LoopThread": "rollout.blocking",
+    "Prompt": "data.prompts",
+    "PromptDataset": "data.prompts",
+    "Rewards": "data.rewards",
+    "RolloutClient": "rollout.client",
+    "RolloutError": "engines.errors",
+    "RolloutOutage": "engines.errors",
+    "RolloutProtocolError": "engines.errors",
+    "RolloutServerError": "engines.errors",
+    "SampleFailure": "engines.errors",
+    "SamplingParams": "engines.trajectory",
+    "StaleWeightsError": "engines.errors",
+    "Support": "engines.trajectory",
+    "Trajectory": "engines.trajectory",
+    "VersionSpan": "engines.trajectory",
+    "generate_episodes": "rollout.episodes",
+    "join": "engines.trajectory",
+    "load_environment": "rollout.environment",
+    "load_function": "data.rewards",
 }
 __all__ = sorted(_EXPORTS)
 
@@ -31,5 +31,5 @@ def __getattr__(name: str):
     if name in _EXPORTS:
         import importlib
 
-        return getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)
+        return getattr(importlib.import_module(f"megatron_rl_corr.{_EXPORTS[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,23 +10,23 @@ from typing import Any
 
 import torch
 
-from megatron_rl_corr.rollout import requests
-from megatron_rl_corr.rollout.counts import Counts
-from megatron_rl_corr.rollout.errors import (
+from megatron_rl_corr.engines.errors import (
     RolloutError,
     RolloutProtocolError,
     RolloutServerError,
     SampleFailure,
     StaleWeightsError,
 )
-from megatron_rl_corr.rollout.pool import Server, ServerPool
+from megatron_rl_corr.engines.http import Transport
+from megatron_rl_corr.engines.sglang import requests
+from megatron_rl_corr.engines.sglang.requests import Request
+from megatron_rl_corr.engines.sglang.responses import parse_generate
+from megatron_rl_corr.engines.sglang.routed_experts import ExpertShape, first_without_routes
+from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory, join
+from megatron_rl_corr.rollout.counts import Counts
 from megatron_rl_corr.rollout.readmission import Readmission
-from megatron_rl_corr.rollout.requests import Request
-from megatron_rl_corr.rollout.responses import parse_generate
-from megatron_rl_corr.rollout.routed_experts import ExpertShape, first_without_routes
 from megatron_rl_corr.rollout.seeds import Draw
-from megatron_rl_corr.rollout.trajectory import SamplingParams, Trajectory, join
-from megatron_rl_corr.rollout.transport import Transport
+from megatron_rl_corr.rollout.server_pool import Server, ServerPool
 
 OF_THE_SERVER = (301, 302, 303, 307, 308, 401, 403, 404, 405)
 """HTTP statuses of a wrong key or address: every other request would get them too."""

@@ -8,18 +8,18 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl_corr.rollout import requests
+from megatron_rl_corr.engines.fan_out import all_or_first_failure
+from megatron_rl_corr.engines.http import Transport, certificates, checked_key, checked_urls
+from megatron_rl_corr.engines.sglang import requests
+from megatron_rl_corr.engines.sglang.control import ServerControl
+from megatron_rl_corr.engines.sglang.routed_experts import ExpertShape
+from megatron_rl_corr.engines.sglang.router import servers_behind
+from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
 from megatron_rl_corr.rollout.attempts import Attempts
-from megatron_rl_corr.rollout.control import ServerControl
 from megatron_rl_corr.rollout.counts import Counts
-from megatron_rl_corr.rollout.discovery import servers_behind
-from megatron_rl_corr.rollout.fan_out import all_or_first_failure
-from megatron_rl_corr.rollout.pool import ServerPool
 from megatron_rl_corr.rollout.readmission import Readmission
-from megatron_rl_corr.rollout.routed_experts import ExpertShape
 from megatron_rl_corr.rollout.seeds import Draw
-from megatron_rl_corr.rollout.trajectory import SamplingParams, Trajectory
-from megatron_rl_corr.rollout.transport import Transport, certificates, checked_key, checked_urls
+from megatron_rl_corr.rollout.server_pool import ServerPool
 
 FIRST_OWN_NUMBER = 1 << 40
 """The client's own numbers begin beyond those of any run, so that both kinds may be used side by side."""

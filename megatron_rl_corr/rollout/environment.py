@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 
-from megatron_rl_corr.rollout.loading import load
-from megatron_rl_corr.rollout.prompts import Prompt
+from megatron_rl_corr.data.loading import load
+from megatron_rl_corr.data.prompts import Prompt
 
 FLAG = "--rollout-environment"
 

@@ -12,18 +12,18 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_rl_corr.data.prompts import Prompt
+from megatron_rl_corr.data.reward_value import checked_reward
+from megatron_rl_corr.data.user_calls import UserCalls
+from megatron_rl_corr.data.worker_pool import CallTimeout
+from megatron_rl_corr.engines.errors import RolloutError, SampleFailure
+from megatron_rl_corr.engines.fan_out import all_or_first_failure
+from megatron_rl_corr.engines.sglang.requests import checked_prompt_ids
+from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
 from megatron_rl_corr.rollout.client import RolloutClient
 from megatron_rl_corr.rollout.environment import DONE, FLAG, Environment, EnvironmentFactory
-from megatron_rl_corr.rollout.errors import RolloutError, SampleFailure
-from megatron_rl_corr.rollout.fan_out import all_or_first_failure
-from megatron_rl_corr.rollout.prompts import Prompt
-from megatron_rl_corr.rollout.requests import checked_prompt_ids
-from megatron_rl_corr.rollout.reward_value import checked_reward
 from megatron_rl_corr.rollout.seeds import Draw
-from megatron_rl_corr.rollout.trajectory import SamplingParams, Trajectory
 from megatron_rl_corr.rollout.turns import first_turn, join_turn
-from megatron_rl_corr.rollout.user_calls import UserCalls
-from megatron_rl_corr.rollout.worker_pool import CallTimeout
 
 
 async def generate_episodes(

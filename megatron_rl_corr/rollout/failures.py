@@ -6,8 +6,8 @@ import sys
 from collections import Counter, deque
 from collections.abc import Sequence
 
-from megatron_rl_corr.rollout.errors import SampleFailure, TooManyFailures
-from megatron_rl_corr.rollout.prompts import Prompt
+from megatron_rl_corr.data.prompts import Prompt
+from megatron_rl_corr.engines.errors import SampleFailure, TooManyFailures
 
 CAUSES = (
     "refused", "retries", "protocol", "environment", "environment_timeout", "reward_error", "reward_timeout",

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from megatron_rl_corr.data.prompts import PromptDataset
+from megatron_rl_corr.data.rewards import Rewards
+from megatron_rl_corr.engines.errors import SampleFailure
+from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
 from megatron_rl_corr.rollout.client import RolloutClient
 from megatron_rl_corr.rollout.episodes import Episodes
-from megatron_rl_corr.rollout.errors import SampleFailure
 from megatron_rl_corr.rollout.failures import FailedPrompts, Failures
 from megatron_rl_corr.rollout.group_numbers import Drawn, GroupNumbers
-from megatron_rl_corr.rollout.prompts import PromptDataset
-from megatron_rl_corr.rollout.rewards import Rewards
-from megatron_rl_corr.rollout.stream import Group
-from megatron_rl_corr.rollout.trajectory import SamplingParams, Trajectory
+from megatron_rl_corr.rollout.queue import Group
 
 
 class GroupSampler:

@@ -7,13 +7,13 @@ import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from megatron_rl_corr.rollout import requests
+from megatron_rl_corr.engines.errors import RolloutError, RolloutServerError, StaleWeightsError
+from megatron_rl_corr.engines.http import HEALTH_PROBE_TIMEOUT_S, Transport
+from megatron_rl_corr.engines.sglang import requests
+from megatron_rl_corr.engines.sglang.progress import Sight
+from megatron_rl_corr.engines.sglang.responses import parse_control
 from megatron_rl_corr.rollout.counts import Counts
-from megatron_rl_corr.rollout.errors import RolloutError, RolloutServerError, StaleWeightsError
-from megatron_rl_corr.rollout.pool import Server, ServerPool
-from megatron_rl_corr.rollout.progress import Sight
-from megatron_rl_corr.rollout.responses import parse_control
-from megatron_rl_corr.rollout.transport import HEALTH_PROBE_TIMEOUT_S, Transport
+from megatron_rl_corr.rollout.server_pool import Server, ServerPool
 
 FIRST_PROBE_S, LONGEST_BACKOFF_S = 0.5, 30.0
 

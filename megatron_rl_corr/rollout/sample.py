@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_rl_corr.rollout.trajectory import Trajectory
+from megatron_rl_corr.engines.trajectory import Trajectory
 
 PER_TOKEN = {
     "loss_mask": torch.bool, "train_logprobs": torch.float32, "advantages": torch.float32,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 
+from megatron_rl_corr.data.prompts import PromptDataset
 from megatron_rl_corr.rollout.failures import FailedPrompts
 from megatron_rl_corr.rollout.group_numbers import Cursor
-from megatron_rl_corr.rollout.prompts import PromptDataset
 
 
 @dataclass(frozen=True)

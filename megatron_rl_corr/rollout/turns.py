@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from megatron_rl_corr.rollout.trajectory import ENVIRONMENT, Trajectory, concatenated
+from megatron_rl_corr.engines.trajectory import ENVIRONMENT, Trajectory, concatenated
 
 
 def first_turn(answer: Trajectory) -> Trajectory:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 import torch.distributed as dist
 
+from megatron_rl_corr.engines.errors import IncompletePush, RolloutProtocolError
 from megatron_rl_corr.parallel.failure import all_reduce_failure, communication_device
-from megatron_rl_corr.rollout.errors import IncompletePush, RolloutProtocolError
 from megatron_rl_corr.weight_sync.buckets import NamedTensor
 from megatron_rl_corr.weight_sync.fused import held_in, server_parameter
 from megatron_rl_corr.weight_sync.proof import ENDPOINT, ServerWeights, some

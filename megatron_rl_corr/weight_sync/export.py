@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from megatron_rl_corr.models.names import ParameterRule
+from megatron_rl_corr.models.shards import LocalParameter, ShardRanks
 from megatron_rl_corr.parallel.gather import all_gather_stacked
 from megatron_rl_corr.weight_sync.buckets import NamedTensor
-from megatron_rl_corr.weight_sync.names import ParameterRule
-from megatron_rl_corr.weight_sync.shards import LocalParameter, ShardRanks
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_rl_corr.engines.errors import RolloutError, RolloutServerError
 from megatron_rl_corr.parallel.failure import PeerFailure, all_reduce_done, all_reduce_failure, communication_device
 from megatron_rl_corr.parallel.failure_watch import WATCH
 from megatron_rl_corr.parallel.meeting import all_reduce_answer
-from megatron_rl_corr.rollout.errors import RolloutError, RolloutServerError
 from megatron_rl_corr.weight_sync.buckets import buckets
 from megatron_rl_corr.weight_sync.export import StageExporter
 from megatron_rl_corr.weight_sync.servers import WeightServers

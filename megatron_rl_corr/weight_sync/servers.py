@@ -7,14 +7,14 @@ import logging
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
+from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, RolloutServerError
+from megatron_rl_corr.engines.sglang.server_version import FLUSHES_PAUSED_SINCE, version_key
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
-from megatron_rl_corr.rollout.errors import RolloutError, RolloutProtocolError, RolloutServerError
-from megatron_rl_corr.rollout.server_version import FLUSHES_PAUSED_SINCE, version_key
 from megatron_rl_corr.weight_sync.buckets import NamedTensor
 from megatron_rl_corr.weight_sync.coverage import Coverage
 from megatron_rl_corr.weight_sync.proof import PushProof, ServerWeights
-from megatron_rl_corr.weight_sync.transport import WeightTransport
+from megatron_rl_corr.weight_sync.transports.base import WeightTransport
 
 ABSENT, READY, STARTED_ANEW = 0, 1, 2
 """A server before an update: it does not answer; it has the last weights; it has others, as after a new start."""

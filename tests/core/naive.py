@@ -7,7 +7,7 @@ import math
 import struct
 from dataclasses import dataclass
 
-from megatron_rl_corr.config import RejectionRule, RolloutCorrectionConfig
+from megatron_rl_corr.config.correction import RejectionRule, RolloutCorrectionConfig
 
 CLAMP = 20.0
 # Where e^D - 1 - D is 10.

@@ -6,7 +6,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from megatron_rl_corr.config import RejectionRule, RolloutCorrectionConfig
+from megatron_rl_corr.config.correction import RejectionRule, RolloutCorrectionConfig
 from megatron_rl_corr.core.aggregation import token_coefficients
 from megatron_rl_corr.core.correction import Correction, Lengths, compute_correction
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_rl_corr import Correction, compute_correction, flatten_padded
-from megatron_rl_corr.config import PRESETS, RejectionRule, RolloutCorrectionConfig
+from megatron_rl_corr.config.correction import PRESETS, RejectionRule, RolloutCorrectionConfig
 from megatron_rl_corr.core.losses import policy_loss
 
 NAN, INF = float("nan"), float("inf")

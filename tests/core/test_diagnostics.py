@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megatron_rl_corr.config import PRESETS, RejectionRule, RolloutCorrectionConfig
+from megatron_rl_corr.config.correction import PRESETS, RejectionRule, RolloutCorrectionConfig
 from megatron_rl_corr.core.correction import compute_correction
 from megatron_rl_corr.core.histogram import EDGES, LABELS
 from megatron_rl_corr.parallel.reduce import all_gather_metrics

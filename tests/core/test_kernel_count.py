@@ -10,8 +10,8 @@ import torch
 
 from benchmarks.correction import peak_bytes
 from benchmarks.operators import OperatorCount
-from megatron_rl_corr.config import PRESETS, RejectionRule, RolloutCorrectionConfig
-from megatron_rl_corr.config_losses import LOSSES
+from megatron_rl_corr.config.correction import PRESETS, RejectionRule, RolloutCorrectionConfig
+from megatron_rl_corr.config.losses import LOSSES
 from megatron_rl_corr.core.chunks import CHUNK_TOKENS
 from megatron_rl_corr.core.correction import Correction, compute_correction
 from megatron_rl_corr.core.losses import policy_loss

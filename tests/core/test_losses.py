@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from megatron_rl_corr.config import PRESETS, RolloutCorrectionConfig
-from megatron_rl_corr.config_losses import AGGREGATIONS, LOSSES
+from megatron_rl_corr.config.correction import PRESETS, RolloutCorrectionConfig
+from megatron_rl_corr.config.losses import AGGREGATIONS, LOSSES
 from megatron_rl_corr.core.aggregation import token_coefficients
 from megatron_rl_corr.core.correction import Correction, Lengths
 from megatron_rl_corr.core.losses import policy_loss

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl_corr.config import RolloutCorrectionConfig
-from megatron_rl_corr.config_losses import AGGREGATIONS, LOSS_KINDS, LOSSES
+from megatron_rl_corr.config.correction import RolloutCorrectionConfig
+from megatron_rl_corr.config.losses import AGGREGATIONS, LOSS_KINDS, LOSSES
 from megatron_rl_corr.core.aggregation import token_coefficients
 from megatron_rl_corr.core.correction import Correction, Lengths
 from megatron_rl_corr.core.losses import policy_loss

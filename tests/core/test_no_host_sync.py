@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_rl_corr.config import PRESETS, RejectionRule, RolloutCorrectionConfig
+from megatron_rl_corr.config.correction import PRESETS, RejectionRule, RolloutCorrectionConfig
 from megatron_rl_corr.core.advantages import group_advantages
 from megatron_rl_corr.core.aggregation import token_coefficients
 from megatron_rl_corr.core.correction import compute_correction
 from megatron_rl_corr.core.losses import policy_loss
 from megatron_rl_corr.core.segments import flatten_padded
-from megatron_rl_corr.parallel.support import Supports, support_logprobs
-from megatron_rl_corr.parallel.vocab import vocab_parallel_logprobs
+from megatron_rl_corr.logprobs.sampling_mask import Supports, support_logprobs
+from megatron_rl_corr.logprobs.vocab import vocab_parallel_logprobs
 
 EVERY_RULE = tuple(
     RejectionRule(level, kind, upper=2.0)

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl_corr.config import RejectionRule, RolloutCorrectionConfig
-from megatron_rl_corr.config_rules import DIVERGENCE_LEVELS
+from megatron_rl_corr.config.correction import RejectionRule, RolloutCorrectionConfig
+from megatron_rl_corr.config.rules import DIVERGENCE_LEVELS
 from megatron_rl_corr.core.chunks import CHUNK_TOKENS
 from megatron_rl_corr.core.correction import Correction, compute_correction
 from megatron_rl_corr.core.losses import policy_loss

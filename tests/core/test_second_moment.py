@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_rl_corr.config import RolloutCorrectionConfig
+from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.core.correction import compute_correction
 from megatron_rl_corr.core.second_moment import all_reduce_kept_bins, bins_of
 from megatron_rl_corr.core.tokens import Tokens

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megatron_rl_corr.config import RejectionRule, RolloutCorrectionConfig
+from megatron_rl_corr.config.correction import RejectionRule, RolloutCorrectionConfig
 from megatron_rl_corr.core.correction import compute_correction
 
 NAN = float("nan")

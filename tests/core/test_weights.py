@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megatron_rl_corr.config import RolloutCorrectionConfig
+from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.core.correction import compute_correction
 from megatron_rl_corr.core.weights import LOG_CLAMP
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl_corr.config import RolloutCorrectionConfig
-from megatron_rl_corr.rollout import local_server
-from megatron_rl_corr.trainers import megatron_rl_hooks
+from megatron_rl_corr.config.correction import RolloutCorrectionConfig
+from megatron_rl_corr.integrations import megatron_rl_hooks
 from tests.matrix.patched import copied_tree, cpu_flags, process_environment, unchanged
+from tools import local_server
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/integrate.md").read_text()

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl_corr.cpu import environment
-from megatron_rl_corr.rollout.local_server import free_port
+from tools.cpu import environment
+from tools.local_server import free_port
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples/library_loop/train.py"
 

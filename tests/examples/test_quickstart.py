@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl_corr.report.meaning import MEANINGS, meaning_of
-from megatron_rl_corr.report.metrics_file import read_metrics
-from megatron_rl_corr.rollout.process_group import group_members
-from megatron_rl_corr.rollout.trajectory_file import read_sampling, read_trajectories
+from megatron_rl_corr.observability.catalogue import MEANINGS, meaning_of
+from megatron_rl_corr.observability.metrics_file import read_metrics
+from megatron_rl_corr.rollout.sample_file import read_sampling, read_trajectories
 from tests.router_process import RouterProcess
+from tools.process_group import group_members
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = ROOT / "examples/quickstart/run.py"

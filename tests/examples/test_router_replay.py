@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl_corr.report.metrics_file import read_metrics
-from megatron_rl_corr.rollout.trajectory_file import read_trajectories
+from megatron_rl_corr.observability.metrics_file import read_metrics
+from megatron_rl_corr.rollout.sample_file import read_trajectories
 
 HERE = Path(__file__).resolve().parent
 STEPS, MICRO_BATCH, MICRO_BATCHES = 2, 16, 4

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl_corr.rollout.trajectory_file import read_trajectories
+from megatron_rl_corr.rollout.sample_file import read_trajectories
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "examples/tool_use/README.md"

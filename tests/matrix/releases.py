@@ -12,7 +12,7 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-from megatron_rl_corr.cpu import environment
+from tools.cpu import environment
 
 OVERLAID = ("0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
 WITH_TRAINING = ("0.17.1", "0.18.2", "0.19.2")

@@ -20,7 +20,7 @@ from torch.multiprocessing import start_processes
 from megatron_rl_corr.mcore.scoring import score
 from megatron_rl_corr.mcore.session import start  # noqa: F401  what the launcher uses can be imported too
 from megatron_rl_corr.parallel.reduce import all_gather_metrics
-from megatron_rl_corr.rollout.local_server import free_port
+from tools.local_server import free_port
 
 LAYOUT = {"tp": 2, "pp": 2, "ep": 2, "sp": True}
 PROCESSES, MICROBATCHES, CASE = 4, 4, "token"

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl_corr.report.meaning import meaning_of
-from megatron_rl_corr.rollout.local_server import free_port
+from megatron_rl_corr.observability.catalogue import meaning_of
 from tests.matrix.patched import cpu_flags, unchanged
 from tests.matrix.releases import WITH_TRAINING, chosen, release_environment
 from tests.matrix.replaying_server import ReplayingServer
+from tools.local_server import free_port
 
 HERE = Path(__file__).resolve().parent
 RELEASES = [release for release in WITH_TRAINING if release in chosen()][::-1]

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl_corr.mcore import patching
-from megatron_rl_corr.rollout.local_server import free_port
+from megatron_rl_corr.integrations import patch_tree as patching
 from tests.matrix.patched import copied_tree, cpu_flags, process_environment, unchanged
 from tests.matrix.releases import OVERLAID, PATCHED, chosen
+from tools.local_server import free_port
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

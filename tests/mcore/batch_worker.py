@@ -8,15 +8,15 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import start_processes
 
-from megatron_rl_corr.config import RejectionRule, RolloutCorrectionConfig
+from megatron_rl_corr.config.correction import RejectionRule, RolloutCorrectionConfig
 from megatron_rl_corr.core.correction import compute_correction
+from megatron_rl_corr.engines.trajectory import Support, Trajectory, VersionSpan
 from megatron_rl_corr.mcore.batch import RolloutBatch, TrainingTargets, microbatches
 from megatron_rl_corr.mcore.support_transport import cut_supports, scatter_supports
 from megatron_rl_corr.mcore.targets import batch_metrics, make_targets
 from megatron_rl_corr.parallel.groups import ParallelGroups
 from megatron_rl_corr.parallel.reduce import all_gather_metrics
-from megatron_rl_corr.rollout.local_server import free_port
-from megatron_rl_corr.rollout.trajectory import Support, Trajectory, VersionSpan
+from tools.local_server import free_port
 
 NAN = float("nan")
 LENGTH = 5

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from megatron_rl_corr.config import RejectionRule, RolloutCorrectionConfig
+from megatron_rl_corr.config.correction import RejectionRule, RolloutCorrectionConfig
 from megatron_rl_corr.mcore.batch import RolloutBatch, microbatches
 from megatron_rl_corr.mcore.logprobs import LogprobSettings
 from megatron_rl_corr.mcore.loss import CorrectedLoss

@@ -21,11 +21,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.multiprocessing import start_processes
 
 from megatron_rl_corr.mcore import compat
-from megatron_rl_corr.mcore.expert_statistics import ExpertStatistics
-from megatron_rl_corr.mcore.route_transport import scatter_routes
-from megatron_rl_corr.mcore.routed_step import RoutedStep
-from megatron_rl_corr.mcore.router_replay import Replay
-from megatron_rl_corr.rollout.local_server import free_port
+from megatron_rl_corr.moe.replay import Replay
+from megatron_rl_corr.moe.routed_step import RoutedStep
+from megatron_rl_corr.moe.scatter import scatter_routes
+from megatron_rl_corr.moe.statistics import ExpertStatistics
+from tools.local_server import free_port
 
 LENGTH, ROWS, EXPERTS, TOP_K = 8, 2, 8, 2
 

@@ -23,10 +23,10 @@ from torch.distributed import TCPStore
 from megatron_rl_corr import launch, plugin
 from megatron_rl_corr.mcore import collection, hooks, session  # noqa: F401  imported before the forks
 from megatron_rl_corr.mcore.loss import CorrectedLoss
-from megatron_rl_corr.report.run_log import RunLog
-from megatron_rl_corr.rollout.local_server import free_port
+from megatron_rl_corr.observability.run_log import RunLog
 from megatron_rl_corr.weight_sync.export import StageExporter
 from tests.matrix.patched import cpu_flags
+from tools.local_server import free_port
 
 SCRIPT = Path(__file__).resolve().parents[1] / "matrix/pretrain_any.py"
 RANKS, FAILING = 2, 1

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import start_processes
 
-from megatron_rl_corr.rollout.local_server import free_port
+from tools.local_server import free_port
 
 
 def save_results(result_of, processes, model_dir, samples, out, specs):

@@ -24,18 +24,18 @@ from safetensors.torch import save_file
 from tiny_models import LENGTH, ROWS, VOCAB
 from torch.multiprocessing import start_processes
 
-from megatron_rl_corr.cpu.cp_attention import ContextParallelAttention
 from megatron_rl_corr.mcore import compat
+from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
+from megatron_rl_corr.models.megatron_flags import model_flags
+from megatron_rl_corr.models.names import NameTable
+from megatron_rl_corr.models.shards import load_shards, local_parameters
 from megatron_rl_corr.rollout import LoopThread, RolloutClient
-from megatron_rl_corr.rollout.local_server import free_port
-from megatron_rl_corr.weight_sync.choice import make_coverage, make_proof, make_transport
 from megatron_rl_corr.weight_sync.export import StageExporter
-from megatron_rl_corr.weight_sync.hf_checkpoint import HFCheckpoint
-from megatron_rl_corr.weight_sync.model_flags import model_flags
-from megatron_rl_corr.weight_sync.names import NameTable
 from megatron_rl_corr.weight_sync.push import push_weights
 from megatron_rl_corr.weight_sync.servers import WeightServers
-from megatron_rl_corr.weight_sync.shards import load_shards, local_parameters
+from megatron_rl_corr.weight_sync.transports.choice import make_coverage, make_proof, make_transport
+from tools.cpu.cp_attention import ContextParallelAttention
+from tools.local_server import free_port
 
 LOCAL = (
     "--transformer-impl local --distributed-backend gloo --use-cpu-initialization --no-gradient-accumulation-fusion "

@@ -1,6 +1,6 @@
 """The cases of the layout matrix: what its worker configures, and what its metrics are expected by."""
 
-from megatron_rl_corr.config import RejectionRule, RolloutCorrectionConfig
+from megatron_rl_corr.config.correction import RejectionRule, RolloutCorrectionConfig
 
 LENGTH = 24
 """--seq-length: a multiple of 2 * cp for cp 4, and of tp after that for cp 2."""

@@ -27,6 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.multiprocessing import start_processes
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_rl_corr.engines.trajectory import Support, Trajectory, VersionSpan
 from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.mcore.batch import RolloutBatch, microbatches
 from megatron_rl_corr.mcore.forward_step import make_forward_step
@@ -35,14 +36,13 @@ from megatron_rl_corr.mcore.loss import CorrectedLoss
 from megatron_rl_corr.mcore.scoring import score
 from megatron_rl_corr.mcore.support_transport import cut_supports, scatter_supports
 from megatron_rl_corr.mcore.targets import batch_metrics, make_targets, make_unscored_targets
+from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
+from megatron_rl_corr.models.names import NameTable
+from megatron_rl_corr.models.shards import load_shards, local_parameters
 from megatron_rl_corr.parallel.groups import ParallelGroups
 from megatron_rl_corr.parallel.reduce import all_gather_metrics, merge
-from megatron_rl_corr.rollout.local_server import free_port
-from megatron_rl_corr.rollout.trajectory import Support, Trajectory, VersionSpan
 from megatron_rl_corr.weight_sync.export import StageExporter
-from megatron_rl_corr.weight_sync.hf_checkpoint import HFCheckpoint
-from megatron_rl_corr.weight_sync.names import NameTable
-from megatron_rl_corr.weight_sync.shards import load_shards, local_parameters
+from tools.local_server import free_port
 
 GROUP_SIZE, PADDED_VOCAB = 4, 96
 

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state as ps
 from torch.multiprocessing import start_processes
 
-from megatron_rl_corr.config import RolloutCorrectionConfig
+from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.mcore.scoring import score
-from megatron_rl_corr.rollout.local_server import free_port
+from tools.local_server import free_port
 
 sys.path.insert(0, str(Path(__file__).parent))
 import layout_worker

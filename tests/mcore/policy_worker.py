@@ -25,11 +25,11 @@ from megatron.training.argument_utils import core_transformer_config_from_args
 
 from megatron_rl_corr.mcore import compat, policy_check, policy_flags, run_flags, session
 from megatron_rl_corr.mcore.arguments import add_rollout_arguments
-from megatron_rl_corr.rollout.local_server import free_port
-from megatron_rl_corr.weight_sync.hf_checkpoint import HFCheckpoint
-from megatron_rl_corr.weight_sync.model_flags import model_flags
-from megatron_rl_corr.weight_sync.names import NameTable
-from megatron_rl_corr.weight_sync.shards import load_shards, local_parameters
+from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
+from megatron_rl_corr.models.megatron_flags import model_flags
+from megatron_rl_corr.models.names import NameTable
+from megatron_rl_corr.models.shards import load_shards, local_parameters
+from tools.local_server import free_port
 
 
 class Flipper:

@@ -14,13 +14,13 @@ from megatron.core import parallel_state as ps
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron_rl_corr.config import RejectionRule, RolloutCorrectionConfig
+from megatron_rl_corr.config.correction import RejectionRule, RolloutCorrectionConfig
 from megatron_rl_corr.mcore.first_step import FirstStep
-from megatron_rl_corr.mcore.refusal import Refusal
 from megatron_rl_corr.mcore.scoring import score
 from megatron_rl_corr.mcore.step import CorrectedStep
 from megatron_rl_corr.parallel.failure import PeerFailure
 from megatron_rl_corr.parallel.reduce import all_gather_metrics
+from megatron_rl_corr.parallel.startup import Refusal
 
 sys.path.insert(0, str(Path(__file__).parent))
 import layout_worker

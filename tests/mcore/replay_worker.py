@@ -14,15 +14,15 @@ from megatron.core import parallel_state as ps
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe.router import TopKRouter
 
-from megatron_rl_corr.config import RejectionRule, RolloutCorrectionConfig
+from megatron_rl_corr.config.correction import RejectionRule, RolloutCorrectionConfig
+from megatron_rl_corr.engines.sglang.routed_experts import pack
 from megatron_rl_corr.mcore import compat
-from megatron_rl_corr.mcore.expert_statistics import ExpertStatistics
-from megatron_rl_corr.mcore.refusal import Refusal
-from megatron_rl_corr.mcore.route_transport import local_positions, scatter_routes
-from megatron_rl_corr.mcore.router_replay import Replay
 from megatron_rl_corr.mcore.step import CorrectedStep
+from megatron_rl_corr.moe.replay import Replay
+from megatron_rl_corr.moe.scatter import local_positions, scatter_routes
+from megatron_rl_corr.moe.statistics import ExpertStatistics
 from megatron_rl_corr.parallel.failure import PeerFailure
-from megatron_rl_corr.rollout.routed_experts import pack
+from megatron_rl_corr.parallel.startup import Refusal
 
 sys.path.insert(0, str(Path(__file__).parent))
 from forked_layouts import save_results

@@ -24,12 +24,12 @@ from sglang.srt.runtime_context import SpawnRanks, publish
 from sglang.srt.server_args import prepare_server_args
 from sglang.srt.utils.weight_checker import WeightChecker
 
-from megatron_rl_corr.cpu import sglang_arguments
-from megatron_rl_corr.rollout.errors import RolloutError
-from megatron_rl_corr.rollout.local_server import free_port
+from megatron_rl_corr.engines.errors import RolloutError
 from megatron_rl_corr.weight_sync.buckets import buckets
-from megatron_rl_corr.weight_sync.choice import make_coverage, make_proof
 from megatron_rl_corr.weight_sync.proof import ServerWeights
+from megatron_rl_corr.weight_sync.transports.choice import make_coverage, make_proof
+from tools.cpu import sglang_arguments
+from tools.local_server import free_port
 
 
 def load(path):

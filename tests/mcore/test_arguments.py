@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl_corr.config import PRESETS, RolloutCorrectionConfig
+from megatron_rl_corr.config.correction import PRESETS, RolloutCorrectionConfig
 from megatron_rl_corr.mcore.arguments import RolloutOptions, add_rollout_arguments, parse
 from megatron_rl_corr.mcore.client_flags import ClientOptions
 from megatron_rl_corr.mcore.one_update import idle_clips

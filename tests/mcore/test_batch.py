@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl_corr.cpu import environment
+from tools.cpu import environment
 
 HERE = Path(__file__).resolve().parent
 NAN = float("nan")

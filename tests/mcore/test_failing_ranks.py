@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl_corr.cpu import environment
-from megatron_rl_corr.rollout.process_group import group_members
 from tests.matrix.patched import unchanged
+from tools.cpu import environment
+from tools.process_group import group_members
 
 WORKER = Path(__file__).with_name("failing_ranks_worker.py")
 ROOT = WORKER.parents[2]

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl_corr.cpu import environment
 from tests.core.naive import HIGH, LOW, Batch, clamp, correct, mean
 from tests.mcore.layout_cases import CONFIGS, LENGTH
+from tools.cpu import environment
 
 HERE = Path(__file__).resolve().parent
 TOLERANCE = 1e-5  # of float32 Megatron against float64; measured 1e-6

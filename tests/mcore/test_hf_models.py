@@ -14,11 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_rl_corr.cpu import environment, gpu_available, sglang_arguments
+from megatron_rl_corr.models.names import ARCHITECTURES
 from megatron_rl_corr.rollout import LoopThread, RolloutClient, SamplingParams
-from megatron_rl_corr.rollout.local_server import LocalServer
-from megatron_rl_corr.weight_sync.names import ARCHITECTURES
 from tests.mcore.tiny_models import MODELS, VOCAB, make_model
+from tools.cpu import environment, gpu_available, sglang_arguments
+from tools.local_server import LocalServer
 
 pytestmark = pytest.mark.skipif(gpu_available(), reason="without a GPU only")
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from megatron_rl_corr.cpu import environment
+from tools.cpu import environment
 
 START = """
 import json, sys, types

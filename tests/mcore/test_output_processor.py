@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl_corr.cpu import environment
-from megatron_rl_corr.rollout.local_server import free_port
+from tools.cpu import environment
+from tools.local_server import free_port
 
 WORKER = Path(__file__).with_name("output_processor_worker.py")
 LAYOUTS = {

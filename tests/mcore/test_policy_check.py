@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl_corr.cpu import environment, gpu_available
 from tests.mcore.policy_cases import COMPARED, IGNORED, NOT_RUN, TRAINING
 from tests.mcore.tiny_models import make_model
+from tools.cpu import environment, gpu_available
 
 pytestmark = pytest.mark.skipif(gpu_available(), reason="without a GPU only")
 

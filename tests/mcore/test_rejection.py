@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl_corr.cpu import environment
+from tools.cpu import environment
 
 HERE = Path(__file__).resolve().parent
 LAYOUTS = [{"ep": 2}, {"cp": 2}, {"pp": 2}]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_rl_corr.mcore.route_agreement import RouteAgreement, judge, kappa
+from megatron_rl_corr.moe.agreement import RouteAgreement, judge, kappa
 
 EXPERTS, TOP_K, LAYERS = 8, 2, 3
 

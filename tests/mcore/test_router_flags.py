@@ -6,13 +6,14 @@ import sys
 
 import pytest
 
-from megatron_rl_corr.cpu import environment
+from tools.cpu import environment
 
 CODE = """
 import json, sys
 from types import SimpleNamespace
 import torch
-from megatron_rl_corr.mcore import compat, router_flags, router_replay
+from megatron_rl_corr.mcore import compat, router_flags
+from megatron_rl_corr.moe import replay as router_replay
 KINDS = {"watched": ("off", True), "replayed": ("R3", False), "both": ("R2", True)}
 GOOD = {"num_experts": 8, "moe_router_fusion": False, "moe_router_load_balancing_type": "none",
         "cuda_graph_impl": "none"}

@@ -2,10 +2,10 @@
 
 import pytest
 
+from megatron_rl_corr.doctor import Finding
 from megatron_rl_corr.mcore.first_step import FirstStep, first_step_bound
-from megatron_rl_corr.mcore.refusal import Refusal
 from megatron_rl_corr.mcore.server_check import judge
-from megatron_rl_corr.rollout.doctor import Finding
+from megatron_rl_corr.parallel.startup import Refusal
 
 SEMANTIC = Finding("temperature_ignored", "http://a:1", "slope 1.00 where 0.50 is right")
 ONE_RESPONSE = Finding("one_response", "http://a:1", "3 seeds gave 1 response of 24 tokens")

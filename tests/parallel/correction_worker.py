@@ -15,8 +15,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from benchmarks.exchanges import ExchangeCount
-from megatron_rl_corr.config import PRESETS, RejectionRule, RolloutCorrectionConfig
-from megatron_rl_corr.config_losses import AGGREGATIONS
+from megatron_rl_corr.config.correction import PRESETS, RejectionRule, RolloutCorrectionConfig
+from megatron_rl_corr.config.losses import AGGREGATIONS
 from megatron_rl_corr.core import chunks
 from megatron_rl_corr.core.aggregation import token_coefficients
 from megatron_rl_corr.core.correction import compute_correction

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from benchmarks.correction import peak_bytes
-from megatron_rl_corr.parallel import linear
-from megatron_rl_corr.parallel.linear import linear_logprobs
+from megatron_rl_corr.logprobs import linear
+from megatron_rl_corr.logprobs.linear import linear_logprobs
 
 INF = float("inf")
 CASES = [

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from benchmarks.correction import peak_bytes
-from megatron_rl_corr.parallel.support import Supports, support_logprobs
+from megatron_rl_corr.logprobs.sampling_mask import Supports, support_logprobs
 
 CASES = ["plain", "temperature and chunks", "no entropy"]
 

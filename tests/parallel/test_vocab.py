@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.correction import peak_bytes
-from megatron_rl_corr.parallel.vocab import backend, vocab_parallel_logprobs
+from megatron_rl_corr.logprobs.vocab import backend, vocab_parallel_logprobs
 
 INF = float("inf")
 CASES = [

@@ -15,9 +15,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from worker import WORLD, Collectives, init_gloo
 
-from megatron_rl_corr.parallel.linear import linear_logprobs
-from megatron_rl_corr.parallel.support import Supports, support_logprobs
-from megatron_rl_corr.parallel.vocab import vocab_parallel_logprobs
+from megatron_rl_corr.logprobs.linear import linear_logprobs
+from megatron_rl_corr.logprobs.sampling_mask import Supports, support_logprobs
+from megatron_rl_corr.logprobs.vocab import vocab_parallel_logprobs
 
 INF = float("inf")
 TOKENS, COLUMNS, HIDDEN = 10, 12, 6

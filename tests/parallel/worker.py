@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_rl_corr.config import RejectionRule, RolloutCorrectionConfig
+from megatron_rl_corr.config.correction import RejectionRule, RolloutCorrectionConfig
 from megatron_rl_corr.core.correction import compute_correction
 from megatron_rl_corr.parallel.failure import PeerFailure, all_reduce_done, all_reduce_failure
 from megatron_rl_corr.parallel.gather import all_gather_stacked

@@ -8,6 +8,7 @@ import time
 import pytest
 from aiohttp import web
 
+from megatron_rl_corr.engines.http import Transport
 from megatron_rl_corr.rollout import (
     RolloutOutage,
     RolloutServerError,
@@ -18,9 +19,8 @@ from megatron_rl_corr.rollout import (
     versions,
 )
 from megatron_rl_corr.rollout.counts import Counts
-from megatron_rl_corr.rollout.pool import ServerPool
 from megatron_rl_corr.rollout.readmission import Readmission
-from megatron_rl_corr.rollout.transport import Transport
+from megatron_rl_corr.rollout.server_pool import ServerPool
 
 ONE = SamplingParams(1)
 ORDER = [(p, s) for p in range(4) for s in range(3)]

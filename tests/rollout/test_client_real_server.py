@@ -7,11 +7,11 @@ import time
 import pytest
 import torch
 
+from megatron_rl_corr.engines.http import Transport
+from megatron_rl_corr.engines.sglang.logprob_rows import read_flat
+from megatron_rl_corr.engines.sglang.requests import generate_request
 from megatron_rl_corr.mcore.first_step import first_step_bound, is_quantized
 from megatron_rl_corr.rollout import LoopThread, RolloutClient, RolloutServerError, SampleFailure, SamplingParams
-from megatron_rl_corr.rollout.logprob_rows import read_flat
-from megatron_rl_corr.rollout.requests import generate_request
-from megatron_rl_corr.rollout.transport import Transport
 from tests.hf_truth import assert_is_truth, inside, response
 
 PROMPTS = [[3, 1, 4], [15, 9, 2, 6, 5], [3, 1, 4, 1]]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from aiohttp import web
 
+from megatron_rl_corr.data.user_calls import UserCalls
 from megatron_rl_corr.rollout import (
     DONE,
     Environment,
@@ -24,7 +25,6 @@ from megatron_rl_corr.rollout import (
     load_environment,
 )
 from megatron_rl_corr.rollout.turns import first_turn, join_turn
-from megatron_rl_corr.rollout.user_calls import UserCalls
 
 NAN = float("nan")
 PROMPTS = [Prompt(7, [1, 2], {"answer": 3})]

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_rl_corr.engines.http import Transport
+from megatron_rl_corr.engines.sglang.requests import Request
 from megatron_rl_corr.rollout import Environment, LoopThread, Prompt, RolloutClient, SamplingParams, generate_episodes
-from megatron_rl_corr.rollout.requests import Request
-from megatron_rl_corr.rollout.transport import Transport
 from tests.hf_truth import assert_is_truth
 
 ROOT = Path(__file__).resolve().parents[2]

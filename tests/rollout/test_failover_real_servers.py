@@ -10,9 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_rl_corr.rollout import LoopThread, RolloutClient, SamplingParams, readmission, requests
-from megatron_rl_corr.weight_sync.distributed import DistributedTransport
+from megatron_rl_corr.engines.sglang import requests
+from megatron_rl_corr.rollout import LoopThread, RolloutClient, SamplingParams, readmission
 from megatron_rl_corr.weight_sync.servers import ABSENT, READY, STARTED_ANEW, WeightServers
+from megatron_rl_corr.weight_sync.transports.broadcast import DistributedTransport
 from tests.hf_truth import assert_is_truth
 
 PROMPTS = [[(p + 7 * i) % 80 for i in range(length)] for p, length in enumerate((2, 300, 5, 64, 3, 400, 9, 150))]

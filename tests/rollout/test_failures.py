@@ -2,8 +2,8 @@
 
 import pytest
 
+from megatron_rl_corr.engines.errors import TooManyFailures
 from megatron_rl_corr.rollout import Prompt, SampleFailure
-from megatron_rl_corr.rollout.errors import TooManyFailures
 from megatron_rl_corr.rollout.failures import CAUSES, FailedFraction, FailedPrompts, Failures
 
 

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_rl_corr.rollout import LoopThread, RolloutClient, RolloutProtocolError, SamplingParams
-from megatron_rl_corr.weight_sync.distributed import DistributedTransport
 from megatron_rl_corr.weight_sync.servers import WeightServers
+from megatron_rl_corr.weight_sync.transports.broadcast import DistributedTransport
 from tests.hf_truth import scored
 
 PROMPTS, SAMPLES = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7, 9], [3, 2]], 3

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from megatron_rl_corr.rollout.errors import RolloutOutage, RolloutServerError
-from megatron_rl_corr.rollout.pool import ServerPool
+from megatron_rl_corr.engines.errors import RolloutOutage, RolloutServerError
+from megatron_rl_corr.rollout.server_pool import ServerPool
 
 URLS = ["http://a:1", "http://b:1"]
 

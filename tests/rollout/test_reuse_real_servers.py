@@ -7,9 +7,9 @@ import numpy as np
 import orjson
 import pytest
 
+from megatron_rl_corr.engines.sglang.requests import Request, generate_request
+from megatron_rl_corr.engines.sglang.routed_experts import ExpertShape, decode
 from megatron_rl_corr.rollout import Environment, LoopThread, Prompt, RolloutClient, SamplingParams, generate_episodes
-from megatron_rl_corr.rollout.requests import Request, generate_request
-from megatron_rl_corr.rollout.routed_experts import ExpertShape, decode
 
 SAID, PROMPT_TOKENS, TURNS = [70, 71, 72], 120, 4
 SHAPE = ExpertShape(num_layers=4, layers=(0, 1, 2, 3), top_k=2, experts=8)

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
+from megatron_rl_corr.doctor.findings import Examination
+from megatron_rl_corr.doctor.probe import Probe
+from megatron_rl_corr.doctor.quick import Expected, ask_quick
+from megatron_rl_corr.engines.sglang.requests import Request, generate_request
 from megatron_rl_corr.rollout import LoopThread, RolloutClient, SamplingParams
-from megatron_rl_corr.rollout.doctor.findings import Examination
-from megatron_rl_corr.rollout.doctor.probe import Probe
-from megatron_rl_corr.rollout.doctor.quick import Expected, ask_quick
-from megatron_rl_corr.rollout.requests import Request, generate_request
 from megatron_rl_corr.rollout.seeds import Draw
 
 PROMPT = [3, 1, 4, 1, 5]

@@ -12,7 +12,8 @@ import psutil
 import pytest
 from aiohttp import web
 
-from megatron_rl_corr.rollout import LoopThread, RolloutClient, SamplingParams, readmission, requests
+from megatron_rl_corr.engines.sglang import requests
+from megatron_rl_corr.rollout import LoopThread, RolloutClient, SamplingParams, readmission
 
 PROMPTS = [[3, 1, 4], [1, 5], [9, 2, 6, 5], [3, 5]]
 VOCAB = 83

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, RolloutServerError
 from megatron_rl_corr.parallel import meeting
 from megatron_rl_corr.parallel.failure import PeerFailure
-from megatron_rl_corr.rollout.errors import RolloutError, RolloutProtocolError, RolloutServerError
 from megatron_rl_corr.weight_sync import push
 from megatron_rl_corr.weight_sync.push import push_weights
 

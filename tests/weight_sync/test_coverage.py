@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_rl_corr.engines.errors import IncompletePush
+from megatron_rl_corr.models.architectures import FAMILIES
+from megatron_rl_corr.models.names import NameTable
 from megatron_rl_corr.rollout import RolloutProtocolError
-from megatron_rl_corr.rollout.errors import IncompletePush
-from megatron_rl_corr.weight_sync.architectures import FAMILIES
 from megatron_rl_corr.weight_sync.coverage import Coverage
-from megatron_rl_corr.weight_sync.names import NameTable
 from megatron_rl_corr.weight_sync.proof import ServerWeights, _read
 
 CONFIG = {

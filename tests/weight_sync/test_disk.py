@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.rollout import RolloutServerError
-from megatron_rl_corr.weight_sync.disk import MARKER, DiskTransport, check_folder, write_index
-from megatron_rl_corr.weight_sync.hf_checkpoint import HFCheckpoint
+from megatron_rl_corr.weight_sync.transports.disk import MARKER, DiskTransport, check_folder, write_index
 
 LOOP = SimpleNamespace(call=asyncio.run)
 

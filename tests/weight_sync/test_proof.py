@@ -6,8 +6,8 @@ from safetensors.torch import save_file
 
 from megatron_rl_corr.rollout import RolloutProtocolError
 from megatron_rl_corr.weight_sync.checksums import cpu_checksum, gpu_checksum
-from megatron_rl_corr.weight_sync.choice import count_elements
 from megatron_rl_corr.weight_sync.proof import PushProof, ServerWeights, _read, check_agreement
+from megatron_rl_corr.weight_sync.transports.choice import count_elements
 
 A, B = "http://a", "http://b"
 LAYOUT = (1, 1, 1, "float32", "cpu", 1)

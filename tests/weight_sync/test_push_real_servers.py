@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
+from megatron_rl_corr.engines.errors import IncompletePush
+from megatron_rl_corr.engines.sglang.control import ServerControl
 from megatron_rl_corr.rollout import LoopThread, RolloutClient, RolloutProtocolError, RolloutServerError, SamplingParams
-from megatron_rl_corr.rollout.control import ServerControl
-from megatron_rl_corr.rollout.errors import IncompletePush
-from megatron_rl_corr.weight_sync.choice import make_coverage, make_proof, make_transport
-from megatron_rl_corr.weight_sync.disk import copy_model_files
 from megatron_rl_corr.weight_sync.push import push_weights
 from megatron_rl_corr.weight_sync.servers import WeightServers
+from megatron_rl_corr.weight_sync.transports.choice import make_coverage, make_proof, make_transport
+from megatron_rl_corr.weight_sync.transports.disk import copy_model_files
 from tests.hf_truth import assert_is_truth
 
 TRANSPORTS = ("distributed", "tensor", "disk")

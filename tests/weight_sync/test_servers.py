@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_rl_corr.rollout.errors import RolloutProtocolError, RolloutServerError
-from megatron_rl_corr.weight_sync.distributed import DistributedTransport
+from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError
 from megatron_rl_corr.weight_sync.servers import ABSENT, READY, STARTED_ANEW, WeightServers
-from megatron_rl_corr.weight_sync.transport import WeightTransport
+from megatron_rl_corr.weight_sync.transports.base import WeightTransport
+from megatron_rl_corr.weight_sync.transports.broadcast import DistributedTransport
 
 A, B, C = "http://a:1", "http://b:1", "http://c:1"
 

@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
+from megatron_rl_corr.models.names import NameTable
+from megatron_rl_corr.models.shards import ShardRanks, load_shards, local_parameters
 from megatron_rl_corr.weight_sync.export import StageExporter, StageGroups
-from megatron_rl_corr.weight_sync.hf_checkpoint import HFCheckpoint
-from megatron_rl_corr.weight_sync.names import NameTable
-from megatron_rl_corr.weight_sync.shards import ShardRanks, load_shards, local_parameters
 
 CONFIG = {
     "model_type": "deepseek_v3", "vocab_size": 4, "tie_word_embeddings": True, "num_hidden_layers": 3,

@@ -6,7 +6,7 @@ import pickletools
 import pytest
 import torch
 
-from megatron_rl_corr.weight_sync.tensor import check_same_host, serialized
+from megatron_rl_corr.weight_sync.transports.ipc import check_same_host, serialized
 
 
 def globals_of(text):

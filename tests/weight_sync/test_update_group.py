@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
+from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError
 from megatron_rl_corr.rollout.blocking import LoopThread
-from megatron_rl_corr.rollout.errors import RolloutProtocolError, RolloutServerError
-from megatron_rl_corr.weight_sync import distributed, update_group
-from megatron_rl_corr.weight_sync.update_group import UpdateGroup, _join, count_ranks
+from megatron_rl_corr.weight_sync.transports import broadcast as distributed
+from megatron_rl_corr.weight_sync.transports import update_group
+from megatron_rl_corr.weight_sync.transports.update_group import UpdateGroup, _join, count_ranks
 
 ONE = {"tp_size": 4, "pp_size": 2, "dp_size": 1, "enable_dp_attention": False}
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megatron_rl_corr.config import RolloutCorrectionConfig
+from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.core.correction import Correction
 from megatron_rl_corr.core.losses.cispo import cispo
 from megatron_rl_corr.core.losses.dppo_tv import dppo_tv

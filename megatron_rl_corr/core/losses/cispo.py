@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megatron_rl_corr.config import RolloutCorrectionConfig
+from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.core.correction import Correction
 from megatron_rl_corr.core.losses.ratio import as_exponent, inside, moved_log_ratio, record
 from megatron_rl_corr.core.metrics import Metric

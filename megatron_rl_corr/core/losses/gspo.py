@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megatron_rl_corr.config import RolloutCorrectionConfig
+from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.core.correction import Correction
 from megatron_rl_corr.core.losses.ppo_clip import clipped_surrogate
 from megatron_rl_corr.core.losses.ratio import as_exponent, inside, moved_log_ratio

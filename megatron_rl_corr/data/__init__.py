@@ -1,0 +1,1 @@
+"""What the user brings: prompts and rewards."""

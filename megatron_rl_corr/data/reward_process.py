@@ -1,0 +1,104 @@
+"""The trainer's end of a process that scores samples: starts it, asks it, ends it with all that it has started."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+from typing import Any
+
+import orjson
+
+from megatron_rl_corr.data.reward_value import FLAG
+from megatron_rl_corr.data.reward_worker import LENGTH_BYTES, frame
+from megatron_rl_corr.data.worker_pool import WorkerGone
+
+START_LIMIT_S = 300.0
+"""For importing the user's file and its setup()."""
+BOOTSTRAP = (
+    "import sys, json; sys.path[:] = json.loads(sys.argv.pop(1)); "
+    "from megatron_rl_corr.data.reward_worker import serve; "
+    "serve(sys.argv.pop(1), int(sys.argv.pop(1)), int(sys.argv.pop(1)))"
+)
+NOT_INHERITED = {
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME",
+    "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "MEGATRON_RL_CORR",
+}  # fmt: skip
+"""Variables that make the trainer a rank of its job, beside TORCHELASTIC_*: libraries that find them would wait for the
+other ranks. By their whole names: LOCAL_MODEL_DIR is the user's."""
+
+
+class RewardProcess:
+    """One process, a fresh interpreter: neither a fork of the trainer nor one that runs its script again."""
+
+    def __init__(self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+        self._process, self._reader, self._writer = process, reader, writer
+        self.kind = ""
+        """"plain" or "async": what the function is."""
+
+    @classmethod
+    async def start(cls, spec: str, text: str | None) -> RewardProcess:
+        """text: the file's that spec names, the same for all workers of a run, or None for a module.
+
+        ValueError with the traceback of the user's file or setup(), or where both take more than START_LIMIT_S."""
+        mine, its = socket.socketpair()
+        environment = {
+            name: value for name, value in os.environ.items()
+            if name not in NOT_INHERITED and not name.startswith("TORCHELASTIC_")
+        }  # fmt: skip
+        path = json.dumps([entry for entry in sys.path if isinstance(entry, str)])  # Python looks at no other
+        with its:
+            reader, writer = await asyncio.open_connection(sock=mine)
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", BOOTSTRAP, path, spec, str(its.fileno()), str(os.getpid()),
+                stdin=asyncio.subprocess.DEVNULL, pass_fds=[its.fileno()], env=environment, process_group=0,
+            )  # fmt: skip
+        worker = cls(process, reader, writer)
+        try:
+            async with asyncio.timeout(START_LIMIT_S):
+                answer = await worker.ask({"text": text})
+            if "error" in answer:
+                error = answer["error"]
+                raise ValueError(error if error.startswith(FLAG) else f"{FLAG} {spec} could not be loaded:\n{error}")
+        except BaseException as error:
+            await worker.end()
+            if isinstance(error, (WorkerGone, TimeoutError)):
+                why = error if isinstance(error, WorkerGone) else f"its file and setup() took over {START_LIMIT_S:g} s"
+                raise ValueError(f"{FLAG} {spec} could not be loaded in a worker: {why}") from None
+            raise
+        worker.kind = answer["value"]
+        return worker
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def ask(self, job: dict[str, Any]) -> dict[str, Any]:
+        """{"value": the reward} or {"error": a traceback}; of {"text": ...} the message that it begins with."""
+        try:
+            self._writer.write(frame(job))
+            await self._writer.drain()
+            length = int.from_bytes(await self._reader.readexactly(LENGTH_BYTES), "big")
+            return orjson.loads(await self._reader.readexactly(length))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1.0):  # it may have closed the connection alone
+                    await self._process.wait()
+            raise WorkerGone(f"its process ended {_how(self._process.returncode)}") from None
+
+    async def end(self) -> None:
+        """Kill it and what it has started, unless that has made itself a process group of its own."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        await self._process.wait()
+        self._writer.close()
+
+
+def _how(status: int | None) -> str:
+    if status is None:
+        return "its connection"
+    return f"with exit status {status}" if status >= 0 else f"by {signal.Signals(-status).name}"

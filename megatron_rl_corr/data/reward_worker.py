@@ -1,0 +1,119 @@
+"""A process that scores samples with the user's reward function, as the trainer's `RewardProcess` asks it to.
+
+It imports the user's file, and neither torch nor Megatron. Messages are JSON behind their length, over a socket that
+it inherits; standard output and error are the trainer's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import functools
+import inspect
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Awaitable, Callable
+from types import ModuleType
+from typing import Any, BinaryIO
+
+import orjson
+
+from megatron_rl_corr.data.loading import load_with_module
+from megatron_rl_corr.data.prompts import Prompt
+from megatron_rl_corr.data.reward_value import FLAG, checked_reward
+
+LENGTH_BYTES = 8
+
+PR_SET_PDEATHSIG = 1
+
+
+def frame(message: dict[str, Any]) -> bytes:
+    """The message as it is sent."""
+    body = orjson.dumps(message)
+    return len(body).to_bytes(LENGTH_BYTES, "big") + body
+
+
+def attempt(call: Callable[[], Any]) -> dict[str, Any]:
+    """{"value": what the user's code returns} or {"error": its traceback}, of whatever it raises, exit() included.
+
+    A process that the code has forked, and that comes out of it, ends here: two would answer over one socket.
+    """
+    own_pid = os.getpid()
+    try:
+        return {"value": call()}
+    except BaseException as error:  # noqa: BLE001  the trainer counts it, and shows the traceback
+        if isinstance(error, ValueError) and str(error).startswith(FLAG):  # ours, which says all
+            return {"error": str(error)}
+        own = error.__traceback__.tb_next  # without this frame
+        return {"error": "".join(traceback.format_exception(type(error), error, own)).strip()}
+    finally:
+        if os.getpid() != own_pid:
+            os._exit(0)
+
+
+def score(function: Callable, prompt: Prompt, output_ids: list[int], finish_reason: str) -> float:
+    """What the function returns, if it is a number that is finite in float32."""
+    return checked_reward(function(prompt, output_ids, finish_reason), FLAG)
+
+
+def serve(spec: str, descriptor: int, parent: int) -> None:
+    """Load the function, call its file's setup() if there is one, then answer until the trainer hangs up.
+
+    The first message received is {"text": the file's}. The first sent is {"value": "async"} for an `async def`, which
+    the trainer runs itself, else {"value": "plain"}.
+    """
+    _die_with(parent)
+    os.set_inheritable(descriptor, False)  # what the function starts does not get it
+    sys.stdout.reconfigure(line_buffering=True)  # a worker that is killed has shown what it printed
+    with socket.socket(fileno=descriptor) as channel, channel.makefile("rb") as received:
+        functions: list[Callable] = []
+        begun = _received(received)
+        if begun is None:
+            return
+        channel.sendall(frame(_prepare(spec, begun["text"], functions)))
+        while functions and (job := _received(received)):
+            prompt = Prompt(job["index"], job["input_ids"], job["metadata"])
+            given = functions[0], prompt, job["output_ids"], job["finish_reason"]
+            channel.sendall(frame(attempt(functools.partial(score, *given))))
+
+
+def _received(channel: BinaryIO) -> dict[str, Any] | None:
+    """The next message; None once the trainer has hung up."""
+    head = channel.read(LENGTH_BYTES)
+    return orjson.loads(channel.read(int.from_bytes(head, "big"))) if head else None
+
+
+def _prepare(spec: str, text: str | None, functions: list[Callable]) -> dict[str, Any]:
+    """The first message; a plain function is put into `functions` once all is set up."""
+
+    def prepare() -> str:
+        module, function = load_with_module(spec, FLAG, text)
+        if inspect.iscoroutinefunction(function):
+            return "async"
+        done = set_up(module)
+        if inspect.isawaitable(done):
+            asyncio.run(_awaited(done))
+        functions.append(function)
+        return "plain"
+
+    return attempt(prepare)
+
+
+def set_up(module: ModuleType) -> Any:
+    """Call the file's setup(), if there is one."""
+    setup = getattr(module, "setup", None)
+    return None if setup is None else setup()
+
+
+async def _awaited(answer: Awaitable[Any]) -> None:
+    await answer
+
+
+def _die_with(parent: int) -> None:
+    """However the trainer ends: the kernel tells when the thread that started this process is gone."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)

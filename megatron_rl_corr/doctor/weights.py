@@ -1,0 +1,105 @@
+"""Changes single weights of a running server over HTTP, and puts them back."""
+
+import base64
+import json
+import pickle
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from megatron_rl_corr.doctor.probe import Probe
+from megatron_rl_corr.doctor.uninterrupted import uninterrupted
+from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError
+from megatron_rl_corr.engines.sglang import requests
+from megatron_rl_corr.engines.sglang.requests import Request
+
+FINAL_NORM = "model.norm.weight"
+"""Changes logits, and no key or value: what was computed before it stays what it was."""
+FIRST_NORM = "model.layers.0.input_layernorm.weight"
+"""Changes the keys and values of every layer."""
+INITIAL_VERSION = "default"
+"""What SGLang calls the weights it was started with."""
+
+
+def read_tensors(directory: str | Path, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    """The named tensors of a Hugging Face folder; FileNotFoundError or KeyError where it has none of that name."""
+    directory = Path(directory)
+    files, tensors = dict.fromkeys(names, "model.safetensors"), {}
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        files = json.loads(index.read_text())["weight_map"]
+    for name in names:
+        path = directory / files[name]
+        if not path.is_file():
+            raise FileNotFoundError(f"no such file: {path}")
+        with safe_open(path, framework="pt") as file:
+            if name not in file.keys():  # noqa: SIM118 - no container
+                raise KeyError(name)
+            tensors[name] = file.get_tensor(name)
+    return tensors
+
+
+def update_weights_from_tensor(tensors: Mapping[str, torch.Tensor], *, ranks: int, version: str) -> Request:
+    """Receive the tensors in the body, once for each of the server's tensor-parallel ranks."""
+    payload = base64.b64encode(pickle.dumps(list(tensors.items()))).decode()
+    body = {"serialized_named_tensors": [payload] * ranks, "flush_cache": False, "weight_version": version}
+    return Request("POST", "/update_weights_from_tensor", body)
+
+
+class ServerWeights:
+    """A few weights of one server, whose original values are known."""
+
+    def __init__(self, probe: Probe, originals: Mapping[str, torch.Tensor], *, ranks: int, version: str):
+        self._probe, self._originals, self._ranks, self._version = probe, dict(originals), ranks, version
+
+    @asynccontextmanager
+    async def scaled(self, name: str, factor: float, version: str, *, flush: bool = True) -> AsyncIterator[None]:
+        """While it is open the weight is `factor` times its value, and the server's weights are called `version`.
+
+        The caller pauses and resumes. At the end, and after any failure, the value and the version's name are
+        back, prefixes are forgotten, and the server samples.
+        """
+        try:
+            await self._send({name: self._originals[name] * factor}, version)
+            if flush:
+                await self._probe.control(requests.flush_cache())
+            yield
+        finally:
+            await uninterrupted(self._put_back(name))
+
+    async def _put_back(self, name: str) -> None:
+        try:
+            await self._probe.control(requests.pause_generation("retract"))
+            await self._send({name: self._originals[name]}, self._version)
+            await self._probe.control(requests.update_weight_version(self._version))
+            await self._probe.control(requests.flush_cache())
+        finally:
+            await self._probe.control(requests.continue_generation())
+
+    async def checksum(self) -> Any:
+        """A digest of all weights that the server holds."""
+        answer = await self._probe.control(requests.weights_checker())
+        try:
+            return [rank["checksums"] for rank in answer["ranks"]]
+        except (KeyError, TypeError) as error:
+            raise RolloutProtocolError(self._probe.url, "/weights_checker", f"no checksums ({error!r})") from None
+
+    async def _send(self, tensors: Mapping[str, torch.Tensor], version: str) -> None:
+        try:
+            await self._probe.control(requests.begin_weight_update())
+        except RolloutServerError as error:
+            if error.status == 400 and "already open" in error.detail:  # cut off in the middle
+                await self._probe.control(requests.end_weight_update())
+                await self._probe.control(requests.begin_weight_update())
+            elif error.status != 404:  # SGLang <= 0.5.20 has no session
+                raise
+        await self._probe.control(update_weights_from_tensor(tensors, ranks=self._ranks, version=version))
+        try:
+            await self._probe.control(requests.end_weight_update())
+        except RolloutServerError as error:
+            if error.status != 404:
+                raise

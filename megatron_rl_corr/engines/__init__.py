@@ -1,0 +1,1 @@
+"""Rollout engines behind one seam: what is asked of a server and what it answers."""

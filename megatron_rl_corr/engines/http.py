@@ -1,0 +1,165 @@
+"""Sends one HTTP request to a rollout server: the body of a 2xx answer, or a `RolloutServerError`."""
+
+import asyncio
+import math
+import socket
+import ssl
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import aiohttp
+import orjson
+
+from megatron_rl_corr.engines.errors import RolloutServerError, body_start
+from megatron_rl_corr.engines.sglang.requests import Request
+
+HEALTH_PROBE_TIMEOUT_S = 30.0  # a paused server takes 20 s to answer /health with 503
+
+
+def checked_urls(base_urls: Sequence[str]) -> tuple[str, ...]:
+    """The addresses without a trailing slash; ValueError for one that is none, or that is given twice."""
+    if isinstance(base_urls, str) or not base_urls:
+        raise ValueError(f"base_urls must be a non-empty list of server addresses, got {base_urls!r}")
+    urls = tuple(url.rstrip("/") for url in base_urls)
+    for url in urls:
+        parts = urlsplit(url)
+        if parts.username is not None or parts.password is not None:
+            raise ValueError(f"the address of {parts.hostname} must not hold a password; use api_key")
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+            raise ValueError(f"a server address is http://HOST:PORT or https://HOST:PORT, got {url!r}")
+    if len(set(urls)) != len(urls):
+        raise ValueError(f"a server address is given twice: {', '.join(urls)}")
+    return urls
+
+
+def checked_key(api_key: str | None) -> str | None:
+    """The key, if a header can carry it; ValueError, without the key, where not."""
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""):
+        raise ValueError("api_key must be printable ASCII without spaces around it: is there a line end at its end?")
+    return api_key
+
+
+def certificates(ca_file: str | Path | None, urls: Sequence[str]) -> ssl.SSLContext | bool:
+    """Trust the authorities of a PEM file, and no others; None: those that the system trusts."""
+    if ca_file is None:
+        return True
+    if not any(url.startswith("https://") for url in urls):
+        raise ValueError(f"ca_file {ca_file} has no effect: no server address is https://; leave it out")
+    try:
+        return ssl.create_default_context(cafile=str(ca_file))
+    except OSError as error:
+        raise ValueError(f"ca_file {ca_file} is not a PEM file of certificates: {error}") from None
+
+
+class Transport:
+    """An HTTP session, opened by the first request and bound to that request's event loop."""
+
+    def __init__(
+        self,
+        *,
+        timeout_s: float,
+        connect_timeout_s: float,
+        api_key: str | None = None,
+        tls: ssl.SSLContext | bool = True,
+    ):
+        self._tls = tls
+        self.timeout_s = timeout_s
+        self.connect_timeout_s = connect_timeout_s
+        self._api_key = api_key
+        self._session: aiohttp.ClientSession | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def close(self) -> None:
+        """Close the session. The next request opens another."""
+        if self._session is not None:
+            self._check_loop()
+            await self._session.close()
+            self._session = self._loop = None
+
+    async def send(self, url: str, request: Request, *, timeout_s: float | None = None) -> tuple[int, bytes]:
+        """Status and body of a 2xx answer; RolloutServerError for any other, and for none.
+
+        timeout_s bounds the time from the start of the request to the end of its answer; math.inf: nothing does, once
+        there is a connection. None: the transport's own.
+        """
+        session = self._open_session()
+        data = None if request.json is None else orjson.dumps(request.json)
+        limit = self.timeout_s if timeout_s is None else timeout_s
+        timeout = aiohttp.ClientTimeout(
+            total=None if limit == math.inf else limit, sock_connect=min(self.connect_timeout_s, limit),
+            ceil_threshold=math.inf,  # to the moment, not to the next full second
+        )  # fmt: skip
+        try:
+            # A redirect would carry the key to another server.
+            async with session.request(
+                request.method, url + request.endpoint, data=data, timeout=timeout, allow_redirects=False
+            ) as response:
+                status, body = response.status, await response.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise self._error(url, request, None, _said(error, limit, self.connect_timeout_s)) from error
+        if not 200 <= status < 300:
+            raise self._error(url, request, status, body_start(body))
+        return status, body
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            headers = {"Content-Type": "application/json"}
+            if self._api_key is not None:
+                headers["Authorization"] = f"Bearer {self._api_key}"
+            self._loop = asyncio.get_running_loop()
+            self._session = aiohttp.ClientSession(
+                headers=headers,
+                trust_env=False,  # a proxy from the environment cannot reach a server on the loopback
+                connector=aiohttp.TCPConnector(
+                    ssl=self._tls,
+                    limit=0,  # control requests must not queue behind samples
+                    # The server closes idle connections after some seconds, and a POST that meets a closing
+                    # one can't be repeated safely; against sampling, the time to connect is nothing.
+                    force_close=True,
+                    socket_factory=_kept_alive,
+                ),
+            )
+        self._check_loop()
+        return self._session
+
+    def _check_loop(self) -> None:
+        if self._loop is not asyncio.get_running_loop():
+            raise RuntimeError(
+                "the HTTP session belongs to another event loop: use one LoopThread for all calls"
+            )
+
+    def _error(self, url: str, request: Request, status: int | None, detail: str) -> RolloutServerError:
+        if self._api_key:
+            detail = detail.replace(self._api_key, "***")  # a server may quote what it was sent
+        return RolloutServerError(url, request.endpoint, status, detail, method=request.method)
+
+
+def _kept_alive(address: tuple) -> socket.socket:
+    """A connection is silent while its answer is computed: the kernel notices a host that has gone.
+
+    And what stands between, as a load balancer, does not take the connection for idle.
+    """
+    family, kind, protocol, *_ = address
+    made = socket.socket(family, kind, protocol)
+    for option, value in ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3)):
+        made.setsockopt(socket.IPPROTO_TCP, option, value)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    return made
+
+
+def _said(error: Exception, limit: float, connect_limit: float) -> str:
+    """Why there was no answer, in a few words."""
+    if isinstance(error, aiohttp.ConnectionTimeoutError):
+        return f"timed out connecting ({min(limit, connect_limit):g} s)"
+    if isinstance(error, TimeoutError):
+        return f"timed out after {limit:g} s"
+    if isinstance(error, aiohttp.ClientConnectorError):
+        if isinstance(error.os_error, ConnectionRefusedError):
+            return "connection refused"
+        return f"cannot connect: {error.os_error.strerror or error.os_error}"
+    if isinstance(error, aiohttp.ServerDisconnectedError):
+        return "it closed the connection without an answer"
+    if isinstance(error, aiohttp.ClientPayloadError):
+        return f"the connection broke in the middle of the answer ({error})"
+    return f"{type(error).__name__}: {error}"

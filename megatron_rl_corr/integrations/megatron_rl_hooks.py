@@ -1,0 +1,86 @@
+"""Puts our correction into Megatron's own RL (train_rl.py, with --perform-rl-step), and its numbers into our log."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron_rl_corr.config.correction import RolloutCorrectionConfig
+from megatron_rl_corr.integrations.settings import check_settings
+from megatron_rl_corr.mcore.correction_flags import add_correction, correction_config
+
+ASKS = "--perform-rl-step"
+NEEDS = "--rl-inference-logprobs-is-correction"
+
+
+def parse(arguments: Sequence[str]) -> tuple[RolloutCorrectionConfig, str | None]:
+    """The correction and --rollout-log-dir. ValueError for a flag of ours that has no effect there, or one missing."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    add_correction(parser.add_argument_group())
+    parser.add_argument("--rollout-log-dir")
+    try:
+        values, others = parser.parse_known_args(list(arguments))
+    except argparse.ArgumentError as error:
+        raise ValueError(str(error).removeprefix("argument ")) from None
+    for other in others:
+        if other.startswith("--rollout-"):
+            raise ValueError(
+                f"{other.split('=')[0]} has no effect with {ASKS}, where Megatron samples and has its own loss; drop it"
+            )
+    if NEEDS not in arguments:
+        raise ValueError(f"{ASKS} needs {NEEDS} beside it: without it Megatron keeps no rollout log-probs")
+    config = correction_config(values)
+    check_settings(config, "Megatron's RL")
+    return config, values.rollout_log_dir
+
+
+def install(config: RolloutCorrectionConfig, report: Callable[[dict, Any], None]) -> Callable[[], None]:
+    """Replace the loss and what tells it the loss mask; report(metrics, writer) is called as in mcore.hooks.install.
+
+    Returns what is to be done after the last step: nothing, as Megatron has its own servers.
+    """
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from megatron.rl import rl_utils
+    from megatron.training import arguments as megatron_arguments
+    from megatron.training import global_vars, training
+
+    from megatron_rl_corr.integrations.megatron_rl import GRPOCorrection
+    from megatron_rl_corr.mcore import hooks
+    from megatron_rl_corr.parallel.reduce import all_gather_metrics, merge
+
+    correction = GRPOCorrection(config)
+    loss = ("current_logprobs", "old_logprobs", "advantages", "kl_beta", "entropy_weight", "inference_logprobs",
+            "is_truncation_coef")  # fmt: skip
+
+    def all_gather_and_report() -> None:
+        metrics, correction.metrics = merge(correction.metrics), []
+        if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+            return
+        numbers = all_gather_metrics(
+            {f"rollout_corr/{name}": metric for name, metric in metrics.items()},
+            parallel_state.get_data_parallel_group(with_context_parallel=True),
+        )
+        if dist.get_rank() == dist.get_world_size() - 1:
+            step = global_vars.get_args().curr_iteration + 1
+            report({"step": step, **numbers}, global_vars.get_tensorboard_writer())
+
+    def corrected(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def train_step(forward_step_func: Callable, *args: Any, **kwargs: Any) -> tuple:
+            if parallel_state.get_context_parallel_world_size() > 1:
+                raise ValueError("--context-parallel-size above 1 is not supported with Megatron's RL; use 1")
+            result = original(correction.forward_step(forward_step_func), *args, **kwargs)
+            all_gather_and_report()
+            return result
+
+        return train_step
+
+    hooks.replace(megatron_arguments, "add_megatron_arguments", ("parser",), hooks.with_our_flags)
+    hooks.replace(rl_utils, "calculate_grpo_loss", loss, correction.calculate_grpo_loss)
+    if hasattr(rl_utils, "load_packed_data_by_index"):  # from 0.16 on; packed sequences of 0.15 are refused in the loss
+        hooks.replace(rl_utils, "load_packed_data_by_index", ("bin_idx",), correction.load_packed_data_by_index)
+    hooks.replace(training, "train_step", ("forward_step_func", "data_iterator"), corrected)
+    return lambda: None

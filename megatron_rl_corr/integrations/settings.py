@@ -1,0 +1,40 @@
+"""The settings of a correction that acts inside another trainer's loss, one microbatch at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from megatron_rl_corr.config.correction import RolloutCorrectionConfig
+
+WHOLE_BATCH = ("rollout_is_batch_normalize", "rollout_m2_threshold", "rollout_batch_filter_kl")
+ACT = ("rollout_is", "rollout_is_mode", "rollout_is_lower", "rollout_is_upper", "rollout_rs", "diagnostics_only")
+
+
+@functools.cache
+def read_settings(path: str, trainer: str) -> RolloutCorrectionConfig:
+    """The file of --rollout-correction-config, read once. ValueError for a setting without effect in `trainer`."""
+    config = RolloutCorrectionConfig.from_yaml(path)
+    check_settings(config, trainer)
+    return config
+
+
+def check_settings(config: RolloutCorrectionConfig, trainer: str) -> None:
+    """ValueError for a setting that acts on a whole batch, on turns, or on the loss, which is the trainer's own."""
+    by_turn = [rule.name for rule in config.rollout_rs if rule.level == "turn_mean"]
+    by_turn += ["rollout_is turn"] if config.rollout_is == "turn" else []
+    if by_turn:
+        raise ValueError(f"{by_turn[0]}: {trainer} do not tell turns; use a token, sequence or geometric level")
+    if any(rule.divergence == "opsm" for rule in config.rollout_rs):
+        raise ValueError(f"rollout_rs opsm: {trainer} do not tell advantages here; use another rule")
+    by_routing = [rule.name for rule in config.rollout_rs if rule.divergence == "routing"]
+    if by_routing:
+        raise ValueError(f"rollout_rs {by_routing[0]}: {trainer} do not tell servers' routes here; use another rule")
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name in ACT or value == field.default:
+            continue
+        why = f"the loss is {trainer}'s own, with its own flags"
+        if field.name in WHOLE_BATCH:
+            why = f"it needs the whole batch, and {trainer} correct one microbatch at a time"
+        raise ValueError(f"{field.name} {value} has no effect in {trainer}: {why}; drop it")

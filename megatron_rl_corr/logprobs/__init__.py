@@ -1,0 +1,1 @@
+"""Log-probs and entropy of a sharded vocabulary."""

@@ -1,0 +1,145 @@
+"""Megatron's command line for the model of a Hugging Face config.json, as a list of flags.
+
+They are all that the architecture says; layout, precision, batch sizes and the optimizer stay the user's.
+"""
+
+from __future__ import annotations
+
+from megatron_rl_corr.models.architectures import (
+    FAMILIES,
+    Config,
+    experts,
+    gated_shared_expert,
+    is_tied,
+    latent_attention,
+    mixtral_experts,
+    qk_norms,
+    qkv_bias,
+    router_bias,
+    shared_experts,
+)
+
+ALWAYS = [
+    "--position-embedding-type", "rope", "--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear",
+    "--attention-dropout", "0", "--hidden-dropout", "0",
+]  # fmt: skip
+
+
+def model_flags(config: Config) -> list[str]:
+    """The flags; ValueError where Megatron computes something else than that model, whatever its flags."""
+    kind = config.get("model_type")
+    if kind not in FAMILIES:
+        raise ValueError(f"model_type {kind!r} is not known; supported: {', '.join(FAMILIES)}")
+    parts = FAMILIES[kind]
+    window = config.get("sliding_window")
+    if window and config.get("use_sliding_window", True) and window < config["max_position_embeddings"]:
+        raise ValueError(f"sliding_window {window} in config.json: attention within a window has no flags here")
+    flags = [
+        "--num-layers", config["num_hidden_layers"], "--hidden-size", config["hidden_size"],
+        "--ffn-hidden-size", config["intermediate_size"], "--num-attention-heads", config["num_attention_heads"],
+        "--vocab-size", config["vocab_size"], "--max-position-embeddings", config["max_position_embeddings"],
+        "--norm-epsilon", config["rms_norm_eps"], *ALWAYS,
+    ]  # fmt: skip
+    if not is_tied(config):
+        flags.append("--untie-embeddings-and-output-weights")
+    if qkv_bias in parts:
+        flags.append("--add-qkv-bias")
+    if qk_norms in parts or latent_attention in parts:
+        flags.append("--qk-layernorm")
+    flags += _latent_attention(config) if latent_attention in parts else _grouped_attention(config)
+    flags += _rope(config, latent=latent_attention in parts)
+    if experts in parts or mixtral_experts in parts:
+        flags += [*_experts(config), *_router(config, biased=router_bias in parts), *_dense_layers(config)]
+    if shared_experts in parts and config.get("n_shared_experts"):
+        width = config["n_shared_experts"] * config["moe_intermediate_size"]
+        flags += ["--moe-shared-expert-intermediate-size", width]
+    if gated_shared_expert in parts:
+        flags += ["--moe-shared-expert-intermediate-size", config["shared_expert_intermediate_size"],
+                  "--moe-shared-expert-gate"]  # fmt: skip
+    return [str(flag) for flag in flags]
+
+
+def _grouped_attention(config: Config) -> list:
+    heads = config["num_attention_heads"]
+    return [
+        "--group-query-attention", "--num-query-groups", config.get("num_key_value_heads") or heads,
+        "--kv-channels", config.get("head_dim") or config["hidden_size"] // heads,
+    ]  # fmt: skip
+
+
+def _latent_attention(config: Config) -> list:
+    latent_attention(config)  # refuses what Megatron can't express
+    return [
+        "--multi-latent-attention", "--q-lora-rank", config["q_lora_rank"],
+        "--kv-lora-rank", config["kv_lora_rank"], "--qk-head-dim", config["qk_nope_head_dim"],
+        "--qk-pos-emb-head-dim", config["qk_rope_head_dim"], "--v-head-dim", config["v_head_dim"],
+    ]  # fmt: skip
+
+
+def _rope(config: Config, *, latent: bool) -> list:
+    """transformers 5 keeps it all under rope_parameters; older ones rope_theta at the top, and rope_scaling."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    flags = ["--rotary-base", int(rope.get("rope_theta") or config.get("rope_theta") or 10000)]
+    if kind == "default":
+        return [*flags, "--rope-type", "rope"] if latent else flags
+    if kind == "llama3" and not latent:
+        _demand(rope, low_freq_factor=1, high_freq_factor=4, original_max_position_embeddings=8192)
+        return [*flags, "--use-rope-scaling", "--rope-scaling-factor", rope["factor"]]
+    if kind == "yarn" and latent:
+        # Megatron has no flags for these three under latent attention.
+        _demand(rope, original_max_position_embeddings=4096, beta_fast=32, beta_slow=1)
+        return [
+            *flags, "--rope-type", "yarn", "--rotary-scaling-factor", rope["factor"],
+            "--mscale", rope.get("mscale", 1), "--mscale-all-dim", rope.get("mscale_all_dim", 0),
+        ]  # fmt: skip
+    raise ValueError(f"rope_type {kind!r} of this architecture has no flags here")
+
+
+def _experts(config: Config) -> list:
+    count = next(
+        config[key] for key in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(key) is not None
+    )
+    return [
+        "--num-experts", count, "--moe-router-topk", config["num_experts_per_tok"],
+        "--moe-ffn-hidden-size", config.get("moe_intermediate_size") or config["intermediate_size"],
+        "--moe-router-load-balancing-type", "none", "--moe-router-dtype", "fp32",
+        "--moe-token-dispatcher-type", "alltoall",
+    ]  # fmt: skip
+
+
+def _router(config: Config, *, biased: bool) -> list:
+    """Scores, how they are normalised over the top k, and groups of experts."""
+    kind, groups = config["model_type"], config.get("n_group") or 1
+    renormalised = config.get("norm_topk_prob", kind in ("mixtral", "deepseek_v3"))  # transformers' defaults
+    if biased:
+        if not renormalised:
+            raise ValueError("norm_topk_prob false: Megatron always normalises sigmoid scores over the top k")
+        flags = ["--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"]
+    else:
+        flags = [] if renormalised else ["--moe-router-pre-softmax"]
+    if config.get("routed_scaling_factor", 1) != 1:
+        flags += ["--moe-router-topk-scaling-factor", config["routed_scaling_factor"]]
+    if groups > 1:
+        best = config["num_experts_per_tok"] // config["topk_group"]
+        if best != 2:
+            raise ValueError(
+                f"num_experts_per_tok / topk_group is {best} in config.json: by so many experts Megatron would rank a "
+                f"group of them, {kind} ranks it by 2"
+            )
+        flags += ["--moe-router-num-groups", groups, "--moe-router-group-topk", config["topk_group"]]
+    return flags
+
+
+def _dense_layers(config: Config) -> list:
+    """Which layers have experts, if not all: 1 for those, 0 for dense ones."""
+    layers, step = range(config["num_hidden_layers"]), config.get("decoder_sparse_step", 1)
+    first, dense = config.get("first_k_dense_replace", 0), config.get("mlp_only_layers") or ()
+    sparse = [int(i >= first and i not in dense and (i + 1) % step == 0) for i in layers]
+    return [] if all(sparse) else ["--moe-layer-freq", f"[{','.join(map(str, sparse))}]"]
+
+
+def _demand(rope: Config, **values: float) -> None:
+    for name, value in values.items():
+        if rope.get(name, value) != value:
+            raise ValueError(f"{name} {rope[name]} in config.json: Megatron's is {value} and has no flag")

@@ -1,0 +1,116 @@
+"""A rank's parameters, each with the rule that ties it to Hugging Face tensors; loading those into them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
+from megatron_rl_corr.models.layouts import RowsOrWhole
+from megatron_rl_corr.models.names import NameTable, ParameterRule, global_name
+
+EXPERT_BIAS = ".router.expert_bias"
+"""Balances experts without an auxiliary loss; a buffer, which Megatron changes after every step."""
+
+
+@dataclass(frozen=True)
+class ShardRanks:
+    """This rank's place among those that cut a parameter; experts have their own tensor-parallel size."""
+
+    tp_rank: int = 0
+    tp_size: int = 1
+    expert_tp_rank: int = 0
+    expert_tp_size: int = 1
+    ep_rank: int = 0
+
+
+@dataclass(frozen=True)
+class LocalParameter:
+    """One parameter of this rank's model."""
+
+    tensor: Tensor
+    local_name: str
+    layer_offset: int
+    experts_per_rank: int
+    table: NameTable
+
+    def rule(self, ep_rank: int) -> ParameterRule:
+        """Its rule as expert-parallel rank `ep_rank` would name it (others hold other experts there)."""
+        offset = ep_rank * self.experts_per_rank
+        name = global_name(self.local_name, layer_offset=self.layer_offset, expert_offset=offset)
+        rule = self.table.find(name)
+        if isinstance(rule.layout, RowsOrWhole):
+            return replace(rule, layout=rule.layout.of(self.tensor))
+        return rule
+
+
+def local_parameters(
+    chunks: Sequence[nn.Module], table: NameTable, *, experts_per_rank: int
+) -> list[LocalParameter]:
+    """All parameters of this rank's unwrapped GPT model chunks, in the model's order; the routers' biases too.
+
+    Raises ValueError where the model has not the checkpoint's number of layers, or ties its embeddings otherwise.
+    """
+    found = []
+    for chunk in chunks:
+        table.check_model(num_layers=chunk.config.num_layers, tied=chunk.share_embeddings_and_output_weights)
+        layers = chunk.decoder.layers
+        offset = layers[0].layer_number - 1 if len(layers) else 0
+        biases = [(name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(EXPERT_BIAS)]
+        for name, tensor in [*chunk.named_parameters(), *biases]:
+            found.append(LocalParameter(tensor, name, offset, experts_per_rank, table))
+    return found
+
+
+@torch.no_grad()
+def load_shards(parameters: Sequence[LocalParameter], checkpoint: HFCheckpoint, ranks: ShardRanks) -> None:
+    """Fill this rank's parameters from a Hugging Face checkpoint; each rank reads only what it holds.
+
+    Raises ValueError where a tensor is missing or has another shape than the model flags make.
+    """
+    for parameter in parameters:
+        rule = parameter.rule(ranks.ep_rank)
+        rank, size = (
+            (ranks.expert_tp_rank, ranks.expert_tp_size) if rule.is_expert else (ranks.tp_rank, ranks.tp_size)
+        )
+        shard = rule.layout.split([checkpoint.tensor(name) for name in rule.hf_names], rank, size)
+        if shard.shape != parameter.tensor.shape:
+            raise ValueError(
+                f"{parameter.local_name}: the checkpoint's {' + '.join(rule.hf_names)} makes a shard of "
+                f"{tuple(shard.shape)}, the model has {tuple(parameter.tensor.shape)}; give Megatron the "
+                f"sizes of {checkpoint.path / 'config.json'}"
+            )
+        if parameter.local_name.endswith(EXPERT_BIAS):
+            # Megatron keeps it in float32, but only from the first forward pass on; until then it is the model's type.
+            parameter.tensor.data = parameter.tensor.data.float()
+        parameter.tensor.copy_(shard)
+    _check_all_used(parameters, checkpoint, ranks)
+
+
+def _check_all_used(parameters: Sequence[LocalParameter], checkpoint: HFCheckpoint, ranks: ShardRanks) -> None:
+    """ValueError for a tensor of these layers that no parameter took, such as a bias that the flags leave out."""
+    used = {_of_any_expert(name) for parameter in parameters for name in parameter.rule(ranks.ep_rank).hf_names}
+    layers = {match[0] for name in used if (match := _HF_LAYER.match(name))}
+    left = [
+        name for name in checkpoint.names
+        if (match := _HF_LAYER.match(name)) and match[0] in layers
+        and _of_any_expert(name) not in used and parameters[0].table.why_kept(name) is None
+    ]
+    if left:
+        raise ValueError(
+            f"--rollout-hf-checkpoint {checkpoint.path}: Megatron's model has no place for {left[0]} (one of "
+            f"{len(left)} tensors); do the model flags (--add-qkv-bias, --qk-layernorm, "
+            "--moe-shared-expert-intermediate-size, --moe-router-enable-expert-bias, ...) describe that model?"
+        )
+
+
+_HF_LAYER = re.compile(r"model\.layers\.\d+\.")
+
+
+def _of_any_expert(name: str) -> str:
+    """A rank holds some of a layer's experts: their numbers don't matter."""
+    return re.sub(r"\.experts\.\d+\.", ".experts.N.", name)

@@ -1,0 +1,1 @@
+"""Router replay and what experts do."""

@@ -1,0 +1,92 @@
+"""What other corrections would have done to samples that a run has kept: metrics side by side, nothing trained.
+
+T response tokens of all samples together.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_rl_corr.config.correction import RolloutCorrectionConfig
+from megatron_rl_corr.core.correction import compute_correction
+from megatron_rl_corr.observability.catalogue import label_of
+from megatron_rl_corr.observability.values import readable
+from megatron_rl_corr.rollout.sample import Sample
+
+SHOWN = (
+    "valid_tokens", "nonfinite_tokens", "k3_kl", "kl", "log_ratio_abs_mean", "log_ratio_abs_max", "ess", "weight_mean",
+    "weight_std", "weight_max", "kept_fraction", "kept_sequence_fraction",
+)  # fmt: skip
+PREFIX = "rollout_corr/"
+
+
+@dataclass(frozen=True)
+class KeptBatch:
+    """All samples as one batch, flat over tokens."""
+
+    train_logprobs: torch.Tensor
+    """[T] float32."""
+    rollout_logprobs: torch.Tensor
+    """[T] float32."""
+    sampled: torch.Tensor
+    """[T] bool: the policy's tokens."""
+    seq_ids: torch.Tensor
+    """[T] int64."""
+    num_sequences: int
+    turn_ids: torch.Tensor | None
+    """[T] int64; None where every sample has one turn."""
+    advantages: torch.Tensor | None
+    """[T] float32; None where they were not kept."""
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> "KeptBatch":
+        """ValueError where there is none, or one without the trainer's log-probs."""
+        if not samples:
+            raise ValueError("there are no samples")
+        without = sum(sample.train_logprobs is None for sample in samples)
+        if without:
+            raise ValueError(
+                f"{without} of {len(samples)} samples have no train_logprobs: a run with --rollout-bypass-mode does "
+                "not score them; keep samples of a run without it"
+            )
+        rows = [sample.trajectory for sample in samples]
+        turns = None
+        if any(row.turn_ids is not None for row in rows):
+            turns = torch.cat([
+                torch.zeros_like(row.output_ids) if row.turn_ids is None else row.turn_ids.clamp(min=0) for row in rows
+            ])  # fmt: skip
+        known = all(sample.advantages is not None for sample in samples)
+        return cls(
+            torch.cat([sample.train_logprobs for sample in samples]), torch.cat([row.rollout_logprobs for row in rows]),
+            torch.cat([row.sampled for row in rows]),
+            torch.repeat_interleave(torch.tensor([row.output_ids.numel() for row in rows])), len(rows), turns,
+            torch.cat([sample.advantages for sample in samples]) if known else None,
+        )  # fmt: skip
+
+    def metrics(self, config: RolloutCorrectionConfig) -> dict[str, float]:
+        """The correction's, by their logged names, but for means of nothing. ValueError where an input was not kept."""
+        turns = None if self.turn_ids is None else int(self.turn_ids.max()) + 1
+        correction = compute_correction(
+            self.train_logprobs, self.rollout_logprobs, self.sampled, self.seq_ids, num_sequences=self.num_sequences,
+            config=config, turn_ids=self.turn_ids, num_turns=turns, advantages=self.advantages,
+        )
+        numbers: dict[str, float] = {}
+        for name, metric in correction.metrics.items():
+            numbers |= metric.numbers(f"{PREFIX}{name}", metric.values.tolist())
+        return {name: value for name, value in numbers.items() if not math.isnan(value)}
+
+
+def comparison(columns: Mapping[str, Mapping[str, float]]) -> str:
+    """A table: a row a metric, a column a correction; the rules' own shares at the end."""
+    names = [f"{PREFIX}{name}" for name in SHOWN]
+    names += sorted({name for numbers in columns.values() for name in numbers if "rejected_fraction/" in name})
+    rows = [("", *columns)]
+    rows += [
+        (label_of(name).removeprefix(PREFIX), *(readable(numbers.get(name)) for numbers in columns.values()))
+        for name in names
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    aligned = [(row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])) for row in rows]
+    return "\n".join("  ".join(row) for row in aligned)

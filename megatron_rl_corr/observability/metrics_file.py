@@ -1,0 +1,125 @@
+"""Keeps one JSON object per training step in a file, and reads them back.
+
+The file is strict JSON, one object a line. A NaN or infinite value is written as null, and its kind is kept
+under "nonfinite": {"loss/policy": null, ..., "nonfinite": {"loss/policy": "nan"}}.
+"""
+
+import json
+import logging
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from megatron_rl_corr.observability.values import host_number, step_of
+
+FILE_NAME = "metrics.jsonl"
+CONFIG_NAME = "run.json"
+"""The run's settings, beside the metrics."""
+NONFINITE = "nonfinite"
+
+logger = logging.getLogger(__name__)
+
+
+class MetricsFile:
+    """Appends steps to `path`, creating its folder; a line is flushed at once, so that a crash keeps it."""
+
+    def __init__(self, path: str | os.PathLike):
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        _mend_torn_end(self.path)
+        self._file = self.path.open("a", encoding="ascii")
+
+    def write(self, metrics: Mapping[str, int | float]) -> None:
+        """Append one step. TypeError for a value that is no host number, ValueError without a `step`."""
+        self._file.write(encode_line(metrics))
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> "MetricsFile":
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        self.close()
+
+
+def encode_line(metrics: Mapping[str, int | float]) -> str:
+    """One step as a line of strict JSON, newline included; `step` comes first."""
+    if NONFINITE in metrics:
+        raise ValueError(f"metric name {NONFINITE!r} is reserved for the metrics file; choose another name")
+    row: dict = {"step": step_of(metrics)}
+    nonfinite = {}
+    for name, value in metrics.items():
+        number = host_number(name, value)
+        if math.isfinite(number):
+            row[name] = number
+        else:
+            row[name] = None
+            nonfinite[name] = str(number)
+    if nonfinite:
+        row[NONFINITE] = nonfinite
+    return json.dumps(row, allow_nan=False) + "\n"
+
+
+def read_metrics(path: str | os.PathLike) -> list[dict]:
+    """The steps in order, NaN and infinities restored.
+
+    A step that was already there means the run was resumed from before it: the later row wins, and rows of
+    later steps, which belong to the abandoned attempt, go. A last line cut short by a crash is left out and a
+    warning says so. Any other line that is not a step raises ValueError with file and line number.
+    """
+    path = Path(path)
+    content = path.read_bytes()
+    torn = bool(content) and not content.endswith(b"\n")
+    lines = content.splitlines()
+    rows: list[dict] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = _decode_line(line)
+        except ValueError as error:
+            if torn and number == len(lines):
+                logger.warning("%s:%d: the last line is incomplete and was left out", path, number)
+                break
+            raise ValueError(f"{path}:{number}: not a step's metrics: {error}; repair or drop it") from error
+        while rows and rows[-1]["step"] >= row["step"]:
+            rows.pop()
+        rows.append(row)
+    return rows
+
+
+def _decode_line(line: bytes) -> dict:
+    row = json.loads(line)
+    if not isinstance(row, dict):
+        raise ValueError(f"expected a JSON object, got {type(row).__name__}")
+    kinds = row.pop(NONFINITE, {})
+    if not isinstance(kinds, dict):
+        raise ValueError(f"{NONFINITE!r} must be an object of name to kind, got {json.dumps(kinds)}")
+    for name, value in row.items():
+        if value is None and name in kinds:
+            row[name] = float(str(kinds[name]))
+        elif isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"metric {name!r} must be a number, got {json.dumps(value)}")
+    step_of(row)
+    return row
+
+
+def _mend_torn_end(path: Path) -> None:
+    """Make the file end with a newline, so that a line cut short by a crash cannot swallow the next one."""
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    if not content or content.endswith(b"\n"):
+        return
+    start = content.rfind(b"\n") + 1
+    try:
+        _decode_line(content[start:])
+    except ValueError:
+        logger.warning("%s: cut off an incomplete last line of %d bytes", path, len(content) - start)
+        os.truncate(path, start)
+    else:
+        with path.open("ab") as file:
+            file.write(b"\n")

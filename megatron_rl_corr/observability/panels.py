@@ -1,0 +1,229 @@
+"""Draws one panel per question a user asks of a run; each takes axes and the run's series."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
+from matplotlib.ticker import MaxNLocator
+
+from megatron_rl_corr.observability.bins import bins_of
+from megatron_rl_corr.observability.catalogue import usual_range
+
+# Okabe and Ito's palette stays apart under the common colour deficiencies.
+BLUE, ORANGE, GREEN, VERMILLION, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9"
+ALERT_SHADE = "#FBE3D6"
+FEW_STEPS = 15
+MOST_COLUMNS = 48
+
+
+class Series:
+    """A run's metrics as arrays over its steps, NaN where a step lacks the metric."""
+
+    def __init__(self, rows: Sequence[dict]):
+        self._rows = rows
+        self.steps = np.array([row["step"] for row in rows], dtype=float)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        values = np.array([row.get(name, np.nan) for row in self._rows], dtype=float)
+        return np.where(np.isfinite(values), values, np.nan)
+
+    def bins(self) -> dict[str, float]:
+        """The bins of |log-ratio| that any step has, with their upper ends, in their order."""
+        return bins_of({name for row in self._rows for name in row})
+
+    def has(self, *names: str) -> bool:
+        """True if every one of the metrics has a finite value at some step."""
+        return all(bool(np.isfinite(self[name]).any()) for name in names)
+
+
+def draw_line(axes: Axes, series: Series, name: str, *, color: str = BLUE, label: str = ""):
+    """One metric over the steps; points are marked while they are few, or a single step would not show."""
+    axes.plot(series.steps, series[name], color=color, label=label, linewidth=1.8, **_marker(series))
+
+
+def _marker(series: Series) -> dict:
+    return {"marker": "o", "markersize": 4} if len(series.steps) <= FEW_STEPS else {}
+
+
+def draw_bound(axes: Axes, value: float, label: str = ""):
+    """A dashed line where a metric leaves its usual range."""
+    axes.axhline(value, color=VERMILLION, linewidth=1.2, linestyle=(0, (5, 3)), label=label)
+
+
+def start_at_zero(axes: Axes, values: np.ndarray):
+    """Show the values against zero, with headroom so that the topmost marker is whole."""
+    axes.set_ylim(0, 1.08 * np.nanmax(values, initial=0) or 1)
+
+
+def shade_steps(axes: Axes, steps: Sequence[int]):
+    """A pale band behind each of the steps, the same in every panel, to compare panels by."""
+    axes.broken_barh([(step - 0.5, 1.0) for step in steps], (0.0, 1.0), transform=axes.get_xaxis_transform(),
+                     facecolor=ALERT_SHADE, linewidth=0, zorder=0)
+
+
+def draw_reward(axes: Axes, series: Series) -> None:
+    center, spread = series["reward/mean"], series["reward/std"]
+    if series.has("reward/std"):
+        low, high = center - spread, center + spread
+        if series.has("reward/min", "reward/max"):
+            low, high = np.maximum(low, series["reward/min"]), np.minimum(high, series["reward/max"])
+        axes.fill_between(series.steps, low, high, color=BLUE, alpha=0.15, linewidth=0, label="± std")
+    draw_line(axes, series, "reward/mean", label="mean")
+
+
+def draw_kl(axes: Axes, series: Series) -> None:
+    if (series["rollout_corr/k3_kl"] > 0).any():
+        axes.set_yscale("log", nonpositive="mask")
+    draw_line(axes, series, "rollout_corr/k3_kl", label="k3")
+    draw_bound(axes, usual_range("rollout_corr/k3_kl").high, "alert level")
+    axes.margins(y=0.1)
+
+
+def draw_weight(axes: Axes, series: Series) -> None:
+    if series.has("rollout_corr/weight_min", "rollout_corr/weight_max"):
+        axes.fill_between(
+            series.steps, series["rollout_corr/weight_min"], series["rollout_corr/weight_max"],
+            color=BLUE, alpha=0.15, linewidth=0, label="min to max",
+        )
+        if np.nanmax(series["rollout_corr/weight_max"]) > 10:
+            axes.set_yscale("symlog", linthresh=2.0)
+            axes.set_ylim(bottom=0)
+    draw_line(axes, series, "rollout_corr/weight_mean", label="mean")
+    usual = usual_range("rollout_corr/weight_mean")
+    draw_bound(axes, usual.low, "alert levels of the mean")
+    draw_bound(axes, usual.high)
+
+
+def draw_shares(axes: Axes, series: Series) -> None:
+    draw_line(axes, series, "rollout_corr/ess", label="ESS")
+    if series.has("rollout_corr/kept_fraction"):
+        draw_line(axes, series, "rollout_corr/kept_fraction", color=ORANGE, label="kept tokens")
+    draw_bound(axes, usual_range("rollout_corr/ess").low, "ESS alert")
+    axes.set_ylim(0, 1.04)
+
+
+def draw_grad_norm(axes: Axes, series: Series) -> None:
+    draw_line(axes, series, "grad_norm")
+    start_at_zero(axes, series["grad_norm"])
+
+
+def draw_response_length(axes: Axes, series: Series) -> None:
+    draw_line(axes, series, "response_length/mean")
+
+
+def draw_throughput(axes: Axes, series: Series) -> None:
+    draw_line(axes, series, "tokens_per_s")
+    start_at_zero(axes, series["tokens_per_s"])
+
+
+QUEUE = {
+    "running": "rollout/groups_running", "ready": "rollout/groups_ready", "dropped": "rollout/groups_dropped",
+}  # fmt: skip
+TIMES = {
+    "collect": ("time/collect_s", SKY),
+    "score": ("time/score_s", ORANGE),
+    "train": ("time/train_s", BLUE),
+    "push": ("time/push_s", GREEN),
+}
+
+
+def draw_times(axes: Axes, series: Series) -> None:
+    """Bars for few steps, where an area would be a sliver; areas for many."""
+    known = {label: (np.nan_to_num(series[name]), color) for label, (name, color) in TIMES.items()
+             if series.has(name)}
+    if len(series.steps) > FEW_STEPS:
+        axes.stackplot(series.steps, *(seconds for seconds, _ in known.values()), labels=list(known),
+                       colors=[color for _, color in known.values()], linewidth=0)
+    else:
+        base = np.zeros_like(series.steps)
+        for label, (seconds, color) in known.items():
+            axes.bar(series.steps, seconds, bottom=base, color=color, label=label, width=0.7)
+            base = base + seconds
+    total = sum(seconds for seconds, _ in known.values())
+    if series.has("time/step_s"):
+        axes.plot(series.steps, series["time/step_s"], color="#333333", linewidth=1, label="whole step")
+        total = np.fmax(total, series["time/step_s"])
+    start_at_zero(axes, total)
+
+
+def draw_lag(axes: Axes, series: Series) -> None:
+    lag = series["weight_lag"]
+    axes.step(series.steps, lag, where="mid", color=BLUE, linewidth=1.8, label="oldest sample", **_marker(series))
+    if series.has("weight_lag_token_mean"):
+        draw_line(axes, series, "weight_lag_token_mean", color=ORANGE, label="mean over tokens")
+    # Below zero, or the line of an on-policy run would lie under the axis.
+    top = max(1.0, np.nanmax(lag))
+    axes.set_ylim(-0.04 * top, 1.08 * top)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+
+
+def draw_queue(axes: Axes, series: Series) -> None:
+    for (label, name), color in zip(QUEUE.items(), (BLUE, ORANGE, VERMILLION), strict=True):
+        if series.has(name):
+            draw_line(axes, series, name, color=color, label=label)
+    start_at_zero(axes, np.concatenate([series[name] for name in QUEUE.values() if series.has(name)]))
+
+
+def draw_bins(axes: Axes, series: Series) -> None:
+    """A strip a bin, darker where more tokens are; neighbouring steps share a column where they are many."""
+    bins = series.bins()
+    shares = np.array([series[name] for name in bins])
+    groups = np.array_split(np.arange(len(series.steps)), min(MOST_COLUMNS, len(series.steps)))
+    columns = np.stack([shares[:, group].mean(axis=1) for group in groups], axis=1)
+    edges = [series.steps[group[0]] - 0.5 for group in groups] + [series.steps[-1] + 0.5]
+    # Zero is left white: on a log scale it has no colour, and in the SVG no cell.
+    seen = np.ma.masked_where(~(columns > 0), columns)
+    axes.pcolormesh(edges, np.arange(len(bins) + 1), seen, cmap="Blues", norm=LogNorm(1e-6, 1), linewidth=0)
+    ends = list(bins.values())
+    decades = [at for at, end in enumerate(ends) if np.isfinite(end) and abs(np.log10(end) % 1) < 1e-9]
+    axes.set_yticks([at + 1 for at in decades], [f"{ends[at]:g}" for at in decades])
+    for name, color in (("p50", GREEN), ("p99", ORANGE), ("p999", VERMILLION)):
+        heights = [ends.index(end) + 1 if end in ends else np.nan for end in _rounded(series, name)]
+        axes.plot(series.steps, heights, color=color, linewidth=1.4, label=name, **_marker(series))
+    axes.grid(False)
+
+
+def _rounded(series: Series, name: str) -> list[float]:
+    """A percentile of |log-ratio| as the bins' names write their ends."""
+    return [float(f"{value:.3g}") for value in series[f"rollout_corr/log_ratio_abs_{name}"]]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One plot: a short name for files, a title, how to read it, the metrics that it needs any of."""
+
+    name: str
+    title: str
+    reading: str
+    draw: Callable[[Axes, Series], None]
+    needs: tuple[str, ...]
+
+    def has_data(self, series: Series) -> bool:
+        return any(series.has(name) for name in self.needs)
+
+
+PANELS = (
+    Panel("reward", "Reward", "should rise", draw_reward, ("reward/mean",)),
+    Panel("kl", "Train-infer KL (k3)", "flat and below the alert level; log scale", draw_kl,
+          ("rollout_corr/k3_kl",)),
+    Panel("weight", "Importance weight", "mean close to 1", draw_weight, ("rollout_corr/weight_mean",)),
+    Panel("ess", "ESS and kept tokens", "both close to 1", draw_shares,
+          ("rollout_corr/ess", "rollout_corr/kept_fraction")),
+    Panel("grad_norm", "Gradient norm", "steady; spikes follow mismatch", draw_grad_norm, ("grad_norm",)),
+    Panel("response_length", "Response length, tokens", "sudden moves deserve a look", draw_response_length,
+          ("response_length/mean",)),
+    Panel("throughput", "Tokens per second", "higher is better", draw_throughput, ("tokens_per_s",)),
+    Panel("times", "Seconds per step", "the thickest band is the bottleneck", draw_times,
+          tuple(name for name, _ in TIMES.values())),
+    Panel("lag", "Weight lag, versions", "0 is on-policy", draw_lag, ("weight_lag",)),
+)
+"""The overview's, nine of them."""
+PAGE_PANELS = (
+    *PANELS,
+    Panel("queue", "Groups sampled ahead", "many ready: training is the bottleneck; none: sampling is", draw_queue,
+          tuple(QUEUE.values())),
+    Panel("log_ratio_sizes", "Tokens by |log-ratio|", "darker: more tokens; the dark band should stay low",
+          draw_bins, ("rollout_corr/log_ratio_abs_bin/upto_1e-06",)),
+)

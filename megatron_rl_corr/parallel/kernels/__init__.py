@@ -1,1 +1,0 @@
-"""Triton kernels, for logits on a GPU."""

@@ -1,0 +1,159 @@
+"""Which rollout server takes the next sample: slots, least outstanding first, and who is left out. No HTTP here."""
+
+import asyncio
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from megatron_rl_corr.engines.errors import RolloutError, RolloutOutage
+
+
+@dataclass(eq=False)
+class Server:
+    """One server as its pool sees it."""
+
+    url: str
+    outstanding: int = 0
+    """Requests in flight there."""
+    asked: int = 0
+    """Requests sent there so far."""
+    cause: RolloutError | None = None
+    """Why it is left out; None: it is sampled from."""
+    refused: RolloutError | None = None
+    """Why it may not come back yet, if it was asked."""
+    joined: int = 0
+    """How often it came back: a failure of a request from before that says nothing of it any more."""
+    scopes: dict[asyncio.Timeout, float] = field(default_factory=dict)
+    """Of the requests in flight, to end them early, in the order they were sent in, and when that was."""
+    silence: RolloutError | None = None
+    """Why the requests in flight were ended early."""
+    flaps: int = 0
+    """Times that it was left out since it last gave an answer."""
+
+    @property
+    def oldest_sent(self) -> float | None:
+        """When the oldest request in flight was sent, by the loop's clock."""
+        return next(iter(self.scopes.values()), None)
+
+    def abandon(self, cause: RolloutError) -> None:
+        """End the requests in flight with TimeoutError."""
+        self.silence = cause
+        now = asyncio.get_running_loop().time()
+        for scope in self.scopes:
+            scope.reschedule(now)
+
+CROWDED, FEW = 2, 4
+"""Where the freest server has n requests in flight, one is preferred to it that has up to CROWDED * (n + FEW)."""
+
+
+class ServerPool:
+    """Hands out at most max_outstanding slots, and max_per_server of each server that is in.
+
+    With no server in for outage_timeout_s, everybody who waits for one is told RolloutOutage.
+    """
+
+    def __init__(
+        self, urls: Sequence[str], *, max_outstanding: int, max_per_server: int | None, outage_timeout_s: float
+    ):
+        self.use(urls)
+        self._max_outstanding = max_outstanding
+        self._max_per_server = max_per_server or max_outstanding
+        self._outage_timeout_s = outage_timeout_s
+        self._waiters: deque[asyncio.Future] = deque()
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_outage, self._held = False, False
+
+    def use(self, urls: Sequence[str]) -> None:
+        """These servers and no others, before the first is taken."""
+        self.servers = [Server(url) for url in urls]
+
+    @property
+    def left_out(self) -> list[Server]:
+        """The servers that are not sampled from now."""
+        return [server for server in self.servers if server.cause is not None]
+
+    async def take(self, avoid: Collection[str] = (), prefer: str | None = None) -> Server:
+        """A server for one request, when one has a slot; none of those at `avoid` where another has one too.
+
+        The one at `prefer`, if it is in and has a slot, unless it has much more to do than another.
+        """
+        while True:
+            if self._is_outage:
+                raise RolloutOutage([(server.cause, server.refused) for server in self.servers])
+            server = self._freest(avoid, prefer)
+            if server is not None:
+                server.outstanding += 1
+                server.asked += 1
+                return server
+            await self._slot_freed()
+
+    def give_back(self, server: Server) -> None:
+        """The request has ended, well or not."""
+        server.outstanding -= 1
+        self._wake(1)
+
+    def leave_out(self, server: Server, cause: RolloutError) -> None:
+        """No more requests for it until it rejoins."""
+        server.cause, server.refused = cause, None
+        self._time_outage()
+
+    def rejoin(self, server: Server) -> None:
+        """It is well again."""
+        server.cause = server.refused = None
+        server.joined += 1
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, self._is_outage = None, False
+        self._wake(len(self._waiters))
+
+    def hold(self) -> None:
+        """Until `release` no outage is declared: servers that are paused do not answer."""
+        self._held = True
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def release(self) -> None:
+        """The time of an outage begins anew, if there is one."""
+        self._held = False
+        self._time_outage()
+
+    @property
+    def held(self) -> bool:
+        """Servers are paused, as `hold` says."""
+        return self._held
+
+    def _time_outage(self) -> None:
+        waits = self._timer is None and not self._is_outage and not self._held
+        if waits and len(self.left_out) == len(self.servers):
+            self._timer = asyncio.get_running_loop().call_later(self._outage_timeout_s, self._declare_outage)
+
+    def _freest(self, avoid: Collection[str], prefer: str | None) -> Server | None:
+        if sum(server.outstanding for server in self.servers) >= self._max_outstanding:
+            return None
+        free = [s for s in self.servers if s.cause is None and s.outstanding < self._max_per_server]
+        freest = min(free, key=lambda s: (s.url in avoid, s.outstanding, s.asked), default=None)
+        wanted = [s for s in free if s.url == prefer and s.url not in avoid]
+        preferred = [s for s in wanted if s.outstanding <= CROWDED * (freest.outstanding + FEW)]
+        return preferred[0] if preferred else freest
+
+    async def _slot_freed(self) -> None:
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            if not waiter.cancelled():  # it was woken, and will not use the slot
+                self._wake(1)
+            raise
+
+    def _wake(self, count: int) -> None:
+        while count and self._waiters:
+            waiter = self._waiters.popleft()
+            if not waiter.done():  # a cancelled one stays in the line until it is met here
+                waiter.set_result(None)
+                count -= 1
+
+    def _declare_outage(self) -> None:
+        self._timer, self._is_outage = None, True
+        self._wake(len(self._waiters))

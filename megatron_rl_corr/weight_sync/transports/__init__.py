@@ -1,0 +1,1 @@
+"""Ways for weights to reach a server."""

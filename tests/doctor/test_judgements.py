@@ -1,0 +1,505 @@
+"""How the doctor decides, on numbers worked out by hand."""
+
+import base64
+import json
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_rl_corr.doctor import DEFECTS, KINDS, Examination, Expected, Row, exit_status
+from megatron_rl_corr.doctor.distances import by_probability, distance, grid_step, slope, switch_position
+from megatron_rl_corr.doctor.findings import found
+from megatron_rl_corr.doctor.hf_scores import hypotheses, judge_model
+from megatron_rl_corr.doctor.identity import (
+    experts_shape,
+    judge_endpoints,
+    judge_routes,
+    judge_version,
+)
+from megatron_rl_corr.doctor.in_flight import judge_spans, judge_update
+from megatron_rl_corr.doctor.numerics import is_half, judge_cache, judge_decode, judge_precision, judge_repeats
+from megatron_rl_corr.doctor.probe import Answer, Scores
+from megatron_rl_corr.doctor.sampling import judge_mask, judge_seeds, judge_temperature, judge_top_p
+from megatron_rl_corr.doctor.table import as_json, as_table
+from megatron_rl_corr.engines.sglang.server_version import version_key
+from megatron_rl_corr.rollout import SamplingParams
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def array(*values):
+    return np.array(values, dtype=np.float64)
+
+
+def answer(logprobs, top=None, output=None, top_ids=None, **meta):
+    logprobs = np.array(logprobs, dtype=np.float64)
+    top = logprobs[:, None] if top is None else np.array(top, dtype=np.float64)
+    top_ids = np.zeros(top.shape, np.int64) if top_ids is None else np.array(top_ids)
+    return Answer([1, 2], [0] * len(logprobs) if output is None else output, logprobs, top, top_ids, meta)
+
+
+def scores(logprobs, top=None, cached_tokens=0):
+    logprobs = np.array(logprobs, dtype=np.float64)
+    return Scores(logprobs, logprobs[:, None] if top is None else np.array(top, dtype=np.float64), cached_tokens)
+
+
+# Distances
+
+
+def test_distance_when_two_tokens_differ_then_max_mean_and_k3_of_reference_less_measured():
+    # D = reference - measured = 0, ln 2, -1. k3 = e^D - 1 - D: 0, 1 - ln 2, 1/e.
+    far = distance(array(-1, -2, -1), array(-1, -2 + math.log(2), -2))
+    assert far.max == pytest.approx(1) and far.tokens == 3
+    assert far.mean == pytest.approx((math.log(2) + 1) / 3)
+    assert far.k3 == pytest.approx((1 - math.log(2) + math.exp(-1)) / 3)
+
+
+@pytest.mark.parametrize(
+    "d, half, rounding",
+    [
+        (9e-4, False, True),
+        (2e-3, False, False),
+        (2e-3, True, True),  # k3 = D^2 / 2 = 2e-6
+        (0.076, True, True),  # 2.888e-3 + D^3 / 6 = 2.96e-3
+        (0.08, True, False),  # 3.2e-3
+        (math.nan, False, False),
+        (math.nan, True, False),
+    ],
+)
+def test_is_rounding_when_float32_then_by_the_largest_and_in_16_bits_by_k3(d, half, rounding):
+    assert distance(array(-1, -1), array(-1 + d, -1 + d)).is_rounding(half) is rounding
+
+
+def test_distance_when_lengths_differ_or_there_is_nothing_then_error():
+    with pytest.raises(ValueError, match="reference"):
+        distance(array(-1), array(-1, -2))
+    with pytest.raises(ValueError, match="reference"):
+        distance(array(), array())
+
+
+def test_by_probability_when_tokens_lie_in_three_buckets_then_the_empty_ones_are_left_out():
+    measured = np.log(array(5e-5, 2e-3, 5e-3, 0.5))
+    buckets = by_probability(measured, measured + array(0, 1, 2, 4))
+    assert {name: (b.tokens, b.mean) for name, b in buckets.items()} == {
+        "<0.0001": (1, 0), "<0.01": (2, pytest.approx(1.5)), ">=0.1": (1, pytest.approx(4)),
+    }  # fmt: skip
+
+
+def test_slope_when_the_softmax_is_scaled_then_one_over_the_temperature():
+    # z = [3, 1, 0]; samples 1 and 2, the likeliest is 0: raw gaps -2 and -3, at T = 4 a quarter of them.
+    # Evidence 4 + 9.
+    raw = torch.log_softmax(torch.tensor([3.0, 1, 0], dtype=torch.float64), 0).numpy()
+    hot = torch.log_softmax(torch.tensor([3.0, 1, 0], dtype=torch.float64) / 4, 0).numpy()
+    found_slope, evidence = slope(hot[[1, 2]], hot[[0, 0]], raw[[1, 2]], raw[[0, 0]])
+    assert found_slope == pytest.approx(0.25) and evidence == pytest.approx(13)
+
+
+def test_slope_when_only_the_likeliest_were_sampled_then_no_evidence():
+    found_slope, evidence = slope(array(-1), array(-1), array(-2), array(-2))
+    assert math.isnan(found_slope) and evidence == 0
+
+
+@pytest.mark.parametrize("bits, step", [(8, 2**-7), (6, 2**-5)])
+def test_grid_step_when_logits_are_rounded_then_the_step_of_the_smallest(bits, step):
+    # Logits in [1, 2) with `bits` significant bits are multiples of 2^(1 - bits); the log-softmax adds one constant.
+    # All their differences are multiples too, and one of them is the step itself.
+    units = 2 ** (bits - 1)
+    logits = torch.arange(units, 2 * units, dtype=torch.float32) / units
+    logprobs = torch.log_softmax(logits, 0).double().numpy()
+    assert grid_step(logprobs[-1] - logprobs[:-1]) == step
+
+
+def test_grid_step_when_logits_are_float32_then_none():
+    logits = torch.randn(400, generator=torch.Generator().manual_seed(0)) * 3
+    logprobs = torch.log_softmax(logits, 0).double().numpy()
+    assert grid_step(logprobs.max() - logprobs) is None
+
+
+def test_switch_position_when_two_tokens_fit_the_old_weights_then_2():
+    # Costs of the cuts 0..4: |lp - new| after the cut, |lp - old| before it.
+    # lp - old = 0 0 5 5, lp - new = 3 3 0 0: 6, 3, 0, 5, 10.
+    position, costs = switch_position(array(-1, -1, -1, -1), array(-1, -1, -6, -6), array(-4, -4, -1, -1))
+    assert position == 2 and costs.tolist() == [6, 3, 0, 5, 10]
+
+
+# Temperature, top-p and the mask
+
+
+def tempered(hot_slope, cold_gap, matters=True):
+    """cold_gap: at temperature 1. A server that scales reports it a thousandfold at 0.001."""
+    raw, best = array(-2, -3, -1.5), array(-1, -1, -1)
+    hot = answer(-2 + hot_slope * (raw - best), top=[[-2.0]] * 3)
+    reported = cold_gap * 1000 if abs(hot_slope - 0.5) < 0.05 else cold_gap
+    cold = answer([-1 - reported, -1, -1], top=[[-1.0]] * 3)
+    return judge_temperature(hot, scores(raw, top=best[:, None]), cold, matters)
+
+
+@pytest.mark.parametrize(
+    "hot_slope, cold_gap, defect",
+    [
+        (0.5, 0.0, None),
+        (0.54, 0.09, None),
+        (0.5, 0.2, "temperature_ignored"),  # a sample at 0.001 lies 200 temperatures below the likeliest id
+        (1.0, 0.2, "temperature_ignored"),
+        (1.0, 0.0, "logprobs_without_temperature"),
+        (0.7, 0.0, "logprobs_of_another_temperature"),
+    ],
+)
+def test_temperature_when_slope_and_cold_samples_are_known_then_what_is_wrong(hot_slope, cold_gap, defect):
+    row = tempered(hot_slope, cold_gap)
+    assert row.defect == defect and row.numbers["slope"] == pytest.approx(hot_slope)
+    assert row.numbers["gap"] == pytest.approx(cold_gap)
+
+
+def test_temperature_when_the_run_samples_at_1_then_unscaled_logprobs_are_a_note():
+    assert tempered(1.0, 0.0, matters=False).status == "note"
+    assert tempered(1.0, 0.2, matters=False).defect == "temperature_ignored"
+
+
+def test_temperature_when_the_model_is_certain_then_it_cannot_be_told():
+    certain = scores([-1e-9] * 3)
+    row = judge_temperature(answer([-1e-9] * 3), certain, answer([0.0] * 3), True)
+    assert row.status == "note" and "cannot be told" in row.said
+
+
+@pytest.mark.parametrize("rise, defect", [(0.0, None), (0.05, None), (math.log(2), "logprobs_filtered")])
+def test_top_p_when_logprobs_rise_by_the_kept_half_then_filtered(rise, defect):
+    assert judge_top_p(answer([-2 + rise, -3 + rise]), scores([-2, -3]), half=False).defect == defect
+
+
+def masked(logprob, mask=(7, 9), output=7):
+    # p(7) = 0.4, p(9) = 0.2, p(5) = 0.1: on {7, 9} id 7 has 2/3.
+    return answer(
+        [math.log(0.4)], top=[np.log([0.4, 0.2, 0.1])], top_ids=[[7, 9, 5]], output=[output],
+        output_token_sampling_mask=[list(mask)], output_token_sampling_logprobs=[logprob],
+    )  # fmt: skip
+
+
+def test_mask_when_logprobs_are_renormalised_on_it_then_ok_and_else_found():
+    assert judge_mask(masked(math.log(2 / 3)), needed=True).status == "ok"
+    assert judge_mask(masked(math.log(0.4)), needed=True).defect == "sampling_mask_wrong"
+    assert judge_mask(masked(math.log(2 / 3), mask=(7, 11)), needed=True).defect == "sampling_mask_wrong"
+    assert judge_mask(masked(math.log(2 / 3), output=5), needed=True).defect == "sampling_mask_wrong"
+    assert judge_mask(masked(None), needed=True).defect == "sampling_mask_wrong"
+    no_mask = answer([-1.0], output_token_sampling_mask=[None], output_token_sampling_logprobs=[-1.0])
+    assert judge_mask(no_mask, needed=True).defect == "sampling_mask_wrong"
+    assert judge_mask(masked(math.log(2 / 3), mask=()), needed=True).defect == "sampling_mask_wrong"
+
+
+@pytest.mark.parametrize("reply", ["HTTP 400", answer([-1])], ids=["refused", "absent"])
+def test_mask_when_missing_then_found_only_where_it_is_needed(reply):
+    assert judge_mask(reply, needed=True).defect == "sampling_mask_missing"
+    assert judge_mask(reply, needed=False).status == "note"
+
+
+
+# Seeds
+
+
+def seeded(*outputs, logprob=-3.0):
+    """Answers of these responses, each token of the same log-prob."""
+    return [answer([logprob] * len(output), output=list(output)) for output in outputs]
+
+
+def test_seeds_when_responses_differ_and_one_repeats_then_a_run_can_be_drawn_again():
+    row = judge_seeds(seeded("abcd", "abce", "xbcd"), *seeded("abcd"))
+    assert (row.status, row.said) == ("ok", "3 seeds gave 3 responses of 4 tokens, one seed twice gave one")
+
+
+def test_seeds_when_one_seed_gives_two_responses_then_ignored_is_a_note():
+    row = judge_seeds(seeded("abcd", "abce", "xbcd"), *seeded("abcf"))
+    assert row.status == "note" and row.said.startswith("seeds are ignored: 3 seeds gave 3 responses")
+
+
+# 4 tokens of -3.5 nats: a response of probability e^-14 = 8e-7 is drawn twice once in a million; e^-13.6 = 1.2e-6.
+@pytest.mark.parametrize("outputs", [("abcd", "abcd", "abcd"), ("abcd", "xyzw", "xyzw")])
+@pytest.mark.parametrize("logprob, status", [(-3.5, "finding"), (-3.4, "note"), (-0.01, "note")])
+def test_seeds_when_two_responses_are_one_then_an_error_only_where_chance_cannot_explain_it(outputs, logprob, status):
+    row = judge_seeds(seeded(*outputs, logprob=logprob), *seeded("abcd", logprob=logprob))
+    assert row.status == status and row.defect == ("one_response" if status == "finding" else None)
+    assert status == "finding" or row.said.startswith("cannot be told")
+
+
+def test_seeds_when_only_one_of_two_equal_pairs_is_likely_then_the_unlikely_one_is_found():
+    sure, unsure = seeded("aaaa", "aaaa", logprob=-0.01), seeded("bbbb", "bbbb", logprob=-9)
+    assert judge_seeds([*sure, *unsure], sure[0]).defect == "one_response"
+
+
+# Numerics
+
+
+@pytest.mark.parametrize(
+    "reported, step, expected, defect",
+    [
+        ("float32", None, "float32", None),
+        ("bfloat16", 2**-4, "bfloat16", None),
+        ("bfloat16", None, "bfloat16", None),  # a float32 head
+        ("half", 2**-6, "float16", None),
+        ("bfloat16", 2**-4, None, None),
+        ("auto", 2**-4, "bfloat16", None),
+        ("bfloat16", 2**-4, "float32", "dtype_differs"),
+        ("float16", 2**-6, "bfloat16", "dtype_differs"),
+        ("float32", 2**-4, "float32", "dtype_differs"),  # what it reports is not what it computes
+        ("auto", 2**-4, "float32", "dtype_differs"),
+    ],
+)
+def test_precision_when_report_or_grid_contradict_the_trainer_then_found(reported, step, expected, defect):
+    assert judge_precision(reported, step, expected).defect == defect
+
+
+@pytest.mark.parametrize(
+    "reported, step, float32_head, half",
+    [
+        ("bfloat16", None, True, True),
+        ("float32", None, False, False),
+        ("auto", 2**-4, False, True),
+        ("auto", None, True, True),
+        ("auto", None, False, False),
+    ],
+)
+def test_is_half_when_the_report_is_auto_then_the_grid_or_a_float32_head_shows_it(reported, step, float32_head, half):
+    assert is_half(reported, step, float32_head) is half
+
+
+def test_decode_when_a_sampled_logprob_is_not_the_scored_one_then_found():
+    assert judge_decode(answer([-1, -2]), scores([-1, -2.0005]), half=False).status == "ok"
+    assert judge_decode(answer([-1, -2]), scores([-1, -2.1]), half=False).defect == "decode_prefill_difference"
+
+
+def test_repeats_when_bit_equal_rounded_or_different_then_ok_note_or_found():
+    first = answer([-1, -2], output=[3, 4])
+    assert judge_repeats(first, answer([-1, -2], output=[3, 4]), half=False).status == "ok"
+    row = judge_repeats(first, answer([-1, -2.0001], output=[3, 4]), half=False)
+    assert row.status == "note" and row.numbers["max"] == pytest.approx(1e-4)
+    assert judge_repeats(first, answer([-1, -2.1], output=[3, 4]), half=False).defect == "not_deterministic"
+
+
+def test_repeats_when_an_id_differs_then_what_follows_does_not_count():
+    first = answer([-1, -2, -3], output=[3, 4, 5], top=[[-1, -9], [-2, -2.0005], [-3, -9]])
+    row = judge_repeats(first, answer([-1, -9, -9], output=[3, 8, 8]), half=False)
+    assert row.status == "note" and row.numbers["same_ids"] == 1 and row.numbers["max"] == 0
+
+
+@pytest.mark.parametrize(
+    "lead, half, status",
+    [(5e-4, False, "note"), (0.01, False, "finding"), (0.2, True, "note"), (0.3, True, "finding")],
+)
+def test_repeats_when_the_first_id_differs_then_found_unless_rounding_explains_it(lead, half, status):
+    first = answer([-1, -2], output=[3, 4], top=[[-1, -1 - lead], [-2, -9]])
+    row = judge_repeats(first, answer([-1, -2], output=[6, 4]), half)
+    assert row.status == status and row.numbers["lead"] == pytest.approx(lead) and row.numbers["same_ids"] == 0
+
+
+def test_cache_when_cached_scores_differ_then_stale_and_without_cache_nothing_is_said():
+    assert judge_cache(scores([-1], cached_tokens=9), scores([-1]), half=False).status == "ok"
+    assert judge_cache(scores([-1], cached_tokens=9), scores([-1.1]), half=False).defect == "stale_prefix_cache"
+    assert judge_cache(scores([-1]), scores([-1.1]), half=False).status == "note"
+
+
+# Identity
+
+
+def test_version_key_when_sorted_then_posts_follow_their_release():
+    assert version_key("0.5.6") < version_key("0.5.6.post2") < version_key("0.5.19") < version_key("0.5.23")
+    assert version_key("0.5.3rc0") == version_key("0.5.3") and version_key("main") == ()
+
+
+@pytest.mark.parametrize(
+    "version, status, words",
+    [
+        ("0.5.6", "finding", "no pauses"),
+        ("0.5.18", "finding", "no weight versions by token"),
+        ("0.5.19", "note", "--rollout-max-lag above 0 needs 0.5.21"),
+        ("0.5.20", "note", "can't drop cached prefixes while retracted requests wait"),
+        ("0.5.21", "ok", "in 0.5.19 to 0.5.23"),
+        ("0.5.23", "ok", ""),
+        ("0.6.0", "note", "newer than 0.5.23"),
+        ("None", "note", "no release"),
+    ],
+)
+def test_version_when_judged_then_by_what_it_can_do(version, status, words):
+    row = judge_version(version)
+    assert row.status == status and words in row.said
+
+
+def test_endpoints_when_listed_then_the_transports_and_whether_there_is_a_session():
+    row = judge_endpoints(["/begin_weight_update", "/update_weights_from_disk", "/update_weights_from_distributed"])
+    assert row.status == "ok" and row.said == "distributed, disk, in a session"
+    assert judge_endpoints(["/update_weights_from_disk"]).defect == "version_unsupported"
+    assert judge_endpoints("HTTP 404").status == "note"
+
+
+def encoded(*ids):
+    return base64.b64encode(np.array(ids, dtype=np.int32).tobytes()).decode()
+
+
+@pytest.mark.parametrize(
+    "routes, shape, expected, defect",
+    [
+        (encoded(*[0, 3] * 6), (3, 2, 4), True, None),  # 2 rows of 3 layers of 2 experts
+        (encoded(*[0, 3] * 6), None, True, None),
+        (encoded(*[0, 4] * 6), (3, 2, 4), True, "routed_experts_wrong"),  # there is no expert 4
+        (encoded(*[0, 3] * 9), (3, 2, 4), True, "routed_experts_wrong"),  # 3 rows
+        (encoded(*[0] * 5), None, True, "routed_experts_wrong"),
+        ("no base64!", None, True, "routed_experts_wrong"),
+        ("AAA=", None, True, "routed_experts_wrong"),  # 2 bytes
+        (None, (3, 2, 4), True, "routed_experts_missing"),
+        (None, (3, 2, 4), False, None),
+    ],
+)
+def test_routes_when_of_three_tokens_then_two_rows_of_the_models_shape(routes, shape, expected, defect):
+    assert judge_routes(routes, 3, shape, expected).defect == defect
+
+
+def test_experts_shape_when_dense_then_none():
+    moe = {"num_hidden_layers": 4, "num_local_experts": 8, "num_experts_per_tok": 2}
+    assert experts_shape(moe) == (4, 2, 8) and experts_shape({"num_hidden_layers": 4}) is None
+
+
+# In flight
+
+
+def spans_of(*starts):
+    ends = [*starts[1:], 4]
+    return [{"version": str(i), "start": a, "end": b} for i, (a, b) in enumerate(zip(starts, ends, strict=True))]
+
+
+@pytest.mark.parametrize(
+    "spans, status",
+    [
+        (spans_of(0, 2), "ok"),
+        (spans_of(0, 1), "finding"),
+        (spans_of(0, 3), "finding"),
+        (spans_of(0), "finding"),
+        (None, "finding"),
+    ],
+)
+def test_spans_when_logprobs_switch_at_2_then_only_that_is_right(spans, status):
+    sampled = answer([-1, -1, -1, -1])
+    row = judge_spans("spans", sampled, array(-1, -1, -6, -6), array(-4, -4, -1, -1), spans, half=False)
+    assert row.status == status and row.numbers["true"] == 2
+
+
+def test_spans_when_a_token_has_one_logprob_under_both_weights_then_either_switch_is_right():
+    sampled = answer([-1, -1, -1, -1])
+    before, after = array(-1, -1, -6, -6), array(-4, -1, -1, -1)
+    for start in (1, 2):
+        assert judge_spans("spans", sampled, before, after, spans_of(0, start), half=False).status == "ok"
+    assert judge_spans("spans", sampled, before, after, spans_of(0, 3), half=False).defect == "version_spans_wrong"
+
+
+def test_spans_when_no_token_is_of_the_new_weights_then_nothing_is_said():
+    row = judge_spans("spans", answer([-1, -1]), array(-1, -1), array(-4, -4), spans_of(0), half=False)
+    assert row.status == "note"
+
+
+def test_update_when_logprobs_stay_or_the_cache_is_old_then_found():
+    old, new = scores([-1]), scores([-2])
+    assert judge_update(old, new, new, half=False).status == "ok"
+    assert judge_update(old, old, old, half=False).defect == "update_without_effect"
+    assert judge_update(old, scores([-1], cached_tokens=9), new, half=False).defect == "stale_prefix_cache"
+
+
+# Against the model
+
+
+@pytest.mark.parametrize(
+    "d, defect",
+    [(5e-4, None), (0.03, "model_difference"), (0.05, "another_checkpoint"), (math.nan, "another_checkpoint")],
+)
+def test_model_when_bfloat16_moves_it_by_a_hundredth_then_four_times_that_is_rounding(d, defect):
+    reference = array(-1, -2)
+    row = judge_model(reference - d, reference, reference + 0.01)
+    assert row.defect == defect
+
+
+def test_hypotheses_when_the_answer_is_of_one_then_its_mean_is_zero():
+    # z = ln [0.5, 0.3, 0.2]. At T = 2 p ~ sqrt: id 1 has 0.5477 / (0.7071 + 0.5477 + 0.4472). Top-p 0.6 keeps 0
+    # and 1, for 0.5 <= 0.6 < 0.8: id 1 has 0.3 / 0.8.
+    logits = torch.log(torch.tensor([[0.5, 0.3, 0.2]]))
+    hot = math.sqrt(0.3) / (math.sqrt(0.5) + math.sqrt(0.3) + math.sqrt(0.2))
+    means = hypotheses("", answer([math.log(hot)], output=[1]), logits, 2.0, 1.0).numbers
+    assert means["temperature-scaled"] == pytest.approx(0, abs=1e-6)
+    assert means["raw"] == pytest.approx(abs(math.log(hot) - math.log(0.3)), abs=1e-6)
+    means = hypotheses("", answer([math.log(0.375)], output=[1]), logits, 1.0, 0.6).numbers
+    assert means["filtered"] == pytest.approx(0, abs=1e-6)
+    assert means["raw"] == pytest.approx(math.log(0.375 / 0.3), abs=1e-6)
+
+
+# What is said
+
+
+def test_defects_when_listed_then_each_has_a_known_kind_and_a_remedy():
+    for name, defect in DEFECTS.items():
+        assert defect.kind in KINDS and defect.remedy and defect.means, name
+
+
+def test_defects_when_documented_then_the_page_has_every_one_with_its_kind_and_remedy():
+    page = (ROOT / "docs/doctor.md").read_text()
+    documented = [line for line in page.splitlines() if line.startswith("| `") and line.count(" | ") == 3]
+    assert documented == [f"| `{name}` | {d.kind} | {d.means} | {d.remedy} |" for name, d in DEFECTS.items()]
+
+
+def test_remedies_when_they_name_a_flag_of_ours_then_there_is_one():
+    flags = (ROOT / "docs/flags.md").read_text()  # held equal to the parser
+    named = {flag for defect in DEFECTS.values() for flag in re.findall(r"--rollout-[a-z-]+", defect.remedy)}
+    assert named and [flag for flag in named if f"`{flag}" not in flags] == []
+
+
+def test_expected_when_the_run_samples_at_1_or_greedily_then_the_temperature_does_not_matter():
+    assert Expected().temperature_matters and Expected(SamplingParams(1, temperature=0.7)).temperature_matters
+    assert not Expected(SamplingParams(1)).temperature_matters
+    assert not Expected(SamplingParams(1, temperature=0)).temperature_matters
+    assert Expected(SamplingParams(1, top_k=5)).truncated and not Expected().truncated
+
+
+OK, NOTE, FAILED = Row("a", "ok", "fine"), Row("b", "note", "so"), Row("c", "failed", "refused")
+FOUND = found("d", "stale_prefix_cache", "old", worst=math.inf)
+
+
+@pytest.mark.parametrize(
+    "rows, status", [([OK, NOTE], 0), ([OK, FOUND], 1), ([FAILED], 2), ([FOUND, FAILED], 2), ([], 0)]
+)
+def test_exit_status_when_something_could_not_be_asked_then_2_before_1(rows, status):
+    assert exit_status([Examination("u", [OK]), Examination("v", rows)]) == status
+
+
+def test_table_when_one_server_is_wrong_and_one_is_gone_then_findings_by_kind_with_what_mends_them():
+    wrong = found("precision", "dtype_differs", "reports bfloat16")
+    table = as_table([Examination("http://a:1", [OK, wrong, FOUND]), Examination("http://b:2", [FAILED])])
+    assert table.splitlines() == [
+        "http://a:1",
+        "  ok      a          fine",
+        "  FOUND   precision  reports bfloat16",
+        "  FOUND   d          old",
+        "",
+        "http://b:2",
+        "  FAILED  c  refused",
+        "",
+        f"inference-path mismatch: {KINDS['inference-path']}",
+        "  dtype_differs (http://a:1)",
+        f"    {DEFECTS['dtype_differs'].means}",
+        "    measured: reports bfloat16",
+        f"    mend: {DEFECTS['dtype_differs'].remedy}",
+        "",
+        f"objective mismatch: {KINDS['objective']}",
+        "  stale_prefix_cache (http://a:1)",
+        f"    {DEFECTS['stale_prefix_cache'].means}",
+        "    measured: old",
+        f"    mend: {DEFECTS['stale_prefix_cache'].remedy}",
+        "",
+        "2 findings; could not ask everything of http://b:2",
+    ]
+
+
+def test_json_when_a_number_is_not_finite_then_null():
+    answer = json.loads(as_json([Examination("u", [OK, FOUND])]), parse_constant=pytest.fail)
+    assert answer["exit_status"] == 1
+    (server,) = answer["servers"]
+    (finding,) = server["findings"]
+    assert (finding["name"], finding["kind"]) == ("stale_prefix_cache", "objective")
+    assert finding["numbers"] == {"worst": None} and [row["status"] for row in server["rows"]] == ["ok", "finding"]

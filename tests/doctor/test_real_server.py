@@ -1,0 +1,344 @@
+"""The doctor on real SGLang servers: silent about a right one, and finds every defect that is planted in one."""
+
+import asyncio
+import importlib.util
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_rl_corr import cli
+from megatron_rl_corr.doctor import DEFECTS, Expected, quick_check
+from megatron_rl_corr.doctor.full import ask_full
+from megatron_rl_corr.doctor.probe import Probe
+from megatron_rl_corr.doctor.quick import ask_quick
+from megatron_rl_corr.doctor.weights import FIRST_NORM, ServerWeights, read_tensors
+from megatron_rl_corr.engines.sglang import requests
+from megatron_rl_corr.rollout import RolloutClient, SamplingParams
+from tools.cpu import environment, sglang_arguments
+from tools.local_server import LocalServer
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def vocab_size(tiny_moe_dir):
+    return json.loads((tiny_moe_dir / "config.json").read_text())["vocab_size"]
+
+
+@pytest.fixture(scope="module")
+def servers(tiny_moe_dir, tmp_path_factory):
+    """right: float32 and every flag that training wants, with defects that sleep; wrong: bfloat16, raw log-probs."""
+    if importlib.util.find_spec("sglang") is None:
+        pytest.skip("sglang is not installed; make setup installs it")
+    folder = tmp_path_factory.mktemp("doctor")
+    plants = folder / "plants"
+    plants.mkdir()
+    base = environment("sglang")
+    path = os.pathsep.join([str(ROOT / "tests/doctor/planted"), base.get("PYTHONPATH", "")])
+    right = LocalServer(
+        tiny_moe_dir, dtype="float32", log_path=folder / "right.log",
+        extra_arguments=[*sglang_arguments(), "--enable-return-routed-experts", "--disable-overlap-schedule"],
+        environment=base | {"PYTHONPATH": path, "PLANTED_DEFECTS": str(plants)},
+    )  # fmt: skip
+    wrong = LocalServer(
+        tiny_moe_dir, dtype="bfloat16", log_path=folder / "wrong.log", extra_arguments=sglang_arguments(),
+        environment=base | {"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"},
+    )  # fmt: skip
+    try:
+        for server in (right, wrong):
+            server.start()
+        for server in (right, wrong):
+            server.wait_ready()
+        yield SimpleNamespace(right=right.url, wrong=wrong.url, plants=plants)
+    finally:
+        right.stop()
+        wrong.stop()
+
+
+@pytest.fixture
+def plant(servers, vocab_size):
+    """plant(name): a defect of the right server, gone after the test, with what it left in the cache."""
+    planted = []
+
+    def switch_on(name):
+        planted.append(servers.plants / name)
+        planted[-1].touch()
+
+    yield switch_on
+    for path in planted:
+        path.unlink()
+    ask(servers.right, vocab_size, lambda client: client.flush_cache())
+
+
+@pytest.fixture
+def doctor(capsys):
+    """doctor(url, *flags): exit status and, of the JSON, the rows by name and the findings."""
+
+    def run(url, *flags):
+        status = cli.main(["doctor", "--url", url, "--json", *map(str, flags)])
+        answer = json.loads(capsys.readouterr().out)
+        assert answer["exit_status"] == status
+        (server,) = answer["servers"]
+        return SimpleNamespace(
+            status=status, findings=server["findings"], rows={row["check"]: row for row in server["rows"]}
+        )
+
+    return run
+
+
+def kinds_and_remedies(findings):
+    return [(finding["name"], finding["kind"], finding["remedy"]) for finding in findings]
+
+
+def ask(url, vocab_size, scenario):
+    """`await scenario(client)`."""
+
+    async def inner():
+        async with RolloutClient([url], vocab_size=vocab_size, timeout_s=60) as client:
+            return await scenario(client)
+
+    return asyncio.run(inner())
+
+
+def test_doctor_when_the_server_is_right_then_every_check_passes_and_nothing_is_found(
+    servers, doctor, tiny_moe_dir
+):
+    flags = ["--full", "--model", tiny_moe_dir, "--expect-dtype", "float32", "--expect-routed-experts"]
+    answer = doctor(servers.right, *flags)
+    assert answer.findings == [] and answer.status == 0
+    by_status = {status: [] for status in ("ok", "note")}
+    for check, row in answer.rows.items():
+        by_status[row["status"]].append(check)
+    by_status["ok"] = [check for check in by_status["ok"] if check not in ("repeats", "prefix cache")]
+    assert by_status["ok"] == [
+        "version", "model", "weight updates", "temperature", "top-p", "sampling mask", "precision",
+        "decode and prefill", "routed experts", "model difference", "tokenizer", "pause abort", "pause in_place",
+        "pause retract", "version spans, in_place", "version spans, retract", "update", "restored",
+    ]  # fmt: skip
+    # Whether two runs are bit-equal is the machine's affair, and nothing is cached the first time.
+    assert set(by_status["note"]) - {"repeats", "prefix cache"} == {
+        "seeds", "log-probs at temperature 2", "log-probs at top-p 0.5",
+    }  # fmt: skip
+    assert answer.rows["seeds"]["said"].startswith("seeds are ignored: 3 seeds gave 3 responses of 24 tokens")
+    assert answer.rows["temperature"]["numbers"]["slope"] == pytest.approx(0.5, abs=1e-4)  # 1 / T of T = 2
+    assert answer.rows["routed experts"]["numbers"]["ids"] == 47 * 4 * 2  # 24 + 24 - 1 tokens, layers, experts
+    buckets = answer.rows["model difference"]["numbers"]["buckets"]
+    assert sum(bucket["tokens"] for bucket in buckets.values()) == 4 * 48
+    of = answer.rows["log-probs at temperature 2"]["numbers"]
+    assert of["temperature-scaled"] < 1e-5 and of["raw"] > 1e-2
+    of = answer.rows["log-probs at top-p 0.5"]["numbers"]
+    assert of["raw"] < 1e-5 and of["filtered"] > 0.1  # keeping half would add ln 2
+
+
+def test_doctor_when_original_logprobs_and_bfloat16_then_one_semantic_finding_and_the_precision_twice(
+    servers, doctor, tiny_moe_dir
+):
+    answer = doctor(servers.wrong, "--model", tiny_moe_dir, "--expect-dtype", "float32")
+    assert answer.status == 1
+    assert kinds_and_remedies(answer.findings) == [
+        (
+            "logprobs_without_temperature", "semantic",
+            "start the server without SGLANG_RETURN_ORIGINAL_LOGPROB, or train with --rollout-temperature 1",
+        ),
+        (
+            "dtype_differs", "inference-path",
+            "start the server with the trainer's --dtype, or correct with --rollout-correction-preset "
+            "decoupled_token_is",
+        ),
+        (
+            "model_difference", "inference-path",
+            "start the server with --dtype float32, or correct with --rollout-correction-preset decoupled_token_is",
+        ),
+    ]  # fmt: skip
+    assert answer.rows["temperature"]["numbers"]["slope"] == pytest.approx(1, abs=0.05)
+    assert answer.rows["precision"]["numbers"]["grid"] in (2**-8, 2**-9)  # logits around 1 in 8 bits
+
+
+def test_doctor_when_the_run_samples_at_temperature_1_in_bfloat16_then_the_same_server_is_right(servers, doctor):
+    answer = doctor(servers.wrong, "--temperature", 1, "--expect-dtype", "bfloat16")
+    assert answer.findings == [] and answer.status == 0
+    assert answer.rows["temperature"]["status"] == "note"
+
+
+def test_quick_check_when_the_server_ignores_the_temperature_then_found(servers, plant, vocab_size):
+    plant("ignore_temperature")
+    (finding,) = ask(servers.right, vocab_size, quick_check)
+    assert (finding.name, finding.kind) == ("temperature_ignored", "semantic")
+    assert "--rollout-temperature 1" in finding.remedy and finding.server == servers.right
+    assert finding.numbers["slope"] == pytest.approx(1, abs=1e-4) and not finding.numbers["follows"]
+
+
+def test_quick_check_when_every_request_is_drawn_with_one_seed_then_one_response(servers, plant, vocab_size):
+    plant("seed_42")
+    (finding,) = ask(servers.right, vocab_size, quick_check)
+    assert (finding.name, finding.kind) == ("one_response", "semantic") and finding.numbers["distinct"] == 1
+    assert finding.numbers["log_probability"] < -50  # 24 tokens of a fresh model: ln 83 = 4.4 nats each
+
+
+def test_quick_check_when_the_cache_is_older_than_the_weights_then_stale_prefix_cache(
+    servers, vocab_size, tiny_moe_dir
+):
+    async def scenario(client):
+        probe = Probe(client, servers.right)
+        weights = ServerWeights(probe, read_tensors(tiny_moe_dir, [FIRST_NORM]), ranks=1, version="default")
+        before = await quick_check(client)  # leaves the probe prompt in the cache
+        async with weights.scaled(FIRST_NORM, 4.0, "pushed", flush=False):
+            during = await quick_check(client)
+        return before, during, await quick_check(client)
+
+    before, (finding,), after = ask(servers.right, vocab_size, scenario)
+    assert before == after == []
+    assert (finding.name, finding.kind) == ("stale_prefix_cache", "objective")
+    assert finding.remedy.startswith("POST /flush_cache after every weight update")
+
+
+def test_full_when_a_flush_does_nothing_then_stale_prefix_cache_alone(servers, plant, doctor):
+    plant("keep_cache")
+    answer = doctor(servers.right, "--full")
+    assert kinds_and_remedies(answer.findings) == [
+        ("stale_prefix_cache", "objective", DEFECTS["stale_prefix_cache"].remedy)
+    ]
+    assert answer.rows["update"]["numbers"]["cached_tokens"] == 23  # 24 tokens of the prompt, the last is computed
+    assert answer.rows["restored"]["status"] == "ok"
+
+
+def test_full_when_the_overlap_scheduler_is_on_then_spans_of_in_place_updates_are_off_by_one(
+    sglang_server_fp32, doctor
+):
+    answer = doctor(sglang_server_fp32.url, "--full", "--expect-routed-experts")
+    assert kinds_and_remedies(answer.findings) == [
+        (
+            "routed_experts_missing", "inference-path",
+            "start the server with --enable-return-routed-experts",
+        ),
+        (
+            "version_spans_wrong", "objective",
+            "start the server with --disable-overlap-schedule, or pause with retract (a push of ours does)",
+        ),
+    ]  # fmt: skip
+    numbers = answer.findings[1]["numbers"]
+    assert numbers["true"] == numbers["reported"] + 1
+    assert answer.rows["version spans, retract"]["status"] == answer.rows["restored"]["status"] == "ok"
+
+
+def test_model_when_it_is_another_checkpoint_then_semantic_and_nothing_about_precision(
+    sglang_server_fp32, doctor, tmp_path
+):
+    make = [sys.executable, ROOT / "examples/quickstart/make_model.py", tmp_path, "--seed", "1"]
+    subprocess.run(make, check=True, capture_output=True)
+    answer = doctor(sglang_server_fp32.url, "--model", tmp_path)
+    assert kinds_and_remedies(answer.findings) == [
+        (
+            "another_checkpoint", "semantic",
+            "start the server with the --model-path that --rollout-hf-checkpoint names",
+        )
+    ]  # fmt: skip
+    numbers = answer.findings[0]["numbers"]
+    assert numbers["mean"] > 10 * numbers["bfloat16"]["mean"]
+
+
+def test_servers_when_their_models_differ_then_the_later_one_is_found(servers, vocab_size):
+    async def scenario():
+        urls = [servers.right, servers.wrong]
+        async with RolloutClient(urls, vocab_size=vocab_size, timeout_s=60) as client:
+            same = await quick_check(client, Expected(SamplingParams(1)))
+            probe = Probe(client, servers.wrong)
+            await probe.control(requests.pause_generation("retract"))
+            folder = (await probe.control(requests.model_info()))["model_path"]
+            weights = ServerWeights(probe, read_tensors(folder, [FIRST_NORM]), ranks=1, version="default")
+            async with weights.scaled(FIRST_NORM, 4.0, "pushed"):
+                await probe.control(requests.continue_generation())
+                return same, await quick_check(client, Expected(SamplingParams(1)))
+
+    same, (finding,) = asyncio.run(scenario())
+    assert same == []
+    assert (finding.name, finding.kind, finding.server) == ("servers_differ", "semantic", servers.wrong)
+
+
+def test_quick_check_when_it_asks_then_only_what_changes_nothing(servers, vocab_size):
+    asked = []
+
+    class Recording(RolloutClient):
+        async def ask(self, url, request, **options):
+            asked.append(f"{request.method} {request.endpoint}")
+            return await super().ask(url, request, **options)
+
+    async def scenario():
+        async with Recording([servers.right], vocab_size=vocab_size, timeout_s=60) as client:
+            await quick_check(client)
+
+    asyncio.run(scenario())
+    assert set(asked) == {"GET /server_info", "GET /model_info", "GET /openapi.json", "POST /generate"}
+    assert len(asked) <= 20
+
+
+@pytest.mark.parametrize(
+    "endpoint, occurrence",
+    [
+        ("/continue_generation", 1),  # the server is paused
+        ("/update_weights_from_tensor", 1),
+        ("/abort_request", 4),  # the weights are changed, the server samples
+        ("/update_weights_from_tensor", 2),  # the weights are being put back
+        ("/update_weight_version", 1),
+    ],
+)
+def test_full_when_cancelled_at_any_point_then_the_server_has_its_weights_and_samples(
+    servers, vocab_size, endpoint, occurrence
+):
+    class Cancelling(RolloutClient):
+        task, seen = None, 0
+
+        async def ask(self, url, request, **options):
+            if request.endpoint == endpoint and self.task is not None:
+                self.seen += 1
+                if self.seen == occurrence:
+                    self.task.cancel()
+            return await super().ask(url, request, **options)
+
+    async def scenario():
+        async with Cancelling([servers.right], vocab_size=vocab_size, timeout_s=60) as client:
+            probe = Probe(client, servers.right)
+            _, facts = await ask_quick(probe, Expected())
+            before = (await client.weights_checker())[0]["ranks"][0]["checksums"]
+            client.task = asyncio.create_task(ask_full(probe, facts, None, lambda what: None, []))
+            with pytest.raises(asyncio.CancelledError):
+                await client.task
+            assert client.seen >= occurrence
+            after = (await client.weights_checker())[0]["ranks"][0]["checksums"]
+            assert after == before and (await client.model_info())[0]["weight_version"] == "default"
+            return await asyncio.wait_for(quick_check(client), 30)
+
+    assert asyncio.run(scenario()) == []
+
+
+def test_command_when_interrupted_again_and_again_then_130_and_the_server_is_as_before(servers, vocab_size):
+    async def state(client):
+        (checksum,), (info,) = await client.weights_checker(), await client.model_info()
+        return checksum["ranks"][0]["checksums"], info["weight_version"]
+
+    before = ask(servers.right, vocab_size, state)
+    command = [sys.executable, "-m", "megatron_rl_corr.cli", "doctor", "--full", "--url", servers.right]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes, env=os.environ | {"PYTHONPATH": str(ROOT)}) as doctor:
+        for line in doctor.stderr:
+            if "under a running request" in line:
+                break
+        while ask(servers.right, vocab_size, state) == before:
+            assert doctor.poll() is None
+        for number in itertools.cycle([signal.SIGINT, signal.SIGINT, signal.SIGTERM]):  # until its last instruction
+            if doctor.poll() is not None:
+                break
+            doctor.send_signal(number)
+            time.sleep(0.02)
+        printed, errors = doctor.communicate(timeout=60)
+    assert doctor.returncode == 130 and printed == "" and "interrupted" in errors
+    assert ask(servers.right, vocab_size, state) == before
+    assert ask(servers.right, vocab_size, quick_check) == []  # it samples

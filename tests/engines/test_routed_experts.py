@@ -1,0 +1,250 @@
+"""A server's routed experts: what its base64 becomes, and by which rule it is refused."""
+
+import asyncio
+import base64
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import orjson
+import pytest
+import torch
+from aiohttp import web
+
+from megatron_rl_corr.engines.sglang.requests import generate_request
+from megatron_rl_corr.engines.sglang.responses import parse_generate
+from megatron_rl_corr.engines.sglang.routed_experts import (
+    ExpertShape,
+    decode,
+    first_without_routes,
+    has_routes,
+    no_routes,
+    pack,
+)
+from megatron_rl_corr.rollout import (
+    Environment,
+    Prompt,
+    RolloutClient,
+    RolloutProtocolError,
+    SampleFailure,
+    SamplingParams,
+    generate_episodes,
+)
+
+# 3 layers, of which the second is dense: 2 of 4 experts in the others.
+SHAPE = ExpertShape(num_layers=3, layers=(0, 2), top_k=2, experts=4)
+# 3 tokens, so 2 rows; the dense layer's ids mean nothing.
+ROWS = [[[0, 1], [0, 0], [3, 2]], [[2, 0], [9, 9], [1, 3]]]
+
+
+def encoded(rows):
+    return base64.b64encode(np.array(rows, dtype=np.int32).tobytes()).decode()
+
+
+def test_decode_when_well_formed_then_the_layers_with_experts_in_a_byte_an_id():
+    routes = decode(encoded(ROWS), tokens=3, shape=SHAPE)
+    assert routes.dtype == torch.uint8 and SHAPE.bytes_per_token == 4
+    assert routes.tolist() == [[[0, 1], [3, 2]], [[2, 0], [1, 3]]]
+
+
+def test_decode_when_a_token_is_zero_everywhere_then_it_has_no_routes():
+    routes = decode(encoded([ROWS[0], [[0, 0]] * 3]), tokens=3, shape=SHAPE)
+    assert has_routes(routes, 4).tolist() == [[True, True], [False, False]]
+    alone = ExpertShape(1, (0,), 1, 4)  # of one expert a token, 0 is a route like any other
+    assert has_routes(decode(encoded([[[0]], [[3]]]), tokens=3, shape=alone), 4).all()
+
+
+def test_decode_when_the_first_tokens_were_not_asked_for_then_the_rows_behind_them_and_no_others():
+    assert decode(encoded(ROWS[1:]), tokens=3, shape=SHAPE, first=1).tolist() == [[[2, 0], [1, 3]]]
+    assert decode("", tokens=3, shape=SHAPE, first=2).shape == (0, 2, 2)
+    with pytest.raises(ValueError, match="12 ids .* are 2 rows .* 3 tokens, prompt included, have 1 from token 1 on"):
+        decode(encoded(ROWS), tokens=3, shape=SHAPE, first=1)
+    with pytest.raises(ValueError, match="expert 4 of token 1 in layer 2"):
+        decode(encoded([[[2, 0], [0, 0], [1, 4]]]), tokens=3, shape=SHAPE, first=1)
+
+
+def test_first_without_routes_when_a_layer_lacks_them_then_the_token_is_asked_for_again():
+    routes = decode(encoded(ROWS), tokens=3, shape=SHAPE)
+    assert first_without_routes(routes, 4) == 2 and first_without_routes(routes[:0], 4) == 0
+    routes[1, 1] = 255
+    assert first_without_routes(routes, 4) == 1
+    assert first_without_routes(no_routes(SHAPE, 5), 4) == 0
+
+
+@pytest.mark.parametrize(
+    "given, rule",
+    [
+        (encoded(ROWS)[:-3], "rule base64: routed_experts of 61 characters are no base64"),
+        ([1, 2], "rule base64: .* got list"),
+        (encoded(ROWS)[:-4], "rule int32: routed_experts of 45 bytes are no whole number"),
+        (encoded(ROWS[:1]), "rule rows: 6 ids of routed_experts are 1 rows of 3 layers x 2 experts, where 3 tokens, "
+         "prompt included, have 2"),
+        (encoded(ROWS + ROWS[:1]), "rule rows: 18 ids"),
+        (encoded([ROWS[0], [[2, 0], [0, 0], [1, 4]]]), r"rule range: expert 4 of token 1 in layer 2 .*\[0, 4\)"),
+        (encoded([[[0, -1], [0, 0], [3, 2]], ROWS[1]]), "rule range: expert -1 of token 0 in layer 0"),
+        (encoded([ROWS[0], [[2, 0], [0, 0], [3, 3]]]), r"rule distinct ids: experts \[3, 3\] of token 1 in layer 2"),
+        (encoded([[[0, 0], [0, 0], [3, 2]], ROWS[1]]), r"rule distinct ids: experts \[0, 0\] of token 0 in layer 0"),
+    ],
+)  # fmt: skip
+def test_decode_when_a_rule_is_broken_then_error_names_it(given, rule):
+    with pytest.raises(ValueError, match=rule):
+        decode(given, tokens=3, shape=SHAPE)
+
+
+@pytest.mark.parametrize(
+    "experts, top_k, dtype",
+    [(255, 1, torch.uint8), (256, 1, torch.int16), (256, 8, torch.uint8), (257, 8, torch.int16)],
+)
+def test_dtype_when_as_small_as_may_be_then_every_id_and_a_row_without_routes_can_be_told(experts, top_k, dtype):
+    shape = ExpertShape(1, (0,), top_k, experts)
+    assert shape.dtype == dtype
+    last = torch.arange(experts - top_k, experts).view(1, 1, top_k)
+    assert has_routes(last.to(dtype), experts).all() and (last.to(dtype) == last).all()
+    assert not has_routes(no_routes(shape, 1), experts).any()
+
+
+def test_pack_when_samples_are_unlike_long_or_have_none_then_no_routes_behind_their_end():
+    packed = pack([decode(encoded(ROWS), tokens=3, shape=SHAPE), None], 4, SHAPE)
+    assert packed.shape == (2, 4, 2, 2)
+    assert has_routes(packed, 4)[:, :, 0].tolist() == [[True, True, False, False], [False] * 4]
+
+
+def answer(**meta):
+    return {"output_ids": [7], "meta_info": {
+        "finish_reason": {"type": "length"}, "prompt_tokens": 2, "completion_tokens": 1, "weight_version": "1",
+        "output_token_logprobs": [[-0.5, 7, None]], **meta,
+    }}  # fmt: skip
+
+
+def parse(body, experts=SHAPE):
+    return parse_generate(
+        orjson.dumps(body), prompt_ids=torch.tensor([1, 2]), prompt_index=0, sample_index=0, server="http://a:1",
+        experts=experts,
+    )
+
+
+def test_generate_when_routes_are_asked_for_then_the_trajectory_has_them_and_only_then():
+    assert parse(answer(routed_experts=encoded(ROWS))).routed_experts.shape == (2, 2, 2)
+    assert parse(answer(routed_experts=encoded(ROWS)), experts=None).routed_experts is None
+    assert generate_request([1], SamplingParams(1), seed=0, routed_experts=True).json["return_routed_experts"] is True
+    plain = generate_request([1], SamplingParams(1), seed=0).json
+    assert not {"return_routed_experts", "routed_experts_start_len"} & plain.keys()
+
+
+def test_generate_when_aborted_while_it_waited_then_no_token_has_routes():
+    again = parse(answer(finish_reason={"type": "abort"})).routed_experts  # to be computed anew
+    assert again.shape == (2, 2, 2) and not has_routes(again, 4).any()
+    body = answer(finish_reason={"type": "abort"}, completion_tokens=0, output_token_logprobs=[])
+    routes = parse(body | {"output_ids": []}).routed_experts
+    assert routes.shape == (1, 2, 2) and not has_routes(routes, 4).any()
+
+
+def test_generate_when_no_routes_come_though_asked_for_then_error_names_the_servers_flag():
+    with pytest.raises(RolloutProtocolError, match="start the server with --enable-return-routed-experts"):
+        parse(answer())
+
+
+def test_client_when_a_sample_has_wrong_routes_then_error_names_the_sample_and_the_rule(faulty):
+    async def handle(request):
+        assert (await request.json())["return_routed_experts"]
+        return web.Response(body=json.dumps(answer(routed_experts=encoded(ROWS[:1]))))
+
+    async def scenario():
+        async with faulty.serving(handle) as url, RolloutClient([url], vocab_size=10, experts=SHAPE) as client:
+            with pytest.raises(SampleFailure, match="rule rows") as error:
+                await client.generate([[1, 2]], SamplingParams(1))
+            return error.value
+
+    assert asyncio.run(scenario()).__notes__ == ["it was sample 0 of prompt 0 (2 tokens)"]
+
+
+class Routing:
+    """A server of SHAPE that answers with the tokens it is given in turn, and routes (t, t + 1) for token t.
+
+    As SGLang does, it leaves out the first rows it is told to; it counts the rows it sends.
+    """
+
+    def __init__(self, *answers):
+        self.answers, self.starts, self.rows = list(answers), [], 0
+
+    async def handle(self, request):
+        body = await request.json()
+        tokens, reason, routed = self.answers.pop(0)
+        start = body["routed_experts_start_len"]
+        rows = [[[t % 4, (t + 1) % 4]] * 3 for t in range(start, len(body["input_ids"]) + len(tokens) - 1)]
+        meta = {
+            "finish_reason": {"type": reason, **({"message": "Aborted"} if reason == "abort" else {})},
+            "weight_version": "1", "output_token_logprobs": [[-1.0, token, None] for token in tokens],
+        }  # fmt: skip
+        if routed:
+            meta["routed_experts"] = encoded(rows)
+            self.rows += len(rows)
+        self.starts.append(start)
+        return web.Response(body=json.dumps({"output_ids": tokens, "meta_info": meta}))
+
+
+def routes_of(tokens):
+    return [[[t % 4, (t + 1) % 4]] * 2 for t in range(tokens - 1)]
+
+
+def test_client_when_a_sample_is_continued_then_only_routes_it_lacks_are_asked_for(faulty):
+    # Cut after 2 tokens; cut again before it runs, without routes; then the rest.
+    server = Routing(([3, 4], "abort", True), ([], "abort", False), ([5, 6], "length", True))
+
+    async def scenario(client):
+        (whole,) = await client.generate([[1, 2, 3]], SamplingParams(4))
+        assert server.starts == [0, 4, 4]
+        assert whole.routed_experts.tolist() == routes_of(7) and server.rows == 6
+
+    faulty.run(scenario, server.handle, experts=SHAPE)
+
+
+def test_client_when_a_sample_was_cut_before_it_had_routes_then_they_are_asked_for_from_the_first(faulty):
+    server = Routing(([3, 4], "abort", False), ([5, 6], "length", True))
+
+    async def scenario(client):
+        (whole,) = await client.generate([[1, 2, 3]], SamplingParams(4))
+        assert server.starts == [0, 0] and whole.routed_experts.tolist() == routes_of(7)
+
+    faulty.run(scenario, server.handle, experts=SHAPE)
+
+
+class Answers(Environment):
+    """Says one token after each turn."""
+
+    def __init__(self, prompt):
+        self.said = 0
+
+    def step(self, output_ids, finish_reason):
+        self.said += 1
+        return [9] * self.said
+
+
+def test_episode_when_it_has_turns_then_each_brings_the_routes_of_new_tokens_alone(faulty):
+    # 3 + 2 tokens, 1 said, 1, 2 said, 3: 12 tokens, 11 rows, each sent once.
+    server = Routing(([3, 4], "stop", True), ([5], "stop", True), ([6, 7, 8], "stop", True))
+
+    async def scenario(client):
+        (whole,) = await generate_episodes(
+            client, [Prompt(0, [1, 2, 3])], SamplingParams(16), environment=Answers, max_turns=3
+        )
+        assert server.starts == [0, 4, 6] and server.rows == 11
+        assert whole.routed_experts.tolist() == routes_of(12)
+        assert whole.turn_ids.tolist() == [0, 0, -1, 1, -1, -1, 2, 2, 2]
+
+    faulty.run(scenario, server.handle, experts=SHAPE)
+
+
+def test_client_when_a_server_sends_more_rows_than_it_was_asked_for_then_refused(faulty):
+    server = Routing(([3, 4], "abort", True), ([5, 6], "length", True))
+
+    async def deaf(request):
+        body = await request.json()
+        all_rows = body | {"routed_experts_start_len": 0}
+        return await server.handle(SimpleNamespace(json=lambda: asyncio.sleep(0, all_rows)))
+
+    async def scenario(client):
+        with pytest.raises(SampleFailure, match="7 tokens, prompt included, have 2 from token 4 on"):
+            await client.generate([[1, 2, 3]], SamplingParams(4))
+
+    faulty.run(scenario, deaf, experts=SHAPE)

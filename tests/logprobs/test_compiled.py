@@ -1,0 +1,150 @@
+"""What the Triton log-probs compile to for Hopper (sm_90), by Triton's own ahead-of-time compiler and assembler.
+
+That needs no GPU and is the nearest to one without it: it shows that the kernels lower, as they are launched at 8192
+tokens of 151936 columns, and their loads, stores, barriers and registers. It shows neither their numbers, which the
+interpreter does, nor their speed.
+"""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from megatron_rl_corr.logprobs import triton_backend as kernels  # noqa: E402
+
+NAMES = {
+    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64", int: "i32",
+    float: "fp32",
+}  # fmt: skip
+
+
+class Launches:
+    """Stands in for a kernel, and compiles it for what it is called with."""
+
+    def __init__(self, kernel):
+        self.kernel, self.binaries = kernel, []
+
+    def __getitem__(self, grid):
+        return self
+
+    def __call__(self, *arguments, **options):
+        constants = {name: options.pop(name) for name in self.kernel.arg_names if name in options}
+        names = self.kernel.arg_names[: len(arguments)]
+        signature, hints = dict.fromkeys(self.kernel.arg_names, "constexpr"), {}
+        for index, (name, value) in enumerate(zip(names, arguments, strict=True)):
+            signature[name] = NAMES[value.dtype if isinstance(value, torch.Tensor) else type(value)]
+            number = value.data_ptr() if isinstance(value, torch.Tensor) else value
+            if isinstance(number, int) and number % 16 == 0 and not self.kernel.params[index].do_not_specialize:
+                hints[index,] = [["tt.divisibility", 16]]
+        source = ASTSource(self.kernel, signature, constants, hints)
+        self.binaries.append(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options))
+
+
+@pytest.fixture
+def launches(monkeypatch, tmp_path) -> dict[str, Launches]:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    stands = {name: Launches(getattr(kernels, name)) for name in ("_stats_kernel", "_merge_kernel", "_gradient_kernel")}
+    for name, stand in stands.items():
+        monkeypatch.setattr(kernels, name, stand)
+    return stands
+
+
+def given(dtype: torch.dtype, with_entropy: bool, pitch: int = 151936) -> tuple[dict, dict]:
+    """Tensors without storage, for shapes alone; and settings."""
+    logits = torch.empty(8192, pitch, dtype=dtype, device="meta")[:, :151936]
+    tensors = {"logits": logits, "labels": torch.empty(8192, dtype=torch.int64, device="meta")}
+    settings = {"first": 0, "limit": 151936, "temperature": 0.7, "with_entropy": with_entropy, "chunk_tokens": 1024}
+    return tensors, settings
+
+
+def accesses(ptx: str, operation: str) -> tuple[int, int]:
+    """How many of 16 bytes; how many others."""
+    every = re.findall(rf"\b{operation}\.global\S*", ptx)
+    wide = [one for one in every if ".v4.b32" in one]
+    return len(wide), len(every) - len(wide)
+
+
+def loops(ptx: str) -> list[str]:
+    """Bodies of the innermost loops: from a label to a branch back to it."""
+    blocks = re.split(r"^(?=\$L__BB)", ptx, flags=re.MULTILINE)[1:]
+    # What follows the branch is the loop's no more.
+    split = [re.split(rf"\bbra\S*\s+{re.escape(block[: block.index(':')])};", block) for block in blocks]
+    return [parts[0] for parts in split if len(parts) > 1]
+
+
+def assert_registers_suffice(binary, folder: Path):
+    """No spill, and 20 warps or more of a multiprocessor's 64: 65536 registers / (20 x 32) = 102."""
+    file = folder / "kernel.cubin"
+    file.write_bytes(binary.asm["cubin"])
+    tool = Path(triton.__path__[0]) / "backends/nvidia/bin/cuobjdump"
+    done = subprocess.run([tool, "--dump-resource-usage", file], capture_output=True, text=True, check=True)
+    used = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", done.stdout)}
+    assert used["STACK"] == used["LOCAL"] == 0
+    assert used["REG"] <= 102
+
+
+@pytest.mark.parametrize(
+    "dtype, with_entropy", [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, True)], ids=str
+)
+def test_stats_when_compiled_then_16_byte_loads_and_threads_that_meet_only_at_the_end(
+    launches, dtype, with_entropy, tmp_path
+):
+    tensors, settings = given(dtype, with_entropy)
+    kernels.label_stats(**tensors, **settings)
+    (binary,) = launches["_stats_kernel"].binaries
+    ptx, loads = binary.asm["ptx"], 32 * dtype.itemsize // 16
+    # 32 elements a thread, in the loop of whole tiles and in the last. Alone: the label, and its logit.
+    assert accesses(ptx, "ld") == (2 * loads, 2)
+    (body,) = loops(ptx)
+    assert accesses(body, "ld") == (loads, 0)
+    assert "shfl" not in body and "bar.sync" not in body
+    # One exponential an element, and one a tile.
+    assert body.count("ex2.approx") == 33
+    assert_registers_suffice(binary, tmp_path)
+    assert_registers_suffice(launches["_merge_kernel"].binaries[0], tmp_path)
+
+
+def test_stats_when_rows_are_not_aligned_then_threads_meet_only_at_the_end_too(launches, tmp_path):
+    tensors, settings = given(torch.bfloat16, True, pitch=151937)
+    kernels.label_stats(**tensors, **settings)
+    (binary,) = launches["_stats_kernel"].binaries
+    (body,) = loops(binary.asm["ptx"])
+    assert accesses(body, "ld") == (0, 32)
+    assert "shfl" not in body and "bar.sync" not in body
+    assert_registers_suffice(binary, tmp_path)
+
+
+def test_merge_when_a_row_has_as_many_parts_as_tiles_then_it_lowers(launches, tmp_path):
+    # One token of 151936 columns: 37.1 tiles of 4096, in 64 places.
+    tensors, settings = given(torch.bfloat16, True)
+    kernels.label_stats(tensors["logits"][:1], tensors["labels"][:1], **settings, blocks=kernels.Blocks(programs=1000))
+    assert launches["_merge_kernel"].binaries[0].src.constants[6,] == 64
+    assert_registers_suffice(launches["_merge_kernel"].binaries[0], tmp_path)
+
+
+@pytest.mark.parametrize(
+    "dtype, with_entropy", [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, True)], ids=str
+)
+def test_gradient_when_compiled_then_16_byte_loads_and_stores_and_no_contraction(
+    launches, dtype, with_entropy, tmp_path
+):
+    tensors, settings = given(dtype, with_entropy)
+    rows = torch.empty(8192, device="meta")
+    kernels.logits_gradient(*tensors.values(), rows, rows, rows, rows, rows, **settings, out=tensors["logits"])
+    (binary,) = launches["_gradient_kernel"].binaries
+    ptx, tile = binary.asm["ptx"], 32 * dtype.itemsize // 16
+    # A loop that only writes zeros, one of whole tiles, one of what padding is in. Alone: what a token has one of.
+    assert accesses(ptx, "ld") == (2 * tile, 6 if with_entropy else 4)
+    assert accesses(ptx, "st") == (3 * tile, 0)
+    assert sorted((accesses(body, "ld")[0], accesses(body, "st")[0]) for body in loops(ptx)) == [
+        (0, tile), (tile, tile), (tile, tile),
+    ]  # fmt: skip
+    assert "fma." not in ptx and "shfl" not in ptx and "bar.sync" not in ptx
+    assert_registers_suffice(binary, tmp_path)

@@ -1,0 +1,166 @@
+"""The Triton log-probs, value and gradient, against float64 without shards, and their edges."""
+
+import pytest
+import torch
+
+from megatron_rl_corr.logprobs import torch_backend as label_stats
+from megatron_rl_corr.logprobs import vocab
+
+INF = float("inf")
+GRADIENT = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+"""The gradient has the logits' type: bfloat16 keeps 8 bits, float16 keeps 11."""
+CASES = [
+    *(
+        f"width {width}, {kind}"
+        for width in ("1", "2", "tile - 1", "tile", "tile + 1", "two tiles", "three tiles + 7", "five tiles")
+        for kind in ("one part", "parts")
+    ),
+    "bfloat16", "bfloat16, parts, odd rows", "float16", "temperature 0.7", "temperature 300", "no entropy", "padding",
+    "padding, parts", "only padding", "a later rank", "rows apart", "rows apart by an odd number", "in place",
+    "in place, bfloat16, parts", "one token", "more tokens than the merge has", "no tokens", "32-bit labels",
+    "one upstream for all", "blocks as they are",
+]  # fmt: skip
+
+
+def reference(logits, labels, grads, settings):
+    """In float64: stats [4, T], log-probs, entropy, and the gradient in the logits, padding included."""
+    first, limit, temperature = settings["first"], settings["limit"], settings["temperature"]
+    exact = logits.double().requires_grad_()
+    x = exact[:, :limit] / temperature
+    local = labels.long() - first
+    mine = (local >= 0) & (local < limit)
+    if limit == 0 or len(labels) == 0:
+        nothing = torch.zeros(len(labels), dtype=torch.float64)
+        stats = torch.stack([nothing - INF, nothing, nothing - INF, nothing])
+        return stats, nothing - INF, nothing, torch.zeros_like(logits, dtype=torch.float64)
+    target = x.gather(1, local.clamp(0, limit - 1)[:, None])[:, 0].masked_fill(~mine, -INF)
+    e = (x - x.amax(dim=1, keepdim=True)).exp()
+    product = (e * (x - x.amax(dim=1, keepdim=True)).clamp(min=-1e4)).sum(dim=1)
+    stats = torch.stack([x.amax(dim=1), e.sum(dim=1), target, product]).detach()
+    log_p = x.log_softmax(dim=1)
+    logprobs = log_p.gather(1, local.clamp(0, limit - 1)[:, None])[:, 0].masked_fill(~mine, -INF)
+    entropy = -(log_p.exp() * log_p.clamp(min=-1e4)).sum(dim=1)
+    outputs = [logprobs, entropy] if settings["with_entropy"] else [logprobs]
+    torch.autograd.backward(outputs, [g.double() for g in grads[: len(outputs)]])
+    return stats, logprobs.detach(), entropy.detach(), exact.grad
+
+
+def assert_close(actual, expected, rtol, atol):
+    torch.testing.assert_close(actual.double(), expected, rtol=rtol, atol=atol)
+
+
+def test_cases_when_listed_then_all_that_were_run(runs):
+    assert sorted(runs["cases"]) == sorted(CASES)
+
+
+def rounding_of_x(logits, settings) -> float:
+    """An x has two roundings, of 1 / temperature and of their product, each at most 2^-24 of it; at 1 none."""
+    if settings["temperature"] == 1:
+        return 0
+    largest = logits[:, : settings["limit"]].double().nan_to_num(neginf=0).abs().max().item()
+    return 2**-23 * largest / settings["temperature"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_stats_when_in_one_pass_then_those_of_float64(runs, name):
+    inputs, result = runs["cases"][name]
+    stats, logprobs, entropy, _ = reference(**inputs)
+    with_entropy = inputs["settings"]["with_entropy"]
+    assert_close(result["stats"][[0, 2]], stats[[0, 2]], 2**-23, 0)
+    assert_close(result["stats"][1], stats[1], 1e-6, 0)
+    # e of a distance of -80 has the rounding of 80 in its exponent.
+    assert_close(result["stats"][3], stats[3] if with_entropy else torch.zeros_like(stats[3]), 5e-6, 0)
+    assert_close(result["logprobs"], logprobs, 2e-6, 2e-6 + rounding_of_x(inputs["logits"], inputs["settings"]))
+    if with_entropy:
+        assert_close(result["entropy"], entropy, 3e-6, 3e-6)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradient_when_in_one_pass_then_that_of_float64_and_nothing_else_is_written(runs, name):
+    inputs, result = runs["cases"][name]
+    gradient, dtype = result["gradient"], inputs["logits"].dtype
+    # Upstream gradients here are below 4.
+    rounding = 4 * rounding_of_x(inputs["logits"], inputs["settings"])
+    assert gradient.dtype == dtype
+    assert_close(gradient, reference(**inputs)[3], GRADIENT[dtype], GRADIENT[dtype] + rounding)
+    assert gradient[:, inputs["settings"]["limit"] :].count_nonzero() == 0
+    assert result["untouched"] and result["beyond"]
+
+
+@pytest.mark.parametrize("name", ["temperature 0.7", "five tiles, parts"])
+def test_label_when_almost_certain_then_its_log_prob_keeps_its_digits_whatever_the_temperature(runs, name):
+    # Logits of 40 against 26: -log(1 + (V - 1) exp(-14 / temperature)).
+    name = name if name in runs["cases"] else f"width {name}"
+    inputs, result = runs["cases"][name]
+    _, logprobs, _, gradient = reference(**inputs)
+    assert -2e-4 < logprobs[2] < -1e-8
+    assert abs(result["logprobs"][2].double() - logprobs[2]) < 1.2e-7
+    column = inputs["labels"][2]
+    assert abs(result["gradient"][2, column].double() - gradient[2, column]) < 1e-6
+
+
+@pytest.mark.parametrize("parts", ["one part", "parts"])
+def test_row_when_not_finite_then_what_torch_makes_of_it(runs, parts):
+    result = runs["strange"]["upstream", parts]
+    # Nothing finite: -inf, and no gradient. A NaN, +inf, a NaN among -inf: not a number.
+    for numbers in (result["entropy"], result["gradient"][:, 0], result["gradient"][:, -3]):
+        assert numbers.isnan().tolist() == [False, True, True, True, False]
+    assert result["logprobs"].isnan().tolist() == [False, True, True, True, False]
+    assert result["logprobs"][0] == -INF and result["gradient"][0].count_nonzero() == 0
+    assert result["gradient"][:, -2:].count_nonzero() == 0  # padding
+    logits, labels = torch.zeros(5, 1), torch.zeros(5, dtype=torch.int64)
+    logits[:, 0] = torch.tensor([-INF, float("nan"), INF, float("nan"), 1.0])
+    torch_stats = label_stats.label_stats(
+        logits, labels, first=0, limit=1, temperature=0.5, with_entropy=True, chunk_tokens=5
+    )
+    assert vocab.combine_stats(torch_stats[None], True)[1].isnan().tolist() == result["entropy"].isnan().tolist()
+
+
+@pytest.mark.parametrize("parts", ["one part", "parts"])
+def test_row_when_nothing_comes_from_upstream_then_no_gradient_whatever_it_holds(runs, parts):
+    gradient = runs["strange"]["no upstream", parts]["gradient"]
+    assert torch.equal(gradient, torch.zeros_like(gradient))
+
+
+def test_row_when_behind_two_to_the_31st_element_then_read_and_written_there(runs):
+    inputs, result = runs["far"]["inputs"], runs["far"]["result"]
+    _, logprobs, entropy, gradient = reference(**inputs)
+    assert_close(result["logprobs"], logprobs, 2e-6, 2e-6)
+    assert_close(result["entropy"], entropy, 3e-6, 3e-6)
+    assert_close(result["gradient"], gradient, 8e-3, 8e-3)
+
+
+@pytest.mark.parametrize("tokens, tiles", [(0, 1), (1, 1), (4, 4), (8192, 8)])
+def test_program_when_tokens_are_few_then_it_gets_fewer_tiles(tokens, tiles):
+    kernels = pytest.importorskip("megatron_rl_corr.logprobs.triton_backend")
+    # 151936 columns are 37.09 tiles of 4096; with 4 tokens 148, over the 32 programs of the one processor of a CPU: 4.
+    logits = torch.empty(tokens, 151936, device="meta")
+    assert kernels.Blocks().span(151936, logits) == 4096 * tiles
+
+
+def test_logits_when_of_a_kind_the_kernels_do_not_take_then_refused_with_the_remedy(runs):
+    wrong_type, apart = runs["refusals"]
+    assert "float64" in wrong_type and "label_stats.py" in wrong_type
+    assert "(1, 2)" in apart and ".contiguous()" in apart
+
+
+@pytest.mark.parametrize("name", ["plain", "inplace", "a rank of padding", "bfloat16"])
+def test_vocab_parallel_logprobs_when_on_the_kernels_then_value_and_gradient_of_the_whole(runs, name):
+    if "sharded" not in runs:
+        pytest.skip("two ranks over gloo are run by the interpreter")
+    inputs, options = runs["sharded inputs"][name], runs["sharded options"][name]
+    settings = {
+        "first": 0, "limit": options.get("vocab_size", 48), "temperature": options.get("temperature", 1.0),
+        "with_entropy": options.get("with_entropy", True),
+    }
+    _, logprobs, entropy, gradient = reference(**inputs, settings=settings)
+    first, second = (rank[name] for rank in runs["sharded"])
+    merged = torch.cat([first["gradient"], second["gradient"]], dim=1)
+    tolerance = GRADIENT[inputs["logits"].dtype]
+    assert_close(merged, gradient, tolerance, tolerance)
+    assert torch.equal(first["logprobs"], second["logprobs"])
+    assert_close(first["logprobs"], logprobs, 2e-6, 2e-6 + rounding_of_x(inputs["logits"], settings))
+    if settings["with_entropy"]:
+        assert_close(first["entropy"], entropy, 3e-6, 3e-6)
+    else:
+        assert first["entropy"] is None

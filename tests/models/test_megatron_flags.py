@@ -1,0 +1,114 @@
+"""Megatron's flags for a config.json: what real ones say, in old and new spelling, and what is refused.
+
+That the flags make the model is proven by tests/mcore/test_hf_models.py.
+"""
+
+import pytest
+
+from megatron_rl_corr.models.megatron_flags import model_flags
+
+LLAMA = {
+    "model_type": "llama", "num_hidden_layers": 16, "hidden_size": 2048, "intermediate_size": 8192,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256,
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": True,
+    "rope_scaling": {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+                     "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+}  # fmt: skip
+MIXTRAL = LLAMA | {
+    "model_type": "mixtral", "tie_word_embeddings": False, "rope_scaling": None, "num_local_experts": 8,
+    "num_experts_per_tok": 2, "sliding_window": None,
+}  # fmt: skip
+QWEN2_MOE = MIXTRAL | {
+    "model_type": "qwen2_moe", "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632, "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+DEEPSEEK = LLAMA | {
+    "model_type": "deepseek_v3", "tie_word_embeddings": False, "num_hidden_layers": 4, "first_k_dense_replace": 3,
+    "n_routed_experts": 256, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5, "moe_intermediate_size": 2048, "n_shared_experts": 2,
+    "q_lora_rank": 1536, "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "rope_theta": 10000,
+    "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+                     "original_max_position_embeddings": 4096, "type": "yarn"},
+}  # fmt: skip
+
+
+def options(config) -> dict[str, str]:
+    """Flag to value; an empty one for a switch."""
+    found, flag = {}, None
+    for word in model_flags(config):
+        if word.startswith("--"):
+            flag = word
+            assert flag not in found, "given twice"
+            found[flag] = ""
+        else:
+            found[flag] = word
+    return found
+
+
+def test_flags_of_llama_3_2_when_its_config_is_of_transformers_4_then_scaled_rope_and_tied_embeddings():
+    flags = options(LLAMA)
+    assert "--untie-embeddings-and-output-weights" not in flags and "--add-qkv-bias" not in flags
+    expected = {
+        "--num-layers": "16", "--hidden-size": "2048", "--ffn-hidden-size": "8192", "--num-attention-heads": "32",
+        "--num-query-groups": "8", "--kv-channels": "64", "--rotary-base": "500000", "--norm-epsilon": "1e-05",
+        "--use-rope-scaling": "", "--rope-scaling-factor": "32.0", "--vocab-size": "128256",
+    }  # fmt: skip
+    assert flags.items() >= expected.items() and "--num-experts" not in flags
+
+
+def test_flags_of_mixtral_then_experts_are_as_wide_as_the_dense_layer_and_scores_normalised_over_the_top_k():
+    flags = options(MIXTRAL)
+    expected = {"--num-experts": "8", "--moe-router-topk": "2", "--moe-ffn-hidden-size": "8192"}
+    assert flags.items() >= expected.items() and "--untie-embeddings-and-output-weights" in flags
+    assert not flags.keys() & {"--moe-router-pre-softmax", "--moe-layer-freq", "--moe-shared-expert-intermediate-size"}
+
+
+def test_flags_of_qwen2_moe_then_a_gated_shared_expert_and_scores_of_all_experts():
+    flags = options(QWEN2_MOE | {"decoder_sparse_step": 2, "num_hidden_layers": 4, "mlp_only_layers": [1]})
+    expected = {
+        "--num-experts": "60", "--moe-ffn-hidden-size": "1408", "--moe-shared-expert-intermediate-size": "5632",
+        "--moe-shared-expert-gate": "", "--moe-router-pre-softmax": "", "--add-qkv-bias": "",
+        # Every second layer, but for the one that is named: only the last.
+        "--moe-layer-freq": "[0,0,0,1]",
+    }  # fmt: skip
+    assert flags.items() >= expected.items()
+
+
+def test_flags_of_deepseek_v3_then_latent_attention_yarn_sigmoid_scores_groups_and_dense_first_layers():
+    flags = options(DEEPSEEK)
+    expected = {
+        "--multi-latent-attention": "", "--q-lora-rank": "1536", "--kv-lora-rank": "512", "--qk-head-dim": "128",
+        "--qk-pos-emb-head-dim": "64", "--v-head-dim": "128", "--qk-layernorm": "", "--rope-type": "yarn",
+        "--rotary-scaling-factor": "40", "--mscale": "1.0", "--mscale-all-dim": "1.0", "--num-experts": "256",
+        "--moe-router-score-function": "sigmoid", "--moe-router-enable-expert-bias": "",
+        "--moe-router-topk-scaling-factor": "2.5", "--moe-router-num-groups": "8", "--moe-router-group-topk": "4",
+        # 2 shared experts of 2048 are one of 4096.
+        "--moe-shared-expert-intermediate-size": "4096", "--moe-layer-freq": "[0,0,0,1]",
+    }  # fmt: skip
+    assert flags.items() >= expected.items() and "--group-query-attention" not in flags
+
+
+@pytest.mark.parametrize(
+    "config, words",
+    [
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not known; supported: deepseek_v3, llama, mixtral"),
+        (MIXTRAL | {"sliding_window": 4096}, "sliding_window 4096 in config.json"),
+        (LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear'"),
+        (LLAMA | {"rope_scaling": LLAMA["rope_scaling"] | {"low_freq_factor": 2.0}},
+         "low_freq_factor 2.0 in config.json: Megatron's is 1 and has no flag"),
+        (DEEPSEEK | {"rope_scaling": DEEPSEEK["rope_scaling"] | {"beta_fast": 16}}, "beta_fast 16 in config.json"),
+        (DEEPSEEK | {"q_lora_rank": None}, "q_lora_rank null in config.json"),
+        (DEEPSEEK | {"norm_topk_prob": False}, "norm_topk_prob false"),
+        (DEEPSEEK | {"topk_group": 2}, "num_experts_per_tok / topk_group is 4 in config.json"),
+    ],
+)
+def test_flags_when_megatron_computes_something_else_then_refused_with_the_setting(config, words):
+    with pytest.raises(ValueError) as raised:
+        model_flags(config)
+    assert words in str(raised.value)
+
+
+def test_flags_of_qwen2_when_its_window_is_not_used_then_none_is_asked_for():
+    config = LLAMA | {"model_type": "qwen2", "rope_scaling": None, "sliding_window": 4096, "use_sliding_window": False}
+    assert "--add-qkv-bias" in options(config)

@@ -1,0 +1,196 @@
+"""Parameter names of Megatron's local and Transformer Engine specs to Hugging Face's, layer and expert numbers too."""
+
+import pytest
+
+from megatron_rl_corr.models.layouts import GatedUp, GroupedQKV, Replicated, RowsOrWhole, Sharded, Vocabulary
+from megatron_rl_corr.models.names import NameTable, global_name
+
+CONFIG = {
+    "model_type": "qwen3_moe", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 24, "vocab_size": 1000, "tie_word_embeddings": False, "num_hidden_layers": 6,
+}
+TABLE = NameTable(CONFIG, padded_vocab_size=1024)
+LAYER, HF = "decoder.layers.3.", "model.layers.3."
+VOCABULARY, QKV = Vocabulary(1000, 1024), GroupedQKV(4, 2, 24)
+
+
+@pytest.mark.parametrize(
+    "name, layout, hf_names",
+    [
+        ("embedding.word_embeddings.weight", VOCABULARY, ["model.embed_tokens.weight"]),
+        ("output_layer.weight", VOCABULARY, ["lm_head.weight"]),
+        ("decoder.final_layernorm.weight", Replicated(), ["model.norm.weight"]),
+        # The local spec's norms, and Transformer Engine's, folded into the linear layer behind them.
+        (LAYER + "input_layernorm.weight", Replicated(), [HF + "input_layernorm.weight"]),
+        (LAYER + "self_attention.linear_qkv.layer_norm_weight", Replicated(), [HF + "input_layernorm.weight"]),
+        (LAYER + "pre_mlp_layernorm.weight", Replicated(), [HF + "post_attention_layernorm.weight"]),
+        (LAYER + "mlp.linear_fc1.layer_norm_weight", Replicated(), [HF + "post_attention_layernorm.weight"]),
+        (LAYER + "self_attention.linear_qkv.weight", QKV,
+         [HF + "self_attn.q_proj.weight", HF + "self_attn.k_proj.weight", HF + "self_attn.v_proj.weight"]),
+        (LAYER + "self_attention.linear_proj.weight", Sharded(1), [HF + "self_attn.o_proj.weight"]),
+        (LAYER + "self_attention.q_layernorm.weight", Replicated(), [HF + "self_attn.q_norm.weight"]),
+        (LAYER + "self_attention.k_layernorm.weight", Replicated(), [HF + "self_attn.k_norm.weight"]),
+        # A dense layer, also one among layers of experts.
+        (LAYER + "mlp.linear_fc1.weight", GatedUp(), [HF + "mlp.gate_proj.weight", HF + "mlp.up_proj.weight"]),
+        (LAYER + "mlp.linear_fc2.weight", Sharded(1), [HF + "mlp.down_proj.weight"]),
+        (LAYER + "mlp.router.weight", Replicated(), [HF + "mlp.gate.weight"]),
+    ],
+)
+def test_find_when_a_parameter_is_known_then_its_layout_and_names(name, layout, hf_names):
+    rule = TABLE.find(name)
+    assert (rule.layout, list(rule.hf_names), rule.is_expert, rule.is_copy) == (layout, hf_names, False, False)
+
+
+@pytest.mark.parametrize("name", ["local_experts.17.linear_fc{}.weight", "linear_fc{}.weight17"])
+def test_find_when_an_experts_then_its_own_names_from_either_spec(name):
+    expert = HF + "mlp.experts.17."
+    up = TABLE.find(LAYER + "mlp.experts." + name.format(1))
+    assert (up.layout, up.hf_names) == (GatedUp(), (expert + "gate_proj.weight", expert + "up_proj.weight"))
+    down = TABLE.find(LAYER + "mlp.experts." + name.format(2))
+    assert (down.layout, down.hf_names) == (Sharded(1), (expert + "down_proj.weight",))
+    assert up.is_expert and down.is_expert
+
+
+def test_find_when_head_dim_is_not_given_then_hidden_size_over_heads():
+    config = {key: value for key, value in CONFIG.items() if key != "head_dim"} | {"model_type": "qwen3"}
+    for given in (config, config | {"head_dim": None}):
+        rule = NameTable(given, padded_vocab_size=1000).find(LAYER + "self_attention.linear_qkv.weight")
+        assert rule.layout == GroupedQKV(4, 2, 16)
+
+
+def test_find_when_there_are_no_groups_of_keys_then_as_many_as_heads():
+    config = {key: value for key, value in CONFIG.items() if key != "num_key_value_heads"} | {"model_type": "llama"}
+    rule = NameTable(config, padded_vocab_size=1000).find(LAYER + "self_attention.linear_qkv.weight")
+    assert rule.layout == GroupedQKV(4, 4, 24)
+
+
+DEEPSEEK = CONFIG | {"model_type": "deepseek_v3", "q_lora_rank": 16, "kv_lora_rank": 12, "qk_rope_head_dim": 4}
+MLP, ATTENTION = HF + "mlp.", HF + "self_attn."
+
+
+@pytest.mark.parametrize(
+    "config, name, layout, hf_names",
+    [
+        ({"model_type": "qwen2"}, "self_attention.linear_qkv.bias", QKV,
+         [ATTENTION + "q_proj.bias", ATTENTION + "k_proj.bias", ATTENTION + "v_proj.bias"]),
+        ({"model_type": "qwen2_moe"}, "mlp.shared_experts.linear_fc1.weight", GatedUp(),
+         [MLP + "shared_expert.gate_proj.weight", MLP + "shared_expert.up_proj.weight"]),
+        ({"model_type": "qwen2_moe"}, "mlp.shared_experts.linear_fc2.weight", Sharded(1),
+         [MLP + "shared_expert.down_proj.weight"]),
+        ({"model_type": "qwen2_moe"}, "mlp.shared_experts.gate_weight", Replicated(),
+         [MLP + "shared_expert_gate.weight"]),
+        ({"model_type": "mixtral"}, "mlp.router.weight", Replicated(), [HF + "block_sparse_moe.gate.weight"]),
+        (DEEPSEEK, "mlp.shared_experts.linear_fc2.weight", Sharded(1), [MLP + "shared_experts.down_proj.weight"]),
+        (DEEPSEEK, "mlp.router.expert_bias", Replicated(), [MLP + "gate.e_score_correction_bias"]),
+        (DEEPSEEK, "self_attention.linear_q_down_proj.weight", RowsOrWhole(16), [ATTENTION + "q_a_proj.weight"]),
+        # Rows of the latent, and of the part of the key that carries positions.
+        (DEEPSEEK, "self_attention.linear_kv_down_proj.weight", RowsOrWhole(16),
+         [ATTENTION + "kv_a_proj_with_mqa.weight"]),
+        (DEEPSEEK, "self_attention.q_layernorm.weight", Replicated(), [ATTENTION + "q_a_layernorm.weight"]),
+        (DEEPSEEK, "self_attention.linear_q_up_proj.layer_norm_weight", Replicated(),
+         [ATTENTION + "q_a_layernorm.weight"]),
+        (DEEPSEEK, "self_attention.kv_layernorm.weight", Replicated(), [ATTENTION + "kv_a_layernorm.weight"]),
+        (DEEPSEEK, "self_attention.linear_kv_up_proj.layer_norm_weight", Replicated(),
+         [ATTENTION + "kv_a_layernorm.weight"]),
+        (DEEPSEEK, "self_attention.linear_q_up_proj.weight", Sharded(0), [ATTENTION + "q_b_proj.weight"]),
+        (DEEPSEEK, "self_attention.linear_kv_up_proj.weight", Sharded(0), [ATTENTION + "kv_b_proj.weight"]),
+        (DEEPSEEK, "self_attention.linear_proj.weight", Sharded(1), [ATTENTION + "o_proj.weight"]),
+    ],
+)
+def test_find_when_a_part_is_of_some_architectures_then_theirs_have_it(config, name, layout, hf_names):
+    rule = NameTable(CONFIG | config, padded_vocab_size=1024).find(LAYER + name)
+    assert (rule.layout, list(rule.hf_names), rule.is_expert, rule.is_copy) == (layout, hf_names, False, False)
+
+
+@pytest.mark.parametrize("name", ["local_experts.7.linear_fc{}.weight", "linear_fc{}.weight7"])
+def test_find_when_an_expert_of_mixtral_then_w1_and_w3_are_stacked_and_w2_is_behind(name):
+    table, expert = NameTable(CONFIG | {"model_type": "mixtral"}, padded_vocab_size=1024), "block_sparse_moe.experts.7."
+    up, down = (table.find(LAYER + "mlp.experts." + name.format(i)) for i in (1, 2))
+    assert up.hf_names == (HF + expert + "w1.weight", HF + expert + "w3.weight") and up.is_expert
+    assert down.hf_names == (HF + expert + "w2.weight",) and down.is_expert
+
+
+def test_find_when_embeddings_are_tied_then_the_output_layer_is_a_copy_of_the_embedding():
+    table = NameTable(CONFIG | {"tie_word_embeddings": True}, padded_vocab_size=1024)
+    first, last = table.find("embedding.word_embeddings.weight"), table.find("output_layer.weight")
+    assert first.hf_names == last.hf_names == ("model.embed_tokens.weight",)
+    assert (first.is_copy, last.is_copy) == (False, True) and first.layout == last.layout == VOCABULARY
+
+
+@pytest.mark.parametrize(
+    "hf_tied, num_layers, tied, words",
+    [
+        (False, 5, False, "--num-layers 5: the checkpoint has 6; give --num-layers 6"),
+        (True, 6, False,
+         "--rollout-hf-checkpoint: the checkpoint ties its word embeddings and Megatron's model does not; "
+         "leave out --untie-embeddings-and-output-weights"),
+        (False, 6, True,
+         "--rollout-hf-checkpoint: the checkpoint does not tie its word embeddings and Megatron's model does; "
+         "give --untie-embeddings-and-output-weights"),
+    ],
+)
+def test_check_model_when_it_is_not_the_checkpoints_then_flag_and_remedy(hf_tied, num_layers, tied, words):
+    table = NameTable(CONFIG | {"tie_word_embeddings": hf_tied}, padded_vocab_size=1024)
+    with pytest.raises(ValueError) as raised:
+        table.check_model(num_layers=num_layers, tied=tied)
+    assert str(raised.value) == words
+    table.check_model(num_layers=6, tied=hf_tied)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        LAYER + "self_attention.linear_qkv.bias", LAYER + "mlp.shared_experts.linear_fc1.weight",
+        "decoder.layers.x.mlp.router.weight", "mtp.layers.0.eh_proj.weight", LAYER + "mlp.router.weight.extra",
+        "module." + LAYER + "mlp.router.weight",
+    ],
+)
+def test_find_when_a_parameter_is_unknown_then_refused_with_its_name(name):
+    with pytest.raises(ValueError) as raised:
+        TABLE.find(name)
+    assert str(raised.value) == (
+        f"Megatron parameter {name} has no counterpart in the checkpoint's architecture; do the model flags "
+        "(--num-experts, --qk-layernorm, --disable-bias-linear, --mtp-num-layers, ...) describe that model?"
+    )
+
+
+@pytest.mark.parametrize(
+    "change, padded, words",
+    [
+        ({"model_type": "gpt2"}, 1024,
+         "--rollout-hf-checkpoint: model_type 'gpt2' has no table of weight names; supported: deepseek_v3, llama, "
+         "mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe; take a model of one of these, or describe this one's parts in "
+         "megatron_rl_corr/models/architectures.py"),
+        ({"quantization_config": {"quant_method": "fp8"}}, 1024,
+         "--rollout-hf-checkpoint: its weights are quantised (quantization_config in config.json), and neither loaded "
+         "nor sent so; convert it to bfloat16"),
+        ({"model_type": "deepseek_v3", "q_lora_rank": None}, 1024,
+         "--rollout-hf-checkpoint: q_lora_rank null in config.json: Megatron-core 0.19 would normalise its queries, "
+         "which this model does not; take a model with low-rank queries"),
+        ({}, 999,
+         "--vocab-size: Megatron's padded vocabulary of 999 is smaller than the checkpoint's 1000; "
+         "give --vocab-size 1000"),
+    ],
+)
+def test_table_when_the_model_is_not_supported_then_flag_value_and_remedy(change, padded, words):
+    with pytest.raises(ValueError) as raised:
+        NameTable(CONFIG | change, padded_vocab_size=padded)
+    assert str(raised.value) == words
+
+
+@pytest.mark.parametrize(
+    "local, expected",
+    [
+        # Second pipeline stage from layer 24, second expert-parallel rank from expert 8.
+        ("decoder.layers.0.mlp.experts.local_experts.3.linear_fc1.weight",
+         "decoder.layers.24.mlp.experts.local_experts.11.linear_fc1.weight"),
+        ("decoder.layers.11.mlp.experts.linear_fc2.weight7", "decoder.layers.35.mlp.experts.linear_fc2.weight15"),
+        # No expert, so only the layer moves; outside the layers nothing does.
+        ("decoder.layers.1.mlp.linear_fc1.weight", "decoder.layers.25.mlp.linear_fc1.weight"),
+        ("decoder.final_layernorm.weight", "decoder.final_layernorm.weight"),
+        ("embedding.word_embeddings.weight", "embedding.word_embeddings.weight"),
+    ],
+)
+def test_global_name_when_on_a_later_stage_and_expert_rank_then_the_whole_models_numbers(local, expected):
+    assert global_name(local, layer_offset=24, expert_offset=8) == expected
+    assert global_name(local, layer_offset=0, expert_offset=0) == local

@@ -1,0 +1,175 @@
+"""The import hook: inert unless asked for, cheap at the start, and changing just what its list says."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tools.cpu.process_environment import VARIABLE, environment, gpu_available, replacements
+
+pytestmark = pytest.mark.skipif(gpu_available(), reason="the hook is inert where there is a GPU")
+
+LOADED = (
+    "import json, sys; print(json.dumps([[type(f).__name__ for f in sys.meta_path], 'torch' in sys.modules]))"
+)
+
+
+def run(code: str, variables: dict[str, str]) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], env=variables, capture_output=True, text=True
+    )
+
+
+def output(code: str, variables: dict[str, str]):
+    answer = run(code, variables)
+    assert answer.returncode == 0, answer.stderr
+    return json.loads(answer.stdout.splitlines()[-1])
+
+
+def test_hook_when_variable_is_unset_then_python_is_as_it_was():
+    variables = environment("megatron")
+    del variables[VARIABLE]
+    finders, torch_loaded = output(LOADED, variables)
+    assert "_Waiting" not in finders and not torch_loaded
+
+
+@pytest.mark.parametrize("engine", ["megatron", "sglang"])
+def test_hook_when_engine_is_not_imported_then_nothing_is_loaded(engine):
+    finders, torch_loaded = output(LOADED, environment(engine))
+    assert finders[0] == "_Waiting" and not torch_loaded
+
+
+@pytest.mark.parametrize("value", ["vllm", "", "Megatron"])
+def test_hook_when_value_is_unknown_then_the_process_ends(value):
+    answer = run("print('went on')", {**environment("megatron"), VARIABLE: value})
+    assert answer.returncode == 2 and answer.stdout == ""
+    assert VARIABLE in answer.stderr and "megatron, sglang" in answer.stderr and repr(value) in answer.stderr
+
+
+SNAPSHOT = """
+import inspect, json, sys
+import torch, torch.distributed, torch.utils.cpp_extension
+import tools.cpu.replacement as replacement
+
+OWNERS = {"torch": torch, "torch.Tensor": torch.Tensor, "torch.nn.Module": torch.nn.Module,
+          "torch.cuda": torch.cuda, "torch.cuda.random": torch.cuda.random, "torch.cuda.nvtx":
+          torch.cuda.nvtx, "torch.utils.cpp_extension": torch.utils.cpp_extension,
+          "torch.distributed": torch.distributed, "torch.backends": torch.backends}
+def attributes():  # of a class also those it inherits
+    return {f"{o}.{n}": inspect.getattr_static(owner, n) for o, owner in OWNERS.items() for n in dir(owner)}
+before = attributes()
+import megatron.core, megatron.training
+from megatron.core.models.gpt import GPTModel
+after = attributes()
+other = sorted(k for k in before if k in after and before[k] is not after[k] and callable(after[k]))
+changed = [k for k in other if hasattr(after[k], replacement.MARK)]
+foreign = [k for k in other if not hasattr(after[k], replacement.MARK)]
+
+from tools.cpu.megatron_replacements import EARLY, LATE
+ours = {id(getattr(*r.locate())) for r in (*EARLY, *LATE)}
+strays = [f"{m}.{n}" for m, module in list(sys.modules.items()) if m.startswith("megatron.") and module
+          for n, v in list(vars(module).items()) if hasattr(type(v), "__call__")
+          and getattr(v, replacement.MARK, False) is True and id(v) not in ours]
+print(json.dumps({"changed": changed, "foreign": foreign, "strays": strays,
+                  "missing": [r.target for r in (*EARLY, *LATE) if not r.is_applied()]}))
+"""
+
+
+def test_megatron_when_imported_under_the_hook_then_the_list_is_what_is_replaced():
+    report = output(SNAPSHOT, environment("megatron"))
+    listed = {target for target, _ in replacements("megatron")}
+    assert report["missing"] == []
+    assert report["strays"] == []
+    assert report["foreign"] == []
+    assert set(report["changed"]) == {target for target in listed if target.startswith("torch.")}
+
+
+def test_megatron_when_hook_is_absent_then_nothing_is_replaced():
+    variables = environment("megatron")
+    del variables[VARIABLE]
+    code = """
+import json, torch, megatron.core.transformer.moe.moe_utils
+from tools.cpu.megatron_replacements import EARLY, LATE
+from tools.cpu.replacement import MissingName  # nothing in the installed release, where the name is bound
+import megatron.training.initialize
+print(json.dumps([r.target for r in (*EARLY, *LATE) if r.is_applied() and not isinstance(r, MissingName)]))
+"""
+    assert output(code, variables) == []
+
+
+def test_finder_when_torch_sees_a_gpu_then_it_replaces_nothing(monkeypatch):
+    import torch
+
+    from tools.cpu.import_hook import ReplacingFinder
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for engine in ("megatron", "sglang"):
+        finder = ReplacingFinder(engine)
+        assert finder.early == [] and not finder.late and finder.stub is None
+
+
+def test_sglang_when_imported_under_the_hook_then_the_list_is_what_is_replaced():
+    code = """
+import json, sys
+import sglang.srt.mem_cache.pool_host.common
+from tools.cpu.sglang_replacements import EARLY, LATE
+import sgl_kernel
+from sgl_kernel.some.module import some_kernel
+try:
+    some_kernel(1)
+except RuntimeError as error:
+    said = str(error)
+import torch
+from sglang.kernels.ops.sampling.murmur_hash import murmur_hash32
+seeds = torch.tensor([0, 2**32 + 1, 2**62 + 1, 2**63 - 1, -7]).to(torch.uint64)
+hashed = murmur_hash32(seeds, torch.tensor([0, 5, 100, 2**31 - 1, 7]), torch.tensor([0, 501, 151002])).tolist()
+print(json.dumps({"missing": [r.target for r in (*EARLY, *LATE) if not r.is_applied()], "said": said, "hash": hashed}))
+"""
+    report = output(code, environment("sglang"))
+    assert report["hash"] == [  # of SGLang's Triton kernel, run by Triton's interpreter
+        [2167721464, 4176715095, 3842988096], [1883961327, 2072097339, 1608137182],
+        [3622880924, 1197178069, 440920767], [1367382394, 1966476278, 266885461], [3714741056, 1455808999, 3730616299],
+    ]  # fmt: skip
+    assert report["missing"] == []
+    assert report["said"].startswith("sgl_kernel.some.module.some_kernel needs a GPU")
+    listed = [target for target, _ in replacements("sglang")]
+    assert listed == [
+        "sgl_kernel", "sglang.srt.mem_cache.pool_host.common._cuda_host_register",
+        "sglang.kernels.ops.sampling.murmur_hash.murmur_hash32",
+        "sglang.srt.arg_groups.overrides._deterministic_attention_backend",
+        "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode",
+    ]  # fmt: skip
+
+
+def test_list_when_printed_then_every_target_and_reason_is_there():
+    answer = subprocess.run(
+        [sys.executable, "-m", "tools.cpu"], capture_output=True, text=True, check=True
+    )
+    for engine in ("megatron", "sglang"):
+        for target, why in replacements(engine):
+            assert f"    {target}\n" in answer.stdout and f"  {why}:\n" in answer.stdout
+
+
+def test_devices_when_megatron_is_imported_then_cuda_is_the_cpu_and_other_devices_are_themselves():
+    code = """
+import json, torch, megatron.core
+with torch.device("meta"):
+    inside = torch.empty(2)
+made = [torch.zeros(2, device="cuda"), torch.ones(2, device=torch.device("cuda")), torch.ones(2).to("cuda"),
+        torch.ones(2).cuda(), torch.ones(2).to(device="cuda:0", dtype=torch.float64), inside,
+        torch.empty(2, device="meta"), torch.arange(3, device=torch.cuda.current_device(), pin_memory=True)]
+print(json.dumps([str(t.device) for t in made] + [str(made[4].dtype), made[0].type()]))
+"""
+    expected = ["cpu"] * 5 + ["meta"] * 2 + ["cpu", "torch.float64", "torch.cuda.FloatTensor"]
+    assert output(code, environment("megatron")) == expected
+
+
+def test_transformers_when_megatron_is_imported_before_then_its_rotary_frequencies_are_right(tiny_moe_dir):
+    code = f"""
+import json, megatron.core, transformers
+model = transformers.AutoModelForCausalLM.from_pretrained({str(tiny_moe_dir)!r})
+print(json.dumps(model.model.rotary_emb.inv_freq.tolist()))
+"""
+    # 10000 ** (-2 i / 16) for head size 16
+    assert output(code, environment("megatron")) == pytest.approx([10 ** (-i / 2) for i in range(8)])

@@ -1,0 +1,1 @@
+"""What development, examples and tests run beside the package."""

@@ -1,0 +1,98 @@
+"""The environment and flags that make a new process run Megatron or SGLang without a GPU (stdlib only)."""
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+VARIABLE = "MEGATRON_RL_CORR_CPU"
+ENGINES = ("megatron", "sglang")
+SITE = Path(__file__).resolve().parent / "site"
+PACKAGE_ROOT = SITE.parents[2]
+
+_ENGINE_VARIABLES = {
+    # Tensor parallelism asks for one connection; on a CPU it means nothing, but it is checked.
+    "megatron": {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCHDYNAMO_DISABLE": "1"},
+    # Compiling the seeded sampler takes longer than a test; nothing else of a server is compiled.
+    "sglang": {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"},
+}
+
+
+@cache
+def _nvidia_device_present() -> bool:
+    if any(re.fullmatch(r"nvidia\d+", name) for name in os.listdir("/dev")):
+        return True
+    if shutil.which("nvidia-smi") is None:
+        return False
+    # WSL has a driver but no /dev/nvidia0; "nvidia-smi -L" prints one line per GPU.
+    answer = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
+    return answer.returncode == 0 and "GPU " in answer.stdout
+
+
+def gpu_available(base: Mapping[str, str] = os.environ) -> bool:
+    """Whether a process with environment `base` finds an NVIDIA GPU, found out without importing torch.
+
+    True if /dev/nvidia<N> exists or `nvidia-smi -L` lists a GPU, unless CUDA_VISIBLE_DEVICES hides them all
+    (set, and empty or -1).
+    """
+    if base.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
+        return False
+    return _nvidia_device_present()
+
+
+def environment(engine: str, base: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """`base` with what a process of `engine` ("megatron" or "sglang") needs on the CPU.
+
+    With a GPU it is `base` unchanged, so a caller need not ask. PYTHONPATH gets the `site` folder and this
+    package's root in front of what it held; OMP_NUM_THREADS stays as it is if set, since ranks share the
+    cores.
+    """
+    if engine not in ENGINES:
+        raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
+    variables = dict(base)
+    if gpu_available(base):
+        return variables
+    first = [str(SITE), str(PACKAGE_ROOT)]
+    kept = [p for p in variables.get("PYTHONPATH", "").split(os.pathsep) if p and p not in first]
+    variables["PYTHONPATH"] = os.pathsep.join(first + kept)
+    variables[VARIABLE] = engine
+    variables.setdefault("OMP_NUM_THREADS", "1")
+    variables.update(_ENGINE_VARIABLES[engine])
+    return variables
+
+
+def sglang_arguments(base: Mapping[str, str] = os.environ) -> list[str]:
+    """The flags `sglang.launch_server` needs on the CPU; none with a GPU. Model, port, dtype: the caller's.
+
+    A flag given again later on the command line wins.
+    """
+    if gpu_available(base):
+        return []
+    return [
+        "--device", "cpu",
+        "--attention-backend", "torch_native",
+        "--sampling-backend", "pytorch",
+        "--grammar-backend", "none",
+        "--skip-server-warmup",
+        # The default sizes the KV cache by the machine's memory: 14 GB for a model of a few MB.
+        "--max-total-tokens", "16384",
+        "--max-running-requests", "32",
+        # Without it an idle server spins on a whole core.
+        "--sleep-on-idle",
+    ]  # fmt: skip
+
+
+def replacements(engine: str) -> list[tuple[str, str]]:
+    """Every (what is replaced, why) in a process of `engine`: the tables that the import hook applies."""
+    if engine == "megatron":
+        from tools.cpu.megatron_replacements import EARLY, LATE
+
+        return [(r.target, r.why) for r in (*EARLY, *LATE)]
+    if engine == "sglang":
+        from tools.cpu.sglang_replacements import EARLY, LATE, STUB, STUB_WHY
+
+        return [(STUB, STUB_WHY), *((r.target, r.why) for r in (*EARLY, *LATE))]
+    raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")

@@ -1,0 +1,71 @@
+"""One attribute that is replaced, or made where it is missing: where it is, what takes its place, and why."""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+MARK = "_megatron_rl_corr_cpu"
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """`module.name` becomes `make(original)`; `name` may be a path such as `Tensor.to`."""
+
+    module: str
+    name: str
+    make: Callable[[Any], Any]
+    why: str
+
+    @property
+    def target(self) -> str:
+        return f"{self.module}.{self.name}"
+
+    def locate(self) -> tuple[Any, str]:
+        """The object that holds the attribute, and the attribute's last name."""
+        owner = importlib.import_module(self.module)
+        *path, last = self.name.split(".")
+        for part in path:
+            owner = getattr(owner, part)
+        if not hasattr(owner, last):
+            raise RuntimeError(
+                f"tools.cpu replaces {self.target}, which this version does not have; "
+                "install the versions of requirements/cpu.lock"
+            )
+        return owner, last
+
+    def apply(self) -> None:
+        owner, last = self.locate()
+        new = self.make(getattr(owner, last))
+        setattr(new, MARK, True)
+        setattr(owner, last, new)
+
+    def is_applied(self) -> bool:
+        owner, last = self.locate()
+        return hasattr(getattr(owner, last), MARK)
+
+
+@dataclass(frozen=True)
+class MissingName:
+    """`module.name` becomes `value` in releases whose module reads the name without ever binding it."""
+
+    module: str
+    name: str
+    value: Any
+    why: str
+
+    @property
+    def target(self) -> str:
+        return f"{self.module}.{self.name}"
+
+    def locate(self) -> tuple[Any, str]:
+        return importlib.import_module(self.module), self.name
+
+    def apply(self) -> None:
+        module, name = self.locate()
+        if not hasattr(module, name):
+            setattr(module, name, self.value)
+
+    def is_applied(self) -> bool:
+        module, name = self.locate()
+        return hasattr(module, name)

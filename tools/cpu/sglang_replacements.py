@@ -1,0 +1,85 @@
+"""The replacements of a process that serves SGLang without a GPU (SGLang 0.5.23)."""
+
+import torch
+from torch import Tensor
+
+from tools.cpu.replacement import Replacement
+
+WORD = 0xFFFFFFFF
+
+# Imported all over SGLang, called only on a GPU; there is no wheel of it without CUDA.
+STUB = "sgl_kernel"
+STUB_WHY = "SGLang imports its GPU kernels by name; without them a stand-in can be imported but not called"
+
+EARLY: list[Replacement] = []
+
+
+def _skip_registration(original):
+    def _cuda_host_register(*args, **kwargs) -> None:
+        pass
+
+    return _cuda_host_register
+
+
+def _same_hash_in_torch(original):
+    def murmur_hash32(seed: Tensor, positions: Tensor, col_indices: Tensor) -> Tensor:
+        """[n] seeds of 64 bits, [n] positions, [m] columns -> [n, m] of 32 bits each, in int64: MurmurHash3."""
+
+        def mix(state: Tensor | int, key: Tensor) -> Tensor:
+            key = _rotated((key & WORD) * 0xCC9E2D51 & WORD, 15) * 0x1B873593 & WORD
+            return _rotated(state ^ key, 13) * 5 + 0xE6546B64 & WORD
+
+        seed = seed.view(torch.int64)
+        rows = mix(mix(mix(0, seed), seed >> 32), positions.long())
+        state = mix(rows[:, None], col_indices.long()) ^ 16
+        for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+            state = (state ^ state >> shift) * factor & WORD
+        return state ^ state >> 16
+
+    return murmur_hash32
+
+
+def _rotated(words: Tensor, bits: int) -> Tensor:
+    return (words << bits | words >> 32 - bits) & WORD
+
+
+def _every_backend(original):
+    def _deterministic_attention_backend(view) -> dict:
+        return {}
+
+    return _deterministic_attention_backend
+
+
+def _nothing(original):
+    def enable_batch_invariant_mode(enable_bmm: bool = True) -> None:
+        pass
+
+    return enable_batch_invariant_mode
+
+
+LATE = [
+    Replacement(
+        "sglang.srt.mem_cache.pool_host.common",
+        "_cuda_host_register",
+        _skip_registration,
+        "pins host memory for copies from a GPU; --enable-return-routed-experts keeps its buffer on the host",
+    ),
+    Replacement(
+        "sglang.kernels.ops.sampling.murmur_hash",
+        "murmur_hash32",
+        _same_hash_in_torch,
+        "the noise of --enable-deterministic-inference is a hash that is a GPU kernel; this is the same function",
+    ),
+    Replacement(
+        "sglang.srt.arg_groups.overrides",
+        "_deterministic_attention_backend",
+        _every_backend,
+        "--enable-deterministic-inference is refused with torch_native, the one attention backend without a GPU",
+    ),
+    Replacement(
+        "sglang.srt.batch_invariant_ops",
+        "enable_batch_invariant_mode",
+        _nothing,
+        "--enable-deterministic-inference puts GPU kernels in the place of torch's matrix products",
+    ),
+]

@@ -1,0 +1,198 @@
+"""One SGLang server on this machine's loopback: started, awaited, and stopped with all its children."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from tools.process_group import die_with_parent, end_group, shared_memory
+from tools.wait_line import print_wait
+
+__all__ = ["LocalServer", "LocalServerError", "free_port", "print_wait"]
+
+HOST = "127.0.0.1"
+POLL_S = 0.5
+# SGLang 0.5.23 takes 9 s over SIGTERM even when idle, and has nothing to save: a short grace, then SIGKILL.
+STOP_GRACE_S = 1.0
+LOG_TAIL_LINES = 30
+
+# Loopback must not go through a proxy that the environment names.
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+class LocalServerError(RuntimeError):
+    """The server did not come up, or is not there any more."""
+
+
+def free_port() -> int:
+    """A TCP port of the loopback that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return probe.getsockname()[1]
+
+
+class LocalServer:
+    """`with LocalServer(path, dtype="float32", log_path=...) as server:` starts it, waits, and stops it.
+
+    `environment` replaces the process's whole environment (None: inherit); `extra_arguments` go after the
+    flags set here, so they win. The server also ends when this process dies, however it dies.
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        *,
+        log_path: str | Path,
+        dtype: str = "auto",
+        port: int = 0,
+        extra_arguments: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.model_path = Path(model_path)
+        self.log_path = Path(log_path)
+        self.dtype = dtype
+        self.port = port
+        self.extra_arguments = tuple(extra_arguments)
+        self.environment = environment
+        self._process: subprocess.Popen | None = None
+        self._scratch: Path | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        """The id of the server's first process, which is also that of its process group."""
+        if self._process is None:
+            raise LocalServerError("the server has no process id before start()")
+        return self._process.pid
+
+    def command(self) -> list[str]:
+        return [
+            sys.executable, "-m", "sglang.launch_server",
+            "--model-path", str(self.model_path),
+            "--host", HOST,
+            "--port", str(self.port),
+            "--dtype", self.dtype,
+            *self.extra_arguments,
+        ]  # fmt: skip
+
+    def start(self) -> "LocalServer":
+        """Starts the process and returns at once; its output goes to `log_path`."""
+        if self._process is not None:
+            raise LocalServerError(
+                f"the server was started already, as process {self._process.pid}; stop() it first"
+            )
+        if threading.current_thread() is not threading.main_thread():
+            raise LocalServerError(
+                "start() from the main thread: the kernel ends the server with the thread that began it"
+            )
+        self.port = self.port or free_port()
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        # SGLang leaves its sockets and locks in TMPDIR. The path must be short: a socket's has 107
+        # characters.
+        self._scratch = Path(tempfile.mkdtemp(prefix="sglang-"))
+        environment = {
+            **(os.environ if self.environment is None else self.environment),
+            "TMPDIR": str(self._scratch),
+        }
+        with self.log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                self.command(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+                preexec_fn=die_with_parent(),
+            )
+        return self
+
+    def wait_ready(
+        self, timeout_s: float = 300.0, on_wait: Callable[[float, str], None] | None = None
+    ) -> "LocalServer":
+        """Returns when GET /health answers 200; calls `on_wait(elapsed_s, last_log_line)` before each new
+        try.
+
+        When the process ends or the time is up: stops the server, LocalServerError with the log's tail.
+        """
+        started = time.monotonic()
+        while not self._healthy():
+            elapsed = time.monotonic() - started
+            code = self._process.poll() if self._process else None
+            if self._process is None or code is not None:
+                self._fail(f"ended with exit status {code} after {elapsed:.0f} s, before it answered")
+            if elapsed > timeout_s:
+                self._fail(f"did not answer GET {self.url}/health within {timeout_s:.0f} s")
+            if on_wait is not None:
+                on_wait(elapsed, self.last_log_line())
+            time.sleep(POLL_S)
+        self._freeze_garbage_collection()
+        return self
+
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def stop(self) -> None:
+        """Ends the server and every process it started, removes what they left; harmless when stopped."""
+        if self._process is None:
+            return
+        left_behind = shared_memory(self._process.pid)
+        end_group(self._process.pid, grace_s=STOP_GRACE_S, reap=self._process.poll)
+        for path in left_behind:
+            path.unlink(missing_ok=True)
+        shutil.rmtree(self._scratch)
+        self._process = self._scratch = None
+
+    def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
+        if not self.log_path.exists():
+            return ""
+        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
+
+    def last_log_line(self) -> str:
+        return next((line for line in reversed(self.log_tail().splitlines()) if line.strip()), "")
+
+    def _healthy(self) -> bool:
+        try:
+            with _OPENER.open(f"{self.url}/health", timeout=10) as answer:
+                return answer.status == 200
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def _freeze_garbage_collection(self) -> None:
+        """SGLang does so after its warm-up, which may be over before it listens, and then fails (0.5.23).
+
+        Without it each /flush_cache of a CPU server walks all that the start has left in memory: 0.4 s.
+        """
+        request = urllib.request.Request(f"{self.url}/freeze_gc", method="POST")
+        try:
+            _OPENER.open(request, timeout=60).close()
+        except (urllib.error.URLError, OSError) as error:
+            self._fail(f"did not answer POST {self.url}/freeze_gc ({error})")
+
+    def _fail(self, what: str) -> None:
+        tail = self.log_tail()
+        self.stop()
+        raise LocalServerError(
+            f"the SGLang server for {self.model_path} {what}; "
+            f"its whole log is {self.log_path}, which ends with:\n{tail}"
+        )
+
+    def __enter__(self) -> "LocalServer":
+        try:
+            return self.start().wait_ready()
+        except BaseException:  # Ctrl-C while waiting: __exit__ would not be called
+            self.stop()
+            raise
+
+    def __exit__(self, *exception) -> None:
+        self.stop()
