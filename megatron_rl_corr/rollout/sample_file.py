@@ -1,6 +1,6 @@
 """Writes responses, and what a step made of them, to a Parquet file, and reads them back bit for bit.
 
-A row of the file is one response; docs/trajectories.md has its columns.
+A row of the file is one response; docs/reference/sample_file.md has its columns.
 """
 
 import json

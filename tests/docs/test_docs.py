@@ -1,4 +1,4 @@
-"""The documents say what is: generated pages are current, links lead somewhere, commands and code run."""
+"""The pages are true: generated pages are current, links lead somewhere, commands and python blocks run."""
 
 import importlib.util
 import re
@@ -9,21 +9,47 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl_corr import cli
+
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("[a-z]*/README.md"))]
+FOLDERS = ["docs", "examples", "patches", "requirements", "benchmarks", "tools"]
+PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))])
+IN_ORDER = ["docs/guides/own_fork.md"]
+"""Pages whose commands need each other's results: a test of their own runs them in their order."""
+PROGRAMS = r"make|torchrun|python|\.venv/bin/python|(?:\.venv/bin/)?megatron-rl-corr"
+NEEDS_MORE = ("doctor", "correct", "model-flags", "patch")
+"""Subcommands that need a live server, kept samples or a model: tested elsewhere, here their flags are parsed."""
 
 
-def commands(page):
-    """Indented lines of a page that start one of our programs; continued lines are joined."""
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def commands(page: Path) -> list[str]:
+    """Indented lines of a page that start a program of ours; continued ones joined, `$(...)` and `<...>` left out."""
     text = page.read_text().replace("\\\n", " ")
-    found = re.findall(r"^    ((?:make|torchrun|python|\.venv/bin/python) .*)$", text, re.MULTILINE)
-    return [command for command in found if "[...]" not in command]  # a synopsis is no command
+    found = re.findall(rf"^    ((?:{PROGRAMS}) .*)$", text, re.MULTILINE)
+    without = [re.sub(r"\$\([^)]*\)|<[^>]*>", "", command) for command in found]
+    return [command for command in without if "[...]" not in command]  # a synopsis is no command
 
 
-def all_commands():
-    # Those of integrate.md want one another's results: test_integrate.py runs them in their order.
-    pages = [page for page in PAGES if page.parent.name != "requirements" and page.name != "integrate.md"]
-    return [(page.name, command) for page in pages for command in commands(page)]
+def all_commands() -> list[tuple[str, str]]:
+    pages = [page for page in PAGES if page.parent.name != "requirements" and name(page) not in IN_ORDER]
+    return [(name(page), command) for page in pages for command in commands(page)]
+
+
+def anchors(page: Path) -> set[str]:
+    """The fragments that GitHub gives a page's headings."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
+            for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}  # fmt: skip
+
+
+def links(page: Path) -> list[tuple[str, str]]:
+    """(path, fragment) of every link to a file, and of every image."""
+    text = page.read_text()
+    found = re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", text) + re.findall(r'src(?:set)?="([^"#]+)()"', text)
+    return [(path, fragment) for path, fragment in found if "://" not in path]
 
 
 def test_generated_pages_when_made_anew_then_unchanged():
@@ -34,10 +60,16 @@ def test_generated_pages_when_made_anew_then_unchanged():
         assert (ROOT / path).read_text() == page(), f"run python scripts/generate_docs.py: {path} is out of date"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_of_a_page_then_lead_to_files_that_are_there(page):
-    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
-        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_of_a_page_then_lead_to_files_and_headings_that_exist(page):
+    for path, fragment in links(page):
+        target = page.parent / path if path else page
+        assert target.exists(), f"{name(page)} links to {path}"
+        assert not fragment or fragment in anchors(target), f"{name(page)} links to {path}#{fragment}"
+
+
+def test_pages_when_they_name_the_command_then_by_its_one_name():
+    assert [name(page) for page in PAGES if "-m megatron_rl_corr.cli" in page.read_text()] == []
 
 
 def test_commands_then_there_are_some():
@@ -51,28 +83,41 @@ def test_command_of_a_page_then_runs(page, command, tmp_path):
         # What the targets do is tested with the quickstart; here: they exist and take these variables.
         run = subprocess.run([*words, "--dry-run"], cwd=ROOT, capture_output=True, text=True)
     elif words[0] == "torchrun":
-        flags = words[words.index("flags>") + 1 :]
-        code = "import sys; from megatron_rl_corr.mcore.arguments import parse; parse(sys.argv[1:])"
+        if "megatron_rl_corr.launch" not in words:
+            assert (ROOT / words[3]).is_file()  # tests/examples runs it
+            return
+        script = words.index("megatron_rl_corr.launch") + 1
+        code = "import sys; from megatron_rl_corr.plugin import prepare; prepare(sys.argv[1:])"
+        flags = words[script + 1 :]
         run = subprocess.run([sys.executable, "-c", code, *flags], cwd=ROOT, capture_output=True, text=True)
-    elif words[1:3] == ["-m", "megatron_rl_corr.cli"] and words[3] == "report":
-        (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
-        run = subprocess.run([sys.executable, *words[1:4], tmp_path], cwd=ROOT, capture_output=True, text=True)
-    elif words[1:3] == ["-m", "megatron_rl_corr.cli"] and words[3] in ("doctor", "correct"):
-        # They need a live server or kept samples: their own tests have them. Here: these flags are known.
-        code = "import sys; from megatron_rl_corr.cli import _parser; _parser().parse_args(sys.argv[1:])"
-        run = subprocess.run([sys.executable, "-c", code, *words[3:]], cwd=ROOT, capture_output=True, text=True)
+    elif words[0].endswith("megatron-rl-corr"):
+        assert run_cli(words[1:], tmp_path) == 0
+        return
     elif words[1] == "examples/quickstart/run.py":
         run = subprocess.run([sys.executable, words[1], "--help"], cwd=ROOT, capture_output=True, text=True)
         for flag in words[2 : words.index("--")]:
             assert not flag.startswith("--") or flag in run.stdout
+    elif words[1:3] == ["-m", "sglang.launch_server"]:
+        return  # its flags: test_first_gpu_run.py
     else:
         run = subprocess.run([sys.executable, *words[1:]], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
 
 
-def python_blocks():
+def run_cli(words: list[str], folder: Path) -> int:
+    """The status of `megatron-rl-corr WORDS`; a report is of a run in `folder`."""
+    if words[0] in NEEDS_MORE:
+        cli._parser().parse_args(words)
+        return 0
+    if words[0] == "report":
+        (folder / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+        words = ["report", str(folder)]
+    return cli.main(words)
+
+
+def python_blocks() -> list[tuple[str, str]]:
     blocks = re.compile(r"```python\n(.*?)```", re.DOTALL)
-    return [(page.name, block) for page in PAGES for block in blocks.findall(page.read_text())]
+    return [(name(page), block) for page in PAGES for block in blocks.findall(page.read_text())]
 
 
 @pytest.mark.parametrize(("page", "block"), python_blocks())

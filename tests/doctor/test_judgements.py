@@ -439,13 +439,13 @@ def test_defects_when_listed_then_each_has_a_known_kind_and_a_remedy():
 
 
 def test_defects_when_documented_then_the_page_has_every_one_with_its_kind_and_remedy():
-    page = (ROOT / "docs/doctor.md").read_text()
+    page = (ROOT / "docs/guides/doctor.md").read_text()
     documented = [line for line in page.splitlines() if line.startswith("| `") and line.count(" | ") == 3]
     assert documented == [f"| `{name}` | {d.kind} | {d.means} | {d.remedy} |" for name, d in DEFECTS.items()]
 
 
 def test_remedies_when_they_name_a_flag_of_ours_then_there_is_one():
-    flags = (ROOT / "docs/flags.md").read_text()  # held equal to the parser
+    flags = (ROOT / "docs/reference/flags.md").read_text()  # held equal to the parser
     named = {flag for defect in DEFECTS.values() for flag in re.findall(r"--rollout-[a-z-]+", defect.remedy)}
     assert named and [flag for flag in named if f"`{flag}" not in flags] == []
 

@@ -16,7 +16,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 RELEASES = PATCHED if chosen() == OVERLAID else PATCHED[-1:]
 in_the_matrix = pytest.mark.skipif(
-    RELEASES != PATCHED, reason="make test-matrix runs it; test_integrate.py has such a run of one"
+    RELEASES != PATCHED, reason="make test-matrix runs it; test_own_fork.py has such a run of one"
 )
 REWARD = "def reward(prompt, output_ids, finish_reason):\n    return sum(int(i) % 2 for i in output_ids) / 8\n"
 

@@ -1,4 +1,4 @@
-"""docs/collection.md names what there is: every option with its default, every count."""
+"""docs/guides/collection.md names what there is: every option with its default, every count."""
 
 import inspect
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron_rl_corr.rollout import RolloutClient
 from megatron_rl_corr.rollout.counts import Counts
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs/collection.md").read_text()
+PAGE = (Path(__file__).resolve().parents[2] / "docs/guides/collection.md").read_text()
 
 
 def table(header):

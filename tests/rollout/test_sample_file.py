@@ -256,6 +256,6 @@ def test_samples_of_rows_when_rows_do_not_fit_then_refused():
 
 
 def test_page_then_names_every_column_and_its_type():
-    page = (Path(__file__).resolve().parents[2] / "docs/trajectories.md").read_text()
+    page = (Path(__file__).resolve().parents[2] / "docs/reference/sample_file.md").read_text()
     named = re.findall("`([a-z_]+)`", " ".join(line.split("|")[1] for line in page.splitlines() if line[:3] == "| `"))
     assert named == SCHEMA.names

@@ -1,4 +1,4 @@
-"""docs/integrate.md as a new user meets it: every command of the page, in its order, against a real server."""
+"""docs/guides/own_fork.md as a new user meets it: every command of the page, in its order, against a real server."""
 
 import argparse
 import importlib
@@ -19,7 +19,7 @@ from tests.matrix.patched import copied_tree, cpu_flags, process_environment, un
 from tools import local_server
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs/integrate.md").read_text()
+PAGE = (ROOT / "docs/guides/own_fork.md").read_text()
 SHOWN = "[rl-corr]"
 """How a line of the page starts that is output."""
 
@@ -40,6 +40,15 @@ def shell_commands():
     return [line for line in lines() if not line.startswith(others)]
 
 
+def command(folder):
+    """A folder that holds `megatron-rl-corr` for this checkout's package, installed or not."""
+    folder.mkdir()
+    program = folder / "megatron-rl-corr"
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m megatron_rl_corr.cli "$@"\n')
+    program.chmod(0o755)
+    return folder
+
+
 @pytest.fixture
 def server(sglang_server_fp32, tiny_moe_dir):
     with unchanged(sglang_server_fp32, tiny_moe_dir):
@@ -53,7 +62,7 @@ def test_page_when_its_commands_are_run_in_order_then_a_fork_takes_corrected_ste
     environment = process_environment() | {
         "PLUGIN": str(ROOT), "MEGATRON": str(fork), "SCRIPT": str(ROOT / "tests/matrix/pretrain_any.py"),
         "FLAGS": shlex.join(cpu_flags(tiny_moe_dir)), "MODEL": str(tiny_moe_dir), "SERVER": server.url,
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PATH": os.pathsep.join([str(command(tmp_path / "bin")), str(Path(sys.executable).parent), os.environ["PATH"]]),
         "PET_MASTER_PORT": str(local_server.free_port()),  # torchrun's own would be everybody's
     }  # fmt: skip
     # The CPU's replacements are on the path before the page puts its own there.
