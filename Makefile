@@ -3,7 +3,7 @@
 .PHONY: help setup test test-matrix lint quickstart quickstart-stop clean
 
 PYTHON := .venv/bin/python
-# The environment is shared between checkouts, so the package is found by path, not installed into it.
+# For tools/ and tests/, which are not installed; the package itself is, in editable form.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export OMP_NUM_THREADS ?= 1
 
@@ -33,6 +33,6 @@ quickstart: setup ## Train the tiny MoE against a real SGLang server; SEED= STEP
 quickstart-stop: setup ## End what an interrupted quickstart left running
 	$(QUICKSTART) --stop
 
-clean: ## Remove caches and the link .venv (the environment itself stays for other checkouts)
+clean: ## Remove caches and .venv (the packages that it shares with other checkouts stay)
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
