@@ -32,6 +32,7 @@ from megatron_rl_corr.mcore import compat, scoring, step
 from megatron_rl_corr.mcore.batch import RolloutBatch
 from megatron_rl_corr.mcore.collection import COUNTED, Collector
 from megatron_rl_corr.mcore.logprobs import LogprobSettings
+from megatron_rl_corr.parallel.layout import Layout
 from tools.local_server import free_port
 
 LAYOUTS = {
@@ -131,7 +132,7 @@ def schedule(*, forward_step_func, data_iterator, model, num_microbatches, forwa
     return results
 
 
-def run(case: Case, layout: compat.Layout, names: dict[str, str]) -> dict:
+def run(case: Case, layout: Layout, names: dict[str, str]) -> dict:
     """One step: its exchanges, and those of each other way to bring its metrics together."""
     model, optimizer = [RandomLogits(VOCAB // layout.tp_group.size())], NoOptimizer()
     samples = case.sequences * layout.dp_size

@@ -99,12 +99,10 @@ def run_to_the_end[**Arguments, Result](
     import functools
 
     from megatron_rl_corr.engines.errors import RolloutError
-    from megatron_rl_corr.parallel.failure import PeerFailure
-    from megatron_rl_corr.parallel.failure_watch import WATCH
-    from megatron_rl_corr.parallel.startup import Refusal
+    from megatron_rl_corr.parallel.failure import WATCH, PeerFailure, StartupError
 
     restarts = IN_PROCESS_RESTART in sys.argv
-    final = (PeerFailure, RolloutError, Refusal) if restarts else Exception
+    final = (PeerFailure, RolloutError, StartupError) if restarts else Exception
 
     @functools.wraps(run)
     def guarded(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -119,7 +117,7 @@ def run_to_the_end[**Arguments, Result](
             leave_servers()
             return result
         except final as error:
-            _end(error, in_one_line=isinstance(error, (RolloutError, Refusal)))
+            _end(error, in_one_line=isinstance(error, (RolloutError, StartupError)))
         finally:
             WATCH.stop()
 
@@ -128,21 +126,20 @@ def run_to_the_end[**Arguments, Result](
 
 def _end(error: Exception, *, in_one_line: bool) -> None:
     """End this process because of an error, once the other ranks know of it."""
-    from megatron_rl_corr.parallel.failure import PeerFailure
-    from megatron_rl_corr.parallel.failure_watch import LONGEST_END_S, WATCH
+    from megatron_rl_corr.parallel.failure import EXIT_TIMEOUT_S, WATCH, PeerFailure
 
     is_peers, end = isinstance(error, PeerFailure), time.monotonic() + TIME_TO_TELL_S
     # Of several that fail, as when a connection to the first breaks, one tells.
-    while (told := WATCH.told()) is None and is_peers and time.monotonic() < end:
+    while (told := WATCH.peer_failure()) is None and is_peers and time.monotonic() < end:
         time.sleep(0.1)
     if told is None and not is_peers:
         if not in_one_line:
             traceback.print_exception(error)
         notes = getattr(error, "__notes__", ()) if in_one_line else ()
         print(f"\nmegatron_rl_corr: {_says(error, in_one_line)}", *notes, sep="\n  ", file=sys.stderr, flush=True)
-        WATCH.tell(error)
-    if not WATCH.is_mine_to_end():
-        time.sleep(LONGEST_END_S)  # the watch's thread is about to end the process
+        WATCH.report(error)
+    if not WATCH.claim_exit():
+        time.sleep(EXIT_TIMEOUT_S)  # the watch's thread is about to end the process
     try:
         WATCH.clean_up()
     finally:

@@ -17,9 +17,9 @@ from megatron_rl_corr.core.correction import Correction
 from megatron_rl_corr.core.segments import row_ids
 from megatron_rl_corr.engines.trajectory import Trajectory
 from megatron_rl_corr.logprobs.sampling_mask import Supports
-from megatron_rl_corr.mcore.compat import Layout
 from megatron_rl_corr.parallel.context import zigzag_positions
 from megatron_rl_corr.parallel.failure import communication_device
+from megatron_rl_corr.parallel.layout import Layout
 from megatron_rl_corr.rollout import versions
 
 

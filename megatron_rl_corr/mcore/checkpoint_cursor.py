@@ -19,8 +19,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_rl_corr.parallel.failure import all_reduce_failure
-from megatron_rl_corr.parallel.startup import Refusal
+from megatron_rl_corr.parallel.failure import StartupError, all_reduce_failure
 from megatron_rl_corr.rollout.saved_cursor import SavedCursor
 
 FILE_NAME = "rollout_cursor.json"
@@ -38,7 +37,7 @@ def broadcast_saved(args: argparse.Namespace) -> SavedCursor | None:
         try:
             found[0] = _read(args)
         except (OSError, ValueError) as failure:
-            error = Refusal(f"--load: {FILE_NAME} of iteration {args.iteration} cannot be read: {failure}")
+            error = StartupError(f"--load: {FILE_NAME} of iteration {args.iteration} cannot be read: {failure}")
     all_reduce_failure(error)
     dist.broadcast_object_list(found, src=0)
     return found[0]

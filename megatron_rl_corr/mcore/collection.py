@@ -19,11 +19,15 @@ from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
 from megatron_rl_corr.mcore.arguments import RolloutOptions
 from megatron_rl_corr.mcore.batch import RolloutBatch, broadcast_to_replica
 from megatron_rl_corr.mcore.collection_metrics import COUNTED, collection_metrics, count_samples
-from megatron_rl_corr.mcore.compat import Layout
 from megatron_rl_corr.mcore.support_transport import Part, cut_supports, scatter_supports
 from megatron_rl_corr.moe.scatter import scatter_routes
-from megatron_rl_corr.parallel.failure import all_reduce_failure, communication_device
-from megatron_rl_corr.parallel.meeting import ROUND_S, all_reduce_answer
+from megatron_rl_corr.parallel.failure import (
+    MEETING_INTERVAL_S,
+    all_reduce_failure,
+    all_reduce_results,
+    communication_device,
+)
+from megatron_rl_corr.parallel.layout import Layout
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
 from megatron_rl_corr.rollout.episodes import Episodes
@@ -167,7 +171,7 @@ class Collector:
     def _all_reduce_taken(self, step: int) -> tuple[RolloutBatch, torch.Tensor]:
         """A leader's batch and what it counted, zeros on other ranks; back when every leader has its own.
 
-        All ranks meet at least every ROUND_S, however long the slowest leader waits for its samples.
+        All ranks meet at least every MEETING_INTERVAL_S, however long the slowest leader waits for its samples.
         """
         taking = self._loop.submit(self._stream.take(step)) if self._layout.is_data_leader else None
         started = time.monotonic()
@@ -178,14 +182,14 @@ class Collector:
                 self._supports = cut_supports(self.trajectories, self._length, self._layout.cp_size)
             return batch, torch.tensor(self._count(taken, step), dtype=torch.float64)
 
-        own = all_reduce_answer(taking, read, lambda taking: self._has_arrived(taking, step, started))
+        own = all_reduce_results(taking, read, lambda taking: self._has_arrived(taking, step, started))
         if own is None:
             return RolloutBatch.empty(self._rows, self._length), torch.zeros(len(COUNTED), dtype=torch.float64)
         return own
 
     def _has_arrived(self, taking: concurrent.futures.Future, step: int, started: float) -> bool:
-        """Within ROUND_S. A slow collection says how far it has come, every ten seconds; a fast one stays silent."""
-        end = time.monotonic() + ROUND_S
+        """Whether the samples arrive within MEETING_INTERVAL_S; progress is printed every PROGRESS_EVERY_S."""
+        end = time.monotonic() + MEETING_INTERVAL_S
         while time.monotonic() < end:
             if concurrent.futures.wait([taking], PROGRESS_EVERY_S).done:
                 return True

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,8 +15,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_rl_corr.mcore.versions import check_parameters, release
 from megatron_rl_corr.models.shards import ShardRanks
-from megatron_rl_corr.parallel.experts import ExpertGroups
-from megatron_rl_corr.weight_sync.export import StageGroups
+from megatron_rl_corr.parallel.layout import ExpertGroups, Layout, StageGroups
 
 OUTPUT_PROCESSOR_SINCE = (0, 18)
 """GPTModel.forward's hook behind the last layer."""
@@ -53,32 +51,8 @@ def check_expert_layout(args: argparse.Namespace) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Layout:
-    """This rank's place in Megatron's process groups."""
-
-    dp_rank: int
-    dp_size: int
-    cp_size: int
-    pp_rank: int
-    pp_size: int
-    is_last_stage: bool
-    tp_group: ProcessGroup
-    cp_group: ProcessGroup
-    dp_cp_group: ProcessGroup
-    pp_group: ProcessGroup
-    tp_cp_group: ProcessGroup
-    shard: ShardRanks
-    stage_groups: StageGroups
-
-    @property
-    def is_data_leader(self) -> bool:
-        """Exactly one rank of each data-parallel replica: it talks to the rollout servers."""
-        return self.pp_rank == 0 and self.tp_cp_group.rank() == 0
-
-
-def layout() -> Layout:
-    """Read from Megatron's initialised parallel state."""
+def layout(*, sequence_parallel: bool = False) -> Layout:
+    """Read from Megatron's initialised parallel state. sequence_parallel: Megatron's flag of this name."""
     expert_group = mpu.get_expert_tensor_and_model_parallel_group()
     # Ranks of a stage are numbered tensor first, so its lowest rank is tensor rank 0 of the first replica.
     stage_ranks = torch.distributed.get_process_group_ranks(
@@ -106,6 +80,11 @@ def layout() -> Layout:
         stage_groups=StageGroups(
             tp=mpu.get_tensor_model_parallel_group(), expert=expert_group, sender=min(stage_ranks)
         ),
+        expert_groups=ExpertGroups(
+            mpu.get_expert_model_parallel_group(),
+            (mpu.get_expert_tensor_parallel_group(), mpu.get_expert_data_parallel_group()),
+        ),
+        sequence_parallel=sequence_parallel,
     )
 
 
@@ -250,11 +229,3 @@ def moe_routers(chunk: torch.nn.Module) -> list[torch.nn.Module]:
         if isinstance(module, TopKRouter) and "mtp" not in name.split(".")
     ]
     return sorted(routers, key=lambda router: router.layer_number)
-
-
-def expert_groups() -> ExpertGroups:
-    """Read from Megatron's initialised parallel state."""
-    return ExpertGroups(
-        mpu.get_expert_model_parallel_group(),
-        (mpu.get_expert_tensor_parallel_group(), mpu.get_expert_data_parallel_group()),
-    )

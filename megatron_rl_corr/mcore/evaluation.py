@@ -18,9 +18,8 @@ from megatron_rl_corr.data.rewards import Rewards
 from megatron_rl_corr.engines.errors import SampleFailure
 from megatron_rl_corr.engines.fan_out import all_or_first_failure
 from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
-from megatron_rl_corr.mcore.compat import Layout
-from megatron_rl_corr.parallel.failure import communication_device
-from megatron_rl_corr.parallel.meeting import all_reduce_answer
+from megatron_rl_corr.parallel.failure import all_reduce_results, communication_device
+from megatron_rl_corr.parallel.layout import Layout
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
 from megatron_rl_corr.rollout.episodes import Episodes
@@ -48,7 +47,7 @@ class Evaluation:
         """Mean reward and length, and the share that hit the length limit: on every rank, which all call."""
         mine = self.prompts[self.layout.dp_rank :: self.layout.dp_size] if self.layout.is_data_leader else []
         sampling = self.loop.submit(self._sample(mine)) if mine else None
-        own = all_reduce_answer(sampling, _sums)
+        own = all_reduce_results(sampling, _sums)
         sums = torch.zeros(5, dtype=torch.float64) if own is None else own
         sums = sums.to(communication_device())
         dist.all_reduce(sums)

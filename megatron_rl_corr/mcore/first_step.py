@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl_corr.parallel.startup import Refusal
+from megatron_rl_corr.parallel.failure import StartupError
 
 FLOAT32_KL, HALF_KL, QUANTIZED_KL = 1e-4, 1e-2, 1e-1
 """Largest k3 that numerics explain: both sides in float32, one in 16 bits, a quantised server."""
@@ -22,7 +22,7 @@ class FirstStep:
     max_kl: float
     """--rollout-max-first-step-kl, or what belongs to the numbers' types."""
 
-    def judge(self, kl: float) -> Refusal | None:
+    def judge(self, kl: float) -> StartupError | None:
         """The error that ends the run; kl is the mean k3 of tokens that the trainer's own weights sampled.
 
         NaN, of log-probs that are not numbers or of no token at all, is an error too.
@@ -32,7 +32,7 @@ class FirstStep:
         found = f"{kl:.3g}"
         if math.isnan(kl):
             found = "not a number (no token has a log-prob of the servers, or the trainer's own log-probs are NaN)"
-        return Refusal(
+        return StartupError(
             f"--rollout-max-first-step-kl {self.max_kl:g}: in the first step the servers sampled with the weights that "
             f"are trained, and yet the train-infer KL (k3) is {found}, so the policy that would be trained is not the "
             "one that was sampled; nothing was trained. Look at: dropout (--hidden-dropout 0 --attention-dropout 0); "

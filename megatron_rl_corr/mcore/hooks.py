@@ -23,8 +23,7 @@ from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.mcore import checkpoint_cursor, compat, run_flags, session, versions
 from megatron_rl_corr.mcore.arguments import RolloutOptions, add_rollout_arguments
 from megatron_rl_corr.mcore.step import CorrectedStep
-from megatron_rl_corr.parallel.failure import communication_device
-from megatron_rl_corr.parallel.startup import all_reduce_refusal
+from megatron_rl_corr.parallel.failure import all_reduce_startup, communication_device
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +100,7 @@ def install(config: RolloutCorrectionConfig, options: RolloutOptions, report: Re
                 except (RuntimeError, ValueError, OSError) as error:  # what failed may be a group that it has to close
                     logger.warning("what the step before the restart had open was not all closed: %s", error)
             settings = training.get_args()
-            all_reduce_refusal(lambda: run_flags.check_megatron_arguments(settings))
+            all_reduce_startup(lambda: run_flags.check_megatron_arguments(settings))
             model, optimizer, scheduler = original(*args, **kwargs)
             steps["step"] = session.start(config, options, settings, model, optimizer, _encode, told.update)
             return model, optimizer, scheduler

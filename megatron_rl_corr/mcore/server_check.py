@@ -12,8 +12,7 @@ from megatron_rl_corr.doctor import Expected, Finding, quick_check
 from megatron_rl_corr.engines.errors import RolloutError
 from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.mcore.first_step import FirstStep, first_step_bound
-from megatron_rl_corr.parallel.failure import all_reduce_failure
-from megatron_rl_corr.parallel.startup import Refusal
+from megatron_rl_corr.parallel.failure import StartupError, all_reduce_failure
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
 
@@ -21,7 +20,7 @@ from megatron_rl_corr.rollout.client import RolloutClient
 def check_servers(kind: str, sampling: SamplingParams, client: RolloutClient, loop: LoopThread) -> None:
     """Ask them, from rank 0, with the first weights pushed; every rank calls it.
 
-    kind is --rollout-server-check's. Raises Refusal for a semantic finding, or with `all` for any.
+    kind is --rollout-server-check's. Raises StartupError for a semantic finding, or with `all` for any.
     """
     error = None
     if kind != "off" and dist.get_rank() == 0:
@@ -51,7 +50,7 @@ def broadcast_first_step(
     return FirstStep(args.iteration, bound[0])
 
 
-def judge(findings: list[Finding], kind: str) -> Refusal | None:
+def judge(findings: list[Finding], kind: str) -> StartupError | None:
     """The error that ends the run, if one of the findings must; the others are printed."""
     fatal = [finding for finding in findings if kind == "all" or finding.kind == "semantic"]
     for finding in findings:
@@ -59,7 +58,7 @@ def judge(findings: list[Finding], kind: str) -> Refusal | None:
             print(f"[rollout] {finding}", file=sys.stderr, flush=True)
     if not fatal:
         return None
-    return Refusal(
+    return StartupError(
         "the servers do not sample from what would be trained: " + "; ".join(map(str, fatal))
         + ". Mend it, or train in spite of it with --rollout-server-check off"
     )

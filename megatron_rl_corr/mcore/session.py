@@ -31,9 +31,8 @@ from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.models.names import NameTable
 from megatron_rl_corr.models.shards import LocalParameter, load_shards, local_parameters
 from megatron_rl_corr.moe.statistics import ExpertLog, ExpertStatistics
-from megatron_rl_corr.parallel.failure import all_reduce_failure
-from megatron_rl_corr.parallel.failure_watch import WATCH
-from megatron_rl_corr.parallel.startup import Refusal, all_reduce_refusal
+from megatron_rl_corr.parallel.failure import WATCH, StartupError, all_reduce_failure, all_reduce_startup
+from megatron_rl_corr.parallel.layout import Layout
 from megatron_rl_corr.rollout import versions
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
@@ -53,9 +52,9 @@ def start(
     optimizer: Any, encode: Callable[[str], list[int]], report: Report,
 ) -> CorrectedStep:
     """Load the weights, reach the servers, push the first version, return the step; every rank calls it."""
-    layout, loop = compat.layout(), LoopThread()
+    layout, loop = compat.layout(sequence_parallel=args.sequence_parallel), LoopThread()
     if options.linear_logprobs:
-        all_reduce_refusal(lambda: compat.check_output_processor(compat.unwrapped(model)))
+        all_reduce_startup(lambda: compat.check_output_processor(compat.unwrapped(model)))
 
     replay = _replay(options, args, model, layout)
     from_servers = replay if options.router_replay == "R3" else None
@@ -79,7 +78,7 @@ def start(
         log = None if folder is None else TrajectoryLog(Path(folder), layout, collector.sampling)
         return parameters, client, collector, evaluation, log, vocab_size
 
-    parameters, client, collector, evaluation, log, vocab_size = all_reduce_refusal(prepare)
+    parameters, client, collector, evaluation, log, vocab_size = all_reduce_startup(prepare)
     if args.iteration == 0:
         optimizer.reload_model_params()
     run_id = _broadcast_reached(client, loop)
@@ -125,7 +124,7 @@ def _tell(*lines: str | None) -> None:
             print(f"[rollout] {line}", flush=True)
 
 
-def _scores(options: RolloutOptions, layout: compat.Layout, loop: LoopThread) -> dict[str, Any]:
+def _scores(options: RolloutOptions, layout: Layout, loop: LoopThread) -> dict[str, Any]:
     """What scores samples, ready on the ranks that ask for them."""
     rewards = Rewards(options.reward_function, workers=options.rewards.workers, limit_s=options.rewards.timeout_s)
     episodes = None
@@ -138,7 +137,7 @@ def _scores(options: RolloutOptions, layout: compat.Layout, loop: LoopThread) ->
 
 
 def _evaluation(
-    options: RolloutOptions, args: argparse.Namespace, layout: compat.Layout, client: RolloutClient, loop: LoopThread,
+    options: RolloutOptions, args: argparse.Namespace, layout: Layout, client: RolloutClient, loop: LoopThread,
     sampling: SamplingParams, encode: Callable[[str], list[int]], scores: dict[str, Any],
 ) -> Evaluation | None:
     if options.eval_prompts is None:
@@ -159,14 +158,14 @@ def _client(options: RolloutOptions, args: argparse.Namespace, vocab_size: int, 
     )  # fmt: skip
 
 
-def _logprobs(options: RolloutOptions, layout: compat.Layout, vocab_size: int) -> LogprobSettings:
+def _logprobs(options: RolloutOptions, layout: Layout, vocab_size: int) -> LogprobSettings:
     return LogprobSettings(
         layout.tp_group, options.temperature, vocab_size, from_hidden=options.linear_logprobs,
         fp32_lm_head=options.fp32_lm_head, inplace_gradient=options.inplace_gradient,
     )
 
 
-def _replay(options: RolloutOptions, args: argparse.Namespace, model: list, layout: compat.Layout) -> Any:
+def _replay(options: RolloutOptions, args: argparse.Namespace, model: list, layout: Layout) -> Any:
     """The `Replay` of --router-replay, or None. Imported here, because older Megatrons have no RouterReplay."""
     if options.router_replay == "off" and not options.expert_statistics:
         return None
@@ -177,14 +176,14 @@ def _replay(options: RolloutOptions, args: argparse.Namespace, model: list, layo
 
 
 def _experts(
-    options: RolloutOptions, args: argparse.Namespace, replay: Any, layout: compat.Layout
+    options: RolloutOptions, args: argparse.Namespace, replay: Any, layout: Layout
 ) -> ExpertStatistics | None:
     if not options.expert_statistics:
         return None
     from megatron.training import training
 
     tell = ExpertLog(options.log_dir, replay.shape.layers, training.get_tensorboard_writer)
-    return ExpertStatistics(replay, layout, compat.expert_groups(), args.sequence_parallel, tell)
+    return ExpertStatistics(replay, layout, tell)
 
 
 def _parameters(checkpoint: HFCheckpoint, args: argparse.Namespace, model: list) -> list[LocalParameter]:
@@ -198,7 +197,7 @@ def _weight_servers(
     options: RolloutOptions, exporter: StageExporter, client: RolloutClient, loop: LoopThread
 ) -> WeightServers:
     checkpoint = Path(options.hf_checkpoint)
-    transport = all_reduce_refusal(lambda: make_transport(
+    transport = all_reduce_startup(lambda: make_transport(
         options.weight_transport, client, loop, backend="nccl" if torch.cuda.is_available() else "gloo",
         checkpoint=checkpoint, folder=options.weight_dir, stage=exporter.stage, sends=exporter.sends,
     ))  # fmt: skip
@@ -224,7 +223,7 @@ def _broadcast_reached(client: RolloutClient, loop: LoopThread) -> str:
             found[0] = loop.call(client.find_servers(WAIT_FOR_SERVERS_S))
             loop.call(client.wait_healthy(WAIT_FOR_SERVERS_S))
         except (RolloutError, ValueError) as failure:
-            error = failure if isinstance(failure, RolloutError) else Refusal(f"--rollout-url: {failure}")
+            error = failure if isinstance(failure, RolloutError) else StartupError(f"--rollout-url: {failure}")
     all_reduce_failure(error)
     dist.broadcast_object_list(found, src=0)
     urls, run_id = found

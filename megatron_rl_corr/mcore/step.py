@@ -33,6 +33,7 @@ from megatron_rl_corr.moe.routed_step import RoutedStep
 from megatron_rl_corr.moe.statistics import ExpertStatistics, means, summary
 from megatron_rl_corr.parallel.failure import all_reduce_failure
 from megatron_rl_corr.parallel.groups import ParallelGroups
+from megatron_rl_corr.parallel.layout import Layout
 from megatron_rl_corr.parallel.reduce import all_gather_metrics, merge
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class CorrectedStep:
     """Stands in for Megatron's train step: makes the batch from rollouts, lets the original train on it."""
 
     config: RolloutCorrectionConfig
-    layout: compat.Layout
+    layout: Layout
     collector: Collector
     logprobs: LogprobSettings
     push: Callable[[int], None]
@@ -218,7 +219,7 @@ class CorrectedStep:
         """Whether the step updates the weights: the last stage knows (others give zeros), all learn it.
 
         A host read. A step without a token, or without a gradient, must be skipped by all, or Adam's momentum and
-        weight decay, or MoE's auxiliary losses, would still move the weights. In the first step Refusal, on every
+        weight decay, or MoE's auxiliary losses, would still move the weights. In the first step StartupError, on every
         rank's behalf, where what is trained is not what was sampled.
         """
         told = torch.tensor(list(decision.values()), dtype=torch.float64, device=self.collector.device)

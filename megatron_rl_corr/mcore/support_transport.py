@@ -14,9 +14,9 @@ from torch import Tensor
 
 from megatron_rl_corr.engines.trajectory import Trajectory
 from megatron_rl_corr.logprobs.sampling_mask import Supports
-from megatron_rl_corr.mcore.compat import Layout
 from megatron_rl_corr.parallel.context import zigzag_positions
 from megatron_rl_corr.parallel.failure import communication_device
+from megatron_rl_corr.parallel.layout import Layout
 
 Part = tuple[Tensor, Tensor]
 """How many ids each token has, [N * t] int32, and the ids, int32."""

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
 from megatron_rl_corr.mcore.batch import RolloutBatch, TrainingTargets
-from megatron_rl_corr.mcore.compat import Layout
 from megatron_rl_corr.parallel.context import zigzag_positions
 from megatron_rl_corr.parallel.failure import all_reduce_failure
 from megatron_rl_corr.parallel.gather import all_gather_stacked
+from megatron_rl_corr.parallel.layout import Layout
 from megatron_rl_corr.rollout.sample import samples_of_rows
 from megatron_rl_corr.rollout.sample_file import write_trajectories
 

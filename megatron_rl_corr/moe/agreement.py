@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_rl_corr.engines.sglang.routed_experts import has_routes
-from megatron_rl_corr.parallel.startup import Refusal
+from megatron_rl_corr.parallel.failure import StartupError
 
 ENOUGH = 32
 """Experts in which unrelated choices would differ, that a judgement needs: at a kappa of 0.8, 6 are expected to differ,
@@ -33,7 +33,7 @@ SHIFT_MARGIN = 0.1
 TOKENS, OVERLAP, SAME_SET, PAIRS, IN_PLACE, LATER, EARLIER, GATES_APART, WEIGHT, SHARED = range(10)
 
 
-class RoutesRefused(Refusal):
+class RoutesRefused(StartupError):
     """A trajectory's routes are not those of its tokens under this model."""
 
 

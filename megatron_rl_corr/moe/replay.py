@@ -11,12 +11,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from torch import Tensor, nn
 
 from megatron_rl_corr.engines.sglang.routed_experts import ExpertShape, has_routes
 from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.mcore.router_flags import check_choice, given, remedy
+from megatron_rl_corr.parallel.failure import communication_device
+from megatron_rl_corr.parallel.gather import all_gather_stacked
+from megatron_rl_corr.parallel.layout import Layout
 
 Observe = Callable[[Tensor, Tensor, Tensor], None]
 """Told of a microbatch's routes [t, b, k], Megatron's own choice [t, b, k] and its scores [t, b, E]."""
@@ -98,7 +102,7 @@ class Replay:
     """
 
     def __init__(
-        self, kind: str, model: list[nn.Module], layout: compat.Layout, *, num_layers: int, watch: bool = False
+        self, kind: str, model: list[nn.Module], layout: Layout, *, num_layers: int, watch: bool = False
     ):
         self.kind, self._layout, self._watch = kind, layout, watch
         self._routers: dict[nn.Module, list[tuple[int, ReplayedRouter]]] = {}
@@ -207,23 +211,16 @@ class Replay:
         return [pair for pairs in self._routers.values() for pair in pairs]
 
 
-def _all_gather_layers(own: tuple[int, ...], num_layers: int, layout: compat.Layout) -> tuple[tuple[int, ...], ...]:
+def _all_gather_layers(own: tuple[int, ...], num_layers: int, layout: Layout) -> tuple[tuple[int, ...], ...]:
     """Each stage's layers in its order: one collective over the pipeline."""
-    from megatron_rl_corr.parallel.failure import communication_device
-    from megatron_rl_corr.parallel.gather import all_gather_stacked
-
     told = torch.full((num_layers,), -1, dtype=torch.int64)
     told[: len(own)] = torch.tensor(own, dtype=torch.int64)
     gathered = all_gather_stacked(told.to(communication_device()), layout.pp_group).tolist()
     return tuple(tuple(layer for layer in stage if layer >= 0) for stage in gathered)
 
 
-def _all_reduce_sizes(own: tuple[int, int] | tuple, layout: compat.Layout) -> tuple[int, int]:
+def _all_reduce_sizes(own: tuple[int, int] | tuple, layout: Layout) -> tuple[int, int]:
     """(k, E), which a stage of dense layers learns from the others."""
-    import torch.distributed as dist
-
-    from megatron_rl_corr.parallel.failure import communication_device
-
     sizes = torch.tensor(own or (0, 0), dtype=torch.int64, device=communication_device())
     if layout.pp_size > 1:
         dist.all_reduce(sizes, op=dist.ReduceOp.MAX, group=layout.pp_group)

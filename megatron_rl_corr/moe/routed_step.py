@@ -14,7 +14,6 @@ from torch import Tensor
 
 from megatron_rl_corr.core.metrics import Mean, Metric
 from megatron_rl_corr.mcore.batch import RolloutBatch
-from megatron_rl_corr.mcore.compat import Layout
 from megatron_rl_corr.moe.agreement import (
     GATES_APART,
     OVERLAP,
@@ -27,6 +26,7 @@ from megatron_rl_corr.moe.agreement import (
 from megatron_rl_corr.moe.scatter import local_positions
 from megatron_rl_corr.parallel.failure import all_reduce_failure
 from megatron_rl_corr.parallel.gather import all_gather_stacked
+from megatron_rl_corr.parallel.layout import Layout
 
 if TYPE_CHECKING:
     from megatron_rl_corr.moe.replay import Replay

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl_corr.engines.sglang.routed_experts import ExpertShape
-from megatron_rl_corr.mcore.compat import Layout
 from megatron_rl_corr.parallel.context import zigzag_positions
 from megatron_rl_corr.parallel.failure import communication_device
+from megatron_rl_corr.parallel.layout import Layout
 
 
 def local_positions(length: int, cp: tuple[int, int], sp: tuple[int, int]) -> Tensor:

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from megatron_rl_corr.core.metrics import Metric, Sum
 from megatron_rl_corr.mcore.batch import RolloutBatch, TrainingTargets
-from megatron_rl_corr.mcore.compat import Layout
-from megatron_rl_corr.parallel.experts import ExpertGroups, expert_sums
+from megatron_rl_corr.parallel.experts import all_gather_experts, all_reduce_scatter_experts, expert_sums
+from megatron_rl_corr.parallel.layout import Layout
 
 if TYPE_CHECKING:
     from megatron_rl_corr.moe.replay import Replay
@@ -35,8 +35,6 @@ class ExpertStatistics:
 
     replay: Replay
     layout: Layout
-    groups: ExpertGroups
-    sequence_parallel: bool
     tell: Callable[[int, dict[str, Tensor]], None] | None = None
     """tell(step, tables) on the last rank, beside the metrics."""
 
@@ -50,8 +48,8 @@ class ExpertStatistics:
         shape, layers = self.replay.shape, list(self.replay.layers)
         table = values.new_zeros(shape.num_layers, shape.experts, len(VALUES), dtype=torch.float64)
         if layers:  # none on every rank of the groups, where a stage's layers are all dense
-            own = self.groups.all_reduce_scatter(self._own_sums(values))
-            table[layers] = self.groups.all_gather(own)
+            own = all_reduce_scatter_experts(self._own_sums(values), self.layout.expert_groups)
+            table[layers] = all_gather_experts(own, self.layout.expert_groups)
         if self.layout.pp_size > 1:
             dist.all_reduce(table, group=self.layout.pp_group)
         return table
@@ -73,7 +71,7 @@ class ExpertStatistics:
     def _own_sums(self, values: Tensor) -> Tensor:
         """[M, E, 4] over the tokens that only this rank has."""
         tp = self.layout.tp_group
-        if self.sequence_parallel:
+        if self.layout.sequence_parallel:
             values = values.chunk(tp.size(), dim=1)[tp.rank()]
         elif tp.rank() > 0:
             values = torch.zeros_like(values)  # tensor ranks hold the same tokens

@@ -1,43 +1,241 @@
-"""Failing together: when one rank cannot go on, the others learn of it instead of waiting for it."""
+"""When one rank fails, every rank ends soon and one message says why: agreement by collective, and a watch thread."""
 
 from __future__ import annotations
 
+import concurrent.futures
+import json
+import logging
+import os
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any
+
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, TCPStore
+
+MEETING_INTERVAL_S = 60.0
+"""Longest time between two collectives of ranks that wait for a slow result. NCCL ends a run whose ranks wait longer
+for each other than --distributed-timeout-minutes, 10 by default."""
+POLL_INTERVAL_S = 1.0
+POLLS_PER_S = 4096
+"""Load limit of the job's store: the ranks of a large job poll it less often."""
+CLEAN_UP_S = 8.0
+"""Time that rank 0 has to leave the rollout servers in order before the job ends; the other ranks wait for it."""
+EXIT_TIMEOUT_S = 30.0
+"""A process that knows of a failure ends at most this much later, whatever it waits for."""
+MESSAGE_LENGTH = 2000
+
+logger = logging.getLogger(__name__)
 
 
 class PeerFailure(RuntimeError):
-    """Another rank failed and has said why; this one only stops."""
+    """Another rank failed and has printed why; this rank only stops."""
+
+
+class StartupError(ValueError):
+    """The run can't start, or go on, as configured; the message names the flag and the remedy."""
+
+
+def communication_device() -> torch.device:
+    """Device of the tensors that this job's collectives take: NCCL takes GPU tensors only."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def all_reduce_failure(error: BaseException | None, group: ProcessGroup | None = None) -> None:
-    """Return where no rank of the group has an error; else raise it on the first rank that has one.
+    """Return if no rank of the group has an error; else raise on every rank.
 
-    All other ranks get PeerFailure, those with an error of their own too: one cause is told once, not by a thousand
-    ranks. One collective of two numbers; every rank of the group must call it.
+    One collective of two numbers; every rank of the group must call it.
+
+    Raises:
+        error: on the first rank that has one.
+        PeerFailure: on all others, those with an error of their own too, so that one cause is printed once.
     """
     all_reduce_done(True, error, group)
 
 
 def all_reduce_done(done: bool, error: BaseException | None, group: ProcessGroup | None = None) -> bool:
-    """Whether every rank is done; a failure is raised as by `all_reduce_failure`, whose collective this is.
-
-    For what may take longer than a collective may wait: the ranks that are not done ask again from time to time.
-    """
-    rank, nobody = dist.get_rank(group), dist.get_world_size(group)
-    told = torch.tensor([nobody if error is None else rank, int(done)], device=communication_device())
-    dist.all_reduce(told, op=dist.ReduceOp.MIN, group=group)
-    first, all_done = told.tolist()
-    if first == rank and error is not None:
+    """Whether every rank of the group is done; errors are raised as by `all_reduce_failure`, in the same collective."""
+    rank, no_rank = dist.get_rank(group), dist.get_world_size(group)
+    flags = torch.tensor([no_rank if error is None else rank, int(done)], device=communication_device())
+    dist.all_reduce(flags, op=dist.ReduceOp.MIN, group=group)
+    first_failed, all_done = flags.tolist()
+    if first_failed == rank and error is not None:
         raise error
-    if first < nobody:
+    if first_failed < no_rank:
         raise PeerFailure("another rank failed; its message says why")
     return bool(all_done)
 
 
-def communication_device() -> torch.device:
-    """Where tensors of this job's collectives live: NCCL takes device tensors only."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+def all_reduce_startup[Prepared](prepare: Callable[[], Prepared]) -> Prepared:
+    """prepare() on every rank; a ValueError or OSError becomes one rank's StartupError and PeerFailure of the rest."""
+    prepared, error = None, None
+    try:
+        prepared = prepare()
+    except (ValueError, OSError) as failure:
+        error = StartupError(str(failure))
+    all_reduce_failure(error)
+    return prepared
+
+
+def wait_for(future: Future) -> bool:
+    """Whether the future is done within MEETING_INTERVAL_S."""
+    return bool(concurrent.futures.wait([future], MEETING_INTERVAL_S).done)
+
+
+def all_reduce_results[Result, Used](
+    future: Future[Result] | None, use: Callable[[Result], Used], wait: Callable[[Future[Result]], bool] = wait_for
+) -> Used | None:
+    """use(result) on the ranks that wait for a future (None on others), once every rank has its own.
+
+    Every rank calls it; the ranks meet in a collective at least every MEETING_INTERVAL_S, and none waits for long.
+
+    Args:
+        future: what this rank waits for; None: nothing.
+        use: called with the result, on this thread.
+        wait: wait(future) returns after at most MEETING_INTERVAL_S whether the future is done.
+
+    Raises:
+        Exception: of the future or of use(), as `all_reduce_failure` raises it; other ranks' futures are cancelled.
+    """
+    used, error, waiting, done = None, None, future is not None, False
+    try:
+        while not done:
+            if waiting and wait(future):
+                waiting = False
+                try:
+                    used = use(future.result())
+                except Exception as failure:  # noqa: BLE001  raised below, on this rank, once the others know
+                    error = failure
+            done = all_reduce_done(not waiting, error)
+    finally:
+        if waiting:  # another rank failed, or Ctrl-C
+            future.cancel()
+    return used
+
+
+class FailureWatch:
+    """Ends this process soon after another rank failed, whatever the main thread waits for.
+
+    A rank that fails writes its number and message into the job's store (`report`). A thread of every other rank polls
+    the store and ends its process; it needs no collective, as a collective may be what the main thread waits in, and
+    NCCL gives up after minutes only. The watch has its own connection to the store of torchrun or of rank 0.
+
+    Call `start` at the beginning of a job, `report` and `clean_up` on a rank that fails, `stop` at the regular end. In
+    a job of one rank, or if it was not started, it does nothing.
+    """
+
+    def __init__(self):
+        self._rank, self._ranks, self._prefix = 0, 1, ""
+        self._store: TCPStore | None = None
+        self._store_lock, self._exit_lock = threading.Lock(), threading.Lock()
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._clean_ups: list[Callable[[], None]] = []
+
+    def start(self, leave: Callable[[str], None]) -> None:
+        """Start the thread; on a failure elsewhere it calls leave(message), which prints it and ends this process."""
+        self._rank, self._ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives an attempt
+        self._prefix = f"megatron_rl_corr/attempt_{attempt}"
+        self._stopped.clear()
+        if self._ranks > 1:
+            self._thread = threading.Thread(target=self._watch, args=[leave], name="failure-watch", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread: this rank has finished, and others may take their time."""
+        self._stopped.set()
+        if self._thread is not None:
+            self._thread.join(1.0)
+
+    def on_failure(self, clean_up: Callable[[], None]) -> None:
+        """Call clean_up() on the thread that ends this process, before it ends because any rank failed."""
+        self._clean_ups.append(clean_up)
+
+    def report(self, error: BaseException) -> None:
+        """Publish this rank's error; the other ranks name the first one published."""
+        if self._ranks > 1 and not isinstance(error, PeerFailure):
+            text = json.dumps({"rank": self._rank, "message": f"{type(error).__name__}: {error}"[:MESSAGE_LENGTH]})
+            self._request(lambda store: store.compare_set(f"{self._prefix}/failed", "", text))
+
+    def peer_failure(self) -> str | None:
+        """One line: which other rank failed first, and why. None if no other rank has published an error."""
+        key = f"{self._prefix}/failed"
+        found = self._request(lambda store: store.get(key) if store.check([key]) else None)
+        if not found:
+            return None
+        failed = json.loads(found)
+        if failed["rank"] == self._rank:
+            return None
+        return f"rank {failed['rank']} failed: {' '.join(failed['message'].split())}"
+
+    def claim_exit(self) -> bool:
+        """True for the first thread that asks: it must end the process, and a timer does after EXIT_TIMEOUT_S."""
+        if not self._exit_lock.acquire(blocking=False):
+            return False
+        overdue = threading.Timer(EXIT_TIMEOUT_S, os._exit, [1])
+        overdue.daemon = True
+        overdue.start()
+        return True
+
+    def clean_up(self) -> None:
+        """Run the `on_failure` callbacks; other ranks wait for rank 0's, as the first process to exit ends the job."""
+        for clean_up in self._clean_ups:
+            clean_up()
+        if self._ranks == 1:
+            return
+        key = f"{self._prefix}/cleaned_up"
+        if self._rank == 0:
+            self._request(lambda store: store.set(key, "1"))
+            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+                time.sleep(self._poll_interval_s + 1.0)  # the store ends with this process: let the others read it
+            return
+        end = time.monotonic() + self._poll_interval_s + CLEAN_UP_S
+        while time.monotonic() < end and not self._request(lambda store: store.check([key])):
+            time.sleep(0.1)
+
+    @property
+    def _poll_interval_s(self) -> float:
+        return max(POLL_INTERVAL_S, self._ranks / POLLS_PER_S)
+
+    def _watch(self, leave: Callable[[str], None]) -> None:
+        while not self._stopped.wait(self._poll_interval_s * random.uniform(0.5, 1.0)):
+            failure = self.peer_failure()
+            if failure is not None and not self._stopped.is_set() and self.claim_exit():
+                try:
+                    self.clean_up()
+                finally:
+                    leave(failure)
+
+    def _request(self, ask: Callable[[TCPStore], Any]) -> Any:
+        """ask(store); None without a store, as before rank 0 has made it and after it has ended."""
+        if self._ranks == 1 or not self._store_lock.acquire(timeout=CLEAN_UP_S):
+            return None
+        try:
+            if self._store is None:
+                self._store = self._connect()
+            return ask(self._store)
+        except (RuntimeError, OSError, KeyError) as error:
+            logger.debug("the job's store does not answer: %s", error)
+            self._store = None
+            return None
+        finally:
+            self._store_lock.release()
+
+    def _connect(self) -> TCPStore:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        socket.create_connection((host, port), CLEAN_UP_S).close()  # a TCPStore fails with many lines on stderr
+        timeout = timedelta(seconds=CLEAN_UP_S)
+        return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+
+
+WATCH = FailureWatch()
+"""This process's watch."""

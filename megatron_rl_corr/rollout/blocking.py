@@ -6,7 +6,7 @@ import threading
 from collections.abc import Coroutine
 from typing import Any
 
-LONGEST_END_S = 5.0
+EXIT_TIMEOUT_S = 5.0
 """That what still runs has to end once it is cancelled."""
 
 
@@ -68,7 +68,7 @@ class LoopThread:
             for task in pending:
                 task.cancel()
             if pending:
-                self._loop.run_until_complete(asyncio.wait(pending, timeout=LONGEST_END_S))
+                self._loop.run_until_complete(asyncio.wait(pending, timeout=EXIT_TIMEOUT_S))
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         finally:
             self._loop.close()

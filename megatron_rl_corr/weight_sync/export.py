@@ -7,7 +7,6 @@ its own shards.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -16,19 +15,8 @@ from torch.distributed import ProcessGroup
 from megatron_rl_corr.models.names import ParameterRule
 from megatron_rl_corr.models.shards import LocalParameter, ShardRanks
 from megatron_rl_corr.parallel.gather import all_gather_stacked
+from megatron_rl_corr.parallel.layout import StageGroups
 from megatron_rl_corr.weight_sync.buckets import NamedTensor
-
-
-@dataclass(frozen=True)
-class StageGroups:
-    """The groups of one pipeline stage that a parameter is gathered over, and who sends."""
-
-    tp: ProcessGroup | None
-    """Tensor parallel."""
-    expert: ProcessGroup | None
-    """Expert tensor x expert parallel: together they hold every expert of the stage once."""
-    sender: int
-    """Global rank of the stage's sender: tensor rank 0 of the first data-parallel replica."""
 
 
 class StageExporter:

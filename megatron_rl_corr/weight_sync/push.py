@@ -14,9 +14,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl_corr.engines.errors import RolloutError, RolloutServerError
-from megatron_rl_corr.parallel.failure import PeerFailure, all_reduce_done, all_reduce_failure, communication_device
-from megatron_rl_corr.parallel.failure_watch import WATCH
-from megatron_rl_corr.parallel.meeting import all_reduce_answer
+from megatron_rl_corr.parallel.failure import (
+    WATCH,
+    PeerFailure,
+    all_reduce_done,
+    all_reduce_failure,
+    all_reduce_results,
+    communication_device,
+)
 from megatron_rl_corr.weight_sync.buckets import buckets
 from megatron_rl_corr.weight_sync.export import StageExporter
 from megatron_rl_corr.weight_sync.servers import WeightServers
@@ -78,10 +83,10 @@ def _push_once(exporter: StageExporter, client: WeightServers, version: str, buc
 def _all_reduce_led(exporter: StageExporter, call: Callable[[], None]) -> None:
     """Rank 0 does it, however long it takes; what goes wrong, all ranks learn.
 
-    They meet every ROUND_S: servers may read a folder of a terabyte, or all of their weights for the checksums, for
-    longer than a collective may wait.
+    They meet every MEETING_INTERVAL_S: servers may read a folder of a terabyte, or all of their weights for the
+    checksums, for longer than a collective may wait.
     """
-    all_reduce_answer(_in_thread(call) if exporter.leads else None, lambda nothing: None)
+    all_reduce_results(_in_thread(call) if exporter.leads else None, lambda nothing: None)
 
 
 def _in_thread(call: Callable[[], None]) -> Future[None]:
@@ -175,7 +180,7 @@ def _broadcast_and_compare(exporter: StageExporter, client: WeightServers) -> No
 
 
 def _abandon(exporter: StageExporter, client: WeightServers, error: BaseException) -> None:
-    WATCH.tell(error)  # before the servers: one of them may not answer, and the other ranks wait
+    WATCH.report(error)  # before the servers: one of them may not answer, and the other ranks wait
     if exporter.leads:
         failure = _failure_of(client.abandon)
         if failure is not None:

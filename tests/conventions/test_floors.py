@@ -40,7 +40,7 @@ HOST_READS = {
 BROAD_EXCEPTIONS = {
     ("data/reward_worker.py", "attempt"): "the trainer counts it, and shows the traceback",
     ("data/worker_pool.py", "_run"): "raised where the call is awaited",
-    ("parallel/meeting.py", "all_reduce_answer"): "all_reduce_done raises it once the other ranks know",
+    ("parallel/failure.py", "all_reduce_results"): "all_reduce_done raises it once the other ranks know",
     ("weight_sync/push.py", "run"): "the thread's error is raised where its answer is read",
 }
 """(file, function): how an error that is caught broadly is raised after all."""

@@ -257,7 +257,7 @@ def test_reward_when_an_async_function_goes_on_though_it_is_cancelled_then_left_
 ):
     (tmp_path / "retries.py").write_text(RETRIES)
     monkeypatch.setattr(worker_pool, "GRACE_S", 0.2)
-    monkeypatch.setattr(blocking, "LONGEST_END_S", 0.2)
+    monkeypatch.setattr(blocking, "EXIT_TIMEOUT_S", 0.2)
     with blocking.LoopThread() as loop:
         rewards = Rewards(f"{tmp_path}/retries.py:reward", limit_s=0.5)
         loop.call(rewards.start())

@@ -104,7 +104,7 @@ def dense_stage(rank, port):
             forward(model, rank)
         step.all_reduce_check(-1.0, step=0, group_size=1)
         apart, metrics = step.all_gather_disagreement(), step.all_reduce_metrics()
-        table = ExpertStatistics(replay, layout, compat.expert_groups(), False).all_gather(batch, targets)
+        table = ExpertStatistics(replay, layout).all_gather(batch, targets)
         results[kind] = {
             "layers": replay.layers, "stages": replay.stage_layers, "table": table.tolist(), "metrics": sorted(metrics),
             "apart": None if apart is None else apart.tolist(),

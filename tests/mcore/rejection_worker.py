@@ -18,9 +18,8 @@ from megatron_rl_corr.config.correction import RejectionRule, RolloutCorrectionC
 from megatron_rl_corr.mcore.first_step import FirstStep
 from megatron_rl_corr.mcore.scoring import score
 from megatron_rl_corr.mcore.step import CorrectedStep
-from megatron_rl_corr.parallel.failure import PeerFailure
+from megatron_rl_corr.parallel.failure import PeerFailure, StartupError
 from megatron_rl_corr.parallel.reduce import all_gather_metrics
-from megatron_rl_corr.parallel.startup import Refusal
 
 sys.path.insert(0, str(Path(__file__).parent))
 import layout_worker
@@ -189,8 +188,8 @@ def first_step(config, model, layout, logprobs, batch):
     corrected = corrected_step(config, layout, logprobs, lambda step: batch, reports, first_step=FirstStep(5, 1e-4))
     try:
         corrected.run(megatrons(model, batch, optimizer, lambda: False), 5, model, optimizer, per_token=False)
-    except (Refusal, PeerFailure) as failure:
-        error = str(failure) if isinstance(failure, Refusal) else "another rank"
+    except (StartupError, PeerFailure) as failure:
+        error = str(failure) if isinstance(failure, StartupError) else "another rank"
     return error, len(updates), [report["pushed"] for report in reports if "pushed" in report]
 
 

@@ -16,13 +16,11 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_rl_corr.config.correction import RejectionRule, RolloutCorrectionConfig
 from megatron_rl_corr.engines.sglang.routed_experts import pack
-from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.mcore.step import CorrectedStep
 from megatron_rl_corr.moe.replay import Replay
 from megatron_rl_corr.moe.scatter import local_positions, scatter_routes
 from megatron_rl_corr.moe.statistics import ExpertStatistics
-from megatron_rl_corr.parallel.failure import PeerFailure
-from megatron_rl_corr.parallel.startup import Refusal
+from megatron_rl_corr.parallel.failure import PeerFailure, StartupError
 
 sys.path.insert(0, str(Path(__file__).parent))
 from forked_layouts import save_results
@@ -78,7 +76,7 @@ def one_run(model_dir, samples, spec, *, kind="R3", config=WATCHED, settings=Non
         report=reports.append, close=lambda: None, micro_batch_size=ROWS, global_batch_size=len(samples),
         collector=SimpleNamespace(device="cpu", collect=lambda step: batch, metrics={}), seq_length=LENGTH,
         group_size=4, replay=replay, min_agreement=0.25 if routes != "routes" else -1.0, sequence_parallel=sp,
-        experts=Kept(replay, layout, compat.expert_groups(), sp, tables) if watch else None,
+        experts=Kept(replay, layout, tables) if watch else None,
     )  # fmt: skip
     optimizer = SimpleNamespace(step=lambda: updates.append(1) or (True, 1.0, 0))
 
@@ -95,8 +93,8 @@ def one_run(model_dir, samples, spec, *, kind="R3", config=WATCHED, settings=Non
     refused = None
     try:
         corrected.run(train_step, 0, model, optimizer, per_token=False)
-    except (Refusal, PeerFailure) as error:
-        refused = str(error) if isinstance(error, Refusal) else "by another rank"
+    except (StartupError, PeerFailure) as error:
+        refused = str(error) if isinstance(error, StartupError) else "by another rank"
     tp = (layout.tp_group.rank(), layout.tp_group.size()) if sp else (0, 1)
     result = {
         "refused": refused, "updates": len(updates), "passes": passes, "dp": (layout.dp_rank, layout.dp_size),
@@ -112,8 +110,8 @@ def one_run(model_dir, samples, spec, *, kind="R3", config=WATCHED, settings=Non
 class Kept(ExpertStatistics):
     """Keeps the table of each step, what its values were made of, and what is told."""
 
-    def __init__(self, replay, layout, groups, sequence_parallel, kept):
-        super().__init__(replay, layout, groups, sequence_parallel, lambda step, means: kept.append((step, means)))
+    def __init__(self, replay, layout, kept):
+        super().__init__(replay, layout, lambda step, means: kept.append((step, means)))
         object.__setattr__(self, "kept", kept)
 
     def all_gather(self, batch, targets):

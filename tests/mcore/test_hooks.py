@@ -114,7 +114,7 @@ class Step:
         log.append(["close", self.number])
 session.start = lambda *args: Step()
 run_flags.check_megatron_arguments = lambda args: None
-hooks.all_reduce_refusal = lambda prepare: prepare()
+hooks.all_reduce_startup = lambda prepare: prepare()
 training.get_args = lambda: None
 def setup_model_and_optimizer(model_provider_func, model_type):
     log.append(["set up", None])
@@ -181,7 +181,7 @@ def save_checkpoint(iteration, model, optimizer, *rest):
     seen.append(path.exists())
 session.start = lambda *args: Step()
 run_flags.check_megatron_arguments = lambda args: None
-hooks.all_reduce_refusal = lambda prepare: prepare()
+hooks.all_reduce_startup = lambda prepare: prepare()
 training.get_args = lambda: None
 training.setup_model_and_optimizer = lambda model_type: (0, 0, 0)
 checkpointing.save_checkpoint = save_checkpoint
@@ -397,7 +397,7 @@ class Step:
     run = staticmethod(lambda train_step, *args: train_step(None, None))
 session.start = lambda *args: Step()
 run_flags.check_megatron_arguments = lambda args: None
-hooks.all_reduce_refusal = lambda prepare: prepare()
+hooks.all_reduce_startup = lambda prepare: prepare()
 training.get_args = lambda: types.SimpleNamespace(curr_iteration=3)
 training.setup_model_and_optimizer = lambda model_provider_func, model_type: ("model", "optimizer", "scheduler")
 def train_step(forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config):

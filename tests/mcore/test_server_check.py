@@ -5,7 +5,7 @@ import pytest
 from megatron_rl_corr.doctor import Finding
 from megatron_rl_corr.mcore.first_step import FirstStep, first_step_bound
 from megatron_rl_corr.mcore.server_check import judge
-from megatron_rl_corr.parallel.startup import Refusal
+from megatron_rl_corr.parallel.failure import StartupError
 
 SEMANTIC = Finding("temperature_ignored", "http://a:1", "slope 1.00 where 0.50 is right")
 ONE_RESPONSE = Finding("one_response", "http://a:1", "3 seeds gave 1 response of 24 tokens")
@@ -29,7 +29,7 @@ def test_findings_when_judged_then_the_fatal_ones_refuse_and_the_others_are_told
     if not fatal:
         assert error is None
         return
-    assert isinstance(error, Refusal) and str(error).endswith("--rollout-server-check off")
+    assert isinstance(error, StartupError) and str(error).endswith("--rollout-server-check off")
     assert [finding for finding in findings if f"{finding.server}: {finding.name}" in str(error)] == fatal
     assert all(finding.remedy in str(error) for finding in fatal)
 
@@ -54,7 +54,7 @@ def test_first_step_bound_when_none_is_given_then_the_one_of_the_coarsest_number
 @pytest.mark.parametrize(("kl", "said"), [(0.011, "is 0.011, so"), (float("nan"), "is not a number"), (1e30, "1e+30")])
 def test_first_step_when_its_kl_is_above_the_bound_or_no_number_then_the_error_says_what_to_look_at(kl, said):
     error = FirstStep(0, 0.01).judge(kl)
-    assert isinstance(error, Refusal) and said in str(error)
+    assert isinstance(error, StartupError) and said in str(error)
     assert str(error).startswith("--rollout-max-first-step-kl 0.01: ")
     for cause in ("--hidden-dropout 0", "`megatron-rl-corr model-flags`", "checkpoint", "shifted", "-corr doctor`"):
         assert cause in str(error)

@@ -99,7 +99,7 @@ for case in cases:
     if case == "slow":  # this and the next: than a collective may wait
         dist.barrier()
         _set_pg_timeout(timedelta(seconds=COLLECTIVE_S))
-        meeting.ROUND_S, push.PARAMETERS_A_ROUND = COLLECTIVE_S / 4, 1
+        meeting.MEETING_INTERVAL_S, push.PARAMETERS_A_ROUND = COLLECTIVE_S / 4, 1
     servers, raised = Servers(case), None
     try:
         push_weights(exporter, servers, version="v", bucket_bytes=1)

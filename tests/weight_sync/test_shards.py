@@ -11,7 +11,8 @@ from torch import nn
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.models.names import NameTable
 from megatron_rl_corr.models.shards import ShardRanks, load_shards, local_parameters
-from megatron_rl_corr.weight_sync.export import StageExporter, StageGroups
+from megatron_rl_corr.parallel.layout import StageGroups
+from megatron_rl_corr.weight_sync.export import StageExporter
 
 CONFIG = {
     "model_type": "deepseek_v3", "vocab_size": 4, "tie_word_embeddings": True, "num_hidden_layers": 3,
