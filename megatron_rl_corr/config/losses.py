@@ -1,4 +1,4 @@
-"""What each policy loss has of its own: the clip, the aggregation and the advantage that its paper pairs it with."""
+"""Policy losses by name: formula file, defaults and meaning of each. The formula is in core/losses/FORMULA.py."""
 
 from __future__ import annotations
 
@@ -12,31 +12,55 @@ DUAL_CLIP = 3.0
 
 @dataclass(frozen=True)
 class LossKind:
-    """Defaults of one loss, and what it takes."""
+    """One policy loss: the file of its formula, and the defaults that its paper pairs it with.
 
-    clip: tuple[float, float] | None
-    """(low, high) by default; None: it does not clip."""
+    Example: LossKind("ppo_clip", "PPO's clipped surrogate", (0.2, 0.2)) is computed by core/losses/ppo_clip.py.
+    """
+
+    formula: str
+    """core/losses/FORMULA.py defines the function FORMULA(inputs: LossInputs, config, *, metrics)."""
+
+    doc: str
+    """What it is, for help and docs."""
+
+    clip: tuple[float, float] | None = None
+    """(low, high) by default; None: it does not clip, as pi_theta / pi_old is not in it."""
 
     aggregation: str = "token-mean"
     advantage: str = "grpo"
+
     dual_clip: bool = False
     """Takes clip_ratio_c."""
 
+    whole_sequences: bool = False
+    """Needs seq_ids and num_sequences."""
+
     @property
     def has_ratio(self) -> bool:
-        """Whether pi_theta / pi_old is in it already."""
+        """Whether pi_theta / pi_old is part of the formula."""
         return self.clip is not None
 
 
 LOSS_KINDS: dict[str, LossKind] = {
-    "ppo_clip": LossKind((0.2, 0.2), dual_clip=True),
-    "grpo": LossKind((0.2, 0.2), "seq-mean-token-mean", dual_clip=True),
-    "dr_grpo": LossKind((0.2, 0.2), "seq-mean-token-sum-norm", "group_mean", dual_clip=True),
-    "dapo": LossKind((0.2, 0.28), dual_clip=True),
-    "gspo": LossKind((3e-4, 4e-4), "seq-mean-token-mean"),
-    "cispo": LossKind((1.0, 4.0)),
-    "dppo_tv": LossKind((0.15, 0.15)),
-    "reinforce": LossKind(None),
-    "rloo": LossKind(None, "seq-mean-token-sum", "rloo"),
-}
+    "ppo_clip": LossKind("ppo_clip", "PPO's clipped surrogate, with dual clip", (0.2, 0.2), dual_clip=True),
+    "grpo": LossKind(
+        "ppo_clip", "PPO's, averaged over each sequence first", (0.2, 0.2), "seq-mean-token-mean", dual_clip=True
+    ),
+    "dr_grpo": LossKind(
+        "ppo_clip", "PPO's, each sequence's sum divided by a constant length; r - mean for advantage", (0.2, 0.2),
+        "seq-mean-token-sum-norm", "group_mean", dual_clip=True,
+    ),
+    "dapo": LossKind("ppo_clip", "PPO's with a higher upper clip", (0.2, 0.28), dual_clip=True),
+    "gspo": LossKind(
+        "gspo", "PPO's, clipping the geometric mean of a sequence's ratios", (3e-4, 4e-4), "seq-mean-token-mean",
+        whole_sequences=True,
+    ),
+    "cispo": LossKind("cispo", "log-prob times a clipped ratio that carries no gradient", (1.0, 4.0)),
+    "dppo_tv": LossKind(
+        "dppo_tv", "drops tokens whose probability has moved by more than the clip (total variation)", (0.15, 0.15)
+    ),
+    "reinforce": LossKind("reinforce", "log-prob times advantage"),
+    "rloo": LossKind("reinforce", "REINFORCE with the mean of the other samples as baseline", None,
+                     "seq-mean-token-sum", "rloo"),
+}  # fmt: skip
 LOSSES = tuple(LOSS_KINDS)

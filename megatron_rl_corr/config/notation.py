@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_rl_corr.config.rules import RULE_NAMES, RejectionRule
+from megatron_rl_corr.config.rules import DIVERGENCES, RULE_LEVELS, RULE_NAMES, RejectionRule
 from megatron_rl_corr.config.words import NO_RULES, check_bounds, check_positive, nearest, plain
 
 # verl has no seq_max_k1, and a largest 1/rho would be one-sided: seq_max_ratio is written on rho.
 K1_NAMES = ("token_k1", "seq_sum_k1", "seq_mean_k1", "turn_mean_k1")
 _BY_NAME = {name: (level, name.removeprefix(f"{level}_")) for name in RULE_NAMES
-            for level in ("token", "seq_sum", "seq_mean", "seq_max", "turn_mean") if name.startswith(f"{level}_")}
+            for level in RULE_LEVELS if name.startswith(f"{level}_")}
 
 
 def parse_bounds(flag: str, spec: float | str) -> tuple[float | None, float]:
@@ -61,9 +61,10 @@ def _parse_rule(name: str, spec: str) -> RejectionRule:
     flag = f"--rollout-rs-threshold for {name}"
     lower, upper = parse_bounds(flag, spec)
     level, divergence = _BY_NAME.get(name) or (name.removesuffix("_k1"), "k1")
-    if divergence == "rollout_prob" and lower is None:
+    bounds = "both" if divergence == "k1" else DIVERGENCES[divergence].bounds
+    if bounds == "lower" and lower is None:
         return RejectionRule(level, divergence, lower=upper)
-    if divergence not in ("ratio", "k1"):
+    if bounds != "both":
         return RejectionRule(level, divergence, lower, upper)
     check_bounds(flag, lower, upper, NO_RULES)
     if lower is None:

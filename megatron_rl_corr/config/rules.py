@@ -1,51 +1,167 @@
-"""Rejection rules: which quantity, over what, inside which closed interval.
+"""Rejection rules: one row each in DIVERGENCES. Checks, flags, help, docs and core/rejection.py all read the rows.
 
-D = log pi_train - log pi_rollout of a token, rho = e^D.
+T tokens. D = log pi_train - log pi_rollout of a token, rho = e^D.
+
+To add a rule, add a row to DIVERGENCES; if it needs a tensor beside the log-probs, add that to RULE_INPUTS as well.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from megatron_rl_corr.config.words import NO_RULES, check_bounds, one_of, plain
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_rl_corr.core.ratios import TokenRatios
+
 RULE_LEVELS = ("token", "seq_sum", "seq_mean", "seq_max", "turn_mean")
-# Which levels a divergence has, and which of its two bounds.
-DIVERGENCE_LEVELS: dict[str, tuple[str, ...]] = {
-    "ratio": RULE_LEVELS,
-    "k2": RULE_LEVELS,
-    "k3": RULE_LEVELS,
-    "abs_diff": RULE_LEVELS,
-    "exp_abs": ("seq_mean",),
-    "rollout_prob": ("token",),
-    "opsm": ("seq_mean",),
-    "routing": ("token", "seq_mean"),
+"""What is tested: each token's value, its sum or mean over the sequence, every value of the sequence (one outside
+rejects all), or its mean over the token's turn."""
+
+
+@dataclass(frozen=True)
+class RuleInput:
+    """A tensor [T] that a rule needs beside the log-probs; a keyword of compute_correction by its name."""
+
+    doc: str
+    """What it holds; errors and docs show it."""
+
+    of_batch: Callable[[Any], Tensor] | None = None
+    """Makes it [T] from the trainer's batch (mcore/batch.py); None: the trainer computes it itself."""
+
+    in_bypass: bool = False
+    """Whether bypass mode, which corrects inside the loss, has it too."""
+
+    flag: tuple[str, str] | None = None
+    """A flag's name and the value that it must have for the trainer to have this input."""
+
+
+RULE_INPUTS: dict[str, RuleInput] = {
+    "advantages": RuleInput("the advantage of each token's sequence", in_bypass=True),
+    "routing": RuleInput(
+        "the share of each token's experts that the server chose and Megatron would not", flag=("--router-replay", "R3")
+    ),
 }
-DIVERGENCES = tuple(DIVERGENCE_LEVELS)
-ONE_BOUND = {
-    "k2": "it is 0 where the policies agree",
-    "k3": "it is 0 where the policies agree",
-    "abs_diff": "it is 0 where the policies agree",
-    "exp_abs": "it is 1 where the policies agree",
-    "opsm": "it rejects sequences that the trained policy finds less probable",
-    "routing": "it is 0 where both sides route alike",
-}
-RULE_NAMES = tuple(f"{level}_{kind}" for kind, levels in DIVERGENCE_LEVELS.items() for level in levels)
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """What a rejection rule measures, where it may be measured, and how it is bounded.
+
+    Example: Divergence("e^D - 1 - D", lambda ratios: ratios.rho_less_one - ratios.log_ratio) is k3.
+    """
+
+    doc: str
+    """Formula and meaning, for help and docs."""
+
+    value: Callable[[TokenRatios], Tensor]
+    """Its value for each token [T], from core/ratios.TokenRatios; values outside the valid tokens are ignored."""
+
+    levels: tuple[str, ...] = RULE_LEVELS
+
+    bounds: str = "upper"
+    """both, upper or lower: which bounds of the closed interval it takes."""
+
+    one_bound: str = ""
+    """Why it takes no other bound; ends the error about it."""
+
+    scale: Callable[[float], float] = float
+    """Maps a bound as users write it to one on `value`: log where `value` is a logarithm."""
+
+    check: Callable[[RejectionRule], str | None] = lambda rule: None
+    """What is wrong with the bounds of a rule, or None; follows "--rollout-rs-threshold for NAME"."""
+
+    needs: str | None = None
+    """The input of RULE_INPUTS that it needs."""
+
+    spares: str | None = None
+    """An input: a sequence in which its sum is not negative is kept, whatever the value. Levels seq_sum, seq_mean."""
+
+
+def _ratio_bounds(rule: RejectionRule) -> str | None:
+    if rule.level == "seq_max" and ((rule.lower or 0) > 1 or (rule.upper or 2) < 1):
+        return (
+            f"must hold 1 between its bounds, got {plain(rule.lower)} and {plain(rule.upper)}: every token's ratio "
+            "must be inside, and those of agreeing policies are 1; use 1e-4_1e4, for example"
+        )
+    return None
+
+
+def _probability_bounds(rule: RejectionRule) -> str | None:
+    if rule.level != "seq_sum" and rule.upper >= 1:
+        return (
+            f"must be below 1, got {plain(rule.upper)}: a difference of probabilities is never above it; use 0.2, "
+            "for example"
+        )
+    return None
+
+
+def _at_least_one(rule: RejectionRule) -> str | None:
+    if rule.upper < 1:
+        return f"must be at least 1, got {plain(rule.upper)}: e^|D| is never below 1; NeMo-RL uses 1.5"
+    return None
+
+
+def _below_one(what: str, usual: str) -> Callable[[RejectionRule], str | None]:
+    def check(rule: RejectionRule) -> str | None:
+        bound = rule.lower if rule.upper is None else rule.upper
+        return f"must be a {what} below 1, got {plain(bound)}; {usual}" if bound >= 1 else None
+
+    return check
+
+
+_ZERO = "it is 0 where the policies agree"
+
+DIVERGENCES: dict[str, Divergence] = {
+    "ratio": Divergence(
+        "rho: a token's ratio; the product (seq_sum) or geometric mean (seq_mean, turn_mean) of a sequence's or "
+        "turn's; seq_max asks it of every token (the veto)",
+        lambda ratios: ratios.log_ratio, bounds="both", scale=math.log, check=_ratio_bounds,
+    ),
+    "k2": Divergence("D^2 / 2", lambda ratios: ratios.log_ratio.square() / 2, one_bound=_ZERO),
+    "k3": Divergence("e^D - 1 - D", lambda ratios: ratios.rho_less_one - ratios.log_ratio, one_bound=_ZERO),
+    "abs_diff": Divergence(
+        "|pi_train - pi_rollout|", lambda ratios: ratios.prob_diff.abs(), one_bound=_ZERO, check=_probability_bounds,
+    ),
+    "exp_abs": Divergence(
+        "e^|D|, at least 1 (NeMo-RL's sequence gate)", lambda ratios: ratios.exp_abs_less_one,
+        levels=("seq_mean",), one_bound="it is 1 where the policies agree", scale=lambda bound: bound - 1,
+        check=_at_least_one,
+    ),
+    "rollout_prob": Divergence(
+        "pi_rollout, the probability that the server sampled the token with", lambda ratios: ratios.rollout_logprobs,
+        levels=("token",), bounds="lower", one_bound="it drops the tokens that the server found improbable",
+        scale=math.log, check=_below_one("probability", "1e-4 is usual"),
+    ),
+    "opsm": Divergence(
+        "-D: rejects a sequence whose mean is above the bound and whose advantage is negative (off-policy sequence "
+        "mask, DeepSeek-V3.2, arXiv:2512.02556)",
+        lambda ratios: -ratios.log_ratio, levels=("seq_mean",), needs="advantages", spares="advantages",
+        one_bound="it rejects sequences that the trained policy finds less probable",
+    ),
+    "routing": Divergence(
+        "share of the token's experts, over all layers, that the server chose and Megatron would not; with "
+        "--router-replay R3",
+        lambda ratios: ratios.inputs["routing"], levels=("token", "seq_mean"), needs="routing",
+        one_bound="it is 0 where both sides route alike", check=_below_one("share", "use 0.5, for example"),
+    ),
+}  # fmt: skip
+RULE_NAMES = tuple(f"{level}_{name}" for name, row in DIVERGENCES.items() for level in row.levels)
 
 
 @dataclass(frozen=True)
 class RejectionRule:
-    """Keep what has its divergence in [lower, upper]: a token, a turn (turn_mean) or a sequence (seq_*).
+    """Keeps what has its divergence in the closed interval [lower, upper]: a token, a turn or a whole sequence.
 
-    ratio: rho of the token, their product (seq_sum), their geometric mean (seq_mean, turn_mean); seq_max keeps a
-        sequence only if every token's rho is inside (the veto).
-    k2 = D^2 / 2, k3 = e^D - 1 - D, abs_diff = |pi_train - pi_rollout|: upper bound only.
-    exp_abs = e^|D|, its mean over the sequence (NeMo-RL's sequence gate): upper bound only, at least 1.
-    rollout_prob = pi_rollout of the token: lower bound only.
-    opsm = -D: a sequence goes if its mean is above the upper bound and its advantage is negative
-        (DeepSeek-V3.2, arXiv:2512.02556, off-policy sequence masking).
-    routing = share of the token's experts, over all layers, that the server chose and Megatron would not: upper bound
-        only, with --router-replay R3.
+    Example: RejectionRule("seq_mean", "ratio", 0.9, 1.1) rejects a sequence whose geometric mean of rho is outside.
+
+    Raises:
+        ValueError: an unknown level or divergence, a level that the divergence lacks, or bounds that cannot stand.
     """
 
     level: str
@@ -56,45 +172,66 @@ class RejectionRule:
     def __post_init__(self) -> None:
         one_of("--rollout-rs level", self.level, RULE_LEVELS)
         one_of("--rollout-rs divergence", self.divergence, DIVERGENCES)
-        if self.level not in DIVERGENCE_LEVELS[self.divergence]:
-            levels = " or ".join(f"{level}_{self.divergence}" for level in DIVERGENCE_LEVELS[self.divergence])
+        if self.level not in self.row.levels:
+            levels = " or ".join(f"{level}_{self.divergence}" for level in self.row.levels)
             raise ValueError(f"--rollout-rs {self.name} does not exist; use {levels}")
         flag = f"--rollout-rs-threshold for {self.name}"
-        if self.divergence in ONE_BOUND and self.lower is not None:
+        refused = {"upper": ("lower", self.lower), "lower": ("upper", self.upper), "both": ("", None)}
+        side, bound = refused[self.row.bounds]
+        if bound is not None:
             raise ValueError(
-                f"{flag} takes one upper bound, got a lower bound of {plain(self.lower)}: "
-                f"{ONE_BOUND[self.divergence]}; leave the lower bound out"
-            )
-        if self.divergence == "rollout_prob" and self.upper is not None:
-            raise ValueError(
-                f"{flag} takes one lower bound, got an upper bound of {plain(self.upper)}: it drops the tokens that "
-                "the server found improbable; leave the upper bound out"
+                f"{flag} takes one {self.row.bounds} bound, got {'an' if side == 'upper' else 'a'} {side} bound of "
+                f"{plain(bound)}: {self.row.one_bound}; leave the {side} bound out"
             )
         if self.lower is None and self.upper is None:
             raise ValueError(f"--rollout-rs {self.name} needs a bound; give --rollout-rs-threshold")
         check_bounds(flag, self.lower, self.upper, NO_RULES)
-        self._check_range(flag)
-
-    def _check_range(self, flag: str) -> None:
-        if self.name == "seq_max_ratio" and ((self.lower or 0) > 1 or (self.upper or 2) < 1):
-            raise ValueError(
-                f"{flag} must hold 1 between its bounds, got {plain(self.lower)} and {plain(self.upper)}: every "
-                "token's ratio must be inside, and those of agreeing policies are 1; use 1e-4_1e4, for example"
-            )
-        if self.divergence == "exp_abs" and self.upper < 1:
-            raise ValueError(
-                f"{flag} must be at least 1, got {plain(self.upper)}: e^|D| is never below 1; NeMo-RL uses 1.5"
-            )
-        if self.divergence == "routing" and self.upper >= 1:
-            raise ValueError(f"{flag} must be a share below 1, got {plain(self.upper)}; use 0.5, for example")
-        if self.divergence == "rollout_prob" and self.lower >= 1:
-            raise ValueError(f"{flag} must be a probability below 1, got {plain(self.lower)}; 1e-4 is usual")
-        if self.divergence == "abs_diff" and self.level != "seq_sum" and self.upper >= 1:
-            raise ValueError(
-                f"{flag} must be below 1, got {plain(self.upper)}: a difference of probabilities is never above it; "
-                "use 0.2, for example"
-            )
+        wrong = self.row.check(self)
+        if wrong is not None:
+            raise ValueError(f"{flag} {wrong}")
 
     @property
     def name(self) -> str:
         return f"{self.level}_{self.divergence}"
+
+    @property
+    def row(self) -> Divergence:
+        return DIVERGENCES[self.divergence]
+
+
+def inputs_of(rules: Iterable[RejectionRule]) -> dict[str, str]:
+    """Each input of RULE_INPUTS that the rules need, and the name of the first rule that needs it."""
+    found: dict[str, str] = {}
+    for rule in rules:
+        for needed in (rule.row.needs, rule.row.spares):
+            if needed is not None:
+                found.setdefault(needed, rule.name)
+    return found
+
+
+def check_trainer_inputs(
+    rules: Iterable[RejectionRule], flags: Callable[[str], Any], *, bypass_mode: bool
+) -> None:
+    """Refuse rules whose inputs a run of the launcher would lack; flags maps --some-flag to its value.
+
+    Raises:
+        ValueError: a rule's input needs another value of a flag, or is not there in bypass mode.
+    """
+    for name, rule in inputs_of(rules).items():
+        given = RULE_INPUTS[name]
+        needs = [] if given.flag is None or flags(given.flag[0]) == given.flag[1] else [" ".join(given.flag)]
+        if needs or (bypass_mode and not given.in_bypass):
+            needs = " ".join(given.flag) if given.flag else "old log-probs"
+            raise ValueError(
+                f"--rollout-rs {rule} looks at {given.doc}, which the pass for old log-probs gives; it needs {needs}, "
+                "and not bypass mode"
+            )
+
+
+def rules_help() -> str:
+    """All rules in one line, for --rollout-rs: levels, name and formula of each row."""
+    shown = []
+    for name, row in DIVERGENCES.items():
+        levels = "{" + ",".join(row.levels) + "}" if len(row.levels) > 1 else row.levels[0]
+        shown.append(f"{levels}_{name} ({row.bounds} bound{'s' * (row.bounds == 'both')}): {row.doc}")
+    return "; ".join(shown)

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
+from megatron_rl_corr.config.rules import RULE_INPUTS, inputs_of
 
 WHOLE_BATCH = ("rollout_is_batch_normalize", "rollout_m2_threshold", "rollout_batch_filter_kl")
 ACT = ("rollout_is", "rollout_is_mode", "rollout_is_lower", "rollout_is_upper", "rollout_rs", "diagnostics_only")
@@ -25,11 +26,10 @@ def check_settings(config: RolloutCorrectionConfig, trainer: str) -> None:
     by_turn += ["rollout_is turn"] if config.rollout_is == "turn" else []
     if by_turn:
         raise ValueError(f"{by_turn[0]}: {trainer} do not tell turns; use a token, sequence or geometric level")
-    if any(rule.divergence == "opsm" for rule in config.rollout_rs):
-        raise ValueError(f"rollout_rs opsm: {trainer} do not tell advantages here; use another rule")
-    by_routing = [rule.name for rule in config.rollout_rs if rule.divergence == "routing"]
-    if by_routing:
-        raise ValueError(f"rollout_rs {by_routing[0]}: {trainer} do not tell servers' routes here; use another rule")
+    for name, rule in inputs_of(config.rollout_rs).items():
+        raise ValueError(
+            f"rollout_rs {rule} needs {name}, {RULE_INPUTS[name].doc}, which {trainer} do not give; use another rule"
+        )
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if field.name in ACT or value == field.default:

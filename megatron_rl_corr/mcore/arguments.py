@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
+from megatron_rl_corr.config.rules import check_trainer_inputs
 from megatron_rl_corr.mcore.client_flags import ClientOptions, add_client_arguments, client_options
 from megatron_rl_corr.mcore.correction_flags import add_correction, correction_config
 from megatron_rl_corr.mcore.environment_flags import add_environment, environment_timeout_s, max_turns
@@ -196,12 +197,10 @@ def parse(arguments: Sequence[str]) -> tuple[RolloutCorrectionConfig, RolloutOpt
             f"{by_turn[0]} looks at turns, and without --rollout-environment every rollout has one; add it, or use a "
             "token or sequence level"
         )
-    by_routing = [rule.name for rule in config.rollout_rs if rule.divergence == "routing"]
-    if by_routing and (config.bypass_mode or values.router_replay != "R3"):
-        raise ValueError(
-            f"--rollout-rs {by_routing[0]} compares the servers' routes with Megatron's in the pass for old log-probs; "
-            "it needs --router-replay R3, and not bypass mode"
-        )
+    check_trainer_inputs(
+        config.rollout_rs, lambda flag: getattr(values, flag.removeprefix("--").replace("-", "_")),
+        bypass_mode=config.bypass_mode,
+    )
     if config.bypass_mode and values.expert_statistics:
         raise ValueError(
             "--expert-statistics watches the pass that computes old log-probs, which bypass mode leaves out; drop it"

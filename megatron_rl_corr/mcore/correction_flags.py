@@ -11,6 +11,7 @@ from typing import Any
 from megatron_rl_corr.config.checks import DENOMINATORS, LEVELS, MODES
 from megatron_rl_corr.config.correction import PRESETS, RolloutCorrectionConfig
 from megatron_rl_corr.config.losses import ADVANTAGES, AGGREGATIONS, LOSSES
+from megatron_rl_corr.config.rules import rules_help
 from megatron_rl_corr.config.sources import with_overrides
 
 
@@ -31,13 +32,10 @@ def add_correction(group: Any) -> None:
     add("--rollout-is-batch-normalize", action=argparse.BooleanOptionalAction, default=None,
         help="divide the weights by their mean over the global batch")
     add("--rollout-rs", metavar="RULE[,RULE]", default=None,
-        help="rejection rules, all must keep a token: {token,seq_sum,seq_mean,seq_max,turn_mean}_ratio with closed "
-        "bounds on rho (seq_mean and turn_mean are geometric means, seq_max asks it of every token), "
-        "{token,seq_sum,seq_mean,seq_max,turn_mean}_{k2,k3,abs_diff}, seq_mean_exp_abs, token_rollout_prob, "
-        "seq_mean_opsm, {token,seq_mean}_routing, verl's *_k1 on 1/rho; or none")
+        help=f"rejection rules, all must keep a token; verl's *_k1 bound 1/rho; or none. {rules_help()}")
     add("--rollout-rs-threshold", metavar="BOUNDS[,BOUNDS]", default=None,
-        help="bounds of the rules, one for all or one a rule: LOWER_UPPER for ratios, a lower bound for "
-        "token_rollout_prob, an upper bound for the others")
+        help="bounds of the rules, one for all or one a rule: LOWER_UPPER where a rule takes both "
+        "bounds, else one number")
     add("--rollout-token-veto-threshold", metavar="X", default=None,
         help="drop a sequence if one of its tokens has rho outside [X, 1/X]: seq_max_ratio by another name")
     add("--rollout-opsm-delta", metavar="X", default=None,

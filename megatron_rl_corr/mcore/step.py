@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron.core.rerun_state_machine import RerunDataIterator
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
+from megatron_rl_corr.config.rules import inputs_of
 from megatron_rl_corr.core.metrics import Metric, Sum
 from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.mcore.batch import RolloutBatch, TrainingTargets, microbatches
@@ -176,7 +177,7 @@ class CorrectedStep:
         with compat.gathered_parameters(model, optimizer), routed.scoring():
             scored = score(model, batch, self.logprobs, micro_batch_size=self.micro_batch_size,
                            seq_length=self.seq_length, replay=routed.replay)
-        by_routing = any(rule.divergence == "routing" for rule in self.config.rollout_rs)
+        by_routing = "routing" in inputs_of(self.config.rollout_rs)
         routing = routed.all_gather_disagreement() if by_routing else None
         if scored is None:
             return None, {}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
+from megatron_rl_corr.config.rules import RULE_INPUTS, inputs_of
 from megatron_rl_corr.core.advantages import group_advantages
 from megatron_rl_corr.core.aggregation import token_coefficients
 from megatron_rl_corr.core.correction import Correction, compute_correction
@@ -30,13 +31,18 @@ def make_targets(
     """
     rows, length = batch.tokens.shape
     group = {"num_groups": rows // group_size, "kind": config.advantage_kind}
-    before = None
-    if any(rule.divergence == "opsm" for rule in config.rollout_rs):
-        before = group_advantages(batch.rewards, batch.group_ids, **group).repeat_interleave(length)
+    made_here = {
+        "advantages": lambda: group_advantages(batch.rewards, batch.group_ids, **group).repeat_interleave(length),
+        "routing": lambda: routing.reshape(-1),
+    }
+    inputs = {
+        name: made_here[name]() if name in made_here else RULE_INPUTS[name].of_batch(batch)
+        for name in inputs_of(config.rollout_rs)
+    }
     correction = compute_correction(
         old_logprobs, batch.rollout_logprobs.reshape(-1), batch.loss_mask.reshape(-1), batch.seq_ids,
         num_sequences=rows, config=config, groups=groups, turn_ids=batch.flat_turn_ids, num_turns=batch.num_turns,
-        advantages=before, routing=None if routing is None else routing.reshape(-1),
+        **inputs,
     )
     advantages = group_advantages(
         batch.rewards, batch.group_ids, **group, in_baseline=correction.kept_sequences

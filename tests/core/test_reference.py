@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl_corr.config.correction import RejectionRule, RolloutCorrectionConfig
-from megatron_rl_corr.config.rules import DIVERGENCE_LEVELS
+from megatron_rl_corr.config.rules import DIVERGENCES
 from megatron_rl_corr.core.chunks import CHUNK_TOKENS
 from megatron_rl_corr.core.correction import Correction, compute_correction
 from megatron_rl_corr.core.losses import policy_loss
 from megatron_rl_corr.parallel.reduce import all_gather_metrics
 from tests.core.naive import Batch, correct
 
-RULES = [(level, kind) for kind, levels in DIVERGENCE_LEVELS.items() for level in levels]
+RULES = [(level, kind) for kind, row in DIVERGENCES.items() for level in row.levels]
 # Bounds with many digits: a random value is never on one.
 UPPER = {
     "ratio": [1.0317, 1.413, 3.171], "k2": [0.01131, 0.917], "k3": [0.01131, 0.917], "abs_diff": [0.0317, 0.4113],

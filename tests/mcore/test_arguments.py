@@ -285,7 +285,7 @@ def test_router_replay_when_r3_then_the_default_bound_or_the_one_given():
 def test_routing_rule_when_nobody_compares_routes_then_refused():
     rule = ["--rollout-rs", "token_routing", "--rollout-rs-threshold", "0.5"]
     for flags in ([], ["--router-replay", "R2"], ["--router-replay", "R3", "--rollout-bypass-mode"]):
-        assert "token_routing compares the servers' routes" in refusal(*REQUIRED, *rule, *flags)
+        assert "token_routing looks at the share of each token's experts" in refusal(*REQUIRED, *rule, *flags)
     config, _ = parse([*REQUIRED, *rule, "--router-replay", "R3"])
     assert config.rollout_rs[0].upper == 0.5
 
