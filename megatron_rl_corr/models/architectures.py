@@ -1,7 +1,8 @@
-"""The parts that each supported architecture is made of: Megatron's parameters beside Hugging Face's tensors.
+"""The supported architectures, as tables from Megatron parameters to Hugging Face tensors.
 
-Both of Megatron's layer specs are covered: the local one, and Transformer Engine's, which folds a norm into
-the linear layer behind it. {L} is the layer's number in the whole model, {E} the expert's, both from 0.
+An architecture is a tuple of parts (`FAMILIES`); a part is a function from config.json to rows of its table. The rows
+cover both of Megatron's layer specs: the local one, and Transformer Engine's, which fuses a norm into the linear layer
+after it. {L} is the layer's number in the whole model, {E} the expert's, both from 0.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from typing import Any, NamedTuple
 from megatron_rl_corr.models.layouts import (
     GatedUp,
     GroupedQKV,
-    Layout,
     Replicated,
     RowsOrWhole,
     Sharded,
+    TensorLayout,
     Vocabulary,
 )
 
@@ -23,22 +24,28 @@ Config = Mapping[str, Any]
 """A Hugging Face config.json."""
 
 
-class Row(NamedTuple):
-    """A pattern of Megatron names, and the Hugging Face tensors of a parameter that it fits, in the layout's order."""
+class ParameterRow(NamedTuple):
+    r"""One row of a table: which Hugging Face tensors a Megatron parameter consists of.
+
+    Example: `ParameterRow(r"decoder\.final_layernorm\.weight", Replicated(), ("model.norm.weight",))`.
+    """
 
     pattern: str
-    layout: Layout | RowsOrWhole
+    """Regular expression for the Megatron name, with the groups L and E for the layer and the expert."""
+    layout: TensorLayout | RowsOrWhole
     hf_names: tuple[str, ...]
+    """Names of its Hugging Face tensors, in the layout's order, with {L} and {E}."""
     is_copy: bool = False
-    """Loaded, but never sent: another parameter holds the same weights."""
+    """Loaded but never sent: another parameter holds the same weights."""
     sent_with: tuple[str, ...] = ()
-    """All Hugging Face tensors of one parameter of SGLang's that it loads only where one request brings them all."""
+    """Names of all tensors that a server fuses into one parameter and drops unless one request brings them all."""
 
 
-class Kept(NamedTuple):
-    """Tensors of a checkpoint, by a pattern of their names, that are never sent: servers keep what they have loaded."""
+class KeptTensors(NamedTuple):
+    """Tensors of a checkpoint that are never sent: servers keep the values that they loaded."""
 
     pattern: str
+    """Regular expression for the Hugging Face name."""
     reason: str
 
 
@@ -47,127 +54,127 @@ ATTENTION, HF_ATTENTION = LAYER + r"self_attention\.", HF_LAYER + "self_attn."
 MLP, HF_MLP = LAYER + r"mlp\.", HF_LAYER + "mlp."
 
 
-def ends(config: Config, padded_vocab_size: int) -> list[Row]:
-    """Before and behind the layers.
+def ends(config: Config, padded_vocab_size: int) -> list[ParameterRow]:
+    """Embedding, output layer and final norm.
 
-    With tied embeddings only a last pipeline stage that is not the first has an output layer: a copy.
+    With tied embeddings only a last pipeline stage that is not also the first has an output layer, and it is a copy.
     """
     vocabulary = Vocabulary(config["vocab_size"], padded_vocab_size)
     embedding, tied = "model.embed_tokens.weight", is_tied(config)
     return [
-        Row(r"embedding\.word_embeddings\.weight", vocabulary, (embedding,)),
-        Row(r"output_layer\.weight", vocabulary, (embedding if tied else "lm_head.weight",), is_copy=tied),
-        Row(r"decoder\.final_layernorm\.weight", Replicated(), ("model.norm.weight",)),
+        ParameterRow(r"embedding\.word_embeddings\.weight", vocabulary, (embedding,)),
+        ParameterRow(r"output_layer\.weight", vocabulary, (embedding if tied else "lm_head.weight",), is_copy=tied),
+        ParameterRow(r"decoder\.final_layernorm\.weight", Replicated(), ("model.norm.weight",)),
     ]
 
 
 def is_tied(config: Config) -> bool:
-    """Whether the output layer's weights are the embedding's."""
+    """True if the output layer uses the embedding's weights."""
     return bool(config.get("tie_word_embeddings", False))
 
 
-def kept_as_loaded(config: Config) -> list[Kept]:
-    """What training leaves out of a checkpoint of this family; anything else that is not sent is an error."""
+def kept_as_loaded(config: Config) -> list[KeptTensors]:
+    """Tensors that training never changes; any other tensor that is not sent is an error (weight_sync/coverage.py)."""
     kept = [
-        Kept(r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)", "follows from config.json, and is no weight"),
-        Kept(r".*\.([kvq]|kv|prob)_scale(_float)?", "scales a quantised KV cache, and was calibrated, not trained"),
+        KeptTensors(r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)", "computed from config.json; not a weight"),
+        KeptTensors(r".*\.([kvq]|kv|prob)_scale(_float)?", "scale of a quantised KV cache: calibrated, not trained"),
     ]
     if is_tied(config):
-        kept.append(Kept(r"lm_head\.weight", "the output layer is the embedding, which is sent"))
+        kept.append(KeptTensors(r"lm_head\.weight", "tied to the embedding, which is sent"))
     if config["model_type"] == "deepseek_v3":
-        # Written behind the model's own layers: 61 in V3.
+        # Their numbers follow the model's own layers: 61 in V3.
         first, count = config["num_hidden_layers"], config.get("num_nextn_predict_layers") or 0
         layers = "|".join(str(first + i) for i in range(count))
         if layers:
-            kept.append(Kept(
+            kept.append(KeptTensors(
                 rf"model\.layers\.({layers})\..*",
-                "multi-token prediction is not trained: it guesses tokens, and the weights that are sent judge them",
+                "multi-token prediction is not trained: it only drafts tokens that the trained weights verify",
             ))  # fmt: skip
     return kept
 
 
-def norms(config: Config) -> list[Row]:
+def norms(config: Config) -> list[ParameterRow]:
     return [
-        Row(LAYER + r"(input_layernorm|self_attention\.linear_qkv\.layer_norm)(\.|_)weight", Replicated(),
+        ParameterRow(LAYER + r"(input_layernorm|self_attention\.linear_qkv\.layer_norm)(\.|_)weight", Replicated(),
             (HF_LAYER + "input_layernorm.weight",)),
-        Row(LAYER + r"(pre_mlp_layernorm|mlp\.linear_fc1\.layer_norm)(\.|_)weight", Replicated(),
+        ParameterRow(LAYER + r"(pre_mlp_layernorm|mlp\.linear_fc1\.layer_norm)(\.|_)weight", Replicated(),
             (HF_LAYER + "post_attention_layernorm.weight",)),
     ]  # fmt: skip
 
 
-def grouped_attention(config: Config) -> list[Row]:
+def grouped_attention(config: Config) -> list[ParameterRow]:
     return [
-        Row(ATTENTION + r"linear_qkv\.weight", _qkv(config), _qkv_names("weight")),
-        Row(ATTENTION + r"linear_proj\.weight", Sharded(1), (HF_ATTENTION + "o_proj.weight",)),
+        ParameterRow(ATTENTION + r"linear_qkv\.weight", _qkv(config), _qkv_names("weight")),
+        ParameterRow(ATTENTION + r"linear_proj\.weight", Sharded(1), (HF_ATTENTION + "o_proj.weight",)),
     ]
 
 
-def qkv_bias(config: Config) -> list[Row]:
-    return [Row(ATTENTION + r"linear_qkv\.bias", _qkv(config), _qkv_names("bias"))]
+def qkv_bias(config: Config) -> list[ParameterRow]:
+    return [ParameterRow(ATTENTION + r"linear_qkv\.bias", _qkv(config), _qkv_names("bias"))]
 
 
-def qk_norms(config: Config) -> list[Row]:
+def qk_norms(config: Config) -> list[ParameterRow]:
     return [
-        Row(ATTENTION + rf"{part}_layernorm\.weight", Replicated(), (HF_ATTENTION + f"{part}_norm.weight",))
+        ParameterRow(ATTENTION + rf"{part}_layernorm\.weight", Replicated(), (HF_ATTENTION + f"{part}_norm.weight",))
         for part in "qk"
     ]
 
 
-def latent_attention(config: Config) -> list[Row]:
-    """Multi-latent attention, with low-rank queries."""
+def latent_attention(config: Config) -> list[ParameterRow]:
+    """Multi-latent attention with low-rank queries. Raises ValueError for a model without those."""
     if config.get("q_lora_rank") is None:
         raise ValueError(
-            "--rollout-hf-checkpoint: q_lora_rank null in config.json: Megatron-core 0.19 would normalise its queries, "
-            "which this model does not; take a model with low-rank queries"
+            "config.json: q_lora_rank is null: Megatron-core 0.19 would normalise its queries, which this model does "
+            "not; use a model with low-rank queries"
         )
     q_down, kv_down = config["q_lora_rank"], config["kv_lora_rank"] + config["qk_rope_head_dim"]
-    # SGLang holds both in fused_qkv_a_proj_with_mqa; a half that comes alone is dropped without a word.
+    # Servers fuse these two into one parameter, and silently drop one that comes without the other.
     query, key_value = HF_ATTENTION + "q_a_proj.weight", HF_ATTENTION + "kv_a_proj_with_mqa.weight"
     down = (query, key_value)
     return [
-        Row(ATTENTION + r"linear_q_down_proj\.weight", RowsOrWhole(q_down), (query,), sent_with=down),
-        Row(ATTENTION + r"(q_layernorm|linear_q_up_proj\.layer_norm)(\.|_)weight", Replicated(),
+        ParameterRow(ATTENTION + r"linear_q_down_proj\.weight", RowsOrWhole(q_down), (query,), sent_with=down),
+        ParameterRow(ATTENTION + r"(q_layernorm|linear_q_up_proj\.layer_norm)(\.|_)weight", Replicated(),
             (HF_ATTENTION + "q_a_layernorm.weight",)),
-        Row(ATTENTION + r"linear_q_up_proj\.weight", Sharded(0), (HF_ATTENTION + "q_b_proj.weight",)),
-        Row(ATTENTION + r"linear_kv_down_proj\.weight", RowsOrWhole(kv_down), (key_value,), sent_with=down),
-        Row(ATTENTION + r"(kv_layernorm|linear_kv_up_proj\.layer_norm)(\.|_)weight", Replicated(),
+        ParameterRow(ATTENTION + r"linear_q_up_proj\.weight", Sharded(0), (HF_ATTENTION + "q_b_proj.weight",)),
+        ParameterRow(ATTENTION + r"linear_kv_down_proj\.weight", RowsOrWhole(kv_down), (key_value,), sent_with=down),
+        ParameterRow(ATTENTION + r"(kv_layernorm|linear_kv_up_proj\.layer_norm)(\.|_)weight", Replicated(),
             (HF_ATTENTION + "kv_a_layernorm.weight",)),
-        Row(ATTENTION + r"linear_kv_up_proj\.weight", Sharded(0), (HF_ATTENTION + "kv_b_proj.weight",)),
-        Row(ATTENTION + r"linear_proj\.weight", Sharded(1), (HF_ATTENTION + "o_proj.weight",)),
+        ParameterRow(ATTENTION + r"linear_kv_up_proj\.weight", Sharded(0), (HF_ATTENTION + "kv_b_proj.weight",)),
+        ParameterRow(ATTENTION + r"linear_proj\.weight", Sharded(1), (HF_ATTENTION + "o_proj.weight",)),
     ]  # fmt: skip
 
 
-def dense_mlp(config: Config) -> list[Row]:
+def dense_mlp(config: Config) -> list[ParameterRow]:
     return _gated(MLP, HF_MLP, "gate_proj", "up_proj", "down_proj")
 
 
-def experts(config: Config) -> list[Row]:
+def experts(config: Config) -> list[ParameterRow]:
     return _experts(HF_MLP, "gate_proj", "up_proj", "down_proj")
 
 
-def mixtral_experts(config: Config) -> list[Row]:
+def mixtral_experts(config: Config) -> list[ParameterRow]:
     return _experts(HF_LAYER + "block_sparse_moe.", "w1", "w3", "w2")
 
 
-def router_bias(config: Config) -> list[Row]:
-    """The bias of balancing without an auxiliary loss: a buffer in Megatron, float32."""
-    return [Row(MLP + r"router\.expert_bias", Replicated(), (HF_MLP + "gate.e_score_correction_bias",))]
+def router_bias(config: Config) -> list[ParameterRow]:
+    """The float32 bias that balances experts without an auxiliary loss: a buffer in Megatron."""
+    return [ParameterRow(MLP + r"router\.expert_bias", Replicated(), (HF_MLP + "gate.e_score_correction_bias",))]
 
 
-def shared_experts(config: Config) -> list[Row]:
-    """DeepSeek's: one multi-layer perceptron as wide as all of them."""
+def shared_experts(config: Config) -> list[ParameterRow]:
+    """DeepSeek's shared experts: one MLP as wide as all of them together."""
     return _gated(MLP + r"shared_experts\.", HF_MLP + "shared_experts.", "gate_proj", "up_proj", "down_proj")
 
 
-def gated_shared_expert(config: Config) -> list[Row]:
-    """Qwen2-MoE's, times the sigmoid of a gate."""
+def gated_shared_expert(config: Config) -> list[ParameterRow]:
+    """Qwen2-MoE's shared expert, scaled by the sigmoid of a gate."""
     mlp = _gated(MLP + r"shared_experts\.", HF_MLP + "shared_expert.", "gate_proj", "up_proj", "down_proj")
     return [
-        *mlp, Row(MLP + r"shared_experts\.gate_weight", Replicated(), (HF_MLP + "shared_expert_gate.weight",))
+        *mlp, ParameterRow(MLP + r"shared_experts\.gate_weight", Replicated(), (HF_MLP + "shared_expert_gate.weight",))
     ]
 
 
-FAMILIES: dict[str, tuple[Callable[[Config], list[Row]], ...]] = {
+FAMILIES: dict[str, tuple[Callable[[Config], list[ParameterRow]], ...]] = {
     "deepseek_v3": (norms, latent_attention, dense_mlp, experts, router_bias, shared_experts),
     "llama": (norms, grouped_attention, dense_mlp),
     "mixtral": (norms, grouped_attention, mixtral_experts),
@@ -176,7 +183,7 @@ FAMILIES: dict[str, tuple[Callable[[Config], list[Row]], ...]] = {
     "qwen3": (norms, grouped_attention, qk_norms, dense_mlp),
     "qwen3_moe": (norms, grouped_attention, qk_norms, dense_mlp, experts),
 }
-"""The parts of a layer, by config.json's model_type."""
+"""The parts of a layer, by `model_type` in config.json. A new architecture is a row here."""
 
 
 def _qkv(config: Config) -> GroupedQKV:
@@ -189,20 +196,20 @@ def _qkv_names(kind: str) -> tuple[str, ...]:
     return tuple(HF_ATTENTION + f"{part}_proj.{kind}" for part in "qkv")
 
 
-def _gated(megatron: str, hf: str, gate: str, up: str, down: str) -> list[Row]:
+def _gated(megatron: str, hf: str, gate: str, up: str, down: str) -> list[ParameterRow]:
     return [
-        Row(megatron + r"linear_fc1\.weight", GatedUp(), (f"{hf}{gate}.weight", f"{hf}{up}.weight")),
-        Row(megatron + r"linear_fc2\.weight", Sharded(1), (f"{hf}{down}.weight",)),
+        ParameterRow(megatron + r"linear_fc1\.weight", GatedUp(), (f"{hf}{gate}.weight", f"{hf}{up}.weight")),
+        ParameterRow(megatron + r"linear_fc2\.weight", Sharded(1), (f"{hf}{down}.weight",)),
     ]
 
 
-def _experts(hf: str, gate: str, up: str, down: str) -> list[Row]:
-    """Router and experts: each its own module, or of Transformer Engine's grouped ones, where linear_fc1.weight7 is
-    expert 7's."""
-    megatron, of_one = MLP + r"experts\.", hf + "experts.{E}."
+def _experts(hf: str, gate: str, up: str, down: str) -> list[ParameterRow]:
+    """Router and experts: one module per expert, or grouped, where linear_fc1.weight7 belongs to expert 7."""
+    megatron, expert = MLP + r"experts\.", hf + "experts.{E}."
     grouped = [
-        Row(megatron + r"linear_fc1\.weight(?P<E>\d+)", GatedUp(), (f"{of_one}{gate}.weight", f"{of_one}{up}.weight")),
-        Row(megatron + r"linear_fc2\.weight(?P<E>\d+)", Sharded(1), (f"{of_one}{down}.weight",)),
-    ]
-    each = _gated(megatron + r"local_experts\.(?P<E>\d+)\.", of_one, gate, up, down)
-    return [Row(MLP + r"router\.weight", Replicated(), (hf + "gate.weight",)), *each, *grouped]
+        ParameterRow(megatron + r"linear_fc1\.weight(?P<E>\d+)", GatedUp(),
+                     (f"{expert}{gate}.weight", f"{expert}{up}.weight")),
+        ParameterRow(megatron + r"linear_fc2\.weight(?P<E>\d+)", Sharded(1), (f"{expert}{down}.weight",)),
+    ]  # fmt: skip
+    each = _gated(megatron + r"local_experts\.(?P<E>\d+)\.", expert, gate, up, down)
+    return [ParameterRow(MLP + r"router\.weight", Replicated(), (hf + "gate.weight",)), *each, *grouped]

@@ -1,4 +1,4 @@
-"""Reads a Hugging Face checkpoint folder: its config.json and single tensors of its safetensors files."""
+"""Reads a Hugging Face checkpoint folder: config.json and single tensors of its safetensors files."""
 
 from __future__ import annotations
 
@@ -12,22 +12,26 @@ from torch import Tensor
 
 
 class HFCheckpoint:
-    """`tensor(name)` reads one tensor, from whichever file holds it; nothing is kept."""
+    """A Hugging Face model folder; tensors are read one at a time and not kept in memory.
+
+    Args:
+        path: the folder.
+
+    Raises:
+        ValueError: it has no config.json, or no safetensors files.
+    """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
         config = self.path / "config.json"
         if not config.is_file():
-            raise ValueError(
-                f"--rollout-hf-checkpoint {path}: there is no config.json in it; "
-                "name a Hugging Face model folder"
-            )
+            raise ValueError(f"{path} is not a Hugging Face model folder: it has no config.json")
         self.config: dict[str, Any] = json.loads(config.read_text())
         self._file_of = self._index()
 
     @property
     def names(self) -> Iterable[str]:
-        """Of all its tensors."""
+        """The names of all tensors in the folder."""
         return self._file_of.keys()
 
     def _index(self) -> dict[str, Path]:
@@ -38,14 +42,15 @@ class HFCheckpoint:
         single = self.path / "model.safetensors"
         if not single.is_file():
             raise ValueError(
-                f"--rollout-hf-checkpoint {self.path}: no model.safetensors and no index in it; "
-                "save the model with safe_serialization"
+                f"{self.path} has neither model.safetensors nor model.safetensors.index.json; save the model with "
+                "safe_serialization"
             )
         with safe_open(single, framework="pt") as file:
             return dict.fromkeys(file.keys(), single)
 
     def tensor(self, name: str) -> Tensor:
+        """Read one tensor. Raises ValueError if the folder has none of that name."""
         if name not in self._file_of:
-            raise ValueError(f"--rollout-hf-checkpoint {self.path}: it has no tensor {name}")
+            raise ValueError(f"the checkpoint {self.path} has no tensor {name}")
         with safe_open(self._file_of[name], framework="pt") as file:
             return file.get_tensor(name)

@@ -1,7 +1,7 @@
-"""How one Megatron parameter is cut over tensor-parallel ranks, and which Hugging Face tensors it is made of.
+"""How a Megatron parameter is split over tensor-parallel ranks, and how it converts to Hugging Face tensors and back.
 
-merge and split are pure and inverse to each other: merge(shards of all ranks) gives the Hugging Face tensors,
-split(those, rank, size) one rank's shard.
+A layout is a pair of pure functions, inverse to each other: `merge(shards of all ranks)` returns the Hugging Face
+tensors, `split(those tensors, rank, size)` returns one rank's shard.
 """
 
 from __future__ import annotations
@@ -14,18 +14,41 @@ import torch
 from torch import Tensor
 
 
-class Layout(Protocol):
+class TensorLayout(Protocol):
+    """The split of one parameter over R tensor-parallel ranks.
+
+    Example, `GatedUp()` with R = 2, gate rows g0..g3 and up rows u0..u3: rank 0 holds [g0, g1, u0, u1], rank 1 holds
+    [g2, g3, u2, u3]; `merge` returns [gate, up] with four rows each.
+    """
+
     replicated: bool
-    """Whether every rank holds the whole, so that there is nothing to gather."""
+    """True if every rank holds the whole parameter, so that nothing has to be gathered."""
 
-    def merge(self, shards: Sequence[Tensor]) -> list[Tensor]: ...
+    def merge(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """The parameter's Hugging Face tensors.
 
-    def split(self, tensors: Sequence[Tensor], rank: int, size: int) -> Tensor: ...
+        Args:
+            shards: R shards in rank order; for a replicated parameter the first one is enough.
+        """
+        ...
+
+    def split(self, tensors: Sequence[Tensor], rank: int, size: int) -> Tensor:
+        """The shard of one rank.
+
+        Args:
+            tensors: the parameter's Hugging Face tensors, in the order in which `merge` returns them.
+            rank: of R, from 0.
+            size: R.
+
+        Raises:
+            ValueError: R does not divide the parameter.
+        """
+        ...
 
 
 @dataclass(frozen=True)
 class Replicated:
-    """Every rank holds the whole tensor (norms, router)."""
+    """Every rank holds the whole tensor: norms, routers."""
 
     replicated = True
 
@@ -38,7 +61,7 @@ class Replicated:
 
 @dataclass(frozen=True)
 class Sharded:
-    """Cut evenly along one dimension: 0 for column-parallel, 1 for row-parallel weights."""
+    """Split evenly along one dimension: 0 for column-parallel weights, 1 for row-parallel ones."""
 
     dim: int
     replicated = False
@@ -52,18 +75,19 @@ class Sharded:
 
 @dataclass(frozen=True)
 class RowsOrWhole:
-    """Cut along dimension 0 by Megatron's own layers, whole on every rank in Transformer Engine's: the shard tells."""
+    """Split along dimension 0 by Megatron's own layers, whole on every rank in Transformer Engine's."""
 
     rows: int
+    """Rows of the whole parameter."""
 
-    def of(self, shard: Tensor) -> Layout:
-        """The layout of a parameter of which this rank holds `shard`."""
+    def resolve(self, shard: Tensor) -> TensorLayout:
+        """The layout of the model at hand: replicated if this rank's shard has all rows."""
         return Replicated() if shard.shape[0] == self.rows else Sharded(0)
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Rows are token ids, padded with zeros from vocab_size to padded_size rows, cut along dimension 0."""
+    """One row per token id, padded with zeros from vocab_size to padded_size rows, split along dimension 0."""
 
     vocab_size: int
     padded_size: int
@@ -80,7 +104,7 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class GatedUp:
-    """[gate; up] stacked along dimension 0, each half cut on its own; two Hugging Face tensors."""
+    """Two Hugging Face tensors, gate and up, stacked along dimension 0; each half is split by itself."""
 
     replicated = False
 
@@ -94,9 +118,10 @@ class GatedUp:
 
 @dataclass(frozen=True)
 class GroupedQKV:
-    """Per query group its query heads, its key, its value, along dimension 0; groups are cut over ranks.
+    """Three Hugging Face tensors q, k, v, interleaved by query group; the groups are split over ranks.
 
-    Three Hugging Face tensors (q, k, v), each with heads of head_dim rows. Weights and biases alike.
+    Along dimension 0 each group holds the rows of its query heads, of its key head and of its value head, head_dim
+    rows each. Used for weights and biases.
     """
 
     heads: int
@@ -125,7 +150,7 @@ class GroupedQKV:
 
 
 def _cut(tensor: Tensor, dim: int, rank: int, size: int) -> Tensor:
-    """The rank's even part of a tensor; ValueError where there is none."""
+    """The rank's equal share of a tensor along `dim`. Raises ValueError if the size does not divide it."""
     if tensor.shape[dim] % size:
         raise ValueError(
             f"a tensor-parallel size of {size} does not divide dimension {dim} of a weight of shape "

@@ -1,6 +1,6 @@
-"""Megatron's command line for the model of a Hugging Face config.json, as a list of flags.
+"""Megatron's flags for the model that a Hugging Face config.json describes.
 
-They are all that the architecture says; layout, precision, batch sizes and the optimizer stay the user's.
+They set the architecture; parallelism, precision, batch sizes and the optimizer are left to the user.
 """
 
 from __future__ import annotations
@@ -26,14 +26,21 @@ ALWAYS = [
 
 
 def model_flags(config: Config) -> list[str]:
-    """The flags; ValueError where Megatron computes something else than that model, whatever its flags."""
+    """Megatron's command line for a model, as a list of words.
+
+    Args:
+        config: the model's config.json.
+
+    Raises:
+        ValueError: the architecture is not supported, or no flag makes Megatron compute this model.
+    """
     kind = config.get("model_type")
     if kind not in FAMILIES:
-        raise ValueError(f"model_type {kind!r} is not known; supported: {', '.join(FAMILIES)}")
+        raise ValueError(f"config.json: model_type {kind!r} is not supported (supported: {', '.join(FAMILIES)})")
     parts = FAMILIES[kind]
     window = config.get("sliding_window")
     if window and config.get("use_sliding_window", True) and window < config["max_position_embeddings"]:
-        raise ValueError(f"sliding_window {window} in config.json: attention within a window has no flags here")
+        raise ValueError(f"config.json: sliding_window {window} is not supported; use a model with full attention")
     flags = [
         "--num-layers", config["num_hidden_layers"], "--hidden-size", config["hidden_size"],
         "--ffn-hidden-size", config["intermediate_size"], "--num-attention-heads", config["num_attention_heads"],
@@ -68,7 +75,7 @@ def _grouped_attention(config: Config) -> list:
 
 
 def _latent_attention(config: Config) -> list:
-    latent_attention(config)  # refuses what Megatron can't express
+    latent_attention(config)  # raises for what Megatron can't express
     return [
         "--multi-latent-attention", "--q-lora-rank", config["q_lora_rank"],
         "--kv-lora-rank", config["kv_lora_rank"], "--qk-head-dim", config["qk_nope_head_dim"],
@@ -77,7 +84,7 @@ def _latent_attention(config: Config) -> list:
 
 
 def _rope(config: Config, *, latent: bool) -> list:
-    """transformers 5 keeps it all under rope_parameters; older ones rope_theta at the top, and rope_scaling."""
+    """Position embedding: transformers 5 has rope_parameters, older versions rope_theta and rope_scaling."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     flags = ["--rotary-base", int(rope.get("rope_theta") or config.get("rope_theta") or 10000)]
@@ -87,13 +94,13 @@ def _rope(config: Config, *, latent: bool) -> list:
         _demand(rope, low_freq_factor=1, high_freq_factor=4, original_max_position_embeddings=8192)
         return [*flags, "--use-rope-scaling", "--rope-scaling-factor", rope["factor"]]
     if kind == "yarn" and latent:
-        # Megatron has no flags for these three under latent attention.
+        # Megatron has no flags for these three with latent attention.
         _demand(rope, original_max_position_embeddings=4096, beta_fast=32, beta_slow=1)
         return [
             *flags, "--rope-type", "yarn", "--rotary-scaling-factor", rope["factor"],
             "--mscale", rope.get("mscale", 1), "--mscale-all-dim", rope.get("mscale_all_dim", 0),
         ]  # fmt: skip
-    raise ValueError(f"rope_type {kind!r} of this architecture has no flags here")
+    raise ValueError(f"config.json: rope_type {kind!r} is not supported for this architecture")
 
 
 def _experts(config: Config) -> list:
@@ -109,12 +116,14 @@ def _experts(config: Config) -> list:
 
 
 def _router(config: Config, *, biased: bool) -> list:
-    """Scores, how they are normalised over the top k, and groups of experts."""
+    """The router's score function, its normalisation over the top k, and groups of experts."""
     kind, groups = config["model_type"], config.get("n_group") or 1
     renormalised = config.get("norm_topk_prob", kind in ("mixtral", "deepseek_v3"))  # transformers' defaults
     if biased:
         if not renormalised:
-            raise ValueError("norm_topk_prob false: Megatron always normalises sigmoid scores over the top k")
+            raise ValueError(
+                "config.json: norm_topk_prob is false, and Megatron always normalises sigmoid scores over the top k"
+            )
         flags = ["--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"]
     else:
         flags = [] if renormalised else ["--moe-router-pre-softmax"]
@@ -124,15 +133,15 @@ def _router(config: Config, *, biased: bool) -> list:
         best = config["num_experts_per_tok"] // config["topk_group"]
         if best != 2:
             raise ValueError(
-                f"num_experts_per_tok / topk_group is {best} in config.json: by so many experts Megatron would rank a "
-                f"group of them, {kind} ranks it by 2"
+                f"config.json: num_experts_per_tok / topk_group is {best}: Megatron would rank a group by its best "
+                f"{best} experts, {kind} ranks it by 2"
             )
         flags += ["--moe-router-num-groups", groups, "--moe-router-group-topk", config["topk_group"]]
     return flags
 
 
 def _dense_layers(config: Config) -> list:
-    """Which layers have experts, if not all: 1 for those, 0 for dense ones."""
+    """The flag for layers without experts, if there are any: 1 for a layer of experts, 0 for a dense one."""
     layers, step = range(config["num_hidden_layers"]), config.get("decoder_sparse_step", 1)
     first, dense = config.get("first_k_dense_replace", 0), config.get("mlp_only_layers") or ()
     sparse = [int(i >= first and i not in dense and (i + 1) % step == 0) for i in layers]
@@ -142,4 +151,4 @@ def _dense_layers(config: Config) -> list:
 def _demand(rope: Config, **values: float) -> None:
     for name, value in values.items():
         if rope.get(name, value) != value:
-            raise ValueError(f"{name} {rope[name]} in config.json: Megatron's is {value} and has no flag")
+            raise ValueError(f"config.json: {name} is {rope[name]}, and Megatron has {value} without a flag for it")

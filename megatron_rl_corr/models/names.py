@@ -1,4 +1,4 @@
-"""Which Hugging Face tensors each parameter of a Megatron GPT model is made of, by its name.
+"""Maps the parameter names of a Megatron GPT model to Hugging Face tensors.
 
 L is the layer's number in the whole model, E the expert's, both from 0.
 """
@@ -11,39 +11,51 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl_corr.models.architectures import FAMILIES, ends, is_tied, kept_as_loaded
-from megatron_rl_corr.models.layouts import Layout
+from megatron_rl_corr.models.layouts import TensorLayout
 
 ARCHITECTURES = tuple(FAMILIES)
 
 
 @dataclass(frozen=True)
 class ParameterRule:
-    """One parameter's layout and the names of its Hugging Face tensors, in the layout's order."""
+    """The layout of one parameter, and the Hugging Face tensors that it consists of.
 
-    layout: Layout
+    Example: for decoder.layers.3.mlp.experts.linear_fc1.weight7, layout GatedUp(), hf_names
+    ("model.layers.3.mlp.experts.7.gate_proj.weight", "model.layers.3.mlp.experts.7.up_proj.weight"), is_expert True.
+    """
+
+    layout: TensorLayout
     hf_names: tuple[str, ...]
+    """In the layout's order."""
     is_expert: bool
     is_copy: bool = False
-    """Loaded, but never sent: a tied embedding's second copy, on the last pipeline stage."""
+    """Loaded but never sent: the last pipeline stage's copy of a tied embedding."""
     sent_with: tuple[str, ...] = ()
-    """Where servers load its tensors only together with others in one request: the names of all of these."""
+    """Names of all tensors that must reach a server in one request with these; empty if there are none."""
 
 
 class NameTable:
-    """The rules for one model, from its Hugging Face config.json."""
+    """The rules for all parameters of one model.
+
+    Args:
+        hf_config: the model's config.json.
+        padded_vocab_size: rows of Megatron's embedding.
+
+    Raises:
+        ValueError: the architecture is not supported, the checkpoint is quantised, or the vocabulary does not fit.
+    """
 
     def __init__(self, hf_config: Mapping[str, Any], *, padded_vocab_size: int):
         kind = hf_config.get("model_type")
         if kind not in FAMILIES:
             raise ValueError(
-                f"--rollout-hf-checkpoint: model_type {kind!r} has no table of weight names; "
-                f"supported: {', '.join(ARCHITECTURES)}; take a model of one of these, or describe this one's parts in "
-                "megatron_rl_corr/models/architectures.py"
+                f"config.json: model_type {kind!r} is not supported (supported: {', '.join(ARCHITECTURES)}); use a "
+                "model of one of these, or add its row to FAMILIES in megatron_rl_corr/models/architectures.py"
             )
         if hf_config.get("quantization_config"):
             raise ValueError(
-                "--rollout-hf-checkpoint: its weights are quantised (quantization_config in config.json), and neither "
-                "loaded nor sent so; convert it to bfloat16"
+                "config.json: quantization_config is set, and quantised weights are neither loaded nor sent; convert "
+                "the checkpoint to bfloat16"
             )
         if padded_vocab_size < hf_config["vocab_size"]:
             raise ValueError(
@@ -56,26 +68,26 @@ class NameTable:
         self._kept = [(re.compile(kept.pattern), kept.reason) for kept in kept_as_loaded(hf_config)]
 
     def check_model(self, *, num_layers: int, tied: bool) -> None:
-        """ValueError for a Megatron model whose layers or output layer are not the checkpoint's."""
+        """Raise ValueError if Megatron's model has other layers or another output layer than the checkpoint."""
         if num_layers != self._num_layers:
             raise ValueError(
                 f"--num-layers {num_layers}: the checkpoint has {self._num_layers}; "
                 f"give --num-layers {self._num_layers}"
             )
         if tied != self._tied:
-            # Otherwise an output layer would be trained that the servers don't have, or the other way round.
+            # Otherwise the trainer would have an output layer that the servers lack, or the other way round.
             problem, remedy = ("ties", "leave out") if self._tied else ("does not tie", "give")
             raise ValueError(
-                f"--rollout-hf-checkpoint: the checkpoint {problem} its word embeddings and Megatron's model "
+                f"config.json: the checkpoint {problem} its word embeddings and Megatron's model "
                 f"does{' not' if self._tied else ''}; {remedy} --untie-embeddings-and-output-weights"
             )
 
     def why_kept(self, name: str) -> str | None:
-        """Why a tensor of the checkpoint is never sent, so that servers keep it as they have loaded it; None: it is."""
+        """Why servers keep a tensor of the checkpoint as they loaded it; None if it must be sent."""
         return next((reason for pattern, reason in self._kept if pattern.fullmatch(name)), None)
 
     def find(self, name: str) -> ParameterRule:
-        """The rule for a name with global layer and expert numbers; ValueError if there is none."""
+        """The rule for a Megatron name with global layer and expert numbers. Raises ValueError if there is none."""
         for pattern, row in self._rules:
             match = pattern.fullmatch(name)
             if match:
@@ -86,9 +98,8 @@ class NameTable:
                 )
                 return ParameterRule(row.layout, names, "E" in numbers, row.is_copy, together)
         raise ValueError(
-            f"Megatron parameter {name} has no counterpart in the checkpoint's architecture; "
-            "do the model flags (--num-experts, --qk-layernorm, --disable-bias-linear, --mtp-num-layers, ...) describe "
-            "that model?"
+            f"Megatron's parameter {name} does not exist in the checkpoint's architecture; do the model flags "
+            "(--num-experts, --qk-layernorm, --disable-bias-linear, --mtp-num-layers, ...) describe that model?"
         )
 
 
@@ -97,7 +108,13 @@ _LAYER_NUMBER = re.compile(r"(decoder\.layers\.)(\d+)")
 
 
 def global_name(local_name: str, *, layer_offset: int, expert_offset: int) -> str:
-    """A shard's parameter name with this rank's layer and expert numbers turned into the whole model's."""
+    """A local parameter name with this rank's layer and expert numbers replaced by those of the whole model.
+
+    Args:
+        local_name: the name within this rank's model chunk.
+        layer_offset: layers before the chunk's first one.
+        expert_offset: experts before this rank's first one.
+    """
     name = _LAYER_NUMBER.sub(lambda m: f"{m[1]}{int(m[2]) + layer_offset}", local_name)
     if ".mlp.experts." in name:
         name = _EXPERT_NUMBER.sub(lambda m: f"{m[1]}{int(m[2]) + expert_offset}", name)

@@ -1,4 +1,4 @@
-"""A rank's parameters, each with the rule that ties it to Hugging Face tensors; loading those into them."""
+"""The parameters of one rank with their rules, and loading a Hugging Face checkpoint into them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from megatron_rl_corr.models.layouts import RowsOrWhole
 from megatron_rl_corr.models.names import NameTable, ParameterRule, global_name
 
 EXPERT_BIAS = ".router.expert_bias"
-"""Balances experts without an auxiliary loss; a buffer, which Megatron changes after every step."""
+"""The buffer that balances experts without an auxiliary loss; Megatron changes it after every step."""
 
 
 @dataclass(frozen=True)
 class ShardRanks:
-    """This rank's place among those that cut a parameter; experts have their own tensor-parallel size."""
+    """This rank's coordinates; experts have a tensor-parallel group of their own."""
 
     tp_rank: int = 0
     tp_size: int = 1
@@ -30,7 +30,7 @@ class ShardRanks:
 
 @dataclass(frozen=True)
 class LocalParameter:
-    """One parameter of this rank's model."""
+    """A parameter of this rank's model, with what turns its name into a rule."""
 
     tensor: Tensor
     local_name: str
@@ -39,21 +39,27 @@ class LocalParameter:
     table: NameTable
 
     def rule(self, ep_rank: int) -> ParameterRule:
-        """Its rule as expert-parallel rank `ep_rank` would name it (others hold other experts there)."""
+        """The rule of this parameter on expert-parallel rank `ep_rank`, which holds other experts under this name."""
         offset = ep_rank * self.experts_per_rank
         name = global_name(self.local_name, layer_offset=self.layer_offset, expert_offset=offset)
         rule = self.table.find(name)
         if isinstance(rule.layout, RowsOrWhole):
-            return replace(rule, layout=rule.layout.of(self.tensor))
+            return replace(rule, layout=rule.layout.resolve(self.tensor))
         return rule
 
 
 def local_parameters(
     chunks: Sequence[nn.Module], table: NameTable, *, experts_per_rank: int
 ) -> list[LocalParameter]:
-    """All parameters of this rank's unwrapped GPT model chunks, in the model's order; the routers' biases too.
+    """All parameters of this rank in the model's order, the routers' expert biases included.
 
-    Raises ValueError where the model has not the checkpoint's number of layers, or ties its embeddings otherwise.
+    Args:
+        chunks: unwrapped GPT model chunks.
+        table: the rules of the checkpoint that the model comes from.
+        experts_per_rank: experts of a layer that one expert-parallel rank holds.
+
+    Raises:
+        ValueError: the model has another number of layers than the checkpoint, or ties its embeddings otherwise.
     """
     found = []
     for chunk in chunks:
@@ -68,9 +74,11 @@ def local_parameters(
 
 @torch.no_grad()
 def load_shards(parameters: Sequence[LocalParameter], checkpoint: HFCheckpoint, ranks: ShardRanks) -> None:
-    """Fill this rank's parameters from a Hugging Face checkpoint; each rank reads only what it holds.
+    """Copy a Hugging Face checkpoint into this rank's parameters; every rank reads only what it holds.
 
-    Raises ValueError where a tensor is missing or has another shape than the model flags make.
+    Raises:
+        ValueError: the checkpoint lacks a tensor, has another shape than the model, or has a tensor of these layers
+            that no parameter takes.
     """
     for parameter in parameters:
         rule = parameter.rule(ranks.ep_rank)
@@ -85,24 +93,24 @@ def load_shards(parameters: Sequence[LocalParameter], checkpoint: HFCheckpoint, 
                 f"sizes of {checkpoint.path / 'config.json'}"
             )
         if parameter.local_name.endswith(EXPERT_BIAS):
-            # Megatron keeps it in float32, but only from the first forward pass on; until then it is the model's type.
+            # Megatron converts it to float32 in the first forward pass; until then it has the model's dtype.
             parameter.tensor.data = parameter.tensor.data.float()
         parameter.tensor.copy_(shard)
     _check_all_used(parameters, checkpoint, ranks)
 
 
 def _check_all_used(parameters: Sequence[LocalParameter], checkpoint: HFCheckpoint, ranks: ShardRanks) -> None:
-    """ValueError for a tensor of these layers that no parameter took, such as a bias that the flags leave out."""
-    used = {_of_any_expert(name) for parameter in parameters for name in parameter.rule(ranks.ep_rank).hf_names}
+    """Raise ValueError for a tensor of these layers that no parameter took, such as a bias without its flag."""
+    used = {_without_expert_number(name) for parameter in parameters for name in parameter.rule(ranks.ep_rank).hf_names}
     layers = {match[0] for name in used if (match := _HF_LAYER.match(name))}
     left = [
         name for name in checkpoint.names
         if (match := _HF_LAYER.match(name)) and match[0] in layers
-        and _of_any_expert(name) not in used and parameters[0].table.why_kept(name) is None
+        and _without_expert_number(name) not in used and parameters[0].table.why_kept(name) is None
     ]
     if left:
         raise ValueError(
-            f"--rollout-hf-checkpoint {checkpoint.path}: Megatron's model has no place for {left[0]} (one of "
+            f"the checkpoint {checkpoint.path}: Megatron's model has no place for {left[0]} (one of "
             f"{len(left)} tensors); do the model flags (--add-qkv-bias, --qk-layernorm, "
             "--moe-shared-expert-intermediate-size, --moe-router-enable-expert-bias, ...) describe that model?"
         )
@@ -111,6 +119,6 @@ def _check_all_used(parameters: Sequence[LocalParameter], checkpoint: HFCheckpoi
 _HF_LAYER = re.compile(r"model\.layers\.\d+\.")
 
 
-def _of_any_expert(name: str) -> str:
-    """A rank holds some of a layer's experts: their numbers don't matter."""
+def _without_expert_number(name: str) -> str:
+    """The name with N for the expert's number: a rank holds some of a layer's experts only."""
     return re.sub(r"\.experts\.\d+\.", ".experts.N.", name)

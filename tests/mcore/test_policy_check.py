@@ -137,7 +137,7 @@ def test_check_when_a_run_starts_then_its_arguments_are_checked_and_its_model_be
 
 
 def test_check_when_megatron_computes_something_else_than_the_model_then_refused_and_a_warning_where_allowed(said):
-    words = "sliding_window 16 in config.json: attention within a window has no flags here"
+    words = "config.json: sliding_window 16 is not supported; use a model with full attention"
     assert words in said["checks"]["no flags, False"][0]
     message, printed = said["checks"]["no flags, True"]
     assert message == "" and words in printed
@@ -161,7 +161,7 @@ def test_check_when_megatron_has_no_flag_for_the_model_then_refused_with_the_rel
 
 def test_parameter_when_no_table_has_its_name_then_loading_is_an_error_that_names_it(said):
     assert said["checks"]["unknown parameter"][0].startswith(
-        "Megatron parameter decoder.layers.0.self_attention.linear_qkv.bias has no counterpart"
+        "Megatron's parameter decoder.layers.0.self_attention.linear_qkv.bias does not exist in"
     )
 
 

@@ -91,7 +91,7 @@ def test_replicated_when_split_or_merged_then_the_whole_of_any_rank():
 
 def test_rows_or_whole_when_the_shard_has_all_rows_then_replicated_and_else_cut():
     layout = RowsOrWhole(6)
-    assert layout.of(torch.zeros(6, 2)) == Replicated() and layout.of(torch.zeros(3, 2)) == Sharded(0)
+    assert layout.resolve(torch.zeros(6, 2)) == Replicated() and layout.resolve(torch.zeros(3, 2)) == Sharded(0)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

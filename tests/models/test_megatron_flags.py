@@ -92,15 +92,15 @@ def test_flags_of_deepseek_v3_then_latent_attention_yarn_sigmoid_scores_groups_a
 @pytest.mark.parametrize(
     "config, words",
     [
-        ({"model_type": "gpt2"}, "model_type 'gpt2' is not known; supported: deepseek_v3, llama, mixtral"),
-        (MIXTRAL | {"sliding_window": 4096}, "sliding_window 4096 in config.json"),
+        ({"model_type": "gpt2"}, "config.json: model_type 'gpt2' is not supported (supported: deepseek_v3, llama, mixtral"),
+        (MIXTRAL | {"sliding_window": 4096}, "config.json: sliding_window 4096 is not supported"),
         (LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear'"),
         (LLAMA | {"rope_scaling": LLAMA["rope_scaling"] | {"low_freq_factor": 2.0}},
-         "low_freq_factor 2.0 in config.json: Megatron's is 1 and has no flag"),
-        (DEEPSEEK | {"rope_scaling": DEEPSEEK["rope_scaling"] | {"beta_fast": 16}}, "beta_fast 16 in config.json"),
-        (DEEPSEEK | {"q_lora_rank": None}, "q_lora_rank null in config.json"),
-        (DEEPSEEK | {"norm_topk_prob": False}, "norm_topk_prob false"),
-        (DEEPSEEK | {"topk_group": 2}, "num_experts_per_tok / topk_group is 4 in config.json"),
+         "config.json: low_freq_factor is 2.0, and Megatron has 1 without a flag for it"),
+        (DEEPSEEK | {"rope_scaling": DEEPSEEK["rope_scaling"] | {"beta_fast": 16}}, "config.json: beta_fast is 16"),
+        (DEEPSEEK | {"q_lora_rank": None}, "config.json: q_lora_rank is null"),
+        (DEEPSEEK | {"norm_topk_prob": False}, "config.json: norm_topk_prob is false"),
+        (DEEPSEEK | {"topk_group": 2}, "config.json: num_experts_per_tok / topk_group is 4"),
     ],
 )
 def test_flags_when_megatron_computes_something_else_then_refused_with_the_setting(config, words):

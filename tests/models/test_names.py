@@ -122,10 +122,10 @@ def test_find_when_embeddings_are_tied_then_the_output_layer_is_a_copy_of_the_em
     [
         (False, 5, False, "--num-layers 5: the checkpoint has 6; give --num-layers 6"),
         (True, 6, False,
-         "--rollout-hf-checkpoint: the checkpoint ties its word embeddings and Megatron's model does not; "
+         "config.json: the checkpoint ties its word embeddings and Megatron's model does not; "
          "leave out --untie-embeddings-and-output-weights"),
         (False, 6, True,
-         "--rollout-hf-checkpoint: the checkpoint does not tie its word embeddings and Megatron's model does; "
+         "config.json: the checkpoint does not tie its word embeddings and Megatron's model does; "
          "give --untie-embeddings-and-output-weights"),
     ],
 )
@@ -149,7 +149,7 @@ def test_find_when_a_parameter_is_unknown_then_refused_with_its_name(name):
     with pytest.raises(ValueError) as raised:
         TABLE.find(name)
     assert str(raised.value) == (
-        f"Megatron parameter {name} has no counterpart in the checkpoint's architecture; do the model flags "
+        f"Megatron's parameter {name} does not exist in the checkpoint's architecture; do the model flags "
         "(--num-experts, --qk-layernorm, --disable-bias-linear, --mtp-num-layers, ...) describe that model?"
     )
 
@@ -158,15 +158,15 @@ def test_find_when_a_parameter_is_unknown_then_refused_with_its_name(name):
     "change, padded, words",
     [
         ({"model_type": "gpt2"}, 1024,
-         "--rollout-hf-checkpoint: model_type 'gpt2' has no table of weight names; supported: deepseek_v3, llama, "
-         "mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe; take a model of one of these, or describe this one's parts in "
+         "config.json: model_type 'gpt2' is not supported (supported: deepseek_v3, llama, mixtral, qwen2, qwen2_moe, "
+         "qwen3, qwen3_moe); use a model of one of these, or add its row to FAMILIES in "
          "megatron_rl_corr/models/architectures.py"),
         ({"quantization_config": {"quant_method": "fp8"}}, 1024,
-         "--rollout-hf-checkpoint: its weights are quantised (quantization_config in config.json), and neither loaded "
-         "nor sent so; convert it to bfloat16"),
+         "config.json: quantization_config is set, and quantised weights are neither loaded nor sent; convert the "
+         "checkpoint to bfloat16"),
         ({"model_type": "deepseek_v3", "q_lora_rank": None}, 1024,
-         "--rollout-hf-checkpoint: q_lora_rank null in config.json: Megatron-core 0.19 would normalise its queries, "
-         "which this model does not; take a model with low-rank queries"),
+         "config.json: q_lora_rank is null: Megatron-core 0.19 would normalise its queries, which this model does "
+         "not; use a model with low-rank queries"),
         ({}, 999,
          "--vocab-size: Megatron's padded vocabulary of 999 is smaller than the checkpoint's 1000; "
          "give --vocab-size 1000"),
