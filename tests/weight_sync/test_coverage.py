@@ -68,8 +68,8 @@ def test_push_when_tensors_stay_by_the_familys_table_then_each_reason_is_told_on
         sent(sent(counted, NORM), NORM)
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 3 and all(line.startswith("stays as loaded, ") for line in told)
-    assert told[0] == "stays as loaded, 1 of the checkpoint: model.layers.3.self_attn.k_scale (scale of a quantised KV " \
-        "cache: calibrated, not trained)"
+    assert told[0] == "stays as loaded, 1 of the checkpoint: model.layers.3.self_attn.k_scale (scale of a quantised " \
+        "KV cache: calibrated, not trained)"
     assert "2 of the checkpoint: model.layers.61.enorm.weight, model.layers.61.mlp.experts.0.up_proj" in told[2]
 
 
