@@ -17,7 +17,7 @@ def runs(request, tmp_path_factory) -> dict:
     """What worker.py saved."""
     pytest.importorskip("triton")
     file = tmp_path_factory.mktemp("kernels") / "results.pt"
-    environment = os.environ | {"PYTHONPATH": str(HERE.parents[2]), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"}
     environment["TRITON_INTERPRET"] = "1" if request.param == "interpreter" else "0"
     done = subprocess.run(
         [sys.executable, HERE / "worker.py", file], env=environment, capture_output=True, text=True, timeout=300
