@@ -26,6 +26,7 @@ setup(
         "jinja2>=3.1",
         "pyarrow>=15",
         "safetensors>=0.4",
+        "jinja2>=3.1",
         "matplotlib>=3.8",
     ],
     extras_require={
