@@ -26,7 +26,6 @@ setup(
         "jinja2>=3.1",
         "pyarrow>=15",
         "safetensors>=0.4",
-        "jinja2>=3.1",
         "matplotlib>=3.8",
     ],
     extras_require={
