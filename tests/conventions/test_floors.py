@@ -31,7 +31,7 @@ KNOWN_CLIMBS = {
 }
 KNOWN_CIRCLES = [{"config.correction", "config.sources"}, {"mcore.logprobs", "mcore.output_processor"}]
 
-KNOWN_HOMONYMS = ["Finding", "ServerWeights"]
+KNOWN_HOMONYMS = ["ServerWeights"]
 """Class names that still occur twice; never add one."""
 
 HOST_READS = {
