@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl_corr import cli
+from tests.conventions.test_floors import FLOORS
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ["docs", "examples", "patches", "requirements", "benchmarks", "tools"]
@@ -19,6 +20,11 @@ IN_ORDER = ["docs/guides/own_fork.md"]
 PROGRAMS = r"make|torchrun|python|\.venv/bin/python|(?:\.venv/bin/)?megatron-rl-corr"
 NEEDS_MORE = ("doctor", "correct", "model-flags", "patch")
 """Subcommands that need a live server, kept samples or a model: tested elsewhere, here their flags are parsed."""
+
+OUR_FLAGS = r"--(?:rollout|router-replay|expert-statistics)[a-z0-9-]*[a-z0-9]"
+OTHER_FLAGS = {"--rollout-corr-describe"}
+"""The launcher's own, which no run has."""
+METRICS = r"`((?:rollout_corr|rollout|reward|router_replay|time|eval)/[a-z0-9_/]*[a-z0-9])`"
 
 
 def name(page: Path) -> str:
@@ -72,6 +78,28 @@ def test_pages_when_they_name_the_command_then_by_its_one_name():
     assert [name(page) for page in PAGES if "-m megatron_rl_corr.cli" in page.read_text()] == []
 
 
+def test_flags_of_ours_on_pages_then_the_launcher_has_them():
+    known = set(re.findall(r"--[a-z0-9-]+", (ROOT / "docs/reference/flags.md").read_text())) | OTHER_FLAGS
+    pages = [page for page in PAGES if page.name != "CHANGELOG.md"]  # it names what was renamed
+    named = {(name(page), flag) for page in pages for flag in re.findall(OUR_FLAGS, page.read_text())}
+    assert {(page, flag) for page, flag in named if flag not in known} == set()
+
+
+def test_metrics_on_pages_then_the_catalogue_has_them():
+    known = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs/reference/metrics.md").read_text(), re.MULTILINE)
+    families = tuple(metric.removesuffix("NAME") for metric in known if metric.endswith("NAME"))
+    named = {(name(page), metric) for page in PAGES for metric in re.findall(METRICS, page.read_text())}
+    assert {pair for pair in named if pair[1] not in known and not pair[1].startswith(families)} == set()
+
+
+def test_picture_of_the_floors_then_it_has_the_folders_in_their_order():
+    [*texts] = re.findall(
+        r'font-weight="bold" fill="#222222">([a-z_ ]+)</text>', (ROOT / "docs/images/floors.svg").read_text()
+    )
+    shown = [folder for text in texts for folder in text.split()]
+    assert shown[::-1] == FLOORS
+
+
 def test_commands_then_there_are_some():
     assert len(all_commands()) >= 10
 
@@ -112,7 +140,10 @@ def run_cli(words: list[str], folder: Path) -> int:
     if words[0] == "report":
         (folder / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
         words = ["report", str(folder)]
-    return cli.main(words)
+    try:
+        return cli.main(words)
+    except SystemExit as end:  # of --help
+        return end.code
 
 
 def python_blocks() -> list[tuple[str, str]]:
@@ -125,8 +156,8 @@ def test_python_of_a_page_then_runs(page, block):
     exec(compile(block, page, "exec"), {"__name__": page})
 
 
-def test_readme_example_then_prints_what_its_comments_say(capsys):
-    [block] = [block for page, block in python_blocks() if page == "README.md"]
-    exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+def test_first_example_of_the_library_then_prints_what_its_comments_say(capsys):
+    block, *_ = [block for page, block in python_blocks() if page == "docs/guides/own_loop.md"]
+    exec(compile(block, "own_loop.md", "exec"), {"__name__": "own_loop"})
     printed = capsys.readouterr().out
     assert "tensor([1.6487, 0.6065, 0.0000, 2.0000, 0.0000, 0.0000])" in printed
