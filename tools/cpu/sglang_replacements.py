@@ -1,5 +1,8 @@
 """The replacements of a process that serves SGLang without a GPU (SGLang 0.5.23)."""
 
+import functools
+import multiprocessing
+
 import torch
 from torch import Tensor
 
@@ -57,7 +60,22 @@ def _nothing(original):
     return enable_batch_invariant_mode
 
 
+def _then_fork(original):
+    @functools.wraps(original)
+    def _set_envs_and_config(server_args) -> None:
+        original(server_args)
+        multiprocessing.set_start_method("fork", force=True)
+
+    return _set_envs_and_config
+
+
 LATE = [
+    Replacement(
+        "sglang.srt.entrypoints.engine",
+        "_set_envs_and_config",
+        _then_fork,
+        "without CUDA, which forbids it, the server's processes can be forked: each would import SGLang again",
+    ),
     Replacement(
         "sglang.srt.mem_cache.pool_host.common",
         "_cuda_host_register",
