@@ -46,7 +46,8 @@ def measure(options: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     from benchmarks.correction import machine_name
-    from megatron_rl_corr.engines.sglang.routed_experts import decode, pack
+    from megatron_rl_corr.engines.routes import pack
+    from megatron_rl_corr.engines.sglang.routed_experts import decode
     from megatron_rl_corr.mcore import compat
     from megatron_rl_corr.moe.replay import Replay
     from tools.local_server import free_port

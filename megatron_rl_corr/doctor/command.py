@@ -16,6 +16,7 @@ from megatron_rl_corr.doctor.identity import experts_shape
 from megatron_rl_corr.doctor.probe import Probe
 from megatron_rl_corr.doctor.quick import Expected, Facts, ask_quick, ask_same
 from megatron_rl_corr.doctor.table import as_json, as_table
+from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.engines.errors import RolloutError, RolloutServerError
 from megatron_rl_corr.engines.sglang import requests
 from megatron_rl_corr.engines.trajectory import SamplingParams
@@ -137,7 +138,10 @@ def _vocab_size(url: str, given: int | None, config: dict) -> int:
 def _sampling(arguments: argparse.Namespace) -> SamplingParams | None:
     given = {"temperature": arguments.temperature, "top_p": arguments.top_p, "top_k": arguments.top_k}
     given = {name: value for name, value in given.items() if value is not None}
-    return SamplingParams(1, **given) if given else None
+    sampling = SamplingParams(1, **given) if given else None
+    if sampling is not None:
+        load_engine("sglang").check_sampling(sampling)
+    return sampling
 
 
 def _api_key(arguments: argparse.Namespace) -> str | None:

@@ -1,4 +1,4 @@
-"""What went wrong between this process and a rollout server: named exceptions that say which server."""
+"""Errors between this process and a rollout server; each names the server, and what to do."""
 
 from collections.abc import Sequence
 
@@ -14,25 +14,35 @@ class RolloutError(RuntimeError):
 
 
 class RolloutServerError(RolloutError):
-    """A server did not answer, or answered with a failure. `status`: of HTTP, None without an answer."""
+    """A server did not answer, or answered with a failure.
 
-    def __init__(self, url: str, endpoint: str, status: int | None, detail: str, *, method: str = "POST"):
-        asked = f"{method} {endpoint}"
+    Attributes:
+        status: of HTTP; None without an answer.
+        method: of HTTP.
+        remedy: what to do, as the server's engine knows it; "" where it does not.
+    """
+
+    def __init__(
+        self, url: str, endpoint: str, status: int | None, detail: str, *, method: str = "POST", remedy: str = ""
+    ):
+        request = f"{method} {endpoint}"
         if status is None:
-            message = f"SGLang server {url} did not answer {asked}: {detail}"
+            message = f"rollout server {url} did not answer {request}: {detail}"
+            remedy = remedy or _silence_remedy(detail)
         else:
-            message = f"SGLang server {url} answered {asked} with HTTP {status}: {detail or '(empty body)'}"
-        remedy = _remedy(endpoint, status, detail)
+            message = f"rollout server {url} answered {request} with HTTP {status}: {detail or '(empty body)'}"
         super().__init__(url, endpoint, detail, f"{message}; {remedy}" if remedy else message)
-        self.status, self.method = status, method
+        self.status, self.method, self.remedy = status, method, remedy
 
     def __reduce__(self):
-        return _server_error, (self.url, self.endpoint, self.status, self.detail, self.method)
+        return _server_error, (self.url, self.endpoint, self.status, self.detail, self.method, self.remedy)
 
 
 class IncompletePush(RolloutError):
-    """A weight update that leaves out a parameter of the servers, or brings one that they lack. No server is named:
-    the trainer alone knows. `detail`: which, and what to do."""
+    """A weight update leaves out a parameter of the servers, or brings one that they lack; `detail` says which.
+
+    It names no server: the trainer finds it out by itself.
+    """
 
     def __init__(self, detail: str):
         super().__init__("", "", detail, f"the servers would not have the trained weights: {detail}")
@@ -45,7 +55,7 @@ class RolloutProtocolError(RolloutError):
     """A server's answer contradicts itself or the request: using it would train on the wrong tokens."""
 
     def __init__(self, url: str, endpoint: str, detail: str):
-        message = f"SGLang server {url} broke the protocol of {endpoint}: {detail}"
+        message = f"rollout server {url} broke the protocol of {endpoint}: {detail}"
         super().__init__(url, endpoint, detail, message)
 
     def __reduce__(self):
@@ -58,8 +68,8 @@ class StaleWeightsError(RolloutError):
     def __init__(self, url: str, endpoint: str, version: str, expected: str):
         detail = f"its weights are version {version!r}, the trainer's are {expected!r}"
         message = (
-            f"SGLang server {url} is not sampled from: {detail}; it is taken back once it has them: was it started "
-            "anew, or does another trainer push to it?"
+            f"rollout server {url} is not sampled from: {detail}; it is taken back once it has them. Was it restarted, "
+            "or does another trainer push to it?"
         )
         super().__init__(url, endpoint, detail, message)
         self.version, self.expected = version, expected
@@ -95,16 +105,21 @@ class TooManyFailures(RolloutError):
 
 
 class RolloutOutage(RolloutError):
-    """No server is left to sample from. `causes`: for each, why it was left out, and why it was not taken back."""
+    """No server is left to sample from.
+
+    Attributes:
+        causes: for each server, why it was left out, and why it was not taken back (None: it was not asked again).
+    """
 
     def __init__(self, causes: Sequence[tuple[RolloutError, RolloutError | None]]):
-        said = [
+        reasons = [
             str(cause) if refused is None else f"{cause}; asked again: {refused.detail or refused}"
             for cause, refused in causes
         ]
-        # One line: whoever filters a log by its first words keeps the causes.
-        message = f"none of {len(said)} rollout servers is left to sample from: " + "; ".join(said)
-        super().__init__(", ".join(cause.url for cause, _ in causes), causes[0][0].endpoint, "; ".join(said), message)
+        # One line, so that a log filtered by its first words keeps the causes.
+        message = f"none of {len(reasons)} rollout servers is left to sample from: " + "; ".join(reasons)
+        urls = ", ".join(cause.url for cause, _ in causes)
+        super().__init__(urls, causes[0][0].endpoint, "; ".join(reasons), message)
         self.causes = tuple(causes)
 
     def __reduce__(self):
@@ -121,23 +136,13 @@ def _sample_failure(cause, message, url, endpoint):
     return SampleFailure(cause, message, url=url, endpoint=endpoint)
 
 
-def _server_error(url, endpoint, status, detail, method):
-    return RolloutServerError(url, endpoint, status, detail, method=method)
+def _server_error(url, endpoint, status, detail, method, remedy):
+    return RolloutServerError(url, endpoint, status, detail, method=method, remedy=remedy)
 
 
-def _remedy(endpoint: str, status: int | None, detail: str) -> str:
-    if status is None and "made no progress" in detail:
+def _silence_remedy(detail: str) -> str:
+    if "made no progress" in detail:
         return "is it stuck? see its log, or give the client a larger read_timeout_s"
-    if status is None and "timed out" in detail:
+    if "timed out" in detail:
         return "is it paused, overloaded or stuck? see its log, or give the client a larger timeout_s"
-    if status is None:
-        return "is the server still running? see its log"
-    if status in (401, 403):
-        return "give the client the server's --admin-api-key, or its --api-key where it has no other"
-    if status == 404:
-        return "is this the address of an SGLang server, and is its version supported?"
-    if status == 400 and endpoint == "/update_weights_from_disk":
-        return "does the server's host see --rollout-weight-dir under the same path, and may the server read it?"
-    if status == 503 and endpoint == "/health":
-        return "it is starting, paused or stuck; see its log"
-    return ""
+    return "is the server still running? see its log"

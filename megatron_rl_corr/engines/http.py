@@ -1,10 +1,10 @@
-"""Sends one HTTP request to a rollout server: the body of a 2xx answer, or a `RolloutServerError`."""
+"""Sends one request to a rollout server over HTTP: the body of a 2xx answer, or a `RolloutServerError`."""
 
 import asyncio
 import math
 import socket
 import ssl
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -12,13 +12,15 @@ import aiohttp
 import orjson
 
 from megatron_rl_corr.engines.errors import RolloutServerError, body_start
-from megatron_rl_corr.engines.sglang.requests import Request
-
-HEALTH_PROBE_TIMEOUT_S = 30.0  # a paused server takes 20 s to answer /health with 503
+from megatron_rl_corr.engines.types import Request, Transport
 
 
 def checked_urls(base_urls: Sequence[str]) -> tuple[str, ...]:
-    """The addresses without a trailing slash; ValueError for one that is none, or that is given twice."""
+    """The addresses without a trailing slash.
+
+    Raises:
+        ValueError: no address, one that is no http(s)://HOST:PORT, or one that is given twice.
+    """
     if isinstance(base_urls, str) or not base_urls:
         raise ValueError(f"base_urls must be a non-empty list of server addresses, got {base_urls!r}")
     urls = tuple(url.rstrip("/") for url in base_urls)
@@ -34,14 +36,22 @@ def checked_urls(base_urls: Sequence[str]) -> tuple[str, ...]:
 
 
 def checked_key(api_key: str | None) -> str | None:
-    """The key, if a header can carry it; ValueError, without the key, where not."""
+    """The key, if a header can carry it.
+
+    Raises:
+        ValueError: it can't; the message does not contain the key.
+    """
     if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""):
         raise ValueError("api_key must be printable ASCII without spaces around it: is there a line end at its end?")
     return api_key
 
 
 def certificates(ca_file: str | Path | None, urls: Sequence[str]) -> ssl.SSLContext | bool:
-    """Trust the authorities of a PEM file, and no others; None: those that the system trusts."""
+    """How https servers are verified: by the authorities of a PEM file alone, or (None) by the system's.
+
+    Raises:
+        ValueError: the file is no PEM file, or no address is https.
+    """
     if ca_file is None:
         return True
     if not any(url.startswith("https://") for url in urls):
@@ -52,8 +62,21 @@ def certificates(ca_file: str | Path | None, urls: Sequence[str]) -> ssl.SSLCont
         raise ValueError(f"ca_file {ca_file} is not a PEM file of certificates: {error}") from None
 
 
-class Transport:
-    """An HTTP session, opened by the first request and bound to that request's event loop."""
+def no_remedy(endpoint: str, status: int, detail: str) -> str:
+    """No advice on a failed request: `remedy` of `HTTPTransport` where an engine knows none."""
+    return ""
+
+
+class HTTPTransport(Transport):
+    """An HTTP session, opened by the first request and bound to that request's event loop.
+
+    Args:
+        timeout_s: limit of a request, from its start to the end of its answer.
+        connect_timeout_s: limit of making a connection.
+        api_key: sent as a bearer token; never in an error message.
+        tls: how https servers are verified, as `certificates` returns it.
+        remedy: what to do about an answer of (endpoint, HTTP status, start of the body), or "".
+    """
 
     def __init__(
         self,
@@ -62,8 +85,9 @@ class Transport:
         connect_timeout_s: float,
         api_key: str | None = None,
         tls: ssl.SSLContext | bool = True,
+        remedy: Callable[[str, int, str], str] = no_remedy,
     ):
-        self._tls = tls
+        self._tls, self._remedy = tls, remedy
         self.timeout_s = timeout_s
         self.connect_timeout_s = connect_timeout_s
         self._api_key = api_key
@@ -78,10 +102,16 @@ class Transport:
             self._session = self._loop = None
 
     async def send(self, url: str, request: Request, *, timeout_s: float | None = None) -> tuple[int, bytes]:
-        """Status and body of a 2xx answer; RolloutServerError for any other, and for none.
+        """Send one request and return (status, body) of its 2xx answer.
 
-        timeout_s bounds the time from the start of the request to the end of its answer; math.inf: nothing does, once
-        there is a connection. None: the transport's own.
+        Args:
+            url: the server's address, as `checked_urls` returns it.
+            request: what to send.
+            timeout_s: limit from the start of the request to the end of its answer; math.inf: none, once there is a
+                connection; None: the transport's own.
+
+        Raises:
+            RolloutServerError: no answer, or one with another status.
         """
         session = self._open_session()
         data = None if request.json is None else orjson.dumps(request.json)
@@ -97,7 +127,7 @@ class Transport:
             ) as response:
                 status, body = response.status, await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise self._error(url, request, None, _said(error, limit, self.connect_timeout_s)) from error
+            raise self._error(url, request, None, _reason(error, limit, self.connect_timeout_s)) from error
         if not 200 <= status < 300:
             raise self._error(url, request, status, body_start(body))
         return status, body
@@ -132,13 +162,14 @@ class Transport:
     def _error(self, url: str, request: Request, status: int | None, detail: str) -> RolloutServerError:
         if self._api_key:
             detail = detail.replace(self._api_key, "***")  # a server may quote what it was sent
-        return RolloutServerError(url, request.endpoint, status, detail, method=request.method)
+        remedy = "" if status is None else self._remedy(request.endpoint, status, detail)
+        return RolloutServerError(url, request.endpoint, status, detail, method=request.method, remedy=remedy)
 
 
 def _kept_alive(address: tuple) -> socket.socket:
-    """A connection is silent while its answer is computed: the kernel notices a host that has gone.
+    """A socket with TCP keep-alive: a connection is silent while its answer is computed.
 
-    And what stands between, as a load balancer, does not take the connection for idle.
+    So the kernel notices a host that is gone, and a load balancer does not take the connection for idle.
     """
     family, kind, protocol, *_ = address
     made = socket.socket(family, kind, protocol)
@@ -148,7 +179,7 @@ def _kept_alive(address: tuple) -> socket.socket:
     return made
 
 
-def _said(error: Exception, limit: float, connect_limit: float) -> str:
+def _reason(error: Exception, limit: float, connect_limit: float) -> str:
     """Why there was no answer, in a few words."""
     if isinstance(error, aiohttp.ConnectionTimeoutError):
         return f"timed out connecting ({min(limit, connect_limit):g} s)"

@@ -11,18 +11,18 @@ import torch
 
 FinishReason = Literal["stop", "length", "abort"]
 
-MIN_TEMPERATURE = 1e-6  # below it SGLang samples greedily and returns the log-probs of temperature 1
-MAX_TOP_K = 4096  # SGLang's --sampling-mask-max-tokens; for a larger top_k, or none, it refuses to name the ids
 ENVIRONMENT = -1
 """The turn id of a token that the policy did not sample."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a response is drawn: from the softmax at a temperature, all of it or what top_k and top_p keep.
+    """How a response is sampled: from the softmax at a temperature, all of it or what top_k and top_p keep.
 
-    A truncated softmax is renormalised on the ids that it keeps, so its samples can only be corrected where
-    those ids are known. SGLang returns them for 1 < top_k <= MAX_TOP_K: top_p takes such a top_k beside it.
+    A truncated softmax is renormalised on the ids that it keeps, so its samples can only be corrected where those ids
+    are known: `Engine.check_sampling` refuses what an engine does not return them for.
+
+    Example: SamplingParams(max_new_tokens=1024, temperature=0.8, top_p=0.95, top_k=200).
     """
 
     max_new_tokens: int
@@ -30,9 +30,9 @@ class SamplingParams:
     temperature: float = 1.0
     """Divides the logits before the softmax. 0 is greedy: its log-probs are those of temperature 1."""
     top_p: float = 1.0
-    """Keep the likeliest ids up to this sum of probabilities, in (0, 1]. Below 1 it needs a top_k."""
+    """Keep the likeliest ids up to this sum of probabilities, in (0, 1]. Some engines need a top_k beside it."""
     top_k: int = -1
-    """Keep this many of the likeliest ids, in [2, MAX_TOP_K]; ids that tie for the last place may all stay. -1: off."""
+    """Keep this many of the likeliest ids, at least 2; ids that tie for the last place may all stay. -1: off."""
     stop_token_ids: tuple[int, ...] = ()
     """Ids that end a response, beside the model's own end-of-sequence ids."""
     ignore_eos: bool = False
@@ -43,11 +43,8 @@ class SamplingParams:
             raise ValueError(f"max_new_tokens must be an integer of at least 1, got {self.max_new_tokens!r}")
         if isinstance(self.temperature, bool) or not isinstance(self.temperature, (int, float)):
             raise ValueError(f"temperature must be a number, got {self.temperature!r}")
-        if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature < math.inf:
-            raise ValueError(
-                f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE} and finite, "
-                f"got {self.temperature}"
-            )
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature must be 0 (greedy) or positive and finite, got {self.temperature}")
         self._check_truncation()
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         for token in self.stop_token_ids:
@@ -56,29 +53,19 @@ class SamplingParams:
 
     @property
     def truncated(self) -> bool:
-        """Whether top_p or top_k is on: the server is then asked which ids each token was drawn from."""
+        """Whether top_p or top_k is on: the server must then return the sampling mask."""
         return self.top_p != 1 or self.top_k != -1
 
     def _check_truncation(self) -> None:
         number = isinstance(self.top_p, (int, float)) and not isinstance(self.top_p, bool)
         if not number or not 0 < self.top_p <= 1:
-            raise ValueError(f"--rollout-top-p must be in (0, 1], got {self.top_p!r}; use 1 to keep every token")
-        if not _is_int(self.top_k) or (self.top_k != -1 and not 1 < self.top_k <= MAX_TOP_K):
-            raise ValueError(
-                f"--rollout-top-k must be -1 (off) or in [2, {MAX_TOP_K}], for which SGLang tells the ids that a token "
-                f"was drawn from, got {self.top_k!r}; use --rollout-top-k {MAX_TOP_K} or less, or -1"
-            )
-        if self.top_p != 1 and self.top_k == -1:
-            raise ValueError(
-                f"--rollout-top-p below 1 needs a --rollout-top-k in [2, {MAX_TOP_K}]: only then does SGLang tell the "
-                "ids that a token was drawn from, without which truncated samples cannot be corrected; got "
-                f"--rollout-top-p {self.top_p} with --rollout-top-k -1; give --rollout-top-k {MAX_TOP_K} beside it, or "
-                "the vocabulary size where that is smaller"
-            )
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p!r}; use 1 to keep every token")
+        if not _is_int(self.top_k) or (self.top_k != -1 and self.top_k < 2):
+            raise ValueError(f"top_k must be -1 (off) or an integer of at least 2, got {self.top_k!r}")
         if self.truncated and self.temperature == 0:
             raise ValueError(
-                "--rollout-top-p and --rollout-top-k have no effect on greedy sampling, got "
-                f"--rollout-top-p {self.top_p} and --rollout-top-k {self.top_k} at temperature 0; leave them out"
+                f"top_p and top_k have no effect on greedy sampling, got top_p {self.top_p} and top_k {self.top_k} at "
+                "temperature 0; leave them out"
             )
 
 

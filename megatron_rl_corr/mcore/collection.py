@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron_rl_corr.core.metrics import Metric
 from megatron_rl_corr.data.prompts import PromptDataset
 from megatron_rl_corr.data.rewards import Rewards
-from megatron_rl_corr.engines.sglang.routed_experts import pack
+from megatron_rl_corr.engines.routes import pack
 from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
 from megatron_rl_corr.mcore.arguments import RolloutOptions
 from megatron_rl_corr.mcore.batch import RolloutBatch, broadcast_to_replica
@@ -69,6 +69,7 @@ class Collector:
             max_new_tokens=options.max_new_tokens, temperature=options.temperature, top_p=options.top_p,
             top_k=options.top_k,
         )
+        client.engine.check_sampling(self.sampling)
         self._failures = Failures(options.rewards.max_failed_fraction)
         self._failed_fraction = FailedFraction(options.rewards.max_failed_fraction)
         self._prompts = prompts

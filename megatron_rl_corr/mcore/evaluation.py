@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from megatron_rl_corr.data.prompts import Prompt
 from megatron_rl_corr.data.rewards import Rewards
+from megatron_rl_corr.engines.concurrency import all_or_first_failure
 from megatron_rl_corr.engines.errors import SampleFailure
-from megatron_rl_corr.engines.fan_out import all_or_first_failure
 from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
 from megatron_rl_corr.parallel.failure import all_reduce_results, communication_device
 from megatron_rl_corr.parallel.layout import Layout

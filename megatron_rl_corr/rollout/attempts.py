@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from megatron_rl_corr.engines.base import Engine
 from megatron_rl_corr.engines.errors import (
     RolloutError,
     RolloutProtocolError,
@@ -17,12 +18,9 @@ from megatron_rl_corr.engines.errors import (
     SampleFailure,
     StaleWeightsError,
 )
-from megatron_rl_corr.engines.http import Transport
-from megatron_rl_corr.engines.sglang import requests
-from megatron_rl_corr.engines.sglang.requests import Request
-from megatron_rl_corr.engines.sglang.responses import parse_generate
-from megatron_rl_corr.engines.sglang.routed_experts import ExpertShape, first_without_routes
+from megatron_rl_corr.engines.routes import ExpertShape, first_without_routes
 from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory, join
+from megatron_rl_corr.engines.types import Request, Transport
 from megatron_rl_corr.rollout.counts import Counts
 from megatron_rl_corr.rollout.readmission import Readmission
 from megatron_rl_corr.rollout.seeds import Draw
@@ -62,9 +60,10 @@ class Attempts:
     """Samples from a pool. A sample has one request in flight at a time, so it can't be answered twice."""
 
     def __init__(
-        self, pool: ServerPool, members: Readmission, transport: Transport, counts: Counts, *,
+        self, engine: Engine, pool: ServerPool, members: Readmission, transport: Transport, counts: Counts, *,
         max_retries: int, max_continuations: int, experts: ExpertShape | None = None, keyed_cache: bool = False,
     ):  # fmt: skip
+        self._engine = engine
         self._pool, self._members, self._transport, self._counts = pool, members, transport, counts
         self._max_retries, self._max_continuations, self._experts = max_retries, max_continuations, experts
         self._keyed_cache = keyed_cache
@@ -127,7 +126,7 @@ class Attempts:
         while True:
             server = await self._pool.take(failed, prefer)
             joined = server.joined
-            request = requests.generate_request(  # made for those in flight only
+            request = self._engine.generate(  # made for those in flight only
                 ids.tolist(), sampling, seed=seed, routed_experts=routed, cache_key=self.cache_key,
                 routes_from=0 if known is None else len(known),
             )  # fmt: skip
@@ -163,7 +162,7 @@ class Attempts:
                     del server.scopes[scope]
         except TimeoutError:  # it was abandoned
             raise RolloutServerError(server.url, request.endpoint, None, server.silence.detail) from None
-        part = parse_generate(
+        part = self._engine.parse(
             body, prompt_ids=ids, server=server.url, truncated=sampling.truncated, experts=self._experts, **names
         )
         # The weights may have been updated while it was in flight, more than once too: a stale server has none of them.

@@ -1,4 +1,4 @@
-"""Samples from SGLang servers over HTTP, and steers them through a weight update."""
+"""Samples from rollout servers, and steers them through a weight update."""
 
 import itertools
 import time
@@ -8,13 +8,12 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl_corr.engines.fan_out import all_or_first_failure
-from megatron_rl_corr.engines.http import Transport, certificates, checked_key, checked_urls
-from megatron_rl_corr.engines.sglang import requests
-from megatron_rl_corr.engines.sglang.control import ServerControl
-from megatron_rl_corr.engines.sglang.routed_experts import ExpertShape
-from megatron_rl_corr.engines.sglang.router import servers_behind
+from megatron_rl_corr.engines import load_engine
+from megatron_rl_corr.engines.concurrency import all_or_first_failure
+from megatron_rl_corr.engines.control import ServerControl
+from megatron_rl_corr.engines.routes import ExpertShape
 from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
+from megatron_rl_corr.engines.types import checked_prompt_ids
 from megatron_rl_corr.rollout.attempts import Attempts
 from megatron_rl_corr.rollout.counts import Counts
 from megatron_rl_corr.rollout.readmission import Readmission
@@ -26,7 +25,7 @@ FIRST_OWN_NUMBER = 1 << 40
 
 
 class RolloutClient(ServerControl):
-    """Several SGLang servers with the same weights, as one.
+    """Several servers of one engine with the same weights, as one.
 
     The HTTP session belongs to the event loop of the first call: use and close the client on that loop
     (`LoopThread` for synchronous callers). Times are in seconds. Failures are RolloutServerError (no answer, or
@@ -43,6 +42,7 @@ class RolloutClient(ServerControl):
     taken up where it was cut; 0 returns what it has.
     ca_file: certificates of the authorities that https servers are trusted by, instead of the system's.
     experts: how the model routes; every sample then comes with the experts of its tokens. None: not asked for.
+    engine: what the servers run, a name of config/run.py ENGINES.
     seed: the run's. With the prompt's number it decides what a server with deterministic inference samples.
     keyed_cache: requests share cached prefixes only with those that were sent for the same version of the weights, so
     that no request after an update meets keys and values of before.
@@ -53,6 +53,7 @@ class RolloutClient(ServerControl):
         base_urls: Sequence[str],
         *,
         vocab_size: int,
+        engine: str = "sglang",
         max_concurrency: int = 64,
         max_per_server: int | None = None,
         timeout_s: float = 600.0,
@@ -68,7 +69,8 @@ class RolloutClient(ServerControl):
         seed: int = 0,
         keyed_cache: bool = False,
     ):
-        urls = checked_urls(base_urls)
+        spoken = load_engine(engine)
+        urls = spoken.checked_urls(base_urls)
         positive = {
             "vocab_size": vocab_size, "max_concurrency": max_concurrency, "max_per_server": max_per_server,
             "timeout_s": timeout_s, "connect_timeout_s": connect_timeout_s, "read_timeout_s": read_timeout_s,
@@ -86,18 +88,17 @@ class RolloutClient(ServerControl):
         self.vocab_size, self.seed, self.keyed_cache = vocab_size, seed, keyed_cache
         self._own_numbers = itertools.count(FIRST_OWN_NUMBER)
         self._counts = Counts()
-        transport = Transport(
-            timeout_s=timeout_s, connect_timeout_s=connect_timeout_s, api_key=checked_key(api_key),
-            tls=certificates(ca_file, urls),
-        )  # fmt: skip
-        super().__init__(urls, transport, update_timeout_s=update_timeout_s)
+        transport = spoken.open_transport(
+            urls, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s, api_key=api_key, ca_file=ca_file
+        )
+        super().__init__(spoken, urls, transport, update_timeout_s=update_timeout_s)
         self._pool = pool = ServerPool(
             urls, max_outstanding=max_concurrency, max_per_server=max_per_server,
             outage_timeout_s=outage_timeout_s,
         )  # fmt: skip
-        self._members = Readmission(pool, transport, self._counts, read_timeout_s=read_timeout_s)
+        self._members = Readmission(spoken, pool, transport, self._counts, read_timeout_s=read_timeout_s)
         self._attempts = Attempts(
-            pool, self._members, transport, self._counts, max_retries=max_retries,
+            spoken, pool, self._members, transport, self._counts, max_retries=max_retries,
             max_continuations=max_continuations, experts=experts, keyed_cache=keyed_cache,
         )  # fmt: skip
 
@@ -120,7 +121,7 @@ class RolloutClient(ServerControl):
 
         RolloutServerError where an address does not answer, or a router has no server, within timeout_s.
         """
-        urls = await servers_behind(self.base_urls, self._transport, timeout_s)
+        urls = await self.engine.find_servers(self.base_urls, self._transport, timeout_s)
         self.use_servers(urls)
         return urls
 
@@ -135,7 +136,7 @@ class RolloutClient(ServerControl):
 
     def control(self, urls: Sequence[str]) -> ServerControl:
         """Some of the servers, to be steered without the others."""
-        return ServerControl(urls, self._transport, update_timeout_s=self._update_timeout_s)
+        return ServerControl(self.engine, urls, self._transport, update_timeout_s=self._update_timeout_s)
 
     async def expect_pause(self) -> None:
         """Declare no outage until the next `expect_version`: call it before a weight update, which pauses servers."""
@@ -172,8 +173,9 @@ class RolloutClient(ServerControl):
         """
         if samples_per_prompt < 1:
             raise ValueError(f"samples_per_prompt must be at least 1, got {samples_per_prompt}")
+        self.engine.check_sampling(sampling)
         lists = [
-            requests.checked_prompt_ids(ids, vocab_size=self.vocab_size, prompt_index=index)
+            checked_prompt_ids(ids, vocab_size=self.vocab_size, prompt_index=index)
             for index, ids in enumerate(prompts)
         ]
         numbers = self.numbered(len(lists), group_numbers)
@@ -212,7 +214,8 @@ class RolloutClient(ServerControl):
         after: the episode before what the environment said last. The turn goes to the server that it ended at, which
         has its prefix, unless that one is left out or crowded; and only routes that it lacks are asked for.
         """
-        ids = requests.checked_prompt_ids(prompt_ids, vocab_size=self.vocab_size, prompt_index=0)
+        self.engine.check_sampling(sampling)
+        ids = checked_prompt_ids(prompt_ids, vocab_size=self.vocab_size, prompt_index=0)
         async with self._members.watching():
             return await self._attempts.sample(
                 torch.tensor(ids, dtype=torch.int64), sampling, draw=draw, prompt_index=0, sample_index=draw.sample,

@@ -16,10 +16,10 @@ from megatron_rl_corr.data.prompts import Prompt
 from megatron_rl_corr.data.reward_value import checked_reward
 from megatron_rl_corr.data.user_calls import UserCalls
 from megatron_rl_corr.data.worker_pool import CallTimeout
+from megatron_rl_corr.engines.concurrency import all_or_first_failure
 from megatron_rl_corr.engines.errors import RolloutError, SampleFailure
-from megatron_rl_corr.engines.fan_out import all_or_first_failure
-from megatron_rl_corr.engines.sglang.requests import checked_prompt_ids
 from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
+from megatron_rl_corr.engines.types import checked_prompt_ids
 from megatron_rl_corr.rollout.client import RolloutClient
 from megatron_rl_corr.rollout.environment import DONE, FLAG, Environment, EnvironmentFactory
 from megatron_rl_corr.rollout.seeds import Draw

@@ -7,11 +7,10 @@ import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from megatron_rl_corr.engines.base import Engine
+from megatron_rl_corr.engines.control import HEALTH_PROBE_TIMEOUT_S
 from megatron_rl_corr.engines.errors import RolloutError, RolloutServerError, StaleWeightsError
-from megatron_rl_corr.engines.http import HEALTH_PROBE_TIMEOUT_S, Transport
-from megatron_rl_corr.engines.sglang import requests
-from megatron_rl_corr.engines.sglang.progress import Sight
-from megatron_rl_corr.engines.sglang.responses import parse_control
+from megatron_rl_corr.engines.types import Transport
 from megatron_rl_corr.rollout.counts import Counts
 from megatron_rl_corr.rollout.server_pool import Server, ServerPool
 
@@ -23,9 +22,12 @@ logger = logging.getLogger(__name__)
 class Readmission:
     """Decides who is in a pool. read_timeout_s: longest time without progress of a server with requests in flight."""
 
-    def __init__(self, pool: ServerPool, transport: Transport, counts: Counts, *, read_timeout_s: float):
+    def __init__(
+        self, engine: Engine, pool: ServerPool, transport: Transport, counts: Counts, *, read_timeout_s: float
+    ):
         self.expected_versions: list[str] = []
         """Every one so far, in order: the last is what servers must have."""
+        self._engine = engine
         self._pool, self._transport, self._counts = pool, transport, counts
         self._read_timeout_s = read_timeout_s
         self._probes: dict[Server, asyncio.Task] = {}
@@ -118,13 +120,13 @@ class Readmission:
         server.refused = error
 
     async def _check(self, url: str) -> None:
-        await self._transport.send(url, requests.health(), timeout_s=HEALTH_PROBE_TIMEOUT_S)
+        await self._transport.send(url, self._engine.health(), timeout_s=HEALTH_PROBE_TIMEOUT_S)
         if self.expected_version is None:
             return
-        request = requests.model_info()
+        request = self._engine.model_info()
         status, body = await self._transport.send(url, request, timeout_s=self._read_timeout_s)
-        answer = parse_control(body, server=url, endpoint=request.endpoint, status=status)
-        version = str(answer.get("weight_version"))
+        answer = self._engine.parse_control(body, server=url, endpoint=request.endpoint, status=status)
+        version = self._engine.weight_version(answer)
         if version != self.expected_version:
             raise StaleWeightsError(url, request.endpoint, version, self.expected_version)
 
@@ -149,7 +151,7 @@ class Readmission:
             begun, joined = now(), server.joined
             if sight is None or begun > due + period:  # who was busy has not listened
                 moved = begun
-            sight = sight or Sight(self._transport, server.url)
+            sight = sight or self._engine.progress(self._transport, server.url)
             since = max(moved, oldest)
             timeout_s = max(since + bound - begun, period)
             try:
@@ -163,6 +165,6 @@ class Readmission:
                 pause = min(period, bound - silent_s)
             elif server.joined == joined and server.oldest_sent == oldest and not self._pool.held:
                 detail = f"its requests made no progress for {silent_s:.2g} s ({silence.detail})"
-                cause = RolloutServerError(server.url, "/generate", None, detail)
+                cause = RolloutServerError(server.url, self._engine.generate_endpoint, None, detail)
                 self.leave_out(server, joined, cause)
                 server.abandon(cause)

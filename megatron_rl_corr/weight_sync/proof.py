@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rl_corr.engines.control import ServerControl
 from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError
-from megatron_rl_corr.engines.sglang.control import ServerControl
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.weight_sync.buckets import NamedTensor
 from megatron_rl_corr.weight_sync.checksums import checksum

@@ -85,7 +85,7 @@ def test_control_when_several_servers_fail_then_the_other_failures_are_notes(fau
         with pytest.raises(RolloutServerError) as error:
             await client.pause_generation("abort")
         (note,) = error.value.__notes__
-        assert note.startswith(f"also: SGLang server {client.base_urls[1]} answered")
+        assert note.startswith(f"also: rollout server {client.base_urls[1]} answered")
 
     faulty.run(scenario, bad, bad)
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from aiohttp import web
 
-from megatron_rl_corr.engines.http import Transport
+from megatron_rl_corr.engines.http import HTTPTransport
 from megatron_rl_corr.engines.sglang.router import servers_behind
 from megatron_rl_corr.rollout import RolloutProtocolError, RolloutServerError
 
@@ -14,7 +14,7 @@ def found(faulty, *handlers, timeout_s=5.0):
     """(what is found behind servers with these handlers, their own addresses)."""
 
     async def scenario():
-        transport = Transport(timeout_s=5, connect_timeout_s=5)
+        transport = HTTPTransport(timeout_s=5, connect_timeout_s=5)
         async with faulty.serving(handlers[0]) as first, faulty.serving(handlers[-1]) as last:
             urls = [first, last][: len(handlers)]
             try:

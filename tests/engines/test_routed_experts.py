@@ -11,16 +11,10 @@ import pytest
 import torch
 from aiohttp import web
 
+from megatron_rl_corr.engines.routes import ExpertShape, first_without_routes, has_routes, no_routes, pack
 from megatron_rl_corr.engines.sglang.requests import generate_request
 from megatron_rl_corr.engines.sglang.responses import parse_generate
-from megatron_rl_corr.engines.sglang.routed_experts import (
-    ExpertShape,
-    decode,
-    first_without_routes,
-    has_routes,
-    no_routes,
-    pack,
-)
+from megatron_rl_corr.engines.sglang.routed_experts import decode
 from megatron_rl_corr.rollout import (
     Environment,
     Prompt,

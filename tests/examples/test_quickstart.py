@@ -224,7 +224,7 @@ def test_server_killed_in_mid_run_then_training_ends_naming_it_and_a_new_run_goe
     [message] = [line for line in told if " failed: " not in line]
     # Those that torchrun had not ended yet name the rank that knows.
     assert all(message.partition(": ")[2].strip() in line for line in told)
-    assert "SGLang server http://127.0.0.1:" in message and " POST /" in message
+    assert "rollout server http://127.0.0.1:" in message and " POST /" in message
     assert "Traceback" not in quickstart.text
     assert [group_members(group) for group in groups] == [[], []]
     assert left_of(quickstart.out) == []

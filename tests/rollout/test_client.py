@@ -18,7 +18,7 @@ def test_generate_when_the_server_answers_500_then_error_names_url_endpoint_stat
 
     error = faulty.failure(handle)
     assert (error.endpoint, error.status, error.method) == ("/generate", 500, "POST")
-    said = f"SGLang server {error.url} answered POST /generate with HTTP 500: CUDA error: device-side assert"
+    said = f"rollout server {error.url} answered POST /generate with HTTP 500: CUDA error: device-side assert"
     assert str(error) == said
 
 

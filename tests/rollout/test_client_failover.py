@@ -8,7 +8,8 @@ import time
 import pytest
 from aiohttp import web
 
-from megatron_rl_corr.engines.http import Transport
+from megatron_rl_corr.engines import load_engine
+from megatron_rl_corr.engines.http import HTTPTransport
 from megatron_rl_corr.rollout import (
     RolloutOutage,
     RolloutServerError,
@@ -141,8 +142,8 @@ def test_close_when_a_server_is_left_out_then_forgotten_and_the_next_call_asks_i
 def test_failure_when_the_server_has_come_back_since_then_it_does_not_count_against_it():
     async def scenario():
         pool = ServerPool(["http://a:1"], max_outstanding=1, max_per_server=None, outage_timeout_s=5)
-        transport = Transport(timeout_s=1, connect_timeout_s=1)
-        members = Readmission(pool, transport, Counts(), read_timeout_s=1)
+        transport = HTTPTransport(timeout_s=1, connect_timeout_s=1)
+        members = Readmission(load_engine("sglang"), pool, transport, Counts(), read_timeout_s=1)
         (server,) = pool.servers
         before = server.joined
         late = RolloutServerError(server.url, "/generate", None, "timed out")
@@ -255,8 +256,8 @@ def test_generate_when_every_server_dies_then_one_error_names_all_with_their_cau
             await client.generate(PROMPTS, ONE)
         said = str(error.value)
         for url in client.base_urls:
-            assert f"SGLang server {url} did not answer POST /generate: it closed the connection" in said
-        assert said.count("asked again: SGLang server http") == said.count("answered GET /health with HTTP 503") == 2
+            assert f"rollout server {url} did not answer POST /generate: it closed the connection" in said
+        assert said.count("asked again: rollout server http") == said.count("answered GET /health with HTTP 503") == 2
 
     faulty.run(scenario, *fakes, outage_timeout_s=1.0)
 

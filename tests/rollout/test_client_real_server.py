@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from megatron_rl_corr.engines.http import Transport
+from megatron_rl_corr.engines.http import HTTPTransport
 from megatron_rl_corr.engines.sglang.logprob_rows import read_flat
 from megatron_rl_corr.engines.sglang.requests import generate_request
 from megatron_rl_corr.mcore.first_step import first_step_bound, is_quantized
@@ -82,7 +82,7 @@ def test_generate_when_truncated_then_logprobs_are_renormalised_on_the_likeliest
 @pytest.mark.parametrize("options", [{}, {"top_k": 5}])
 def test_answer_when_it_comes_from_the_server_then_its_logprobs_are_read_flat(client, loop, options):
     async def ask():
-        transport = Transport(timeout_s=60, connect_timeout_s=10)
+        transport = HTTPTransport(timeout_s=60, connect_timeout_s=10)
         try:
             request = generate_request(PROMPTS[0], SamplingParams(12, ignore_eos=True, **options), seed=0)
             return (await transport.send(client.base_urls[0], request))[1]

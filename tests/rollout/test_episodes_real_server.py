@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl_corr.engines.http import Transport
-from megatron_rl_corr.engines.sglang.requests import Request
+from megatron_rl_corr.engines.http import HTTPTransport
+from megatron_rl_corr.engines.types import Request
 from megatron_rl_corr.rollout import Environment, LoopThread, Prompt, RolloutClient, SamplingParams, generate_episodes
 from tests.hf_truth import assert_is_truth
 
@@ -49,7 +49,7 @@ def prefill_logprobs(loop, url, ids):
     """[len(ids)] of all tokens in one pass, NaN for the first."""
 
     async def ask():
-        transport = Transport(timeout_s=60, connect_timeout_s=10)
+        transport = HTTPTransport(timeout_s=60, connect_timeout_s=10)
         try:
             body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 1}, "return_logprob": True,
                     "logprob_start_len": 0}  # fmt: skip

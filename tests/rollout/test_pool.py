@@ -117,7 +117,7 @@ def test_take_when_no_server_is_left_then_waits_for_the_outage_timeout_and_says_
             with pytest.raises(RolloutOutage) as error:
                 await asyncio.wait_for(pool.take(), 2)
         said = str(error.value)
-        assert said.startswith("none of 2 rollout servers is left to sample from: SGLang server http://a:1 did not")
+        assert said.startswith("none of 2 rollout servers is left to sample from: rollout server http://a:1 did not")
         assert "http://b:1 did not answer POST /generate: connection refused" in said
         assert said.endswith("; asked again: starting")
         pool.rejoin(pool.servers[1])

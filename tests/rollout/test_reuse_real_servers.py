@@ -7,8 +7,10 @@ import numpy as np
 import orjson
 import pytest
 
-from megatron_rl_corr.engines.sglang.requests import Request, generate_request
-from megatron_rl_corr.engines.sglang.routed_experts import ExpertShape, decode
+from megatron_rl_corr.engines.routes import ExpertShape
+from megatron_rl_corr.engines.sglang.requests import generate_request
+from megatron_rl_corr.engines.sglang.routed_experts import decode
+from megatron_rl_corr.engines.types import Request
 from megatron_rl_corr.rollout import Environment, LoopThread, Prompt, RolloutClient, SamplingParams, generate_episodes
 
 SAID, PROMPT_TOKENS, TURNS = [70, 71, 72], 120, 4

@@ -78,10 +78,10 @@ def test_push_when_a_server_dies_then_all_is_sent_again_to_the_other_and_nobody_
 @pytest.mark.parametrize(
     ("case", "words", "abandon"),
     [
-        ("refuses", "RolloutServerError: SGLang server b answered POST /update with HTTP 500", "abandon"),
-        ("breaks", "RolloutServerError: SGLang server b did not answer", "abandon, broken"),
+        ("refuses", "RolloutServerError: rollout server b answered POST /update with HTTP 500", "abandon"),
+        ("breaks", "RolloutServerError: rollout server b did not answer", "abandon, broken"),
         ("full", "OSError: no space left", "abandon"),
-        ("lost", "RolloutProtocolError: SGLang server a broke the protocol of /weights_checker: x differs", "abandon"),
+        ("lost", "RolloutProtocolError: rollout server a broke the protocol of /weights_checker: x differs", "abandon"),
     ],
 )
 def test_push_when_it_cannot_go_on_then_the_cause_is_told_once_and_rank_0_lets_the_servers_go(

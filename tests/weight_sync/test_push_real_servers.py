@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
+from megatron_rl_corr.engines.control import ServerControl
 from megatron_rl_corr.engines.errors import IncompletePush
-from megatron_rl_corr.engines.sglang.control import ServerControl
 from megatron_rl_corr.rollout import LoopThread, RolloutClient, RolloutProtocolError, RolloutServerError, SamplingParams
 from megatron_rl_corr.weight_sync.push import push_weights
 from megatron_rl_corr.weight_sync.servers import WeightServers

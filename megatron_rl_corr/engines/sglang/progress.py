@@ -1,4 +1,4 @@
-"""Whether the scheduler of a server gets on with its requests, from two looks at GET /v1/loads.
+"""Whether the scheduler of a server makes progress, from two readings of GET /v1/loads.
 
 A server's HTTP process answers /model_info however its scheduler fares. /v1/loads shows what the scheduler has written
 down last, without asking it: a scheduler that is paused, stopped or stuck writes nothing, and one without a request may
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl_corr.engines.errors import RolloutError, RolloutServerError
-from megatron_rl_corr.engines.http import Transport
 from megatron_rl_corr.engines.sglang import requests
 from megatron_rl_corr.engines.sglang.responses import parse_control
+from megatron_rl_corr.engines.types import Transport
 
 WRITES_WITHIN_S = 0.1
 """A scheduler that is not paused writes down its loads right after it has answered."""
@@ -20,7 +20,7 @@ WRITES_WITHIN_S = 0.1
 
 @dataclass(frozen=True)
 class Loads:
-    """What the schedulers of one server (one a data-parallel rank) have written down last. R: ranks."""
+    """The last loads that the schedulers of one server (one a data-parallel rank) have written down. R: ranks."""
 
     written: tuple[float, ...]
     """[R] When, by the server's clock."""
@@ -59,44 +59,54 @@ class Loads:
             return any(is_same and is_busy for is_same, is_busy in zip(same, busy, strict=True))
         return all(same)
 
-    def got_on_since(self, before: "Loads") -> bool:
-        """Between two looks at schedulers that are not paused.
+    def progressed_since(self, before: "Loads") -> bool:
+        """Whether schedulers that are not paused made progress between two readings.
 
-        Not where nothing has changed though a request is in a batch, nor where there is no request: those that the
-        client waits for are lost. What waits in a queue while no batch runs is not the scheduler's silence.
+        They did not if no number changed although a request is in a batch, nor if there is no request: those that the
+        client waits for are lost. Requests that wait in a queue while no batch runs are no sign of silence.
         """
         return self.numbers != before.numbers or (any(self.waiting) and not any(self.running))
 
 
-class Sight:
-    """One server, looked at again and again."""
+class LoadsProgress:
+    """Reads the loads of one server again and again.
+
+    Args:
+        transport: to the server.
+        url: its address.
+    """
 
     def __init__(self, transport: Transport, url: str):
         self._transport, self._url = transport, url
-        self._seen: Loads | None = None
+        self._last: Loads | None = None
 
     async def silence(self, timeout_s: float) -> RolloutServerError | None:
-        """What says that requests there made no progress since the last look; None: they did, or have to wait.
+        """Why the requests there made no progress since the last call; None: they did, or they have to wait.
 
-        They wait in the queue, or because the server is paused. RolloutServerError where no answer comes within
-        timeout_s. A server without /v1/loads only has to answer.
+        They may wait in the queue, or because the server is paused. A server without /v1/loads only has to answer.
+
+        Args:
+            timeout_s: limit of each request that this takes.
+
+        Raises:
+            RolloutServerError: no answer came in time.
         """
-        before, seen = self._seen, await self._loads(timeout_s)
-        if before is None and seen is not None:  # the first look
-            self._seen = seen
+        before, loads = self._last, await self._loads(timeout_s)
+        if before is None and loads is not None:  # the first reading
+            self._last = loads
             return None
-        if seen is None or seen.is_quiet_since(before):
+        if loads is None or loads.is_quiet_since(before):
             await self._transport.send(self._url, requests.server_info(), timeout_s=timeout_s)
-            if seen is None:
+            if loads is None:
                 return None
             await asyncio.sleep(WRITES_WITHIN_S)
-            seen = await self._loads(timeout_s)
-            if seen is None or seen.is_quiet_since(before):  # it answers and is paused
+            loads = await self._loads(timeout_s)
+            if loads is None or loads.is_quiet_since(before):  # it answers and is paused
                 return None
-        self._seen = seen
-        if seen.got_on_since(before):
+        self._last = loads
+        if loads.progressed_since(before):
             return None
-        if seen.has_requests:
+        if loads.has_requests:
             return RolloutServerError(self._url, "/generate", None, "the requests in its batch make no progress")
         if not await self._takes_requests(timeout_s):
             return None

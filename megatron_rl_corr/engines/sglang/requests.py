@@ -1,12 +1,9 @@
 """Builds the requests that are sent to an SGLang server: data in, `Request` out, nothing is sent here."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
 
 from megatron_rl_corr.engines.trajectory import SamplingParams
+from megatron_rl_corr.engines.types import Request, checked_prompt_ids  # noqa: F401
 
 PAUSE_MODES = ("abort", "in_place", "retract")
 
@@ -19,39 +16,6 @@ NEUTRAL = {
     "repetition_penalty": 1.0,
     "min_new_tokens": 0,
 }
-
-
-@dataclass(frozen=True)
-class Request:
-    """One HTTP request, less its server. `json` None: no body."""
-
-    method: str
-    endpoint: str
-    json: dict[str, Any] | None = None
-
-
-def checked_prompt_ids(prompt_ids: Sequence[int], *, vocab_size: int, prompt_index: int) -> list[int]:
-    """The prompt as a list of Python integers, each in [0, vocab_size).
-
-    An id outside the vocabulary is an out-of-range row of the embedding: it ends the server's process, with
-    everybody's requests. Raises ValueError naming the prompt, the position, the id and the limit.
-    """
-    try:
-        ids = np.asarray(prompt_ids)
-    except ValueError:  # ragged
-        ids = np.empty((0, 0))
-    if ids.ndim != 1 or ids.size == 0:
-        raise ValueError(f"prompt {prompt_index} must be a non-empty list of ids, got shape {ids.shape}")
-    if ids.dtype.kind not in "iu":
-        raise ValueError(f"prompt {prompt_index} must hold integer token ids, got {ids.dtype}")
-    outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
-    if outside.size:
-        position = int(outside[0])
-        raise ValueError(
-            f"prompt {prompt_index} has token id {int(ids[position])} at position {position}; ids must be in "
-            f"[0, {vocab_size}), the model's vocabulary: is this the tokenizer of the model being served?"
-        )
-    return ids.tolist()
 
 
 def generate_request(
@@ -185,9 +149,13 @@ def update_weights_from_distributed(
     return Request("POST", "/update_weights_from_distributed", body)
 
 
-def update_weights_from_tensor(serialized_named_tensors: Sequence[str]) -> Request:
+def update_weights_from_tensor(
+    serialized_named_tensors: Sequence[str], *, weight_version: str | None = None
+) -> Request:
     """Load the tensors of a pickled [(name, tensor)] in base64: one entry for each tensor-parallel rank."""
     body = {"serialized_named_tensors": list(serialized_named_tensors), "flush_cache": False}
+    if weight_version is not None:
+        body["weight_version"] = weight_version
     return Request("POST", "/update_weights_from_tensor", body)
 
 

@@ -13,8 +13,9 @@ import orjson
 import torch
 
 from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError, body_start
+from megatron_rl_corr.engines.routes import ExpertShape, no_routes
 from megatron_rl_corr.engines.sglang.logprob_rows import read_flat
-from megatron_rl_corr.engines.sglang.routed_experts import ExpertShape, decode, no_routes
+from megatron_rl_corr.engines.sglang.routed_experts import decode
 from megatron_rl_corr.engines.trajectory import Support, Trajectory, VersionSpan
 
 GENERATE = "/generate"

@@ -1,19 +1,19 @@
 """Finds the servers behind an SGLang router.
 
-A router passes each request to one server of its choice, but a pause or a weight update is for all of them, and who is
-left out until its weights are right is the client's to say: it asks the router once, and then speaks to the servers.
+A router passes each request to one server of its choice, but a pause or a weight update is for all of them, and the
+client decides which servers are left out until their weights are right. So the client asks the router once for its
+servers, and then speaks to these.
 """
 
-import asyncio
-import time
 from collections.abc import Sequence
 
 import orjson
 
-from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError
-from megatron_rl_corr.engines.fan_out import all_or_first_failure
-from megatron_rl_corr.engines.http import HEALTH_PROBE_TIMEOUT_S, Transport, checked_urls
-from megatron_rl_corr.engines.sglang.requests import Request
+from megatron_rl_corr.engines.concurrency import all_or_first_failure, poll_until
+from megatron_rl_corr.engines.control import HEALTH_PROBE_TIMEOUT_S
+from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, RolloutServerError
+from megatron_rl_corr.engines.http import checked_urls
+from megatron_rl_corr.engines.types import Request, Transport
 
 POLL_S = 0.5
 WORKERS = Request("GET", "/workers")  # sglang-router 0.3.2; a server has no such endpoint
@@ -22,34 +22,45 @@ WORKERS = Request("GET", "/workers")  # sglang-router 0.3.2; a server has no suc
 async def servers_behind(urls: Sequence[str], transport: Transport, timeout_s: float) -> tuple[str, ...]:
     """The addresses, each router's replaced by those of its servers, in its order.
 
-    Waits up to timeout_s for an answer of each, and for a router to have registered a server. Raises
-    RolloutServerError where none comes, RolloutProtocolError for a router whose servers can't be spoken to.
+    Waits for an answer of each address, and for a router to have registered a server.
+
+    Args:
+        urls: of servers and routers.
+        transport: to them.
+        timeout_s: limit of the wait.
+
+    Raises:
+        RolloutServerError: no answer came.
+        RolloutProtocolError: a router has no server, or servers that the client can't speak to.
     """
-    deadline = time.monotonic() + timeout_s
 
-    async def ask(url: str) -> list[str]:
-        while True:
-            waited, failure = time.monotonic() >= deadline, None
-            try:
-                probe_s = min(max(0.1, deadline - time.monotonic()), HEALTH_PROBE_TIMEOUT_S)
-                _, body = await transport.send(url, WORKERS, timeout_s=probe_s)
-                found = _worker_urls(url, body)
-                if found:
-                    return found
-                failure = RolloutProtocolError(url, WORKERS.endpoint, "this router has no worker; start its servers")
-            except RolloutServerError as error:
-                if error.status == 404:  # it answers, and knows no workers: a server
-                    return [url]
-                if error.status is not None and error.status < 500:
-                    raise
-                failure = error
-            if waited:
-                failure.add_note(f"waited {timeout_s:g} s for it")
-                raise failure
-            await asyncio.sleep(POLL_S)
+    async def find(url: str, limit_s: float) -> list[str]:
+        try:
+            _, body = await transport.send(url, WORKERS, timeout_s=limit_s)
+        except RolloutServerError as error:
+            if error.status == 404:  # it answers, and knows no workers: a server
+                return [url]
+            raise
+        return _worker_urls(url, body)
 
-    lists = await all_or_first_failure([ask(url) for url in urls])
+    async def wait_for(url: str) -> list[str]:
+        return await poll_until(
+            lambda limit_s: find(url, limit_s), timeout_s=timeout_s, pause_s=POLL_S,
+            longest_attempt_s=HEALTH_PROBE_TIMEOUT_S, retry=_may_change, waited_for="it",
+        )  # fmt: skip
+
+    lists = await all_or_first_failure([wait_for(url) for url in urls])
     return checked_urls([url for found in lists for url in found])
+
+
+class _NoWorker(RolloutProtocolError):
+    """A router has no server yet."""
+
+
+def _may_change(error: RolloutError) -> bool:
+    if isinstance(error, RolloutServerError):
+        return error.status is None or error.status >= 500
+    return isinstance(error, _NoWorker)
 
 
 def _worker_urls(url: str, body: bytes) -> list[str]:
@@ -70,4 +81,6 @@ def _worker_urls(url: str, body: bytes) -> list[str]:
             url, WORKERS.endpoint, f"its worker {split[0]} is one data-parallel rank of a server; start the router "
             "without --dp-aware",
         )  # fmt: skip
+    if not found:
+        raise _NoWorker(url, WORKERS.endpoint, "this router has no worker; start its servers")
     return found

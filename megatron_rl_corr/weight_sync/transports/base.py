@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_rl_corr.engines.sglang.control import ServerControl
+from megatron_rl_corr.engines.control import ServerControl
 from megatron_rl_corr.weight_sync.buckets import NamedTensor
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
+from megatron_rl_corr.engines.control import ServerControl
 from megatron_rl_corr.engines.errors import RolloutError, RolloutServerError
-from megatron_rl_corr.engines.sglang.control import ServerControl
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.weight_sync.buckets import NamedTensor
 from megatron_rl_corr.weight_sync.transports.base import WeightTransport

@@ -22,8 +22,8 @@ from torch.distributed.distributed_c10d import (
     rendezvous,
 )
 
+from megatron_rl_corr.engines.control import ServerControl
 from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError
-from megatron_rl_corr.engines.sglang.control import ServerControl
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.weight_sync.buckets import NamedTensor
 

@@ -1,0 +1,274 @@
+"""The seam between the package and a rollout engine: an `Engine` builds requests and parses answers, and sends nothing.
+
+A new engine is a folder beside this file, whose module has `ENGINE`, an object of a subclass of `Engine`, and an entry
+in config/run.py ENGINES. What it does not define raises `UnsupportedByEngine`.
+
+P prompt tokens, R response tokens, M layers with experts, k experts a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from megatron_rl_corr.engines.routes import ExpertShape
+from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
+from megatron_rl_corr.engines.types import (
+    EngineLimits,
+    NamedTensor,
+    Part,
+    Progress,
+    Request,
+    ServerChecksums,
+    ServerRanks,
+    Transport,
+    UnsupportedByEngine,
+)
+
+
+class Engine(Protocol):
+    """One program that rollout servers run: its requests, its answers, its limits.
+
+    Methods without a transport among their arguments send nothing. Those that return a `Request` may return None for
+    a step that the engine does not have and does not need.
+    """
+
+    name: str
+    """As users write it, for instance "SGLang"."""
+    limits: EngineLimits
+    generate_endpoint: str
+    """Of the request that `generate` builds, for messages."""
+
+    # Addresses and connections
+
+    def checked_urls(self, urls: Sequence[str]) -> tuple[str, ...]:
+        """The addresses in their canonical form. Raises ValueError for what is no address, and for one given twice."""
+        raise self._unsupported("addresses")
+
+    def open_transport(
+        self, urls: Sequence[str], *, timeout_s: float, connect_timeout_s: float, api_key: str | None = None,
+        ca_file: str | Path | None = None,
+    ) -> Transport:  # fmt: skip
+        """A transport to these servers. Raises ValueError for a key or a file that can't be used."""
+        raise self._unsupported("a transport")
+
+    async def find_servers(self, urls: Sequence[str], transport: Transport, timeout_s: float) -> tuple[str, ...]:
+        """The addresses, each router's replaced by those of the servers behind it."""
+        return tuple(urls)
+
+    def progress(self, transport: Transport, url: str) -> Progress:
+        """A watch of one server."""
+        raise self._unsupported("progress of requests")
+
+    # Samples
+
+    def check_sampling(self, sampling: SamplingParams) -> None:
+        """Raise ValueError, naming the field, the value and the remedy, where the limits forbid these parameters."""
+        limits = self.limits
+        if 0 < sampling.temperature < limits.min_temperature:
+            raise ValueError(
+                f"temperature must be 0 (greedy) or at least {limits.min_temperature:g} with {self.name}, got "
+                f"{sampling.temperature}"
+            )
+        if limits.max_top_k is not None and sampling.top_k > limits.max_top_k:
+            raise ValueError(
+                f"top_k must be -1 (off) or in [2, {limits.max_top_k}], for which {self.name} returns the sampling "
+                f"mask, got {sampling.top_k}; use {limits.max_top_k} or less, or -1"
+            )
+        if limits.top_p_needs_top_k and sampling.top_p != 1 and sampling.top_k == -1:
+            raise ValueError(
+                f"top_p below 1 needs a top_k in [2, {limits.max_top_k}] with {self.name}: only then it returns the "
+                f"sampling mask, without which truncated samples cannot be corrected; got top_p {sampling.top_p} with "
+                f"top_k -1; give top_k {limits.max_top_k} beside it, or the vocabulary size where that is smaller"
+            )
+
+    def generate(
+        self, prompt_ids: list[int], sampling: SamplingParams, *, seed: int, routed_experts: bool = False,
+        routes_from: int = 0, cache_key: str | None = None,
+    ) -> Request:  # fmt: skip
+        """Ask for one response to one prompt, with a log-prob for every sampled token, and no text.
+
+        Args:
+            prompt_ids: P ids, each in the vocabulary.
+            sampling: how to sample; with top_p or top_k the answer must bring the sampling mask.
+            seed: in [-2**63, 2**63), for servers with deterministic inference.
+            routed_experts: also return which experts each token but the last went to.
+            routes_from: leave out the routes of the first tokens.
+            cache_key: share keys and values only with requests of the same one.
+        """
+        raise self._unsupported("sampling")
+
+    def parse(
+        self, body: bytes, *, prompt_ids: Tensor, prompt_index: int, sample_index: int, server: str,
+        vocab_size: int | None = None, truncated: bool = False, experts: ExpertShape | None = None,
+        known_routes: Tensor | None = None,
+    ) -> Trajectory:  # fmt: skip
+        """The response in the answer to `generate`.
+
+        Args:
+            body: of the answer.
+            prompt_ids: [P] int64, what was sent.
+            prompt_index, sample_index, server: go into the trajectory.
+            vocab_size: every id must be below it.
+            truncated: the request had top_p or top_k, so the trajectory has a support, and its log-probs are
+                renormalised on it.
+            experts: the request asked for routed experts of a model of this shape.
+            known_routes: [routes_from, M, k], those that were not asked for.
+
+        Raises:
+            RolloutServerError: the answer says that the request failed.
+            RolloutProtocolError: the answer contradicts itself or the request.
+        """
+        raise self._unsupported("sampling")
+
+    # Control: an answer is a dict, as `parse_control` returns it
+
+    def parse_control(self, body: bytes, *, server: str, endpoint: str, status: int) -> dict[str, Any]:
+        """The answer to any other request. Raises RolloutServerError for one that says it failed."""
+        raise self._unsupported("control requests")
+
+    def health(self) -> Request:
+        """Succeeds once the server can sample."""
+        raise self._unsupported("health")
+
+    def server_info(self) -> Request:
+        """Version, launch arguments and state."""
+        raise self._unsupported("server_info")
+
+    def model_info(self) -> Request:
+        """The model, and what its weights are called."""
+        raise self._unsupported("model_info")
+
+    def weight_version(self, model_info: Mapping[str, Any]) -> str:
+        """The name of the weights in an answer to `model_info`."""
+        raise self._unsupported("weight versions")
+
+    def is_quantized(self, server_info: Mapping[str, Any]) -> bool:
+        """Whether the server computes with weights, or keeps keys and values, of fewer than 16 bits."""
+        raise self._unsupported("server_info")
+
+    def dtype(self, server_info: Mapping[str, Any]) -> str:
+        """What the server computes in, for instance "bfloat16"."""
+        raise self._unsupported("server_info")
+
+    def pause_generation(self, mode: str) -> Request:
+        """Stop sampling; new requests wait.
+
+        Args:
+            mode: of running requests. abort: they return at once with their tokens so far; in_place: they go on later
+                with their keys and values; retract: they go on later, with keys and values computed anew.
+        """
+        raise self._unsupported(f"pause mode {mode}")
+
+    def continue_generation(self) -> Request:
+        """Go on after a pause; harmless without one."""
+        raise self._unsupported("pauses")
+
+    def pause_problem(
+        self, server_info: Mapping[str, Any], mode: str, *, keyed_cache: bool, samples_ahead: bool
+    ) -> str | None:
+        """Why this server can't be paused in this mode for a weight update, with the remedy; None: it can.
+
+        Args:
+            server_info: the server's.
+            mode: as in `pause_generation`.
+            keyed_cache: requests name the weights that they are meant for as their cache_key.
+            samples_ahead: responses run while weights are updated.
+        """
+        raise self._unsupported(f"pause mode {mode}")
+
+    def flush_cache(self) -> Request:
+        """Forget cached prefixes."""
+        raise self._unsupported("flush_cache")
+
+    # Weight updates
+
+    def ranks(self, url: str, server_info: Mapping[str, Any]) -> ServerRanks:
+        """How the server is sharded. Raises RolloutProtocolError for several replicas behind one address."""
+        raise self._unsupported("weight updates")
+
+    def begin_weight_update(self) -> Request:
+        """Open the session that weights must be sent in."""
+        raise self._unsupported("weight updates")
+
+    def end_weight_update(self) -> Request:
+        """Close it."""
+        raise self._unsupported("weight updates")
+
+    def update_is_open(self, error: Exception) -> bool:
+        """Whether `begin_weight_update` failed because an earlier update was broken off before its end."""
+        return False
+
+    def init_weights_update_group(
+        self, master_address: str, master_port: int, *, rank_offset: int, world_size: int, group_name: str, backend: str
+    ) -> Request:
+        """Join the process group in which the trainer is rank 0; the server's ranks start at rank_offset."""
+        raise self._unsupported("weight transport distributed")
+
+    def destroy_weights_update_group(self, group_name: str) -> Request:
+        """Leave that group."""
+        raise self._unsupported("weight transport distributed")
+
+    def update_weights_from_distributed(
+        self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], *, group_name: str,
+        flush_cache: bool, weight_version: str | None,
+    ) -> Request:  # fmt: skip
+        """Receive one broadcast from rank 0 per name, in order.
+
+        Args:
+            names: Hugging Face names.
+            dtypes: for instance "bfloat16".
+            shapes: of the whole tensors.
+            group_name: as the group was made.
+            flush_cache: forget cached prefixes afterwards.
+            weight_version: the name of the new weights; None: they keep theirs.
+        """
+        raise self._unsupported("weight transport distributed")
+
+    def serialized(self, bucket: Sequence[NamedTensor]) -> str:
+        """A bucket as text that one tensor-parallel rank of a server on this host can load."""
+        raise self._unsupported("weight transport tensor")
+
+    def update_weights_from_tensor(self, entries: Sequence[str], *, weight_version: str | None = None) -> Request:
+        """Load a bucket: for each tensor-parallel rank what `serialized` made."""
+        raise self._unsupported("weight transport tensor")
+
+    def update_weights_from_disk(self, model_path: str) -> Request:
+        """Load a Hugging Face folder, by the path that the server knows it by; the weights keep their name."""
+        raise self._unsupported("weight transport disk")
+
+    def update_weight_version(self, new_version: str) -> Request:
+        """Rename the weights; running requests go on."""
+        raise self._unsupported("weight versions")
+
+    # Verification of an update
+
+    def weights_checker(self, action: str = "checksum") -> Request:
+        """Ask for the server's checksums of its weights."""
+        raise self._unsupported("checksums")
+
+    def checksums(self, url: str, server_info: Mapping[str, Any], answer: Mapping[str, Any]) -> ServerChecksums:
+        """The checksums in an answer to `weights_checker`. Raises RolloutProtocolError for an answer without them."""
+        raise self._unsupported("checksums")
+
+    def checksum(self, tensor: Tensor, device: str) -> str | None:
+        """The checksum of a tensor as a server on `device` computes it; None where its algorithm is not known."""
+        return None
+
+    def server_parameter(self, name: str) -> tuple[str, Part]:
+        """The server's name of the parameter that a Hugging Face tensor is a part of, and which part."""
+        return name, (-1, 0)
+
+    def held_in(self, parameter: str, held: Container[str]) -> str:
+        """The parameter, of those that a server holds, that has this one in it; its own name where no other does."""
+        return parameter
+
+    def possible_layouts(self, parts: Mapping[Part, Tensor], *, rank: int, size: int) -> Iterator[Tensor]:
+        """What tensor-parallel rank `rank` of `size` may hold of a parameter."""
+        return iter(())
+
+    def _unsupported(self, what: str) -> UnsupportedByEngine:
+        return UnsupportedByEngine(f"{self.name} does not support {what}; use another engine, or leave it out")

@@ -1,0 +1,92 @@
+"""Routed experts of a response: which experts each token went to, in the smallest integer type that holds them.
+
+T tokens of prompt and response, H hidden layers, M of them with experts, k experts a token.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """How a model routes its tokens, and so what its servers return for one.
+
+    Example: ExpertShape(num_layers=48, layers=tuple(range(48)), top_k=8, experts=128) for Qwen3-30B-A3B.
+    """
+
+    num_layers: int
+    """H, as the server counts them: without layers for multi-token prediction."""
+    layers: tuple[int, ...]
+    """Which of them have experts, from 0, rising: M numbers. A server's rows for the others are ignored."""
+    top_k: int
+    """k, experts a token is sent to."""
+    experts: int
+    """Experts of one layer."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The smallest type that holds every id, and a row without routes beside them."""
+        return torch.uint8 if self.experts <= 255 + (self.top_k > 1) else torch.int16
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Memory of one token's routes."""
+        return len(self.layers) * self.top_k * self.dtype.itemsize
+
+
+def no_routes(shape: ExpertShape, *sizes: int) -> Tensor:
+    """Rows that hold no routes: k times the largest value of the type, which no top-k is.
+
+    Args:
+        shape: the model's.
+        sizes: leading dimensions, for instance a number of tokens.
+
+    Returns:
+        [*sizes, M, k] of shape.dtype.
+    """
+    fill = torch.iinfo(shape.dtype).max
+    return torch.full((*sizes, len(shape.layers), shape.top_k), fill, dtype=shape.dtype)
+
+
+def has_routes(routes: Tensor, experts: int) -> Tensor:
+    """Whether rows hold routes, and not the filling of `no_routes`.
+
+    Args:
+        routes: [..., k] expert ids.
+        experts: experts of one layer; needed where k is 1.
+
+    Returns:
+        [...] bool.
+    """
+    return routes[..., 0] < experts if routes.shape[-1] == 1 else routes[..., 0] != routes[..., 1]
+
+
+def first_without_routes(routes: Tensor, experts: int) -> int:
+    """How many of the first tokens have routes in every layer: these need not be requested again.
+
+    Args:
+        routes: [T, M, k].
+        experts: experts of one layer.
+    """
+    known = has_routes(routes, experts).all(dim=1)
+    return len(known) if known.all() else int(known.int().argmin())
+
+
+def pack(routes: list[Tensor | None], length: int, shape: ExpertShape) -> Tensor:
+    """Routes of several samples in rows of one length, without routes behind each one's end.
+
+    Args:
+        routes: for each of N samples [T - 1, M, k], or None.
+        length: at least the longest T - 1.
+        shape: the model's.
+
+    Returns:
+        [N, length, M, k].
+    """
+    packed = no_routes(shape, len(routes), length)
+    for row, own in enumerate(routes):
+        if own is not None:
+            packed[row, : len(own)] = own
+    return packed

@@ -1,0 +1,80 @@
+"""SGLang behind the seam: every request, answer, limit and remedy of its servers (0.5.6 to 0.5.23)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_rl_corr.engines.base import Engine
+from megatron_rl_corr.engines.http import HTTPTransport, certificates, checked_key, checked_urls
+from megatron_rl_corr.engines.sglang import requests, responses, router, servers, tensors, weights
+from megatron_rl_corr.engines.sglang.progress import LoadsProgress
+from megatron_rl_corr.engines.types import EngineLimits, Transport
+
+
+class SGLang(Engine):
+    """SGLang servers, and routers before them, over HTTP."""
+
+    name = "SGLang"
+    generate_endpoint = responses.GENERATE
+    limits = EngineLimits(
+        min_temperature=1e-6,  # below it SGLang samples greedily and returns the log-probs of temperature 1
+        max_top_k=4096,  # --sampling-mask-max-tokens; for a larger top_k, or none, it returns no sampling mask
+        top_p_needs_top_k=True,
+        pause_modes=requests.PAUSE_MODES,
+        weight_transports=("distributed", "tensor", "disk"),
+    )
+
+    checked_urls = staticmethod(checked_urls)
+    progress = staticmethod(LoadsProgress)
+
+    def open_transport(
+        self, urls: Sequence[str], *, timeout_s: float, connect_timeout_s: float, api_key: str | None = None,
+        ca_file: str | Path | None = None,
+    ) -> HTTPTransport:  # fmt: skip
+        return HTTPTransport(
+            timeout_s=timeout_s, connect_timeout_s=connect_timeout_s, api_key=checked_key(api_key),
+            tls=certificates(ca_file, urls), remedy=servers.remedy,
+        )  # fmt: skip
+
+    async def find_servers(self, urls: Sequence[str], transport: Transport, timeout_s: float) -> tuple[str, ...]:
+        return await router.servers_behind(urls, transport, timeout_s)
+
+    generate = staticmethod(requests.generate_request)
+    parse = staticmethod(responses.parse_generate)
+
+    parse_control = staticmethod(responses.parse_control)
+    health = staticmethod(requests.health)
+    server_info = staticmethod(requests.server_info)
+    model_info = staticmethod(requests.model_info)
+    is_quantized = staticmethod(servers.is_quantized)
+    pause_generation = staticmethod(requests.pause_generation)
+    continue_generation = staticmethod(requests.continue_generation)
+    pause_problem = staticmethod(servers.pause_problem)
+    flush_cache = staticmethod(requests.flush_cache)
+
+    def weight_version(self, model_info: Mapping[str, Any]) -> str:
+        return str(model_info.get("weight_version"))
+
+    def dtype(self, server_info: Mapping[str, Any]) -> str:
+        return str(server_info.get("dtype"))
+
+    ranks = staticmethod(servers.ranks)
+    begin_weight_update = staticmethod(requests.begin_weight_update)
+    end_weight_update = staticmethod(requests.end_weight_update)
+    update_is_open = staticmethod(servers.update_is_open)
+    init_weights_update_group = staticmethod(requests.init_weights_update_group)
+    destroy_weights_update_group = staticmethod(requests.destroy_weights_update_group)
+    update_weights_from_distributed = staticmethod(requests.update_weights_from_distributed)
+    serialized = staticmethod(tensors.serialized)
+    update_weights_from_tensor = staticmethod(requests.update_weights_from_tensor)
+    update_weights_from_disk = staticmethod(requests.update_weights_from_disk)
+    update_weight_version = staticmethod(requests.update_weight_version)
+
+    weights_checker = staticmethod(requests.weights_checker)
+    checksums = staticmethod(servers.checksums)
+    checksum = staticmethod(weights.checksum)
+    server_parameter = staticmethod(weights.server_parameter)
+    held_in = staticmethod(weights.held_in)
+    possible_layouts = staticmethod(weights.possible_layouts)

@@ -1,0 +1,152 @@
+"""What an SGLang server's /server_info and checksums say: its ranks, how it may be paused, which weights it holds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, RolloutServerError
+from megatron_rl_corr.engines.sglang.server_version import FLUSHES_PAUSED_SINCE, version_key
+from megatron_rl_corr.engines.types import ServerChecksums, ServerRanks
+
+_IN_PLACE_NEEDS = ("disable_overlap_schedule", "disable_radix_cache")
+"""Launch options, as /server_info names them. With the overlap scheduler a token is labelled with the version after the
+one that sampled it; with the prefix cache later prompts meet keys and values of old weights, and SGLang refuses to drop
+them while a response is running. A client of `keyed_cache` meets none, so its servers may have that cache."""
+_OUTER_CACHES = (
+    "enable_hierarchical_cache", "enable_lmcache", "enable_flexkv", "enable_unified_cache_external_linker",
+)  # fmt: skip
+"""Caches behind the prefix cache; in older SGLang they know a prefix by its tokens alone, whatever its key."""
+_LAYOUT = (
+    "tp_size", "pp_size", "ep_size", "dtype", "device", "quantization", "moe_runner_backend", "moe_a2a_backend",
+    "enable_dp_attention", "enable_dp_lm_head", "moe_dense_tp_size", "enable_eplb", "ep_num_redundant_experts",
+    "init_expert_location", "enable_fp32_lm_head", "disable_shared_experts_fusion",
+)  # fmt: skip
+"""Names in /server_info that decide what a rank holds, and how; every version has the first six."""
+_QUANTISES_UPDATES = "flash_rl"
+"""The --load-format of a server that quantises what it is sent (0.5.23: Qwen2 and Qwen3). By its code any other puts
+bfloat16 numbers into quantised weights as they are, beside the old scales, or has no loader left for them."""
+_FULL_PRECISION_CACHES = ("auto", "bf16", "bfloat16", "float16", "float32")
+
+
+def remedy(endpoint: str, status: int, detail: str) -> str:
+    """What to do about an answer with this HTTP status; "" where that is not known.
+
+    Args:
+        endpoint: what was requested, for instance "/health".
+        status: of HTTP, not 2xx.
+        detail: the start of the answer's body.
+    """
+    if status in (401, 403):
+        return "give the client the server's --admin-api-key, or its --api-key where it has no other"
+    if status == 404:
+        return "is this the address of an SGLang server, and is its version supported?"
+    if status == 400 and endpoint == "/update_weights_from_disk":
+        return "does the server's host see --rollout-weight-dir under the same path, and may the server read it?"
+    if status == 503 and endpoint == "/health":
+        return "it is starting, paused or stuck; see its log"
+    return ""
+
+
+def update_is_open(error: RolloutError) -> bool:
+    """Whether /begin_weight_update was refused because a killed trainer has left its session open."""
+    return isinstance(error, RolloutServerError) and error.status == 400 and "already open" in error.detail
+
+
+def ranks(url: str, server_info: Mapping[str, Any]) -> ServerRanks:
+    """The server's tensor- and pipeline-parallel sizes.
+
+    Args:
+        url: names the server in the error.
+        server_info: its answer to /server_info.
+
+    Raises:
+        RolloutProtocolError: it hides several replicas behind one address.
+    """
+    if server_info["dp_size"] > 1 and not server_info["enable_dp_attention"]:
+        raise RolloutProtocolError(
+            url, "/server_info",
+            f"it runs --dp-size {server_info['dp_size']} replicas; start as many servers and name each in "
+            "--rollout-url",
+        )  # fmt: skip
+    return ServerRanks(server_info["tp_size"], server_info["pp_size"])
+
+
+def pause_problem(
+    server_info: Mapping[str, Any], mode: str, *, keyed_cache: bool, samples_ahead: bool
+) -> str | None:
+    """Why the server can't be paused in this mode for a weight update, with the remedy; None: it can.
+
+    Args:
+        server_info: its answer to /server_info.
+        mode: abort, in_place or retract.
+        keyed_cache: requests name their weights as their cache key.
+        samples_ahead: responses run while weights are updated.
+    """
+    if mode == "in_place":
+        keyed = keyed_cache and not any(server_info.get(name) for name in _OUTER_CACHES)
+        needs = _IN_PLACE_NEEDS[:1] if keyed else _IN_PLACE_NEEDS
+        missing = [f"--{name.replace('_', '-')}" for name in needs if not server_info.get(name)]
+        if missing:
+            return (
+                f"--rollout-pause-mode in_place needs a server started with {' '.join(missing)}; start it so, or use "
+                "--rollout-pause-mode retract"
+            )
+    if mode == "retract" and samples_ahead:
+        version = str(server_info.get("version"))
+        if () < version_key(version) < version_key(FLUSHES_PAUSED_SINCE):
+            return (
+                f"SGLang {version} can't drop cached prefixes while the requests wait that a push has retracted, and "
+                f"--rollout-max-lag is above 0; serve with SGLang {FLUSHES_PAUSED_SINCE} or newer, or use "
+                "--rollout-pause-mode abort or --rollout-max-lag 0"
+            )
+    return None
+
+
+def is_quantized(server_info: Mapping[str, Any]) -> bool:
+    """Whether the server computes with weights, or keeps keys and values, of fewer than 16 bits."""
+    cache = server_info.get("kv_cache_dtype") or "auto"
+    return bool(server_info.get("quantization")) or cache not in _FULL_PRECISION_CACHES
+
+
+def checksums(url: str, server_info: Mapping[str, Any], answer: Mapping[str, Any]) -> ServerChecksums:
+    """The server's checksums, from its answers to /server_info and /weights_checker.
+
+    Raises:
+        RolloutProtocolError: there is no checksum for each rank.
+    """
+    try:
+        of_ranks = tuple(_rank_checksums(rank) for rank in answer["ranks"])
+        layout = (*(server_info[key] for key in _LAYOUT[:6]), *(server_info.get(key) for key in _LAYOUT[6:]))
+        quantization = server_info["quantization"] or _quantization_of_folder(server_info.get("model_path"))
+        device = server_info["device"]
+    except (KeyError, IndexError, TypeError) as error:
+        raise RolloutProtocolError(url, "/weights_checker", f"no checksum by rank ({error!r} is missing)") from None
+    return ServerChecksums(
+        url=url, device=device, tp_size=server_info["tp_size"], layout=(*layout, len(of_ranks)),
+        quantization=quantization, ranks=of_ranks,
+        shows_all=server_info["pp_size"] == 1,  # of several pipeline stages SGLang shows the first one's (0.5.23)
+        # In 16 bits a CPU with AMX holds its matrices packed, and /server_info does not tell; float32 is never packed.
+        layout_is_known=device == "cpu" and layout[:4] == (1, 1, 1, "float32") and quantization is None,
+        quantises_updates=server_info.get("load_format") == _QUANTISES_UPDATES,
+        quantises_updates_with=f"Qwen2 and Qwen3 with --load-format {_QUANTISES_UPDATES}",
+    )  # fmt: skip
+
+
+def _quantization_of_folder(model_path: str | None) -> str | None:
+    """SGLang finds it in the checkpoint itself, and does not always tell."""
+    if model_path is None or not (config := Path(model_path) / "config.json").is_file():
+        return None
+    quantised = json.loads(config.read_text()).get("quantization_config")
+    return quantised.get("quant_method", "by its config.json") if quantised else None
+
+
+def _rank_checksums(rank: Mapping[str, Any]) -> tuple[int, dict[str, str]]:
+    infos = rank["parallelism_info"]
+    if isinstance(infos, dict):  # SGLang <= 0.5.20
+        return infos["tp_rank"], rank["checksums"]
+    drafts = tuple(f"{info['role']}." for info in infos if info["role"] != "target")
+    sums = {name: checksum for name, checksum in rank["checksums"].items() if not name.startswith(drafts)}
+    return infos[0]["tp_rank"], sums
