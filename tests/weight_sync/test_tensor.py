@@ -6,7 +6,8 @@ import pickletools
 import pytest
 import torch
 
-from megatron_rl_corr.weight_sync.transports.ipc import check_same_host, serialized
+from megatron_rl_corr.engines.sglang.tensors import serialized
+from megatron_rl_corr.weight_sync.transports.ipc import check_same_host
 
 
 def globals_of(text):
