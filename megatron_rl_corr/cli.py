@@ -1,4 +1,4 @@
-"""The command line `megatron-rl-corr`: examines servers, draws runs, compares corrections, patches Megatron trees."""
+"""The command `megatron-rl-corr`: checks servers, draws runs, compares corrections, installs the plugin in Megatron."""
 
 import argparse
 import sys
@@ -12,9 +12,9 @@ PROGRAM = "megatron-rl-corr"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand; 0 on success, 2 with a message on stderr for anything the user can mend.
+    """Run one subcommand; 0 on success, 2 with a message on stderr for anything the user can fix.
 
-    The doctor's 1 says that it found something.
+    1 is the doctor's, when it has findings.
     """
     arguments = _parser().parse_args(argv)
     try:
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=PROGRAM, description="Tools around a megatron_rl_corr run.")
+    parser = argparse.ArgumentParser(prog=PROGRAM, description="Tools for RL runs that train with megatron_rl_corr.")
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
@@ -35,8 +35,8 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("run_dir", metavar="RUN_DIR", help="folder that holds the run's metrics.jsonl")
     report.set_defaults(run=_report)
 
-    correct = commands.add_parser("correct", help="compare corrections on samples that a run has kept")
-    correct.add_argument("files", metavar="FILE.parquet", nargs="+", help="of --rollout-save-trajectories")
+    correct = commands.add_parser("correct", help="compare corrections on samples that a run has saved")
+    correct.add_argument("files", metavar="FILE.parquet", nargs="+", help="written by --rollout-save-trajectories")
     correct.add_argument("--preset", metavar="NAME", nargs="+", default=[], help="presets to compare; see presets")
     correct.add_argument("--config", metavar="YAML", nargs="+", default=[], help="files of settings to compare")
     correct.add_argument("--json", action="store_true", help="print every metric as JSON, not a table")
@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_doctor(commands) -> None:
-    doctor = commands.add_parser("doctor", help="ask live SGLang servers what would mislead the training")
+    doctor = commands.add_parser("doctor", help="check live SGLang servers for train-inference mismatch")
     add = doctor.add_argument
     add("--url", metavar="URL", action="append", required=True, help="a server's address; once for each server")
     add("--model", metavar="HF_DIR", help="compare log-probs with this Hugging Face folder's model in float32")
@@ -65,20 +65,20 @@ def _add_doctor(commands) -> None:
     add("--temperature", metavar="T", type=float, help="what the run samples with (default: any)")
     add("--top-p", metavar="P", type=float, help="what the run samples with (default: 1)")
     add("--top-k", metavar="K", type=int, help="what the run samples with (default: -1, off)")
-    add("--vocab-size", metavar="V", type=int, help="where neither --model nor the server's folder tells it")
+    add("--vocab-size", metavar="V", type=int, help="vocabulary size, if neither --model nor the server has it")
     add("--timeout", metavar="S", type=float, default=60.0, help="seconds for one request (default 60)")
     add("--api-key-env", metavar="NAME", help="environment variable that holds the servers' (admin) API key")
     doctor.set_defaults(run=_doctor)
 
 
 def _add_patch(commands) -> None:
-    patch = commands.add_parser("patch", help="let a Megatron tree load the plugin by itself, without the launcher")
+    patch = commands.add_parser("patch", help="install the plugin hook into a Megatron checkout")
     patch.add_argument("--megatron-root", metavar="DIR", required=True, help="the folder that holds megatron/")
     what = patch.add_mutually_exclusive_group()
     for name, text in {
-        "check": "say whether the tree has the lines or can take them; the default",
-        "apply": "add the lines, and keep the file as it was beside it",
-        "revert": "take the lines away",
+        "check": "tell whether the checkout has the hook or can take it; the default",
+        "apply": "add the hook's lines, and save the original file beside the changed one",
+        "revert": "remove the hook's lines",
         "diff": "print what --apply would change",
     }.items():
         what.add_argument(f"--{name}", dest="what", action="store_const", const=name, help=text)
@@ -143,16 +143,14 @@ def _model_flags(arguments: argparse.Namespace) -> None:
 
 def _presets(arguments: argparse.Namespace) -> None:
     from megatron_rl_corr.config.correction import PRESETS
+    from megatron_rl_corr.tables import text_table
 
-    rows = [("preset", "weights", ["keeps"], "loss")]
-    rows += [(name, weights_as_text(config), rules_as_text(config), loss_as_text(config))
-             for name, config in PRESETS.items()]
-    widths = [max(len(row[0]) for row in rows), max(len(row[1]) for row in rows),
-              max(len(rule) for row in rows for rule in row[2])]
-    for name, weights, rules, loss in rows:
-        for line, rule in enumerate(rules):
-            cells = (name, weights, rule, loss) if line == 0 else ("", "", rule, "")
-            print("  ".join([*map(str.ljust, cells[:3], widths), cells[3]]).rstrip())
+    rows = [("preset", "weights", "keeps", "loss")]
+    for name, config in PRESETS.items():
+        first, *others = rules_as_text(config)
+        rows.append((name, weights_as_text(config), first, loss_as_text(config)))
+        rows += [("", "", rule, "") for rule in others]
+    print("\n".join(text_table(rows)))
 
 
 def weights_as_text(config) -> str:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron_rl_corr.doctor.findings import DEFECTS, KINDS, Examination, Finding, exit_status
+from megatron_rl_corr.tables import text_table
 
 MARKS = {"ok": "ok", "note": "note", "finding": "FOUND", "failed": "FAILED"}
 
@@ -16,13 +17,12 @@ def as_table(examinations: list[Examination]) -> str:
     lines = []
     for examination in examinations:
         lines.append(examination.server)
-        width = max((len(row.check) for row in examination.rows), default=0)
+        rows = []
         for row in examination.rows:
-            lines.append(f"  {MARKS[row.status]:6}  {row.check:{width}}  {row.said}")
+            rows.append((f"{MARKS[row.status]:6}", row.check, row.said))
             for bucket, numbers in row.numbers.get("buckets", {}).items():
-                label = f"pi_rollout {bucket}"
-                lines.append(f"  {'':6}  {'':{width}}    {label:18}  {_distance(numbers)}")
-        lines.append("")
+                rows.append(("", "", f"  {f'pi_rollout {bucket}':18}  {_distance(numbers)}"))
+        lines += [*text_table(rows, indent="  "), ""]
     findings = [finding for examination in examinations for finding in examination.findings]
     for kind, means in KINDS.items():
         of_kind = [finding for finding in findings if finding.kind == kind]

@@ -8,10 +8,11 @@ from __future__ import annotations
 import ast
 import difflib
 import os
-import shutil
-import tempfile
+import stat
 from dataclasses import dataclass
 from pathlib import Path
+
+from megatron_rl_corr.files import write_atomically
 
 FILE = "megatron/training/__init__.py"
 ANCHOR = "print_rank_last)"
@@ -164,18 +165,8 @@ def _version(root: Path) -> str:
 
 
 def _replace(path: Path, content: bytes, *, like: Path) -> None:
-    """Write in one move, with the permissions of `like`: a reader sees the old file or the new.
+    """Replace the file in one move, with the permissions of `like`.
 
-    A new file, never the old one's blocks: package managers link files of several environments to one another.
+    The blocks of the old file are not written: package managers link files of several environments to one another.
     """
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        shutil.copymode(like, temporary)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    write_atomically(path, content, mode=stat.S_IMODE(like.stat().st_mode))

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron_rl_corr.files import write_atomically
 from megatron_rl_corr.parallel.failure import StartupError, all_reduce_failure
 from megatron_rl_corr.rollout.saved_cursor import SavedCursor
 
@@ -91,18 +92,8 @@ def written_before(get_tracker_filename: Callable[[str], str]) -> Callable[[str]
             iteration, cursor = _saving[0]
             folder = _folder(checkpoints_path, iteration)
             if folder.is_dir():
-                _write(folder / FILE_NAME, cursor)
+                write_atomically(folder / FILE_NAME, json.dumps(asdict(cursor)).encode())
                 _saving.clear()
         return get_tracker_filename(checkpoints_path)
 
     return get_checkpoint_tracker_filename
-
-
-def _write(path: Path, cursor: SavedCursor) -> None:
-    """In one move, and on the disk before the checkpoint is finished."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w") as file:
-        json.dump(asdict(cursor), file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)

@@ -5,7 +5,6 @@ A row of the file is one response; docs/reference/sample_file.md has its columns
 
 import json
 import os
-import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -15,6 +14,7 @@ import pyarrow.parquet as pq
 import torch
 
 from megatron_rl_corr.engines.trajectory import SamplingParams, Support, Trajectory, VersionSpan
+from megatron_rl_corr.files import atomic_writer
 from megatron_rl_corr.rollout.sample import PER_TOKEN, Sample
 
 FORMAT, VERSION = b"megatron_rl_corr.trajectories", b"1"
@@ -66,20 +66,10 @@ def write_trajectories(
     schema = SCHEMA
     if sampling is not None:
         schema = SCHEMA.with_metadata({**SCHEMA.metadata, SAMPLING: json.dumps(asdict(sampling)).encode()})
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            with pq.ParquetWriter(file, schema, compression="zstd") as writer:
-                for group in _groups(samples, tokens_per_group):
-                    table = _table(group).replace_schema_metadata(schema.metadata)
-                    writer.write_table(table, row_group_size=len(group))
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)  # mkstemp makes it private; it is for whoever may read the folder
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    with atomic_writer(path) as file, pq.ParquetWriter(file, schema, compression="zstd") as writer:
+        for group in _groups(samples, tokens_per_group):
+            table = _table(group).replace_schema_metadata(schema.metadata)
+            writer.write_table(table, row_group_size=len(group))
     return path
 
 
