@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from megatron_rl_corr.core.metric_spec import MetricSpec, in_group
 from megatron_rl_corr.core.metrics import Mean, Metric, Sum
 from megatron_rl_corr.engines.sglang.routed_experts import has_routes
 from megatron_rl_corr.engines.trajectory import Trajectory
@@ -90,3 +91,74 @@ def collection_metrics(counted: torch.Tensor, *, with_routes: bool = False) -> d
         "rollout/by_fate/kept_length_mean": mean("tokens", "samples"),
         "rollout/by_fate/dropped_length_mean": mean("lost_tokens", "lost_samples"),
     }
+
+
+METRICS = (
+    *in_group(
+        "Staleness",
+        MetricSpec(
+            "weight_lag_token_mean", "weight_lag averaged over tokens, each by the weights that sampled it",
+            "mean(version trained - version sampled)",
+        ),
+        MetricSpec(
+            "rollout/mixed_version_fraction", "responses during which the weights changed",
+            "samples of more than one version / samples",
+        ),
+    ),
+    *in_group(
+        "Sampling",
+        MetricSpec("rollout/length_fraction", "responses cut at --rollout-max-new-tokens", "cut samples / samples"),
+        MetricSpec(
+            "rollout/abort_fraction", "responses that a server cut short and that could not be continued",
+            "aborted samples / samples",
+        ),
+        MetricSpec(
+            "rollout/groups_without_spread",
+            "groups whose rewards are all equal: their advantages are 0, they teach nothing", "count",
+        ),
+        MetricSpec(
+            "rollout/duplicate_samples",
+            "samples with the tokens of another one of their group; many: the server repeats itself", "count",
+        ),
+        MetricSpec(
+            "rollout/groups_ready", "groups that wait for a later step; with many, sampling is faster than training"
+        ),
+        MetricSpec(
+            "rollout/groups_running",
+            "groups being sampled when the step took its own; with --rollout-max-lag 0 there are none",
+        ),
+        MetricSpec(
+            "rollout/groups_dropped", "groups that --rollout-stale-samples drop discarded since the step before"
+        ),
+        MetricSpec(
+            "rollout/groups_replaced", "groups dropped because a sample failed for good, since the step before"
+        ),
+        MetricSpec(
+            "rollout/by_fate/", "kept_length_mean, dropped_length_mean: tokens per response of groups kept and dropped",
+            "sampled tokens / samples; of groups dropped for a failure, those that had been sampled",
+        ),
+        MetricSpec("rollout/retries", "requests sent again because a server failed, since the step before"),
+        MetricSpec("rollout/continuations", "requests that continued an aborted response, since the step before"),
+        MetricSpec("rollout/servers_left_out", "times that a server was left out, since the step before"),
+        MetricSpec(
+            "rollout/failed_fraction",
+            "samples that failed for good since the step before; --rollout-max-failed-fraction",
+            "failed samples / samples that ended",
+        ),
+        MetricSpec(
+            "rollout/failed/", "samples that failed for good since the step before, by cause", ", ".join(CAUSES)
+        ),
+    ),
+    *in_group(
+        "Expert routing",
+        MetricSpec(
+            "router_replay/bytes_per_token", "size of the routes of a token of prompt or response, in all layers",
+            "layers with experts x top-k x bytes of an id", only_with="--router-replay R3",
+        ),
+        MetricSpec(
+            "router_replay/tokens_without_routes",
+            "tokens that the server gave no routes for; they go where Megatron chooses", "count",
+            only_with="--router-replay R3",
+        ),
+    ),
+)

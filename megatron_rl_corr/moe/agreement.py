@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_rl_corr.core.metric_spec import MetricSpec, UsualRange, in_group
 from megatron_rl_corr.engines.sglang.routed_experts import has_routes
 from megatron_rl_corr.parallel.failure import StartupError
 
@@ -163,3 +164,40 @@ def judge(
         f"rule agreement: beyond chance, Megatron would choose {value:.0%} of the same experts in {where}, and must "
         f"{minimum:.0%} (--router-replay-min-agreement): are these routes of other layers, or of another model?"
     )
+
+
+R3 = "--router-replay R3"
+METRICS = in_group(
+    "Expert routing",
+    MetricSpec(
+        "router_replay/disagreement",
+        "tokens sent to other experts than Megatron would choose, the layers before replayed",
+        "tokens x layers whose experts are not the same set / tokens x layers", "routes differ",
+        UsualRange(
+            "servers and Megatron route many tokens to different experts",
+            "Compare the router's dtype on both sides (--moe-router-dtype fp32, and the server's), and the age of the "
+            "samples. If single layers stand out, look for weights that only one side has, as a router's bias.",
+            high=0.1,
+        ),
+        only_with=R3,
+    ),
+    MetricSpec(
+        "router_replay/overlap", "share of the server's experts that Megatron would choose too",
+        "experts that both chose / experts", only_with=R3,
+    ),
+    MetricSpec(
+        "router_replay/gate_mass_apart", "weight that Megatron would give to experts the server did not choose",
+        "sum of those weights / tokens", only_with=R3,
+    ),
+    MetricSpec(
+        "router_replay/disagreement/", "the same in one layer",
+        "tokens whose experts are not the same set / tokens with routes", only_with=R3,
+    ),
+    MetricSpec(
+        "router_replay/overlap/", "the same in one layer", "experts that both chose / experts of the tokens",
+        only_with=R3,
+    ),
+    MetricSpec(
+        "router_replay/gate_mass_apart/", "the same in one layer", "sum of those weights / tokens", only_with=R3
+    ),
+)

@@ -16,12 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl_corr.core.metric_spec import MetricSpec, in_group
 from megatron_rl_corr.core.metrics import Metric, Sum
-from megatron_rl_corr.mcore.batch import RolloutBatch, TrainingTargets
 from megatron_rl_corr.parallel.experts import all_gather_experts, all_reduce_scatter_experts, expert_sums
 from megatron_rl_corr.parallel.layout import Layout
 
 if TYPE_CHECKING:
+    from megatron_rl_corr.mcore.batch import RolloutBatch, TrainingTargets
     from megatron_rl_corr.moe.replay import Replay
 
 FILE_NAME = "experts.jsonl"
@@ -125,3 +126,21 @@ def heat_map(table: Tensor, *, pixels: int = 8) -> Tensor:
     low, high = table.nan_to_num(torch.inf).amin(), table.nan_to_num(-torch.inf).amax()
     scaled = ((table - low) / (high - low).clamp(min=1e-30) * 255).nan_to_num(0.0).clamp(0, 255).to(torch.uint8)
     return scaled.repeat_interleave(pixels, 0).repeat_interleave(pixels, 1)
+
+
+METRICS = in_group(
+    "Expert routing",
+    MetricSpec(
+        "experts/load_max", "tokens of the busiest expert, against its layer's mean",
+        "max over layers of max(tokens) / mean(tokens)", only_with="--expert-statistics",
+    ),
+    MetricSpec(
+        "experts/log_ratio_abs_mean_max",
+        "largest mean disagreement of an expert's tokens; experts.jsonl says which",
+        "max over experts of mean |D|", only_with="--expert-statistics",
+    ),
+    MetricSpec(
+        "experts/without_tokens", "experts of all layers that no valid token went to", "count",
+        only_with="--expert-statistics",
+    ),
+)

@@ -1,4 +1,4 @@
-"""What other corrections would have done to samples that a run has kept: metrics side by side, nothing trained.
+"""Compares corrections on samples that a run has saved: the metrics that each would have had. Trains nothing.
 
 T response tokens of all samples together.
 """
@@ -11,14 +11,10 @@ import torch
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.core.correction import compute_correction
-from megatron_rl_corr.observability.catalogue import label_of
-from megatron_rl_corr.observability.values import readable
+from megatron_rl_corr.observability.catalogue import catalogue, label_of, ordered, spec_of
 from megatron_rl_corr.rollout.sample import Sample
+from megatron_rl_corr.tables import readable, text_table
 
-SHOWN = (
-    "valid_tokens", "nonfinite_tokens", "k3_kl", "kl", "log_ratio_abs_mean", "log_ratio_abs_max", "ess", "weight_mean",
-    "weight_std", "weight_max", "kept_fraction", "kept_sequence_fraction",
-)  # fmt: skip
 PREFIX = "rollout_corr/"
 
 
@@ -42,14 +38,18 @@ class KeptBatch:
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> "KeptBatch":
-        """ValueError where there is none, or one without the trainer's log-probs."""
+        """All tokens of the samples, one sample after the other.
+
+        Raises:
+            ValueError: there is no sample, or one without the trainer's log-probs.
+        """
         if not samples:
             raise ValueError("there are no samples")
         without = sum(sample.train_logprobs is None for sample in samples)
         if without:
             raise ValueError(
                 f"{without} of {len(samples)} samples have no train_logprobs: a run with --rollout-bypass-mode does "
-                "not score them; keep samples of a run without it"
+                "not compute them; save samples of a run without it"
             )
         rows = [sample.trajectory for sample in samples]
         turns = None
@@ -66,7 +66,11 @@ class KeptBatch:
         )  # fmt: skip
 
     def metrics(self, config: RolloutCorrectionConfig) -> dict[str, float]:
-        """The correction's, by their logged names, but for means of nothing. ValueError where an input was not kept."""
+        """The correction's metrics by their logged names, without those that have no value (NaN).
+
+        Raises:
+            ValueError: the configuration needs an input that the samples do not have.
+        """
         turns = None if self.turn_ids is None else int(self.turn_ids.max()) + 1
         correction = compute_correction(
             self.train_logprobs, self.rollout_logprobs, self.sampled, self.seq_ids, num_sequences=self.num_sequences,
@@ -79,14 +83,17 @@ class KeptBatch:
 
 
 def comparison(columns: Mapping[str, Mapping[str, float]]) -> str:
-    """A table: a row a metric, a column a correction; the rules' own shares at the end."""
-    names = [f"{PREFIX}{name}" for name in SHOWN]
-    names += sorted({name for numbers in columns.values() for name in numbers if "rejected_fraction/" in name})
+    """A text table: a row for each metric with `compared` in the catalogue, a column for each correction.
+
+    Args:
+        columns: metrics by the correction's name.
+    """
+    shown = {spec.name for spec in catalogue().values() if spec.compared}
+    recorded = {name for numbers in columns.values() for name in numbers}
+    shown |= {name for name in recorded if (spec := spec_of(name)) and spec.compared}
     rows = [("", *columns)]
-    rows += [
-        (label_of(name).removeprefix(PREFIX), *(readable(numbers.get(name)) for numbers in columns.values()))
-        for name in names
-    ]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    aligned = [(row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])) for row in rows]
-    return "\n".join("  ".join(row) for row in aligned)
+    for name in ordered(shown):
+        if not name.endswith("/"):  # a family has its members' rows
+            cells = [readable(numbers.get(name)) for numbers in columns.values()]
+            rows.append((label_of(name).removeprefix(PREFIX), *cells))
+    return "\n".join(text_table(rows, align="l" + "r" * len(columns)))

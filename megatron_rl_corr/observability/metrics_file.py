@@ -9,9 +9,8 @@ import logging
 import math
 import os
 from collections.abc import Mapping
+from numbers import Integral, Real
 from pathlib import Path
-
-from megatron_rl_corr.observability.values import host_number, step_of
 
 FILE_NAME = "metrics.jsonl"
 CONFIG_NAME = "run.json"
@@ -19,6 +18,31 @@ CONFIG_NAME = "run.json"
 NONFINITE = "nonfinite"
 
 logger = logging.getLogger(__name__)
+
+
+def host_number(name: str, value: object) -> int | float:
+    """The value as a plain int or float; a TypeError naming the metric if it is not a number of the host.
+
+    A tensor is refused on purpose: converting it here would hide a device synchronisation in the logger.
+    """
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value)
+    raise TypeError(
+        f"metric {name!r} must be an int or a float, got {type(value).__name__}; reduce it and read it back "
+        "to the host first, or leave the key out when there is no value"
+    )
+
+
+def step_of(metrics: dict) -> int:
+    """The step the metrics belong to; a ValueError if `step` is missing or is not a whole number."""
+    if "step" not in metrics:
+        raise ValueError(f"metrics need the key 'step', got {sorted(metrics)}; add the training step")
+    step = host_number("step", metrics["step"])
+    if not isinstance(step, int):
+        raise ValueError(f"metric 'step' must be a whole number, got {step!r}; pass it as an int")
+    return step
 
 
 class MetricsFile:

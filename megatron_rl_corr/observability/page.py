@@ -1,33 +1,63 @@
 """Writes a run's `report.html`: one file that needs nothing from the net, and `overview.png` beside it."""
 
+import base64
 import json
 import os
-from collections.abc import Mapping, Sequence
-from html import escape
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from megatron_rl_corr.observability import markup
-from megatron_rl_corr.observability.atomic import write_atomically
-from megatron_rl_corr.observability.expert_maps import expert_section
-from megatron_rl_corr.observability.findings import find_alerts, summarise
+import jinja2
+import numpy as np
+
+from megatron_rl_corr.files import write_atomically
+from megatron_rl_corr.observability.alerts import Summary, find_alerts, finite_values, metric_names, summarise
+from megatron_rl_corr.observability.catalogue import BINS, catalogue, grouped, label_of, spec_of, usual_range
 from megatron_rl_corr.observability.metrics_file import CONFIG_NAME, FILE_NAME, read_metrics
-from megatron_rl_corr.observability.plots import OVERVIEW_NAME, render_panels, steps_to_shade, write_overview
+from megatron_rl_corr.observability.panels import PAGE_PANELS
+from megatron_rl_corr.observability.plots import (
+    OVERVIEW_NAME,
+    render_expert_map,
+    render_panels,
+    steps_to_shade,
+    write_overview,
+)
+from megatron_rl_corr.tables import readable
 
-PAGE_NAME = "report.html"
+PAGE_NAME, TEMPLATE_NAME, EXPERTS_NAME = "report.html", "page.html.j2", "experts.jsonl"
+EXPERT_MAPS = {
+    "tokens": "Tokens", "log_ratio_abs_mean": "Mean |log-ratio|", "weight_mean": "Mean weight",
+    "rejected_fraction": "Rejected fraction",
+}  # fmt: skip
+"""Titles of the heat maps, by the name of their table in experts.jsonl."""
 
 
 def write_page(run_dir: str | os.PathLike) -> Path:
-    """Read `metrics.jsonl` (and `run.json`, if there) in `run_dir`, write the page and the overview into it.
+    """Write the page and the overview of a run into its folder; each replaces its file in one move.
 
-    Both files are replaced in one move. FileNotFoundError for a missing folder or metrics file, ValueError
-    for one without steps or with a line that cannot be read.
+    Args:
+        run_dir: holds metrics.jsonl, and run.json and experts.jsonl if the run wrote them.
+
+    Raises:
+        FileNotFoundError: there is no such folder, or no metrics.jsonl in it.
+        ValueError: metrics.jsonl has no steps, or a file cannot be read.
     """
     run_dir = Path(run_dir)
     rows = _read_steps(run_dir)
     config = _read_config(run_dir / CONFIG_NAME)
     title = run_dir.resolve().name
+    experts = _expert_maps(run_dir / EXPERTS_NAME)
     write_overview(rows, run_dir / OVERVIEW_NAME, title=title)
-    page = _page(title, rows, config, render_panels(rows), expert_section(run_dir))
+    # Autoescape, as names of metrics and values of settings come from the run; an undefined name is an error.
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    page = environment.get_template(TEMPLATE_NAME).render(
+        title=title, summary=_summary_entries(summarise(rows)), alerts=find_alerts(rows), **_watched(rows),
+        figures=_figures(rows), shaded=bool(steps_to_shade(rows)), experts=experts, groups=_metric_groups(rows),
+        config=config, config_name=CONFIG_NAME,
+    )  # fmt: skip
     return write_atomically(run_dir / PAGE_NAME, page.encode("utf-8"))
 
 
@@ -68,20 +98,76 @@ def _read_config(path: Path) -> dict[str, str]:
     return flatten(settings)
 
 
-def _page(
-    title: str, rows: Sequence[dict], config: Mapping[str, str], images: Mapping[str, bytes], experts: str
-) -> str:
-    body = (
-        f"<h1>{escape(title)}</h1>"
-        + markup.summary_line(summarise(rows))
-        + "<h2>Findings</h2>"
-        + markup.findings_list(find_alerts(rows), rows)
-        + "<h2>Curves</h2>"
-        + markup.figures(images, shaded=bool(steps_to_shade(rows)))
-        + experts
-        + "<h2>Metrics</h2>"
-        + markup.metrics_table(rows)
-        + "<h2>Configuration</h2>"
-        + markup.config_table(config, CONFIG_NAME)
-    )
-    return markup.document(title, body)
+def _summary_entries(summary: Summary) -> dict[str, str]:
+    numbers = {
+        "steps": summary.steps,
+        "mean reward, first 5 steps": summary.first_reward,
+        "mean reward, last 5 steps": summary.last_reward,
+        "max |log-ratio|": summary.max_abs_log_ratio,
+        "mean KL (k3)": summary.mean_kl,
+        "last weight version": summary.weight_version,
+    }
+    return {label: readable(number) for label, number in numbers.items()}
+
+
+def _watched(rows: Sequence[dict]) -> dict[str, Any]:
+    """Whether any metric with a usual range was recorded, and the labels of those of every run that were not."""
+    recorded = set(metric_names(rows))
+    return {
+        "any_watched": any(usual_range(name) for name in recorded),
+        "unwatched": [
+            label_of(name) for name, spec in catalogue().items()
+            if spec.usual and not spec.only_with and name not in recorded
+        ],
+    }  # fmt: skip
+
+
+def _figure(description: str, svg: bytes) -> dict[str, str]:
+    """An image of its own, so that the names inside one SVG cannot meet another's."""
+    return {"alt": description, "src": f"data:image/svg+xml;base64,{base64.b64encode(svg).decode('ascii')}"}
+
+
+def _figures(rows: Sequence[dict]) -> list[dict[str, str]]:
+    images = render_panels(rows)
+    panels = [panel for panel in PAGE_PANELS if panel.name in images]
+    return [_figure(f"{panel.title}: {panel.reading}", images[panel.name]) for panel in panels]
+
+
+def _expert_maps(path: Path) -> dict[str, Any] | None:
+    """Heat maps of the last step in experts.jsonl; None for a run without the file."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    if not lines:
+        return None
+    try:
+        step = json.loads(lines[-1])
+        tables = {name: np.array(step[name], dtype=float) for name in EXPERT_MAPS}
+        layers = [str(layer) for layer in step["layers"]]
+        number = int(step["step"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: its last line holds no tables of experts: {error!r}; remove it") from error
+    figures = [
+        _figure(f"{title} of every expert, layers x experts", render_expert_map(tables[name], layers, title))
+        for name, title in EXPERT_MAPS.items()
+    ]
+    return {"step": number, "figures": figures}
+
+
+def _metric_groups(rows: Sequence[dict]) -> dict[str, list[dict]]:
+    """The rows of the table of metrics by heading; the bins of |log-ratio| are a figure instead."""
+    shown = [name for name in metric_names(rows) if name != "step" and not name.startswith(BINS)]
+    return {group: [_metric_row(rows, name) for name in names] for group, names in grouped(shown).items()}
+
+
+def _metric_row(rows: Sequence[dict], name: str) -> dict[str, Any]:
+    """First, last, smallest and largest finite value of a metric, and what it means."""
+    recorded = [row[name] for row in rows if name in row]
+    finite = finite_values(rows, name)
+    values = (recorded[0], recorded[-1], min(finite, default=None), max(finite, default=None))
+    return {"name": name, "cells": list(_cells(name, values)), "usual": usual_range(name), "spec": spec_of(name)}
+
+
+def _cells(name: str, values: Iterable[float | None]) -> Iterable[dict[str, Any]]:
+    usual = usual_range(name)
+    for value in values:
+        bad = usual is not None and value is not None and usual.excludes(value)
+        yield {"text": readable(value), "bad": bad}

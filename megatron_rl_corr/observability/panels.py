@@ -8,8 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.ticker import MaxNLocator
 
-from megatron_rl_corr.observability.bins import bins_of
-from megatron_rl_corr.observability.catalogue import usual_range
+from megatron_rl_corr.observability.catalogue import bins_of, ordered, usual_range
 
 # Okabe and Ito's palette stays apart under the common colour deficiencies.
 BLUE, ORANGE, GREEN, VERMILLION, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9"
@@ -206,24 +205,25 @@ class Panel:
 
 PANELS = (
     Panel("reward", "Reward", "should rise", draw_reward, ("reward/mean",)),
+    Panel("response_length", "Response length, tokens", "sudden moves deserve a look", draw_response_length,
+          ("response_length/mean",)),
     Panel("kl", "Train-infer KL (k3)", "flat and below the alert level; log scale", draw_kl,
           ("rollout_corr/k3_kl",)),
+    Panel("log_ratio_sizes", "Tokens by |log-ratio|", "darker: more tokens; the dark band should stay low",
+          draw_bins, ("rollout_corr/log_ratio_abs_bin/upto_1e-06",)),
     Panel("weight", "Importance weight", "mean close to 1", draw_weight, ("rollout_corr/weight_mean",)),
     Panel("ess", "ESS and kept tokens", "both close to 1", draw_shares,
           ("rollout_corr/ess", "rollout_corr/kept_fraction")),
     Panel("grad_norm", "Gradient norm", "steady; spikes follow mismatch", draw_grad_norm, ("grad_norm",)),
-    Panel("response_length", "Response length, tokens", "sudden moves deserve a look", draw_response_length,
-          ("response_length/mean",)),
     Panel("throughput", "Tokens per second", "higher is better", draw_throughput, ("tokens_per_s",)),
     Panel("times", "Seconds per step", "the thickest band is the bottleneck", draw_times,
           tuple(name for name, _ in TIMES.values())),
     Panel("lag", "Weight lag, versions", "0 is on-policy", draw_lag, ("weight_lag",)),
-)
-"""The overview's, nine of them."""
-PAGE_PANELS = (
-    *PANELS,
     Panel("queue", "Groups sampled ahead", "many ready: training is the bottleneck; none: sampling is", draw_queue,
           tuple(QUEUE.values())),
-    Panel("log_ratio_sizes", "Tokens by |log-ratio|", "darker: more tokens; the dark band should stay low",
-          draw_bins, ("rollout_corr/log_ratio_abs_bin/upto_1e-06",)),
 )
+_NEEDS = ordered(panel.needs[0] for panel in PANELS)
+PAGE_PANELS = tuple(sorted(PANELS, key=lambda panel: _NEEDS.index(panel.needs[0])))
+"""All panels, in the catalogue's order of what they show."""
+OVERVIEW_PANELS = tuple(panel for panel in PAGE_PANELS if panel.name not in ("log_ratio_sizes", "queue"))
+"""Those of the overview, nine of them."""

@@ -6,16 +6,25 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from megatron_rl_corr.observability.atomic import write_atomically
-from megatron_rl_corr.observability.findings import alert_steps, summarise
-from megatron_rl_corr.observability.panels import ALERT_SHADE, PAGE_PANELS, PANELS, Panel, Series, shade_steps
+from megatron_rl_corr.files import write_atomically
+from megatron_rl_corr.observability.alerts import alert_steps, summarise
+from megatron_rl_corr.observability.panels import (
+    ALERT_SHADE,
+    OVERVIEW_PANELS,
+    PAGE_PANELS,
+    Panel,
+    Series,
+    shade_steps,
+)
 
 OVERVIEW_NAME = "overview.png"
 OVERVIEW_INCHES, PANEL_INCHES, DPI = (16.0, 11.0), (5.2, 3.4), 100
+MAP_INCHES_WIDE, INCHES_A_LAYER, MAP_INCHES_MORE = 5.2, 0.16, 1.2
 LONGEST_TITLE = 48
 INK, SOFT_INK, FAINT = "#222222", "#666666", "#DDDDDD"
 STYLE = {
@@ -41,7 +50,7 @@ def write_overview(rows: Sequence[dict], path: str | os.PathLike, *, title: str 
         if shaded:
             figure.text(0.988, 0.982, "shaded: a step with an alert", ha="right", va="top", color=SOFT_INK,
                         bbox={"facecolor": ALERT_SHADE, "edgecolor": "none", "pad": 4})
-        for axes, panel in zip(figure.subplots(3, 3).flat, PANELS, strict=True):
+        for axes, panel in zip(figure.subplots(3, 3).flat, OVERVIEW_PANELS, strict=True):
             _draw(axes, panel, series, shaded)
         return write_atomically(path, render_figure(figure, "png"))
 
@@ -109,3 +118,23 @@ def render_figure(figure: Figure, kind: str) -> bytes:
     metadata = {"Date": None} if kind == "svg" else None
     figure.savefig(buffer, format=kind, metadata=metadata)
     return buffer.getvalue()
+
+
+def render_expert_map(table: np.ndarray, layers: Sequence[str], title: str) -> bytes:
+    """A heat map of one value of every expert as the bytes of an SVG file.
+
+    Args:
+        table: [layers, experts], NaN where an expert has no token.
+        layers: the layers' numbers, for the axis.
+    """
+    with matplotlib.rc_context(STYLE):
+        size = (MAP_INCHES_WIDE, MAP_INCHES_MORE + INCHES_A_LAYER * len(layers))
+        figure = Figure(figsize=size, dpi=DPI, layout="constrained")
+        axes = figure.subplots()
+        axes.grid(False)
+        picture = axes.imshow(table, aspect="auto", interpolation="nearest", cmap="viridis")
+        axes.set(title=title, xlabel="expert", ylabel="layer")
+        places = range(0, len(layers), max(1, len(layers) // 8))
+        axes.set_yticks(list(places), [layers[place] for place in places])
+        figure.colorbar(picture, ax=axes)
+        return render_figure(figure, "svg")

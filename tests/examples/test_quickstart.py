@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl_corr.observability.catalogue import MEANINGS, meaning_of
+from megatron_rl_corr.observability.catalogue import catalogue, spec_of
 from megatron_rl_corr.observability.metrics_file import read_metrics
 from megatron_rl_corr.rollout.sample_file import read_sampling, read_trajectories
 from tests.router_process import RouterProcess
@@ -130,8 +130,9 @@ def test_quickstart_with_and_without_lag_then_reward_is_learned_and_the_mismatch
     assert any(step["rollout_corr/kept_fraction"] < 1 for step in steps)
     assert all(step["rollout/groups_running"] == 0 == step["rollout/mixed_version_fraction"] for step in steps)
     # What is logged is explained, and what is explained is logged.
-    assert {name for name in steps[0] if meaning_of(name) is None} == set()
-    assert set(MEANINGS) - set(steps[0]) == {"time/save_s"}  # with --rollout-save-trajectories
+    assert {name for name in steps[0] if spec_of(name) is None} == set()
+    always = {name for name, spec in catalogue().items() if not spec.only_with and not name.endswith("/")}
+    assert always - set(steps[0]) == set()
     assert_learned_ahead(read_metrics(quickstart.out / "asynchronous/metrics.jsonl"), rewards)
     # Every sample was asked for over HTTP: 40 steps of 64, and 17 to check the server first, twice. One push before the
     # first step, one after each.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl_corr.observability.catalogue import meaning_of
+from megatron_rl_corr.observability.catalogue import spec_of
 from tests.matrix.patched import cpu_flags, unchanged
 from tests.matrix.releases import WITH_TRAINING, chosen, release_environment
 from tests.matrix.replaying_server import ReplayingServer
@@ -124,7 +124,7 @@ def test_metrics_when_megatron_logs_then_they_are_on_its_console_in_its_tensorbo
     events = EventAccumulator(str(folder / "tensorboard")).Reload()
     logged = [json.loads(line) for line in (folder / "wandb.jsonl").read_text().splitlines()]
     for name in ("reward/mean", "loss/policy", "rollout_corr/k3_kl", "time/push_s"):
-        assert meaning_of(name) is not None
+        assert spec_of(name) is not None
         told = [step[name] for step in steps]
         assert [event.value for event in events.Scalars(name)] == pytest.approx(told, rel=1e-6), name
         assert [(at, values[name]) for at, values in logged if name in values] == list(

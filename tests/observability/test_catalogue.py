@@ -1,25 +1,31 @@
 """The one table of metrics: complete, short, and with the levels that the alerts are known by."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 from megatron_rl_corr.config.correction import RejectionRule, RolloutCorrectionConfig
 from megatron_rl_corr.core.correction import compute_correction
-from megatron_rl_corr.observability.catalogue import MEANINGS, PREFIXES, label_of, meaning_of, usual_range
-from megatron_rl_corr.observability.clamped import CLAMPS
+from megatron_rl_corr.observability.catalogue import GROUPS, catalogue, grouped, label_of, ordered, spec_of, usual_range
 from megatron_rl_corr.parallel.reduce import all_gather_metrics
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_meanings_when_compared_with_the_steps_metrics_then_every_one_is_described(healthy):
-    assert [name for name in healthy if meaning_of(name) is None] == []
+    assert [name for name in healthy if spec_of(name) is None] == []
 
 
-def test_meanings_when_shown_in_a_table_then_one_line_each():
-    for name, meaning in (MEANINGS | PREFIXES).items():
-        assert meaning.text and "\n" not in meaning.text and len(meaning.text) <= 90, name
-        if meaning.usual:
+def test_catalogue_when_shown_in_a_table_then_one_line_each_under_a_heading():
+    for name, spec in catalogue().items():
+        assert spec.doc and "\n" not in spec.doc and len(spec.doc) <= 90, name
+        assert spec.group in GROUPS, name
+        if spec.usual:
             # The live table prints label, value, range and this in one line of 110 characters.
-            assert len(meaning.usual.says) <= 66 and meaning.usual.remedy.endswith("."), name
+            assert len(spec.usual.says) <= 66 and spec.usual.advice.endswith("."), name
 
 
 @pytest.mark.parametrize(
@@ -45,20 +51,41 @@ def test_meanings_when_compared_with_the_corrections_metrics_then_the_same_names
         logprobs, logprobs, torch.ones(2), ids, num_sequences=2, config=config, turn_ids=ids
     ).metrics
     names = {f"rollout_corr/{name}" for name in all_gather_metrics(measured, None)}
-    assert {name for name in names if meaning_of(name) is None} == set()
-    assert {name for name in MEANINGS if name.startswith("rollout_corr/")} - names == set()
+    assert {name for name in names if spec_of(name) is None} == set()
+    described = [name for name in catalogue() if name.startswith("rollout_corr/")]
+    assert {name for name in described if not name.endswith("/")} - names == set()
     # Every family of theirs has a member.
-    families = [prefix for prefix in PREFIXES if prefix.startswith("rollout_corr/")]
-    assert all(any(name.startswith(prefix) for name in names) for prefix in families)
+    families = [name for name in described if name.endswith("/")]
+    assert len(families) == 4 and all(any(name.startswith(family) for name in names) for family in families)
 
 
-def test_clamps_when_compared_with_the_metrics_then_each_has_its_unclamped_mean_before_it():
-    names = list(MEANINGS)
-    clamped = {name for name in names if name.endswith("_clamped")}
-    assert clamped == {f"{name}_clamped" for name in CLAMPS} and len(clamped) == 16
-    assert all(names[names.index(name) - 1] == name.removesuffix("_clamped") for name in clamped)
+def test_clamped_twins_when_collected_then_each_follows_its_unclamped_metric():
+    names = list(catalogue())
+    twins = {name for name in names if name.endswith("_clamped")}
+    assert twins == {f"{name}_clamped" for name, spec in catalogue().items() if spec.clamped} and len(twins) == 16
+    assert all(names[names.index(name) - 1] == name.removesuffix("_clamped") for name in twins)
+    assert spec_of("rollout_corr/kl_clamped").formula == "D clamped to [-11.0, 2.61]"
 
 
-def test_meaning_of_when_the_metric_belongs_to_a_family_then_the_familys():
-    assert "rejection rule" in meaning_of("rollout_corr/rejected_fraction/seq_mean_k3").text
-    assert meaning_of("my/own") is None and usual_range("my/own") is None and label_of("my/own") == "my/own"
+def test_spec_of_when_the_metric_belongs_to_a_family_then_the_familys():
+    assert "rejection rule" in spec_of("rollout_corr/rejected_fraction/seq_mean_k3").doc
+    assert spec_of("my/own") is None and usual_range("my/own") is None and label_of("my/own") == "my/own"
+
+
+def test_ordered_when_some_are_unknown_then_by_group_and_those_last():
+    names = ["zeta", "grad_norm", "alpha", "rollout/failed/protocol", "reward/mean", "step", "rollout_corr/ess"]
+    assert ordered(names) == [
+        "step", "reward/mean", "rollout_corr/ess", "grad_norm", "rollout/failed/protocol", "alpha", "zeta",
+    ]
+    assert list(grouped(names)) == [
+        "Run", "Rewards and responses", "Importance weights", "Loss and gradient", "Sampling", "Others",
+    ]
+
+
+def test_catalogue_when_collected_then_without_importing_megatron():
+    code = (
+        "import sys; from megatron_rl_corr.observability.catalogue import catalogue; catalogue(); "
+        "print([name for name in sys.modules if name.startswith('megatron.')])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert result.stdout == "[]\n", result.stderr

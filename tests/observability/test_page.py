@@ -5,7 +5,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from megatron_rl_corr.observability.catalogue import MEANINGS
+from megatron_rl_corr.observability.catalogue import GROUPS, grouped, spec_of
 from megatron_rl_corr.observability.page import flatten, write_page
 
 
@@ -49,13 +49,15 @@ def test_page_when_written_then_every_metric_its_meaning_and_the_summary_are_on_
         if "_bin/" in name:
             assert name not in document.text  # a figure, not rows
         elif name != "step":
-            assert f"\n{name}\n" in document.text and MEANINGS[name].text in document.text
+            assert f"\n{name}\n" in document.text and spec_of(name).doc in document.text
     assert "my/own" in document.text and "not described" in document.text
     for label, value in (("steps", "8"), ("mean reward, first 5 steps", "0.375"), ("max |log-ratio|", "2.5"),
                          ("mean reward, last 5 steps", "0.75"), ("mean KL (k3)", "0.001234"),
                          ("last weight version", "7")):
         assert f"\n{label}\n{value}\n" in document.text
     assert "Every watched metric stayed in its usual range." in document.text
+    headings = [line for line in document.text.splitlines() if line in (*GROUPS, "Others")]
+    assert headings == list(grouped({*make_steps(1)[0], "my/own"} - {"step"})) and headings[-1] == "Others"
 
 
 def test_page_when_written_then_it_loads_nothing_and_leaves_nothing_else_behind(write_run, make_steps):
@@ -92,7 +94,7 @@ def test_page_when_there_are_alerts_then_it_says_what_and_what_to_do(write_run, 
 
 def test_page_when_watched_metrics_are_missing_then_it_says_they_were_not_watched(write_run):
     text = read(write_page(write_run([{"step": 1, "reward/mean": 0.5}]))).text
-    assert "Not recorded, so not watched: KL(k1), KL(k3), weight, ESS, dropped, chi2, chi2 geometric, skip." in text
+    assert "Not recorded, so not watched: KL(k1), KL(k3), chi2, chi2 geometric, weight, ESS, dropped, skip." in text
     assert "stayed in its usual range" not in text
 
 
@@ -128,7 +130,7 @@ def test_page_when_the_rename_fails_then_the_old_page_stays_alone(write_run, mak
     def fail(source, target):
         raise OSError("disk full")
 
-    monkeypatch.setattr("megatron_rl_corr.observability.atomic.os.replace", fail)
+    monkeypatch.setattr("megatron_rl_corr.files.os.replace", fail)
     with pytest.raises(OSError, match="disk full"):
         write_page(folder)
     assert (folder / "report.html").read_bytes() == old

@@ -3,13 +3,14 @@
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import TextIO
 
-from megatron_rl_corr.observability.catalogue import label_of, usual_range
-from megatron_rl_corr.observability.findings import NOT_FINITE, is_alert
-from megatron_rl_corr.observability.values import host_number, readable, step_of
+from megatron_rl_corr.core.metric_spec import MetricSpec
+from megatron_rl_corr.observability.alerts import NOT_FINITE, is_alert
+from megatron_rl_corr.observability.catalogue import catalogue, label_of, usual_range
+from megatron_rl_corr.observability.metrics_file import host_number, step_of
+from megatron_rl_corr.tables import pad_cells, readable
 
 PREFIX = "[rl-corr]"
 MARK = "!"
@@ -17,67 +18,25 @@ MAX_WIDTH = 110
 HEADER_EVERY = 20
 
 
-def fixed(digits: int) -> Callable[[float], str]:
-    """A format with `digits` decimals."""
-    return lambda value: f"{value:.{digits}f}"
-
-
-def scientific(value: float) -> str:
-    return f"{value:.2e}"
-
-
-def percent(value: float) -> str:
-    return f"{100 * value:.1f}%"
-
-
-def at_most_one_decimal(value: float) -> str:
-    return f"{value:.1f}".removesuffix(".0")
-
-
-def thousands(value: float) -> str:
-    return f"{value:,.0f}"
-
-
-@dataclass(frozen=True)
-class Column:
-    """A metric's place in the table; a value that does not fit `width` is written shorter, never cut."""
-
-    header: str
-    metric: str
-    width: int
-    format: Callable[[float], str] = readable
-
-    def cell(self, value: float | None) -> str:
-        if value is None or not math.isfinite(value):
-            return readable(value)
-        text = self.format(value)
-        return text if len(text) <= self.width else f"{value:.0e}"
-
-
-DEFAULT_COLUMNS = (
-    Column("step", "step", 6),
-    Column("reward", "reward/mean", 8, fixed(4)),
-    Column("KL(k3)", "rollout_corr/k3_kl", 8, scientific),
-    Column("weight", "rollout_corr/weight_mean", 7, fixed(3)),
-    Column("ESS", "rollout_corr/ess", 5, fixed(3)),
-    Column("kept", "rollout_corr/kept_fraction", 6, percent),
-    Column("grad norm", "grad_norm", 9),
-    Column("tokens/s", "tokens_per_s", 9, thousands),
-    Column("version", "weight_version", 7),
-    Column("lag", "weight_lag", 4, at_most_one_decimal),
-)
-
-
 class LiveTable:
     """A table that grows by a line per step, each starting with `[rl-corr]` and at most 110 characters long.
 
     A value outside its usual range carries a `!`; a metric without a column is then named at the line's end.
-    The first time a metric leaves its range, a line below says what that means.
+    The first time a metric leaves its range, a line below explains it.
+
+    Args:
+        columns: metrics with a `column`; by default all of the catalogue that have one.
+        stream: where the lines go; standard output by default. Colours only on a terminal, and not with NO_COLOR.
+
+    Raises:
+        ValueError: the columns take more than 110 characters.
     """
 
-    def __init__(self, columns: tuple[Column, ...] = DEFAULT_COLUMNS, stream: TextIO | None = None):
-        self.columns = columns
+    def __init__(self, columns: Sequence[MetricSpec] | None = None, stream: TextIO | None = None):
+        found = catalogue().values() if columns is None else columns
+        self.columns = [spec for spec in found if spec.column is not None]
         self.stream = sys.stdout if stream is None else stream
+        self._widths = [spec.column.width for spec in self.columns]
         self._colour = self.stream.isatty() and "NO_COLOR" not in os.environ
         self._rows = 0
         self._explained: set[str] = set()
@@ -86,7 +45,7 @@ class LiveTable:
             raise ValueError(f"columns take {width} characters, more than {MAX_WIDTH}; leave some out")
 
     def row(self, metrics: Mapping[str, int | float]) -> None:
-        """Print one step. ValueError without `step`, TypeError for a value that is no host number."""
+        """Print one step. ValueError without `step`, TypeError for a value that is not a number of the host."""
         step_of(metrics)
         values = {name: host_number(name, value) for name, value in metrics.items()}
         alerts = [name for name in values if is_alert(name, values[name])]
@@ -101,27 +60,37 @@ class LiveTable:
         self.stream.flush()
 
     def _header(self) -> str:
-        return (PREFIX + "".join(f" {column.header:>{column.width}} " for column in self.columns)).rstrip()
+        return _joined([spec.label or spec.name for spec in self.columns], self._widths).rstrip()
 
     def _line(self, values: Mapping[str, int | float], alerts: list[str]) -> str:
-        plain = PREFIX
-        painted = PREFIX
-        for column in self.columns:
-            cell = f" {column.cell(values.get(column.metric)):>{column.width}}"
-            in_alert = column.metric in alerts
-            plain += cell + (MARK if in_alert else " ")
-            painted += self._red(cell + MARK) if in_alert else cell + " "
-        shown = {column.metric for column in self.columns}
+        cells = [_cell(spec, values.get(spec.name)) for spec in self.columns]
+        marked = [spec.name in alerts for spec in self.columns]
+        room = MAX_WIDTH - len(_joined(cells, self._widths))
+        shown = {spec.name for spec in self.columns}
         # A skipped step is the worst news; then the shortest names, so that as many as possible fit.
         others = sorted(set(alerts) - shown, key=lambda name: (name != "skipped", len(label_of(name)), name))
         notes = [label_of(name) + MARK for name in others]
-        return (painted + self._red(_fit_notes(notes, MAX_WIDTH - len(plain)))).rstrip()
+        padded = [f" {cell}" for cell in pad_cells(cells, self._widths, "r" * len(cells))]
+        painted = [self._red(cell + MARK) if bad else cell + " " for cell, bad in zip(padded, marked, strict=True)]
+        return (PREFIX + "".join(painted) + self._red(_fit_notes(notes, room))).rstrip()
 
     def _red(self, text: str) -> str:
         return f"\x1b[31m{text}\x1b[0m" if self._colour and text else text
 
     def _bold(self, text: str) -> str:
         return f"\x1b[1m{text}\x1b[0m" if self._colour else text
+
+
+def _joined(cells: Sequence[str], widths: Sequence[int]) -> str:
+    """The cells in their columns, each with a place for its mark."""
+    return PREFIX + "".join(f" {cell} " for cell in pad_cells(cells, widths, "r" * len(cells)))
+
+
+def _cell(spec: MetricSpec, value: float | None) -> str:
+    if value is None or not math.isfinite(value):
+        return readable(value)
+    text = spec.column.format(value)
+    return text if len(text) <= spec.column.width else f"{value:.0e}"
 
 
 def _explanation(name: str, value: float) -> str:

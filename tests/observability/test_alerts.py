@@ -1,8 +1,8 @@
-"""What the page says of a run in words, from runs whose answers are plain."""
+"""A run's summary and alerts, from runs whose answers are plain."""
 
 import math
 
-from megatron_rl_corr.observability.findings import Summary, alert_steps, find_alerts, metric_names, summarise
+from megatron_rl_corr.observability.alerts import Summary, alert_steps, find_alerts, metric_names, summarise
 
 
 def test_summarise_when_eight_steps_then_means_over_the_first_and_last_five(make_steps):
@@ -29,13 +29,13 @@ def test_find_alerts_when_a_metric_left_its_range_then_worst_value_steps_and_rem
     rows = make_steps(6)
     for step, mean in ((2, 0.4), (3, 2.25), (5, 0.2)):
         rows[step - 1]["rollout_corr/weight_mean"] = mean
-    (finding,) = find_alerts(rows)
+    (alert,) = find_alerts(rows)
     # Distances from [0.5, 2]: 0.1, 0.25 and 0.3; the last is the worst.
-    assert finding.sentence == (
+    assert alert.sentence == (
         "weight was 0.2 at worst, usually 0.5 to 2, on 3 of 6 steps, first at step 2: "
         "the correction rescales the whole gradient."
     )
-    assert "token or geometric weights" in finding.remedy
+    assert "token or geometric weights" in alert.advice
     assert alert_steps(rows) == [2, 3, 5]
 
 
@@ -44,12 +44,12 @@ def test_find_alerts_when_values_are_nan_then_found_for_metrics_with_and_without
     rows[1]["rollout_corr/ess"] = 0.1
     rows[2]["rollout_corr/ess"] = math.nan
     rows[2]["my/own"] = math.inf
-    sentences = [finding.sentence for finding in find_alerts(rows)]
+    sentences = [alert.sentence for alert in find_alerts(rows)]
     assert sentences == [
         "ESS was nan at worst, on 2 of 4 steps, first at step 2: "
-        "a number overflowed, or was an average over nothing.",
+        "a number overflowed, or there was no value to average.",
         "my/own was inf at worst, on 1 of 1 steps, first at step 3: "
-        "a number overflowed, or was an average over nothing.",
+        "a number overflowed, or there was no value to average.",
     ]
 
 

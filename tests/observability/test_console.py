@@ -5,7 +5,8 @@ import math
 
 import pytest
 
-from megatron_rl_corr.observability.table import DEFAULT_COLUMNS, Column, LiveTable
+from megatron_rl_corr.core.metric_spec import Column, MetricSpec
+from megatron_rl_corr.observability.console import LiveTable
 
 HEADER = "[rl-corr]   step    reward    KL(k3)   weight    ESS    kept  grad norm   tokens/s  version   lag"
 HEALTHY = "[rl-corr]      7    0.5312  1.23e-03    1.002  0.913   99.8%     0.4322     12,346        7     1"
@@ -17,7 +18,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def printed(*rows: dict, stream: io.StringIO | None = None, columns=DEFAULT_COLUMNS) -> list[str]:
+def printed(*rows: dict, stream: io.StringIO | None = None, columns=None) -> list[str]:
     stream = io.StringIO() if stream is None else stream
     table = LiveTable(columns, stream)
     for row in rows:
@@ -74,8 +75,8 @@ def test_row_when_a_value_is_nan_then_it_is_shown_and_explained():
     lines = printed({"step": 8, "grad_norm": math.nan, "rollout_corr/ess": math.nan})
     assert lines[1:] == [
         "[rl-corr]      8         -         -        -    nan!      -        nan!         -        -     -",
-        "[rl-corr] ! grad norm is nan: a number overflowed, or was an average over nothing",
-        "[rl-corr] ! ESS is nan: a number overflowed, or was an average over nothing",
+        "[rl-corr] ! grad norm is nan: a number overflowed, or there was no value to average",
+        "[rl-corr] ! ESS is nan: a number overflowed, or there was no value to average",
     ]
 
 
@@ -121,11 +122,15 @@ def test_row_when_a_value_is_no_number_then_the_error_names_it():
 
 def test_table_when_columns_are_too_wide_then_an_error_says_so():
     with pytest.raises(ValueError, match="columns take 130 characters, more than 110"):
-        LiveTable((Column("a", "a", 120),), io.StringIO())
+        LiveTable([MetricSpec("a", "a", column=Column(120))], io.StringIO())
 
 
 def test_table_when_columns_are_chosen_then_only_they_are_printed():
-    columns = (Column("step", "step", 4), Column("mine", "my/own", 6))
+    columns = [
+        MetricSpec("step", "the step", column=Column(4)),
+        MetricSpec("my/own", "mine", label="mine", column=Column(6)),
+        MetricSpec("no/column", "not shown"),
+    ]
     assert printed({"step": 3, "my/own": 2.5}, columns=columns) == [
         "[rl-corr] step    mine",
         "[rl-corr]    3     2.5",

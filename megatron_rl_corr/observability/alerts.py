@@ -1,23 +1,28 @@
-"""Reads a run's steps as a person would: its summary, and what left its usual range."""
+"""A run in a few numbers, and its alerts: the metrics that left their usual range or were not finite."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_rl_corr.observability.catalogue import MEANINGS, UsualRange, label_of, usual_range
-from megatron_rl_corr.observability.values import readable
+from megatron_rl_corr.core.metric_spec import UsualRange
+from megatron_rl_corr.observability.catalogue import label_of, ordered, usual_range
+from megatron_rl_corr.tables import readable
 
 ENDS = 5
-NOT_FINITE = "a number overflowed, or was an average over nothing"
-NOT_FINITE_REMEDY = (
-    "Look at that step's other metrics: if no token was kept, mend the rejection bounds; if the gradient "
+"""Steps at a run's beginning and end over which rewards are averaged."""
+NOT_FINITE = "a number overflowed, or there was no value to average"
+NOT_FINITE_ADVICE = (
+    "Look at that step's other metrics: if no token was kept, correct the rejection bounds; if the gradient "
     "norm jumped before, look at the loss."
 )
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The few numbers that say how a run went; None where the metric was not recorded."""
+    """The few numbers that tell how a run went; None where the metric was not recorded.
+
+    Example: `Summary(40, 0.31, 0.84, 2.5, 1.2e-3, 40)`.
+    """
 
     steps: int
     first_reward: float | None
@@ -28,7 +33,7 @@ class Summary:
 
 
 @dataclass(frozen=True)
-class Finding:
+class Alert:
     """A metric that left its usual range: on how many steps, when first, the worst value, what to do."""
 
     metric: str
@@ -37,11 +42,11 @@ class Finding:
     first_step: int
     worst: float
     says: str
-    remedy: str
+    advice: str
 
     @property
     def sentence(self) -> str:
-        """The finding in words."""
+        """The alert in words."""
         label, value = label_of(self.metric), readable(self.worst)
         where = f"on {self.steps} of {self.recorded} steps, first at step {self.first_step}"
         if not math.isfinite(self.worst):
@@ -72,10 +77,10 @@ def summarise(rows: Sequence[dict]) -> Summary:
     )
 
 
-def find_alerts(rows: Sequence[dict]) -> list[Finding]:
-    """Every metric that left its usual range or was not finite, in the order of the table of meanings."""
-    found = (_finding(rows, name) for name in metric_names(rows))
-    return [finding for finding in found if finding is not None]
+def find_alerts(rows: Sequence[dict]) -> list[Alert]:
+    """Every metric that left its usual range or was not finite, in the catalogue's order."""
+    found = (_alert(rows, name) for name in metric_names(rows))
+    return [alert for alert in found if alert is not None]
 
 
 def is_alert(name: str, value: float) -> bool:
@@ -90,26 +95,25 @@ def alert_steps(rows: Sequence[dict]) -> list[int]:
 
 
 def metric_names(rows: Sequence[dict]) -> list[str]:
-    """The recorded metrics: known ones in the order of the table of meanings, then the others by name."""
-    recorded = {name for row in rows for name in row}
-    return [name for name in MEANINGS if name in recorded] + sorted(recorded - MEANINGS.keys())
+    """The recorded metrics in the catalogue's order, then those that nothing describes."""
+    return ordered(name for row in rows for name in row)
 
 
-def _finding(rows: Sequence[dict], name: str) -> Finding | None:
+def _alert(rows: Sequence[dict], name: str) -> Alert | None:
     usual = usual_range(name)
     recorded = [(row["step"], row[name]) for row in rows if name in row]
     outside = [(step, value) for step, value in recorded if is_alert(name, value)]
     if not outside:
         return None
     worst = max((value for _, value in outside), key=lambda value: _distance(usual, value))
-    return Finding(
+    return Alert(
         metric=name,
         steps=len(outside),
         recorded=len(recorded),
         first_step=outside[0][0],
         worst=worst,
         says=usual.says if usual and math.isfinite(worst) else NOT_FINITE,
-        remedy=usual.remedy if usual and math.isfinite(worst) else NOT_FINITE_REMEDY,
+        advice=usual.advice if usual and math.isfinite(worst) else NOT_FINITE_ADVICE,
     )
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_rl_corr.observability.tensorboard import open_writer, write_scalars
+from megatron_rl_corr.observability.run_log import open_writer, write_scalars
 
 
 def test_write_scalars_when_read_back_then_every_number_is_under_its_name_at_its_step(tmp_path, healthy):

@@ -1,0 +1,68 @@
+"""What a step's own metrics mean: rewards, lengths, staleness, gradient and time."""
+
+from megatron_rl_corr.core.metric_spec import Column, MetricSpec, UsualRange, in_group
+
+RUN = in_group("Run", MetricSpec("step", "training step", column=Column(6)))
+
+REWARDS = in_group(
+    "Rewards and responses",
+    MetricSpec(
+        "reward/mean", "reward of the step's samples; should rise", "mean(r)", "reward",
+        column=Column(8, "{:.4f}".format),
+    ),
+    MetricSpec("reward/std", "standard deviation of the rewards; with 0 there is nothing to learn from", "std(r)"),
+    MetricSpec("reward/max", "best reward of the step", "max(r)"),
+    MetricSpec("reward/min", "worst reward of the step", "min(r)"),
+    MetricSpec("response_length/mean", "tokens per response", label="response length"),
+    MetricSpec(
+        "eval/", "reward, response_length, length_fraction of held-out prompts; failed: how many failed",
+        "every --eval-interval steps, mean over one sample of each prompt that did not fail",
+        only_with="--rollout-eval-prompts",
+    ),
+)
+
+UPDATE = in_group(
+    "Loss and gradient",
+    MetricSpec(
+        "grad_norm", "gradient norm before clipping; spikes often follow the KL", label="grad norm", column=Column(9)
+    ),
+    MetricSpec(
+        "skipped", "1 when the optimizer step was left out", label="skip",
+        usual=UsualRange(
+            "all tokens rejected, all advantages 0, or a gradient not finite",
+            "Widen the rejection bounds if the kept fraction is 0; look for prompts whose samples all have one reward "
+            "if reward/std is small; otherwise find the first NaN in the losses.", low=0, high=0,
+        ),
+    ),
+)
+
+SPEED = in_group(
+    "Speed",
+    MetricSpec(
+        "tokens_per_s", "response tokens per second of the whole step", label="tokens/s",
+        column=Column(9, "{:,.0f}".format),
+    ),
+    MetricSpec("time/collect_s", "seconds waiting for samples and rewards"),
+    MetricSpec(
+        "time/score_s", "seconds from samples to training: advantages, and the log-prob pass if there is one"
+    ),
+    MetricSpec("time/save_s", "seconds writing samples", only_with="--rollout-save-trajectories"),
+    MetricSpec("time/train_s", "seconds in forward, backward and optimizer"),
+    MetricSpec("time/push_s", "seconds sending weights to the servers"),
+    MetricSpec("time/step_s", "seconds of the whole step"),
+)
+
+STALENESS = in_group(
+    "Staleness",
+    MetricSpec(
+        "weight_version", "weight version the servers hold after the step", label="version", column=Column(7)
+    ),
+    MetricSpec(
+        "weight_lag", "weight versions that the oldest sample is behind the trained weights; 0 is on-policy",
+        "max(version trained - version sampled)", "lag",
+        column=Column(4, lambda lag: f"{lag:.1f}".removesuffix(".0")),
+    ),
+    MetricSpec("weight_lag_mean", "weight_lag averaged over samples", "mean(version trained - version sampled)"),
+)
+
+METRICS = RUN + REWARDS + UPDATE + SPEED + STALENESS
