@@ -43,7 +43,7 @@ def metrics_page() -> str:
             doc = f"{spec.doc} (with {spec.only_with})" if spec.only_with else spec.doc
             formula = f"`{cell(spec.formula)}`" if spec.formula else ""
             lines.append(f"| `{name}` | {cell(doc)} | {formula} | {spec.usual or ''} |")
-    lines += ["", "## Outside the usual range"]
+    lines += ["", "## Outside the range"]
     for name, spec in catalogue().items():
         if spec.usual:
             lines += ["", f"**`{name}`** ({spec.usual}): {spec.usual.says}. {spec.usual.advice}"]
