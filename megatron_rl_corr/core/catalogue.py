@@ -253,7 +253,7 @@ LOSSES = in_group(
     MetricSpec("loss/entropy", "entropy of the policy per token; a fall to 0 is collapse", "mean(-sum p log p)"),
     MetricSpec(
         "loss/reference_kl", "KL to the reference policy that the penalty is made of", "mean over kept tokens",
-        only_with="--rollout-kl-loss-coef",
+        only_with="kl_loss_coef",
     ),
 )
 
