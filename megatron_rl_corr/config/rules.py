@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl_corr.config.words import NO_RULES, check_bounds, one_of, plain
+from megatron_rl_corr.config.checks import NO_RULES, check_bounds, one_of, plain
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,14 +37,14 @@ class RuleInput:
     in_bypass: bool = False
     """Whether bypass mode, which corrects inside the loss, has it too."""
 
-    flag: tuple[str, str] | None = None
-    """A flag's name and the value that it must have for the trainer to have this input."""
+    setting: tuple[str, str] | None = None
+    """An option of RunConfig and the value that it must have for the trainer to have this input."""
 
 
 RULE_INPUTS: dict[str, RuleInput] = {
     "advantages": RuleInput("the advantage of each token's sequence", in_bypass=True),
     "routing": RuleInput(
-        "the share of each token's experts that the server chose and Megatron would not", flag=("--router-replay", "R3")
+        "the share of each token's experts that the server chose and Megatron would not", setting=("router_replay", "R3")
     ),
 }
 
@@ -74,7 +74,7 @@ class Divergence:
     """Maps a bound as users write it to one on `value`: log where `value` is a logarithm."""
 
     check: Callable[[RejectionRule], str | None] = lambda rule: None
-    """What is wrong with the bounds of a rule, or None; follows "--rollout-rs-threshold for NAME"."""
+    """What is wrong with the bounds of a rule, or None; follows "`rollout_rs_threshold` for NAME"."""
 
     needs: str | None = None
     """The input of RULE_INPUTS that it needs."""
@@ -146,7 +146,7 @@ DIVERGENCES: dict[str, Divergence] = {
     ),
     "routing": Divergence(
         "share of the token's experts, over all layers, that the server chose and Megatron would not; with "
-        "--router-replay R3",
+        "`router_replay` R3",
         lambda ratios: ratios.inputs["routing"], levels=("token", "seq_mean"), needs="routing",
         one_bound="it is 0 where both sides route alike", check=_below_one("share", "use 0.5, for example"),
     ),
@@ -170,12 +170,12 @@ class RejectionRule:
     upper: float | None = None
 
     def __post_init__(self) -> None:
-        one_of("--rollout-rs level", self.level, RULE_LEVELS)
-        one_of("--rollout-rs divergence", self.divergence, DIVERGENCES)
+        one_of("`rollout_rs` level", self.level, RULE_LEVELS)
+        one_of("`rollout_rs` divergence", self.divergence, DIVERGENCES)
         if self.level not in self.row.levels:
             levels = " or ".join(f"{level}_{self.divergence}" for level in self.row.levels)
-            raise ValueError(f"--rollout-rs {self.name} does not exist; use {levels}")
-        flag = f"--rollout-rs-threshold for {self.name}"
+            raise ValueError(f"`rollout_rs` {self.name} does not exist; use {levels}")
+        flag = f"`rollout_rs_threshold` for {self.name}"
         refused = {"upper": ("lower", self.lower), "lower": ("upper", self.upper), "both": ("", None)}
         side, bound = refused[self.row.bounds]
         if bound is not None:
@@ -184,7 +184,7 @@ class RejectionRule:
                 f"{plain(bound)}: {self.row.one_bound}; leave the {side} bound out"
             )
         if self.lower is None and self.upper is None:
-            raise ValueError(f"--rollout-rs {self.name} needs a bound; give --rollout-rs-threshold")
+            raise ValueError(f"`rollout_rs` {self.name} needs a bound; give `rollout_rs_threshold`")
         check_bounds(flag, self.lower, self.upper, NO_RULES)
         wrong = self.row.check(self)
         if wrong is not None:
@@ -210,26 +210,26 @@ def inputs_of(rules: Iterable[RejectionRule]) -> dict[str, str]:
 
 
 def check_trainer_inputs(
-    rules: Iterable[RejectionRule], flags: Callable[[str], Any], *, bypass_mode: bool
+    rules: Iterable[RejectionRule], setting_of: Callable[[str], Any], *, bypass_mode: bool
 ) -> None:
-    """Refuse rules whose inputs a run of the launcher would lack; flags maps --some-flag to its value.
+    """Refuse rules whose inputs a run of the launcher would lack; setting_of gives the value of an option by name.
 
     Raises:
-        ValueError: a rule's input needs another value of a flag, or is not there in bypass mode.
+        ValueError: a rule's input needs another value of an option, or is not there in bypass mode.
     """
     for name, rule in inputs_of(rules).items():
         given = RULE_INPUTS[name]
-        needs = [] if given.flag is None or flags(given.flag[0]) == given.flag[1] else [" ".join(given.flag)]
-        if needs or (bypass_mode and not given.in_bypass):
-            needs = " ".join(given.flag) if given.flag else "old log-probs"
+        lacks = given.setting is not None and setting_of(given.setting[0]) != given.setting[1]
+        if lacks or (bypass_mode and not given.in_bypass):
+            needs = "`{}` {}".format(*given.setting) if given.setting else "old log-probs"
             raise ValueError(
-                f"--rollout-rs {rule} looks at {given.doc}, which the pass for old log-probs gives; it needs {needs}, "
+                f"`rollout_rs` {rule} looks at {given.doc}, which the pass for old log-probs gives; it needs {needs}, "
                 "and not bypass mode"
             )
 
 
 def rules_help() -> str:
-    """All rules in one line, for --rollout-rs: levels, name and formula of each row."""
+    """All rules in one line, for `rollout_rs`: levels, name and formula of each row."""
     shown = []
     for name, row in DIVERGENCES.items():
         levels = "{" + ",".join(row.levels) + "}" if len(row.levels) > 1 else row.levels[0]

@@ -1,4 +1,301 @@
-"""What a run is started with, beside its correction."""
+"""What a run is started with, beside its correction: servers, samples, rewards, model, weights, experts, logs.
+
+One frozen dataclass a topic, which checks itself; `RunConfig` is all of them. A field is a flag: `group_size` is
+--rollout-group-size, and its docstring is the flag's help.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import struct
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from megatron_rl_corr.config.fields import Between, Options, Positive, option
 
 ENGINES = {"sglang": "megatron_rl_corr.engines.sglang"}
 """The programs that servers may run, and the module that speaks to each."""
+
+UPDATES_PER_BATCH = 1
+"""Optimizer steps that a batch of samples makes. With one, pi_old is the policy that is trained: r = 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplesConfig(Options):
+    """Samples: which prompts are asked, and how their responses are sampled."""
+
+    prompts: str = option(metavar="JSONL")
+    """One JSON object a line: {"input_ids": [...]} or {"prompt": "text"}, with further keys for the reward."""
+
+    eval_prompts: str | None = option(None, metavar="JSONL")
+    """Held-out prompts, sampled once each after every --eval-interval steps with the same settings and reward; logged
+    as eval/*."""
+
+    group_size: Annotated[int, Positive()] = option(8, metavar="G")
+    """Samples of each prompt; --global-batch-size counts samples."""
+
+    max_new_tokens: Annotated[int, Positive()] = option(1024, metavar="N")
+    """Longest response, in tokens; what an environment answers counts too."""
+
+    temperature: Annotated[float, Positive()] = option(1.0, metavar="T")
+    """Sampling temperature; the training log-probs are divided by it too."""
+
+    top_p: float = option(1.0, metavar="P")
+    """Nucleus sampling; the training log-probs are renormalised on the ids that it kept."""
+
+    top_k: int = option(-1, metavar="K")
+    """Sample from the K likeliest ids, 2 to 4096. `top_p` needs it, because SGLang reports the kept ids only with it;
+    -1 turns it off."""
+
+    max_lag: Annotated[int, Between(0)] = option(0, metavar="K")
+    """Sample ahead of training, from weights up to K versions old: servers and trainer work at the same time, and the
+    correction takes the age into account. 0: on-policy, one after the other."""
+
+    stale_samples: Literal["keep", "drop"] = option("keep", needs="max_lag")
+    """Samples that took so long that they are more than `max_lag` versions old: keep corrects them like the others,
+    drop asks for new ones, which prefers short responses."""
+
+    pause_mode: Literal["retract", "in_place"] = option("retract", needs="max_lag")
+    """Responses that are running while weights change: retract computes their keys and values anew, in_place goes on
+    with the old ones, and needs servers with --disable-overlap-schedule."""
+
+    def check(self) -> None:
+        if self.group_size < 2:
+            raise ValueError("`group_size` 1 leaves a group-relative advantage of 0 everywhere; use 2 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServersConfig(Options):
+    """Rollout servers: where they are, how many samples they are sent at a time, how long each answer may take."""
+
+    urls: tuple[str, ...] = option(flag="--rollout-url", metavar="URL")
+    """Servers, for example http://127.0.0.1:30000."""
+
+    engine: str = option("sglang", choices=tuple(ENGINES))
+    """The program that the servers run."""
+
+    server_check: Literal["semantic", "all", "off"] = "semantic"
+    """Ask the servers at the start what `megatron-rl-corr doctor` asks in a second: semantic refuses to train on
+    another distribution and prints the other findings, all refuses on any finding, off asks nothing."""
+
+    max_concurrency: Annotated[int, Positive()] = option(64, metavar="N")
+    """Samples in flight per data-parallel replica."""
+
+    max_per_server: Annotated[int | None, Positive()] = option(None, metavar="N")
+    """Samples in flight per data-parallel replica at each server (default: as many as at all of them together)."""
+
+    timeout_s: Annotated[float, Positive()] = option(600.0, metavar="S")
+    """Longest wait, in seconds, for the answer to a pause or to a bucket of weights; samples have no such limit."""
+
+    read_timeout_s: Annotated[float, Positive()] = option(60.0, metavar="S")
+    """Longest time without progress of the samples at a server, before it is left out; waiting in its queue and
+    pauses don't count."""
+
+    outage_timeout_s: Annotated[float, Between(0)] = option(10.0, metavar="S")
+    """Longest wait for a server to come back when none is left, before the run ends."""
+
+    update_timeout_s: Annotated[float, Positive()] = option(3600.0, metavar="S")
+    """Longest wait, in a push, for a server that reads or writes all of its weights: a folder, checksums, the end of
+    an update."""
+
+    max_retries: Annotated[int, Between(0)] = option(3, metavar="N")
+    """Failed requests of one sample that are asked again."""
+
+    max_continuations: Annotated[int, Between(0)] = option(8, metavar="N")
+    """Times that one sample is continued that a server cut short."""
+
+    ca_file: str | None = option(None, metavar="PEM")
+    """Certificates that https servers are trusted by, instead of the system's."""
+
+    api_key_env: str | None = option(None, metavar="NAME")
+    """Environment variable that holds the servers' --api-key."""
+
+    def check(self) -> None:
+        if self.api_key_env is not None and not os.environ.get(self.api_key_env):
+            raise ValueError(f"`api_key_env`: the environment variable {self.api_key_env} is not set; export it")
+        if self.ca_file is not None and not os.path.isfile(self.ca_file):
+            raise ValueError(f"`ca_file`: there is no file {self.ca_file}")
+
+    def client_arguments(self) -> dict[str, Any]:
+        """RolloutClient's keyword arguments. Reads the key, which is in no flag, no log and no file."""
+        others = ("urls", "engine", "server_check", "api_key_env")
+        names = [field.name for field in dataclasses.fields(ServersConfig) if field.name not in others]
+        key = None if self.api_key_env is None else os.environ[self.api_key_env]
+        return {name: getattr(self, name) for name in names} | {"api_key": key}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentConfig(Options):
+    """Environments: what answers between the turns of an episode."""
+
+    environment: str | None = option(None, metavar="FILE.py:NAME")
+    """Episodes of several turns: NAME(prompt) makes an Environment, which answers between the policy's turns and may
+    score them; also package.module:NAME."""
+
+    max_turns: Annotated[int | None, Positive()] = option(None, metavar="N", needs="environment", usual=8)
+    """Turns of the policy in an episode, at most."""
+
+    environment_timeout_s: Annotated[float | None, Positive()] = option(
+        None, metavar="S", needs="environment", usual=600.0
+    )
+    """Longest call of one method of the environment, in seconds; its sample has failed after that."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardsConfig(Options):
+    """Rewards: who computes them, how long a call may take, and how many samples may fail."""
+
+    reward_function: str | None = option(None, metavar="FILE.py:NAME", none="none")
+    """reward(prompt, output_ids, finish_reason) -> number; also package.module:NAME, or none where the environment
+    scores."""
+
+    reward_workers: Annotated[int | None, Between(0)] = option(None, metavar="N", needs="reward_function")
+    """Processes of each data-parallel replica that compute a plain reward function, each with the function's file and
+    its setup() of its own (default: 4). 0 computes one reward at a time in a thread of the trainer, where a call that
+    hangs can't be ended. An async function runs on the trainer's event loop."""
+
+    reward_timeout_s: Annotated[float | None, Positive()] = option(
+        None, metavar="S", needs="reward_function", usual=120.0
+    )
+    """Longest call of the reward function, in seconds; its worker is then killed and replaced."""
+
+    on_failed_reward: float | None = option(None, metavar="drop|VALUE", none="drop", needs="reward_function")
+    """A sample whose reward failed (an exception, no finite number, the time limit): drop drops its group and samples
+    the next prompt instead, a number is taken as its reward (default: drop)."""
+
+    max_failed_fraction: Annotated[float, Between(0, 1)] = option(0.05, metavar="X")
+    """The run ends when more than this share of the samples of the last 20 steps failed for good: refused by the
+    server, out of retries, or with a failed environment or reward. It is judged after 100 samples; 1 never ends the
+    run."""
+
+    def check(self) -> None:
+        if self.on_failed_reward is not None and not _is_float32(self.on_failed_reward):
+            raise ValueError(
+                f"`on_failed_reward` must be drop or a number that is finite in float32, got {self.on_failed_reward}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(Options):
+    """Model: what is trained, and how its log-probs are computed."""
+
+    hf_checkpoint: str = option(metavar="DIR")
+    """Hugging Face folder of the model that the servers run: loaded into Megatron's shards when a run starts without
+    --load, and the source of weight names and of the true vocabulary size."""
+
+    allow_model_differences: bool = False
+    """Warn of Megatron flags that make another model than config.json of `hf_checkpoint` describes, instead of
+    refusing them."""
+
+    max_first_step_kl: Annotated[float | None, Positive()] = option(None, metavar="X")
+    """The run ends if the train-infer KL (k3) of the first step is above X: there the servers sampled with the very
+    weights that are trained (default: 1e-4 where both sides are float32, 1e-1 with a quantised server, else 1e-2)."""
+
+    linear_logprobs: bool = False
+    """Compute training log-probs from hidden states, a chunk of logits at a time, so that all logits are never held;
+    not with a bias, MTP or truncated sampling."""
+
+    fp32_lm_head: bool = False
+    """Compute logits in float32, as SGLang's --enable-fp32-lm-head does; with `linear_logprobs`."""
+
+    inplace_gradient: bool = False
+    """Write the gradient of the logits over the logits, which saves one copy; nothing else may read them."""
+
+    def check(self) -> None:
+        if self.fp32_lm_head and not self.linear_logprobs:
+            raise ValueError("`fp32_lm_head` has no effect on Megatron's own logits; add `linear_logprobs`")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightSyncConfig(Options):
+    """Weights: how new ones get to the servers, and how their arrival is verified."""
+
+    weight_transport: Literal["distributed", "tensor", "disk"] = "distributed"
+    """distributed broadcasts new weights over NCCL or gloo, tensor hands them to servers on the same host, disk writes
+    them to `weight_dir`."""
+
+    weight_dir: str | None = option(None, metavar="DIR", needs="weight_transport=disk")
+    """Folder that every server sees under the same path; it gets a Hugging Face model for each of the last two
+    versions."""
+
+    bucket_mib: Annotated[float, Positive()] = option(256.0, metavar="MIB")
+    """Weights are sent in buckets of this size, in MiB."""
+
+    verify_push: Literal["checksum", "off"] = "checksum"
+    """After every push, checksum asks every server for checksums of its weights, which must agree with the other
+    servers' and with the trainer's own of up to 256 MiB a pipeline stage; off asks nothing."""
+
+    def check(self) -> None:
+        if self.weight_transport == "disk" and self.weight_dir is None:
+            raise ValueError(
+                "`weight_transport` disk needs `weight_dir`, a folder that every server sees by this path"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig(Options):
+    """Mixture of experts: whose choice of experts trains, and what is logged of it."""
+
+    router_replay: Literal["off", "R2", "R3"] = option("off", flag="--router-replay")
+    """Experts of a token in training: off as Megatron's routers choose, R3 as the servers did (start them with
+    --enable-return-routed-experts). R2, as they chose for the old log-probs, needs several updates a batch, which
+    there are not yet."""
+
+    router_replay_min_agreement: Annotated[float | None, Between(-1, 1)] = option(
+        None, flag="--router-replay-min-agreement", metavar="K", needs="router_replay=R3", usual=0.25
+    )
+    """A step whose servers' routes agree less than this with Megatron's own choice, as Cohen's kappa of a sample, is
+    refused before it trains; -1 turns the rule off."""
+
+    expert_statistics: bool = option(False, flag="--expert-statistics")
+    """Log tokens, mean |log-ratio|, mean weight and rejected fraction of every expert, in experts.jsonl of `log_dir`
+    and as heat maps in TensorBoard."""
+
+    def check(self) -> None:
+        if self.router_replay_min_agreement == 1:
+            raise ValueError("`router_replay_min_agreement` must be in [-1, 1), got 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogsConfig(Options):
+    """Logs: where metrics and samples are written."""
+
+    log_dir: str | None = option(None, metavar="DIR")
+    """Write metrics.jsonl and run.json there, for `megatron-rl-corr report DIR`."""
+
+    save_trajectories: str | None = option(None, metavar="DIR")
+    """Write every step's samples there, with both policies' log-probs, masks and advantages: a Parquet file a step and
+    replica. It needs the pass that computes old log-probs, except in bypass mode."""
+
+
+TOPICS = (SamplesConfig, ServersConfig, RewardsConfig, EnvironmentConfig, ModelConfig, WeightSyncConfig, ExpertsConfig,
+          LogsConfig)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(*TOPICS):
+    """Everything that a run is started with, beside its correction, in one object: `RunConfig(urls=..., ...)`."""
+
+    def check(self) -> None:
+        if self.reward_function is None and self.environment is None:
+            raise ValueError("`reward_function` is required; see --help")
+        if self.inplace_gradient and (self.linear_logprobs or self.top_k > 0):
+            raise ValueError(
+                "`inplace_gradient` has no effect with `linear_logprobs`, which holds no logits, nor with `top_k`, "
+                "whose gradient is sparse; drop it"
+            )
+        if self.linear_logprobs and (self.top_p < 1 or self.top_k > 0):
+            raise ValueError(
+                f"`linear_logprobs` with `top_p` {self.top_p} and `top_k` {self.top_k}: the ids that the server kept "
+                "are looked up in the logits; drop the one or the others"
+            )
+
+
+def _is_float32(value: float) -> bool:
+    """Whether float32 has this number as a finite one."""
+    try:
+        return math.isfinite(struct.unpack("f", struct.pack("f", value))[0])
+    except OverflowError:
+        return False

@@ -1,0 +1,77 @@
+"""What the settings of a correction and of its run must agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from megatron_rl_corr.config.correction import RolloutCorrectionConfig
+from megatron_rl_corr.config.rules import check_trainer_inputs
+from megatron_rl_corr.config.run import RunConfig
+
+_CLIPS = ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
+
+
+def check_together(config: RolloutCorrectionConfig, run: RunConfig) -> None:
+    """ValueError for settings of the one that the other leaves without effect or without what they need."""
+    if config.kl_loss_coef:
+        raise ValueError(
+            f"`kl_loss_coef` {config.kl_loss_coef} needs a reference policy, which the launcher does not load; set it "
+            "to 0, or call policy_loss with ref_logprobs from your own loop"
+        )
+    by_turn = [rule.name for rule in config.rollout_rs if rule.level == "turn_mean"]
+    by_turn += ["`rollout_is` turn"] if config.rollout_is == "turn" else []
+    if by_turn and not run.environment:
+        raise ValueError(
+            f"{by_turn[0]} looks at turns, and without `environment` every rollout has one; add it, or use a token or "
+            "sequence level"
+        )
+    check_trainer_inputs(config.rollout_rs, partial(getattr, run), bypass_mode=config.bypass_mode)
+    if config.bypass_mode and run.expert_statistics:
+        raise ValueError(
+            "`expert_statistics` watches the pass that computes old log-probs, which bypass mode leaves out; drop it"
+        )
+    _check_one_update(config, run)
+
+
+def _check_one_update(config: RolloutCorrectionConfig, run: RunConfig) -> None:
+    """ValueError for what has no effect while a batch makes one update (run.UPDATES_PER_BATCH)."""
+    if run.router_replay == "R2":
+        raise ValueError(
+            "`router_replay` R2 has no effect: it repeats the routes of the pass for old log-probs, and with one "
+            "update a batch those are of the very weights that train; use R3, the servers' routes, or `router_replay` "
+            "off"
+        )
+    corrected = config.changes_gradient or (config.bypass_mode and config.kind.has_ratio)
+    if run.max_lag > 0 and not corrected:
+        raise ValueError(
+            f"`max_lag` {run.max_lag} trains on samples of older weights, and nothing corrects them; add `rollout_is` "
+            "token, `rollout_rs`, or a `rollout_correction_preset` such as decoupled_token_is (and leave "
+            "`diagnostics_only` out), or use `max_lag` 0"
+        )
+
+
+def check_given_clips(config: RolloutCorrectionConfig, given: Mapping[str, Any]) -> None:
+    """ValueError for a clip given as a flag where it can't act.
+
+    With three policies and one update a batch pi_old is the policy that is trained: r = 1, and no bound on r acts.
+    Clips of a YAML file pass, as a peer's file describes its whole run, where they always stand; `idle_clips` names
+    them.
+    """
+    for name in _CLIPS if not config.bypass_mode else ():
+        if name in given:
+            raise ValueError(
+                f"`{name}` {given[name]} has no effect: a batch makes one update, so pi_old is the policy that is "
+                "trained, its ratio is 1 and nothing is clipped. Drop it; `bypass_mode` clips the ratio to pi_rollout, "
+                "and `rollout_is` with `rollout_is_threshold` bounds the weights"
+            )
+
+
+def idle_clips(config: RolloutCorrectionConfig) -> str | None:
+    """One line for the user about clips of a YAML file that can't act; None where there are none."""
+    usual = RolloutCorrectionConfig()
+    given = [f"{name} {getattr(config, name)}" for name in _CLIPS if getattr(config, name) != getattr(usual, name)]
+    if config.bypass_mode or not given:
+        return None
+    return f"{', '.join(given)} of the configuration can't act: with one update a batch r = 1, and nothing is clipped"
