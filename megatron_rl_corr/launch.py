@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from megatron_rl_corr import plugin
-from megatron_rl_corr.mcore.arguments import add_rollout_arguments
+from megatron_rl_corr.config.flags import HelpFormatter, add_flags
 
 USAGE = "torchrun [...] -m megatron_rl_corr.launch SCRIPT.py [its and Megatron's flags] [rollout flags]"
 DESCRIBE = "--rollout-corr-describe"
@@ -75,11 +75,11 @@ def _print_help() -> None:
     import argparse
 
     parser = argparse.ArgumentParser(
-        prog="megatron_rl_corr.launch", usage=USAGE, description=__doc__, add_help=False
+        prog="megatron_rl_corr.launch", usage=USAGE, description=__doc__, add_help=False, formatter_class=HelpFormatter
     )
     parser.add_argument(DESCRIBE, action="store_true",
                         help="print what is replaced in this Megatron, and where it is bound; nothing is run")
-    add_rollout_arguments(parser).print_help()
+    add_flags(parser).print_help()
 
 
 def _refuse(message: str) -> int:

@@ -8,8 +8,8 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 
+from megatron_rl_corr.config.flags import name_flags, parse
 from megatron_rl_corr.integrations import megatron_rl_hooks
-from megatron_rl_corr.mcore.arguments import parse
 
 TIME_TO_TELL_S = 10.0
 """So long a rank that learnt of another's failure in a collective waits for its message."""
@@ -150,7 +150,7 @@ def _end(error: Exception, *, in_one_line: bool) -> None:
 
 def _says(error: Exception, in_one_line: bool) -> str:
     rank = os.environ.get("RANK", "0")
-    return str(error) if in_one_line else f"rank {rank} failed: {type(error).__name__}: {error}"
+    return name_flags(error) if in_one_line else f"rank {rank} failed: {type(error).__name__}: {error}"
 
 
 def _leave_as_told(told: str) -> None:
@@ -162,7 +162,7 @@ def _leave_as_told(told: str) -> None:
 def refuse(program: str, message: object) -> None:
     """Say once what is wrong with the command line."""
     if os.environ.get("RANK", "0") == "0":
-        print(f"{program}: {message}", file=sys.stderr, flush=True)
+        print(f"{program}: {name_flags(message)}", file=sys.stderr, flush=True)
 
 
 def _leave(status: int) -> None:

@@ -44,9 +44,9 @@ class RolloutCorrectionConfig(Options):
     rollout_is_batch_normalize: bool = False
     """Divide the weights by their mean over the global batch: over tokens, sequences or turns, as the level says."""
 
-    rollout_rs: tuple[RejectionRule, ...] = option((), metavar="RULE[,RULE]", more=rules_help())
+    rollout_rs: tuple[RejectionRule, ...] = option((), metavar="RULE[,RULE]", more=f"The rules: {rules_help()}.")
     """Rejection rules; a token is kept only if all of them keep it. verl's *_k1 bound 1/rho; none disables
-    rejection. The rules:"""
+    rejection."""
 
     rollout_m2_threshold: Annotated[float | None, Positive("0.04 is usual", finite=True)] = option(
         None, metavar="X", none="none"
@@ -67,7 +67,7 @@ class RolloutCorrectionConfig(Options):
     """Measure and log the correction, change nothing: every weight is 1 and no valid token is masked."""
 
     loss: str = option(
-        "ppo_clip", choices=LOSSES, more="; ".join(f"{name}: {kind.doc}" for name, kind in LOSS_KINDS.items())
+        "ppo_clip", choices=LOSSES, more="; ".join(f"{name}: {kind.doc}" for name, kind in LOSS_KINDS.items()) + "."
     )
     """Policy loss."""
 
@@ -94,13 +94,13 @@ class RolloutCorrectionConfig(Options):
     loss_denominator: Literal["valid", "kept"] = "valid"
     """Tokens (and sequences) that the loss is divided by: valid (before rejection) or kept (after it)."""
 
-    kl_loss_coef: Annotated[float, Between(0, remedy="0 turns it off")] = option(0.0, flag=None)
+    kl_loss_coef: Annotated[float, Between(0, remedy="0 turns it off", finite=True)] = option(0.0, flag=None)
     """Coefficient of the KL penalty against the reference policy; 0 turns it off."""
 
     kl_loss_type: str = option("k3", choices=KL_TYPES, flag=None)
     """Estimator of the KL penalty; k3 has low variance and is clamped to +-10."""
 
-    entropy_coef: Annotated[float, Between(0, remedy="0 turns it off")] = option(0.0, metavar="X")
+    entropy_coef: Annotated[float, Between(0, remedy="0 turns it off", finite=True)] = option(0.0, metavar="X")
     """Coefficient of the entropy bonus, which is subtracted from the loss; 0 turns it off."""
 
     advantage: str | None = option(None, choices=ADVANTAGES)

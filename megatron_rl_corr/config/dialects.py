@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from megatron_rl_corr.config.checks import check_bool, one_of
 from megatron_rl_corr.config.presets import NO_BOUND
 from megatron_rl_corr.config.rules import RejectionRule
-from megatron_rl_corr.config.checks import check_bool, one_of
 
 # The same setting under a peer's name.
 RENAMED = {

@@ -43,12 +43,15 @@ class Between:
     low: float
     high: float | None = None
     remedy: str = ""
+    finite: bool = False
 
     def check(self, what: str, value: float) -> None:
-        if self.low <= value and (value < math.inf if self.high is None else value <= self.high):
-            return
-        interval = f"at least {self.low:g}" if self.high is None else f"from {self.low:g} to {self.high:g}"
-        raise ValueError(f"{what} must be {interval}, got {plain(value)}" + (f"; {self.remedy}" if self.remedy else ""))
+        remedy = f"; {self.remedy}" if self.remedy else ""
+        if not self.low <= value or (self.high is not None and value > self.high):
+            interval = f"at least {self.low:g}" if self.high is None else f"from {self.low:g} to {self.high:g}"
+            raise ValueError(f"{what} must be {interval}, got {plain(value)}{remedy}")
+        if self.finite and value == math.inf:
+            raise ValueError(f"{what} must be finite, got inf{remedy}")
 
 
 def option(
@@ -144,10 +147,9 @@ class Options:
             if value is None and one.usual is not None:
                 object.__setattr__(self, one.name, one.usual)
         elif value != one.default:
-            raise ValueError(
-                f"`{one.name}`{'' if value is True else f' {value}'} has no effect without `{other}`"
-                f"{f' {wanted}' if wanted else ''}; drop it, or add that"
-            )
+            given = "" if value is True else f" {value:g}" if isinstance(value, float) else f" {value}"
+            needed = f"`{other}`{f' {wanted}' if wanted else ''}"
+            raise ValueError(f"`{one.name}`{given} has no effect without {needed}; drop it, or add {needed}")
 
     def check(self) -> None:
         """ValueError for fields that do not go together."""

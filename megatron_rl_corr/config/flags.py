@@ -7,10 +7,10 @@ yaml alone, so that a wrong flag is reported before anything heavy is imported.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import difflib
 import functools
 import re
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -29,6 +29,13 @@ RENAMED: dict[str, str] = {}
 _NOT_GIVEN = object()
 
 
+class HelpFormatter(argparse.HelpFormatter):
+    """Help whose lines never end within a flag's name."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add our groups of flags to Megatron's parser, or to our own."""
     add_group(parser, CORRECTION)
@@ -43,12 +50,17 @@ def add_group(parser: argparse.ArgumentParser, owners: Sequence[type], only: Ite
     Args:
         only: names of the options wanted; all where it is left out.
     """
-    title, _, about = owners[-1].__doc__.split("\n")[0].partition(": ")
-    group = parser.add_argument_group(title.lower(), about)
+    group = parser.add_argument_group(*title_of(owners[-1]))
     for owner in owners:
         for name, one in options_of(owner).items():
             if one.flag is not None and (only is None or name in only):
                 group.add_argument(one.flag, **_arguments(one, docs_of(owner)[name], overrides=owners == CORRECTION))
+
+
+def title_of(owner: type) -> tuple[str, str]:
+    """(title, what it is about): the two halves of the first line of the dataclass's docstring."""
+    title, _, about = owner.__doc__.split("\n")[0].partition(": ")
+    return title, about
 
 
 def _arguments(one: Option, doc: str, *, overrides: bool) -> dict[str, Any]:
@@ -72,13 +84,17 @@ def metavar_of(one: Option) -> str | None:
     return one.metavar
 
 
-def help_of(one: Option, doc: str) -> str:
-    """A field's docstring in the words of the command line, with its default and what it needs."""
+def help_of(one: Option, doc: str, *, whole: bool = True) -> str:
+    """A field's docstring in the words of the command line, with its default and what it needs.
+
+    Args:
+        whole: with the table of the package that belongs to it.
+    """
     parts = [] if one.needs is None else [f"with `{one.needs.replace('=', '` ', 1)}" + "`" * ("=" not in one.needs)]
     default = one.usual if one.default is None else one.default
     if default not in (None, False, ()) and not one.required:
         parts.append(f"default: {default:g}" if isinstance(default, float) else f"default: {default}")
-    text = " ".join(filter(None, (doc, one.more))) + (f" ({'; '.join(parts)})" if parts else "")
+    text = doc + (f" ({'; '.join(parts)})" if parts else "") + (f" {one.more}" if whole and one.more else "")
     return name_flags(text)
 
 

@@ -44,7 +44,8 @@ class RuleInput:
 RULE_INPUTS: dict[str, RuleInput] = {
     "advantages": RuleInput("the advantage of each token's sequence", in_bypass=True),
     "routing": RuleInput(
-        "the share of each token's experts that the server chose and Megatron would not", setting=("router_replay", "R3")
+        "the share of each token's experts that the server chose and Megatron would not",
+        setting=("router_replay", "R3"),
     ),
 }
 

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
+from megatron_rl_corr.config.flags import CORRECTION, PREFIX, add_group, correction_config, given_flags, name_flags
+from megatron_rl_corr.config.run import LogsConfig
 from megatron_rl_corr.integrations.settings import check_settings
-from megatron_rl_corr.mcore.correction_flags import add_correction, correction_config
 
 ASKS = "--perform-rl-step"
 NEEDS = "--rl-inference-logprobs-is-correction"
@@ -18,22 +19,22 @@ NEEDS = "--rl-inference-logprobs-is-correction"
 def parse(arguments: Sequence[str]) -> tuple[RolloutCorrectionConfig, str | None]:
     """The correction and --rollout-log-dir. ValueError for a flag of ours that has no effect there, or one missing."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    add_correction(parser.add_argument_group())
-    parser.add_argument("--rollout-log-dir")
-    try:
-        values, others = parser.parse_known_args(list(arguments))
-    except argparse.ArgumentError as error:
-        raise ValueError(str(error).removeprefix("argument ")) from None
+    add_group(parser, CORRECTION)
+    add_group(parser, (LogsConfig,), only=["log_dir"])
+    given, others = given_flags(parser, arguments)
     for other in others:
-        if other.startswith("--rollout-"):
+        if other.startswith(PREFIX):
             raise ValueError(
                 f"{other.split('=')[0]} has no effect with {ASKS}, where Megatron samples and has its own loss; drop it"
             )
     if NEEDS not in arguments:
         raise ValueError(f"{ASKS} needs {NEEDS} beside it: without it Megatron keeps no rollout log-probs")
-    config = correction_config(values)
-    check_settings(config, "Megatron's RL")
-    return config, values.rollout_log_dir
+    try:
+        config = correction_config(given)
+        check_settings(config, "Megatron's RL")
+    except ValueError as error:
+        raise ValueError(name_flags(error)) from error
+    return config, given.get("log_dir")
 
 
 def install(config: RolloutCorrectionConfig, report: Callable[[dict, Any], None]) -> Callable[[], None]:

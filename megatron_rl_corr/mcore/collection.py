@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.core.metrics import Metric
 from megatron_rl_corr.data.prompts import PromptDataset
 from megatron_rl_corr.data.rewards import Rewards
 from megatron_rl_corr.engines.routes import pack
 from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
-from megatron_rl_corr.mcore.arguments import RolloutOptions
 from megatron_rl_corr.mcore.batch import RolloutBatch, broadcast_to_replica
 from megatron_rl_corr.mcore.collection_metrics import COUNTED, collection_metrics, count_samples
 from megatron_rl_corr.mcore.support_transport import Part, cut_supports, scatter_supports
@@ -48,7 +48,7 @@ class Collector:
     """Collects a global batch of `samples` rows, group_size of each prompt, in steps [first, last)."""
 
     def __init__(
-        self, options: RolloutOptions, layout: Layout, *, samples: int, length: int, steps: tuple[int, int],
+        self, options: RunConfig, layout: Layout, *, samples: int, length: int, steps: tuple[int, int],
         client: RolloutClient, loop: LoopThread, prompts: PromptDataset, rewards: Rewards,
         episodes: Episodes | None = None, saved: SavedCursor | None = None, replay: Replay | None = None,
         sequence_parallel: bool = False,
@@ -70,8 +70,8 @@ class Collector:
             top_k=options.top_k,
         )
         client.engine.check_sampling(self.sampling)
-        self._failures = Failures(options.rewards.max_failed_fraction)
-        self._failed_fraction = FailedFraction(options.rewards.max_failed_fraction)
+        self._failures = Failures(options.max_failed_fraction)
+        self._failed_fraction = FailedFraction(options.max_failed_fraction)
         self._prompts = prompts
         # Without failures, a step's groups are those of one slice of the sequence.
         cursor = Cursor(steps[0] * samples // options.group_size) if saved is None else saved.cursor_of(prompts)
@@ -79,7 +79,7 @@ class Collector:
         self._sampler = sampler = GroupSampler(
             client, prompts, GroupNumbers(cursor, layout.dp_rank, layout.dp_size), self.sampling,
             group_size=options.group_size, rewards=rewards, failures=self._failures,
-            failed_prompts=self._failed_prompts, on_failed=options.rewards.on_failed, episodes=episodes,
+            failed_prompts=self._failed_prompts, on_failed=options.on_failed_reward, episodes=episodes,
         )
         self._stream = GroupStream(
             sampler.sample, sampler.draw, groups_per_step=self._groups, first=steps[0], last=steps[1],

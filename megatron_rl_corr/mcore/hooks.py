@@ -20,8 +20,9 @@ from megatron.training import arguments as megatron_arguments
 from megatron.training import checkpointing, global_vars, training
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
+from megatron_rl_corr.config.flags import add_flags
+from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.mcore import checkpoint_cursor, compat, run_flags, session, versions
-from megatron_rl_corr.mcore.arguments import RolloutOptions, add_rollout_arguments
 from megatron_rl_corr.mcore.step import CorrectedStep
 from megatron_rl_corr.parallel.failure import all_reduce_startup, communication_device
 
@@ -72,7 +73,7 @@ CONSOLE = {
 The policy loss is not among them, as Megatron leaves out an average that is negative."""
 
 
-def install(config: RolloutCorrectionConfig, options: RolloutOptions, report: Report) -> Callable[[], None]:
+def install(config: RolloutCorrectionConfig, options: RunConfig, report: Report) -> Callable[[], None]:
     """Replace them, once, before the script runs; returns what leaves the servers after the script has ended.
 
     report(metrics, writer) takes each step's numbers on the job's last rank, with Megatron's TensorBoard
@@ -160,7 +161,7 @@ def describe() -> str:
 def with_our_flags(original: Callable) -> Callable:
     @functools.wraps(original)
     def add_megatron_arguments(parser):
-        return add_rollout_arguments(original(parser))
+        return add_flags(original(parser))
 
     return add_megatron_arguments
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
+from megatron_rl_corr.config.run import UPDATES_PER_BATCH
 from megatron_rl_corr.core.correction import Correction, compute_correction
 from megatron_rl_corr.core.losses import policy_loss
 from megatron_rl_corr.core.losses.penalties import mean_entropy
@@ -19,7 +20,6 @@ from megatron_rl_corr.core.metrics import Mean, Metric, Sum
 from megatron_rl_corr.core.segments import row_ids
 from megatron_rl_corr.mcore.batch import Microbatch, TrainingTargets
 from megatron_rl_corr.mcore.logprobs import LogprobSettings, label_logprobs
-from megatron_rl_corr.mcore.one_update import UPDATES_PER_BATCH
 from megatron_rl_corr.parallel.groups import ParallelGroups
 
 

@@ -13,14 +13,6 @@ from typing import Any, NamedTuple
 ALLOW = "--rollout-allow-model-differences"
 
 
-def add_model_check(group: Any) -> None:
-    """Our flag for what is compared with config.json."""
-    group.add_argument(
-        ALLOW, action="store_true",
-        help="warn of Megatron flags that make another model than config.json of --rollout-hf-checkpoint describes, "
-        "instead of refusing them")  # fmt: skip
-
-
 class Refused(NamedTuple):
     """A flag that no run with rollouts can have."""
 

@@ -12,10 +12,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
+from megatron_rl_corr.config.run import UPDATES_PER_BATCH
 from megatron_rl_corr.mcore.batch import RolloutBatch, microbatches
 from megatron_rl_corr.mcore.forward_step import make_forward_step
 from megatron_rl_corr.mcore.logprobs import LogprobSettings, label_logprobs
-from megatron_rl_corr.mcore.one_update import UPDATES_PER_BATCH
 
 if TYPE_CHECKING:
     from megatron_rl_corr.moe.replay import Replay

@@ -11,17 +11,17 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
+from megatron_rl_corr.config.cross_checks import idle_clips
+from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.data.prompts import PromptDataset
 from megatron_rl_corr.data.rewards import Rewards
 from megatron_rl_corr.data.user_calls import UserCalls
 from megatron_rl_corr.engines.errors import RolloutError
 from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.mcore import checkpoint_cursor, compat
-from megatron_rl_corr.mcore.arguments import RolloutOptions
 from megatron_rl_corr.mcore.collection import Collector, check_they_fit, check_vocabulary
 from megatron_rl_corr.mcore.evaluation import Evaluation
 from megatron_rl_corr.mcore.logprobs import LogprobSettings
-from megatron_rl_corr.mcore.one_update import idle_clips
 from megatron_rl_corr.mcore.policy_check import check_model
 from megatron_rl_corr.mcore.scoring import describe_scoring
 from megatron_rl_corr.mcore.server_check import broadcast_first_step, check_servers
@@ -48,7 +48,7 @@ WAIT_FOR_SERVERS_S = 60.0
 
 
 def start(
-    config: RolloutCorrectionConfig, options: RolloutOptions, args: argparse.Namespace, model: list,
+    config: RolloutCorrectionConfig, options: RunConfig, args: argparse.Namespace, model: list,
     optimizer: Any, encode: Callable[[str], list[int]], report: Report,
 ) -> CorrectedStep:
     """Load the weights, reach the servers, push the first version, return the step; every rank calls it."""
@@ -124,9 +124,9 @@ def _tell(*lines: str | None) -> None:
             print(f"[rollout] {line}", flush=True)
 
 
-def _scores(options: RolloutOptions, layout: Layout, loop: LoopThread) -> dict[str, Any]:
+def _scores(options: RunConfig, layout: Layout, loop: LoopThread) -> dict[str, Any]:
     """What scores samples, ready on the ranks that ask for them."""
-    rewards = Rewards(options.reward_function, workers=options.rewards.workers, limit_s=options.rewards.timeout_s)
+    rewards = Rewards(options.reward_function, workers=options.reward_workers, limit_s=options.reward_timeout_s)
     episodes = None
     if options.environment is not None:
         calls = UserCalls(options.environment_timeout_s)
@@ -137,7 +137,7 @@ def _scores(options: RolloutOptions, layout: Layout, loop: LoopThread) -> dict[s
 
 
 def _evaluation(
-    options: RolloutOptions, args: argparse.Namespace, layout: Layout, client: RolloutClient, loop: LoopThread,
+    options: RunConfig, args: argparse.Namespace, layout: Layout, client: RolloutClient, loop: LoopThread,
     sampling: SamplingParams, encode: Callable[[str], list[int]], scores: dict[str, Any],
 ) -> Evaluation | None:
     if options.eval_prompts is None:
@@ -150,22 +150,22 @@ def _evaluation(
     )
 
 
-def _client(options: RolloutOptions, args: argparse.Namespace, vocab_size: int, replay: Any) -> RolloutClient:
+def _client(options: RunConfig, args: argparse.Namespace, vocab_size: int, replay: Any) -> RolloutClient:
     experts = None if replay is None else replay.shape
     return RolloutClient(
         options.urls, vocab_size=vocab_size, experts=experts, seed=args.seed,
-        keyed_cache=options.pause_mode == "in_place", **options.client.arguments(),
+        keyed_cache=options.pause_mode == "in_place", **options.client_arguments(),
     )  # fmt: skip
 
 
-def _logprobs(options: RolloutOptions, layout: Layout, vocab_size: int) -> LogprobSettings:
+def _logprobs(options: RunConfig, layout: Layout, vocab_size: int) -> LogprobSettings:
     return LogprobSettings(
         layout.tp_group, options.temperature, vocab_size, from_hidden=options.linear_logprobs,
         fp32_lm_head=options.fp32_lm_head, inplace_gradient=options.inplace_gradient,
     )
 
 
-def _replay(options: RolloutOptions, args: argparse.Namespace, model: list, layout: Layout) -> Any:
+def _replay(options: RunConfig, args: argparse.Namespace, model: list, layout: Layout) -> Any:
     """The `Replay` of --router-replay, or None. Imported here, because older Megatrons have no RouterReplay."""
     if options.router_replay == "off" and not options.expert_statistics:
         return None
@@ -176,7 +176,7 @@ def _replay(options: RolloutOptions, args: argparse.Namespace, model: list, layo
 
 
 def _experts(
-    options: RolloutOptions, args: argparse.Namespace, replay: Any, layout: Layout
+    options: RunConfig, args: argparse.Namespace, replay: Any, layout: Layout
 ) -> ExpertStatistics | None:
     if not options.expert_statistics:
         return None
@@ -194,7 +194,7 @@ def _parameters(checkpoint: HFCheckpoint, args: argparse.Namespace, model: list)
 
 
 def _weight_servers(
-    options: RolloutOptions, exporter: StageExporter, client: RolloutClient, loop: LoopThread
+    options: RunConfig, exporter: StageExporter, client: RolloutClient, loop: LoopThread
 ) -> WeightServers:
     checkpoint = Path(options.hf_checkpoint)
     transport = all_reduce_startup(lambda: make_transport(

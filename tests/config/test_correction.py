@@ -7,18 +7,21 @@ import re
 import pytest
 
 from megatron_rl_corr.config.correction import PRESETS, RejectionRule, RolloutCorrectionConfig
-from megatron_rl_corr.mcore.arguments import add_rollout_arguments, correction_config
+from megatron_rl_corr.config.flags import CORRECTION, add_group, correction_config, given_flags
 
 from_dict = RolloutCorrectionConfig.from_dict
 NO_EFFECT_WITHOUT_WEIGHTS = (
-    "--rollout-is-threshold, --rollout-is-mode and --rollout-is-batch-normalize have no effect without "
-    "weights; add --rollout-is token, sequence or geometric, or drop them"
+    "`rollout_is_threshold`, `rollout_is_mode` and `rollout_is_batch_normalize` have no effect without "
+    "weights; add `rollout_is` token, sequence or geometric, or drop them"
 )
 
 
 def from_flags(*flags: str) -> RolloutCorrectionConfig:
-    parser = add_rollout_arguments(argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False))
-    return correction_config(parser.parse_args(flags))
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    add_group(parser, CORRECTION)
+    given, others = given_flags(parser, flags)
+    assert others == []
+    return correction_config(given)
 
 
 def from_yaml(tmp_path, text: str) -> RolloutCorrectionConfig:
@@ -334,7 +337,7 @@ def test_flags_when_over_a_preset_then_only_what_they_name_changes():
 def test_flags_when_weights_are_turned_off_then_the_presets_bounds_go_too():
     flags = ("--rollout-correction-preset", "decoupled_token_icepop", "--rollout-is", "none")
     assert from_flags(*flags) == RolloutCorrectionConfig()
-    assert "has no effect with --rollout-is none" in message_of(
+    assert "has no effect with `rollout_is` none" in message_of(
         from_flags, *flags, "--rollout-is-threshold", "3"
     )
 
@@ -373,180 +376,179 @@ def test_flags_when_they_name_the_level_that_yaml_left_out_then_the_files_thresh
     [
         (
             {"rollout_is": "token", "rollout_is_threshold": -1},
-            "--rollout-is-threshold upper bound must be positive, got -1; "
-            "use --rollout-is none to disable the weights",
+            "`rollout_is_threshold` upper bound must be positive, got -1; "
+            "use `rollout_is` none to disable the weights",
         ),
         (
             {"rollout_is": "token", "rollout_is_threshold": "0_2"},
-            "--rollout-is-threshold lower bound must be positive, got 0; "
+            "`rollout_is_threshold` lower bound must be positive, got 0; "
             "use a small one, such as 1e-9, to keep everything below",
         ),
         (
             {"rollout_is": "token", "rollout_is_threshold": "5.0_0.5"},
-            "--rollout-is-threshold lower bound 5 is above the upper bound 0.5; swap them",
+            "`rollout_is_threshold` lower bound 5 is above the upper bound 0.5; swap them",
         ),
         (
             {"rollout_is": "token", "rollout_is_threshold": "nan"},
-            "--rollout-is-threshold upper bound must be positive, got nan; "
-            "use --rollout-is none to disable the weights",
+            "`rollout_is_threshold` upper bound must be positive, got nan; "
+            "use `rollout_is` none to disable the weights",
         ),
         (
             {"rollout_is": "token", "rollout_is_threshold": "inf"},
-            "--rollout-is-threshold upper bound must be finite, got inf; "
-            "use --rollout-is none to disable the weights",
+            "`rollout_is_threshold` upper bound must be finite, got inf; "
+            "use `rollout_is` none to disable the weights",
         ),
         (
             {"rollout_is": "token", "rollout_is_threshold": "low_high"},
-            "--rollout-is-threshold must be a number or LOWER_UPPER such as 0.5_5.0, got 'low_high'",
+            "`rollout_is_threshold` must be a number or LOWER_UPPER such as 0.5_5.0, got 'low_high'",
         ),
         (
             {"rollout_is": "token", "rollout_is_threshold": "1_2_3"},
-            "--rollout-is-threshold must be a number or LOWER_UPPER such as 0.5_5.0, got '1_2_3'",
+            "`rollout_is_threshold` must be a number or LOWER_UPPER such as 0.5_5.0, got '1_2_3'",
         ),
         (
             {"rollout_is": "token", "rollout_is_threshold": True},
-            "--rollout-is-threshold must be a number or LOWER_UPPER, got True",
+            "`rollout_is_threshold` must be a number or LOWER_UPPER, got True",
         ),
         (
             {"rollout_is": "token", "rollout_is_upper": "2.0"},
-            "--rollout-is-threshold upper bound must be a number, got '2.0'; "
-            "use --rollout-is none to disable the weights",
+            "`rollout_is_upper` must be a number, got '2.0'",
         ),
         (
             {"rollout_is": "tokens"},
-            "--rollout-is must be one of token, sequence, geometric, turn, none; got 'tokens'; "
+            "`rollout_is` must be one of token, sequence, geometric, turn, none; got 'tokens'; "
             "did you mean 'token'?",
         ),
         (
             {"rollout_is": "token", "rollout_is_mode": "icepop"},
-            "--rollout-is-mode must be one of truncate, clip, mask; got 'icepop'",
+            "`rollout_is_mode` must be one of truncate, clip, mask; got 'icepop'",
         ),
         (
             {"rollout_is": "token", "rollout_is_batch_normalize": "false"},
-            "--rollout-is-batch-normalize must be true or false, got 'false'",
+            "`rollout_is_batch_normalize` must be true or false, got 'false'",
         ),
         (
             {"rollout_rs": "token_k4", "rollout_rs_threshold": 1},
-            "--rollout-rs: unknown rule 'token_k4'; did you mean 'token_k3'?",
+            "`rollout_rs`: unknown rule 'token_k4'; did you mean 'token_k3'?",
         ),
         (
             {"rollout_rs": "token_k1"},
-            "--rollout-rs token_k1 needs --rollout-rs-threshold, one bound a rule or one for all",
+            "`rollout_rs` token_k1 needs `rollout_rs_threshold`, one bound a rule or one for all",
         ),
         (
             {"rollout_rs": "token_k1,token_k2,token_k3", "rollout_rs_threshold": "2.0,0.5"},
-            "--rollout-rs-threshold gives 2 bounds for 3 rules (token_k1,token_k2,token_k3); "
+            "`rollout_rs_threshold` gives 2 bounds for 3 rules (token_k1,token_k2,token_k3); "
             "give one for all or one a rule, separated by commas",
         ),
         (
             {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": -0.5},
-            "--rollout-rs-threshold for seq_mean_k3 upper bound must be positive, got -0.5; "
-            "use --rollout-rs none to disable rejection",
+            "`rollout_rs_threshold` for seq_mean_k3 upper bound must be positive, got -0.5; "
+            "use `rollout_rs` none to disable rejection",
         ),
         (
             {"rollout_rs": "token_k2", "rollout_rs_threshold": "0.1_0.5"},
-            "--rollout-rs-threshold for token_k2 takes one upper bound, got a lower bound of 0.1: "
+            "`rollout_rs_threshold` for token_k2 takes one upper bound, got a lower bound of 0.1: "
             "it is 0 where the policies agree; leave the lower bound out",
         ),
         (
             {"rollout_rs": "token_k1", "rollout_rs_threshold": 0.5},
-            "--rollout-rs-threshold for token_k1: one bound means [1/0.5, 0.5], so it must be at least 1; "
+            "`rollout_rs_threshold` for token_k1: one bound means [1/0.5, 0.5], so it must be at least 1; "
             "got 0.5",
         ),
         (
             {"rollout_rs": "seq_mean_k1,seq_mean_ratio", "rollout_rs_threshold": 2},
-            "--rollout-rs names seq_mean_ratio twice; give each rule once, with one pair of bounds",
+            "`rollout_rs` names seq_mean_ratio twice; give each rule once, with one pair of bounds",
         ),
         ({"rollout_rs": " , ", "rollout_rs_threshold": 2},
-         "--rollout-rs ' , ' names no rule; use --rollout-rs none to disable rejection"),
-        ({"rollout_rs": 3}, "--rollout-rs must name rules, or be none; got 3"),
-        ({"rollout_rs": [3]}, "--rollout-rs: a rule is a name or a mapping of its fields, got 3"),
+         "`rollout_rs` ' , ' names no rule; use `rollout_rs` none to disable rejection"),
+        ({"rollout_rs": 3}, "`rollout_rs` must name rules, or be none; got 3"),
+        ({"rollout_rs": [3]}, "`rollout_rs`: a rule is a name or a mapping of its fields, got 3"),
         (
             {"rollout_rs": [{"level": "token", "divergence": "k2", "uper": 1.0}]},
-            "--rollout-rs: unknown key 'uper' of a rule; did you mean 'upper'?",
+            "`rollout_rs`: unknown key 'uper' of a rule; did you mean 'upper'?",
         ),
         (
             {"rollout_rs": [{"level": "token", "upper": 1.0}]},
-            "--rollout-rs: the rule {'level': 'token', 'upper': 1.0} lacks 'divergence'",
+            "`rollout_rs`: the rule {'level': 'token', 'upper': 1.0} lacks 'divergence'",
         ),
         (
             {"loss": "ppo"},
-            "--rollout-loss must be one of ppo_clip, grpo, dr_grpo, dapo, gspo, cispo, dppo_tv, reinforce, rloo; "
+            "`loss` must be one of ppo_clip, grpo, dr_grpo, dapo, gspo, cispo, dppo_tv, reinforce, rloo; "
             "got 'ppo'; did you mean 'dppo_tv'?",
         ),
         (
             {"loss_type": "reinforced"},
-            "--rollout-loss must be one of ppo_clip, grpo, dr_grpo, dapo, gspo, cispo, dppo_tv, reinforce, rloo; "
+            "`loss` must be one of ppo_clip, grpo, dr_grpo, dapo, gspo, cispo, dppo_tv, reinforce, rloo; "
             "got 'reinforced'; did you mean 'reinforce'?",
         ),
         (
             {"loss_denominator": "keep"},
-            "--rollout-loss-denominator must be one of valid, kept; got 'keep'; did you mean 'kept'?",
+            "`loss_denominator` must be one of valid, kept; got 'keep'; did you mean 'kept'?",
         ),
         (
             {"advantage": "gae"},
-            "--rollout-advantage must be one of grpo, group_mean, rloo, raw; got 'gae'",
+            "`advantage` must be one of grpo, group_mean, rloo, raw; got 'gae'",
         ),
-        ({"clip_ratio_low": 1.5}, "--rollout-clip-ratio-low must be in (0, 1], got 1.5; 0.2 is usual for ppo_clip"),
-        ({"clip_ratio_high": 0}, "--rollout-clip-ratio-high must be positive, got 0; 0.2 is usual for ppo_clip"),
+        ({"clip_ratio_low": 1.5}, "`clip_ratio_low` must be in (0, 1], got 1.5; 0.2 is usual for ppo_clip"),
+        ({"clip_ratio_high": 0}, "`clip_ratio_high` must be positive and finite, got 0; 0.2 is usual for ppo_clip"),
         (
             {"clip_ratio_high": "0.2"},
-            "--rollout-clip-ratio-high must be positive, got '0.2'; 0.2 is usual for ppo_clip",
+            "`clip_ratio_high` must be a number, got '0.2'",
         ),
         (
             {"clip_ratio_high": float("inf")},
-            "--rollout-clip-ratio-high must be positive, got inf; 0.2 is usual for ppo_clip",
+            "`clip_ratio_high` must be positive and finite, got inf; 0.2 is usual for ppo_clip",
         ),
-        ({"bypass_mode": "yes"}, "--rollout-bypass-mode must be true or false, got 'yes'"),
-        ({"clip_ratio_c": 1.0}, "--rollout-clip-ratio-c must be above 1, got 1; 3 is usual, none turns it off"),
+        ({"bypass_mode": "yes"}, "`bypass_mode` must be true or false, got 'yes'"),
+        ({"clip_ratio_c": 1.0}, "`clip_ratio_c` must be above 1, got 1; 3 is usual, none turns it off"),
         (
             {"rollout_m2_threshold": 0},
-            "--rollout-m2-threshold must be positive, got 0; 0.04 is usual",
+            "`rollout_m2_threshold` must be positive, got 0; 0.04 is usual",
         ),
         (
             {"rollout_batch_filter_kl": float("inf")},
-            "--rollout-batch-filter-kl must be finite, got inf; use 1e-2, for example",
+            "`rollout_batch_filter_kl` must be finite, got inf; use 1e-2, for example",
         ),
         (
             {"entropy_coef": -0.1},
-            "--rollout-entropy-coef must be a finite number, not negative, got -0.1; 0 turns it off",
+            "`entropy_coef` must be at least 0, got -0.1; 0 turns it off",
         ),
         (
             {"rollout_rs": "seq_mean_exp_abs", "rollout_rs_threshold": 0.9},
-            "--rollout-rs-threshold for seq_mean_exp_abs must be at least 1, got 0.9: e^|D| is never below 1; "
+            "`rollout_rs_threshold` for seq_mean_exp_abs must be at least 1, got 0.9: e^|D| is never below 1; "
             "NeMo-RL uses 1.5",
         ),
         (
             {"rollout_rs": "token_rollout_prob", "rollout_rs_threshold": "0.1_0.5"},
-            "--rollout-rs-threshold for token_rollout_prob takes one lower bound, got an upper bound of 0.5: it drops "
+            "`rollout_rs_threshold` for token_rollout_prob takes one lower bound, got an upper bound of 0.5: it drops "
             "the tokens that the server found improbable; leave the upper bound out",
         ),
         (
             {"rollout_min_prob": 1},
-            "--rollout-rs-threshold for token_rollout_prob must be a probability below 1, got 1; 1e-4 is usual",
+            "`rollout_rs_threshold` for token_rollout_prob must be a probability below 1, got 1; 1e-4 is usual",
         ),
         (
             {"rollout_rs": "token_abs_diff", "rollout_rs_threshold": 1},
-            "--rollout-rs-threshold for token_abs_diff must be below 1, got 1: a difference of probabilities is "
+            "`rollout_rs_threshold` for token_abs_diff must be below 1, got 1: a difference of probabilities is "
             "never above it; use 0.2, for example",
         ),
         (
             {"rollout_token_veto_threshold": 2},
-            "--rollout-token-veto-threshold 2 means rho in [2, 1 / 2], so it must be below 1; 1e-4 is usual",
+            "`rollout_token_veto_threshold` 2 means rho in [2, 1 / 2], so it must be below 1; 1e-4 is usual",
         ),
         (
             {"opsm_delta": "0.1_0.2"},
-            "--rollout-opsm-delta takes one number, got '0.1_0.2'; 1e-4 is usual",
+            "`rollout_opsm_delta` takes one number, got '0.1_0.2'; 1e-4 is usual",
         ),
         (
             {"off_policy_sequence_mask_delta": -1},
-            "--rollout-opsm-delta must be positive, got -1; use none to turn it off",
+            "`rollout_opsm_delta` must be positive, got -1; use none to turn it off",
         ),
         ({"rollout_iss": "token"}, "unknown key 'rollout_iss'; did you mean 'rollout_is'?"),
         ({"losstype": "ppo_clip"}, "unknown key 'losstype'; did you mean 'loss_type'?"),
         (
             {"preset": "decoupled_token"},
-            "--rollout-correction-preset: unknown preset 'decoupled_token'; "
+            "`rollout_correction_preset`: unknown preset 'decoupled_token'; "
             "did you mean 'decoupled_token_is'?",
         ),
     ],
@@ -563,73 +565,73 @@ def test_setting_when_wrong_then_flag_rule_value_and_remedy(settings, words):
         ({"rollout_is": "none", "rollout_is_upper": 2.0}, NO_EFFECT_WITHOUT_WEIGHTS),
         (
             {"rollout_is": "token", "rollout_is_lower": 0.5, "rollout_is_upper": 2.0},
-            "--rollout-is-threshold lower bound 0.5 has no effect with --rollout-is-mode truncate; "
-            "use --rollout-is-mode clip or mask, or give the upper bound alone",
+            "`rollout_is_threshold` lower bound 0.5 has no effect with `rollout_is_mode` truncate; "
+            "use `rollout_is_mode` clip or mask, or give the upper bound alone",
         ),
         (
             {"rollout_is": "token", "rollout_is_mode": "clip", "rollout_is_threshold": 2.0},
-            "--rollout-is-mode clip needs both bounds, got only upper 2; "
-            "give --rollout-is-threshold as LOWER_UPPER, for example 0.5_5.0",
+            "`rollout_is_mode` clip needs both bounds, got only upper 2; "
+            "give `rollout_is_threshold` as LOWER_UPPER, for example 0.5_5.0",
         ),
         (
             {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_is_upper": 3.0},
-            "rollout_is_threshold and rollout_is_upper both bound the weight; give one of them",
+            "`rollout_is_threshold` and `rollout_is_upper` both bound the weight; give one of them",
         ),
         (
             {"rollout_rs_threshold": 2.0},
-            "--rollout-rs-threshold 2.0 has no effect without --rollout-rs; name the rules that it bounds",
+            "`rollout_rs_threshold` 2.0 has no effect without `rollout_rs`; name the rules that it bounds",
         ),
         (
             {"rollout_rs": None, "rollout_rs_threshold": 2.0},
-            "--rollout-rs-threshold 2.0 has no effect without --rollout-rs; name the rules that it bounds",
+            "`rollout_rs_threshold` 2.0 has no effect without `rollout_rs`; name the rules that it bounds",
         ),
         (
             {"rollout_rs": [RejectionRule("token", "k2", upper=1.0)], "rollout_rs_threshold": 2.0},
-            "--rollout-rs-threshold 2.0 has no effect without --rollout-rs; name the rules that it bounds",
+            "`rollout_rs_threshold` 2.0 has no effect without `rollout_rs`; name the rules that it bounds",
         ),
         (
             {"loss": "reinforce", "clip_ratio_low": 0.2},
-            "--rollout-clip-ratio-low has no effect with --rollout-loss reinforce, which does not clip; drop it, or "
-            "use --rollout-loss ppo_clip",
+            "`clip_ratio_low` has no effect with `loss` reinforce, which does not clip; drop it, or "
+            "use `loss` ppo_clip",
         ),
         (
             {"loss": "gspo", "clip_ratio_c": 4},
-            "--rollout-clip-ratio-c has no effect with --rollout-loss gspo; drop it",
+            "`clip_ratio_c` has no effect with `loss` gspo; drop it",
         ),
         (
             {"loss_scale_length": 512},
-            "--rollout-loss-scale-length has no effect with --rollout-loss-aggregation token-mean; use "
+            "`loss_scale_length` has no effect with `loss_aggregation` token-mean; use "
             "seq-mean-token-sum-norm, or drop it",
         ),
         (
             {"loss": "dr_grpo"},
-            "--rollout-loss-aggregation seq-mean-token-sum-norm needs --rollout-loss-scale-length; use the longest "
-            "response, the value of --rollout-max-new-tokens",
+            "`loss_aggregation` seq-mean-token-sum-norm needs `loss_scale_length`; use the longest "
+            "response, the value of `max_new_tokens`",
         ),
         (
             {"kl_loss_type": "k1"},
-            "--rollout-kl-loss-type has no effect without --rollout-kl-loss-coef; give it, or drop both",
+            "`kl_loss_type` has no effect without `kl_loss_coef`; give it, or drop both",
         ),
         (
             {"bypass_mode": True, "rollout_is": "token"},
-            "--rollout-is token in bypass mode would weigh twice: the ratio of --rollout-loss ppo_clip is pi_theta / "
-            "pi_rollout already; use --rollout-is none, or --rollout-loss reinforce",
+            "`rollout_is` token in bypass mode would weigh twice: the ratio of `loss` ppo_clip is pi_theta / "
+            "pi_rollout already; use `rollout_is` none, or `loss` reinforce",
         ),
         (
             {"bypass_mode": True, "loss": "reinforce", "rollout_is": "token", "rollout_is_batch_normalize": True},
-            "--rollout-is-batch-normalize needs the whole batch, but bypass mode corrects one microbatch at a time, in "
-            "the loss; drop it, or --rollout-bypass-mode",
+            "`rollout_is_batch_normalize` needs the whole batch, but bypass mode corrects one microbatch at a time, in "
+            "the loss; drop it, or `bypass_mode`",
         ),
         *[
             (
                 {"bypass_mode": True, **setting},
                 f"{flag} needs the whole batch, but bypass mode corrects one microbatch at a time, in the loss; drop "
-                "it, or --rollout-bypass-mode",
+                "it, or `bypass_mode`",
             )
             for flag, setting in [
-                ("--rollout-loss-denominator kept", {"loss_denominator": "kept"}),
-                ("--rollout-m2-threshold", {"rollout_m2_threshold": 0.04}),
-                ("--rollout-batch-filter-kl", {"rollout_batch_filter_kl": 0.01}),
+                ("`loss_denominator` kept", {"loss_denominator": "kept"}),
+                ("`rollout_m2_threshold`", {"rollout_m2_threshold": 0.04}),
+                ("`rollout_batch_filter_kl`", {"rollout_batch_filter_kl": 0.01}),
             ]
         ],
         (
@@ -644,7 +646,7 @@ def test_settings_when_one_would_have_no_effect_then_refused(settings, words):
 
 def test_flags_when_a_threshold_has_no_weights_to_bound_then_refused():
     assert message_of(from_flags, "--rollout-is-threshold", "3") == (
-        "--rollout-is-threshold 3 has no effect without weights; add --rollout-is token, or drop it"
+        "`rollout_is_threshold` 3 has no effect without weights; add `rollout_is` token, or drop it"
     )
 
 
@@ -653,7 +655,7 @@ def test_flags_when_a_preset_and_a_file_both_start_then_refused(tmp_path):
         from_flags, "--rollout-correction-preset", "disabled", "--rollout-correction-config", "x.yaml"
     )
     assert words == (
-        "--rollout-correction-preset and --rollout-correction-config both start a configuration; "
+        "`rollout_correction_preset` and `rollout_correction_config` both start a configuration; "
         "give one (a YAML file may name a preset under the key `preset`)"
     )
 
@@ -661,18 +663,18 @@ def test_flags_when_a_preset_and_a_file_both_start_then_refused(tmp_path):
 @pytest.mark.parametrize(
     "level, divergence, lower, upper, words",
     [
-        ("token", "opsm", None, 2.0, "--rollout-rs token_opsm does not exist; use seq_mean_opsm"),
+        ("token", "opsm", None, 2.0, "`rollout_rs` token_opsm does not exist; use seq_mean_opsm"),
         ("token", "routing", 0.1, 0.5,
-         "--rollout-rs-threshold for token_routing takes one upper bound, got a lower bound of "
+         "`rollout_rs_threshold` for token_routing takes one upper bound, got a lower bound of "
          "0.1: it is 0 where both sides route alike; leave the lower bound out"),
         ("token", "routing", None, 1.0,
-         "--rollout-rs-threshold for token_routing must be a share below 1, got 1; use 0.5, for example"),
-        ("token", "k2", None, None, "--rollout-rs token_k2 needs a bound; give --rollout-rs-threshold"),
+         "`rollout_rs_threshold` for token_routing must be a share below 1, got 1; use 0.5, for example"),
+        ("token", "k2", None, None, "`rollout_rs` token_k2 needs a bound; give `rollout_rs_threshold`"),
         ("tokn", "k2", None, 1.0,
-         "--rollout-rs level must be one of token, seq_sum, seq_mean, seq_max, turn_mean; got 'tokn'; "
+         "`rollout_rs` level must be one of token, seq_sum, seq_mean, seq_max, turn_mean; got 'tokn'; "
          "did you mean 'token'?"),
         ("token", "k1", None, 1.0,
-         "--rollout-rs divergence must be one of ratio, k2, k3, abs_diff, exp_abs, rollout_prob, opsm, "
+         "`rollout_rs` divergence must be one of ratio, k2, k3, abs_diff, exp_abs, rollout_prob, opsm, "
          "routing; got 'k1'"),
     ],
 )
@@ -686,10 +688,10 @@ def test_rule_when_one_sided_then_allowed_in_python():
 
 def test_python_when_rules_are_names_then_refused():
     assert message_of(RolloutCorrectionConfig, rollout_rs=("token_k1",)) == (
-        "rollout_rs takes RejectionRule objects, got 'token_k1'; from_dict takes their names"
+        "`rollout_rs` takes RejectionRule objects, got 'token_k1'; from_dict takes their names"
     )
     assert message_of(RolloutCorrectionConfig, rollout_is="token") == (
-        "--rollout-is token needs --rollout-is-threshold; 2.0 is usual"
+        "`rollout_is` token needs `rollout_is_threshold`; 2.0 is usual"
     )
 
 
@@ -701,12 +703,12 @@ def test_python_when_rules_are_names_then_refused():
         ("rollout_is: token\nrollout_is_treshold: 3\n",
          ": unknown key 'rollout_is_treshold'; did you mean 'rollout_is_threshold'?"),
         ("rollout_is: token\nrollout_is_threshold: -1\n",
-         ": --rollout-is-threshold upper bound must be positive, got -1; "),
+         ": `rollout_is_threshold` upper bound must be positive, got -1; "),
         ("!!python/object/apply:os.getcwd []\n", "is not YAML: could not determine a constructor"),
     ],
 )
 def test_from_yaml_when_the_file_is_wrong_then_its_name_and_the_reason(tmp_path, text, words):
-    start = re.escape(f"--rollout-correction-config {tmp_path / 'correction.yaml'}")
+    start = re.escape(f"`rollout_correction_config` {tmp_path / 'correction.yaml'}")
     assert re.match(f"{start} ?{re.escape(words)}", message_of(from_yaml, tmp_path, text))
 
 

@@ -29,7 +29,7 @@ KNOWN_CLIMBS = {
     ("moe/padding.py", "mcore"), ("moe/replay.py", "mcore"), ("moe/routed_step.py", "mcore"),
     ("moe/scatter.py", "mcore"),
 }
-KNOWN_CIRCLES = [{"config.correction", "config.sources"}, {"mcore.logprobs", "mcore.output_processor"}]
+KNOWN_CIRCLES = [{"mcore.logprobs", "mcore.output_processor"}]
 
 KNOWN_HOMONYMS = ["ServerWeights"]
 """Class names that still occur twice; never add one."""

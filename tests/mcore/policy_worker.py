@@ -23,8 +23,8 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron.training.argument_utils import core_transformer_config_from_args
 
+from megatron_rl_corr.config.flags import add_flags
 from megatron_rl_corr.mcore import compat, policy_check, policy_flags, run_flags, session
-from megatron_rl_corr.mcore.arguments import add_rollout_arguments
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.models.megatron_flags import model_flags
 from megatron_rl_corr.models.names import NameTable
@@ -90,7 +90,7 @@ def inventory(parser):
     return {
         "destinations": {flag: action.dest for flag, action in parser.actions.items()},
         "fields": [field.name for field in dataclasses.fields(MLATransformerConfig)],
-        "ours": [action.dest for action in add_rollout_arguments(argparse.ArgumentParser())._actions],
+        "ours": [action.dest for action in add_flags(argparse.ArgumentParser())._actions],
         "unknown": policy_check.unknown_flags(parser),
     }
 
@@ -109,7 +109,7 @@ def said(check, *arguments):
 def run_arguments(path, words="", without="", **changed):
     """A run's: Megatron's, and ours."""
     args = arguments(HFCheckpoint(path).config, without.split(), words.split())
-    ours = add_rollout_arguments(argparse.ArgumentParser()).parse_args(["--rollout-hf-checkpoint", str(path)])
+    ours = add_flags(argparse.ArgumentParser()).parse_args(["--rollout-hf-checkpoint", str(path)])
     vars(args).update(vars(ours) | {"eval_iters": 0} | changed)
     return args
 

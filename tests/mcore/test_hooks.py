@@ -10,7 +10,7 @@ from tools.cpu import environment
 
 START = """
 import json, sys, types
-from megatron_rl_corr.mcore.arguments import parse
+from megatron_rl_corr.config.flags import parse
 from megatron.training import arguments, checkpointing, training
 from megatron_rl_corr.mcore import hooks, run_flags, session, versions
 FLAGS = ["--rollout-url", "http://127.0.0.1:9", "--rollout-hf-checkpoint", "m", "--rollout-prompts", "p",

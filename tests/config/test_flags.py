@@ -3,16 +3,15 @@
 import argparse
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from megatron_rl_corr.config.correction import PRESETS, RolloutCorrectionConfig
-from megatron_rl_corr.mcore.arguments import RolloutOptions, add_rollout_arguments, parse
-from megatron_rl_corr.mcore.client_flags import ClientOptions
-from megatron_rl_corr.mcore.one_update import idle_clips
-from megatron_rl_corr.mcore.reward_flags import RewardOptions
+from megatron_rl_corr.config.cross_checks import idle_clips
+from megatron_rl_corr.config.flags import add_flags, flags_by_field, parse
+from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.rollout import RolloutClient
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,25 +19,24 @@ REQUIRED = [
     "--rollout-url", "http://a:30000", "http://b:30000", "--rollout-hf-checkpoint", "model",
     "--rollout-prompts", "prompts.jsonl", "--rollout-reward-function", "reward.py:reward",
 ]
-CLIENT = ClientOptions(
-    max_concurrency=64, max_per_server=None, timeout_s=600.0, read_timeout_s=60.0, outage_timeout_s=10.0,
-    update_timeout_s=3600.0,
-    max_retries=3, max_continuations=8, ca_file=None, api_key_env=None,
-)  # fmt: skip
-DEFAULTS = {
-    "urls": ("http://a:30000", "http://b:30000"), "hf_checkpoint": "model", "prompts": "prompts.jsonl",
-    "allow_model_differences": False, "reward_function": "reward.py:reward", "eval_prompts": None,
-    "environment": None, "max_turns": None,
+CLIENT = {
+    "max_concurrency": 64, "max_per_server": None, "timeout_s": 600.0, "read_timeout_s": 60.0,
+    "outage_timeout_s": 10.0, "update_timeout_s": 3600.0, "max_retries": 3, "max_continuations": 8, "ca_file": None,
+}
+DEFAULTS = CLIENT | {
+    "urls": ("http://a:30000", "http://b:30000"), "engine": "sglang", "api_key_env": None,
+    "hf_checkpoint": "model", "prompts": "prompts.jsonl", "eval_prompts": None,
+    "allow_model_differences": False, "environment": None, "max_turns": None, "environment_timeout_s": None,
     "group_size": 8, "max_new_tokens": 1024, "temperature": 1.0, "max_lag": 0, "stale_samples": "keep",
     "pause_mode": "retract",
     "top_p": 1.0, "top_k": -1, "linear_logprobs": False, "fp32_lm_head": False, "inplace_gradient": False,
-    "server_check": "semantic", "max_first_step_kl": None, "client": CLIENT, "bucket_mib": 256.0, "log_dir": None,
+    "server_check": "semantic", "max_first_step_kl": None, "bucket_mib": 256.0, "log_dir": None,
     "save_trajectories": None,
     "router_replay": "off", "router_replay_min_agreement": None, "expert_statistics": False,
     "weight_transport": "distributed", "weight_dir": None, "verify_push": "checksum",
-    "environment_timeout_s": None,
-    "rewards": RewardOptions(workers=None, timeout_s=120.0, on_failed=None, max_failed_fraction=0.05),
-}
+    "reward_function": "reward.py:reward", "reward_workers": None, "reward_timeout_s": 120.0,
+    "on_failed_reward": None, "max_failed_fraction": 0.05,
+}  # fmt: skip
 
 
 def refusal(*arguments: str) -> str:
@@ -50,7 +48,7 @@ def refusal(*arguments: str) -> str:
 def test_parse_when_only_what_is_required_is_given_then_the_defaults():
     config, options = parse(REQUIRED)
     assert config == RolloutCorrectionConfig()
-    assert {name: getattr(options, name) for name in DEFAULTS} == DEFAULTS
+    assert asdict(options) == DEFAULTS
 
 
 def test_parse_when_mixed_with_megatrons_flags_then_only_ours_are_taken():
@@ -66,9 +64,9 @@ def test_parse_when_mixed_with_megatrons_flags_then_only_ours_are_taken():
     assert (config.rollout_is, config.rollout_is_upper) == ("token", 3.0)
     given = {
         "group_size": 4, "max_new_tokens": 32, "temperature": 0.8,
-        "client": replace(CLIENT, max_concurrency=7, timeout_s=1.5), "bucket_mib": 0.25, "log_dir": "logs",
+        "max_concurrency": 7, "timeout_s": 1.5, "bucket_mib": 0.25, "log_dir": "logs",
     }
-    assert {name: getattr(options, name) for name in DEFAULTS} == DEFAULTS | given
+    assert asdict(options) == DEFAULTS | given
 
 
 @pytest.mark.parametrize("missing", ["url", "hf-checkpoint", "prompts", "reward-function"])
@@ -89,17 +87,18 @@ def test_parse_when_a_required_flag_is_missing_then_named(missing):
         ("--rollout-group-size", "four", "--rollout-group-size: invalid int value: 'four'"),
         ("--rollout-max-new-tokens", "-3", "--rollout-max-new-tokens must be positive, got -3"),
         ("--rollout-max-concurrency", "0", "--rollout-max-concurrency must be positive, got 0"),
-        ("--rollout-temperature", "0", "--rollout-temperature must be positive, got 0.0"),
+        ("--rollout-temperature", "0", "--rollout-temperature must be positive, got 0"),
         ("--rollout-temperature", "nan", "--rollout-temperature must be positive, got nan"),
-        ("--rollout-timeout-s", "-1", "--rollout-timeout-s must be positive, got -1.0"),
-        ("--rollout-bucket-mib", "0", "--rollout-bucket-mib must be positive, got 0.0"),
+        ("--rollout-timeout-s", "-1", "--rollout-timeout-s must be positive, got -1"),
+        ("--rollout-bucket-mib", "0", "--rollout-bucket-mib must be positive, got 0"),
         ("--rollout-weight-transport", "nccl",
-         "--rollout-weight-transport must be distributed, tensor, disk, got 'nccl'"),
-        ("--rollout-verify-push", "no", "--rollout-verify-push must be checksum, off, got 'no'"),
+         "--rollout-weight-transport must be one of distributed, tensor, disk; got 'nccl'"),
+        ("--rollout-verify-push", "no", "--rollout-verify-push must be one of checksum, off; got 'no'"),
         ("--rollout-weight-transport", "disk",
          "--rollout-weight-transport disk needs --rollout-weight-dir, a folder that every server sees by this path"),
         ("--rollout-weight-dir", "w",
-         "--rollout-weight-dir has no effect with --rollout-weight-transport distributed; drop it, or use disk"),
+         "--rollout-weight-dir w has no effect without --rollout-weight-transport disk; drop it, or add "
+         "--rollout-weight-transport disk"),
         ("--rollout-grup-size", "4", "unknown flag --rollout-grup-size; did you mean --rollout-group-size?"),
         ("--rollout-grup-size=4", None, "unknown flag --rollout-grup-size; did you mean --rollout-group-size?"),
         # No abbreviations: Megatron allows none either, and a later flag would change their meaning.
@@ -122,7 +121,7 @@ def test_parse_when_a_value_is_wrong_then_flag_rule_and_value(flag, value, words
         (["--rollout-linear-logprobs", "--rollout-inplace-gradient"],
          "--rollout-inplace-gradient has no effect with --rollout-linear-logprobs, which holds no logits, nor with "
          "--rollout-top-k, whose gradient is sparse; drop it"),
-        (["--rollout-server-check", "maybe"], "--rollout-server-check must be semantic, all, off, got 'maybe'"),
+        (["--rollout-server-check", "maybe"], "--rollout-server-check must be one of semantic, all, off; got 'maybe'"),
     ],
 )
 def test_parse_when_flags_of_the_last_layer_do_not_go_together_then_refused(flags, words):
@@ -133,22 +132,19 @@ def test_parser_when_it_is_megatrons_then_ours_join_it_and_nothing_is_required()
     # Megatron may parse a second time, with another command line; what is required is checked in parse.
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--num-layers", type=int)
-    assert add_rollout_arguments(parser) is parser
+    assert add_flags(parser) is parser
     values = vars(parser.parse_args(["--num-layers", "2"]))
     ours = {name for name in values if name.startswith(("rollout_", "router_", "expert_"))}
     assert set(values) == ours | {"num_layers"}
-    names = DEFAULTS | CLIENT.arguments()
-    # The flags are --rollout-url and the client's; the key is in no flag.
-    ours_by_name = {name if name.startswith(("router_", "expert_")) else f"rollout_{name}" for name in names}
-    ours_by_name |= {"rollout_reward_workers", "rollout_reward_timeout_s", "rollout_on_failed_reward"}
-    ours_by_name |= {"rollout_max_failed_fraction"}
-    assert ours_by_name - ours == {"rollout_urls", "rollout_client", "rollout_api_key", "rollout_rewards"}
+    dests = {flag.removeprefix("--").replace("-", "_") for flag in flags_by_field().values()}
+    assert ours == dests and {flags_by_field()[name] for name in DEFAULTS} <= set(flags_by_field().values())
+    assert values["rollout_group_size"] == 8 and values["rollout_eval_prompts"] is None
 
 
 def test_arguments_when_imported_and_parsed_then_without_torch():
     code = (
         "import sys\n"
-        "from megatron_rl_corr.mcore.arguments import parse\n"
+        "from megatron_rl_corr.config.flags import parse\n"
         f"parse({REQUIRED!r} + ['--rollout-correction-preset', 'decoupled_token_is'])\n"
         "print([name for name in ('torch', 'numpy', 'megatron') if name in sys.modules])"
     )
@@ -163,12 +159,12 @@ def test_client_options_when_parsed_then_the_clients_arguments(monkeypatch):
     flags = [word for name, value in given.items() for word in (f"--rollout-{name.replace('_', '-')}", str(value))]
     monkeypatch.setenv("SERVER_KEY", "s3cret")
     _, options = parse([*REQUIRED, *flags, "--rollout-api-key-env", "SERVER_KEY"])
-    assert options.client.arguments() == given | {"api_key": "s3cret"}
+    assert options.client_arguments() == given | {"api_key": "s3cret"}
     assert "s3cret" not in repr(options)
-    RolloutClient(options.urls, vocab_size=10, **CLIENT.arguments())
+    RolloutClient(options.urls, vocab_size=10, **CLIENT)
     # The flags' defaults are the client's, which has four arguments more.
     others = {"connect_timeout_s": 10.0, "experts": None, "seed": 0, "keyed_cache": False}
-    assert RolloutClient.__init__.__kwdefaults__ == CLIENT.arguments() | others
+    assert RolloutClient.__init__.__kwdefaults__ == CLIENT | {"api_key": None} | others
 
 
 @pytest.mark.parametrize(
@@ -180,9 +176,9 @@ def test_client_options_when_parsed_then_the_clients_arguments(monkeypatch):
         (["--rollout-api-key-env", "NOT_SET_ANYWHERE"], "environment variable NOT_SET_ANYWHERE is not set; export it"),
         (["--rollout-ca-file", "no.pem"], "--rollout-ca-file: there is no file no.pem"),
         (["--rollout-max-lag", "-1"], "--rollout-max-lag must be at least 0, got -1"),
-        (["--rollout-stale-samples", "drop"], "--rollout-stale-samples drop has no effect with --rollout-max-lag 0"),
-        (["--rollout-pause-mode", "in_place"], "--rollout-pause-mode in_place has no effect with --rollout-max-lag 0"),
-        (["--rollout-max-lag", "1", "--rollout-pause-mode", "abort"], "must be retract, in_place, got 'abort'"),
+        (["--rollout-stale-samples", "drop"], "--rollout-stale-samples drop has no effect without --rollout-max-lag"),
+        (["--rollout-pause-mode", "in_place"], "--rollout-pause-mode in_place has no effect without --rollout-max-lag"),
+        (["--rollout-max-lag", "1", "--rollout-pause-mode", "abort"], "must be one of retract, in_place; got 'abort'"),
     ],
 )  # fmt: skip
 def test_parse_when_a_server_flag_makes_no_sense_then_named_with_its_value(flags, said):
@@ -191,7 +187,7 @@ def test_parse_when_a_server_flag_makes_no_sense_then_named_with_its_value(flags
 
 def test_parse_when_failed_rewards_have_a_value_then_that_or_none():
     def on_failed(value):
-        return parse([*REQUIRED, "--rollout-on-failed-reward", value])[1].rewards.on_failed
+        return parse([*REQUIRED, "--rollout-on-failed-reward", value])[1].on_failed_reward
 
     assert (on_failed("drop"), on_failed("-1"), on_failed("0")) == (None, -1.0, 0.0)
 
@@ -200,18 +196,18 @@ def test_parse_when_failed_rewards_have_a_value_then_that_or_none():
     ("flags", "said"),
     [
         (["--rollout-reward-workers", "-1"], "--rollout-reward-workers must be at least 0, got -1"),
-        (["--rollout-reward-timeout-s", "0"], "--rollout-reward-timeout-s must be positive, got 0.0"),
+        (["--rollout-reward-timeout-s", "0"], "--rollout-reward-timeout-s must be positive, got 0"),
         (["--rollout-reward-function", "none", "--rollout-environment", "e.py:E", "--rollout-reward-workers", "2"],
          "--rollout-reward-workers 2 has no effect without --rollout-reward-function"),
         (["--rollout-reward-function", "none", "--rollout-environment", "e.py:E", "--rollout-on-failed-reward", "0"],
          "--rollout-on-failed-reward 0 has no effect without --rollout-reward-function"),
         (["--rollout-on-failed-reward", "nan"],
-         "-on-failed-reward must be drop or a number that is finite in float32, got 'nan'"),
-        (["--rollout-on-failed-reward", "1e39"], "a number that is finite in float32, got '1e39'"),
-        (["--rollout-on-failed-reward", "keep"], "a number that is finite in float32, got 'keep'"),
+         "-on-failed-reward must be drop or a number that is finite in float32, got nan"),
+        (["--rollout-on-failed-reward", "1e39"], "a number that is finite in float32, got 1e+39"),
+        (["--rollout-on-failed-reward", "keep"], "--rollout-on-failed-reward must be a number or drop, got 'keep'"),
         (["--rollout-max-failed-fraction", "1.5"], "--rollout-max-failed-fraction must be from 0 to 1, got 1.5"),
-        (["--rollout-environment-timeout-s", "9"], "--rollout-environment-timeout-s 9.0 has no effect without"),
-        (["--rollout-environment", "e.py:E", "--rollout-environment-timeout-s", "0"], "must be positive, got 0.0"),
+        (["--rollout-environment-timeout-s", "9"], "--rollout-environment-timeout-s 9 has no effect without"),
+        (["--rollout-environment", "e.py:E", "--rollout-environment-timeout-s", "0"], "must be positive, got 0"),
     ],
 )  # fmt: skip
 def test_parse_when_a_reward_flag_makes_no_sense_then_named_with_its_value(flags, said):
@@ -220,7 +216,7 @@ def test_parse_when_a_reward_flag_makes_no_sense_then_named_with_its_value(flags
 
 def test_options_when_built_then_frozen():
     with pytest.raises(AttributeError):
-        RolloutOptions(**DEFAULTS).group_size = 2
+        RunConfig(**DEFAULTS).group_size = 2
 
 
 @pytest.mark.parametrize(
@@ -252,7 +248,8 @@ def test_parse_when_there_is_an_environment_then_it_may_score_and_turns_have_a_b
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--rollout-max-turns", "4"], "--rollout-max-turns 4 has no effect without --rollout-environment; drop it"),
+        (["--rollout-max-turns", "4"], "--rollout-max-turns 4 has no effect without --rollout-environment; drop it, "
+         "or add --rollout-environment"),
         (["--rollout-max-turns", "0", "--rollout-environment", "tools.py:Tools"],
          "--rollout-max-turns must be positive, got 0"),
         (["--rollout-reward-function", "none"], "--rollout-reward-function is required; see --help"),
@@ -265,9 +262,9 @@ def test_parse_when_turns_or_rewards_make_no_sense_then_refused(flags, message):
 @pytest.mark.parametrize(
     "flags, said",
     [
-        (["--router-replay", "r3"], "--router-replay must be off, R2, R3, got 'r3'"),
-        (["--router-replay-min-agreement", "0.5"], "no effect with --router-replay off; drop it, or use R3"),
-        (["--router-replay", "R3", "--router-replay-min-agreement", "1"], r"must be in [-1, 1), got 1.0"),
+        (["--router-replay", "r3"], "--router-replay must be one of off, R2, R3; got 'r3'"),
+        (["--router-replay-min-agreement", "0.5"], "no effect without --router-replay R3; drop it"),
+        (["--router-replay", "R3", "--router-replay-min-agreement", "1"], "must be in [-1, 1), got 1"),
         (["--router-replay", "R2"], "--router-replay R2 has no effect: it repeats the routes of the pass for old log-"),
         (["--router-replay", "R2", "--rollout-bypass-mode"], "use R3, the servers' routes, or --router-replay off"),
     ],

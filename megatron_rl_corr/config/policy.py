@@ -1,0 +1,89 @@
+"""What a run trains and how it gets to the servers: the model, its weights, its experts; each topic checks itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from megatron_rl_corr.config.fields import Between, Options, Positive, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(Options):
+    """Model: what is trained, and how its log-probs are computed."""
+
+    hf_checkpoint: str = option(metavar="DIR")
+    """Hugging Face folder of the model that the servers run: loaded into Megatron's shards when a run starts without
+    --load, and the source of weight names and of the true vocabulary size."""
+
+    allow_model_differences: bool = False
+    """Warn of Megatron flags that make another model than config.json of `hf_checkpoint` describes, instead of
+    refusing them."""
+
+    max_first_step_kl: Annotated[float | None, Positive()] = option(None, metavar="X")
+    """The run ends if the train-infer KL (k3) of the first step is above X: there the servers sampled with the very
+    weights that are trained (default: 1e-4 where both sides are float32, 1e-1 with a quantised server, else 1e-2)."""
+
+    linear_logprobs: bool = False
+    """Compute training log-probs from hidden states, a chunk of logits at a time, so that all logits are never held;
+    not with a bias, MTP or truncated sampling."""
+
+    fp32_lm_head: bool = False
+    """Compute logits in float32, as SGLang's --enable-fp32-lm-head does; with `linear_logprobs`."""
+
+    inplace_gradient: bool = False
+    """Write the gradient of the logits over the logits, which saves one copy; nothing else may read them."""
+
+    def check(self) -> None:
+        if self.fp32_lm_head and not self.linear_logprobs:
+            raise ValueError("`fp32_lm_head` has no effect on Megatron's own logits; add `linear_logprobs`")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightSyncConfig(Options):
+    """Weights: how new ones get to the servers, and how their arrival is verified."""
+
+    weight_transport: Literal["distributed", "tensor", "disk"] = "distributed"
+    """distributed broadcasts new weights over NCCL or gloo, tensor hands them to servers on the same host, disk writes
+    them to `weight_dir`."""
+
+    weight_dir: str | None = option(None, metavar="DIR", needs="weight_transport=disk")
+    """Folder that every server sees under the same path; it gets a Hugging Face model for each of the last two
+    versions."""
+
+    bucket_mib: Annotated[float, Positive()] = option(256.0, metavar="MIB")
+    """Weights are sent in buckets of this size, in MiB."""
+
+    verify_push: Literal["checksum", "off"] = "checksum"
+    """After every push, checksum asks every server for checksums of its weights, which must agree with the other
+    servers' and with the trainer's own of up to 256 MiB a pipeline stage; off asks nothing."""
+
+    def check(self) -> None:
+        if self.weight_transport == "disk" and self.weight_dir is None:
+            raise ValueError(
+                "`weight_transport` disk needs `weight_dir`, a folder that every server sees by this path"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig(Options):
+    """Mixture of experts: whose choice of experts trains, and what is logged of it."""
+
+    router_replay: Literal["off", "R2", "R3"] = option("off", flag="--router-replay")
+    """Experts of a token in training: off as Megatron's routers choose, R3 as the servers did (start them with
+    --enable-return-routed-experts). R2, as they chose for the old log-probs, needs several updates a batch, which
+    there are not yet."""
+
+    router_replay_min_agreement: Annotated[float | None, Between(-1, 1)] = option(
+        None, flag="--router-replay-min-agreement", metavar="K", needs="router_replay=R3", usual=0.25
+    )
+    """A step whose servers' routes agree less than this with Megatron's own choice, as Cohen's kappa of a sample, is
+    refused before it trains; -1 turns the rule off."""
+
+    expert_statistics: bool = option(False, flag="--expert-statistics")
+    """Log tokens, mean |log-ratio|, mean weight and rejected fraction of every expert, in experts.jsonl of `log_dir`
+    and as heat maps in TensorBoard."""
+
+    def check(self) -> None:
+        if self.router_replay_min_agreement == 1:
+            raise ValueError("`router_replay_min_agreement` must be in [-1, 1), got 1")
