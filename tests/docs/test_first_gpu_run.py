@@ -24,10 +24,10 @@ QWEN3_4B = {
 MEGATRON = """
 import sys
 from megatron.training import arguments
-from megatron_rl_corr.mcore.hooks import add_rollout_arguments
+from megatron_rl_corr.config.flags import add_flags
 from megatron_rl_corr.mcore.run_flags import check_megatron_arguments
 
-args = arguments.parse_args(extra_args_provider=add_rollout_arguments)
+args = arguments.parse_args(extra_args_provider=add_flags)
 assert args.world_size == 4
 check_megatron_arguments(args)
 print("accepted", args.seq_length, args.rollout_group_size)
