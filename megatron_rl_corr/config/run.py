@@ -121,7 +121,7 @@ class ServersConfig(Options):
 
     def client_arguments(self) -> dict[str, Any]:
         """RolloutClient's keyword arguments. Reads the key, which is in no flag, no log and no file."""
-        others = ("urls", "engine", "server_check", "api_key_env")
+        others = ("urls", "server_check", "api_key_env")
         names = [field.name for field in dataclasses.fields(ServersConfig) if field.name not in others]
         key = None if self.api_key_env is None else os.environ[self.api_key_env]
         return {name: getattr(self, name) for name in names} | {"api_key": key}

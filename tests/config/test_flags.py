@@ -22,9 +22,10 @@ REQUIRED = [
 CLIENT = {
     "max_concurrency": 64, "max_per_server": None, "timeout_s": 600.0, "read_timeout_s": 60.0,
     "outage_timeout_s": 10.0, "update_timeout_s": 3600.0, "max_retries": 3, "max_continuations": 8, "ca_file": None,
+    "engine": "sglang",
 }
 DEFAULTS = CLIENT | {
-    "urls": ("http://a:30000", "http://b:30000"), "engine": "sglang", "api_key_env": None,
+    "urls": ("http://a:30000", "http://b:30000"), "api_key_env": None,
     "hf_checkpoint": "model", "prompts": "prompts.jsonl", "eval_prompts": None,
     "allow_model_differences": False, "environment": None, "max_turns": None, "environment_timeout_s": None,
     "group_size": 8, "max_new_tokens": 1024, "temperature": 1.0, "max_lag": 0, "stale_samples": "keep",
@@ -159,7 +160,7 @@ def test_client_options_when_parsed_then_the_clients_arguments(monkeypatch):
     flags = [word for name, value in given.items() for word in (f"--rollout-{name.replace('_', '-')}", str(value))]
     monkeypatch.setenv("SERVER_KEY", "s3cret")
     _, options = parse([*REQUIRED, *flags, "--rollout-api-key-env", "SERVER_KEY"])
-    assert options.client_arguments() == given | {"api_key": "s3cret"}
+    assert options.client_arguments() == given | {"engine": "sglang", "api_key": "s3cret"}
     assert "s3cret" not in repr(options)
     RolloutClient(options.urls, vocab_size=10, **CLIENT)
     # The flags' defaults are the client's, which has four arguments more.
