@@ -40,8 +40,14 @@ def commands(page: Path) -> list[str]:
 
 
 def all_commands() -> list[tuple[str, str]]:
+    """(page, command) of every command that no earlier page has; reports of two runs are one command."""
     pages = [page for page in PAGES if page.parent.name != "requirements" and name(page) not in IN_ORDER]
-    return [(name(page), command) for page in pages for command in commands(page)]
+    found: dict[str, tuple[str, str]] = {}
+    for page in pages:
+        for command in commands(page):
+            key = re.sub(r"(report) \S+", r"\1", command.removeprefix(".venv/bin/"))
+            found.setdefault(key, (name(page), command))
+    return list(found.values())
 
 
 def anchors(page: Path) -> set[str]:
