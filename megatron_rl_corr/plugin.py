@@ -150,7 +150,7 @@ def _end(error: Exception, *, in_one_line: bool) -> None:
 
 def _says(error: Exception, in_one_line: bool) -> str:
     rank = os.environ.get("RANK", "0")
-    return name_flags(error) if in_one_line else f"rank {rank} failed: {type(error).__name__}: {error}"
+    return name_flags(error if in_one_line else f"rank {rank} failed: {type(error).__name__}: {error}")
 
 
 def _leave_as_told(told: str) -> None:
