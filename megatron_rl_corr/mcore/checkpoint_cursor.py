@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from megatron_rl_corr.files import write_atomically
 from megatron_rl_corr.parallel.failure import StartupError, all_reduce_failure
-from megatron_rl_corr.rollout.saved_cursor import SavedCursor
+from megatron_rl_corr.rollout.cursor import SavedCursor
 
 FILE_NAME = "rollout_cursor.json"
 

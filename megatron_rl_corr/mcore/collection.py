@@ -30,12 +30,10 @@ from megatron_rl_corr.parallel.failure import (
 from megatron_rl_corr.parallel.layout import Layout
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
+from megatron_rl_corr.rollout.cursor import Cursor, Drawn, GroupNumbers, SavedCursor
 from megatron_rl_corr.rollout.episodes import Episodes
 from megatron_rl_corr.rollout.failures import CAUSES, NAMED_AFTER, FailedFraction, FailedPrompts, Failures
-from megatron_rl_corr.rollout.group_numbers import Cursor, Drawn, GroupNumbers
-from megatron_rl_corr.rollout.group_sampler import GroupSampler
-from megatron_rl_corr.rollout.queue import GroupStream, Taken
-from megatron_rl_corr.rollout.saved_cursor import SavedCursor
+from megatron_rl_corr.rollout.queue import GroupSampler, GroupStream, Taken
 
 if TYPE_CHECKING:
     from megatron_rl_corr.moe.replay import Replay

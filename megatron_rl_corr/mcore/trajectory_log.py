@@ -18,8 +18,7 @@ from megatron_rl_corr.parallel.context import zigzag_positions
 from megatron_rl_corr.parallel.failure import all_reduce_failure
 from megatron_rl_corr.parallel.gather import all_gather_stacked
 from megatron_rl_corr.parallel.layout import Layout
-from megatron_rl_corr.rollout.sample import samples_of_rows
-from megatron_rl_corr.rollout.sample_file import write_trajectories
+from megatron_rl_corr.rollout.sample_file import samples_of_rows, write_trajectories
 
 
 class TrajectoryLog:

@@ -12,7 +12,7 @@ import torch
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.core.correction import compute_correction
 from megatron_rl_corr.observability.catalogue import catalogue, label_of, ordered, spec_of
-from megatron_rl_corr.rollout.sample import Sample
+from megatron_rl_corr.rollout.sample_file import Sample
 from megatron_rl_corr.tables import readable, text_table
 
 PREFIX = "rollout_corr/"

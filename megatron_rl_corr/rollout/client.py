@@ -14,11 +14,10 @@ from megatron_rl_corr.engines.control import ServerControl
 from megatron_rl_corr.engines.routes import ExpertShape
 from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
 from megatron_rl_corr.engines.types import checked_prompt_ids
-from megatron_rl_corr.rollout.attempts import Attempts
-from megatron_rl_corr.rollout.counts import Counts
-from megatron_rl_corr.rollout.readmission import Readmission
+from megatron_rl_corr.rollout.health import ServerHealth
+from megatron_rl_corr.rollout.retries import Retries
 from megatron_rl_corr.rollout.seeds import Draw
-from megatron_rl_corr.rollout.server_pool import ServerPool
+from megatron_rl_corr.rollout.server_pool import Counts, ServerPool
 
 FIRST_OWN_NUMBER = 1 << 40
 """The client's own numbers begin beyond those of any run, so that both kinds may be used side by side."""
@@ -96,8 +95,8 @@ class RolloutClient(ServerControl):
             urls, max_outstanding=max_concurrency, max_per_server=max_per_server,
             outage_timeout_s=outage_timeout_s,
         )  # fmt: skip
-        self._members = Readmission(spoken, pool, transport, self._counts, read_timeout_s=read_timeout_s)
-        self._attempts = Attempts(
+        self._members = ServerHealth(spoken, pool, transport, self._counts, read_timeout_s=read_timeout_s)
+        self._attempts = Retries(
             spoken, pool, self._members, transport, self._counts, max_retries=max_retries,
             max_continuations=max_continuations, experts=experts, keyed_cache=keyed_cache,
         )  # fmt: skip

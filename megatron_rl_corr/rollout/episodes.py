@@ -1,6 +1,6 @@
 """Samples episodes of several turns: one request a turn, whose prompt is all tokens so far.
 
-P prompt tokens, R response tokens so far.
+P prompt tokens, R response tokens so far, B tokens that the environment adds between two turns.
 """
 
 import time
@@ -18,12 +18,11 @@ from megatron_rl_corr.data.user_calls import UserCalls
 from megatron_rl_corr.data.worker_pool import CallTimeout
 from megatron_rl_corr.engines.concurrency import all_or_first_failure
 from megatron_rl_corr.engines.errors import RolloutError, SampleFailure
-from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
+from megatron_rl_corr.engines.trajectory import ENVIRONMENT, SamplingParams, Trajectory, concatenated
 from megatron_rl_corr.engines.types import checked_prompt_ids
 from megatron_rl_corr.rollout.client import RolloutClient
 from megatron_rl_corr.rollout.environment import DONE, FLAG, Environment, EnvironmentFactory
 from megatron_rl_corr.rollout.seeds import Draw
-from megatron_rl_corr.rollout.turns import first_turn, join_turn
 
 
 async def generate_episodes(
@@ -193,3 +192,20 @@ class _Episode:
                 "is its tokenizer the one of the model being served?",
             )
         return torch.from_numpy(ids.astype(np.int64))
+
+
+def first_turn(answer: Trajectory) -> Trajectory:
+    """The answer to the first prompt, as the start of an episode."""
+    return replace(answer, turn_ids=torch.zeros_like(answer.output_ids))
+
+
+def join_turn(episode: Trajectory, said: torch.Tensor, answer: Trajectory) -> Trajectory:
+    """The episode so far, what the environment said to it ([B] int64), and the policy's next turn.
+
+    The prompt of `answer` is all tokens before it. Sampled tokens keep log-prob, weight version and set of ids;
+    routes are those of the first pass that has them, as in `join`.
+    """
+    number = int(episode.turn_ids.max()) + 1
+    turn_ids = [episode.turn_ids, torch.full_like(said, ENVIRONMENT), torch.full_like(answer.output_ids, number)]
+    whole = concatenated(replace(episode, turn_ids=None), answer, between=said)
+    return replace(whole, turn_ids=torch.cat(turn_ids))

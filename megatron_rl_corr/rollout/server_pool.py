@@ -1,4 +1,4 @@
-"""Which rollout server takes the next sample: slots, least outstanding first, and who is left out. No HTTP here."""
+"""Which rollout server takes the next sample: slots, least outstanding first, and which are left out. Sends nothing."""
 
 import asyncio
 from collections import deque
@@ -157,3 +157,33 @@ class ServerPool:
     def _declare_outage(self) -> None:
         self._timer, self._is_outage = None, True
         self._wake(len(self._waiters))
+
+
+@dataclass
+class Counts:
+    """Of one client, since it was made."""
+
+    samples: int = 0
+    """Samples returned."""
+    tokens: int = 0
+    """Their response tokens."""
+    prefilled: int = 0
+    """Prompt tokens of all requests that a server had not cached, and computed."""
+    stop: int = 0
+    """Samples that ended with a stop id."""
+    length: int = 0
+    """Samples that ended with max_new_tokens."""
+    abort: int = 0
+    """Samples cut short, and returned so because max_continuations were used up."""
+    continuations: int = 0
+    """Requests that took up an aborted sample where it was cut."""
+    retries: int = 0
+    """Requests sent again, because the server failed or did not answer; no token of the failed ones is used."""
+    left_out: int = 0
+    """Times that a server was left out."""
+    rejoined: int = 0
+    """Times that one came back."""
+    stale: int = 0
+    """Times that a server was refused because its weights were not the trainer's."""
+    nonfinite_logprobs: int = 0
+    """Tokens returned whose log-prob was null, NaN or infinite; NaN in the trajectory."""

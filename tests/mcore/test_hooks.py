@@ -160,8 +160,8 @@ from megatron.training import checkpointing
 from megatron_rl_corr.mcore import checkpoint_cursor
 from megatron_rl_corr.rollout import Prompt, PromptDataset
 from megatron_rl_corr.rollout.failures import FailedPrompts
-from megatron_rl_corr.rollout.group_numbers import Cursor
-from megatron_rl_corr.rollout.saved_cursor import SavedCursor
+from megatron_rl_corr.rollout.cursor import Cursor
+from megatron_rl_corr.rollout.cursor import SavedCursor
 seen = []
 folder = pathlib.Path(tempfile.mkdtemp())
 path = folder / "iter_0000040/rollout_cursor.json"

@@ -11,8 +11,7 @@ from megatron_rl_corr import cli
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.engines.trajectory import Trajectory, VersionSpan
 from megatron_rl_corr.observability.compare import KeptBatch, comparison
-from megatron_rl_corr.rollout.sample import Sample
-from megatron_rl_corr.rollout.sample_file import write_trajectories
+from megatron_rl_corr.rollout.sample_file import Sample, write_trajectories
 
 NAN = math.nan
 

@@ -16,12 +16,11 @@ from megatron_rl_corr.rollout import (
     SampleFailure,
     SamplingParams,
     StaleWeightsError,
-    readmission,
+    health,
     versions,
 )
-from megatron_rl_corr.rollout.counts import Counts
-from megatron_rl_corr.rollout.readmission import Readmission
-from megatron_rl_corr.rollout.server_pool import ServerPool
+from megatron_rl_corr.rollout.health import ServerHealth
+from megatron_rl_corr.rollout.server_pool import Counts, ServerPool
 
 ONE = SamplingParams(1)
 ORDER = [(p, s) for p in range(4) for s in range(3)]
@@ -30,7 +29,7 @@ PROMPTS = [[1], [2, 2], [3], [4, 4, 4]]
 
 @pytest.fixture(autouse=True)
 def quick_probes(monkeypatch):
-    monkeypatch.setattr(readmission, "FIRST_PROBE_S", 0.02)
+    monkeypatch.setattr(health, "FIRST_PROBE_S", 0.02)
 
 
 class Fake:
@@ -143,7 +142,7 @@ def test_failure_when_the_server_has_come_back_since_then_it_does_not_count_agai
     async def scenario():
         pool = ServerPool(["http://a:1"], max_outstanding=1, max_per_server=None, outage_timeout_s=5)
         transport = HTTPTransport(timeout_s=1, connect_timeout_s=1)
-        members = Readmission(load_engine("sglang"), pool, transport, Counts(), read_timeout_s=1)
+        members = ServerHealth(load_engine("sglang"), pool, transport, Counts(), read_timeout_s=1)
         (server,) = pool.servers
         before = server.joined
         late = RolloutServerError(server.url, "/generate", None, "timed out")
@@ -383,7 +382,7 @@ def test_generate_when_a_server_holds_the_step_of_an_attempt_before_then_it_is_n
 
 
 def test_expect_version_when_a_server_is_left_out_then_it_is_asked_at_once(faulty, fakes, monkeypatch):
-    monkeypatch.setattr(readmission, "FIRST_PROBE_S", 30.0)
+    monkeypatch.setattr(health, "FIRST_PROBE_S", 30.0)
     anew, right = fakes
     anew.version, right.version = "default", "7"
 
@@ -464,7 +463,7 @@ def test_generate_when_called_many_times_at_once_then_one_watch_listens_until_th
         finally:
             watches.append("ended")
 
-    monkeypatch.setattr(Readmission, "_watch", watch)
+    monkeypatch.setattr(ServerHealth, "_watch", watch)
     answers = itertools.count()
 
     async def handle(request):

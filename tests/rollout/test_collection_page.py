@@ -6,7 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from megatron_rl_corr.rollout import RolloutClient
-from megatron_rl_corr.rollout.counts import Counts
+from megatron_rl_corr.rollout.server_pool import Counts
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/guides/collection.md").read_text()
 

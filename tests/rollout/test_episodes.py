@@ -24,7 +24,7 @@ from megatron_rl_corr.rollout import (
     generate_episodes,
     load_environment,
 )
-from megatron_rl_corr.rollout.turns import first_turn, join_turn
+from megatron_rl_corr.rollout.episodes import first_turn, join_turn
 
 NAN = float("nan")
 PROMPTS = [Prompt(7, [1, 2], {"answer": 3})]

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_rl_corr.engines.sglang import requests
-from megatron_rl_corr.rollout import LoopThread, RolloutClient, SamplingParams, readmission
+from megatron_rl_corr.rollout import LoopThread, RolloutClient, SamplingParams, health
 from megatron_rl_corr.weight_sync.servers import ABSENT, READY, STARTED_ANEW, WeightServers
 from megatron_rl_corr.weight_sync.transports.broadcast import DistributedTransport
 from tests.hf_truth import assert_is_truth
@@ -31,7 +31,7 @@ def loop():
 @pytest.fixture
 def client(sglang_server_fp32, victim, tiny_moe_dir, loop, monkeypatch):
     """Both servers with weights named "1"; the shared one gets its name back."""
-    monkeypatch.setattr(readmission, "LONGEST_BACKOFF_S", 1.0)
+    monkeypatch.setattr(health, "LONGEST_BACKOFF_S", 1.0)
     vocab_size = json.loads((tiny_moe_dir / "config.json").read_text())["vocab_size"]
     urls = [sglang_server_fp32.url, victim.server.url]
     client = RolloutClient(urls, vocab_size=vocab_size, max_concurrency=16, timeout_s=TIMEOUT_S)

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from megatron_rl_corr.rollout.group_numbers import Cursor, Drawn, GroupNumbers
+from megatron_rl_corr.rollout.cursor import Cursor, Drawn, GroupNumbers
 
 
 def test_draw_when_a_run_begins_then_steps_take_slices_of_the_sequence():

@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from megatron_rl_corr.rollout import SamplingParams, Support, Trajectory, VersionSpan
-from megatron_rl_corr.rollout.sample import Sample, samples_of_rows
 from megatron_rl_corr.rollout.sample_file import (
     FORMAT,
     SAMPLING,
     SCHEMA,
+    Sample,
     read_sampling,
     read_trajectories,
+    samples_of_rows,
     write_trajectories,
 )
 

@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from megatron_rl_corr.engines.sglang import requests
-from megatron_rl_corr.rollout import LoopThread, RolloutClient, SamplingParams, readmission
+from megatron_rl_corr.rollout import LoopThread, RolloutClient, SamplingParams, health
 
 PROMPTS = [[3, 1, 4], [1, 5], [9, 2, 6, 5], [3, 5]]
 VOCAB = 83
@@ -48,7 +48,7 @@ def lengths(trajectories):
 def test_generate_when_the_scheduler_alone_is_stopped_then_left_out_within_the_bound_and_back_when_it_goes_on(
     loop, sglang_server_fp32, victim, wait_until_sampling, monkeypatch
 ):
-    monkeypatch.setattr(readmission, "LONGEST_BACKOFF_S", 1.0)
+    monkeypatch.setattr(health, "LONGEST_BACKOFF_S", 1.0)
     bound, url, scheduler = 4.0, victim.server.url, scheduler_of(victim.server)
     with client_of(loop, sglang_server_fp32.url, url, read_timeout_s=bound) as client:
         sampling = loop.submit(client.generate(PROMPTS, SamplingParams(300, ignore_eos=True), samples_per_prompt=4))

@@ -11,15 +11,14 @@ from megatron_rl_corr.engines.base import Engine
 from megatron_rl_corr.engines.control import HEALTH_PROBE_TIMEOUT_S
 from megatron_rl_corr.engines.errors import RolloutError, RolloutServerError, StaleWeightsError
 from megatron_rl_corr.engines.types import Transport
-from megatron_rl_corr.rollout.counts import Counts
-from megatron_rl_corr.rollout.server_pool import Server, ServerPool
+from megatron_rl_corr.rollout.server_pool import Counts, Server, ServerPool
 
 FIRST_PROBE_S, LONGEST_BACKOFF_S = 0.5, 30.0
 
 logger = logging.getLogger(__name__)
 
 
-class Readmission:
+class ServerHealth:
     """Decides who is in a pool. read_timeout_s: longest time without progress of a server with requests in flight."""
 
     def __init__(

@@ -21,10 +21,9 @@ from megatron_rl_corr.engines.errors import (
 from megatron_rl_corr.engines.routes import ExpertShape, first_without_routes
 from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory, join
 from megatron_rl_corr.engines.types import Request, Transport
-from megatron_rl_corr.rollout.counts import Counts
-from megatron_rl_corr.rollout.readmission import Readmission
+from megatron_rl_corr.rollout.health import ServerHealth
 from megatron_rl_corr.rollout.seeds import Draw
-from megatron_rl_corr.rollout.server_pool import Server, ServerPool
+from megatron_rl_corr.rollout.server_pool import Counts, Server, ServerPool
 
 OF_THE_SERVER = (301, 302, 303, 307, 308, 401, 403, 404, 405)
 """HTTP statuses of a wrong key or address: every other request would get them too."""
@@ -56,11 +55,11 @@ def may_ask_again(error: RolloutError) -> bool:
     )
 
 
-class Attempts:
+class Retries:
     """Samples from a pool. A sample has one request in flight at a time, so it can't be answered twice."""
 
     def __init__(
-        self, engine: Engine, pool: ServerPool, members: Readmission, transport: Transport, counts: Counts, *,
+        self, engine: Engine, pool: ServerPool, members: ServerHealth, transport: Transport, counts: Counts, *,
         max_retries: int, max_continuations: int, experts: ExpertShape | None = None, keyed_cache: bool = False,
     ):  # fmt: skip
         self._engine = engine
@@ -156,7 +155,7 @@ class Attempts:
             async with asyncio.timeout(None) as scope:
                 server.scopes[scope] = asyncio.get_running_loop().time()
                 try:
-                    # As long as the server gets on, however long the answer is: `Readmission` watches that.
+                    # As long as the server gets on, however long the answer is: `ServerHealth` watches that.
                     _, body = await self._transport.send(server.url, request, timeout_s=math.inf)
                 finally:
                     del server.scopes[scope]

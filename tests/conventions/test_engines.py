@@ -1,0 +1,81 @@
+"""A server's protocol stands in its engine's folder: nothing else of the package names the server."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+from megatron_rl_corr.config.run import ENGINES
+
+PACKAGE = Path(__file__).resolve().parents[2] / "megatron_rl_corr"
+MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
+
+MAY_NAME = ("config/run.py", "doctor/", "integrations/slime.py")
+"""The list of engines, the examination of a server, and the hook of a trainer that has its own SGLang."""
+STILL_NAME = {
+    "cli.py",
+    "mcore/arguments.py",
+    "mcore/collection_metrics.py",
+    "moe/agreement.py",
+    "moe/replay.py",
+    "moe/scatter.py",
+    "observability/routing_meaning.py",
+    "weight_sync/servers.py",
+}
+"""Files that name an engine in code and should not; this list only gets shorter."""
+
+
+def engine_of(module: str) -> str | None:
+    """The engine whose folder a file is in."""
+    parts = module.split("/")
+    return parts[1] if parts[0] == "engines" and len(parts) > 2 else None
+
+
+def named_in_code(text: str) -> set[str]:
+    """Engines that imports, names, attributes or strings of the code contain; documentation may name any.
+
+    A default of an argument that is the very name of an engine is a choice, not its protocol.
+    """
+    tree = ast.parse(text)
+    documentation = {
+        id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+    words = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
+            words += [node.value] * (node.value not in ENGINES)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            words += [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
+        elif isinstance(node, (ast.Name, ast.Attribute)):
+            words.append(node.id if isinstance(node, ast.Name) else node.attr)
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            words.append(node.name)
+    return {name for name in ENGINES for word in words if name in word.lower()}
+
+
+def test_package_when_read_then_an_engine_is_named_by_its_own_folder_alone():
+    found = {
+        module for module in MODULES
+        if not module.startswith(MAY_NAME)
+        and named_in_code((PACKAGE / module).read_text(encoding="utf-8")) - {engine_of(module)}
+    }  # fmt: skip
+    assert found - STILL_NAME == set()
+
+
+def test_engines_when_listed_then_each_is_one_folder():
+    folders = {module.split("/")[1] for module in MODULES if engine_of(module)}
+    assert folders == set(ENGINES)
+    assert all(module == f"megatron_rl_corr.engines.{name}" for name, module in ENGINES.items())
+
+
+def test_rule_when_broken_then_it_says_so():
+    for text in (
+        "from megatron_rl_corr.engines.sglang import requests", "import sglang", 'url + "/sglang/x"',
+        "sglang_info(x)", 'f"use SGLang {version}"', "class SGLangThing: pass",
+    ):  # fmt: skip
+        assert named_in_code(text) == {"sglang"}, text
+
+
+def test_rule_when_kept_then_it_is_silent():
+    for text in ('"""As SGLang does."""', "x = 1  # SGLang", 'def f(engine="sglang"): pass'):
+        assert named_in_code(text) == set(), text
