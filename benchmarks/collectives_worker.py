@@ -28,10 +28,10 @@ from benchmarks.exchanges import ExchangeCount
 from benchmarks.metric_exchanges import WAYS, check_equal
 from megatron_rl_corr.config.correction import PRESETS, RejectionRule
 from megatron_rl_corr.data.prompts import Prompt, PromptDataset
-from megatron_rl_corr.mcore import compat, scoring, step
-from megatron_rl_corr.mcore.batch import RolloutBatch
-from megatron_rl_corr.mcore.collection import COUNTED, Collector
-from megatron_rl_corr.mcore.logprobs import LogprobSettings
+from megatron_rl_corr.mcore import compat, forward, step
+from megatron_rl_corr.mcore.batch import BatchShape, RolloutBatch
+from megatron_rl_corr.mcore.collect import COUNTED, Collector, SampleSource
+from megatron_rl_corr.mcore.forward import LogprobSettings
 from megatron_rl_corr.parallel.layout import Layout
 from tools.local_server import free_port
 
@@ -135,21 +135,23 @@ def schedule(*, forward_step_func, data_iterator, model, num_microbatches, forwa
 def run(case: Case, layout: Layout, names: dict[str, str]) -> dict:
     """One step: its exchanges, and those of each other way to bring its metrics together."""
     model, optimizer = [RandomLogits(VOCAB // layout.tp_group.size())], NoOptimizer()
-    samples = case.sequences * layout.dp_size
+    shape = BatchShape(
+        global_batch_size=case.sequences * layout.dp_size, group_size=GROUP_SIZE,
+        micro_batch_size=case.sequences // case.microbatches, seq_length=case.length,
+    )
     collector = SyntheticCollector(
         SimpleNamespace(
             group_size=GROUP_SIZE, max_new_tokens=1, temperature=1.0, top_p=1.0, top_k=-1, max_lag=0,
             stale_samples="keep", max_turns=None, rewards=SimpleNamespace(max_failed_fraction=0.05, on_failed=None),
         ),
-        layout, samples=samples, length=case.length, steps=(0, 1),
-        client=SimpleNamespace(counts=dict, vocab_size=VOCAB),
-        loop=SimpleNamespace(submit=answered), rewards=SimpleNamespace(), prompts=PromptDataset([Prompt(0, [0])]),
+        layout, shape, SampleSource(
+            client=SimpleNamespace(counts=dict, vocab_size=VOCAB), loop=SimpleNamespace(submit=answered),
+            rewards=SimpleNamespace(), prompts=PromptDataset([Prompt(0, [0])]),
+        ), steps=(0, 1),
     )  # fmt: skip
     corrected = step.CorrectedStep(
         config=CONFIGS[case.config], layout=layout, collector=collector, push=lambda version: None,
-        logprobs=LogprobSettings(layout.tp_group, 1.0, VOCAB), report=lambda numbers: None, close=lambda: None,
-        micro_batch_size=case.sequences // case.microbatches, global_batch_size=samples, seq_length=case.length,
-        group_size=GROUP_SIZE,
+        logprobs=LogprobSettings(layout.tp_group, 1.0, VOCAB), report=lambda numbers: None, shape=shape,
     )  # fmt: skip
     metrics = {}
 
@@ -186,7 +188,7 @@ def rank_main(rank: int, size: int, port: int, sizes: dict[str, int], out: str) 
         tensor_model_parallel_size=sizes.get("tp", 1), pipeline_model_parallel_size=sizes.get("pp", 1),
         context_parallel_size=sizes.get("cp", 1),
     )
-    scoring.get_forward_backward_func = lambda: schedule
+    forward.get_forward_backward_func = lambda: schedule
     layout = compat.layout()
     groups = {"tp": layout.tp_group, "cp": layout.cp_group, "dp_cp": layout.dp_cp_group, "tp_cp": layout.tp_cp_group,
               "pp": layout.pp_group, "world": dist.group.WORLD}  # fmt: skip

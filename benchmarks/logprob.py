@@ -187,7 +187,7 @@ def table_of_hidden(
 
     made = {
         "logits, then log-probs in place": through_logits, "linear_logprobs": directly,
-        "linear_logprobs, fp32 head": lambda labels: directly(labels, fp32_head=True),
+        "linear_logprobs, fp32 head": lambda labels: directly(labels, fp32_lm_head=True),
     }  # fmt: skip
     given = (hidden, weight), (torch.empty_like(hidden), torch.empty_like(weight)), upstream
     works = {name: Work(make(labels), *given) for name, make in made.items()}

@@ -49,31 +49,34 @@ def measure(options: argparse.Namespace) -> None:
     from megatron_rl_corr.engines.routes import pack
     from megatron_rl_corr.engines.sglang.routed_experts import decode
     from megatron_rl_corr.mcore import compat
-    from megatron_rl_corr.moe.replay import Replay
+    from megatron_rl_corr.moe.replay import ReplayedRouters
+    from megatron_rl_corr.moe.routers import moe_routers
+    from megatron_rl_corr.moe.routes import ReplayedRoutes, Routes
     from tools.local_server import free_port
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
     model, config = build(options)
     layout = compat.layout()
-    routers = [router for chunk in model for router in compat.moe_routers(chunk)]
-    replay = Replay("R3", model, layout, num_layers=options.layers)
-    replays = {"off": None, "off, scored": None, "R3": replay, "R3, scored": replay}
-    steps = {kind: corrected_step(given, layout, options, "scored" in kind) for kind, given in replays.items()}
+    routers = [router for chunk in model for router in moe_routers(chunk)]
+    replayed = ReplayedRouters("R3", model, layout, num_layers=options.layers)
+    routed, off = ReplayedRoutes(replayed, layout, min_agreement=-1.0), Routes()
+    kinds = {"off": off, "off, scored": off, "R3": routed, "R3, scored": routed}
+    steps = {kind: corrected_step(routes, layout, options, "scored" in kind) for kind, routes in kinds.items()}
     own = {router: router.router_replay for router in routers}
-    shape = replay.shape
+    shape = replayed.shape
     batch = some_batch(options)
     sent = [encoded_choice(options) for _ in range(options.samples)]
     started = time.process_time()
     decoded = [decode(one, tokens=options.length + 1, shape=shape) for one in sent]
     decoding = time.process_time() - started
-    routes = pack(decoded, options.length, shape)
+    routed.given = pack(decoded, options.length, shape)
     times = {kind: [] for kind in steps}
     for _ in range(options.repeats):
         for kind, step in steps.items():
             for router, stand_in in own.items():
-                router.router_replay = replays[kind] and stand_in
-            times[kind].append(one_step(step, model, batch, replays[kind] and routes, options))
+                router.router_replay = stand_in if kinds[kind] is routed else None
+            times[kind].append(one_step(step, model, batch, options))
     tokens = options.samples * options.length
     print(f"{datetime.date.today()}, {machine_name('cpu')}, torch {torch.__version__}, {tokens} tokens, "
           f"{options.layers} layers of {options.top_k} of {options.experts} experts, hidden {options.hidden}\n")
@@ -139,10 +142,11 @@ def encoded_choice(options: argparse.Namespace) -> str:
     return base64.b64encode(scores.topk(options.top_k).indices.int().numpy().tobytes()).decode()
 
 
-def corrected_step(replay, layout, options: argparse.Namespace, scored: bool):
+def corrected_step(routes, layout, options: argparse.Namespace, scored: bool):
     """scored: with a rule that keeps every sample, and needs the scoring pass."""
     from megatron_rl_corr.config.correction import RejectionRule, RolloutCorrectionConfig
-    from megatron_rl_corr.mcore.logprobs import LogprobSettings
+    from megatron_rl_corr.mcore.batch import BatchShape
+    from megatron_rl_corr.mcore.forward import LogprobSettings
     from megatron_rl_corr.mcore.step import CorrectedStep
 
     rules = (RejectionRule("token", "ratio", 1e-6, 1e6),) if scored else ()
@@ -150,15 +154,14 @@ def corrected_step(replay, layout, options: argparse.Namespace, scored: bool):
         config=RolloutCorrectionConfig(rollout_rs=rules), layout=layout,
         logprobs=LogprobSettings(layout.tp_group, 1.0, VOCAB_SIZE),
         collector=SimpleNamespace(device="cpu", metrics={}), push=lambda version: None, report=lambda metrics: None,
-        close=lambda: None, micro_batch_size=ROWS, global_batch_size=options.samples, seq_length=options.length,
-        group_size=4, replay=replay, min_agreement=-1.0,
+        shape=BatchShape(
+            global_batch_size=options.samples, group_size=4, micro_batch_size=ROWS, seq_length=options.length
+        ), routes=routes,
     )  # fmt: skip
 
 
-def one_step(step, model: list, batch, routes, options: argparse.Namespace) -> float:
+def one_step(step, model: list, batch, options: argparse.Namespace) -> float:
     """Processor seconds."""
-    from dataclasses import replace
-
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     def train_step(forward_step, iterator):
@@ -173,7 +176,7 @@ def one_step(step, model: list, batch, routes, options: argparse.Namespace) -> f
         return {}, 0, False, False, 0, 1.0, None, 0
 
     optimizer = SimpleNamespace(step=lambda: (True, 1.0, 0))
-    step.collector.collect = lambda iteration: batch if routes is None else replace(batch, routes=routes)
+    step.collector.collect = lambda iteration: batch
     started = time.process_time()
     step.run(train_step, 0, model, optimizer, per_token=False)
     return time.process_time() - started

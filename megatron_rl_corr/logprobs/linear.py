@@ -1,4 +1,4 @@
-"""Log-prob of the label, and entropy, from hidden states and the output weight, never holding the logits of all tokens.
+"""Log-prob of the label, and entropy, from hidden states and the output weight: the logits of all tokens never exist.
 
 T tokens, H hidden size, V vocabulary columns (padded), tp tensor-parallel ranks, C tokens a chunk.
 """
@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_rl_corr.logprobs.vocab import backend, check_settings, combine_stats, support_columns
+from megatron_rl_corr.logprobs.vocab import backend, check_settings, combine_stats, vocab_columns
 from megatron_rl_corr.parallel.gather import all_gather_stacked
 
 WEIGHT_ROWS = 8192
-"""Of the weight that are in float32 at a time, and of what one chunk adds to its gradient."""
+"""Rows of the weight that are converted to float32, or get a chunk's part of their gradient, at a time."""
 
 
 def linear_logprobs(
@@ -29,21 +29,34 @@ def linear_logprobs(
     vocab_size: int | None = None,
     with_entropy: bool = False,
     chunk_tokens: int = 1024,
-    fp32_head: bool = False,
+    fp32_lm_head: bool = False,
     reduce_hidden_gradient: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """vocab_parallel_logprobs of logits = hidden weight^T, of which only C rows are ever held; each float32 [T].
+    """vocab_parallel_logprobs of logits = hidden weight^T, of which only C rows exist at a time.
 
-    hidden [T, H], the same on all tensor-parallel ranks; weight [V/tp, H] of the same type, this rank's rows; labels
-    [T] int64. The logits are computed again in backward. They and their gradient have the type of hidden, as those of
-    Megatron's output layer do; with fp32_head float32, made of float32 copies of the inputs: slower by as much as
-    float32 is. The weight's gradient is summed over chunks in float32 [V/tp, H].
+    The logits are computed again in backward. Collectives over tp_group: one in forward, and one in backward, an
+    all-reduce of hidden's gradient [T, H], to which every rank has a share. The weight's gradient is summed over chunks
+    in float32 [V/tp, H].
 
-    Collectives over tp_group: one in forward, and one in backward, an all-reduce of hidden's gradient [T, H], to which
-    every rank has a share. With reduce_hidden_gradient=False the gradient is this rank's share alone, for hidden
-    states whose own backward sums over tp: those that Megatron gathers from sequence-parallel ranks.
+    Args:
+        hidden: [T, H], the same on all tensor-parallel ranks.
+        weight: [V/tp, H] of the same type, this rank's rows.
+        labels: [T] int64, global ids.
+        tp_group: ranks that share the vocabulary; None: this rank alone.
+        temperature: of the sampling.
+        vocab_size: columns from here on do not belong to the vocabulary; None: all do.
+        with_entropy: whether to compute the entropy.
+        chunk_tokens: C.
+        fp32_lm_head: logits and their gradient are float32, from float32 copies of hidden and weight, at float32's
+            speed; else they have the type of hidden, as in Megatron's output layer.
+        reduce_hidden_gradient: False leaves hidden's gradient as this rank's share, for hidden states whose own
+            backward sums over tp: those that Megatron gathers from sequence-parallel ranks.
 
-    Raises ValueError for unlike lengths or types, and for a temperature or chunk_tokens that is not positive.
+    Returns:
+        (log-probs [T] float32, entropies [T] float32 or None).
+
+    Raises:
+        ValueError: for different lengths or types, and for a temperature or chunk_tokens that is not positive.
     """
     if hidden.dim() != 2 or labels.shape != hidden.shape[:1] or weight.dim() != 2 or weight.shape[1] != hidden.shape[1]:
         raise ValueError(
@@ -53,12 +66,12 @@ def linear_logprobs(
     if hidden.dtype != weight.dtype:
         raise ValueError(f"hidden and weight must be of one type, got {hidden.dtype} and {weight.dtype}; cast one")
     check_settings(temperature, chunk_tokens)
-    first, limit = support_columns(len(weight), tp_group, vocab_size)
+    first, limit = vocab_columns(len(weight), tp_group, vocab_size)
     columns = {
         "first": first, "limit": limit, "temperature": temperature, "with_entropy": with_entropy,
         "chunk_tokens": chunk_tokens,
     }  # fmt: skip
-    head = torch.float32 if fp32_head else hidden.dtype
+    head = torch.float32 if fp32_lm_head else hidden.dtype
     reduced = tp_group if reduce_hidden_gradient else None
     logprobs, entropy = _LinearLogProbs.apply(hidden, weight, labels, tp_group, reduced, head, columns)
     return logprobs, entropy if with_entropy else None
@@ -106,7 +119,7 @@ class _LinearLogProbs(torch.autograd.Function):
 
 
 def _logits(hidden: Tensor, weight: Tensor, head: torch.dtype, chunk_tokens: int) -> Iterator[tuple[slice, Tensor]]:
-    """Rows and their logits [C, V/tp] in the head's type, to do with as one likes: all chunks are in one buffer."""
+    """(rows, their logits [C, V/tp] in the head's type) of each chunk, all in one buffer that callers may overwrite."""
     buffer = hidden.new_empty(min(chunk_tokens, len(hidden)), len(weight), dtype=head)
     for start in range(0, len(hidden), chunk_tokens):
         rows = slice(start, start + chunk_tokens)
@@ -118,6 +131,6 @@ def _logits(hidden: Tensor, weight: Tensor, head: torch.dtype, chunk_tokens: int
 
 
 def _weight_rows(weight: Tensor, head: torch.dtype) -> Iterator[slice]:
-    """All rows at once if they are of the head's type, else as many as may be copied."""
+    """Slices of the weight's rows: all at once if they have the head's type, else WEIGHT_ROWS, which are converted."""
     step = len(weight) if weight.dtype == head else WEIGHT_ROWS
     return (slice(start, start + step) for start in range(0, len(weight), step))

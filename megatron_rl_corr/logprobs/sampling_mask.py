@@ -1,7 +1,7 @@
-"""Log-prob of the label on the support that the server sampled from (top-p, top-k), from sharded logits.
+"""Log-prob of the label over the ids that the server sampled from (top-p, top-k), from sharded logits.
 
-T tokens, I ids of all their supports, V vocabulary columns (padded), tp tensor-parallel ranks; C tokens of a chunk,
-whose supports have J ids.
+T tokens, I ids of all their sampling masks, V vocabulary columns (padded), tp tensor-parallel ranks; C tokens of a
+chunk, whose masks have J ids.
 """
 
 from __future__ import annotations
@@ -19,40 +19,46 @@ from megatron_rl_corr.logprobs.vocab import check_inputs, combine_stats
 from megatron_rl_corr.parallel.gather import all_gather_stacked
 
 CHUNK_IDS = 1 << 19
-"""Ids that are worked on at once: about 60 bytes each, so 31 MB, beside the logits and their gradient."""
+"""Ids of one chunk: about 60 bytes each, so 31 MB, beside the logits and their gradient."""
 
 
 @dataclass(frozen=True, eq=False)
-class Supports:
-    """The ids that each token's label was drawn from, one token after the other; a token may have none."""
+class SamplingMasks:
+    """The ids that each token's label was drawn from, one token after the other; a token may have none.
+
+    Example: ids [4, 7, 1], offsets [0, 1, 1, 3]: token 0 was drawn from {4}, token 1 has none, token 2 from {7, 1}.
+    """
 
     ids: Tensor
     """[I] int32, global ids, distinct within a token."""
     offsets: Tensor
-    """[T + 1] int64 beside them: token t has ids[offsets[t] : offsets[t + 1]]."""
+    """[T + 1] int64, on the ids' device: token t has ids[offsets[t] : offsets[t + 1]]."""
     host_offsets: np.ndarray
-    """The same on the host, where chunks and microbatches are cut: no device is asked for a length."""
+    """The same on the host, where chunks and microbatches are cut without reading from the device."""
 
     @classmethod
-    def of(cls, ids: Tensor, lengths: np.ndarray) -> Supports:
-        """Of lengths [T], any integer type, how many of the ids [I] each token has."""
+    def of(cls, ids: Tensor, lengths: np.ndarray) -> SamplingMasks:
+        """From ids [I] and how many of them each token has, lengths [T] of any integer type.
+
+        Raises ValueError where the lengths do not sum to I.
+        """
         offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
         np.cumsum(lengths, out=offsets[1:])
         if offsets[-1] != len(ids):
-            raise ValueError(f"lengths of supports that sum to {offsets[-1]} have {len(ids)} ids")
+            raise ValueError(f"lengths of sampling masks sum to {offsets[-1]}, but there are {len(ids)} ids")
         return cls(ids, torch.from_numpy(offsets).to(ids.device), offsets)
 
     def __len__(self) -> int:
         """T."""
         return len(self.host_offsets) - 1
 
-    def tokens(self, start: int, stop: int) -> Supports:
+    def tokens(self, start: int, stop: int) -> SamplingMasks:
         """Those of tokens [start, stop)."""
         own = self.host_offsets[start : stop + 1]
-        return Supports(self.ids[own[0] : own[-1]], self.offsets[start : stop + 1] - int(own[0]), own - own[0])
+        return SamplingMasks(self.ids[own[0] : own[-1]], self.offsets[start : stop + 1] - int(own[0]), own - own[0])
 
     def chunks(self, most_ids: int) -> Iterator[tuple[slice, slice]]:
-        """Adjacent tokens, and their ids: at most `most_ids` of either, but one token at least."""
+        """Slices of adjacent tokens and of their ids: at most `most_ids` of either, but at least one token."""
         start = 0
         while start < len(self):
             room = np.searchsorted(self.host_offsets, self.host_offsets[start] + most_ids, side="right") - 1
@@ -61,46 +67,60 @@ class Supports:
             start = stop
 
 
-def support_logprobs(
+def sampling_mask_logprobs(
     logits: Tensor,
     labels: Tensor,
-    supports: Supports,
+    sampling_masks: SamplingMasks,
     *,
     tp_group: ProcessGroup | None = None,
     temperature: float = 1.0,
     with_entropy: bool = False,
     chunk_ids: int = CHUNK_IDS,
 ) -> tuple[Tensor, Tensor | None]:
-    """log softmax of logits / temperature over each token's support, at the label; and its entropy, else None.
+    """Log-prob of each label over its sampling mask, and the mask's entropy: as vocab_parallel_logprobs over few ids.
 
-    As vocab_parallel_logprobs, over the ids that the label was drawn from. pi_train is then renormalised on the set
-    that pi_rollout was: the two are probabilities of the same event. A token without any id, or whose label is not
-    among them, gives -inf and no gradient. Only the supports' columns are read and get a gradient; beside that, what is
-    made has a few numbers a token, and has at most chunk_ids elements (or those of one support, if it has more).
+    log softmax(x[ids])[label] with x = logits / temperature. pi_train is renormalised over the set that pi_rollout was
+    renormalised over, so the two are probabilities of the same event. A token without ids, or whose label is not among
+    them, gives -inf and no gradient. Only the masks' columns are read and get a gradient. Extra memory: a few numbers a
+    token, and tensors of at most chunk_ids elements (or of one mask's, if it has more). One collective over tp_group in
+    forward, none in backward.
 
-    Raises ValueError for unlike lengths, and for a temperature or chunk_ids that is not positive.
+    Args:
+        logits: [T, V/tp] in any float type, this rank's columns.
+        labels: [T] int64, global ids.
+        sampling_masks: of the T tokens.
+        tp_group: ranks that share the vocabulary; None: this rank alone.
+        temperature: of the sampling.
+        with_entropy: whether to compute the entropy.
+        chunk_ids: ids that are worked on at once.
+
+    Returns:
+        (log-probs [T] float32, entropies [T] float32 or None).
+
+    Raises:
+        ValueError: for different lengths, and for a temperature or chunk_ids that is not positive.
     """
     check_inputs(logits, labels, temperature, chunk_ids)
-    if len(supports) != len(labels):
-        raise ValueError(f"supports of {len(supports)} tokens are beside labels of {len(labels)}")
-    logprobs, entropy = _SupportLogProbs.apply(
-        logits, labels, supports, tp_group, temperature, with_entropy, chunk_ids
+    if len(sampling_masks) != len(labels):
+        raise ValueError(f"sampling masks of {len(sampling_masks)} tokens do not fit labels of {len(labels)}")
+    logprobs, entropy = _SamplingMaskLogProbs.apply(
+        logits, labels, sampling_masks, tp_group, temperature, with_entropy, chunk_ids
     )
     return logprobs, entropy if with_entropy else None
 
 
-class _SupportLogProbs(torch.autograd.Function):
+class _SamplingMaskLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, labels, supports, tp_group, temperature, with_entropy, chunk_ids):
+    def forward(ctx, logits, labels, sampling_masks, tp_group, temperature, with_entropy, chunk_ids):
         first = 0 if tp_group is None else tp_group.rank() * logits.shape[1]
         stats = logits.new_zeros(4, logits.shape[0], dtype=torch.float32)
         stats[::2] = -torch.inf
-        for rows, among in supports.chunks(chunk_ids):
-            chunk = _Chunk(logits[rows], labels[rows], supports, rows, among, first, temperature)
+        for rows, among in sampling_masks.chunks(chunk_ids):
+            chunk = _Chunk(logits[rows], labels[rows], sampling_masks, rows, among, first, temperature)
             _add_stats(chunk, stats[:, rows], with_entropy)
         logprobs, entropy, top, log_total = combine_stats(all_gather_stacked(stats, tp_group), with_entropy)
         ctx.save_for_backward(logits, labels, top, log_total, entropy, logprobs)
-        ctx.supports, ctx.settings = supports, (first, temperature, with_entropy, chunk_ids)
+        ctx.sampling_masks, ctx.settings = sampling_masks, (first, temperature, with_entropy, chunk_ids)
         ctx.mark_non_differentiable(*([] if with_entropy else [entropy]))
         return logprobs, entropy
 
@@ -111,9 +131,9 @@ class _SupportLogProbs(torch.autograd.Function):
         # -inf is a constant, as over the whole vocabulary.
         grad_logprobs = grad_logprobs.masked_fill(logprobs == -torch.inf, 0.0)
         grad = logits.new_zeros(logits.shape)
-        for rows, among in ctx.supports.chunks(chunk_ids):
-            chunk = _Chunk(logits[rows], labels[rows], ctx.supports, rows, among, first, temperature)
-            # One after the other: beside a large top the total would lose its digits.
+        for rows, among in ctx.sampling_masks.chunks(chunk_ids):
+            chunk = _Chunk(logits[rows], labels[rows], ctx.sampling_masks, rows, among, first, temperature)
+            # Subtracted one after the other: added to a large top, log_total would lose its digits.
             log_p = chunk.x - chunk.of_token(top[rows]) - chunk.of_token(log_total[rows])
             upstream = chunk.of_token(grad_logprobs[rows])
             slope = upstream
@@ -122,39 +142,39 @@ class _SupportLogProbs(torch.autograd.Function):
                 spread = log_p.clamp(min=NEGLIGIBLE) + chunk.of_token(entropy[rows])
                 slope = upstream + chunk.of_token(grad_entropy[rows]) * spread
             share = torch.where(chunk.at_label, upstream, 0.0) - log_p.exp() * slope
-            # The label's share belongs to the rank that has it.
+            # Each rank has the gradient of its own columns, the label's too.
             share = torch.where(chunk.mine, share / temperature, 0.0)
             grad[rows].view(-1).index_add_(0, chunk.places, share.to(grad.dtype))
         return grad, None, None, None, None, None, None
 
 
 class _Chunk:
-    """The supports of some tokens, id by id: [J] each."""
+    """The sampling masks of adjacent tokens, id by id: tensors [J]."""
 
     def __init__(
-        self, logits: Tensor, labels: Tensor, supports: Supports, rows: slice, among: slice, first: int,
+        self, logits: Tensor, labels: Tensor, sampling_masks: SamplingMasks, rows: slice, among: slice, first: int,
         temperature: float,
     ):
         count, width = logits.shape
-        lengths = supports.offsets[rows.start : rows.stop + 1].diff()
-        # With its size known beforehand the host need not wait for the device.
+        lengths = sampling_masks.offsets[rows.start : rows.stop + 1].diff()
+        # output_size is known on the host, so that repeat_interleave does not wait for the device.
         self.token = torch.arange(count, device=logits.device).repeat_interleave(
             lengths, output_size=among.stop - among.start
         )
-        """The token of the chunk."""
-        ids = supports.ids[among].long()
+        """Each id's token in the chunk."""
+        ids = sampling_masks.ids[among].long()
         local = ids - first
         self.mine = (local >= 0) & (local < width)
         """Whether the id is one of this rank's columns."""
         local = local.clamp(0, width - 1)
         self.places = self.token * width + local
-        """Where it is in the chunk's logits, flat; some column where it is another rank's."""
+        """Each id's place in the chunk's flat logits; any place of its token for an id of another rank."""
         self.at_label = ids == self.of_token(labels)
         self.x = torch.where(self.mine, logits[self.token, local].float() / temperature, -torch.inf)
-        """Its logit over temperature, float32; -inf where another rank has it."""
+        """Each id's logit / temperature, float32; -inf for an id of another rank."""
 
     def of_token(self, values: Tensor) -> Tensor:
-        """values [C] of the chunk's tokens -> [J]."""
+        """values [C] of the chunk's tokens -> [J], each id's token's."""
         return values.index_select(0, self.token)
 
 

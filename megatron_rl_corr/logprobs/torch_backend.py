@@ -1,8 +1,8 @@
-"""One rank's share of the labels' log-probs, and the gradient in its logits: the torch backend of vocab.py.
+"""One rank's share of the labels' log-probs, and the gradient with respect to its logits, in torch.
 
 T tokens, V vocabulary columns (padded), tp tensor-parallel ranks, C tokens a chunk; x = logits / temperature.
 
-parallel/kernels/label_logprobs.py has both functions as Triton kernels, of the same names, arguments and results.
+triton_backend.py has both functions as Triton kernels, with the same names, arguments and results.
 """
 
 from __future__ import annotations
@@ -14,18 +14,28 @@ from torch import Tensor
 
 SMALLEST = torch.finfo(torch.float32).min
 NEGLIGIBLE = -1e4
-"""exp of it is 0, as exp(-inf) is, but 0 times it is 0 and not NaN."""
+"""Stands for -inf where it is multiplied: its exp is 0 too, but 0 times it is 0 and not NaN."""
 CACHED = 1 << 17
-"""Elements of a tile on a CPU: it is passed over several times, and then stays in the second cache."""
+"""Elements of a tile on a CPU, so that it stays in the second-level cache while it is read several times."""
 
 
 def label_stats(
     logits: Tensor, labels: Tensor, *, first: int, limit: int, temperature: float, with_entropy: bool, chunk_tokens: int
 ) -> Tensor:
-    """[4, T] float32 over this rank's columns [:limit]; first is the global id of column 0.
+    """Statistics of each token over this rank's columns, from which `combine_stats` makes log-prob and entropy.
 
-    max of x; sum of e = exp(x - max); x of the label; sum of e (x - max), 0 unless with_entropy. Without a finite x:
-    -inf, 0, -inf, 0. Where the label (int64, global) is none of these columns, its x is -inf.
+    Args:
+        logits: [T, V/tp] in any float type.
+        labels: [T] int64, global ids.
+        first: global id of column 0.
+        limit: only columns [:limit] belong to the vocabulary.
+        temperature: x = logits / temperature.
+        with_entropy: whether to compute the last row.
+        chunk_tokens: C, rows that are held in float32 at once.
+
+    Returns:
+        [4, T] float32: max of x; sum of e = exp(x - max); x of the label, -inf if it is none of these columns; sum of
+        e (x - max), 0 unless with_entropy. Without a finite x: -inf, 0, -inf, 0.
     """
     out = logits.new_zeros(4, logits.shape[0], dtype=torch.float32)
     out[0], out[2] = -torch.inf, -torch.inf
@@ -63,18 +73,27 @@ def logits_gradient(
     chunk_tokens: int,
     out: Tensor,
 ) -> None:
-    """Writes d loss / d logits into out [T, V/tp], of the logits' type and maybe their own storage; 0 from limit on.
+    """Write d loss / d logits into `out`; 0 from column limit on.
 
-    With p = exp(x - top - log_total): (grad_logprobs ([label] - p) - grad_entropy p (log p + entropy)) / temperature;
-    top, log_total, entropy and both gradients [T] float32, of the whole vocabulary; grad_entropy counts only
-    with_entropy. A token whose upstream gradients are 0 gets 0, whatever its logits are.
+    With p = exp(x - top - log_total): (grad_logprobs ([label] - p) - grad_entropy p (log p + entropy)) / temperature.
+    A token whose upstream gradients are 0 gets 0, whatever its logits are.
+
+    Args:
+        logits: [T, V/tp], as in `label_stats`; so are labels, first, limit, temperature, with_entropy, chunk_tokens.
+        labels: [T] int64.
+        top: [T] float32, the largest x of the whole vocabulary.
+        log_total: [T] float32, log of the sum of exp(x - top) over the whole vocabulary.
+        entropy: [T] float32.
+        grad_logprobs: [T] float32.
+        grad_entropy: [T] float32, read only with_entropy.
+        out: [T, V/tp] of the logits' type; may be their own storage.
     """
     if limit == 0 or logits.shape[0] == 0:
         out.zero_()
         return
     local, mine = _local(labels, first, limit)
     hit = torch.where(mine, grad_logprobs / temperature, 0.0)[:, None]
-    # exp(x - top) times (constant + slope (x - top)) is the part of every column.
+    # Every column gets exp(x - top) (constant + slope (x - top)); the label's gets `hit` as well.
     scale = (-log_total).exp() / -temperature
     constant, used = grad_logprobs * scale, grad_logprobs != 0
     if with_entropy:
@@ -94,22 +113,22 @@ def logits_gradient(
         else:
             weights.mul_(constant[rows, None])
         weights.scatter_add_(1, local[rows], hit[rows])
-        # 0 times a NaN is NaN. This is masked_fill_, in a quarter of its time on a CPU.
+        # Rows without upstream gradient become 0 (0 times NaN is NaN): masked_fill_, in a quarter of its time on a CPU.
         weights.view(torch.int32).bitwise_and_(bits[rows])
-        target.copy_(weights)  # does nothing onto itself
+        target.copy_(weights)  # no copy if it is the same storage
     out[:, limit:] = 0
 
 
 def _local(labels: Tensor, first: int, limit: int) -> tuple[Tensor, Tensor]:
-    """Columns of the labels [T, 1], 0 or the last where not ours; ours? [T]."""
+    """(column of each label [T, 1], clamped to [0, limit); whether this rank has it [T] bool)."""
     local = labels - first
     return local.clamp(0, limit - 1)[:, None], (local >= 0) & (local < limit)
 
 
 def _tiles(logits: Tensor, chunk_tokens: int, buffers: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Rows, and two float32 tiles of their size to write in, which are one and the same with a single buffer.
+    """(rows, first, last of `buffers` float32 scratch tiles for them); with one buffer both are the same tile.
 
-    All buffers together have chunk_tokens rows, or one each.
+    All buffers together have chunk_tokens rows, but at least one each.
     """
     tokens, columns = logits.shape
     height = min(max(chunk_tokens // buffers, 1), tokens)
@@ -126,7 +145,7 @@ def _in_float32(logits: Tensor, *, into: Tensor) -> Tensor:
 
 
 def _distances(logits: Tensor, top: Tensor, temperature: float, *, into: Tensor) -> None:
-    """x - top, of float32 logits, which may be the caller's and stay."""
+    """Write logits / temperature - top into `into`; the float32 logits are not changed."""
     if temperature != 1:
         logits = torch.div(logits, temperature, out=into)
     torch.sub(logits, top[:, None], out=into)

@@ -1,10 +1,10 @@
-"""One rank's share of the labels' log-probs, and the gradient in its logits: the Triton backend of vocab.py.
+"""One rank's share of the labels' log-probs, and the gradient with respect to its logits, as Triton kernels.
 
 T tokens, V vocabulary columns (padded), tp tensor-parallel ranks, P parts of a row; x = logits / temperature.
 
-One pass over the logits forward, one pass backward that writes the gradient; nothing of size [T, V/tp] beside them.
-A part of a row is one program's: each of its threads keeps its own running maximum and sums, rescaled when the maximum
-grows (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018), and meets the others only at the end.
+One pass over the logits forward, one pass backward that writes the gradient; no other tensor has size [T, V/tp]. Each
+program has a part of a row: each of its threads keeps its own running maximum and sums, rescaled when the maximum grows
+(Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018), and they are merged only at the end.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LOG2E = tl.constexpr(math.log2(math.e))
 SMALLEST = tl.constexpr(torch.finfo(torch.float32).min)
 NEGLIGIBLE = tl.constexpr(-1e30)
-"""0 times it is 0, and not NaN as with -inf."""
+"""Stands for -inf where it is multiplied: 0 times it is 0, not NaN."""
 
 
 class Blocks(NamedTuple):
-    """How a row is cut."""
+    """How a row is cut into programs."""
 
     lanes: int = 128
-    """Running maxima of a program: one a thread."""
+    """Running maxima of a program, one a thread."""
     elements: int = 32
-    """Of a tile, in each lane."""
+    """Columns of a tile that each lane has."""
     tiles: int = 8
-    """A program passes over, at most."""
+    """Tiles that a program reads at most."""
     programs: int = 32
-    """A multiprocessor should get at least, with few tokens too; then they get fewer tiles."""
+    """Programs that each multiprocessor gets at least; with few tokens a program gets fewer tiles for that."""
 
     @property
     def columns(self) -> int:
         return self.lanes * self.elements
 
     def span(self, columns: int, logits: Tensor) -> int:
-        """Columns of a program, a multiple of a tile's."""
+        """Columns that one program reads, a multiple of a tile's."""
         processors = torch.cuda.get_device_properties(logits.device).multi_processor_count if logits.is_cuda else 1
         tiles = columns * logits.shape[0] // (self.columns * self.programs * processors)
         return min(max(tiles, 1), self.tiles) * self.columns
@@ -61,10 +61,12 @@ def label_stats(
     chunk_tokens: int,
     blocks: Blocks = BLOCKS,
 ) -> Tensor:
-    """[4, T] float32 as parallel/label_stats.py has it; logits in bfloat16, float16 or float32, columns adjacent.
+    """As torch_backend.label_stats, for logits in bfloat16, float16 or float32 with adjacent columns.
 
-    chunk_tokens bounds scratch, of which there is none here but [P, 4, T]. A row with a NaN or +inf gives NaN.
-    Differences are taken between the logits and then divided, so the sums have no rounding of x.
+    chunk_tokens is not used: the only scratch is [P, 4, T]. A row with a NaN or +inf gives NaN. Differences are taken
+    between the logits and then divided by the temperature, so the sums have no rounding of x.
+
+    Raises ValueError for other types or strides.
     """
     _check(logits)
     tokens = logits.shape[0]
@@ -107,10 +109,7 @@ def logits_gradient(
     out: Tensor,
     blocks: Blocks = BLOCKS,
 ) -> None:
-    """d loss / d logits as parallel/label_stats.py has it, into out, which may be the logits' own storage.
-
-    A token whose upstream gradients are both 0 gets 0 whatever its logits are, and they are not read.
-    """
+    """As torch_backend.logits_gradient; the logits of a token whose upstream gradients are 0 are not even read."""
     _check(logits)
     _check(out)
     tokens, width = logits.shape
@@ -119,7 +118,7 @@ def logits_gradient(
     per_token = [labels, top, log_total, entropy, grad_logprobs, grad_entropy if with_entropy else grad_logprobs]
     span = blocks.span(width, logits)
     with torch.cuda.device_of(logits):
-        # Contracted, x - top would not be 0 for the largest x: top is rounded.
+        # With fused multiply-add, x - top would not be 0 for the largest x, as top is rounded.
         _gradient_kernel[tokens, triton.cdiv(width, span)](
             logits, logits.stride(0), *(tensor.contiguous() for tensor in per_token), out, out.stride(0),
             first, limit, width, span, 1 / temperature,
@@ -132,7 +131,7 @@ def _check(matrix: Tensor) -> None:
     if matrix.dtype not in DTYPES:
         raise ValueError(
             f"the Triton log-probs take logits in bfloat16, float16 or float32, got {matrix.dtype}; "
-            "parallel/label_stats.py takes every float type"
+            "the torch backend takes every float type"
         )
     if matrix.stride(1) != 1 and matrix.shape[1] > 1:
         raise ValueError(
@@ -142,16 +141,16 @@ def _check(matrix: Tensor) -> None:
 
 
 def _vector(logits: Tensor) -> int:
-    """Columns that one load of 16 bytes can take: 1 where not all rows begin at a multiple of them."""
+    """Columns of one 16-byte load; 1 unless all rows begin at a multiple of 16 bytes."""
     aligned = logits.data_ptr() % 16 == 0 and logits.stride(0) % 16 == 0
     return 16 // logits.element_size() if aligned else 1
 
 
 @triton.jit
 def _absorb(top, total, product, x, inverse, WITH_ENTROPY: tl.constexpr):
-    """A tile x [ROWS, LANES, VECTOR] into the lanes' running maxima, sums of e = exp(x - max) and of e (x - max)."""
+    """Add a tile x [ROWS, LANES, VECTOR] to the lanes' running maxima, sums of e = exp(x - max) and of e (x - max)."""
     new = tl.maximum(top, tl.max(tl.max(x, 2), 0))
-    # -inf less a finite number at worst: the maxima begin finite.
+    # Never -inf - (-inf): the maxima begin finite.
     distance = x - new[None, :, None]
     e = tl.exp2(distance * (inverse * LOG2E))
     drop = top - new
@@ -165,7 +164,7 @@ def _absorb(top, total, product, x, inverse, WITH_ENTROPY: tl.constexpr):
 
 @triton.jit
 def _merge(top, total, product, inverse, WITH_ENTROPY: tl.constexpr):
-    """Maxima, sums and products of lanes or parts, along the first dimension, into those of all together."""
+    """Merge maxima, sums and products of lanes or parts along the first dimension."""
     largest = tl.maximum(tl.max(top, 0), SMALLEST)
     drop = top - largest
     scale = tl.exp2(drop * (inverse * LOG2E))
@@ -178,8 +177,8 @@ def _merge(top, total, product, inverse, WITH_ENTROPY: tl.constexpr):
 
 @triton.jit
 def _write(out, tokens, top, total, label, product, unit, mask):
-    """A column of out [4, T]."""
-    # The largest x adds 1 to the sum: 0 is a row of -inf. tl.max passes over a NaN, the sum does not.
+    """Write one column of out [4, T]."""
+    # The largest x adds 1 to the sum, so 0 means a row of -inf. tl.max skips a NaN, the sum does not.
     top = tl.where(total == 0, float("-inf"), tl.where(total == total, top * unit, total))
     tl.store(out, top, mask=mask)
     tl.store(out + tokens, total, mask=mask)
@@ -192,14 +191,14 @@ def _stats_kernel(
     logits, stride, labels, out, tokens, first, limit, span, inverse, unit,
     WITH_ENTROPY: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Column `token` of out[part] [4, T], over columns [part * span, (part + 1) * span); in units of x / unit."""
+    """Column `token` of out[part] [4, T], over logits [part * span, (part + 1) * span); in units of x / unit."""
     COLUMNS: tl.constexpr = ROWS * LANES * VECTOR
     # int64: T * V passes 2^31.
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     logits += token * stride
     start = part * span
     stop = tl.minimum(start + span, limit)
-    # A thread has whole vectors of a lane: only along lanes do others have to be asked.
+    # A thread has whole vectors of a lane, so only the reduction over lanes crosses threads.
     columns = (tl.arange(0, ROWS)[:, None, None] * LANES + tl.arange(0, LANES)[None, :, None]) * VECTOR
     columns += tl.arange(0, VECTOR)[None, None, :]
     top = tl.full([LANES], SMALLEST, tl.float32)

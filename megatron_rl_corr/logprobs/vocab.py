@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_rl_corr.logprobs import torch_backend as label_stats
+from megatron_rl_corr.logprobs import torch_backend
 from megatron_rl_corr.parallel.gather import all_gather_stacked
 
 
@@ -27,20 +27,29 @@ def vocab_parallel_logprobs(
     chunk_tokens: int = 1024,
     inplace_gradient: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """log softmax(logits / temperature)[label] and, with_entropy, -sum p log p (else None); each float32 [T].
+    """Log-prob of each label, log softmax(logits / temperature)[label], and entropy, -sum p log p.
 
-    logits [T, V/tp] in any float type, this rank's slice of the vocabulary; labels [T] int64, global ids. Columns
-    >= vocab_size (padding of the embedding) are outside the support. One collective over tp_group in forward, none in
-    backward. Beside the logits and their gradient, no more than one chunk of C tokens is held in float32 (of two with
-    entropy, if C is 1). Every rank's upstream gradient must be that of the same loss (tensor-parallel ranks hold the
-    same tokens), so none is summed over tp.
+    One collective over tp_group in forward, none in backward: tensor-parallel ranks hold the same tokens, so every
+    rank's upstream gradient must be that of the same loss, and none is summed. A label outside [0, vocab_size), or with
+    a logit of -inf, gives -inf, which is a constant: no gradient.
 
-    The logits are never modified, unless inplace_gradient: then backward writes the gradient over them, which saves
-    their size again. Nobody may read them after that. What autograd saved of them raises its error about an in-place
-    change, a second backward too; a plain read finds the gradient.
+    Args:
+        logits: [T, V/tp] in any float type, this rank's columns. Never modified, unless inplace_gradient.
+        labels: [T] int64, global ids.
+        tp_group: ranks that share the vocabulary; None: this rank alone.
+        temperature: of the sampling.
+        vocab_size: columns from here on (padding of the embedding) do not belong to the vocabulary; None: all do.
+        with_entropy: whether to compute the entropy.
+        chunk_tokens: C. Beside logits and gradient only C rows are held in float32 (two with entropy, if C is 1).
+        inplace_gradient: backward writes the gradient over the logits, which saves their size. Nobody may read them
+            after that: tensors that autograd saved raise its error about an in-place change, as a second backward
+            does; a plain read finds the gradient.
 
-    A label outside [0, vocab_size), or of a logit of -inf, gives -inf, and that is a constant: no gradient. Raises
-    ValueError for unlike lengths, and for a temperature or chunk_tokens that is not positive.
+    Returns:
+        (log-probs [T] float32, entropies [T] float32 or None).
+
+    Raises:
+        ValueError: for different lengths, and for a temperature or chunk_tokens that is not positive.
     """
     check_inputs(logits, labels, temperature, chunk_tokens)
     logprobs, entropy = _VocabParallelLogProbs.apply(
@@ -50,7 +59,7 @@ def vocab_parallel_logprobs(
 
 
 def check_inputs(logits: Tensor, labels: Tensor, temperature: float, chunk_tokens: int) -> None:
-    """ValueError for unlike lengths, and for a temperature or chunk_tokens that is not positive."""
+    """Raises ValueError for different lengths, and for a temperature or chunk_tokens that is not positive."""
     if logits.dim() != 2 or labels.shape != logits.shape[:1]:
         raise ValueError(
             f"log-probs take logits [T, V/tp] and labels [T], got {tuple(logits.shape)} and "
@@ -60,6 +69,7 @@ def check_inputs(logits: Tensor, labels: Tensor, temperature: float, chunk_token
 
 
 def check_settings(temperature: float, chunk_tokens: int) -> None:
+    """Raises ValueError unless both are positive."""
     if not temperature > 0:
         raise ValueError(
             f"temperature must be positive, got {temperature}; greedy samples have no log-prob to correct"
@@ -68,25 +78,25 @@ def check_settings(temperature: float, chunk_tokens: int) -> None:
         raise ValueError(f"chunk_tokens must be positive, got {chunk_tokens}; 1024 is usual")
 
 
-def support_columns(width: int, tp_group: ProcessGroup | None, vocab_size: int | None) -> tuple[int, int]:
-    """The global id of this rank's first column, and how many of its width columns are below vocab_size."""
+def vocab_columns(width: int, tp_group: ProcessGroup | None, vocab_size: int | None) -> tuple[int, int]:
+    """(global id of this rank's first column, how many of its `width` columns are below vocab_size)."""
     first = 0 if tp_group is None else tp_group.rank() * width
     return first, width if vocab_size is None else min(max(vocab_size - first, 0), width)
 
 
 def backend(logits: Tensor) -> ModuleType:
-    """Where label_stats and logits_gradient come from: Triton on a GPU that has it, else torch; torch for float64."""
+    """The module with label_stats and logits_gradient: Triton's on a GPU, torch's without Triton or for float64."""
     if logits.is_cuda and logits.dtype != torch.float64 and find_spec("triton") is not None:
-        from megatron_rl_corr.logprobs import triton_backend as label_logprobs
+        from megatron_rl_corr.logprobs import triton_backend
 
-        return label_logprobs
-    return label_stats
+        return triton_backend
+    return torch_backend
 
 
 class _VocabParallelLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, labels, tp_group, temperature, vocab_size, with_entropy, chunk_tokens, inplace_gradient):
-        first, limit = support_columns(logits.shape[1], tp_group, vocab_size)
+        first, limit = vocab_columns(logits.shape[1], tp_group, vocab_size)
         settings = {
             "first": first, "limit": limit, "temperature": temperature, "with_entropy": with_entropy,
             "chunk_tokens": chunk_tokens,
@@ -105,7 +115,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         grad_logprobs = grad_logprobs.masked_fill(logprobs == -torch.inf, 0.0)
         if ctx.inplace_gradient:
             out = logits.detach()
-            # A kernel writes unseen by autograd: whoever saved the logits, a second backward too, must get an error.
+            # Autograd does not see a kernel write: this makes any later use of saved logits its error.
             torch.autograd.graph.increment_version(logits)
         else:
             out = torch.empty_like(logits)
@@ -116,24 +126,26 @@ class _VocabParallelLogProbs(torch.autograd.Function):
 
 
 def combine_stats(stats: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """[tp, 4, T] -> log-prob of the label, entropy, largest x and log of the sum of exp(x - that), each [T].
+    """Combine every rank's `label_stats` [tp, 4, T] over the whole vocabulary.
 
-    Where no rank has a finite x: -inf, 0, 0 and 0, which gives a gradient of 0.
+    Works with differences from the largest logit: of the logits themselves, a log-prob near 0 would lose its digits.
 
-    Differences from the largest logit, not the logits themselves: near 0 a log-prob would lose its digits.
+    Returns:
+        (log-prob of the label, entropy, top = largest x, log of the sum of exp(x - top)), each [T]. Where no rank has a
+        finite x: -inf, 0, 0 and 0, which gives a gradient of 0.
     """
     maxima, sums, targets, products = stats.unbind(dim=1)
     top = maxima.amax(dim=0)
-    nothing = top == -torch.inf
-    top = top.masked_fill(nothing, 0.0)
-    # A rank whose columns are all padding has max -inf and sum 0: exp(-inf) drops it.
+    empty = top == -torch.inf
+    top = top.masked_fill(empty, 0.0)
+    # A rank whose columns are all padding has max -inf and sum 0: its scale, exp(-inf), is 0.
     drop = maxima - top
     scale = drop.exp()
-    total = (sums * scale).sum(dim=0).masked_fill(nothing, 1.0)
+    total = (sums * scale).sum(dim=0).masked_fill(empty, 1.0)
     log_total = total.log()
     logprobs = targets.amax(dim=0) - top - log_total
     entropy = torch.empty_like(logprobs)
     if with_entropy:
-        products = products + sums * drop.clamp(min=label_stats.NEGLIGIBLE)
+        products = products + sums * drop.clamp(min=torch_backend.NEGLIGIBLE)
         entropy = log_total - (products * scale).sum(dim=0) / total
     return logprobs, entropy, top, log_total

@@ -1,31 +1,68 @@
-"""A step's samples as tensors that every rank of a replica holds, and their microbatches.
+"""How a step's samples lie in tensors: the one file that knows. Whole rows, a rank's part of them, microbatches.
 
-N samples of this replica, L = --seq-length (or a context-parallel rank's share of it), b = --micro-batch-size.
-Position t of a row predicts token t + 1.
+N samples of this replica, each a row of L = --seq-length positions (or a context-parallel rank's share of them);
+b = --micro-batch-size. Position t of a row predicts token t + 1. Other files see T = N * L tokens and S = N sequences:
+`flat` and `spread` make [T] of a value a token and a value a sequence, `seq_ids` says which token is whose.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl_corr.core.correction import Correction
 from megatron_rl_corr.core.segments import row_ids
 from megatron_rl_corr.engines.trajectory import Trajectory
-from megatron_rl_corr.logprobs.sampling_mask import Supports
+from megatron_rl_corr.logprobs.sampling_mask import SamplingMasks
 from megatron_rl_corr.parallel.context import zigzag_positions
 from megatron_rl_corr.parallel.failure import communication_device
+from megatron_rl_corr.parallel.gather import all_gather_stacked
 from megatron_rl_corr.parallel.layout import Layout
 from megatron_rl_corr.rollout import versions
+
+if TYPE_CHECKING:
+    from megatron_rl_corr.mcore.loss import LossInputs
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """Sizes of a step's batch, on every rank alike. Example: 64 samples, 8 a prompt, 2 a microbatch, 4096 positions."""
+
+    global_batch_size: int
+    """Samples of all replicas."""
+    group_size: int
+    """Samples of a prompt."""
+    micro_batch_size: int
+    """Samples of a microbatch."""
+    seq_length: int
+    """Positions of a whole row."""
+
+    @property
+    def positions(self) -> int:
+        """All positions of the global batch, padding included."""
+        return self.global_batch_size * self.seq_length
+
+    def rows(self, dp_size: int) -> int:
+        """Samples of one of dp_size replicas.
+
+        Raises ValueError where a prompt's samples would not stay on one replica.
+        """
+        share = self.global_batch_size // dp_size
+        if self.global_batch_size % dp_size or share % self.group_size:
+            raise ValueError(
+                f"--global-batch-size {self.global_batch_size} must be a multiple of --rollout-group-size "
+                f"{self.group_size} times the data-parallel size {dp_size}: a prompt's samples stay on one replica"
+            )
+        return share
 
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """One replica's samples, padded to rows of L; of several context-parallel ranks, each holds its columns."""
+    """One replica's samples, padded to rows of L; under context parallelism, this rank's columns of them."""
 
     tokens: Tensor
     """[N, L] int64, input ids; 0 behind the end."""
@@ -38,21 +75,19 @@ class RolloutBatch:
     rewards: Tensor
     """[N] float32."""
     group_ids: Tensor
-    """[N] int64: which prompt of this replica the sample answers."""
+    """[N] int64, numbers the prompts of this replica."""
     version_lags: Tensor
-    """[N] float32: trainer's weight version less the one that sampled the first token."""
+    """[N] float32: the trainer's weight version minus the one that sampled the first token."""
     position_ids: Tensor
     """[L] int64: each column's position in the whole row."""
     turn_ids: Tensor | None = None
-    """[N, L] int64: which turn of the policy the label is of, from 0; 0 outside the mask. None: rows have one turn."""
+    """[N, L] int64: the policy's turn that sampled the label, from 0; 0 outside the mask. None: rows have one turn."""
     num_turns: int | None = None
-    """Above every turn id, the same on all ranks; None where those are."""
+    """Larger than every turn id, the same on all ranks; None without turn_ids."""
     ends: Tensor | None = None
-    """[N] int64: positions before it are real tokens, where columns were cut; None: the mask tells."""
-    routes: Tensor | None = None
-    """[N, t, M, k] uint8 or int16: the server's experts of the tokens and layers that this rank's routers see."""
-    supports: Supports | None = None
-    """The ids that each of the N * L labels was drawn from, on the last stage. None: the whole vocabulary."""
+    """[N] int64: number of real positions of the whole row, where columns were cut; None: read from the mask."""
+    sampling_masks: SamplingMasks | None = None
+    """The ids that each of the T labels was drawn from, on the last stage. None: the whole vocabulary."""
 
     @classmethod
     def empty(cls, rows: int, length: int) -> RolloutBatch:
@@ -78,9 +113,17 @@ class RolloutBatch:
         cls, trajectories: Sequence[Trajectory], rewards: Tensor, *, length: int, version: int,
         num_turns: int | None = None,
     ) -> RolloutBatch:
-        """ValueError for a sample of more than length + 1 tokens (the last one is a label only).
+        """Rows of the samples' tokens, on the communication device.
 
-        num_turns: the most that an environment lets a sample have, where there is one.
+        Args:
+            trajectories: of one replica, group by group.
+            rewards: [N] float32.
+            length: L.
+            version: of the trainer's weights.
+            num_turns: the largest number of turns of a sample; None without an environment.
+
+        Raises:
+            ValueError: for a sample of more than L + 1 tokens (the last one is a label only).
         """
         batch = cls.empty(len(trajectories), length)
         host = {name: value.cpu() for name, value in vars(batch).items() if isinstance(value, Tensor)}
@@ -112,7 +155,7 @@ class RolloutBatch:
         """The data leader's batch on its whole replica: two tensors over tensor x context, then pipeline.
 
         Every rank passes a batch of the same shapes; only the leader's values count. num_turns: as in
-        `from_trajectories`; turn ids travel with the tokens. Routes and supports have transports of their own.
+        `from_trajectories`. `sampling_masks` are sent by `scatter_sampling_masks`.
         """
         integers = [self.tokens, self.labels, self.loss_mask.long()]
         if num_turns is not None:
@@ -141,29 +184,57 @@ class RolloutBatch:
 
     @property
     def padding(self) -> Tensor:
-        """[N, L] bool: behind the row's last sampled token."""
+        """[N, L] bool: positions behind the row's last sampled token."""
         ends = self._ends() if self.ends is None else self.ends
         return self.position_ids >= ends[:, None]
 
     def _ends(self) -> Tensor:
-        """Of whole rows. A row without a sampled token is all real: a mean over no token would be NaN."""
+        """[N] number of real positions, of whole rows. Without a sampled token all are: a mean over none is NaN."""
         length = self.loss_mask.shape[1]
         ends = (self.loss_mask * torch.arange(1, length + 1, device=self.loss_mask.device)).amax(1)
         return torch.where(ends > 0, ends, length)
 
     @property
+    def num_sequences(self) -> int:
+        """S."""
+        return len(self.tokens)
+
+    @property
+    def num_columns(self) -> int:
+        """Positions of a row that this rank holds."""
+        return self.tokens.shape[1]
+
+    @property
     def seq_ids(self) -> Tensor:
-        """[N * L] int64: the row of each token."""
+        """[T] int64: the sequence of each token."""
         return row_ids(*self.tokens.shape, self.tokens.device)
+
+    def flat(self, values: Tensor) -> Tensor:
+        """One of this batch's tensors with a value a token, [N, L] -> [T]."""
+        return values.reshape(-1)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """A value a sequence [S] -> [T]: each token's, the value of its sequence."""
+        return values[self.seq_ids]
 
     @property
     def flat_turn_ids(self) -> Tensor | None:
-        """[N * L] int64, or None."""
-        return None if self.turn_ids is None else self.turn_ids.reshape(-1)
+        """[T] int64, or None."""
+        return None if self.turn_ids is None else self.flat(self.turn_ids)
+
+    def all_gather_rows(self, values: Tensor, cp_group: dist.ProcessGroup) -> Tensor:
+        """Values [K, T] of each context-parallel rank's tokens -> [K, N, whole row], in the order of the row."""
+        size, values = cp_group.size(), values.view(len(values), *self.tokens.shape)
+        if size == 1:
+            return values
+        whole = values.new_empty(*values.shape[:2], size * values.shape[2])
+        for rank, part in enumerate(all_gather_stacked(values, cp_group)):
+            whole[:, :, zigzag_positions(rank, size, (0, whole.shape[2]), values.device)] = part
+        return whole
 
 
 def broadcast_to_replica(tensors: list[Tensor], layout: Layout) -> None:
-    """From the first rank of the first stage to its stage, and from there down every pipeline."""
+    """Send tensors from the first rank of the first stage to its stage, and from there down every pipeline."""
     if layout.pp_rank == 0:
         _broadcast_from_first(tensors, layout.tp_cp_group)
     _broadcast_from_first(tensors, layout.pp_group)
@@ -177,62 +248,43 @@ def _broadcast_from_first(tensors: list[Tensor], group: dist.ProcessGroup) -> No
 
 
 @dataclass(frozen=True)
-class TrainingTargets:
-    """What the loss needs beside the logits, flat over tokens; on the last pipeline stage only."""
-
-    rollout_logprobs: Tensor
-    """[tokens] float32, log pi_rollout of the label; NaN where the server gave none."""
-    loss_mask: Tensor
-    """[tokens] bool: the label was sampled by the policy, whatever its log-prob."""
-    own_weights: Tensor
-    """[tokens] bool: sampled, and by the weights that the trainer has now."""
-    advantages: Tensor
-    """[tokens] float32."""
-    correction: Correction
-    """The batch's; without a scoring pass it only counts tokens, and the loss makes each microbatch's."""
-    coefficients: Tensor
-    """[tokens] float32: the loss of the global batch is the sum of coefficients x token losses."""
-    old_logprobs: Tensor | None = None
-    """[tokens] float32, log pi_old of the label, of the scoring pass; None without one."""
-    turn_ids: Tensor | None = None
-    """[tokens] int64, in [0, num_turns); None where rows have one turn."""
-    num_turns: int | None = None
-
-
-@dataclass(frozen=True)
 class Microbatch:
     """b rows: the model's inputs and, in training on the last stage, the loss's."""
 
     index: int
-    """Its place in the step."""
+    """Its number in the step."""
     tokens: Tensor
     """[b, L] int64."""
     labels: Tensor
     """[b, L] int64."""
     position_ids: Tensor
     """[b, L] int64."""
-    targets: TrainingTargets | None = None
+    loss_inputs: LossInputs | None = None
+    """Of the b * L tokens, flat."""
     padding: Tensor | None = None
-    """[b, L] bool: no token, as `RolloutBatch.padding` tells."""
-    supports: Supports | None = None
+    """[b, L] bool: no token, as in `RolloutBatch.padding`."""
+    sampling_masks: SamplingMasks | None = None
     """The ids that each of the b * L labels was drawn from."""
 
+    @property
+    def num_sequences(self) -> int:
+        """b."""
+        return len(self.tokens)
 
-def microbatches(
-    batch: RolloutBatch, size: int, targets: TrainingTargets | None = None
-) -> Iterator[Microbatch]:
+    @property
+    def seq_ids(self) -> Tensor:
+        """[b * L] int64: the sequence of each token, from 0."""
+        return row_ids(*self.tokens.shape, self.tokens.device)
+
+
+def microbatches(batch: RolloutBatch, size: int, loss_inputs: LossInputs | None = None) -> Iterator[Microbatch]:
     """Rows in order, `size` at a time; N must be a multiple of it."""
     rows, length = batch.tokens.shape
     positions, padding = batch.position_ids.expand(size, length), batch.padding
     for start in range(0, rows, size):
         part, first, last = slice(start, start + size), start * length, (start + size) * length
-        micro = Microbatch(
-            start // size, batch.tokens[part], batch.labels[part], positions, padding=padding[part],
-            supports=None if batch.supports is None else batch.supports.tokens(first, last),
+        yield Microbatch(
+            start // size, batch.tokens[part], batch.labels[part], positions,
+            None if loss_inputs is None else loss_inputs.tokens(first, last), padding[part],
+            None if batch.sampling_masks is None else batch.sampling_masks.tokens(first, last),
         )
-        if targets is not None:
-            cut = {
-                name: value[first:last] for name, value in vars(targets).items() if isinstance(value, Tensor)
-            }
-            micro = replace(micro, targets=replace(targets, **cut, correction=targets.correction.rows(first, last)))
-        yield micro

@@ -1,8 +1,8 @@
 """The data cursor in Megatron's checkpoints: which prompts were drawn, and which of them are not trained yet.
 
-A JSON file in the checkpoint's folder (iter_0000040/rollout_cursor.json). Megatron calls a checkpoint finished by
-naming it in latest_checkpointed_iteration.txt; the file is written just before, also where shards are written in the
-background.
+A JSON file in the checkpoint's folder (iter_0000040/rollout_cursor.json). Megatron finishes a checkpoint by
+naming it in latest_checkpointed_iteration.txt; the cursor is written just before that, even if shards are written in
+the background.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ FILE_NAME = "rollout_cursor.json"
 
 
 def broadcast_saved(args: argparse.Namespace) -> SavedCursor | None:
-    """The cursor of the checkpoint that Megatron has loaded, on every rank; None for a run that begins.
+    """The cursor of the checkpoint that Megatron has loaded, on every rank; None at iteration 0, or without one.
 
-    A checkpoint without one goes on with the prompts of its step, and rank 0 says so.
+    Without one the run goes on with the prompts of its step, and rank 0 prints so. Every rank calls it.
+
+    Raises StartupError on rank 0, and PeerFailure on others, for a file that can't be read.
     """
     if args.iteration == 0:
         return None
@@ -71,7 +73,7 @@ _saving: list[tuple[int, SavedCursor]] = []
 
 @contextlib.contextmanager
 def saved_with(iteration: int, cursor: SavedCursor | None) -> Iterator[None]:
-    """Within, Megatron saves this iteration, and the cursor with it. cursor: None on ranks that do not write."""
+    """Within, Megatron saves this iteration, and rank 0 the cursor with it. cursor: None on ranks that do not write."""
     if cursor is not None:
         _saving.append((iteration, cursor))
     try:
@@ -84,7 +86,7 @@ def saved_with(iteration: int, cursor: SavedCursor | None) -> Iterator[None]:
 
 
 def written_before(get_tracker_filename: Callable[[str], str]) -> Callable[[str], str]:
-    """Megatron's function, which it asks for the name of the file that it finishes a checkpoint with."""
+    """Wraps Megatron's function for the name of the file that finishes a checkpoint: the cursor is written first."""
 
     @functools.wraps(get_tracker_filename)
     def get_checkpoint_tracker_filename(checkpoints_path: str) -> str:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from megatron.core import __version__ as megatron_version
 from megatron.core import parallel_state as mpu
-from torch.distributed import ProcessGroup
 
 from megatron_rl_corr.mcore.versions import check_parameters, release
 from megatron_rl_corr.models.shards import ShardRanks
@@ -25,7 +24,7 @@ EXPERT_GROUPS_SINCE = (0, 19)
 
 
 def check_output_processor(model: list) -> None:
-    """ValueError unless the model's forward has the hook behind the last layer."""
+    """Raises ValueError unless the model's forward has the hook behind the last layer."""
     if release() < OUTPUT_PROCESSOR_SINCE:
         raise ValueError(
             f"--rollout-linear-logprobs needs megatron-core {OUTPUT_PROCESSOR_SINCE[0]}.{OUTPUT_PROCESSOR_SINCE[1]} or "
@@ -36,10 +35,10 @@ def check_output_processor(model: list) -> None:
 
 
 def check_expert_layout(args: argparse.Namespace) -> None:
-    """ValueError for a layout whose expert gradients Megatron gets wrong, without a word, before 0.19.
+    """Raises ValueError for a layout whose expert gradients are silently wrong in Megatron before 0.19.
 
-    With one expert-parallel rank it takes experts' weights for dense ones, and sums their gradients over data-parallel
-    ranks only; where experts are not split like the rest, the tensor-parallel ranks of a stage hold their replicas.
+    With one expert-parallel rank Megatron treats experts' weights as dense ones, and sums their gradients over
+    data-parallel ranks only; where experts are not split like the rest, tensor-parallel ranks hold replicas of them.
     """
     split = args.expert_tensor_parallel_size in (None, args.tensor_model_parallel_size)
     if release() < EXPERT_GROUPS_SINCE and args.num_experts and args.expert_model_parallel_size == 1 and not split:
@@ -90,10 +89,10 @@ def layout(*, sequence_parallel: bool = False) -> Layout:
 
 @contextlib.contextmanager
 def gathered_parameters(model: list, optimizer: Any) -> Iterator[None]:
-    """Whole, current parameters within.
+    """Within, every rank holds whole, current parameters.
 
-    With --overlap-param-gather the optimizer leaves the all-gather to hooks of the next forward pass; before the
-    first step has ended those hooks are off, and then nobody gathers.
+    With --overlap-param-gather the optimizer leaves the all-gather to hooks of the next forward pass; before the first
+    step has ended those hooks are off, so the gather is made here.
     """
     from megatron.training import training
 
@@ -125,7 +124,7 @@ def _gather(model: list, optimizer: Any) -> None:
 
 @contextlib.contextmanager
 def asked_before_update(optimizer: Any, may_update: Callable[[], bool]) -> Iterator[None]:
-    """Within, optimizer.step() asks first; at a no it changes nothing, and says what it says of an overflow."""
+    """Within, optimizer.step() first calls may_update(); if False it changes nothing and reports an overflow."""
     update, bound = optimizer.step, "step" in vars(optimizer)  # as --optimizer-cuda-graph binds it
 
     def step() -> tuple:
@@ -142,9 +141,9 @@ def asked_before_update(optimizer: Any, may_update: Callable[[], bool]) -> Itera
 
 
 class RouterState:
-    """What a training pass moves in the model before the optimizer's step: the balancing biases of its routers.
+    """The balancing biases of a model's routers, which a training pass moves before the optimizer's step.
 
-    They belong to the checkpoint and to what is pushed, so a step that is skipped must put them back.
+    They belong to the checkpoint and to what is pushed, so a step that is skipped must restore them.
     """
 
     def __init__(self, model: list):
@@ -152,14 +151,14 @@ class RouterState:
         self._model = model
 
     def restore(self) -> None:
-        """Put it back."""
+        """Put back the values of the time when this object was made."""
         for buffer, before in self._kept:
             buffer.copy_(before)
 
-    def forget_attention_logits(self) -> None:
-        """With zeros --qk-clip, which rescales weights behind the optimizer's step, leaves them alone.
+    def zero_attention_logits(self) -> None:
+        """Keep --qk-clip, which rescales weights after the optimizer's step, from changing any: its maxima become 0.
 
-        Not None: Megatron reduces them over ranks, before 0.17 whatever they are.
+        Not None: Megatron reduces them over ranks, before 0.17 without checking.
         """
         for chunk in self._model:
             for module in chunk.modules():
@@ -168,7 +167,7 @@ class RouterState:
 
 
 def _persistent_buffers(chunk: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Those that a checkpoint holds."""
+    """The buffers that a checkpoint holds."""
     for module in chunk.modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
@@ -196,36 +195,3 @@ def unwrapped(model: list) -> list:
     from megatron.core.utils import unwrap_model
 
     return unwrap_model(model)
-
-
-def takes_padding_mask(chunk: torch.nn.Module) -> bool:
-    """Whether the forward of a model chunk, without wrappers, hands its routers a mask (megatron-core 0.16)."""
-    return "padding_mask" in inspect.signature(chunk.forward).parameters
-
-
-def tensor_parallel_group() -> ProcessGroup:
-    """Read from Megatron's initialised parallel state."""
-    return mpu.get_tensor_model_parallel_group()
-
-
-def check_router_replay(flag: str, remedy: str) -> None:
-    """ValueError unless this Megatron can replay routes (megatron-core 0.16), which `flag` needs."""
-    try:
-        from megatron.core.transformer.moe import router_replay  # noqa: F401
-    except ImportError:
-        raise ValueError(
-            f"{flag} needs Megatron's RouterReplay, which megatron-core {megatron_version} does not have: install "
-            f"megatron-core 0.16 or newer, or {remedy}"
-        ) from None
-
-
-def moe_routers(chunk: torch.nn.Module) -> list[torch.nn.Module]:
-    """The routers of a model chunk in the order of their layers, those of multi-token prediction left out."""
-    from megatron.core.transformer.moe.router import TopKRouter
-
-    # By the model's attribute: routers tell it themselves only in newer versions.
-    routers = [
-        module for name, module in chunk.named_modules()
-        if isinstance(module, TopKRouter) and "mtp" not in name.split(".")
-    ]
-    return sorted(routers, key=lambda router: router.layer_number)

@@ -1,4 +1,4 @@
-"""The first step after a start trains on what was sampled by its very weights, so both engines must agree on it."""
+"""A bound for the train-infer KL of the first step, whose samples come from exactly the weights that are trained."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from megatron_rl_corr.parallel.failure import StartupError
 
 FLOAT32_KL, HALF_KL, QUANTIZED_KL = 1e-4, 1e-2, 1e-1
-"""Largest k3 that numerics explain: both sides in float32, one in 16 bits, a quantised server."""
+"""Largest mean k3 that rounding explains: both sides in float32, one side in 16 bits, a quantised server."""
 
 
 @dataclass(frozen=True)
@@ -18,14 +18,15 @@ class FirstStep:
     """Bounds the train-infer KL of the first step, before its update."""
 
     iteration: int
-    """The one that the run starts from: steps taken before."""
+    """Iteration that the run starts from: the number of steps before it."""
     max_kl: float
-    """--rollout-max-first-step-kl, or what belongs to the numbers' types."""
+    """--rollout-max-first-step-kl, or `first_step_bound`."""
 
     def judge(self, kl: float) -> StartupError | None:
-        """The error that ends the run; kl is the mean k3 of tokens that the trainer's own weights sampled.
+        """The error that ends the run, or None.
 
-        NaN, of log-probs that are not numbers or of no token at all, is an error too.
+        kl is the mean k3 over tokens that the trainer's own weights sampled; NaN (log-probs are NaN, or there is no
+        such token) is an error too.
         """
         if kl <= self.max_kl:
             return None
@@ -43,13 +44,13 @@ class FirstStep:
 
 
 def first_step_bound(float32: bool, servers: Sequence[Mapping[str, Any]]) -> float:
-    """The bound that belongs to the types of both sides. float32: the trainer's; servers: each one's /server_info."""
+    """The bound for both sides' number types. float32: the trainer computes in it; servers: their /server_info."""
     if any(is_quantized(info) for info in servers):
         return QUANTIZED_KL
     return FLOAT32_KL if float32 and all(info.get("dtype") == "float32" for info in servers) else HALF_KL
 
 
 def is_quantized(info: Mapping[str, Any]) -> bool:
-    """Whether a server computes with weights, or keeps keys and values, of fewer than 16 bits."""
+    """True if a server has weights, or cached keys and values, of fewer than 16 bits."""
     cache = info.get("kv_cache_dtype") or "auto"
     return bool(info.get("quantization")) or cache not in ("auto", "bf16", "bfloat16", "float16", "float32")

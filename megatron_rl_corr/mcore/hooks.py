@@ -23,7 +23,6 @@ from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.config.flags import add_flags
 from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.mcore import checkpoint_cursor, compat, run_flags, session, versions
-from megatron_rl_corr.mcore.step import CorrectedStep
 from megatron_rl_corr.parallel.failure import all_reduce_startup, communication_device
 
 logger = logging.getLogger(__name__)
@@ -38,7 +37,7 @@ class Hook:
     module: ModuleType
     name: str
     parameters: tuple[str, ...]
-    """What it must take, or nothing is replaced."""
+    """Arguments that it must take, or nothing is replaced."""
     by: str
     """What takes its place."""
 
@@ -68,82 +67,130 @@ CONSOLE = {
     "rollout_corr/k3_kl": "rollout k3 kl",
     "rollout_corr/kept_fraction": "rollout kept fraction",
 }
-"""Metrics in Megatron's own log line, under names that are no tags of ours: its TensorBoard holds those already.
+"""Metrics in Megatron's own log line: names differ from our TensorBoard tags, as the line goes to TensorBoard too.
 
 The policy loss is not among them, as Megatron leaves out an average that is negative."""
 
 
-def install(config: RolloutCorrectionConfig, options: RunConfig, report: Report) -> Callable[[], None]:
-    """Replace them, once, before the script runs; returns what leaves the servers after the script has ended.
+class CorrectedTraining:
+    """The corrected run that the hooks call: set up, one step after the other, saves, the end.
 
-    report(metrics, writer) takes each step's numbers on the job's last rank, with Megatron's TensorBoard
-    writer or None. UnsupportedMegatron, and nothing replaced, for a Megatron that is not known.
+    `session` is None until Megatron has set up its model; Megatron's in-process restart replaces it.
     """
-    for hook in HOOKS:
-        checked(hook.module, hook.name, hook.parameters)
-    steps: dict[str, CorrectedStep] = {}
-    told: dict[str, float] = {}
 
-    def tell() -> None:
-        if "step" not in told:  # another rank tells
-            return
-        report(dict(told), global_vars.get_tensorboard_writer())
-        wandb = global_vars.get_wandb_writer()
-        if wandb is not None:
-            wandb.log({name: value for name, value in told.items() if name != "step"}, told["step"])
+    def __init__(self, config: RolloutCorrectionConfig, options: RunConfig, report: Report):
+        self._config, self._options, self._report = config, options, report
+        self.session: session.Session | None = None
+        self._numbers: dict[str, float] = {}
+        """The last step's, on the rank that reports; empty on others."""
 
-    def set_up(original: Callable) -> Callable:
+    def wrap_set_up(self, original: Callable) -> Callable:
+        """Of `setup_model_and_optimizer`."""
+
         @functools.wraps(original)
         def setup_model_and_optimizer(*args, **kwargs):
-            if "step" in steps:  # Megatron's in-process restart: the servers are left, and reached anew
+            if self.session is not None:  # Megatron's in-process restart: leave the servers, and reach them anew
                 try:
-                    steps.pop("step").close()
+                    self.close()
                 except (RuntimeError, ValueError, OSError) as error:  # what failed may be a group that it has to close
                     logger.warning("what the step before the restart had open was not all closed: %s", error)
             settings = training.get_args()
             all_reduce_startup(lambda: run_flags.check_megatron_arguments(settings))
             model, optimizer, scheduler = original(*args, **kwargs)
-            steps["step"] = session.start(config, options, settings, model, optimizer, _encode, told.update)
+            megatron = session.MegatronRun(settings, model, optimizer, _encode)
+            self.session = session.start(self._config, self._options, megatron, self._numbers.update)
             return model, optimizer, scheduler
 
         return setup_model_and_optimizer
 
-    def corrected(original: Callable) -> Callable:
+    def wrap_train_step(self, original: Callable) -> Callable:
+        """Of `train_step`."""
+
         @functools.wraps(original)
         def train_step(
             forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config, *args, **kwargs
         ):
-            def megatrons(forward_step: Callable, iterator: Any) -> tuple:
+            def uncorrected(forward_step: Callable, iterator: Any) -> tuple:
                 return original(
                     forward_step, iterator, model, optimizer, opt_param_scheduler, config, *args, **kwargs
                 )
 
-            step, iteration = steps["step"], training.get_args().curr_iteration
-            told.clear()
-            result = step.run(megatrons, iteration, model, optimizer, config.calculate_per_token_loss)
+            iteration = training.get_args().curr_iteration
+            self._numbers.clear()
+            result = self.session.step.run(uncorrected, iteration, model, optimizer, config.calculate_per_token_loss)
             if compat.is_leaving(result):
                 return result
             losses, *rest = result
-            if step.evaluation is not None and step.evaluation.is_due(iteration + 1):
-                evaluated = step.evaluation.all_reduce_metrics()
-                if "step" in told:
-                    told.update(evaluated)
-                    # Not in Megatron's line, which averages over the steps between two lines.
-                    reward = evaluated["eval/reward"]
-                    print(f"[rollout] held-out reward after step {iteration + 1}: {reward:.4f}", flush=True)
-            tell()
-            return (losses | _logged(told), *rest)
+            self._all_reduce_evaluation(iteration + 1)
+            self._write_report()
+            return (losses | _console_losses(self._numbers), *rest)
 
         return train_step
 
-    wraps = (with_our_flags, set_up, corrected, _with_cursor(steps), checkpoint_cursor.written_before)
+    def wrap_save(self, original: Callable) -> Callable:
+        """Of `save_checkpoint`."""
+
+        @functools.wraps(original)
+        def save_checkpoint(iteration, *args, **kwargs):
+            if self.session is None:
+                return original(iteration, *args, **kwargs)
+            with checkpoint_cursor.saved_with(iteration, self.session.step.collector.all_gather_cursor()):
+                return original(iteration, *args, **kwargs)
+
+        return save_checkpoint
+
+    def close(self) -> None:
+        """Leave the servers, if they were reached."""
+        closing, self.session = self.session, None
+        if closing is not None:
+            closing.close()
+
+    def _all_reduce_evaluation(self, step: int) -> None:
+        evaluation = self.session.evaluation
+        if evaluation is None or not evaluation.is_due(step):
+            return
+        evaluated = evaluation.all_reduce_metrics()
+        if self._numbers:
+            self._numbers.update(evaluated)
+            # Not in Megatron's line, which averages over the steps between two lines.
+            print(f"[rollout] held-out reward after step {step}: {evaluated['eval/reward']:.4f}", flush=True)
+
+    def _write_report(self) -> None:
+        if not self._numbers:  # another rank reports
+            return
+        numbers = dict(self._numbers)
+        self._report(numbers, global_vars.get_tensorboard_writer())
+        wandb = global_vars.get_wandb_writer()
+        if wandb is not None:
+            wandb.log({name: value for name, value in numbers.items() if name != "step"}, numbers["step"])
+
+
+def install(config: RolloutCorrectionConfig, options: RunConfig, report: Report) -> Callable[[], None]:
+    """Replace Megatron's functions, once, before the script runs.
+
+    Args:
+        config: the correction.
+        options: of the launcher's flags.
+        report: report(metrics, writer) takes each step's numbers on the job's last rank, with Megatron's TensorBoard
+            writer or None.
+
+    Returns:
+        What leaves the servers after the script has ended.
+
+    Raises:
+        UnsupportedMegatron: and nothing is replaced, for a Megatron that is not known.
+    """
+    for hook in HOOKS:
+        checked(hook.module, hook.name, hook.parameters)
+    run = CorrectedTraining(config, options, report)
+    wraps = (with_our_flags, run.wrap_set_up, run.wrap_train_step, run.wrap_save, checkpoint_cursor.written_before)
     for hook, wrap in zip(HOOKS, wraps, strict=True):
         replace(hook.module, hook.name, hook.parameters, wrap)
-    return lambda: steps["step"].close() if steps else None
+    return run.close
 
 
 def wrap_pretrain(wrap: Callable[[Callable], Callable]) -> None:
-    """Replace `pretrain`, for a script that no launcher runs: what is to happen after the last step goes around it."""
+    """Replace `pretrain`, for a script that no launcher runs, so that something can happen after the last step."""
     replace(training, "pretrain", ("forward_step_func",), wrap)
 
 
@@ -166,34 +213,18 @@ def with_our_flags(original: Callable) -> Callable:
     return add_megatron_arguments
 
 
-def _with_cursor(steps: dict[str, CorrectedStep]) -> Callable[[Callable], Callable]:
-    """What wraps a save, once there is a step."""
-
-    def wrap(original: Callable) -> Callable:
-        @functools.wraps(original)
-        def save_checkpoint(iteration, *args, **kwargs):
-            if "step" not in steps:
-                return original(iteration, *args, **kwargs)
-            with checkpoint_cursor.saved_with(iteration, steps["step"].collector.all_gather_cursor()):
-                return original(iteration, *args, **kwargs)
-
-        return save_checkpoint
-
-    return wrap
-
-
 def _encode(text: str) -> list[int]:
     return global_vars.get_tokenizer().tokenize(text)
 
 
-def _logged(told: dict[str, float]) -> dict[str, torch.Tensor]:
-    """What Megatron's `training_log` is to show of the step, as losses; nothing but on the last rank."""
-    shown = {shown: told[name] for name, shown in CONSOLE.items() if math.isfinite(told.get(name, math.nan))}
+def _console_losses(numbers: dict[str, float]) -> dict[str, torch.Tensor]:
+    """What Megatron's `training_log` shows of the step, as losses; {} without numbers."""
+    shown = {shown: numbers[name] for name, shown in CONSOLE.items() if math.isfinite(numbers.get(name, math.nan))}
     return {name: torch.tensor(value, device=communication_device()) for name, value in shown.items()}
 
 
 def _holders(function: Callable) -> list[tuple[ModuleType, str]]:
-    """Every module's name that is bound to it, wherever it was imported and whatever it is called there."""
+    """Every (module, name) that is bound to the function, wherever it was imported and whatever it is called there."""
     modules = [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
     return [(module, name) for module in modules for name, value in list(vars(module).items()) if value is function]
 

@@ -1,6 +1,6 @@
-"""The corrected policy loss as Megatron's schedules want it, in both modes of --calculate-per-token-loss.
+"""The corrected policy loss as Megatron's schedules want it, and the inputs that it takes beside the logits.
 
-b rows of L tokens (of this context-parallel rank), M microbatches.
+S sequences of this replica, T tokens of this context-parallel rank; a microbatch has some of both.
 """
 
 from __future__ import annotations
@@ -11,45 +11,181 @@ import torch
 from torch import Tensor
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
+from megatron_rl_corr.config.rules import RULE_INPUTS, inputs_of
 from megatron_rl_corr.config.run import UPDATES_PER_BATCH
+from megatron_rl_corr.core.advantages import group_advantages
+from megatron_rl_corr.core.aggregation import token_coefficients
 from megatron_rl_corr.core.correction import Correction, compute_correction
 from megatron_rl_corr.core.losses import policy_loss
 from megatron_rl_corr.core.losses.penalties import mean_entropy
 from megatron_rl_corr.core.losses.ratio import as_exponent
-from megatron_rl_corr.core.metrics import Mean, Metric, Sum
-from megatron_rl_corr.core.segments import row_ids
-from megatron_rl_corr.mcore.batch import Microbatch, TrainingTargets
-from megatron_rl_corr.mcore.logprobs import LogprobSettings, label_logprobs
+from megatron_rl_corr.core.metrics import Max, Mean, Metric, Min, Std, Sum
+from megatron_rl_corr.mcore.batch import Microbatch, RolloutBatch
+from megatron_rl_corr.mcore.forward import LogprobSettings, label_logprobs
 from megatron_rl_corr.parallel.groups import ParallelGroups
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """What the loss needs of each token beside the logits; on the last pipeline stage only."""
+
+    rollout_logprobs: Tensor
+    """[T] float32, log pi_rollout of the label; NaN where the server gave none."""
+    loss_mask: Tensor
+    """[T] bool: the label was sampled by the policy, whatever its log-prob."""
+    own_weights: Tensor
+    """[T] bool: sampled, and by the weights that the trainer has now."""
+    advantages: Tensor
+    """[T] float32."""
+    correction: Correction
+    """The batch's; without a pass for old log-probs it only counts tokens, and the loss makes each microbatch's."""
+    coefficients: Tensor
+    """[T] float32: the loss of the global batch is the sum of coefficients x token losses."""
+    old_logprobs: Tensor | None = None
+    """[T] float32, log pi_old of the label; None without a pass for it."""
+    turn_ids: Tensor | None = None
+    """[T] int64, in [0, num_turns); None where sequences have one turn."""
+    num_turns: int | None = None
+
+    def tokens(self, start: int, stop: int) -> LossInputs:
+        """Those of tokens [start, stop)."""
+        part = {name: value[start:stop] for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **part, correction=self.correction.rows(start, stop))
+
+
+def make_loss_inputs(
+    batch: RolloutBatch, old_logprobs: Tensor, config: RolloutCorrectionConfig, groups: ParallelGroups,
+    *, group_size: int, routing: Tensor | None = None,
+) -> LossInputs:
+    """Correct pi_old against pi_rollout, then take advantages over the sequences that were not rejected.
+
+    A rule that needs advantages gets those over all sequences.
+
+    Args:
+        batch: this rank's tokens.
+        old_logprobs: [T], log pi_old.
+        config: the correction.
+        groups: the ranks of the batch.
+        group_size: samples of a prompt.
+        routing: [T], share of a token's experts that only the server chose; for a rule by routing.
+    """
+    group = {"num_groups": batch.num_sequences // group_size, "kind": config.advantage_kind}
+    inputs = {}
+    for name in inputs_of(config.rollout_rs):
+        if name == "advantages":
+            inputs[name] = batch.spread(group_advantages(batch.rewards, batch.group_ids, **group))
+        else:
+            inputs[name] = routing if name == "routing" else RULE_INPUTS[name].of_batch(batch)
+    correction = compute_correction(
+        old_logprobs, batch.flat(batch.rollout_logprobs), batch.flat(batch.loss_mask), batch.seq_ids,
+        num_sequences=batch.num_sequences, config=config, groups=groups, turn_ids=batch.flat_turn_ids,
+        num_turns=batch.num_turns, **inputs,
+    )
+    advantages = group_advantages(batch.rewards, batch.group_ids, **group, in_baseline=correction.kept_sequences)
+    return _loss_inputs(batch, correction, advantages, config, old_logprobs=old_logprobs)
+
+
+def make_bypass_loss_inputs(
+    batch: RolloutBatch, config: RolloutCorrectionConfig, groups: ParallelGroups, *, group_size: int
+) -> LossInputs:
+    """Without a pass for old log-probs: the loss corrects the current policy against pi_rollout.
+
+    Nothing is rejected before the loss, so every sequence that has tokens is in its group's baseline.
+    """
+    rollout = batch.flat(batch.rollout_logprobs)
+    whole = compute_correction(
+        rollout, rollout, batch.flat(batch.loss_mask), batch.seq_ids, num_sequences=batch.num_sequences,
+        config=RolloutCorrectionConfig(), groups=groups,
+    )
+    advantages = group_advantages(
+        batch.rewards, batch.group_ids, num_groups=batch.num_sequences // group_size, kind=config.advantage_kind,
+        in_baseline=whole.kept_sequences,
+    )
+    return _loss_inputs(batch, replace(whole, metrics={}), advantages, config)
+
+
+def _loss_inputs(
+    batch: RolloutBatch, correction: Correction, advantages: Tensor, config: RolloutCorrectionConfig,
+    *, old_logprobs: Tensor | None = None,
+) -> LossInputs:
+    """advantages [S]."""
+    mask = batch.flat(batch.loss_mask)
+    return LossInputs(
+        batch.flat(batch.rollout_logprobs), mask, mask & batch.spread(batch.version_lags == 0),
+        batch.spread(advantages), correction, token_coefficients(correction, batch.seq_ids, config), old_logprobs,
+        batch.flat_turn_ids, batch.num_turns,
+    )
+
+
+def batch_metrics(
+    batch: RolloutBatch, correction: Correction, entropy: Tensor | None, groups: ParallelGroups
+) -> dict[str, Metric]:
+    """Rewards, lengths, staleness, entropy (if there was a pass for it) and the correction's own, by logged name."""
+    rewards, lags = batch.rewards.double(), batch.version_lags.double()
+    sums = torch.stack([rewards, rewards.square(), lags, torch.ones_like(rewards)]).sum(dim=1)
+    if groups.cp_rank > 0:
+        # One of the ranks that share a sequence counts what it has once; its tokens are counted by each.
+        sums = torch.zeros_like(sums)
+    total, squares, lag, count = sums.unbind()
+    length = batch.loss_mask.sum(dtype=torch.float64)
+    metrics: dict[str, Metric] = {
+        "reward/mean": Mean(torch.stack([total, count])),
+        "reward/std": Std(torch.stack([total, squares, count])),
+        "reward/max": Max(rewards.amax()[None]),
+        "reward/min": Min(rewards.amin()[None]),
+        "response_length/mean": Mean(torch.stack([length, count])),
+        "weight_lag": Max(lags.amax()[None]),
+        "weight_lag_mean": Mean(torch.stack([lag, count])),
+    }
+    if entropy is not None:
+        metrics["loss/entropy"] = mean_entropy(entropy, correction.valid)
+    return metrics | {f"rollout_corr/{name}": metric for name, metric in correction.metrics.items()}
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """Undoes what Megatron divides a loss by, in both modes of --calculate-per-token-loss.
+
+    Off: the schedule multiplies a microbatch's loss by cp and divides it by the number of microbatches, DDP divides the
+    gradient by dp * cp; num_microbatches * dp_size is left to put back. On: the gradient is divided by the sum of the
+    returned counts. All positions are counted and the loss is scaled to match, so that MoE's auxiliary losses, which
+    that division also meets, do not grow where tokens are masked or rejected.
+    """
+
+    num_microbatches: int
+    dp_size: int
+    global_positions: int
+    """All positions of the global batch, padding included."""
+    per_token: bool
+    """Megatron's calculate_per_token_loss."""
+
+    def schedule_result(self, share: Tensor, positions: int) -> tuple:
+        """What a loss function returns for its share of the global loss, over a microbatch of so many positions."""
+        if self.per_token:
+            # A fill, not torch.tensor: copying a number from the host would wait for the device.
+            count = torch.full((), positions, dtype=torch.int, device=share.device)
+            return share * self.global_positions, count, {}
+        return share * (self.num_microbatches * self.dp_size), {}
 
 
 @dataclass
 class CorrectedLoss:
-    """Builds the schedule's loss of each microbatch of one step and keeps the metrics of all."""
+    """The schedule's loss of each microbatch of one step; keeps the metrics of all."""
 
     config: RolloutCorrectionConfig
     logprobs: LogprobSettings
-    num_microbatches: int
-    dp_size: int
-    per_token: bool
-    """Megatron's calculate_per_token_loss."""
-    global_positions: int
-    """All positions of the global batch, padding included: global batch size x L."""
+    scale: LossScale
     scored: bool
-    """A scoring pass has made the batch's correction; else it is made here, microbatch by microbatch."""
+    """A pass for old log-probs has made the batch's correction; else each microbatch's is made here."""
     groups: ParallelGroups | None = None
-    """For a loss or a correction that looks at whole sequences."""
+    """For a loss or a correction of whole sequences."""
     updates: int = UPDATES_PER_BATCH
     """Optimizer steps that the batch makes. With one, pi_old is the current policy, taken here: it has the dropout,
     the kernels and the rounding of this very pass, so r = 1 exactly."""
     first_step: bool = False
-    """Measure how far the servers' log-probs are from those that are trained, where the weights are the same."""
+    """Measure the KL to the servers' log-probs on tokens that were sampled by the weights that are trained."""
     metrics: dict[int, dict[str, Metric]] = field(default_factory=dict)
-    """By microbatch, so that one which Megatron replays counts once."""
-    corrections: dict[int, dict[str, Metric]] = field(default_factory=dict)
-    """Metrics of the corrections that are made here, by microbatch."""
-    decisions: dict[int, dict[str, Metric]] = field(default_factory=dict)
-    """What the step's update depends on, by microbatch: see `_decision`."""
+    """Microbatch -> its metrics by logged name, and decision/*; one that Megatron replays counts once."""
 
     @property
     def with_entropy(self) -> bool:
@@ -57,52 +193,46 @@ class CorrectedLoss:
         return not self.scored or self.config.entropy_coef > 0
 
     def __call__(self, micro: Microbatch, output: Tensor) -> tuple:
-        """The microbatch's share of the sum over the global batch of coefficient x token loss.
-
-        Off: a 2-tuple; the schedule multiplies it by cp and divides by M, DDP by dp * cp, which leaves
-        M * dp to put back. On: a 3-tuple; the gradient is divided by the sum of the returned counts, so all
-        positions are counted, and the loss scaled to match: MoE's auxiliary losses, which that division also
-        meets, then do not grow where tokens are masked or rejected.
-        """
-        config, targets, (rows, length) = self.config, micro.targets, micro.labels.shape
+        """The microbatch's share of the sum over the global batch of coefficient x token loss, as LossScale has it."""
+        config, inputs = self.config, micro.loss_inputs
         logprobs, entropy = label_logprobs(output, micro, self.logprobs, with_entropy=self.with_entropy)
-        seq_ids, now = row_ids(rows, length, output.device), logprobs.detach()
+        current, correction = logprobs.detach(), inputs.correction
+        corrected: dict[str, Metric] = {}
         metrics: dict[str, Metric] = {}
-        correction = targets.correction
         if not self.scored:
-            correction = self._correct(targets, now, seq_ids, rows)
-            self.corrections[micro.index] = correction.metrics
+            correction = self._correct(micro, current)
+            corrected = correction.metrics
             metrics["entropy"] = mean_entropy(entropy, correction.valid)
         losses = policy_loss(
-            config.loss, logprobs, self._old_logprobs(targets, now), targets.advantages, correction, config,
-            entropy=entropy, metrics=metrics, seq_ids=seq_ids, num_sequences=rows, groups=self.groups,
+            config.loss, logprobs, self._old_logprobs(inputs, current), inputs.advantages, correction, config,
+            entropy=entropy, metrics=metrics, seq_ids=micro.seq_ids, num_sequences=micro.num_sequences,
+            groups=self.groups,
         )
-        self.metrics[micro.index] = metrics
-        self.decisions[micro.index] = self._decision(targets, correction, now)
-        share = (losses * targets.coefficients).sum()
-        if self.per_token:
-            # A fill, not torch.tensor: copying a number from the host would wait for the device.
-            count = torch.full((), losses.numel(), dtype=torch.int, device=losses.device)
-            return share * self.global_positions, count, {}
-        return share * (self.num_microbatches * self.dp_size), {}
+        parts = {"loss": metrics, "rollout_corr": corrected, "decision": self._decision(inputs, correction, current)}
+        self.metrics[micro.index] = {
+            f"{prefix}/{name}": metric for prefix, part in parts.items() for name, metric in part.items()
+        }
+        return self.scale.schedule_result((losses * inputs.coefficients).sum(), losses.numel())
 
-    def _old_logprobs(self, targets: TrainingTargets, now: Tensor) -> Tensor:
-        """Log pi_old of each label [tokens]."""
+    def _old_logprobs(self, inputs: LossInputs, current: Tensor) -> Tensor:
+        """Log pi_old of each label [T]."""
         if self.config.bypass_mode:
-            return targets.rollout_logprobs
-        return now if self.updates == 1 else targets.old_logprobs
+            return inputs.rollout_logprobs
+        return current if self.updates == 1 else inputs.old_logprobs
 
-    def _correct(self, targets: TrainingTargets, now: Tensor, seq_ids: Tensor, rows: int) -> Correction:
+    def _correct(self, micro: Microbatch, current: Tensor) -> Correction:
         """The current policy against pi_rollout, over one microbatch."""
+        inputs = micro.loss_inputs
         return compute_correction(
-            now, targets.rollout_logprobs, targets.loss_mask, seq_ids, num_sequences=rows, config=self.config,
-            # What the batch has in all is known, and the other replicas may be at another microbatch.
-            groups=None if self.groups is None else replace(self.groups, dp_cp=None), advantages=targets.advantages,
-            turn_ids=targets.turn_ids, num_turns=targets.num_turns,
+            current, inputs.rollout_logprobs, inputs.loss_mask, micro.seq_ids, num_sequences=micro.num_sequences,
+            config=self.config,
+            # The batch's totals are known, and the other replicas may be at another microbatch.
+            groups=None if self.groups is None else replace(self.groups, dp_cp=None), advantages=inputs.advantages,
+            turn_ids=inputs.turn_ids, num_turns=inputs.num_turns,
         )
 
     @torch.no_grad()
-    def _decision(self, targets: TrainingTargets, correction: Correction, now: Tensor) -> dict[str, Metric]:
+    def _decision(self, inputs: LossInputs, correction: Correction, current: Tensor) -> dict[str, Metric]:
         """What decides whether the step updates the weights.
 
         kept: tokens in the loss. pulling: those of them that have a gradient, as weight x advantage is not 0 (with an
@@ -110,20 +240,20 @@ class CorrectedLoss:
         """
         pulling = correction.mask
         if not self.config.entropy_coef:
-            pulling = pulling & (correction.weights * targets.advantages != 0)
-        made: dict[str, Metric] = {
+            pulling = pulling & (correction.weights * inputs.advantages != 0)
+        decision: dict[str, Metric] = {
             "kept": Sum(correction.mask.sum(dtype=torch.float64)[None]),
             "pulling": Sum(pulling.sum(dtype=torch.float64)[None]),
         }
         if self.first_step:
-            made["first_step_kl"] = mean_k3(now, targets.rollout_logprobs, targets.own_weights)
-        return made
+            decision["first_step_kl"] = mean_k3(current, inputs.rollout_logprobs, inputs.own_weights)
+        return decision
 
 
 def mean_k3(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Mean:
-    """The mean of e^D - 1 - D over the tokens [T] of the mask that the server gave a log-prob for.
+    """Mean of e^D - 1 - D over the tokens [T] of the mask that the server gave a log-prob for; D = log-ratio.
 
-    NaN where one of `logprobs` is not a number, or where no token is left.
+    NaN where one of `logprobs` is NaN, or where no token is left.
     """
     mask = mask & rollout_logprobs.isfinite()
     d = torch.where(mask, logprobs.double() - rollout_logprobs.double(), 0.0)

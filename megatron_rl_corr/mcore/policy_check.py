@@ -1,7 +1,7 @@
-"""Refuses a run whose Megatron flags make another policy than the one that servers sample from.
+"""Refuses a run whose Megatron flags make a policy other than the one that servers sample from.
 
-The model is the checkpoint's: `model_flags` of its config.json, parsed by Megatron's own parser, is what the run's
-arguments are held against.
+The servers run the checkpoint's model. `model_flags` of its config.json, parsed by Megatron's own parser, gives the
+arguments that the run's are compared with.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron_rl_corr.models.megatron_flags import model_flags
 
 
 class MegatronParser:
-    """The flags that the Megatron of this process knows; it is the one that parsed the run's command line."""
+    """The flags of this process's Megatron, which parsed the run's command line."""
 
     def __init__(self) -> None:
         from megatron.training import arguments  # wheels have it from 0.17 on; a run with the launcher has it always
@@ -39,7 +39,7 @@ class MegatronParser:
         return flag in self.actions
 
     def parse(self, words: list[str]) -> argparse.Namespace:
-        """ValueError for a flag, or a value, that this release does not have."""
+        """Raises ValueError for a flag, or a value, that this release does not have."""
         try:
             args, unknown = self._parser.parse_known_args(words)
         except argparse.ArgumentError as error:
@@ -52,7 +52,7 @@ class MegatronParser:
         return args
 
     def value(self, flag: str, args: argparse.Namespace) -> Any:
-        """What the arguments hold for a flag. ValueError where somebody took it out of them."""
+        """The arguments' value of a flag. Raises ValueError if a script removed it from them."""
         name = self.actions[flag].dest
         if name not in vars(args):
             raise ValueError(
@@ -63,10 +63,13 @@ class MegatronParser:
 
 
 def check_policy(args: argparse.Namespace) -> None:
-    """ValueError that lists every flag by which the trained policy would not be the sampled one, each with the remedy.
+    """Check a run's arguments, before a model is made.
 
-    Differences from config.json are warnings on the last rank with --rollout-allow-model-differences; flags of REFUSED
+    With --rollout-allow-model-differences, differences from config.json are warnings on the last rank; flags of REFUSED
     are refused even then.
+
+    Raises:
+        ValueError: lists every flag by which the trained policy would not be the sampled one, each with the remedy.
     """
     parser = MegatronParser()
     config = json.loads((Path(args.rollout_hf_checkpoint) / "config.json").read_text())
@@ -84,7 +87,7 @@ def check_policy(args: argparse.Namespace) -> None:
 
 
 def check_model(chunks: Sequence[nn.Module], args: argparse.Namespace) -> None:
-    """ValueError where the script built this rank's unwrapped model chunks otherwise than its arguments say.
+    """Raises ValueError if the script built this rank's unwrapped model chunks differently from what its arguments say.
 
     Megatron's own pretrain_gpt.py hands on neither --rope-scaling-factor nor --rotary-seq-len-interpolation-factor.
     """
@@ -110,7 +113,7 @@ def check_model(chunks: Sequence[nn.Module], args: argparse.Namespace) -> None:
 
 
 def _refuse(refused: list[str], differences: list[str], allowed: bool) -> None:
-    """ValueError with all lines; differences that are allowed are printed instead, on the last rank."""
+    """Raises ValueError with all lines; allowed differences are printed instead, on the last rank."""
     if differences and allowed:
         if dist.get_rank() == dist.get_world_size() - 1:
             lines = "\n  ".join(differences)
@@ -133,7 +136,7 @@ def refused_flags(args: argparse.Namespace, parser: MegatronParser) -> list[str]
 
 
 def model_differences(args: argparse.Namespace, words: list[str], parser: MegatronParser) -> list[str]:
-    """A line for each compared flag whose value is not the one that `words`, config.json's flags, give."""
+    """A line for each compared flag whose value differs from that of `words`, config.json's flags."""
     expected, stated, lines = parser.parse(words), _by_flag(words), []
     for flag in [flag for flag in COMPARED if flag in parser] + unknown_flags(parser):
         run, model = parser.value(flag, args), parser.value(flag, expected)
@@ -146,7 +149,7 @@ def model_differences(args: argparse.Namespace, words: list[str], parser: Megatr
 
 
 def _other_positions(chunk: nn.Module, args: argparse.Namespace, config: Any) -> list[str]:
-    """What GPTModel is given beside its configuration: the kind of positions, and the rotary frequencies."""
+    """Lines for what GPTModel takes beside its configuration: the kind of positions, and the rotary frequencies."""
     if chunk.position_embedding_type != args.position_embedding_type:
         return [
             f"--position-embedding-type {args.position_embedding_type}: the script's model has "
@@ -173,7 +176,7 @@ def _other_positions(chunk: nn.Module, args: argparse.Namespace, config: Any) ->
 
 
 def unknown_flags(parser: MegatronParser) -> list[str]:
-    """Flags of Megatron's model configuration that no table has, as in a fork or a newer release: they are compared."""
+    """Flags of Megatron's model configuration in no table, as of a fork or a newer release: they are compared too."""
     known = {*COMPARED, *(row.flag for row in REFUSED), *(flag for flags in IGNORED.values() for flag in flags)}
     known = {parser.actions[flag].dest for flag in known if flag in parser}
     fields = {field.name for field in dataclasses.fields(MLATransformerConfig)} - known
@@ -196,7 +199,7 @@ def _by_flag(words: list[str]) -> dict[str, str]:
 
 
 def _given(flag: str, value: Any, parser: MegatronParser) -> str:
-    """The flag as the run has it."""
+    """The flag with the run's value."""
     action = parser.actions[flag]
     if action.nargs == 0:
         return flag if value == action.const else f"no {flag}"
@@ -204,7 +207,7 @@ def _given(flag: str, value: Any, parser: MegatronParser) -> str:
 
 
 def _short(flag: str, value: Any, parser: MegatronParser) -> str:
-    """What config.json asks of the flag."""
+    """The flag's value by config.json, for a message."""
     action = parser.actions[flag]
     if action.nargs == 0:
         return "it is given" if value == action.const else "it is not given"

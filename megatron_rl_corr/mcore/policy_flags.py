@@ -1,7 +1,7 @@
-"""Megatron's flags by what they do to the policy: refused, compared with config.json, or ignored for a reason.
+"""Megatron's flags by their effect on the policy: refused, compared with config.json, or ignored for a reason.
 
-A flag stands here once, under the first name that Megatron's parser has for it. What is not here does not reach a
-layer of the model: optimizer, data, checkpoints, logs. A flag that a release's parser does not have can't be given.
+Each flag is listed once, under the first name that Megatron's parser has for it. Flags that are not listed do not reach
+a layer of the model: optimizer, data, checkpoints, logs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Refused(NamedTuple):
     why: str
     instead: str = "leave it out"
     where: Callable[[Any, argparse.Namespace], bool] = lambda value, args: bool(value)
-    """(its value, all arguments): whether it is given so that it matters."""
+    """where(value, all arguments): whether this value of the flag is refused."""
 
 
 BY_THE_BATCH = {"sinkhorn", "quantile_balancing"}

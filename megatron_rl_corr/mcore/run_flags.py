@@ -9,7 +9,7 @@ from megatron.training import checkpointing
 
 from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.mcore.policy_check import check_policy
-from megatron_rl_corr.mcore.router_flags import check_router_replay
+from megatron_rl_corr.moe.routers import check_router_replay
 
 
 def check_megatron_arguments(args: argparse.Namespace) -> None:

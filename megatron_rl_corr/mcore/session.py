@@ -1,9 +1,10 @@
-"""Builds what a corrected run needs once Megatron has made its model: checks, weights, servers, the step."""
+"""Builds a corrected run once Megatron has made its model: checks, weights, servers, the first push, the step."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +18,26 @@ from megatron_rl_corr.data.prompts import PromptDataset
 from megatron_rl_corr.data.rewards import Rewards
 from megatron_rl_corr.data.user_calls import UserCalls
 from megatron_rl_corr.engines.errors import RolloutError
-from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.mcore import checkpoint_cursor, compat
-from megatron_rl_corr.mcore.collection import Collector, check_they_fit, check_vocabulary
-from megatron_rl_corr.mcore.evaluation import Evaluation
-from megatron_rl_corr.mcore.logprobs import LogprobSettings
+from megatron_rl_corr.mcore.batch import BatchShape
+from megatron_rl_corr.mcore.collect import Collector, SampleSource, check_they_fit, check_vocabulary
+from megatron_rl_corr.mcore.evaluate import Evaluation
+from megatron_rl_corr.mcore.forward import LogprobSettings
 from megatron_rl_corr.mcore.policy_check import check_model
-from megatron_rl_corr.mcore.scoring import describe_scoring
+from megatron_rl_corr.mcore.sample_log import SampleLog
 from megatron_rl_corr.mcore.server_check import broadcast_first_step, check_servers
-from megatron_rl_corr.mcore.step import CorrectedStep
-from megatron_rl_corr.mcore.trajectory_log import TrajectoryLog
+from megatron_rl_corr.mcore.step import CorrectedStep, describe_scoring
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.models.names import NameTable
 from megatron_rl_corr.models.shards import LocalParameter, load_shards, local_parameters
-from megatron_rl_corr.moe.statistics import ExpertLog, ExpertStatistics
+from megatron_rl_corr.moe.routes import Routes, make_routes
+from megatron_rl_corr.moe.statistics import ExpertLog
 from megatron_rl_corr.parallel.failure import WATCH, StartupError, all_reduce_failure, all_reduce_startup
 from megatron_rl_corr.parallel.layout import Layout
 from megatron_rl_corr.rollout import versions
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
+from megatron_rl_corr.rollout.cursor import SavedCursor
 from megatron_rl_corr.rollout.environment import load_environment
 from megatron_rl_corr.rollout.episodes import Episodes
 from megatron_rl_corr.weight_sync.export import StageExporter
@@ -47,85 +49,146 @@ Report = Callable[[dict[str, float]], None]
 WAIT_FOR_SERVERS_S = 60.0
 
 
-def start(
-    config: RolloutCorrectionConfig, options: RunConfig, args: argparse.Namespace, model: list,
-    optimizer: Any, encode: Callable[[str], list[int]], report: Report,
-) -> CorrectedStep:
-    """Load the weights, reach the servers, push the first version, return the step; every rank calls it."""
-    layout, loop = compat.layout(sequence_parallel=args.sequence_parallel), LoopThread()
-    if options.linear_logprobs:
-        all_reduce_startup(lambda: compat.check_output_processor(compat.unwrapped(model)))
+@dataclass(frozen=True)
+class MegatronRun:
+    """What Megatron has set up."""
 
-    replay = _replay(options, args, model, layout)
-    from_servers = replay if options.router_replay == "R3" else None
-    saved = checkpoint_cursor.broadcast_saved(args)
+    args: argparse.Namespace
+    model: list
+    """This rank's chunks."""
+    optimizer: Any
+    encode: Callable[[str], list[int]]
+    """The tokenizer's: text -> ids."""
 
-    def prepare() -> tuple:
-        checkpoint = HFCheckpoint(options.hf_checkpoint)
-        vocab_size = checkpoint.config["vocab_size"]
-        client, scores = _client(options, args, vocab_size, from_servers), _scores(options, layout, loop)
-        collector = Collector(
-            options, layout, samples=args.global_batch_size, length=args.seq_length,
-            steps=(args.iteration, args.train_iters), client=client, loop=loop,
-            prompts=PromptDataset.from_jsonl(options.prompts, encode, seed=args.seed),
-            saved=saved, replay=from_servers, sequence_parallel=args.sequence_parallel, **scores,
+    @property
+    def shape(self) -> dict[str, int]:
+        """Sizes that Megatron's flags give."""
+        return {name: vars(self.args)[name] for name in ("global_batch_size", "micro_batch_size", "seq_length")}
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What is made before the servers are reached."""
+
+    source: SampleSource
+    collector: Collector
+    evaluation: Evaluation | None
+    parameters: list[LocalParameter]
+    log: SampleLog | None
+
+
+@dataclass(frozen=True)
+class WeightPush:
+    """Sends the current weights of this run to its servers."""
+
+    exporter: StageExporter
+    servers: WeightServers
+    run_id: str
+    """Of this start, in the names of its weight versions."""
+    bucket_bytes: int
+
+    def __call__(self, version: int) -> None:
+        """Every rank calls it."""
+        push_weights(
+            self.exporter, self.servers, version=versions.name(self.run_id, version), bucket_bytes=self.bucket_bytes
         )
-        evaluation = _evaluation(options, args, layout, client, loop, collector.sampling, encode, scores)
-        parameters = _parameters(checkpoint, args, model)
-        if args.iteration == 0:
-            load_shards(parameters, checkpoint, layout.shard)
-        folder = options.save_trajectories
-        log = None if folder is None else TrajectoryLog(Path(folder), layout, collector.sampling)
-        return parameters, client, collector, evaluation, log, vocab_size
 
-    parameters, client, collector, evaluation, log, vocab_size = all_reduce_startup(prepare)
+
+@dataclass(frozen=True)
+class Session:
+    """A corrected run from the first push to the end."""
+
+    step: CorrectedStep
+    evaluation: Evaluation | None
+    """Rollouts on held-out prompts."""
+    source: SampleSource
+    servers: WeightServers
+
+    def close(self) -> None:
+        """Stop sampling and leave the servers."""
+        _close(self.step.collector, self.servers, self.source)
+
+
+def start(
+    config: RolloutCorrectionConfig, options: RunConfig, megatron: MegatronRun, report: Report
+) -> Session:
+    """Load the weights, reach the servers, push the first version; every rank calls it.
+
+    Raises:
+        StartupError: on one rank, for whatever keeps the run from starting.
+        PeerFailure: then, on the other ranks.
+    """
+    args, layout = megatron.args, compat.layout(sequence_parallel=megatron.args.sequence_parallel)
+    if options.linear_logprobs:
+        all_reduce_startup(lambda: compat.check_output_processor(compat.unwrapped(megatron.model)))
+    shape = BatchShape(group_size=options.group_size, **megatron.shape)
+    routes = _routes(options, megatron, layout)
+    saved = checkpoint_cursor.broadcast_saved(args)
+    parts = all_reduce_startup(lambda: _prepare(options, megatron, layout, shape, routes, saved))
     if args.iteration == 0:
-        optimizer.reload_model_params()
+        megatron.optimizer.reload_model_params()
+    collector, client, loop = parts.collector, parts.source.client, parts.source.loop
     run_id = _broadcast_reached(client, loop)
     exporter = StageExporter(
-        parameters, layout.shard, layout.stage_groups, stage=layout.pp_rank, num_stages=layout.pp_size
+        parts.parameters, layout.shard, layout.stage_groups, stage=layout.pp_rank, num_stages=layout.pp_size
     )
-    servers = _weight_servers(options, exporter, client, loop)
-
-    def push(version: int) -> None:
-        push_weights(
-            exporter, servers, version=versions.name(run_id, version), bucket_bytes=int(options.bucket_mib * 2**20)
-        )
-
-    def close() -> None:
-        collector.close()
-        servers.close()
-        loop.call(client.close())
-        loop.close()
-
-    with compat.gathered_parameters(model, optimizer):
+    push = WeightPush(
+        exporter, _weight_servers(options, exporter, client, loop), run_id, int(options.bucket_mib * 2**20)
+    )
+    with compat.gathered_parameters(megatron.model, megatron.optimizer):
         push(args.iteration)
     try:
         check_servers(options.server_check, collector.sampling, client, loop)
         first_step = broadcast_first_step(options.max_first_step_kl, args, client, loop)
     except BaseException:
-        close()
+        _close(collector, push.servers, parts.source)
         raise
     step = CorrectedStep(
-        config=config, layout=layout, collector=collector, logprobs=_logprobs(options, layout, vocab_size),
-        push=push, report=report, evaluation=evaluation, log=log, close=close, micro_batch_size=args.micro_batch_size,
-        global_batch_size=args.global_batch_size, seq_length=args.seq_length, group_size=options.group_size,
-        replay=replay, min_agreement=options.router_replay_min_agreement, sequence_parallel=args.sequence_parallel,
-        experts=_experts(options, args, replay, layout), first_step=first_step,
+        config=config, layout=layout, shape=shape, collector=collector, push=push, report=report, routes=routes,
+        logprobs=_logprobs(options, layout, client.vocab_size), log=parts.log, first_step=first_step,
     )
-    _tell(describe_scoring(config, step.scored_for), idle_clips(config))
-    return step
+    if dist.get_rank() == 0:
+        for line in (describe_scoring(config, step.scoring_reasons), idle_clips(config)):
+            if line is not None:
+                print(f"[rollout] {line}", flush=True)
+    return Session(step, parts.evaluation, parts.source, push.servers)
 
 
-def _tell(*lines: str | None) -> None:
-    """Once, not from every rank."""
-    for line in lines if dist.get_rank() == 0 else ():
-        if line is not None:
-            print(f"[rollout] {line}", flush=True)
+def _close(collector: Collector, servers: WeightServers, source: SampleSource) -> None:
+    collector.close()
+    servers.close()
+    source.loop.call(source.client.close())
+    source.loop.close()
 
 
-def _scores(options: RunConfig, layout: Layout, loop: LoopThread) -> dict[str, Any]:
-    """What scores samples, ready on the ranks that ask for them."""
+def _prepare(
+    options: RunConfig, megatron: MegatronRun, layout: Layout, shape: BatchShape, routes: Routes,
+    saved: SavedCursor | None,
+) -> _Parts:
+    """Everything that needs neither servers nor other ranks. Raises ValueError or OSError for what is wrong."""
+    args, checkpoint = megatron.args, HFCheckpoint(options.hf_checkpoint)
+    source = _source(options, megatron, layout, checkpoint.config["vocab_size"], routes)
+    collector = Collector(
+        options, layout, shape, source, steps=(args.iteration, args.train_iters), saved=saved, routes=routes
+    )
+    evaluation = _evaluation(options, megatron, collector, source, layout)
+    parameters = _parameters(checkpoint, args, megatron.model)
+    if args.iteration == 0:
+        load_shards(parameters, checkpoint, layout.shard)
+    folder = options.save_trajectories
+    log = None if folder is None else SampleLog(Path(folder), layout, collector.sampling)
+    return _Parts(source, collector, evaluation, parameters, log)
+
+
+def _source(
+    options: RunConfig, megatron: MegatronRun, layout: Layout, vocab_size: int, routes: Routes
+) -> SampleSource:
+    """Client, prompts and what gives rewards, which is started on the ranks that ask for samples."""
+    loop = LoopThread()
+    client = RolloutClient(
+        options.urls, vocab_size=vocab_size, experts=routes.server_shape, seed=megatron.args.seed,
+        keyed_cache=options.pause_mode == "in_place", **options.client_arguments(),
+    )  # fmt: skip
     rewards = Rewards(options.reward_function, workers=options.reward_workers, limit_s=options.reward_timeout_s)
     episodes = None
     if options.environment is not None:
@@ -133,29 +196,20 @@ def _scores(options: RunConfig, layout: Layout, loop: LoopThread) -> dict[str, A
         episodes = Episodes(load_environment(options.environment), options.max_turns, calls)
     if layout.is_data_leader:
         loop.call(rewards.start())
-    return {"rewards": rewards, "episodes": episodes}
+    prompts = PromptDataset.from_jsonl(options.prompts, megatron.encode, seed=megatron.args.seed)
+    return SampleSource(client, loop, prompts, rewards, episodes)
 
 
 def _evaluation(
-    options: RunConfig, args: argparse.Namespace, layout: Layout, client: RolloutClient, loop: LoopThread,
-    sampling: SamplingParams, encode: Callable[[str], list[int]], scores: dict[str, Any],
+    options: RunConfig, megatron: MegatronRun, collector: Collector, source: SampleSource, layout: Layout
 ) -> Evaluation | None:
     if options.eval_prompts is None:
         return None
-    prompts = PromptDataset.from_jsonl(options.eval_prompts, encode)
-    check_they_fit(prompts, "--rollout-eval-prompts", options.max_new_tokens, args.seq_length)
-    check_vocabulary(prompts, "--rollout-eval-prompts", client.vocab_size)
-    return Evaluation(
-        layout, client, loop, prompts.prompts, sampling, every=args.eval_interval, **scores
-    )
-
-
-def _client(options: RunConfig, args: argparse.Namespace, vocab_size: int, replay: Any) -> RolloutClient:
-    experts = None if replay is None else replay.shape
-    return RolloutClient(
-        options.urls, vocab_size=vocab_size, experts=experts, seed=args.seed,
-        keyed_cache=options.pause_mode == "in_place", **options.client_arguments(),
-    )  # fmt: skip
+    prompts = PromptDataset.from_jsonl(options.eval_prompts, megatron.encode)
+    check_they_fit(prompts, "--rollout-eval-prompts", options.max_new_tokens, megatron.args.seq_length)
+    check_vocabulary(prompts, "--rollout-eval-prompts", source.client.vocab_size)
+    held_out = SampleSource(source.client, source.loop, prompts, source.rewards, source.episodes)
+    return Evaluation(layout, held_out, collector.sampling, every=megatron.args.eval_interval)
 
 
 def _logprobs(options: RunConfig, layout: Layout, vocab_size: int) -> LogprobSettings:
@@ -165,25 +219,16 @@ def _logprobs(options: RunConfig, layout: Layout, vocab_size: int) -> LogprobSet
     )
 
 
-def _replay(options: RunConfig, args: argparse.Namespace, model: list, layout: Layout) -> Any:
-    """The `Replay` of --router-replay, or None. Imported here, because older Megatrons have no RouterReplay."""
-    if options.router_replay == "off" and not options.expert_statistics:
-        return None
-    from megatron_rl_corr.moe.replay import Replay
+def _routes(options: RunConfig, megatron: MegatronRun, layout: Layout) -> Routes:
+    log = None
+    if options.expert_statistics:
+        from megatron.training import training
 
-    watch = options.expert_statistics
-    return Replay(options.router_replay, model, layout, num_layers=args.num_layers, watch=watch)
-
-
-def _experts(
-    options: RunConfig, args: argparse.Namespace, replay: Any, layout: Layout
-) -> ExpertStatistics | None:
-    if not options.expert_statistics:
-        return None
-    from megatron.training import training
-
-    tell = ExpertLog(options.log_dir, replay.shape.layers, training.get_tensorboard_writer)
-    return ExpertStatistics(replay, layout, tell)
+        log = ExpertLog(options.log_dir, training.get_tensorboard_writer)
+    return make_routes(
+        options.router_replay, megatron.model, layout, num_layers=megatron.args.num_layers,
+        min_agreement=options.router_replay_min_agreement, log=log,
+    )
 
 
 def _parameters(checkpoint: HFCheckpoint, args: argparse.Namespace, model: list) -> list[LocalParameter]:
@@ -207,15 +252,15 @@ def _weight_servers(
         samples_ahead=options.max_lag > 0,
     )
     if dist.get_rank() == 0:
-        WATCH.on_failure(servers.release)  # of whichever rank
+        WATCH.on_failure(servers.release)  # whichever rank fails
     return servers
 
 
 def _broadcast_reached(client: RolloutClient, loop: LoopThread) -> str:
-    """Every server answers, seen from rank 0; failing here is cheaper than in the middle of a step.
+    """Check from rank 0 that every server answers: failing here is cheaper than in the middle of a step.
 
-    What is behind a router is asked once, so that all ranks speak to the same servers. Returns the id of this start in
-    the names of its weight versions, rank 0's too.
+    The servers behind a router are listed once, so that all ranks talk to the same ones. Returns the id of this start
+    in the names of its weight versions, also rank 0's.
     """
     error, found = None, [client.base_urls, versions.new_run_id()]
     if dist.get_rank() == 0:

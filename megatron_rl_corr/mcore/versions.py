@@ -1,4 +1,4 @@
-"""Which releases of Megatron are supported, and whether the installed one is whole and what it says it is."""
+"""Which releases of Megatron are supported, and whether the installed one is complete and of one release."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SUPPORTED = f"megatron-core {FIRST[0]}.{FIRST[1]} to {LAST[0]}.{LAST[1]}"
 
 
 class UnsupportedMegatron(RuntimeError):
-    """Nothing was replaced; the message names what was found, and what is supported."""
+    """This Megatron is not known, and nothing was replaced; the message names what was found and what is supported."""
 
 
 def release(version: str = megatron_version) -> tuple[int, int]:
@@ -26,7 +26,7 @@ def release(version: str = megatron_version) -> tuple[int, int]:
 
 
 def check_version() -> None:
-    """UnsupportedMegatron unless this megatron-core is one that the hooks were written for."""
+    """Raises UnsupportedMegatron unless the hooks were written for this release of megatron-core."""
     if not FIRST <= release() <= LAST:
         raise UnsupportedMegatron(
             f"megatron-core {megatron_version} is not supported; supported are {SUPPORTED}: install one of them"
@@ -39,10 +39,10 @@ def tree() -> Path:
 
 
 def check_training() -> None:
-    """UnsupportedMegatron if megatron.training is missing, or not of the same tree as megatron.core.
+    """Raises UnsupportedMegatron if megatron.training is missing, or not of the same tree as megatron.core.
 
-    `megatron` is a namespace package: of two trees on the path, each gives the parts that those before it lack.
-    Nothing is imported.
+    `megatron` is a namespace package: with two trees on the path, the second gives what the first lacks. Does not
+    import megatron.training.
     """
     core = tree()
     spec = importlib.util.find_spec("megatron.training")
@@ -60,7 +60,7 @@ def check_training() -> None:
 
 
 def check_parameters(function: Callable, names: tuple[str, ...]) -> None:
-    """UnsupportedMegatron if a function that is about to be replaced does not take these arguments."""
+    """Raises UnsupportedMegatron if a function that is about to be replaced does not take these arguments."""
     found = inspect.signature(function).parameters
     missing = [name for name in names if name not in found]
     if missing:

@@ -1,14 +1,14 @@
-"""Whether a server's routes are those of these tokens, layers and weights: held against Megatron's own choice.
+"""Whether a server's routed experts are those of these tokens, layers and weights: compared with Megatron's own choice.
 
-N samples of this replica, t tokens of a row on this rank, b rows of a microbatch, M layers with experts of this rank, k
-experts a token, E experts a layer.
+Experts of the right shape may still be those of the previous token, of another layer or of another model, and training
+on them would look healthy. A layer's agreement is Cohen's kappa, (a - c) / (1 - c): a is the share of the server's
+experts that Megatron would choose too; c is the share on which two independent choices agree, each with its own
+frequencies of experts. So 1 means the same choices and 0 unrelated ones, however unevenly the experts are used. Tokens
+with the same set of experts repeat each other, so a set weighs no more than a few tokens: one near tie in long repeated
+text, or in a router that uses few experts, can't decide alone.
 
-Routes of the right shape may still be those of the token before, of another layer or of another model, and training on
-them would look healthy. A layer's agreement is Cohen's kappa, (a - c) / (1 - c), where a is the share of the server's
-experts that Megatron would choose too, and c what two choices that know nothing of each other would share, as often as
-each takes each expert: 1 for the same choices, 0 for unrelated ones, however unevenly the experts are used. Tokens that
-Megatron routes alike repeat each other: a set of experts weighs no more than a few tokens, so that one near tie in
-long repeated text, or in a router that takes hardly anything else, says no more than it knows.
+S samples of this replica, t tokens of a row on this rank, b rows of a microbatch, L layers with experts of this rank,
+K experts a token, E experts a layer.
 """
 
 from __future__ import annotations
@@ -19,23 +19,24 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_rl_corr.core.metric_spec import MetricSpec, UsualRange, in_group
-from megatron_rl_corr.engines.sglang.routed_experts import has_routes
+from megatron_rl_corr.core.metrics import Mean, Metric
+from megatron_rl_corr.engines.routes import has_routes
 from megatron_rl_corr.parallel.failure import StartupError
 
-ENOUGH = 32
-"""Experts in which unrelated choices would differ, that a judgement needs: at a kappa of 0.8, 6 are expected to differ,
-and a refusal takes 24."""
-REPEATS = 8
-"""Tokens that a set of experts of Megatron's weighs at most, in a row and layer."""
-FOLLOWING = 16
-"""Pairs of tokens, times layers, that it takes to tell a shift."""
+MIN_EVIDENCE = 32
+"""Experts on which independent choices would differ, before anything is judged: at a kappa of 0.8, 6 are expected to
+differ, and a refusal takes 24."""
+MAX_SET_WEIGHT = 8
+"""Tokens that one set of Megatron's experts weighs at most, in a row and layer."""
+MIN_PAIRS = 16
+"""Pairs of adjacent tokens, times layers, before a shift is judged."""
 SHIFT_MARGIN = 0.1
-"""Routes are shifted if the neighbour's fit by so much more of all experts than the token's own."""
-TOKENS, OVERLAP, SAME_SET, PAIRS, IN_PLACE, LATER, EARLIER, GATES_APART, WEIGHT, SHARED = range(10)
+"""Experts count as shifted if the adjacent token's fit better than the token's own by this share of all experts."""
+TOKENS, OVERLAP, SAME_SET, PAIRS, IN_PLACE, LATER, EARLIER, GATES_APART, WEIGHT, WEIGHTED_OVERLAP = range(10)
 
 
 class RoutesRefused(StartupError):
-    """A trajectory's routes are not those of its tokens under this model."""
+    """A sample's routed experts are not those of its tokens under this model."""
 
 
 class RouteAgreement:
@@ -44,60 +45,74 @@ class RouteAgreement:
     def __init__(
         self, rows: int, layers: int, experts: int, positions: Tensor, *, softmax: bool = True, parts: int = 1
     ):
-        """positions [t] int64: where this rank's tokens stand in the row.
+        """Start with no tokens.
 
-        softmax: the chosen experts' weights are the softmax of their scores; else the scores' shares of their sum.
-        parts: ranks that share a row's tokens.
+        Args:
+            rows: S.
+            layers: L.
+            experts: E.
+            positions: [t] int64, where this rank's tokens stand in the row.
+            softmax: the chosen experts' weights are the softmax of their scores; else the scores' shares of their sum.
+            parts: number of ranks that share a row's tokens.
         """
         self.sums = torch.zeros(rows, layers, 10, device=positions.device)
-        self._repeats = max(1, REPEATS / parts)
+        """[S, L, 10] float32, columns TOKENS to WEIGHTED_OVERLAP."""
+        self._max_set_weight = max(1, MAX_SET_WEIGHT / parts)
         codes = torch.randint(2**62, (experts,), generator=torch.Generator().manual_seed(0))
         self._codes = codes.to(positions.device)
         self._softmax = softmax
         self.apart = torch.zeros(rows, len(positions), device=positions.device)
-        """[N, t]: how many experts of a token, over this rank's layers, only the server chose."""
+        """[S, t]: how many experts of a token, over this rank's layers, only the server chose."""
         self.counts = torch.zeros(rows, layers, 2, experts, device=positions.device)
-        """How often the server, and Megatron, chose each expert, as the tokens weigh."""
+        """[S, L, 2, E]: how often the server, and Megatron, chose each expert, by the tokens' weights."""
         self._follows = (positions[1:] == positions[:-1] + 1)[:, None]
 
-    def observe(self, first: int, place: int, routes: Tensor, natural: Tensor, scores: Tensor) -> None:
-        """Rows from `first` on in layer `place`: the server's routes [t, b, k], Megatron's own [t, b, k], scores."""
+    def observe(self, first_row: int, place: int, given: Tensor, own: Tensor, scores: Tensor) -> None:
+        """Add the pass of one layer over one microbatch.
+
+        Args:
+            first_row: of the microbatch.
+            place: of the layer among this rank's L.
+            given: [t, b, K], the server's experts.
+            own: [t, b, K], Megatron's.
+            scores: [t, b, E], Megatron's.
+        """
         experts = scores.shape[-1]
-        known = has_routes(routes, experts)
-        routes = routes.long().where(known[..., None], 0)
-        own, top_k = overlap(routes, natural), routes.shape[-1]
-        weight = known * self._weights(known, natural)
+        known = has_routes(given, experts)
+        given = given.long().where(known[..., None], 0)
+        shared, top_k = overlap(given, own), given.shape[-1]
+        weight = known * self._weights(known, own)
         pairs = known[1:] & known[:-1] & self._follows
         values = [
-            (known, None), (known, own), (known, own == top_k), (pairs, None),
-            (pairs, (own[1:] + own[:-1]) / 2), (pairs, overlap(routes[1:], natural[:-1])),
-            (pairs, overlap(routes[:-1], natural[1:])),
-            (known, self._gates_apart(routes, natural, scores)), (weight, None), (weight, own),
+            (known, None), (known, shared), (known, shared == top_k), (pairs, None),
+            (pairs, (shared[1:] + shared[:-1]) / 2), (pairs, overlap(given[1:], own[:-1])),
+            (pairs, overlap(given[:-1], own[1:])),
+            (known, self._gates_apart(given, own, scores)), (weight, None), (weight, shared),
         ]  # fmt: skip
-        part = slice(first, first + routes.shape[1])
+        part = slice(first_row, first_row + given.shape[1])
         self.sums[part, place] = torch.stack(
             [(mask if value is None else mask * value).sum(dim=0) for mask, value in values], dim=1
         ).float()
-        self.apart[part] += (known * (top_k - own)).float().t()
-        weight = weight[..., None].expand_as(routes)
-        for side, ids in enumerate((routes, natural)):
-            table = self.counts.new_zeros(routes.shape[1], experts)
+        self.apart[part] += (known * (top_k - shared)).float().t()
+        weight = weight[..., None].expand_as(given)
+        for side, ids in enumerate((given, own)):
+            table = self.counts.new_zeros(given.shape[1], experts)
             table.scatter_add_(1, ids.transpose(0, 1).flatten(1), weight.transpose(0, 1).flatten(1))
             self.counts[part, place, side] = table
 
-    def _weights(self, known: Tensor, natural: Tensor) -> Tensor:
-        """[t, b] float32: 1, but of a set that many tokens share, so much that together they weigh the most allowed."""
-        # A sum of random 62-bit numbers tells sets apart.
-        sets = self._codes[natural].sum(dim=-1).where(known, -1).t().contiguous()
+    def _weights(self, known: Tensor, own: Tensor) -> Tensor:
+        """[t, b] float32: 1, or less for tokens of a set that is frequent in the row: together MAX_SET_WEIGHT."""
+        # A sum of random 62-bit numbers identifies a set.
+        sets = self._codes[own].sum(dim=-1).where(known, -1).t().contiguous()
         ordered = sets.sort(dim=1).values
         alike = torch.searchsorted(ordered, sets, right=True) - torch.searchsorted(ordered, sets)
-        return (self._repeats / alike.t()).clamp(max=1.0)
+        return (self._max_set_weight / alike.t()).clamp(max=1.0)
 
-    def _gates_apart(self, routes: Tensor, natural: Tensor, scores: Tensor) -> Tensor:
+    def _gates_apart(self, given: Tensor, own: Tensor, scores: Tensor) -> Tensor:
         """[t, b]: the weight that Megatron would give to experts that the server did not choose."""
-        chosen = scores.float().gather(-1, natural)
+        chosen = scores.float().gather(-1, own)
         gates = chosen.softmax(dim=-1) if self._softmax else chosen / (chosen.sum(dim=-1, keepdim=True) + 1e-20)
-        return (gates * ~(natural[..., None] == routes[..., None, :]).any(dim=-1)).sum(dim=-1)
+        return (gates * ~(own[..., None] == given[..., None, :]).any(dim=-1)).sum(dim=-1)
 
     def all_reduce(self, group: ProcessGroup | None) -> None:
         """Sum over the ranks that hold other tokens of the same rows: one collective."""
@@ -107,16 +122,27 @@ class RouteAgreement:
             sums, counts = both.split([self.sums.numel(), self.counts.numel()])
             self.sums, self.counts = sums.view_as(self.sums), counts.view_as(self.counts)
 
+    def totals(self, layers: tuple[int, ...], num_layers: int) -> Tensor:
+        """[num_layers, 4] float64 over all rows: TOKENS, OVERLAP, SAME_SET, GATES_APART of `layers`, 0 elsewhere."""
+        own = self.sums[..., [TOKENS, OVERLAP, SAME_SET, GATES_APART]].double().sum(dim=0)
+        by_layer = own.new_zeros(num_layers, 4)
+        by_layer[list(layers)] = own
+        return by_layer
+
 
 def overlap(a: Tensor, b: Tensor) -> Tensor:
-    """[..., k] and [..., k] ids, distinct in a row -> [...]: how many are in both."""
+    """[..., K] and [..., K] ids, distinct in a token -> [...]: how many are in both."""
     return (a[..., :, None] == b[..., None, :]).sum(dim=(-1, -2))
 
 
 def kappa(agreeing: Tensor, counts: Tensor, tokens: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """(agreement beyond chance, room above chance), of each [...]: kappa is their quotient.
+    """(a - c, 1 - c), [...] each: Cohen's kappa is their quotient.
 
-    agreeing [...]: experts in both choices; counts [..., 2, E]; tokens [...]: each as the tokens weigh.
+    Args:
+        agreeing: [...] experts in both choices.
+        counts: [..., 2, E] how often each side chose each expert.
+        tokens: [...] number of tokens; all three by the tokens' weights.
+        top_k: K.
     """
     slots = (tokens * top_k).clamp(min=1)
     chance = (counts[..., 0, :] * counts[..., 1, :]).sum(dim=-1) / (tokens.clamp(min=1) * slots)
@@ -126,24 +152,28 @@ def kappa(agreeing: Tensor, counts: Tensor, tokens: Tensor, top_k: int) -> tuple
 def judge(
     agreement: RouteAgreement, layers: tuple[int, ...], top_k: int, minimum: float
 ) -> tuple[int, str] | None:
-    """(row, what is wrong with its routes) of the first row that can't be right; None where all may be.
+    """The first row whose experts can't be right, and why; None if there is none. Reads from the device, once.
 
-    layers are the numbers of the M; minimum: the least kappa. Reads from the device, once.
+    Args:
+        agreement: of all tokens of the rows.
+        layers: the numbers of the L layers.
+        top_k: K.
+        minimum: the smallest kappa, --router-replay-min-agreement.
     """
     sums, counts = agreement.sums.cpu().double(), agreement.counts.cpu().double()
-    beyond, room = kappa(sums[..., SHARED], counts, sums[..., WEIGHT], top_k)
-    # Where all tokens take the same experts, chance agrees on them too, and nothing can be told.
-    by_chance = room * sums[..., WEIGHT] * top_k
-    judged = (by_chance >= ENOUGH) & (room > 0.05)
+    beyond, room = kappa(sums[..., WEIGHTED_OVERLAP], counts, sums[..., WEIGHT], top_k)
+    # Where all tokens take the same experts, independent choices agree too, and nothing can be judged.
+    evidence = room * sums[..., WEIGHT] * top_k
+    judged = (evidence >= MIN_EVIDENCE) & (room > 0.05)
     wrong_layers = judged & (beyond < minimum * room)
-    whole_beyond, whole_room = ((x * (sums[..., TOKENS] > 0)).sum(dim=1) for x in (beyond, room))
-    wrong_rows = (by_chance.sum(dim=1) >= ENOUGH) & (whole_room > 0.05 * len(layers))
-    wrong_rows &= whole_beyond < minimum * whole_room
+    row_beyond, row_room = ((x * (sums[..., TOKENS] > 0)).sum(dim=1) for x in (beyond, room))
+    wrong_rows = (evidence.sum(dim=1) >= MIN_EVIDENCE) & (row_room > 0.05 * len(layers))
+    wrong_rows &= row_beyond < minimum * row_room
     slots = sums[..., PAIRS].sum(dim=1) * top_k
-    fits = [sums[..., name].sum(dim=1) / slots.clamp(min=1) for name in (IN_PLACE, LATER, EARLIER)]
+    fits = [sums[..., column].sum(dim=1) / slots.clamp(min=1) for column in (IN_PLACE, LATER, EARLIER)]
     best = torch.maximum(fits[1], fits[2])
-    shifted = (best > fits[0] + SHIFT_MARGIN) & (slots >= FOLLOWING * top_k)
-    # Of routes that fit nowhere, one neighbour is a little nearer by chance.
+    shifted = (best > fits[0] + SHIFT_MARGIN) & (slots >= MIN_PAIRS * top_k)
+    # Experts that fit nowhere still fit one neighbour a little better by chance.
     shifted &= best > 1 - room.mean(dim=1) / 2
     wrong = (shifted | wrong_rows | wrong_layers.any(dim=1)).nonzero()
     if not len(wrong):
@@ -156,7 +186,7 @@ def judge(
             f"{best[row]:.0%} of those of the tokens {'behind' if later else 'before'} them"
         )
     if wrong_rows[row]:
-        where, value = "all layers of a stage", whole_beyond[row] / whole_room[row]
+        where, value = "all layers of a stage", row_beyond[row] / row_room[row]
     else:
         place = int((beyond / room).where(wrong_layers, torch.inf)[row].argmin())
         where, value = f"layer {layers[place]}", beyond[row, place] / room[row, place]
@@ -164,6 +194,22 @@ def judge(
         f"rule agreement: beyond chance, Megatron would choose {value:.0%} of the same experts in {where}, and must "
         f"{minimum:.0%} (--router-replay-min-agreement): are these routes of other layers, or of another model?"
     )
+
+
+def agreement_metrics(by_layer: Tensor, layers: tuple[int, ...], top_k: int) -> dict[str, Metric]:
+    """Disagreement over all layers and of each, from `RouteAgreement.totals` [all layers, 4]."""
+
+    def named(tokens: Tensor, shared: Tensor, same: Tensor, apart: Tensor, suffix: str) -> dict[str, Metric]:
+        return {
+            f"router_replay/disagreement{suffix}": Mean(torch.stack([tokens - same, tokens])),
+            f"router_replay/overlap{suffix}": Mean(torch.stack([shared / top_k, tokens])),
+            f"router_replay/gate_mass_apart{suffix}": Mean(torch.stack([apart, tokens])),
+        }
+
+    metrics = named(*by_layer.sum(dim=0), "")
+    for layer in layers:
+        metrics |= named(*by_layer[layer], f"/layer_{layer:03d}")
+    return metrics
 
 
 R3 = "--router-replay R3"

@@ -1,12 +1,12 @@
-"""Keeps the padding of rows out of what MoE's routers learn from: auxiliary losses, z loss, the bias that balances.
+"""Keeps the padding of rows out of what MoE's routers learn from: auxiliary losses, z loss and balancing bias.
 
-Megatron hands a `padding_mask` down to its routers, from 0.16 on, and `MaskedRouter` mends what they do with it:
+From 0.16 on Megatron hands a `padding_mask` down to its routers. `MaskedRouter` corrects what they do with it:
 
-* stages behind the first one are given the whole row, also where sequence parallelism has cut it;
-* the bias's token counts fail on the mask;
-* the z loss is a mean of each rank's mean, whatever the number of real tokens of its part of the row;
-* with --calculate-per-token-loss both losses are scaled by the rank's real tokens, where `CorrectedLoss` has the
-  gradient divided by all positions.
+* stages behind the first one get the mask of the whole row, also where sequence parallelism has cut the row;
+* counting tokens for the balancing bias fails with a mask;
+* the z loss is the mean of each rank's mean, whatever number of real tokens a rank has;
+* with --calculate-per-token-loss both losses are scaled by the rank's real tokens, but `CorrectedLoss` has the gradient
+  divided by all positions.
 
 T tokens of a microbatch on this rank, E experts.
 """
@@ -20,21 +20,24 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from megatron.core import __version__ as megatron_version
+from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
-from megatron_rl_corr.mcore import compat
+from megatron_rl_corr.moe.routers import takes_padding_mask
 
 
 def padding_arguments(model: nn.Module, padding: Tensor | None) -> dict[str, Any]:
-    """What the forward of a model chunk takes beside its other arguments, for padding [b, L] of its rows: its mask.
+    """The keyword arguments by which a model chunk's forward leaves out padding [b, L] (bool, True: no token).
 
-    Nothing for a model whose routers learn nothing from tokens, and for a Megatron that can't leave them out.
+    Empty for a model whose routers learn nothing from tokens, and for a Megatron that can't leave padding out.
     """
     if padding is None:
         return {}
     if model not in _takes_mask:
-        (chunk,) = compat.unwrapped([model])
+        (chunk,) = unwrap_model([model])
         _takes_mask[model] = _prepare(chunk)
     return {"padding_mask": padding} if _takes_mask[model] else {}
 
@@ -43,20 +46,20 @@ _takes_mask: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 def _prepare(chunk: nn.Module) -> bool:
-    """Whether the chunk is given the mask; then its routers are mended, and else the last rank says why."""
+    """Whether the chunk takes the mask. If so its routers are replaced; if not the last rank prints why."""
     flags = learning_flags(chunk.config)
     if not flags:
         return False
     reason = why_not(chunk)
     if reason is None:
-        mend_routers(chunk)
+        use_masked_routers(chunk)
     elif dist.get_rank() == dist.get_world_size() - 1:
-        _tell(flags, reason)
+        _warn_once(flags, reason)
     return reason is None
 
 
 def learning_flags(config: Any) -> tuple[str, ...]:
-    """The flags, with their values, by which routers learn from every token of a row: each would be off at 0."""
+    """The flags, with their values, that make routers learn from every token of a row; 0 turns each off."""
     if not config.num_moe_experts:
         return ()
     coefficients, flags = config.moe_aux_loss_coeff, {}
@@ -69,9 +72,9 @@ def learning_flags(config: Any) -> tuple[str, ...]:
 
 
 def why_not(chunk: nn.Module) -> str | None:
-    """What keeps padding from being left out of a chunk's routers."""
-    if not compat.takes_padding_mask(chunk):
-        return f"megatron-core {compat.megatron_version} can't leave it out"
+    """Why padding can't be left out of a chunk's routers; None if it can."""
+    if not takes_padding_mask(chunk):
+        return f"megatron-core {megatron_version} can't leave it out"
     if chunk.config.moe_router_load_balancing_type == "quantile_balancing":
         return "--moe-router-load-balancing-type quantile_balancing can't leave it out"
     if getattr(chunk.config, "cuda_graph_impl", "none") != "none":
@@ -83,8 +86,7 @@ def why_not(chunk: nn.Module) -> str | None:
 
 
 @cache
-def _tell(flags: tuple[str, ...], reason: str) -> None:
-    """Once."""
+def _warn_once(flags: tuple[str, ...], reason: str) -> None:
     remedy = " and ".join(f"{flag.split()[0]} 0" for flag in flags)
     print(
         f"[rollout] {', '.join(flags)}: routers learn from the padding of rows to --seq-length too, for {reason}; use "
@@ -93,28 +95,29 @@ def _tell(flags: tuple[str, ...], reason: str) -> None:
     )
 
 
-def mend_routers(chunk: nn.Module) -> None:
-    """Every router of the chunk becomes one that takes the mask rightly; those that are stay."""
+def use_masked_routers(chunk: nn.Module) -> None:
+    """Make every router of the chunk a MaskedRouter, in place."""
     for module in chunk.modules():
         if type(module) is TopKRouter:
             module.__class__ = MaskedRouter
 
 
 class MaskedRouter(TopKRouter):
-    """Megatron's router, with a mask that holds in every layout."""
+    """Megatron's router, with a padding mask that is right in every layout."""
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """logits [s, b, E]; the mask [s, b], or of whole rows [s * tp, b]."""
+        """logits [s, b, E]; the mask [s, b], or that of whole rows, [s * tp, b]."""
         if padding_mask is not None and padding_mask.shape[0] != logits.shape[0]:
-            group = compat.tensor_parallel_group()
+            group = parallel_state.get_tensor_model_parallel_group()
             padding_mask = padding_mask.chunk(group.size())[group.rank()]
             assert padding_mask.shape[0] == logits.shape[0], "a mask of other rows"
         return super().routing(logits, padding_mask=padding_mask, **kwargs)
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """logits [T, E], the mask [T]. Megatron's mean of squares over T is told of weighted ones, whose mean is right.
+        """Rescale the logits [T, E] so that Megatron's mean over T equals the mean over real tokens (mask [T] False).
 
-        A token's log-sum is scaled by the root of its weight: 0 for padding, and the same for all real tokens.
+        The z loss is the mean of squared log-sum-exps. Each is scaled by the root of its token's weight: 0 for padding,
+        and one number for all real tokens.
         """
         if padding_mask is None or not self.config.moe_z_loss_coeff or not torch.is_grad_enabled():
             return super().apply_z_loss(logits)
@@ -122,17 +125,17 @@ class MaskedRouter(TopKRouter):
         count = self._all_reduce_count(real)
         root = (real * (len(real) * self.tp_cp_group.size() / count)).sqrt()
         weighted = logits + ((root - 1) * logits.float().logsumexp(-1)).unsqueeze(-1).to(logits.dtype)
-        # The loss hangs on what it returns: in the graph, without a share in the logits.
+        # Megatron attaches the loss to its result, which must stay in the graph without changing the logits.
         return logits + 0 * super().apply_z_loss(weighted)
 
     def _all_reduce_count(self, real: Tensor) -> Tensor:
-        """Of the microbatch on all ranks that have a part of its rows."""
+        """Real tokens of the microbatch, over all ranks that have a part of its rows."""
         count = real.sum()
         dist.all_reduce(count, group=self.tp_cp_group)
         return count
 
     def attach_and_log_load_balancing_loss(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Scaled by all tokens, as without a mask."""
+        """Scale by all tokens, as without a mask."""
         kwargs.pop("valid_token_count", None)
         return super().attach_and_log_load_balancing_loss(*args, **kwargs)
 

@@ -1,7 +1,8 @@
-"""Replays routes in Megatron's routers: the server's (R3), or the old-log-prob pass's own (R2).
+"""Makes Megatron's routers take given experts: a server's (R3), or those recorded in the pass for old log-probs (R2).
 
-N samples of this replica, b of them a microbatch, t tokens of a row on this rank (after the context-parallel slice and,
-under sequence parallelism, the tensor-parallel one), M layers with experts of this rank, k experts a token, E experts.
+S samples of this replica, b of them a microbatch, t tokens of a row that this rank's routers see (after the
+context-parallel slice and, under sequence parallelism, the tensor-parallel one), L layers with experts of this rank,
+K experts a token, E experts a layer.
 """
 
 from __future__ import annotations
@@ -15,169 +16,169 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from torch import Tensor, nn
 
-from megatron_rl_corr.engines.sglang.routed_experts import ExpertShape, has_routes
-from megatron_rl_corr.mcore import compat
-from megatron_rl_corr.mcore.router_flags import check_choice, given, remedy
+from megatron_rl_corr.engines.routes import ExpertShape, has_routes
+from megatron_rl_corr.moe.routers import check_choice, flag_of, moe_routers, remedy
 from megatron_rl_corr.parallel.failure import communication_device
 from megatron_rl_corr.parallel.gather import all_gather_stacked
 from megatron_rl_corr.parallel.layout import Layout
 
 Observe = Callable[[Tensor, Tensor, Tensor], None]
-"""Told of a microbatch's routes [t, b, k], Megatron's own choice [t, b, k] and its scores [t, b, E]."""
+"""observe(given experts [t, b, K], Megatron's own choice [t, b, K], its scores [t, b, E])."""
+ObserveLayer = Callable[[int, int, Tensor, Tensor, Tensor], None]
+"""observe(first row of the microbatch, place of the layer on this rank, and the three of `Observe`)."""
 
 
 class ReplayedRouter(RouterReplay):
-    """Stands in for one router's RouterReplay; told before each forward pass what to do in it.
+    """Takes the place of one router's RouterReplay: `replay` or `record` say what the next forward pass does.
 
     Megatron's own is steered by one action for all routers, which does not know the microbatch of a pass: between a
-    forward pass and its recomputation, other microbatches have gone forward. Here every pass has its own routes, and a
+    forward pass and its recomputation, other microbatches have gone forward. Here each pass has its own experts, and a
     token without any is routed as without replay.
     """
 
     def __init__(self, experts: int):
         super().__init__()
         self._experts = experts
-        self._next: Tensor | None = None
+        self._given: Tensor | None = None
         self._observe: Observe | None = None
-        self._recorded: Callable[[Tensor], None] | None = None
-        self._chosen: Callable[[Tensor], None] | None = None
-        self._recomputed: deque[Tensor] = deque()
+        self._on_recorded: Callable[[Tensor], None] | None = None
+        self._on_chosen: Callable[[Tensor], None] | None = None
+        self._to_recompute: deque[Tensor] = deque()
         self.training = False
-        """A pass that nothing was told of recomputes an earlier one."""
+        """In training, a pass for which nothing was set recomputes an earlier one."""
 
     def replay(
-        self, routes: Tensor, observe: Observe | None, chosen: Callable[[Tensor], None] | None = None
+        self, experts: Tensor, observe: Observe | None, on_chosen: Callable[[Tensor], None] | None = None
     ) -> None:
-        """In the next pass: routes [t, b, k]. chosen() is told where its tokens then went, ids [t * b, k]."""
-        self._next, self._observe, self._chosen = routes, observe, chosen
+        """In the next pass take `experts` [t, b, K]; on_chosen(ids [t * b, K]) gets those that the tokens went to."""
+        self._given, self._observe, self._on_chosen = experts, observe, on_chosen
 
-    def record(self, recorded: Callable[[Tensor], None]) -> None:
-        """In the next pass: Megatron's own choice [t * b, k] goes to recorded()."""
-        self._recorded = recorded
+    def record(self, on_recorded: Callable[[Tensor], None]) -> None:
+        """In the next pass take Megatron's own choice; on_recorded(ids [t * b, K]) gets it."""
+        self._on_recorded = on_recorded
 
-    def forget(self) -> None:
-        """The pass over the batch has ended, or failed."""
-        self._next = self._observe = self._recorded = self._chosen = None
-        self._recomputed.clear()
+    def reset(self) -> None:
+        """Drop everything: the passes over the batch have ended, or failed."""
+        self._given = self._observe = self._on_recorded = self._on_chosen = None
+        self._to_recompute.clear()
         self.training = False
 
     def get_replay_topk(self, scores, topk, num_groups=None, group_topk=None, default_compute_topk=None):
-        """Megatron's hook: (scores [t * b, k], ids [t * b, k] int64) of the experts that each token goes to."""
-        if self._recorded is not None:
+        """Megatron's hook: (scores [t * b, K], ids [t * b, K] int64) of the experts that each token goes to."""
+        if self._on_recorded is not None:
             values, ids = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-            recorded, self._recorded = self._recorded, None
-            recorded(ids)
+            on_recorded, self._on_recorded = self._on_recorded, None
+            on_recorded(ids)
             return values, ids
-        routes, observe, chosen = self._next, self._observe, self._chosen
-        self._next = self._observe = self._chosen = None
-        if routes is None and not self.training:
+        given, observe, on_chosen = self._given, self._observe, self._on_chosen
+        self._given = self._observe = self._on_chosen = None
+        if given is None and not self.training:
             return default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        if routes is None:
-            if not self._recomputed:
+        if given is None:
+            if not self._to_recompute:
                 raise RuntimeError(
                     f"the router of layer {self.layer_number} ran without routes to replay: a recomputation that "
                     "megatron_rl_corr does not know; train without it, or with --router-replay off"
                 )
-            routes = self._recomputed.popleft()
+            given = self._to_recompute.popleft()
         elif self.training and not torch.is_grad_enabled():
             # Activations are recomputed later, and a microbatch's backward passes come in the order of its forward's.
-            self._recomputed.append(routes)
-        known = has_routes(routes, self._experts).reshape(-1, 1)
+            self._to_recompute.append(given)
+        known = has_routes(given, self._experts).reshape(-1, 1)
         with torch.no_grad():
-            _, natural = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+            _, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         if observe is not None:
-            sizes = routes.shape[:2]
-            observe(routes, natural.detach().view(*sizes, -1), scores.detach().view(*sizes, -1))
-        ids = torch.where(known, routes.reshape(-1, topk).long(), natural)
-        if chosen is not None:
-            chosen(ids)
+            sizes = given.shape[:2]
+            observe(given, own.detach().view(*sizes, -1), scores.detach().view(*sizes, -1))
+        ids = torch.where(known, given.reshape(-1, topk).long(), own)
+        if on_chosen is not None:
+            on_chosen(ids)
         return scores.gather(1, ids), ids
 
 
-class Replay:
-    """This rank's routers and, step by step, what they replay.
+class ReplayedRouters:
+    """All routers of this rank, and what they replay or record in the current passes over a batch."""
 
-    kind is --router-replay's: R2 or R3, or off, which only watches. Every rank makes one, once the model is there.
-    watch: keep where the tokens went in the pass for old log-probs.
-    """
+    def __init__(self, kind: str, model: list[nn.Module], layout: Layout, *, num_layers: int, watch: bool = False):
+        """Take over the routers of the model. Every rank calls it: two small collectives over the pipeline.
 
-    def __init__(
-        self, kind: str, model: list[nn.Module], layout: Layout, *, num_layers: int, watch: bool = False
-    ):
-        self.kind, self._layout, self._watch = kind, layout, watch
+        Args:
+            kind: --router-replay's: R2 or R3, or off, which only watches.
+            model: this rank's chunks.
+            layout: this rank's process groups.
+            num_layers: of the whole model.
+            watch: keep in `chosen` where the tokens went in the pass for old log-probs.
+
+        Raises:
+            ValueError: for a model without experts, or whose routers can't be replayed.
+        """
+        self.kind, self.watch = kind, watch
         self._routers: dict[nn.Module, list[tuple[int, ReplayedRouter]]] = {}
         layers: list[int] = []
         self.softmax = True
-        """Weights of a token's experts are the softmax of their scores alone."""
+        """The weights of a token's experts are the softmax of their scores alone."""
         for chunk in model:
             self._routers[chunk] = []
-            for router in compat.moe_routers(chunk):
+            for router in moe_routers(chunk):
                 check_choice(router.config.moe_router_fusion, [router.routing_type], kind, watch)
-                stand_in = ReplayedRouter(router.config.num_moe_experts)
-                stand_in.layer_number = router.layer_number
-                router.router_replay = stand_in
-                self._routers[chunk].append((len(layers), stand_in))
+                replayed = ReplayedRouter(router.config.num_moe_experts)
+                replayed.layer_number = router.layer_number
+                router.router_replay = replayed
+                self._routers[chunk].append((len(layers), replayed))
                 layers.append(router.layer_number - 1)
                 self._top_k, self._experts = router.topk, router.config.num_moe_experts
                 self.softmax = router.score_function == "softmax" and not router.config.moe_router_pre_softmax
         self.layers = tuple(layers)
-        """Of this rank, by their number in the whole model, from 0, in the order of its chunks."""
+        """This rank's L layers, by their number in the whole model from 0, in the order of its chunks."""
         self.stage_layers = _all_gather_layers(self.layers, num_layers, layout)
-        """Of each pipeline stage, in its own order."""
+        """The layers of each pipeline stage, in the stage's order."""
         every = sorted(layer for stage in self.stage_layers for layer in stage)
         if not every:
-            raise ValueError(f"{given(kind)} has no effect on a model without experts; {remedy(kind, watch)}")
+            raise ValueError(f"{flag_of(kind)} has no effect on a model without experts; {remedy(kind, watch)}")
         top_k, experts = _all_reduce_sizes(self.layers and (self._top_k, self._experts), layout)
         self.shape = ExpertShape(num_layers, tuple(every), top_k, experts)
-        self._routes: Tensor | None = None
+        self._phase, self._rows = "", 0
+        self._given: Tensor | None = None
+        self._observe: ObserveLayer | None = None
         self._recorded: dict[int, dict[int, Tensor]] = {}
-        self._observe: Callable[[int, int, Tensor, Tensor, Tensor], None] | None = None
-        self._phase = ""
         self.chosen: Tensor | None = None
-        """[N, t, M, k]: with `watch`, where each token went in the last pass for old log-probs."""
+        """[S, t, L, K]: with `watch`, where each token went in the last pass for old log-probs."""
 
     @contextmanager
-    def scoring(
-        self, routes: Tensor | None, observe: Callable[[int, int, Tensor, Tensor, Tensor], None] | None = None,
-        *, rows: int,
-    ) -> Iterator[None]:
-        """Within: forward passes for old log-probs of N = rows samples.
+    def scoring(self, given: Tensor | None, observe: ObserveLayer | None = None, *, rows: int) -> Iterator[None]:
+        """Within: forward passes for old log-probs of S = rows samples.
 
-        R3 replays routes [N, t, M, k]; the others take None.
-        observe(first row, place of the layer, routes, own choice, scores) is told of every layer's pass.
+        R3 replays `given` [S, t, L, K], and observe() gets every layer's pass; the other kinds take None.
         """
         self._recorded, self._rows = {}, rows
-        with self._pass("score", routes, observe):
+        with self._passes("score", given, observe):
             yield
 
     @contextmanager
-    def training(
-        self, routes: Tensor | None, observe: Callable[[int, int, Tensor, Tensor, Tensor], None] | None = None
-    ) -> Iterator[None]:
-        """Within: Megatron's train step. As `scoring`, but that R2 replays what was recorded."""
-        with self._pass("train", routes, observe):
+    def training(self, given: Tensor | None, observe: ObserveLayer | None = None) -> Iterator[None]:
+        """Within: Megatron's train step. As `scoring`, but R2 replays what was recorded there."""
+        with self._passes("train", given, observe):
             yield
 
     @contextmanager
-    def _pass(self, phase: str, routes: Tensor | None, observe) -> Iterator[None]:
-        self._phase, self._routes, self._observe = phase, routes, observe
-        for _, router in self._all():
+    def _passes(self, phase: str, given: Tensor | None, observe: ObserveLayer | None) -> Iterator[None]:
+        self._phase, self._given, self._observe = phase, given, observe
+        for router in self._all():
             router.training = phase == "train" and self.kind != "off"
         try:
             yield
         finally:
-            self._phase, self._routes, self._observe = "", None, None
-            for _, router in self._all():
-                router.forget()
+            self._phase, self._given, self._observe = "", None, None
+            for router in self._all():
+                router.reset()
 
-    def arm(self, chunk: nn.Module, index: int, rows: int) -> None:
-        """Before a chunk's forward pass over microbatch `index` of so many rows."""
+    def before_forward(self, chunk: nn.Module, index: int, rows: int) -> None:
+        """Set up the routers for a chunk's forward pass over microbatch `index` of b = rows samples."""
         part = slice(index * rows, (index + 1) * rows)
         for place, router in self._routers[chunk]:
             if self.kind == "R3":
-                chosen = self._keeper(part, place) if self._watch and self._phase == "score" else None
-                routes = self._routes[part, :, place].transpose(0, 1)
-                router.replay(routes, self._observer(part.start, place), chosen)
+                on_chosen = self._keeper(part, place) if self.watch and self._phase == "score" else None
+                router.replay(self._given[part, :, place].transpose(0, 1), self._observer(part.start, place), on_chosen)
             elif self._phase == "score":
                 router.record(lambda ids, place=place: self._record(place, index, ids, rows))
             elif self.kind == "R2":
@@ -195,32 +196,33 @@ class Replay:
 
         return keep
 
-    def _observer(self, first: int, place: int) -> Observe | None:
+    def _observer(self, first_row: int, place: int) -> Observe | None:
         if self._observe is None:
             return None
-        return lambda routes, natural, scores: self._observe(first, place, routes, natural, scores)
+        observe = self._observe
+        return lambda given, own, scores: observe(first_row, place, given, own, scores)
 
     def _record(self, place: int, index: int, ids: Tensor, rows: int) -> None:
-        if self._watch:
+        if self.watch:
             self._keeper(slice(index * rows, (index + 1) * rows), place)(ids)
         if self.kind == "R2":
             recorded = ids.detach().to(self.shape.dtype).view(-1, rows, ids.shape[1])
             self._recorded.setdefault(place, {})[index] = recorded
 
-    def _all(self) -> list[tuple[int, ReplayedRouter]]:
-        return [pair for pairs in self._routers.values() for pair in pairs]
+    def _all(self) -> list[ReplayedRouter]:
+        return [router for pairs in self._routers.values() for _, router in pairs]
 
 
 def _all_gather_layers(own: tuple[int, ...], num_layers: int, layout: Layout) -> tuple[tuple[int, ...], ...]:
     """Each stage's layers in its order: one collective over the pipeline."""
-    told = torch.full((num_layers,), -1, dtype=torch.int64)
-    told[: len(own)] = torch.tensor(own, dtype=torch.int64)
-    gathered = all_gather_stacked(told.to(communication_device()), layout.pp_group).tolist()
+    padded = torch.full((num_layers,), -1, dtype=torch.int64)
+    padded[: len(own)] = torch.tensor(own, dtype=torch.int64)
+    gathered = all_gather_stacked(padded.to(communication_device()), layout.pp_group).tolist()
     return tuple(tuple(layer for layer in stage if layer >= 0) for stage in gathered)
 
 
 def _all_reduce_sizes(own: tuple[int, int] | tuple, layout: Layout) -> tuple[int, int]:
-    """(k, E), which a stage of dense layers learns from the others."""
+    """(K, E), which a stage of dense layers learns from the others."""
     sizes = torch.tensor(own or (0, 0), dtype=torch.int64, device=communication_device())
     if layout.pp_size > 1:
         dist.all_reduce(sizes, op=dist.ReduceOp.MAX, group=layout.pp_group)

@@ -1,7 +1,7 @@
-"""A step's routes from the data leader to its replica: each rank gets its own layers' rows of its own tokens.
+"""Sends a step's routed experts from the data leader to its replica: each rank gets its layers of its own tokens.
 
-N samples of this replica, L = --seq-length, t tokens of a row that a rank's routers see, M layers with experts (m of
-them on a stage), k experts a token.
+S samples of this replica, t tokens of a row that a rank's routers see, L layers with experts (l of them on a stage),
+K experts a token. `length` is that of whole rows.
 """
 
 from __future__ import annotations
@@ -10,29 +10,48 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl_corr.engines.sglang.routed_experts import ExpertShape
+from megatron_rl_corr.engines.routes import ExpertShape
 from megatron_rl_corr.parallel.context import zigzag_positions
 from megatron_rl_corr.parallel.failure import communication_device
 from megatron_rl_corr.parallel.layout import Layout
 
 
 def local_positions(length: int, cp: tuple[int, int], sp: tuple[int, int]) -> Tensor:
-    """Positions in the row [t] int64 that the routers of a rank see, in their order; (rank, size) of either group.
+    """Positions in the row that the routers of a rank see, in their order: [t] int64.
 
-    sp is (0, 1) without sequence parallelism.
+    cp and sp are (rank, size) of the context-parallel and of the sequence-parallel group; sp is (0, 1) without
+    sequence parallelism.
     """
     positions = zigzag_positions(cp[0], cp[1], (0, length))
     return positions.chunk(sp[1])[sp[0]]
 
 
-def scatter_routes(
-    packed: Tensor | None, rows: int, length: int, *, shape: ExpertShape, stage_layers: tuple[tuple[int, ...], ...],
-    layout: Layout, sequence_parallel: bool,
-) -> Tensor:
-    """packed [N, L, M, k] of shape.dtype on the data leader (others: None) -> [N, t, m, k] on every rank.
+def router_positions(length: int, layout: Layout) -> Tensor:
+    """`local_positions` of this rank."""
+    tp = layout.tp_group
+    sp = (tp.rank(), tp.size()) if layout.sequence_parallel else (0, 1)
+    return local_positions(length, (layout.cp_group.rank(), layout.cp_size), sp)
 
-    The leader sends each stage its layers, and the stage's first rank deals its tokens out over tensor x context: no
+
+def scatter_routed_experts(
+    packed: Tensor | None, rows: int, length: int, *, shape: ExpertShape, stage_layers: tuple[tuple[int, ...], ...],
+    layout: Layout,
+) -> Tensor:
+    """Each rank's part of the samples' routed experts; every rank of the replica calls it.
+
+    The leader sends each stage its layers, and the stage's first rank scatters its tokens over tensor x context: no
     rank but the leader ever holds another stage's layers.
+
+    Args:
+        packed: [S, length, L, K] of shape.dtype on the data leader, None on others.
+        rows: S.
+        length: tokens of a whole row.
+        shape: the model's layers with experts.
+        stage_layers: the layers of each pipeline stage.
+        layout: this rank's process groups.
+
+    Returns:
+        [S, t, l, K] of shape.dtype.
     """
     device, stages = communication_device(), layout.pp_group
     places = [[shape.layers.index(layer) for layer in stage] for stage in stage_layers]
@@ -41,15 +60,15 @@ def scatter_routes(
     if packed is not None:
         for stage in range(1, layout.pp_size):
             if places[stage]:
-                there = packed[:, :, places[stage]].contiguous().to(device)
-                dist.send(_bytes(there), dist.get_global_rank(stages, stage), group=stages)
+                selected = packed[:, :, places[stage]].contiguous().to(device)
+                dist.send(_bytes(selected), dist.get_global_rank(stages, stage), group=stages)
         part = packed[:, :, own].to(device)
     elif layout.pp_rank > 0 and layout.tp_cp_group.rank() == 0 and own:
         part = torch.empty(rows, length, len(own), shape.top_k, dtype=shape.dtype, device=device)
         dist.recv(_bytes(part), dist.get_global_rank(stages, 0), group=stages)
     tp = layout.tp_group.size()
     ranks = [
-        local_positions(length, (cp, layout.cp_size), (rank, tp) if sequence_parallel else (0, 1))
+        local_positions(length, (cp, layout.cp_size), (rank, tp) if layout.sequence_parallel else (0, 1))
         for cp in range(layout.cp_size) for rank in range(tp)
     ]
     mine = torch.empty(rows, len(ranks[0]), len(own), shape.top_k, dtype=shape.dtype, device=device)

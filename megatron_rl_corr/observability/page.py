@@ -11,6 +11,7 @@ import jinja2
 import numpy as np
 
 from megatron_rl_corr.files import write_atomically
+from megatron_rl_corr.moe import statistics
 from megatron_rl_corr.observability.alerts import Summary, find_alerts, finite_values, metric_names, summarise
 from megatron_rl_corr.observability.catalogue import BINS, catalogue, grouped, label_of, spec_of, usual_range
 from megatron_rl_corr.observability.metrics_file import CONFIG_NAME, FILE_NAME, read_metrics
@@ -24,12 +25,7 @@ from megatron_rl_corr.observability.plots import (
 )
 from megatron_rl_corr.tables import readable
 
-PAGE_NAME, TEMPLATE_NAME, EXPERTS_NAME = "report.html", "page.html.j2", "experts.jsonl"
-EXPERT_MAPS = {
-    "tokens": "Tokens", "log_ratio_abs_mean": "Mean |log-ratio|", "weight_mean": "Mean weight",
-    "rejected_fraction": "Rejected fraction",
-}  # fmt: skip
-"""Titles of the heat maps, by the name of their table in experts.jsonl."""
+PAGE_NAME, TEMPLATE_NAME = "report.html", "page.html.j2"
 
 
 def write_page(run_dir: str | os.PathLike) -> Path:
@@ -46,7 +42,7 @@ def write_page(run_dir: str | os.PathLike) -> Path:
     rows = _read_steps(run_dir)
     config = _read_config(run_dir / CONFIG_NAME)
     title = run_dir.resolve().name
-    experts = _expert_maps(run_dir / EXPERTS_NAME)
+    experts = _expert_maps(run_dir / statistics.FILE_NAME)
     write_overview(rows, run_dir / OVERVIEW_NAME, title=title)
     # Autoescape, as names of metrics and values of settings come from the run; an undefined name is an error.
     environment = jinja2.Environment(
@@ -140,14 +136,14 @@ def _expert_maps(path: Path) -> dict[str, Any] | None:
         return None
     try:
         step = json.loads(lines[-1])
-        tables = {name: np.array(step[name], dtype=float) for name in EXPERT_MAPS}
+        tables = {name: np.array(step[name], dtype=float) for name in statistics.COLUMNS}
         layers = [str(layer) for layer in step["layers"]]
         number = int(step["step"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: its last line holds no tables of experts: {error!r}; remove it") from error
     figures = [
         _figure(f"{title} of every expert, layers x experts", render_expert_map(tables[name], layers, title))
-        for name, title in EXPERT_MAPS.items()
+        for name, title in statistics.COLUMNS.items()
     ]
     return {"step": number, "figures": figures}
 

@@ -1,4 +1,4 @@
-"""Which tokens of a row a context-parallel rank holds, as pure functions of (rank, size).
+"""Which tokens of a row a context-parallel rank holds, as a pure function of (rank, size).
 
 L tokens of a row, cp context-parallel ranks, t = L / cp tokens of one of them.
 """
@@ -14,14 +14,21 @@ from torch import Tensor
 def zigzag_positions(
     rank: int, size: int, boundaries: Sequence[int], device: torch.device | str | None = None
 ) -> Tensor:
-    """Positions in the row [t] int64 of the tokens that rank `rank` of `size` holds, in its order.
+    """Positions in the row of the tokens that a context-parallel rank holds, in its order: [t] int64.
 
-    `boundaries` are the cumulative lengths 0, n1, n1 + n2, ..., L of the row's sequences, padding included; (0, L) for
-    a row that is cut as a whole. Each is cut into 2 * size chunks, of which a rank holds numbers `rank` and
-    2 * size - 1 - rank: a causal mask then costs every rank the same. Source: Megatron-core, get_batch_on_this_cp_rank
-    (whole rows) and Transformer Engine's thd_get_partitioned_indices (packed ones).
+    Each sequence is cut into 2 * size chunks, of which a rank holds chunks `rank` and 2 * size - 1 - rank: a causal
+    mask then costs every rank the same. Source: Megatron-core, get_batch_on_this_cp_rank (whole rows), and Transformer
+    Engine, thd_get_partitioned_indices (packed rows).
 
-    Raises ValueError for a sequence that can't be cut so.
+    Args:
+        rank: of this rank in its context-parallel group.
+        size: of the group.
+        boundaries: cumulative lengths 0, n1, n1 + n2, ..., L of the row's sequences, padding included; (0, L) for a row
+            that is cut as a whole.
+        device: of the result.
+
+    Raises:
+        ValueError: for a sequence whose length is no multiple of 2 * size.
     """
     if size == 1:
         return torch.arange(boundaries[-1], device=device)

@@ -16,7 +16,7 @@ from megatron_rl_corr.core.aggregation import token_coefficients
 from megatron_rl_corr.core.correction import compute_correction
 from megatron_rl_corr.core.losses import policy_loss
 from megatron_rl_corr.core.segments import flatten_padded
-from megatron_rl_corr.logprobs.sampling_mask import Supports, support_logprobs
+from megatron_rl_corr.logprobs.sampling_mask import SamplingMasks, sampling_mask_logprobs
 from megatron_rl_corr.logprobs.vocab import vocab_parallel_logprobs
 
 EVERY_RULE = tuple(
@@ -58,9 +58,11 @@ CONFIGS = {
 def on_support(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Of three microbatches, in chunks of four ids; every second token was drawn from its label alone, or from none."""
     lengths = np.array([3, 1, 2, 0, 5, 1, 3, 1, 2, 0, 5, 1])
-    whole = Supports.of(torch.zeros(lengths.sum(), dtype=torch.int32, device=logits.device), lengths)
+    whole = SamplingMasks.of(torch.zeros(lengths.sum(), dtype=torch.int32, device=logits.device), lengths)
     parts = [
-        support_logprobs(logits[t : t + 4], labels[t : t + 4], whole.tokens(t, t + 4), with_entropy=True, chunk_ids=4)
+        sampling_mask_logprobs(
+            logits[t : t + 4], labels[t : t + 4], whole.tokens(t, t + 4), with_entropy=True, chunk_ids=4
+        )
         for t in (0, 4, 8)
     ]
     return tuple(torch.cat(values) for values in zip(*parts, strict=True))

@@ -17,8 +17,9 @@ from megatron.core import __version__
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch.multiprocessing import start_processes
 
-from megatron_rl_corr.mcore.scoring import score
+from megatron_rl_corr.mcore.forward import compute_log_probs
 from megatron_rl_corr.mcore.session import start  # noqa: F401  what the launcher uses can be imported too
+from megatron_rl_corr.moe.routes import Routes
 from megatron_rl_corr.parallel.reduce import all_gather_metrics
 from tools.local_server import free_port
 
@@ -35,7 +36,9 @@ def run(model_dir, reference):
     micro = len(batch.tokens) // MICROBATCHES
 
     def scored():
-        return score(model, batch, settings, micro_batch_size=micro, seq_length=LENGTH)
+        return compute_log_probs(
+            model, batch, settings, micro_batch_size=micro, seq_length=LENGTH, routes=Routes()
+        )
 
     before = scored()
     old = None if before is None else (before[0] + shift, before[1])

@@ -11,9 +11,9 @@ from torch.multiprocessing import start_processes
 from megatron_rl_corr.config.correction import RejectionRule, RolloutCorrectionConfig
 from megatron_rl_corr.core.correction import compute_correction
 from megatron_rl_corr.engines.trajectory import Support, Trajectory, VersionSpan
-from megatron_rl_corr.mcore.batch import RolloutBatch, TrainingTargets, microbatches
-from megatron_rl_corr.mcore.support_transport import cut_supports, scatter_supports
-from megatron_rl_corr.mcore.targets import batch_metrics, make_targets
+from megatron_rl_corr.mcore.batch import RolloutBatch, microbatches
+from megatron_rl_corr.mcore.loss import LossInputs, batch_metrics, make_loss_inputs
+from megatron_rl_corr.mcore.sampling_masks import cut_sampling_masks, scatter_sampling_masks
 from megatron_rl_corr.parallel.groups import ParallelGroups
 from megatron_rl_corr.parallel.reduce import all_gather_metrics
 from tools.local_server import free_port
@@ -76,11 +76,11 @@ def plain(parts: list) -> list:
 
 
 def support_errors() -> list[str]:
-    """Of a sample without supports, and of one whose second token is not among its own."""
+    """Of a sample without sampling_masks, and of one whose second token is not among its own."""
     found = []
     for bad in (EPISODES[0], drawn_from(EPISODES[0], [21, 5], [23, 24], [91], [23])):
         try:
-            cut_supports([*TRUNCATED[1:], bad], 8, 1)
+            cut_sampling_masks([*TRUNCATED[1:], bad], 8, 1)
         except ValueError as error:
             found.append(str(error))
     return found
@@ -102,11 +102,11 @@ def turns(layout: SimpleNamespace, cp: dist.ProcessGroup | None = None) -> dict:
     )
     groups = ParallelGroups(cp=cp, dp_cp=cp)
     old = (batch.rollout_logprobs + log_ratio[:, batch.position_ids]).reshape(-1)
-    targets = make_targets(batch, old, config, groups, group_size=2)
+    targets = make_loss_inputs(batch, old, config, groups, group_size=2)
     return {
         "batch": fields(batch), "weights": targets.correction.weights.view(4, -1),
         "mask": targets.correction.mask.view(4, -1),
-        "metrics": all_gather_metrics(batch_metrics(batch, targets, None, groups), cp),
+        "metrics": all_gather_metrics(batch_metrics(batch, targets.correction, None, groups), cp),
     }
 
 
@@ -117,13 +117,13 @@ def two_ranks(rank: int, port: int, path: str) -> None:
     layout = SimpleNamespace(
         pp_rank=0, tp_cp_group=cp, pp_group=own, cp_group=cp, tp_group=own, pp_size=1, cp_size=2, is_last_stage=True
     )
-    supports = {}
+    sampling_masks = {}
     # Of the last two no token is on the second rank.
     for name, samples in (("all", TRUNCATED), ("last", TRUNCATED[3:])):
-        parts = cut_supports(samples, 8, 2) if rank == 0 else None
-        mine = scatter_supports(parts, len(samples), 8, layout=layout)
-        supports[name] = {"ids": mine.ids, "offsets": mine.offsets, "host": torch.from_numpy(mine.host_offsets)}
-    torch.save(turns(layout, cp) | {"supports": supports}, f"{path}.{rank}")
+        parts = cut_sampling_masks(samples, 8, 2) if rank == 0 else None
+        mine = scatter_sampling_masks(parts, len(samples), 8, layout=layout)
+        sampling_masks[name] = {"ids": mine.ids, "offsets": mine.offsets, "host": torch.from_numpy(mine.host_offsets)}
+    torch.save(turns(layout, cp) | {"sampling_masks": sampling_masks}, f"{path}.{rank}")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -149,7 +149,7 @@ def cut(batch: RolloutBatch) -> list[dict]:
         -numbers, -numbers - 0.25, batch.loss_mask.reshape(-1), batch.seq_ids, num_sequences=4,
         config=RolloutCorrectionConfig(rollout_is="token", rollout_is_upper=2.0),
     )
-    made = TrainingTargets(
+    made = LossInputs(
         numbers - 0.25, batch.loss_mask.reshape(-1), batch.loss_mask.reshape(-1), numbers + 100, correction,
         numbers + 200, numbers,
     )
@@ -157,8 +157,8 @@ def cut(batch: RolloutBatch) -> list[dict]:
     return [
         {
             "tokens": micro.tokens, "labels": micro.labels, "position_ids": micro.position_ids,
-            "old_logprobs": micro.targets.old_logprobs, "advantages": micro.targets.advantages,
-            "mask": micro.targets.correction.mask, "valid_tokens": micro.targets.correction.valid_tokens,
+            "old_logprobs": micro.loss_inputs.old_logprobs, "advantages": micro.loss_inputs.advantages,
+            "mask": micro.loss_inputs.correction.mask, "valid_tokens": micro.loss_inputs.correction.valid_tokens,
         }
         for micro in micros
     ]
@@ -171,9 +171,9 @@ def targets(batch: RolloutBatch) -> dict:
     config = RolloutCorrectionConfig(
         rollout_rs=(RejectionRule("seq_mean", "ratio", 0.5, 2.0),), advantage="group_mean"
     )
-    made = make_targets(batch, old, config, ParallelGroups(), group_size=2)
+    made = make_loss_inputs(batch, old, config, ParallelGroups(), group_size=2)
     entropy = torch.arange(20, dtype=torch.float32)
-    metrics = batch_metrics(batch, made, entropy, ParallelGroups())
+    metrics = batch_metrics(batch, made.correction, entropy, ParallelGroups())
     return {
         "advantages": made.advantages, "mask": made.correction.mask,
         "metrics": {name: metric.value() for name, metric in metrics.items()},
@@ -188,9 +188,9 @@ def main(path: str) -> None:
     torch.save({
         "batch": fields(batch), "seq_ids": batch.seq_ids, "broadcast": fields(batch.broadcast(layout)),
         "fits": error_of(3), "too long": error_of(4), "microbatches": cut(batch),
-        "without targets": [micro.targets for micro in microbatches(batch, 1)], "targets": targets(batch),
+        "without targets": [micro.loss_inputs for micro in microbatches(batch, 1)], "targets": targets(batch),
         "turns": turns(layout), "support errors": support_errors(),
-        "cut": {cp: plain(cut_supports(TRUNCATED, 8, cp)) for cp in (1, 2, 4)},
+        "cut": {cp: plain(cut_sampling_masks(TRUNCATED, 8, cp)) for cp in (1, 2, 4)},
     }, path)
     start_processes(two_ranks, (free_port(), path), 2, start_method="fork")
 

@@ -7,9 +7,8 @@ import torch
 
 from megatron_rl_corr.config.correction import RejectionRule, RolloutCorrectionConfig
 from megatron_rl_corr.mcore.batch import RolloutBatch, microbatches
-from megatron_rl_corr.mcore.logprobs import LogprobSettings
-from megatron_rl_corr.mcore.loss import CorrectedLoss
-from megatron_rl_corr.mcore.targets import make_unscored_targets
+from megatron_rl_corr.mcore.forward import LogprobSettings
+from megatron_rl_corr.mcore.loss import CorrectedLoss, LossScale, make_bypass_loss_inputs
 from megatron_rl_corr.parallel.groups import ParallelGroups
 from megatron_rl_corr.parallel.reduce import merge
 
@@ -50,18 +49,17 @@ def main(path: str) -> None:
     for name, config in CONFIGS.items():
         groups = ParallelGroups()
         rows_of = replace(batch, turn_ids=turn_ids, num_turns=3) if name == "turns" else batch
-        targets = make_unscored_targets(rows_of, config, groups, group_size=2)
-        loss = CorrectedLoss(
-            config, LogprobSettings(None, 1.0, vocab), num_microbatches=2, dp_size=1, per_token=False,
-            global_positions=rows * length, scored=False, groups=groups,
-        )
+        targets = make_bypass_loss_inputs(rows_of, config, groups, group_size=2)
+        scale = LossScale(num_microbatches=2, dp_size=1, per_token=False, global_positions=rows * length)
+        loss = CorrectedLoss(config, LogprobSettings(None, 1.0, vocab), scale, scored=False, groups=groups)
         leaf = logits.clone().requires_grad_()
         parts = [loss(micro, leaf[2 * i : 2 * i + 2])[0] for i, micro in enumerate(microbatches(rows_of, 2, targets))]
         total = sum(parts) / 2  # the schedule divides by the number of microbatches
         total.backward()
-        numbers = {key: metric.value() for key, metric in merge(loss.corrections.values()).items()}
+        made = merge(loss.metrics.values())
+        numbers = {key.removeprefix("rollout_corr/"): metric.value() for key, metric in made.items()}
         saved[name] = {"loss": total.detach(), "grad": leaf.grad, **numbers,
-                       "entropy": merge(loss.metrics.values())["entropy"].value()}
+                       "entropy": numbers["loss/entropy"]}
     torch.save(saved, path)
 
 

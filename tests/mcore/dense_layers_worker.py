@@ -6,8 +6,7 @@ Of one process with multi-token prediction, and of two pipeline stages, of which
 import json
 import os
 import sys
-from contextlib import ExitStack
-from types import SimpleNamespace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -21,11 +20,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.multiprocessing import start_processes
 
 from megatron_rl_corr.mcore import compat
-from megatron_rl_corr.moe.replay import Replay
-from megatron_rl_corr.moe.routed_step import RoutedStep
-from megatron_rl_corr.moe.scatter import scatter_routes
-from megatron_rl_corr.moe.statistics import ExpertStatistics
+from megatron_rl_corr.moe import routes as routes_module
+from megatron_rl_corr.moe.replay import ReplayedRouters
+from megatron_rl_corr.moe.routes import ReplayedRoutes
+from megatron_rl_corr.moe.statistics import token_values
 from tools.local_server import free_port
+
+sys.path.insert(0, str(Path(__file__).parent))
+from replay_worker import keeping
 
 LENGTH, ROWS, EXPERTS, TOP_K = 8, 2, 8, 2
 
@@ -58,7 +60,7 @@ def several_tokens():
     """Which experts each router used, beside those that were to be replayed."""
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
     model = made_model([0, 1, 0, 1], mtp=True)
-    replay = Replay("R3", [model], compat.layout(), num_layers=4)
+    replay = ReplayedRouters("R3", [model], compat.layout(), num_layers=4)
     routes = torch.rand(ROWS, LENGTH, 2, EXPERTS).topk(TOP_K).indices.to(torch.uint8)
     used = {}
     for name, module in model.named_modules():
@@ -66,7 +68,7 @@ def several_tokens():
             module.register_forward_hook(lambda _, inputs, output, name=name: used.update({name: output[1]}))
     ids = torch.randint(0, 64, (ROWS, LENGTH))
     with replay.training(routes):
-        replay.arm(model, 0, ROWS)
+        replay.before_forward(model, 0, ROWS)
         model(ids, torch.arange(LENGTH).expand(ROWS, LENGTH), None, labels=ids)
     expected = torch.zeros(ROWS, LENGTH, 2, EXPERTS, dtype=torch.bool).scatter(3, routes.long(), True)
     same = {
@@ -83,28 +85,22 @@ def dense_stage(rank, port):
     generator = torch.Generator().manual_seed(2)
     packed = torch.rand(ROWS, LENGTH, 2, EXPERTS, generator=generator).topk(TOP_K).indices.to(torch.uint8)
     ones = torch.ones(ROWS * LENGTH)
-    correction = SimpleNamespace(valid=ones.bool(), weights=ones, mask=ones.bool())
-    targets = SimpleNamespace(old_logprobs=ones, correction=correction) if rank == 1 else None
+    values = token_values(ones.bool(), ones, ones, ones.bool()) if rank == 1 else None
     results = {}
     for kind in ("R3", "off"):
-        replay = Replay(kind, [model], layout, num_layers=4, watch=True)
-        batch = SimpleNamespace(
-            tokens=torch.zeros(ROWS, LENGTH, dtype=torch.int64), rollout_logprobs=torch.zeros(ROWS, LENGTH), routes=None
-        )
-        if kind == "R3":
-            batch.routes = scatter_routes(
-                packed if rank == 0 else None, ROWS, LENGTH, shape=replay.shape, stage_layers=replay.stage_layers,
-                layout=layout, sequence_parallel=False,
-            )
-        step = RoutedStep(replay, batch, layout, sequence_parallel=False, length=LENGTH, observe_training=False)
-        with ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(step.scoring())
-            replay.arm(model, 0, ROWS)
+        replay = ReplayedRouters(kind, [model], layout, num_layers=4, watch=True)
+        routes = ReplayedRoutes(replay, layout, min_agreement=-1.0)
+        routes.scatter(list(packed) if rank == 0 else None, ROWS, LENGTH)
+        routes.begin_step(ROWS, LENGTH, compare_in_training=False)
+        with torch.no_grad(), routes.scoring():
+            routes.before_forward(model, 0, ROWS)
             forward(model, rank)
-        step.all_reduce_check(-1.0, step=0, group_size=1)
-        apart, metrics = step.all_gather_disagreement(), step.all_reduce_metrics()
-        table = ExpertStatistics(replay, layout).all_gather(batch, targets)
+        metrics = routes.all_reduce_agreement(1, group_size=1)
+        apart = routes.all_gather_disagreement()
+        tables = []
+        with keeping(routes_module, "all_gather_expert_table", tables.append):
+            routes.all_gather_statistics(1, values, LENGTH)
+        [table] = tables
         results[kind] = {
             "layers": replay.layers, "stages": replay.stage_layers, "table": table.tolist(), "metrics": sorted(metrics),
             "apart": None if apart is None else apart.tolist(),

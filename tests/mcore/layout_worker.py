@@ -30,15 +30,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_rl_corr.engines.trajectory import Support, Trajectory, VersionSpan
 from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.mcore.batch import RolloutBatch, microbatches
-from megatron_rl_corr.mcore.forward_step import make_forward_step
-from megatron_rl_corr.mcore.logprobs import LogprobSettings
-from megatron_rl_corr.mcore.loss import CorrectedLoss
-from megatron_rl_corr.mcore.scoring import score
-from megatron_rl_corr.mcore.support_transport import cut_supports, scatter_supports
-from megatron_rl_corr.mcore.targets import batch_metrics, make_targets, make_unscored_targets
+from megatron_rl_corr.mcore.forward import LogprobSettings, compute_log_probs, make_forward_step
+from megatron_rl_corr.mcore.loss import (
+    CorrectedLoss,
+    LossScale,
+    batch_metrics,
+    make_bypass_loss_inputs,
+    make_loss_inputs,
+)
+from megatron_rl_corr.mcore.sampling_masks import cut_sampling_masks, scatter_sampling_masks
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.models.names import NameTable
 from megatron_rl_corr.models.shards import load_shards, local_parameters
+from megatron_rl_corr.moe.routes import Routes
 from megatron_rl_corr.parallel.groups import ParallelGroups
 from megatron_rl_corr.parallel.reduce import all_gather_metrics, merge
 from megatron_rl_corr.weight_sync.export import StageExporter
@@ -115,10 +119,10 @@ def replica_batch(samples, layout):
         shift[row, start : start + len(s["output"])] = s["old_shift"].float()
     mine = batch.broadcast(layout).context_slice(layout.cp_group.rank(), layout.cp_group.size())
     if "support" in samples[0]:
-        parts = cut_supports(trajectories, LENGTH, layout.cp_size) if layout.is_data_leader else None
+        parts = cut_sampling_masks(trajectories, LENGTH, layout.cp_size) if layout.is_data_leader else None
         with Traffic() as traffic:
-            supports = scatter_supports(parts, len(trajectories), LENGTH, layout=layout)
-        mine, Traffic.seen = replace(mine, supports=supports), traffic.bytes
+            sampling_masks = scatter_sampling_masks(parts, len(trajectories), LENGTH, layout=layout)
+        mine, Traffic.seen = replace(mine, sampling_masks=sampling_masks), traffic.bytes
     return mine, shift[:, mine.position_ids].reshape(-1)
 
 
@@ -133,7 +137,7 @@ class Traffic(TorchDispatchMode):
     """`bytes` that this rank sends to others, gets from them, and shares with its tensor-parallel group."""
 
     seen = None
-    """Of the last batch with supports."""
+    """Of the last batch with sampling masks."""
 
     def __init__(self):
         super().__init__()
@@ -154,7 +158,7 @@ def set_up(model_dir, samples, spec, **settings):
         expert_model_parallel_size=spec.get("ep", 1), expert_tensor_parallel_size=spec.get("etp", 1),
     )
     model_parallel_cuda_manual_seed(1)
-    layout, checkpoint = compat.layout(), HFCheckpoint(model_dir)
+    layout, checkpoint = compat.layout(sequence_parallel=spec.get("sp", False)), HFCheckpoint(model_dir)
     config = transformer_config(checkpoint.config, spec, **settings)
     chunks = build(checkpoint.config, config)
     table = NameTable(checkpoint.config, padded_vocab_size=PADDED_VOCAB)
@@ -174,7 +178,10 @@ def set_up(model_dir, samples, spec, **settings):
 def run(model_dir, reference, spec):
     """(case, number of microbatches, metrics on the last stage, this rank's share of the gradients) of each run."""
     model, parameters, layout, config, batch, shift, settings = set_up(model_dir, reference["samples"], spec)
-    scored = score(model, batch, settings, micro_batch_size=len(batch.tokens) // spec["runs"][0][1], seq_length=LENGTH)
+    scored = compute_log_probs(
+        model, batch, settings, micro_batch_size=len(batch.tokens) // spec["runs"][0][1], seq_length=LENGTH,
+        routes=Routes(),
+    )
     for case, microbatch_count in spec["runs"]:
         name, _, how = case.partition("/")
         once = name.startswith("once")
@@ -198,29 +205,29 @@ def step(
     groups = ParallelGroups(cp=layout.cp_group, dp_cp=layout.dp_cp_group)
     in_loss = in_loss or correction.bypass_mode
     micro = len(batch.tokens) // microbatch_count
-    targets, metrics = None, {}
+    inputs, metrics = None, {}
     if scored is not None and in_loss:
-        targets = make_unscored_targets(batch, correction, groups, group_size=GROUP_SIZE)
-        metrics = batch_metrics(batch, targets, None, groups)
+        inputs = make_bypass_loss_inputs(batch, correction, groups, group_size=GROUP_SIZE)
+        metrics = batch_metrics(batch, inputs.correction, None, groups)
     elif scored is not None:
-        targets = make_targets(batch, scored[0], correction, groups, group_size=GROUP_SIZE)
-        metrics = batch_metrics(batch, targets, scored[1], groups)
-    loss = CorrectedLoss(
-        correction, settings, num_microbatches=microbatch_count, dp_size=layout.dp_size,
-        per_token=config.calculate_per_token_loss, global_positions=layout.dp_size * len(batch.tokens) * LENGTH,
-        scored=not in_loss, groups=groups, updates=updates,
+        inputs = make_loss_inputs(batch, scored[0], correction, groups, group_size=GROUP_SIZE)
+        metrics = batch_metrics(batch, inputs.correction, scored[1], groups)
+    scale = LossScale(
+        num_microbatches=microbatch_count, dp_size=layout.dp_size, per_token=config.calculate_per_token_loss,
+        global_positions=layout.dp_size * len(batch.tokens) * LENGTH,
     )
+    loss = CorrectedLoss(correction, settings, scale, scored=not in_loss, groups=groups, updates=updates)
     for chunk in model:
         chunk.zero_grad_buffer()
-    iterators = [microbatches(batch, micro, targets) for _ in model]
+    iterators = [microbatches(batch, micro, inputs) for _ in model]
     get_forward_backward_func()(
-        forward_step_func=make_forward_step(loss, settings, with_entropy=loss.with_entropy), model=model,
+        forward_step_func=make_forward_step(loss, settings, with_entropy=loss.with_entropy, routes=Routes()),
+        model=model,
         data_iterator=iterators if len(model) > 1 else iterators[0], num_microbatches=microbatch_count,
         seq_length=LENGTH, micro_batch_size=micro, forward_only=False,
     )
-    made = {f"rollout_corr/{name}": metric for name, metric in merge(loss.corrections.values()).items()}
-    made |= {f"loss/{name}": metric for name, metric in merge(loss.metrics.values()).items()}
-    return metrics | made
+    made = merge(loss.metrics.values())
+    return metrics | {name: metric for name, metric in made.items() if not name.startswith("decision/")}
 
 
 def whole_gradients(parameters, layout):

@@ -19,8 +19,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl_corr.logprobs.vocab import vocab_parallel_logprobs
-from megatron_rl_corr.mcore.logprobs import LogprobSettings
-from megatron_rl_corr.mcore.output_processor import OutputContext, label_logprobs_of_hidden, split_output
+from megatron_rl_corr.mcore.forward import LogprobSettings, OutputContext, label_logprobs_of_hidden, split_output
 
 VOCAB, PADDED, LENGTH, ROWS, MICROBATCHES = 60, 64, 12, 2, 2
 

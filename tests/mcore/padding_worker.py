@@ -17,7 +17,10 @@ from torch.multiprocessing import start_processes
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.mcore import compat
-from megatron_rl_corr.mcore.scoring import score
+from megatron_rl_corr.mcore.forward import compute_log_probs
+from megatron_rl_corr.moe import padding
+from megatron_rl_corr.moe.routers import moe_routers
+from megatron_rl_corr.moe.routes import Routes
 from tools.local_server import free_port
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -51,19 +54,21 @@ def learned(model_dir, spec):
     samples = [sample for number, length in enumerate(spec["lengths"]) for sample in group_of(length, number)]
     layout_worker.local_parameters = without_bias
     if spec.get("old"):
-        compat.takes_padding_mask = lambda chunk: False
+        padding.takes_padding_mask = lambda chunk: False
     settings = LEARNING | spec.get("settings", {})
     model, parameters, layout, config, batch, _, logprobs = set_up(model_dir, samples, spec, **settings)
     counts, finalize = {}, config.finalize_model_grads_func
 
     def counted(*args, **kwargs):
         for chunk in compat.unwrapped(model):
-            for router in compat.moe_routers(chunk):
+            for router in moe_routers(chunk):
                 counts[router.layer_number] = router.local_tokens_per_expert.clone()
         finalize(*args, **kwargs)
 
     config.finalize_model_grads_func = counted
-    scored = score(model, batch, logprobs, micro_batch_size=GROUP_SIZE, seq_length=spec["length"])
+    scored = compute_log_probs(
+        model, batch, logprobs, micro_batch_size=GROUP_SIZE, seq_length=spec["length"], routes=Routes()
+    )
     step(model, layout, RolloutCorrectionConfig(), batch, scored, logprobs, len(spec["lengths"]), config)
     for tokens in counts.values():
         dist.all_reduce(tokens, group=layout.tp_cp_group)

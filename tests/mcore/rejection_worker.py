@@ -15,9 +15,11 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_rl_corr.config.correction import RejectionRule, RolloutCorrectionConfig
+from megatron_rl_corr.mcore.batch import BatchShape
 from megatron_rl_corr.mcore.first_step import FirstStep
-from megatron_rl_corr.mcore.scoring import score
+from megatron_rl_corr.mcore.forward import compute_log_probs
 from megatron_rl_corr.mcore.step import CorrectedStep
+from megatron_rl_corr.moe.routes import Routes
 from megatron_rl_corr.parallel.failure import PeerFailure, StartupError
 from megatron_rl_corr.parallel.reduce import all_gather_metrics
 
@@ -45,7 +47,7 @@ def far(samples, rows):
 def gradients(model_dir, samples, spec, **settings):
     """Whole gradients (this rank's share) and metrics of one step."""
     model, parameters, layout, config, batch, shift, logprobs = set_up(model_dir, samples, spec, **settings)
-    scored = score(model, batch, logprobs, micro_batch_size=2, seq_length=LENGTH)
+    scored = compute_log_probs(model, batch, logprobs, micro_batch_size=2, seq_length=LENGTH, routes=Routes())
     scored = None if scored is None else (scored[0] + shift, scored[1])
     metrics = step(model, layout, KEEP_NEAR, batch, scored, logprobs, MICROBATCHES, config)
     numbers = all_gather_metrics(metrics, layout.dp_cp_group) if layout.is_last_stage else {}
@@ -71,7 +73,7 @@ def corrected_step(config, layout, logprobs, collect, reports, **others):
     return CorrectedStep(
         config=config, layout=layout, logprobs=logprobs, push=lambda version: reports.append({"pushed": version}),
         report=reports.append, collector=SimpleNamespace(device="cpu", collect=collect, metrics={}),
-        close=lambda: None, micro_batch_size=2, global_batch_size=16, seq_length=LENGTH, group_size=4, **others,
+        shape=BatchShape(global_batch_size=16, group_size=4, micro_batch_size=2, seq_length=LENGTH), **others,
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ for each layout, a list of the ranks' results by run.
 """
 
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,11 +16,13 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_rl_corr.config.correction import RejectionRule, RolloutCorrectionConfig
-from megatron_rl_corr.engines.sglang.routed_experts import pack
+from megatron_rl_corr.mcore import step as step_module
+from megatron_rl_corr.mcore.batch import BatchShape
 from megatron_rl_corr.mcore.step import CorrectedStep
-from megatron_rl_corr.moe.replay import Replay
-from megatron_rl_corr.moe.scatter import local_positions, scatter_routes
-from megatron_rl_corr.moe.statistics import ExpertStatistics
+from megatron_rl_corr.moe import routes as routes_module
+from megatron_rl_corr.moe.replay import ReplayedRouters
+from megatron_rl_corr.moe.routes import ReplayedRoutes, Routes
+from megatron_rl_corr.moe.scatter import router_positions
 from megatron_rl_corr.parallel.failure import PeerFailure, StartupError
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -59,24 +62,21 @@ def one_run(model_dir, samples, spec, *, kind="R3", config=WATCHED, settings=Non
     for chunk in model:
         for router in (m for m in chunk.modules() if isinstance(m, TopKRouter) and settings == BIASED):
             router.expert_bias = torch.linspace(-0.2, 0.2, 8)
-    replay, sp = None, spec.get("sp", False)
+    passes, reports, updates, tables = record(model), [], [], {}
+    routed = Routes()
     if kind != "off" or watch:
-        replay = Replay(kind, model, layout, num_layers=4, watch=watch)
-    if kind == "R3":
-        share = len(samples) // layout.dp_size
-        own = [s[routes] for s in samples[layout.dp_rank * share : (layout.dp_rank + 1) * share]]
-        packed = pack(own, LENGTH, replay.shape) if layout.is_data_leader else None
-        batch = replace(batch, routes=scatter_routes(
-            packed, share, LENGTH, shape=replay.shape, stage_layers=replay.stage_layers, layout=layout,
-            sequence_parallel=sp,
-        ))
-    passes, reports, updates, tables = record(model), [], [], []
+        replayed = ReplayedRouters(kind, model, layout, num_layers=4, watch=watch)
+        minimum = 0.25 if routes != "routes" else -1.0
+        routed = ReplayedRoutes(replayed, layout, min_agreement=minimum, log=KeptLog(tables) if watch else None)
+    share = len(samples) // layout.dp_size
+    own = [s.get(routes) for s in samples[layout.dp_rank * share : (layout.dp_rank + 1) * share]]
+    routed.scatter(own if layout.is_data_leader else None, share, LENGTH)
+    given = routed.given if kind == "R3" else None
     corrected = CorrectedStep(
         config=config, layout=layout, logprobs=logprobs, push=lambda version: None,
-        report=reports.append, close=lambda: None, micro_batch_size=ROWS, global_batch_size=len(samples),
-        collector=SimpleNamespace(device="cpu", collect=lambda step: batch, metrics={}), seq_length=LENGTH,
-        group_size=4, replay=replay, min_agreement=0.25 if routes != "routes" else -1.0, sequence_parallel=sp,
-        experts=Kept(replay, layout, tables) if watch else None,
+        report=reports.append, routes=routed,
+        collector=SimpleNamespace(device="cpu", collect=lambda step: batch, metrics={}),
+        shape=BatchShape(global_batch_size=len(samples), group_size=4, micro_batch_size=ROWS, seq_length=LENGTH),
     )  # fmt: skip
     optimizer = SimpleNamespace(step=lambda: updates.append(1) or (True, 1.0, 0))
 
@@ -92,39 +92,60 @@ def one_run(model_dir, samples, spec, *, kind="R3", config=WATCHED, settings=Non
 
     refused = None
     try:
-        corrected.run(train_step, 0, model, optimizer, per_token=False)
+        with (
+            keeping(step_module, "make_loss_inputs", lambda inputs: tables.update(values=values_of(inputs, batch))),
+            keeping(routes_module, "all_gather_expert_table", lambda table: tables.update(table=table)),
+        ):
+            corrected.run(train_step, 0, model, optimizer, per_token=False)
     except (StartupError, PeerFailure) as error:
         refused = str(error) if isinstance(error, StartupError) else "by another rank"
-    tp = (layout.tp_group.rank(), layout.tp_group.size()) if sp else (0, 1)
     result = {
         "refused": refused, "updates": len(updates), "passes": passes, "dp": (layout.dp_rank, layout.dp_size),
-        "positions": local_positions(LENGTH, (layout.cp_group.rank(), layout.cp_size), tp),
+        "positions": router_positions(LENGTH, layout),
         "gradients": {} if refused else whole_gradients(parameters, layout), "metrics": (reports or [None])[-1],
-        "held": None if batch.routes is None else tuple(batch.routes.shape), "layers": replay and replay.layers,
+        "held": None if given is None else tuple(given.shape),
+        "layers": None if type(routed) is Routes else replayed.layers,
         "tables": tables,
     }  # fmt: skip
     ps.destroy_model_parallel()
     return result
 
 
-class Kept(ExpertStatistics):
-    """Keeps the table of each step, what its values were made of, and what is told."""
+@contextmanager
+def keeping(module, name, keep):
+    """Within, keep(result) sees what the module's function returns."""
+    original = getattr(module, name)
 
-    def __init__(self, replay, layout, kept):
-        super().__init__(replay, layout, lambda step, means: kept.append((step, means)))
-        object.__setattr__(self, "kept", kept)
+    def function(*args, **settings):
+        result = original(*args, **settings)
+        keep(result)
+        return result
 
-    def all_gather(self, batch, targets):
-        table = super().all_gather(batch, targets)
-        self.kept.append(table)
-        if targets is not None:
-            correction = targets.correction
-            self.kept.append({
-                "difference": (targets.old_logprobs - batch.rollout_logprobs.reshape(-1)).view_as(batch.tokens),
-                "valid": correction.valid.view_as(batch.tokens), "mask": correction.mask.view_as(batch.tokens),
-                "weights": correction.weights.view_as(batch.tokens),
-            })
-        return table
+    setattr(module, name, function)
+    try:
+        yield
+    finally:
+        setattr(module, name, original)
+
+
+def values_of(inputs, batch):
+    """What the step's correction gave, row by row."""
+    correction = inputs.correction
+    return {
+        "difference": (inputs.old_logprobs - batch.rollout_logprobs.reshape(-1)).view_as(batch.tokens),
+        "valid": correction.valid.view_as(batch.tokens), "mask": correction.mask.view_as(batch.tokens),
+        "weights": correction.weights.view_as(batch.tokens),
+    }  # fmt: skip
+
+
+class KeptLog:
+    """Keeps what would be written."""
+
+    def __init__(self, kept):
+        self.kept = kept
+
+    def write(self, step, layers, tables):
+        self.kept["written"] = (step, tables)
 
 
 def record(model):

@@ -172,11 +172,11 @@ def test_supports_when_cut_for_context_parallel_ranks_then_each_has_those_of_its
 @pytest.mark.parametrize(("name", "rows"), [("all", slice(0, 5)), ("last", slice(3, 5))])
 def test_supports_when_scattered_to_two_ranks_then_as_cut_also_where_one_has_none(made, name, rows):
     for rank, (sizes, ids) in zip(made["two ranks"], TWO_RANKS, strict=True):
-        found, own = rank["supports"][name], [size for row in sizes[rows] for size in row]
+        found, own = rank["sampling_masks"][name], [size for row in sizes[rows] for size in row]
         assert found["ids"].tolist() == (ids if name == "all" else ids[len(ids) - sum(own) :])
         assert found["offsets"].diff().tolist() == own and found["offsets"][0] == 0
         assert found["offsets"].tolist() == found["host"].tolist()
-    assert made["two ranks"][1]["supports"]["last"]["ids"].numel() == 0
+    assert made["two ranks"][1]["sampling_masks"]["last"]["ids"].numel() == 0
 
 
 def test_supports_when_one_is_missing_or_without_its_token_then_refused_by_name(made):

@@ -64,7 +64,7 @@ TRUNCATED = {
     4: [{"pp": 2, "cp": 2, "recompute": True}, {"tp": 2, "cp": 2, "sp": True, "per_token": True},
         {"tp": 2, "pp": 2, "vpp": 2, "sp": True}, {"cp": 2}],
 }
-"""Where samples were drawn from a few ids each: supports go to the last stage, cut for context parallelism."""
+"""Where samples were drawn from a few ids each: sampling masks go to the last stage, cut for context parallelism."""
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +162,7 @@ def test_corrected_step_of_moe_in_every_layout_then_gradients_and_metrics_equal_
 
 
 def check_traffic(one, samples):
-    """Of the supports every byte is sent once to the last stage, and once to each context-parallel rank of it."""
+    """Of the sampling masks every byte is sent once to the last stage, and once to each context-parallel rank of it."""
     layout, per_rank = one["layout"], one["traffic"]
     tp, cp, pp = (layout.get(name, 1) for name in ("tp", "cp", "pp"))
     dp = len(per_rank) // (tp * cp * pp)

@@ -167,8 +167,8 @@ folder = pathlib.Path(tempfile.mkdtemp())
 path = folder / "iter_0000040/rollout_cursor.json"
 class Step:
     close = staticmethod(lambda: None)
-    class collector:
-        all_gather_cursor = staticmethod(lambda: cursor)
+    evaluation = None
+    step = types.SimpleNamespace(collector=types.SimpleNamespace(all_gather_cursor=lambda: cursor))
 prompts, failed = PromptDataset([Prompt(i, [1]) for i in range(9)], seed=4), FailedPrompts(9)
 failed.add(3, 2), failed.add(3, 10), failed.add(5, 4)
 cursor = SavedCursor.of(Cursor(330, (321, 328)), prompts, failed)
@@ -248,7 +248,7 @@ def test_expert_layout_when_an_older_release_would_lose_gradients_then_it_is_ref
 
 
 CASES["evaluation"] = """
-from megatron_rl_corr.mcore.collection import check_they_fit, check_vocabulary
+from megatron_rl_corr.mcore.collect import check_they_fit, check_vocabulary
 from megatron_rl_corr.rollout import Prompt, PromptDataset
 run_flags.check_policy = lambda args: None
 def said(check):
@@ -394,7 +394,7 @@ def fails(*args):
 left = ({}, True, True, True, 17, None, None, 0)
 class Step:
     evaluation = types.SimpleNamespace(is_due=lambda step: True, all_reduce_metrics=fails)
-    run = staticmethod(lambda train_step, *args: train_step(None, None))
+    step = types.SimpleNamespace(run=lambda train_step, *args: train_step(None, None))
 session.start = lambda *args: Step()
 run_flags.check_megatron_arguments = lambda args: None
 hooks.all_reduce_startup = lambda prepare: prepare()
@@ -428,7 +428,7 @@ layer.register_buffer("local_tokens_per_expert", torch.zeros(3), persistent=Fals
 state = compat.RouterState([torch.nn.Sequential(layer, unseen)])
 layer.expert_bias += 1
 layer.local_tokens_per_expert += 1
-state.forget_attention_logits()
+state.zero_attention_logits()
 state.restore()
 say(logits=[layer.current_max_attn_logits.tolist(), unseen.current_max_attn_logits], bias=layer.expert_bias.tolist(),
     counts=layer.local_tokens_per_expert.tolist())
@@ -441,12 +441,12 @@ def test_router_state_when_put_back_then_what_a_checkpoint_holds_and_no_logits_t
 
 
 CASES["scoring"] = """
-from megatron_rl_corr.mcore.scoring import describe_scoring, reasons_to_score
+from megatron_rl_corr.mcore.step import describe_scoring, scoring_reasons
 lines = {}
 for flags in json.loads(FLAG_SETS):
     config, options = parse([*FLAGS, *flags.split()])
-    saves, experts = options.save_trajectories is not None, options.expert_statistics
-    lines[flags] = describe_scoring(config, reasons_to_score(config, saves=saves, experts=experts))
+    saves, experts = options.save_trajectories is not None, ("--expert-statistics",) * options.expert_statistics
+    lines[flags] = describe_scoring(config, scoring_reasons(config, saves=saves, routes=experts))
 say(lines=lines)
 """.replace("FLAG_SETS", repr(json.dumps([
     "", "--rollout-correction-preset decoupled_seq_is --rollout-loss gspo",

@@ -12,8 +12,7 @@ CODE = """
 import json, sys
 from types import SimpleNamespace
 import torch
-from megatron_rl_corr.mcore import compat, router_flags
-from megatron_rl_corr.moe import replay as router_replay
+from megatron_rl_corr.moe import replay, routers
 KINDS = {"watched": ("off", True), "replayed": ("R3", False), "both": ("R2", True)}
 GOOD = {"num_experts": 8, "moe_router_fusion": False, "moe_router_load_balancing_type": "none",
         "cuda_graph_impl": "none"}
@@ -28,18 +27,18 @@ def flags(kind, watch, **wrong):
     return SimpleNamespace(router_replay=kind, expert_statistics=watch, **GOOD | wrong)
 found = {}
 for name, (kind, watch) in KINDS.items():
-    found[name] = {flag: said(router_flags.check_router_replay, flags(kind, watch, **{flag: value}))
+    found[name] = {flag: said(routers.check_router_replay, flags(kind, watch, **{flag: value}))
                    for flag, value in WRONG.items()}
-    found[name]["good"] = said(router_flags.check_router_replay, flags(kind, watch))
+    found[name]["good"] = said(routers.check_router_replay, flags(kind, watch))
     router = SimpleNamespace(config=SimpleNamespace(moe_router_fusion=False), routing_type="sinkhorn", layer_number=1)
-    compat.moe_routers = lambda chunk: [router]
-    found[name]["made"] = said(router_replay.Replay, kind, [torch.nn.Linear(1, 1)], None, num_layers=1, watch=watch)
-found["neither"] = said(router_flags.check_router_replay, flags("off", False, num_experts=None))
+    replay.moe_routers = lambda chunk: [router]
+    found[name]["made"] = said(replay.ReplayedRouters, kind, [torch.nn.Linear(1, 1)], None, num_layers=1, watch=watch)
+found["neither"] = said(routers.check_router_replay, flags("off", False, num_experts=None))
 sys.modules["megatron.core.transformer.moe.router_replay"] = None
 for name in ("megatron.core.transformer.moe",):
     vars(sys.modules[name]).pop("router_replay", None)
 for name, (kind, watch) in KINDS.items():
-    found[name]["old"] = said(router_flags.check_router_replay, flags(kind, watch))
+    found[name]["old"] = said(routers.check_router_replay, flags(kind, watch))
 print("RESULT " + json.dumps(found))
 """
 

@@ -240,7 +240,7 @@ def test_routes_when_those_of_other_tokens_layers_or_weights_then_refused_by_nam
 def naive_table(rank, samples):
     """[M, E, 4] token by token: from what the hooks saw of the scoring pass, and the correction's own values."""
     table, places = torch.zeros(LAYERS, EXPERTS, 4, dtype=torch.float64), [0] * LAYERS
-    values = rank["tables"][1]
+    values = rank["tables"]["values"]
     for layer, training, _, chosen in rank["passes"]:
         if training:
             continue
@@ -262,8 +262,8 @@ def test_expert_table_of_one_process_then_that_of_a_loop_over_tokens(results, sa
     expected = naive_table(rank, samples)
     assert expected[..., 0].sum() == sum(len(s["output"]) for s in samples) * LAYERS * TOP_K
     assert 0 < expected[..., 3].sum() < expected[..., 0].sum()
-    torch.testing.assert_close(rank["tables"][0], expected, rtol=1e-6, atol=1e-9)
-    step, told = rank["tables"][2]
+    torch.testing.assert_close(rank["tables"]["table"], expected, rtol=1e-6, atol=1e-9)
+    step, told = rank["tables"]["written"]
     assert step == 1
     tokens = expected[..., 0]
     torch.testing.assert_close(told["weight_mean"], expected[..., 2] / tokens, rtol=1e-6, atol=0, equal_nan=True)
@@ -274,17 +274,17 @@ def test_expert_table_of_one_process_then_that_of_a_loop_over_tokens(results, sa
 def test_expert_table_in_every_layout_then_that_of_one_process_on_every_rank(results, layout, run):
     [alone], ranks = results["{}", run], results[layout, run]
     for rank in ranks:
-        table = rank["tables"][0]
-        assert torch.equal(table[..., 0], alone["tables"][0][..., 0])
-        assert torch.equal(table[..., 3], alone["tables"][0][..., 3])
-        torch.testing.assert_close(table, alone["tables"][0], rtol=1e-5, atol=1e-6)
-    assert [len([t for t in rank["tables"] if isinstance(t, tuple)]) for rank in ranks] == [0] * (len(ranks) - 1) + [1]
+        table = rank["tables"]["table"]
+        assert torch.equal(table[..., 0], alone["tables"]["table"][..., 0])
+        assert torch.equal(table[..., 3], alone["tables"]["table"][..., 3])
+        torch.testing.assert_close(table, alone["tables"]["table"], rtol=1e-5, atol=1e-6)
+    assert ["written" in rank["tables"] for rank in ranks] == [False] * (len(ranks) - 1) + [True]
 
 
 def test_rejection_by_routing_when_one_expert_of_eight_differs_then_those_tokens_are_dropped(results, samples):
     """The rule keeps up to a tenth. That every layout drops the same, the experts' tables tell, which count it."""
     [rank] = results["{}", "R3"]
-    values = rank["tables"][1]
+    values = rank["tables"]["values"]
     assert rank["metrics"]["rollout_corr/rejected_fraction/token_routing"] > 0.05
     # In the first layer Megatron's choice is `own`; a token that was changed there is rejected, whatever the others.
     for index, sample in enumerate(samples):

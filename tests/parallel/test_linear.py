@@ -32,10 +32,10 @@ def reference(hidden, weight, labels, grads, *, temperature=1.0, vocab_size=None
 @pytest.mark.parametrize("name", CASES)
 def test_linear_when_sharded_then_value_and_both_gradients_of_the_whole(vocab_ranks, name, size):
     inputs, options = vocab_ranks[0]["inputs"]["linear"][name], dict(vocab_ranks[0]["options"]["linear"][name])
-    reduced, fp32_head = options.pop("reduce_hidden_gradient", True), options.pop("fp32_head", False)
+    reduced, fp32_lm_head = options.pop("reduce_hidden_gradient", True), options.pop("fp32_lm_head", False)
     options.pop("chunk_tokens", None)
     narrow = inputs["hidden"].dtype == torch.bfloat16
-    logprobs, entropy, hidden, weight = reference(**inputs, **options, rounded=narrow and not fp32_head)
+    logprobs, entropy, hidden, weight = reference(**inputs, **options, rounded=narrow and not fp32_lm_head)
     results = [rank["linear"][name, size] for rank in vocab_ranks]
     for result in results:
         torch.testing.assert_close(result["logprobs"].double(), logprobs, rtol=3e-6, atol=3e-6)
@@ -81,7 +81,7 @@ def test_fp32_head_when_the_inputs_are_bfloat16_then_log_probs_of_exact_logits(m
     monkeypatch.setattr(linear, "WEIGHT_ROWS", 7)  # 40 rows in six parts
     given = inputs()
     logprobs, _, hidden, weight = reference(**given)
-    narrow, wide = run(given, chunk_tokens=20), run(given, chunk_tokens=20, fp32_head=True)
+    narrow, wide = run(given, chunk_tokens=20), run(given, chunk_tokens=20, fp32_lm_head=True)
     # Logits of 4 to 8 have steps of 1/32 in bfloat16; float32 products of bfloat16 numbers are exact.
     assert (narrow[0].double() - logprobs).abs().max() > 5e-3
     assert (wide[0].double() - logprobs).abs().max() < 1e-5

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from benchmarks.correction import peak_bytes
-from megatron_rl_corr.logprobs.sampling_mask import Supports, support_logprobs
+from megatron_rl_corr.logprobs.sampling_mask import SamplingMasks, sampling_mask_logprobs
 
 CASES = ["plain", "temperature and chunks", "no entropy"]
 
@@ -46,8 +46,8 @@ def test_support_when_sharded_then_value_gradient_and_one_collective(vocab_ranks
 
 def test_support_of_the_whole_vocabulary_then_the_plain_log_softmax():
     logits, labels = torch.randn(4, 6), torch.tensor([0, 5, 2, 3])
-    everything = Supports.of(torch.arange(6, dtype=torch.int32).repeat(4), np.full(4, 6))
-    logprobs, _ = support_logprobs(logits, labels, everything)
+    everything = SamplingMasks.of(torch.arange(6, dtype=torch.int32).repeat(4), np.full(4, 6))
+    logprobs, _ = sampling_mask_logprobs(logits, labels, everything)
     expected = logits.double().log_softmax(1).gather(1, labels[:, None])[:, 0]
     torch.testing.assert_close(logprobs.double(), expected, rtol=1e-6, atol=1e-6)
 
@@ -55,8 +55,8 @@ def test_support_of_the_whole_vocabulary_then_the_plain_log_softmax():
 @pytest.mark.parametrize("logits", [torch.randn(3, 8), torch.randn(8, 3).T, torch.randn(3, 8).bfloat16()])
 def test_support_when_the_label_is_not_in_it_or_it_is_one_id_then_minus_inf_or_zero_and_no_gradient(logits):
     logits = logits.requires_grad_()
-    supports = Supports.of(torch.tensor([4, 7, 1, 2, 5], dtype=torch.int32), np.array([1, 2, 2]))
-    logprobs, entropy = support_logprobs(logits, torch.tensor([4, 3, 5]), supports, with_entropy=True)
+    sampling_masks = SamplingMasks.of(torch.tensor([4, 7, 1, 2, 5], dtype=torch.int32), np.array([1, 2, 2]))
+    logprobs, entropy = sampling_mask_logprobs(logits, torch.tensor([4, 3, 5]), sampling_masks, with_entropy=True)
     (logprobs[[0, 2]].sum() + 0 * entropy.sum() + logprobs[1]).backward()
     assert logprobs[:2].tolist() == [0.0, -torch.inf] and entropy[0] == 0
     # The last one alone, among 2 and 5: p of either.
@@ -68,9 +68,9 @@ def test_support_when_the_label_is_not_in_it_or_it_is_one_id_then_minus_inf_or_z
 
 def test_support_when_nobody_has_ids_or_there_are_no_tokens_then_minus_inf():
     for tokens in (0, 3):
-        none = Supports.of(torch.empty(0, dtype=torch.int32), np.zeros(tokens, dtype=np.int32))
+        none = SamplingMasks.of(torch.empty(0, dtype=torch.int32), np.zeros(tokens, dtype=np.int32))
         logits = torch.randn(tokens, 5, requires_grad=True)
-        logprobs, entropy = support_logprobs(logits, torch.zeros(tokens).long(), none, with_entropy=True)
+        logprobs, entropy = sampling_mask_logprobs(logits, torch.zeros(tokens).long(), none, with_entropy=True)
         logprobs.sum().backward()
         assert logprobs.tolist() == [-torch.inf] * tokens and entropy.tolist() == [0.0] * tokens
         assert logits.grad.count_nonzero() == 0
@@ -78,7 +78,7 @@ def test_support_when_nobody_has_ids_or_there_are_no_tokens_then_minus_inf():
 
 def test_supports_when_cut_into_microbatches_and_chunks_then_every_id_once_and_no_chunk_too_large():
     lengths = np.array([0, 3, 0, 0, 5, 1, 1, 0, 2, 0, 0, 0])
-    whole = Supports.of(torch.arange(12, dtype=torch.int32), lengths)
+    whole = SamplingMasks.of(torch.arange(12, dtype=torch.int32), lengths)
     parts = [whole.tokens(start, start + 4) for start in (0, 4, 8)]
     assert [part.ids.tolist() for part in parts] == [[0, 1, 2], [3, 4, 5, 6, 7, 8, 9], [10, 11]]
     assert [part.offsets.tolist() for part in parts] == [[0, 0, 3, 3, 3], [0, 5, 6, 7, 7], [0, 2, 2, 2, 2]]
@@ -94,11 +94,11 @@ def test_supports_when_cut_into_microbatches_and_chunks_then_every_id_once_and_n
 
 
 def test_support_when_of_another_length_then_named():
-    three = Supports.of(torch.zeros(3, dtype=torch.int32), np.ones(3))
-    with pytest.raises(ValueError, match=r"supports of 3 tokens are beside labels of 4"):
-        support_logprobs(torch.zeros(4, 6), torch.zeros(4, dtype=torch.int64), three)
-    with pytest.raises(ValueError, match=r"lengths of supports that sum to 4 have 3 ids"):
-        Supports.of(torch.zeros(3, dtype=torch.int32), np.array([2, 2]))
+    three = SamplingMasks.of(torch.zeros(3, dtype=torch.int32), np.ones(3))
+    with pytest.raises(ValueError, match=r"sampling masks of 3 tokens do not fit labels of 4"):
+        sampling_mask_logprobs(torch.zeros(4, 6), torch.zeros(4, dtype=torch.int64), three)
+    with pytest.raises(ValueError, match=r"lengths of sampling masks sum to 4, but there are 3 ids"):
+        SamplingMasks.of(torch.zeros(3, dtype=torch.int32), np.array([2, 2]))
 
 
 def test_support_when_sets_are_ragged_then_the_memory_is_that_of_the_ids_not_of_the_longest_set():
@@ -106,12 +106,12 @@ def test_support_when_sets_are_ragged_then_the_memory_is_that_of_the_ids_not_of_
     lengths = np.full(4096, 8)
     lengths[7] = 4096
     ids = torch.arange(lengths.sum(), dtype=torch.int32) % 4096
-    supports, logits = Supports.of(ids, lengths), torch.randn(4096, 4096, requires_grad=True)
-    labels = ids[supports.offsets[:-1]].long()
+    sampling_masks, logits = SamplingMasks.of(ids, lengths), torch.randn(4096, 4096, requires_grad=True)
+    labels = ids[sampling_masks.offsets[:-1]].long()
 
     def work():
         logits.grad = None
-        logprobs, _ = support_logprobs(logits, labels, supports, chunk_ids=4096)
+        logprobs, _ = sampling_mask_logprobs(logits, labels, sampling_masks, chunk_ids=4096)
         logprobs.sum().backward()
         return {}
 

@@ -157,12 +157,12 @@ def test_gradient_in_place_when_others_need_the_logits_then_an_error_where_autog
 
 
 @pytest.mark.parametrize("is_cuda, dtype, expected", [
-    (True, torch.bfloat16, "kernels.label_logprobs"), (True, torch.float64, "label_stats"),
-    (False, torch.bfloat16, "label_stats"),
+    (True, torch.bfloat16, "triton_backend"), (True, torch.float64, "torch_backend"),
+    (False, torch.bfloat16, "torch_backend"),
 ])  # fmt: skip
 def test_backend_then_triton_on_a_gpu_and_torch_elsewhere(is_cuda, dtype, expected):
     pytest.importorskip("triton")
-    assert backend(SimpleNamespace(is_cuda=is_cuda, dtype=dtype)).__name__ == f"megatron_rl_corr.parallel.{expected}"
+    assert backend(SimpleNamespace(is_cuda=is_cuda, dtype=dtype)).__name__ == f"megatron_rl_corr.logprobs.{expected}"
 
 
 @pytest.mark.parametrize(

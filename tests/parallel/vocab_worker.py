@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 from worker import WORLD, Collectives, init_gloo
 
 from megatron_rl_corr.logprobs.linear import linear_logprobs
-from megatron_rl_corr.logprobs.sampling_mask import Supports, support_logprobs
+from megatron_rl_corr.logprobs.sampling_mask import SamplingMasks, sampling_mask_logprobs
 from megatron_rl_corr.logprobs.vocab import vocab_parallel_logprobs
 
 INF = float("inf")
@@ -114,7 +114,7 @@ SUPPORT_CASES = {"plain": {}, "temperature and chunks": {"temperature": 0.7, "ch
 
 
 def support_inputs(name: str) -> dict[str, torch.Tensor]:
-    """[T, 5] supports of 1 to 5 ids in any order, then -1; some wholly on one rank; the label among them.
+    """[T, 5] sampling masks of 1 to 5 ids in any order, then -1; some wholly on one rank; the label among them.
 
     The first and the last tokens have none.
     """
@@ -134,16 +134,16 @@ def support_inputs(name: str) -> dict[str, torch.Tensor]:
     }  # fmt: skip
 
 
-def ragged(support: torch.Tensor) -> Supports:
+def ragged(support: torch.Tensor) -> SamplingMasks:
     """[T, K] with -1 behind each token's ids."""
-    return Supports.of(support[support >= 0], (support >= 0).sum(dim=1).numpy())
+    return SamplingMasks.of(support[support >= 0], (support >= 0).sum(dim=1).numpy())
 
 
 def run_support_case(name: str, rank: int, size: int, group) -> dict:
     inputs, options = support_inputs(name), {"with_entropy": name != "no entropy"} | SUPPORT_CASES[name]
     return run_sharded(
         inputs, rank, size,
-        lambda logits: support_logprobs(
+        lambda logits: sampling_mask_logprobs(
             logits, inputs["labels"], ragged(inputs["support"]), tp_group=group, **options
         ),
     )  # fmt: skip
@@ -155,7 +155,7 @@ LINEAR_CASES = {
     "a rank of padding, no entropy": {"vocab_size": 6, "with_entropy": False},
     "share of the caller": {"reduce_hidden_gradient": False, "chunk_tokens": 4},
     "bfloat16": {"temperature": 0.7, "chunk_tokens": 4},
-    "bfloat16, fp32 head": {"temperature": 0.7, "vocab_size": 11, "chunk_tokens": 4, "fp32_head": True},
+    "bfloat16, fp32 head": {"temperature": 0.7, "vocab_size": 11, "chunk_tokens": 4, "fp32_lm_head": True},
     "float64": {},
 }
 

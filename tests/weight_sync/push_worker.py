@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, RolloutServerError
-from megatron_rl_corr.parallel import meeting
+from megatron_rl_corr.parallel import failure
 from megatron_rl_corr.parallel.failure import PeerFailure
 from megatron_rl_corr.weight_sync import push
 from megatron_rl_corr.weight_sync.push import push_weights
@@ -99,7 +99,7 @@ for case in cases:
     if case == "slow":  # this and the next: than a collective may wait
         dist.barrier()
         _set_pg_timeout(timedelta(seconds=COLLECTIVE_S))
-        meeting.MEETING_INTERVAL_S, push.PARAMETERS_A_ROUND = COLLECTIVE_S / 4, 1
+        failure.MEETING_INTERVAL_S, push.PARAMETERS_A_ROUND = COLLECTIVE_S / 4, 1
     servers, raised = Servers(case), None
     try:
         push_weights(exporter, servers, version="v", bucket_bytes=1)

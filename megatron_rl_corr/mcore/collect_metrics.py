@@ -1,4 +1,4 @@
-"""What a replica's leader counts while it collects a step's samples, and the metrics that it becomes."""
+"""Counts of a step's collection on each replica's leader, and the metrics made of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from megatron_rl_corr.core.metric_spec import MetricSpec, in_group
 from megatron_rl_corr.core.metrics import Mean, Metric, Sum
-from megatron_rl_corr.engines.sglang.routed_experts import has_routes
+from megatron_rl_corr.engines.routes import has_routes
 from megatron_rl_corr.engines.trajectory import Trajectory
 from megatron_rl_corr.rollout import versions
 from megatron_rl_corr.rollout.failures import CAUSES
@@ -19,11 +19,17 @@ COUNTED = (
     "continuations", "left_out", "route_tokens", "route_bytes", "unrouted", "equal_groups", "duplicates", "ended",
     *(f"failed_{cause}" for cause in CAUSES), "replaced", "lost_samples", "lost_tokens",
 )  # fmt: skip
-"""In the order it is broadcast in."""
+"""Names of the counts, in the order in which they are broadcast."""
 
 
 def count_samples(taken: Taken, version: int, experts: int | None) -> dict[str, float]:
-    """Counts over the groups of a step that starts from `version`. experts: a layer's, where samples have routes."""
+    """Counts over a step's groups, by name.
+
+    Args:
+        taken: the step's groups.
+        version: the trainer's weight version at the start of the step.
+        experts: experts of a layer, if the samples have routed experts.
+    """
     samples = [sample for group in taken.groups for sample in group.trajectories]
     by_version = [
         (version - versions.number(span.version), int(sample.sampled[span.start : span.end].sum()))
@@ -47,7 +53,7 @@ def count_samples(taken: Taken, version: int, experts: int | None) -> dict[str, 
 
 
 def _duplicates(group: Group) -> int:
-    """Samples whose ids are those of another one before them."""
+    """Samples with the same ids as an earlier one of the group."""
     return len(group.trajectories) - len({tuple(sample.output_ids.tolist()) for sample in group.trajectories})
 
 
@@ -61,7 +67,7 @@ def _count_routes(samples: Sequence[Trajectory], experts: int) -> dict[str, int]
 
 
 def collection_metrics(counted: torch.Tensor, *, with_routes: bool = False) -> dict[str, Metric]:
-    """What a replica's leader counted ([len(COUNTED)] float64), under its logged names."""
+    """Metrics by logged name, from a replica's counts [len(COUNTED)]. with_routes: samples have routed experts."""
     values = dict(zip(COUNTED, counted, strict=True))
 
     def mean(total: str, count: str) -> Mean:

@@ -1,4 +1,4 @@
-"""A step's supports from the data leader to the last pipeline stage: each rank gets those of its own tokens.
+"""Sends a step's sampling masks from the data leader to the last pipeline stage: each rank gets those of its tokens.
 
 N samples of this replica, L = --seq-length, cp context-parallel ranks, t = L / cp tokens of a row that one of them has.
 """
@@ -13,20 +13,26 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl_corr.engines.trajectory import Trajectory
-from megatron_rl_corr.logprobs.sampling_mask import Supports
+from megatron_rl_corr.logprobs.sampling_mask import SamplingMasks
 from megatron_rl_corr.parallel.context import zigzag_positions
 from megatron_rl_corr.parallel.failure import communication_device
 from megatron_rl_corr.parallel.layout import Layout
 
 Part = tuple[Tensor, Tensor]
-"""How many ids each token has, [N * t] int32, and the ids, int32."""
+"""(how many ids each token has [N * t] int32, the ids int32)."""
 
 
-def scatter_supports(parts: list[Part] | None, rows: int, length: int, *, layout: Layout) -> Supports | None:
-    """`cut_supports` on the data leader (others: None) -> those of its N * t tokens on each rank of the last stage.
+def scatter_sampling_masks(parts: list[Part] | None, rows: int, length: int, *, layout: Layout) -> SamplingMasks | None:
+    """The sampling masks of each rank's N * t tokens on the last stage; None on other stages, which never see an id.
 
-    None on the other stages, which never see an id. The leader sends all to the last stage's first rank; that one sends
-    each context-parallel rank its own, once, and tensor-parallel ranks, which hold the same tokens, hand them on.
+    Every rank of a replica calls it. The leader sends all masks to the last stage's first rank; that rank sends each
+    context-parallel rank its own, once, and tensor-parallel ranks, which hold the same tokens, get them from the first.
+
+    Args:
+        parts: `cut_sampling_masks` on the data leader; None on others.
+        rows: N.
+        length: L.
+        layout: this rank's process groups.
     """
     device, stage, last = communication_device(), layout.tp_cp_group, layout.pp_size - 1
     # Tensor ranks are numbered before context ranks.
@@ -52,13 +58,14 @@ def scatter_supports(parts: list[Part] | None, rows: int, length: int, *, layout
     return _broadcast_from_first(own, tokens, device, tp)
 
 
-def cut_supports(samples: Sequence[Trajectory], length: int, cp: int) -> list[Part]:
-    """For each context-parallel rank: how many ids each of its N * t tokens has [N * t], and the ids; both int32.
+def cut_sampling_masks(samples: Sequence[Trajectory], length: int, cp: int) -> list[Part]:
+    """The sampling masks of samples, for each of cp context-parallel ranks.
 
-    A token that is none of a response (of a prompt, behind the end) has none.
+    A token outside a response (of a prompt, or behind the end) has no ids.
 
-    Raises ValueError for a sample without supports, and for a token that is not in its own: both would be left out of
-    the loss without a word, as their log-prob under the trainer is -inf.
+    Raises:
+        ValueError: for a sample without sampling masks, and for a token that is not in its own: the loss would silently
+            leave both out, as their log-prob under the trainer is -inf.
     """
     lengths = np.zeros((len(samples), length), dtype=np.int32)
     for row, sample in enumerate(samples):
@@ -80,7 +87,7 @@ def cut_supports(samples: Sequence[Trajectory], length: int, cp: int) -> list[Pa
 
 
 def _checked_lengths(sample: Trajectory) -> np.ndarray:
-    """[R] int32: how many ids each token of the response was drawn from."""
+    """[response tokens] int32: how many ids each was drawn from."""
     who = f"a sample of prompt {sample.prompt_index}"
     if sample.support is None:
         raise ValueError(
@@ -107,7 +114,7 @@ def _send(part: Part, device: torch.device, to: int, group: dist.ProcessGroup) -
 
 
 def _receive(tokens: int, device: torch.device, source: int, group: dist.ProcessGroup) -> Part:
-    """The lengths come first: their sum tells how many ids follow."""
+    """The lengths come first: their sum is the number of ids that follow."""
     lengths = torch.empty(tokens, dtype=torch.int32, device=device)
     if tokens:
         dist.recv(lengths, source, group=group)
@@ -119,7 +126,7 @@ def _receive(tokens: int, device: torch.device, source: int, group: dist.Process
 
 def _broadcast_from_first(
     part: Part | None, tokens: int, device: torch.device, group: dist.ProcessGroup
-) -> Supports:
+) -> SamplingMasks:
     """From tensor-parallel rank 0 (others: None) to its group."""
     source = dist.get_process_group_ranks(group)[0]
     lengths = torch.empty(tokens, dtype=torch.int32, device=device) if part is None else part[0].to(device)
@@ -129,4 +136,4 @@ def _broadcast_from_first(
     ids = part[1].to(device) if part is not None else torch.empty(int(on_host.sum()), dtype=torch.int32, device=device)
     if group.size() > 1 and ids.numel():
         dist.broadcast(ids, source, group=group)
-    return Supports.of(ids, on_host)
+    return SamplingMasks.of(ids, on_host)

@@ -1,7 +1,7 @@
-"""Rollouts on held-out prompts, every --eval-interval steps: one sample a prompt, and nothing is trained on it.
+"""Rollouts on held-out prompts, every --eval-interval steps: one sample a prompt, none of which is trained on.
 
-Prompts are dealt out over the replicas; each replica's leader asks the servers for its share, with the training's
-sampling, environment and reward.
+Prompts are dealt out over the replicas; each replica's leader samples its share with the training's sampling
+parameters, environment and reward.
 """
 
 from __future__ import annotations
@@ -14,39 +14,34 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl_corr.data.prompts import Prompt
-from megatron_rl_corr.data.rewards import Rewards
 from megatron_rl_corr.engines.concurrency import all_or_first_failure
 from megatron_rl_corr.engines.errors import SampleFailure
 from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
+from megatron_rl_corr.mcore.collect import SampleSource
 from megatron_rl_corr.parallel.failure import all_reduce_results, communication_device
 from megatron_rl_corr.parallel.layout import Layout
-from megatron_rl_corr.rollout.blocking import LoopThread
-from megatron_rl_corr.rollout.client import RolloutClient
-from megatron_rl_corr.rollout.episodes import Episodes
 from megatron_rl_corr.rollout.seeds import evaluation_number
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Samples `prompts` after every `every`-th step."""
+    """Samples `prompts` after every `every`-th step and averages their rewards."""
 
     layout: Layout
-    client: RolloutClient
-    loop: LoopThread
-    prompts: list[Prompt]
+    source: SampleSource
+    """Of the held-out prompts."""
     sampling: SamplingParams
-    rewards: Rewards
-    episodes: Episodes | None
     every: int
 
     def is_due(self, step: int) -> bool:
-        """After so many steps."""
+        """Whether to evaluate after `step` steps."""
         return step % self.every == 0
 
     def all_reduce_metrics(self) -> dict[str, float]:
         """Mean reward and length, and the share that hit the length limit: on every rank, which all call."""
-        mine = self.prompts[self.layout.dp_rank :: self.layout.dp_size] if self.layout.is_data_leader else []
-        sampling = self.loop.submit(self._sample(mine)) if mine else None
+        prompts = self.source.prompts.prompts
+        mine = prompts[self.layout.dp_rank :: self.layout.dp_size] if self.layout.is_data_leader else []
+        sampling = self.source.loop.submit(self._sample(mine)) if mine else None
         own = all_reduce_results(sampling, _sums)
         sums = torch.zeros(5, dtype=torch.float64) if own is None else own
         sums = sums.to(communication_device())
@@ -58,19 +53,18 @@ class Evaluation:
 
     async def _sample(self, prompts: list[Prompt]) -> list[tuple[Trajectory, float] | None]:
         """A sample of each prompt and its reward; None where it failed for good."""
-        places = range(self.layout.dp_rank, len(self.prompts), self.layout.dp_size)
+        places = range(self.layout.dp_rank, len(self.source.prompts.prompts), self.layout.dp_size)
         numbers = [evaluation_number(place) for place in places]
         return await all_or_first_failure([self._scored(*one) for one in zip(prompts, numbers, strict=True)])
 
     async def _scored(self, prompt: Prompt, number: int) -> tuple[Trajectory, float] | None:
+        client, episodes = self.source.client, self.source.episodes
         try:
-            if self.episodes is None:
-                [sample] = await self.client.generate([prompt.input_ids], self.sampling, group_numbers=[number])
+            if episodes is None:
+                [sample] = await client.generate([prompt.input_ids], self.sampling, group_numbers=[number])
             else:
-                [sample] = await self.episodes.generate(
-                    self.client, [prompt], self.sampling, group_numbers=[number]
-                )
-            return sample, await self.rewards.score(prompt, sample)
+                [sample] = await episodes.generate(client, [prompt], self.sampling, group_numbers=[number])
+            return sample, await self.source.rewards.score(prompt, sample)
         except SampleFailure as failure:
             print(f"[rollout] row {prompt.index} of --rollout-eval-prompts failed for good ({failure.cause}): "
                   f"{failure}", file=sys.stderr, flush=True)  # fmt: skip
@@ -78,7 +72,7 @@ class Evaluation:
 
 
 def _sums(scored: list[tuple[Trajectory, float] | None]) -> torch.Tensor:
-    """[5]: of rewards, of sampled tokens, of samples that were cut, their number, and that of those that failed."""
+    """[5] float64: sum of rewards, sampled tokens, samples cut by the length limit, samples, failed samples."""
     good = [one for one in scored if one is not None]
     tokens = sum(int(sample.sampled.sum()) for sample, _ in good)
     cut = sum(sample.finish_reason == "length" for sample, _ in good)

@@ -1,0 +1,238 @@
+"""The model's forward pass over rollout microbatches: log-probs of the labels, in training and under old weights.
+
+b rows of L tokens (of this context-parallel rank), T tokens of all microbatches, H hidden size, V vocabulary columns,
+tp tensor-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megatron_rl_corr.logprobs.linear import linear_logprobs
+from megatron_rl_corr.logprobs.sampling_mask import sampling_mask_logprobs
+from megatron_rl_corr.logprobs.vocab import vocab_parallel_logprobs
+from megatron_rl_corr.mcore.batch import Microbatch, RolloutBatch, microbatches
+from megatron_rl_corr.moe.padding import padding_arguments
+from megatron_rl_corr.moe.routes import Routes
+
+LossOf = Callable[[Microbatch, Tensor], object]
+
+
+@dataclass(frozen=True)
+class LogprobSettings:
+    """How the model's last layer becomes log-probs of the same distribution that the server sampled from."""
+
+    tp_group: ProcessGroup | None
+    temperature: float
+    vocab_size: int
+    """V without the padding of the embedding."""
+    from_hidden: bool = False
+    """Without ever holding all logits, through Megatron's output_processor hook."""
+    fp32_lm_head: bool = False
+    """Logits in float32, from float32 copies of hidden states and weight; with from_hidden."""
+    inplace_gradient: bool = False
+    """The logits' gradient is written over them."""
+
+
+@dataclass(frozen=True)
+class OutputContext:
+    """What the hook behind the last layer needs of a microbatch: GPTModel.forward's output_processor_context."""
+
+    labels: Tensor
+    """[b, L] int64."""
+    settings: LogprobSettings
+    with_entropy: bool = False
+    chunk_tokens: int = 1024
+
+
+def make_forward_step(
+    loss_of: LossOf, settings: LogprobSettings, *, with_entropy: bool, routes: Routes
+) -> Callable:
+    """Megatron's forward_step_func: the next microbatch through the model, and loss_of(microbatch, its output).
+
+    The attention mask is left to the model's own causal one.
+
+    Args:
+        loss_of: takes the output, of which `label_logprobs` with the same settings makes log-probs.
+        settings: of the log-probs.
+        with_entropy: whether `label_logprobs` must give the entropy too.
+        routes: steers the routers, within its `scoring` or `training`.
+    """
+
+    def forward_step(
+        data_iterator: Iterator[Microbatch], model: nn.Module, return_schedule_plan: bool = False
+    ):
+        if return_schedule_plan:
+            raise ValueError(
+                "--overlap-moe-expert-parallel-comm is not supported with rollout correction; leave it out"
+            )
+        micro = next(data_iterator)
+        routes.before_forward(model, micro.index, micro.num_sequences)
+        arguments = _output_arguments(micro, settings, with_entropy) | padding_arguments(model, micro.padding)
+        output = model(micro.tokens, micro.position_ids, None, **arguments)
+
+        def loss_func(output: Tensor, non_loss_data: bool = False):
+            return loss_of(micro, output)
+
+        return output, loss_func
+
+    return forward_step
+
+
+@torch.no_grad()
+def compute_log_probs(
+    model: list, batch: RolloutBatch, settings: LogprobSettings, *, micro_batch_size: int, seq_length: int,
+    routes: Routes,
+) -> tuple[Tensor, Tensor] | None:
+    """Log-probs of the batch's labels under the current weights, by Megatron's forward-only schedule.
+
+    The model is in evaluation mode meanwhile (no dropout), and back in training mode after.
+
+    Args:
+        model: this rank's chunks.
+        batch: this rank's tokens.
+        settings: of the log-probs.
+        micro_batch_size: b.
+        seq_length: tokens of a whole row.
+        routes: steers the routers, within its `scoring`.
+
+    Returns:
+        (log-probs, entropies), [T] float32 each, on the last pipeline stage; None on the others.
+    """
+    forward_step = make_forward_step(
+        lambda micro, output: label_logprobs(output, micro, settings, with_entropy=True), settings, with_entropy=True,
+        routes=routes,
+    )
+    iterators = [microbatches(batch, micro_batch_size) for _ in model]
+    for chunk in model:
+        chunk.eval()
+    try:
+        results = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iterators if len(model) > 1 else iterators[0],
+            model=model,
+            num_microbatches=batch.num_sequences // micro_batch_size,
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+            forward_only=True,
+            collect_non_loss_data=True,
+        )
+    finally:
+        for chunk in model:
+            chunk.train()
+    if not results:
+        return None
+    return torch.cat([logprobs for logprobs, _ in results]), torch.cat([entropy for _, entropy in results])
+
+
+def label_logprobs(
+    output: Tensor, micro: Microbatch, settings: LogprobSettings, *, with_entropy: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs (and entropy, or None) of a microbatch's labels, flat: [b * L] float32.
+
+    Over the ids that the server sampled from where they are known, else over the whole vocabulary.
+
+    Args:
+        output: the model's: logits [b, L, V/tp], or with settings.from_hidden the hook's [b, L, 1 or 2].
+        micro: the microbatch.
+        settings: those of `make_forward_step`.
+        with_entropy: as there.
+    """
+    if settings.from_hidden:
+        return split_output(output)
+    logits, labels = output.reshape(-1, output.shape[-1]), micro.labels.reshape(-1)
+    if micro.sampling_masks is not None:
+        return sampling_mask_logprobs(
+            logits, labels, micro.sampling_masks, tp_group=settings.tp_group,
+            temperature=settings.temperature, with_entropy=with_entropy,
+        )
+    return vocab_parallel_logprobs(
+        logits, labels, tp_group=settings.tp_group, temperature=settings.temperature,
+        vocab_size=settings.vocab_size, with_entropy=with_entropy, inplace_gradient=settings.inplace_gradient,
+    )
+
+
+def _output_arguments(micro: Microbatch, settings: LogprobSettings, with_entropy: bool) -> dict[str, Any]:
+    """Keyword arguments of the model's forward: the hook behind its last layer, or none."""
+    if not settings.from_hidden:
+        return {}
+    context = OutputContext(micro.labels, settings, with_entropy=with_entropy)
+    return {"output_processor": label_logprobs_of_hidden, "output_processor_context": context}
+
+
+def label_logprobs_of_hidden(
+    *,
+    hidden_states: Tensor,
+    output_layer: nn.Module,
+    output_weight: Tensor | None,
+    config: TransformerConfig,
+    context: OutputContext,
+    **_: Any,
+) -> Tensor:
+    """GPTModel.forward's output_processor: the model's output becomes log-probs, and no rank ever holds all logits.
+
+    The weight's gradient is its .grad, which DDP's hook adds to main_grad.
+
+    Args:
+        hidden_states: [L, b, H], or this rank's part of L under sequence parallelism. Parts are gathered whole, because
+            a chunk of tokens lies on all ranks; the gather's backward sums the ranks' shares of the gradient, which
+            linear_logprobs does otherwise.
+        output_layer: Megatron's.
+        output_weight: a shared embedding's, or None for the layer's own.
+        config: the model's.
+        context: labels and settings.
+
+    Returns:
+        [b, L, 1] float32, or [b, L, 2] with the entropy.
+
+    Raises:
+        ValueError: for what the logits would go through and this does not: a bias, scaled logits (MuP), more heads
+            (MTP), and weight gradients that Megatron defers or has already fused into main_grad.
+    """
+    weight = output_layer.weight if output_weight is None else output_weight
+    _check_output_layer(output_layer, weight, config)
+    if output_layer.sequence_parallel:
+        hidden_states = gather_from_sequence_parallel_region(hidden_states, group=context.settings.tp_group)
+    length, rows, _hidden = hidden_states.shape
+    logprobs, entropy = linear_logprobs(
+        hidden_states.flatten(0, 1), weight, context.labels.t().reshape(-1), tp_group=context.settings.tp_group,
+        temperature=context.settings.temperature, vocab_size=context.settings.vocab_size,
+        with_entropy=context.with_entropy, chunk_tokens=context.chunk_tokens,
+        fp32_lm_head=context.settings.fp32_lm_head, reduce_hidden_gradient=not output_layer.sequence_parallel,
+    )  # fmt: skip
+    outputs = [logprobs] if entropy is None else [logprobs, entropy]
+    return torch.stack([x.view(length, rows).t() for x in outputs], dim=2)
+
+
+def split_output(output: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The hook's output [b, L, 1 or 2] -> log-probs and entropy (or None), flat: [b * L]."""
+    logprobs, *entropy = output.flatten(0, 1).unbind(dim=1)
+    return logprobs, entropy[0] if entropy else None
+
+
+def _check_output_layer(output_layer: nn.Module, weight: Tensor, config: TransformerConfig) -> None:
+    remedy = "; take log-probs from the logits"
+    if output_layer.bias is not None:
+        raise ValueError("log-probs from hidden states need an output layer without bias" + remedy)
+    if config.use_mup:
+        raise ValueError("log-probs from hidden states do not know MuP's scaled logits" + remedy)
+    if config.mtp_num_layers:
+        raise ValueError(f"log-probs from hidden states do not know MTP, got {config.mtp_num_layers} layers" + remedy)
+    if config.defer_embedding_wgrad_compute:
+        raise ValueError("log-probs from hidden states do not know --defer-embedding-wgrad-compute; leave it out")
+    # DDP's hook leaves .grad out where Megatron has added to main_grad in the same step.
+    if getattr(weight, "grad_added_to_main_grad", False):
+        raise ValueError(
+            "--gradient-accumulation-fusion has added to the output weight's main_grad in this step, so its gradient "
+            "from hidden states would be lost: take all microbatches of a step from hidden states, or "
+            "--no-gradient-accumulation-fusion"
+        )

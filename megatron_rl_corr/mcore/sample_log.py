@@ -1,0 +1,65 @@
+"""Each step's samples, with what the step computed of them, in a Parquet file per replica."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
+from megatron_rl_corr.mcore.batch import RolloutBatch
+from megatron_rl_corr.mcore.loss import LossInputs
+from megatron_rl_corr.parallel.failure import all_reduce_failure
+from megatron_rl_corr.parallel.layout import Layout
+from megatron_rl_corr.rollout.sample_file import samples_of_rows, write_trajectories
+
+
+class SampleLog:
+    """Writes FOLDER/step_000001_replica0.parquet and so on, from each replica's data leader."""
+
+    def __init__(self, folder: Path, layout: Layout, sampling: SamplingParams):
+        self._folder, self._layout, self._sampling = folder, layout, sampling
+        if layout.is_data_leader:
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def all_reduce_write(
+        self, iteration: int, batch: RolloutBatch, trajectories: Sequence[Trajectory], inputs: LossInputs | None,
+        *, with_train: bool,
+    ) -> None:
+        """Write the step after `iteration` others; every rank calls it.
+
+        The last stage knows pi_old's log-probs, the advantages and the mask, the leader writes: one exchange over the
+        pipeline, one over cp, and one of whether all could write.
+
+        Args:
+            iteration: steps before this one.
+            batch: this rank's tokens.
+            trajectories: on the data leader, the batch's samples.
+            inputs: on the last stage.
+            with_train: there was a pass for old log-probs, so pi_old's log-probs and the final mask are known.
+
+        Raises:
+            OSError: where a leader could not write.
+        """
+        names = ("train_logprobs", "loss_mask", "advantages") if with_train else ("advantages",)
+        values = batch.rollout_logprobs.new_empty(len(names), len(batch.seq_ids))
+        if inputs is not None:
+            known = {"train_logprobs": inputs.old_logprobs, "advantages": inputs.advantages,
+                     "loss_mask": inputs.correction.mask}  # fmt: skip
+            values = torch.stack([known[name].float() for name in names])
+        if self._layout.pp_size > 1:
+            dist.broadcast(values, self._layout.last_stage_rank, group=self._layout.pp_group)
+        rows = dict(zip(names, batch.all_gather_rows(values, self._layout.cp_group).unbind(), strict=True))
+        if with_train:
+            rows["loss_mask"] = rows["loss_mask"] > 0
+        error = None
+        if self._layout.is_data_leader:
+            path = self._folder / f"step_{iteration + 1:06d}_replica{self._layout.dp_rank}.parquet"
+            try:
+                samples = samples_of_rows(trajectories, batch.rewards, **rows)
+                write_trajectories(path, samples, sampling=self._sampling)
+            except OSError as failure:
+                error = OSError(f"--rollout-save-trajectories {self._folder}: {failure}")
+        all_reduce_failure(error)

@@ -1,0 +1,210 @@
+"""What a step does with routed experts, in one object: collect, replay, compare with Megatron's choice, count.
+
+`Routes` is the null form, for --router-replay off without --expert-statistics: every method does nothing. A step calls
+the same methods in the same order whatever the flags are.
+
+S samples of this replica, C columns of this context-parallel rank, t of them that this rank's routers see, L layers
+with experts of this rank, K experts a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_rl_corr.core.metrics import Metric, Sum
+from megatron_rl_corr.engines.routes import ExpertShape, pack
+from megatron_rl_corr.moe.agreement import RouteAgreement, RoutesRefused, agreement_metrics, judge
+from megatron_rl_corr.moe.scatter import router_positions, scatter_routed_experts
+from megatron_rl_corr.moe.statistics import COLUMNS, ExpertLog, all_gather_expert_table, means, summary
+from megatron_rl_corr.parallel.failure import all_reduce_failure, communication_device
+from megatron_rl_corr.parallel.gather import all_gather_stacked
+from megatron_rl_corr.parallel.layout import Layout
+
+if TYPE_CHECKING:
+    from megatron_rl_corr.moe.replay import ReplayedRouters
+
+
+class Routes:
+    """The routers choose by themselves, and nobody watches them."""
+
+    server_shape: ExpertShape | None = None
+    """What servers must return for each token; None: no experts."""
+    needs_scoring: tuple[str, ...] = ()
+    """The flags that need the pass for old log-probs."""
+
+    def scatter(self, samples: Sequence[Tensor | None] | None, rows: int, length: int) -> None:
+        """Hand out the servers' experts of a step's samples; every rank of a replica calls it.
+
+        Args:
+            samples: on the data leader each sample's [tokens - 1, all layers with experts, K], or None; None on others.
+            rows: S.
+            length: tokens of a whole row.
+        """
+
+    def begin_step(self, rows: int, length: int, *, compare_in_training: bool) -> None:
+        """Start a step of S = rows samples in rows of `length` tokens.
+
+        The servers' experts are compared in the first pass that replays them: the one for old log-probs, or, without
+        that pass (compare_in_training), the training pass, whose update then waits for `all_reduce_agreement`.
+        """
+
+    def scoring(self) -> AbstractContextManager:
+        """Around the pass for old log-probs."""
+        return nullcontext()
+
+    def training(self) -> AbstractContextManager:
+        """Around Megatron's train step."""
+        return nullcontext()
+
+    def before_forward(self, chunk: nn.Module, index: int, rows: int) -> None:
+        """Before a model chunk's forward pass over microbatch `index` of so many rows, within one of the two."""
+
+    def all_reduce_agreement(self, step: int, group_size: int) -> dict[str, Metric]:
+        """Metrics of how far the servers' experts are Megatron's own choice: after the comparing pass, on every rank.
+
+        With experts of servers: one exchange over the ranks that hold other tokens of the same rows, one over all of
+        whether anybody refuses, and one over the pipeline. This replica's share, on the last stage; others get {}.
+
+        Raises:
+            RoutesRefused: on one rank that found experts which are not those of its samples' tokens.
+            PeerFailure: on all other ranks.
+        """
+        return {}
+
+    def all_gather_disagreement(self) -> Tensor | None:
+        """[S, C]: share of each token's experts that only the server chose. None without experts of servers.
+
+        Every rank calls it, where a rule needs it: one exchange over tensor ranks that hold other tokens, and one over
+        the pipeline, which holds other layers.
+        """
+        return None
+
+    def all_gather_statistics(self, step: int, values: Tensor | None, columns: int) -> dict[str, Metric]:
+        """--expert-statistics: write the experts' tables, return their curves on the last stage; every rank calls it.
+
+        Args:
+            step: counted from 1.
+            values: `statistics.token_values` of the S * C tokens on the last stage, None on others.
+            columns: C.
+        """
+        return {}
+
+
+class ReplayedRoutes(Routes):
+    """--router-replay R2 or R3, or --expert-statistics alone, or both."""
+
+    def __init__(
+        self, routers: ReplayedRouters, layout: Layout, *, min_agreement: float | None = None,
+        log: ExpertLog | None = None,
+    ):
+        """min_agreement: --router-replay-min-agreement, with R3. log: where --expert-statistics go, if they are on."""
+        self.routers, self._layout, self._min_agreement, self._log = routers, layout, min_agreement, log
+        flags = {"--expert-statistics": routers.watch, "--router-replay R2": routers.kind == "R2"}
+        self.server_shape = routers.shape if routers.kind == "R3" else None
+        self.needs_scoring = tuple(flag for flag, needs in flags.items() if needs)
+        self.given: Tensor | None = None
+        """[S, t, L, K]: the servers' experts of the step's tokens and layers that this rank's routers see."""
+        self._rows = 0
+        self._compare_in_training = False
+        self._agreement: RouteAgreement | None = None
+
+    def scatter(self, samples: Sequence[Tensor | None] | None, rows: int, length: int) -> None:
+        if self.server_shape is None:
+            return
+        packed = None if samples is None else pack(samples, length, self.server_shape)
+        self.given = scatter_routed_experts(
+            packed, rows, length, shape=self.server_shape, stage_layers=self.routers.stage_layers, layout=self._layout
+        )
+
+    def begin_step(self, rows: int, length: int, *, compare_in_training: bool) -> None:
+        self._rows, self._compare_in_training, self._agreement = rows, compare_in_training, None
+        if self.given is not None:
+            positions = router_positions(length, self._layout).to(self.given.device)
+            self._agreement = RouteAgreement(
+                rows, len(self.routers.layers), self.routers.shape.experts, positions, softmax=self.routers.softmax,
+                parts=self._layout.router_group.size(),
+            )
+
+    def scoring(self) -> AbstractContextManager:
+        observe = self._agreement and self._agreement.observe
+        return self.routers.scoring(self.given, observe, rows=self._rows)
+
+    def training(self) -> AbstractContextManager:
+        observe = self._agreement.observe if self._agreement and self._compare_in_training else None
+        return self.routers.training(self.given, observe)
+
+    def before_forward(self, chunk: nn.Module, index: int, rows: int) -> None:
+        self.routers.before_forward(chunk, index, rows)
+
+    def all_reduce_agreement(self, step: int, group_size: int) -> dict[str, Metric]:
+        if self._agreement is None:
+            return {}
+        self._agreement.all_reduce(self._layout.router_group)
+        found = judge(self._agreement, self.routers.layers, self.routers.shape.top_k, self._min_agreement)
+        error = None
+        if found is not None:
+            prompt, sample = divmod(found[0], group_size)
+            error = RoutesRefused(
+                f"routed_experts of sample {sample} of prompt {prompt} of replica {self._layout.dp_rank} in step "
+                f"{step} are not those of its tokens, so nothing was trained on them: {found[1]}"
+            )
+        all_reduce_failure(error)
+        by_layer = self._agreement.totals(self.routers.layers, self.routers.shape.num_layers)
+        if self._layout.pp_size > 1:
+            dist.all_reduce(by_layer, group=self._layout.pp_group)
+        if not self._layout.is_last_stage:
+            return {}
+        if self._layout.cp_group.rank() > 0:  # all ranks of a row have counted all of its tokens by now
+            by_layer = torch.zeros_like(by_layer)
+        return agreement_metrics(by_layer, self.routers.shape.layers, self.routers.shape.top_k)
+
+    def all_gather_disagreement(self) -> Tensor | None:
+        if self._agreement is None:
+            return None
+        apart, layout = self._agreement.apart, self._layout
+        if layout.sequence_parallel:
+            apart = torch.cat(all_gather_stacked(apart, layout.tp_group).unbind(), dim=1)
+        if layout.pp_size > 1:
+            dist.all_reduce(apart, group=layout.pp_group)
+        return apart / (len(self.routers.shape.layers) * self.routers.shape.top_k)
+
+    def all_gather_statistics(self, step: int, values: Tensor | None, columns: int) -> dict[str, Metric]:
+        if not self.routers.watch:
+            return {}
+        layout, shape = self._layout, self.routers.shape
+        sizes = (self._rows, columns, len(COLUMNS))
+        if values is None:
+            values = torch.empty(sizes, device=communication_device())
+        table = all_gather_expert_table(
+            values.view(sizes), self.routers.chosen, layers=self.routers.layers, num_layers=shape.num_layers,
+            num_experts=shape.experts, layout=layout,
+        )
+        if not layout.is_last_stage:
+            return {}
+        if self._log is not None and layout.is_job_reporter:
+            self._log.write(step, shape.layers, means(table))
+        curves = summary(table, shape.layers)
+        counts_once = layout.dp_cp_group.rank() == 0
+        return curves if counts_once else {name: Sum(torch.zeros_like(one.values)) for name, one in curves.items()}
+
+
+def make_routes(
+    kind: str, model: list[nn.Module], layout: Layout, *, num_layers: int, min_agreement: float | None = None,
+    log: ExpertLog | None = None,
+) -> Routes:
+    """The form that --router-replay `kind` and --expert-statistics (log) ask for; every rank calls it.
+
+    Raises ValueError as `ReplayedRouters`, which is imported here: a Megatron before 0.16 has no RouterReplay.
+    """
+    if kind == "off" and log is None:
+        return Routes()
+    from megatron_rl_corr.moe.replay import ReplayedRouters
+
+    routers = ReplayedRouters(kind, model, layout, num_layers=num_layers, watch=log is not None)
+    return ReplayedRoutes(routers, layout, min_agreement=min_agreement, log=log)
