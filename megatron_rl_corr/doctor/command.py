@@ -1,53 +1,67 @@
-"""`megatron-rl-corr doctor`: examines every server in turn, prints what it says, returns the exit status."""
+"""`megatron-rl-corr doctor`: examines one server after the other and prints a table, or JSON."""
 
 import argparse
 import asyncio
+import json
+import math
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from megatron_rl_corr.doctor.findings import Examination, Row, exit_status
-from megatron_rl_corr.doctor.full import ask_full
-from megatron_rl_corr.doctor.hf_scores import ask_model, read_config
-from megatron_rl_corr.doctor.identity import experts_shape
+from megatron_rl_corr.doctor.findings import DEFECTS, KINDS, Examination, Row, ServerFinding, exit_status
+from megatron_rl_corr.doctor.full_check import ask_full
 from megatron_rl_corr.doctor.probe import Probe
-from megatron_rl_corr.doctor.quick import Expected, Facts, ask_quick, ask_same
-from megatron_rl_corr.doctor.table import as_json, as_table
+from megatron_rl_corr.doctor.questions import Expected, Facts, ask_quick, ask_same
+from megatron_rl_corr.doctor.reference_model import ask_model, experts_shape, read_config
 from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.engines.errors import RolloutError, RolloutServerError
 from megatron_rl_corr.engines.sglang import requests
 from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.rollout.client import RolloutClient
+from megatron_rl_corr.tables import text_table
 
 CONNECT_TIMEOUT_S = 5.0
 INTERRUPTED = 130
+MARKS = {"ok": "ok", "note": "note", "finding": "FOUND", "failed": "FAILED"}
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0: clean; 1: a finding; 2: something could not be asked. Raises ValueError for wrong flags."""
+    """Run the command.
+
+    Args:
+        arguments: the command line, as cli.py parses it.
+
+    Returns:
+        The exit status: 0 without findings, 1 with one, 2 if a question could not be asked, 130 if interrupted.
+
+    Raises:
+        ValueError: a flag is wrong.
+    """
     if arguments.timeout <= 0:
         raise ValueError(f"--timeout must be positive, got {arguments.timeout:g}")
     try:
         examinations = asyncio.run(_examine(arguments))
     except (KeyboardInterrupt, asyncio.CancelledError):
-        print("megatron-rl-corr doctor: interrupted; what was changed has been put back", file=sys.stderr)
+        print("megatron-rl-corr doctor: interrupted; the servers have their weights back and sample", file=sys.stderr)
         return INTERRUPTED
     print(as_json(examinations) if arguments.json else as_table(examinations))
     return exit_status(examinations)
 
 
 async def _examine(arguments: argparse.Namespace) -> list[Examination]:
-    """Servers are asked one after the other, so that one's load does not disturb another's answers."""
+    """One server after the other, so that the load of one does not disturb the answers of another."""
     sampling, config = _sampling(arguments), read_config(arguments.model) if arguments.model else None
     options = {
         "timeout_s": arguments.timeout, "connect_timeout_s": CONNECT_TIMEOUT_S, "api_key": _api_key(arguments)
     }
     examinations, asked = [], []
     async with RolloutClient(arguments.url, vocab_size=1, **options) as client:
-        with suppress(RolloutServerError):  # told below, of each
+        with suppress(RolloutServerError):  # reported below, for each server
             await client.find_servers(CONNECT_TIMEOUT_S)
         for url in client.base_urls:
             examination, probe = Examination(url), Probe(client, url, arguments.timeout)
@@ -61,7 +75,7 @@ async def _examine(arguments: argparse.Namespace) -> list[Examination]:
                 asked.append((probe, await _ask(probe, expected, arguments, examination.rows, first=not asked)))
             except RolloutError as error:
                 examination.rows.append(Row("asked", "failed", str(error)))
-                if asyncio.current_task().cancelling():  # Ctrl-C, and then what it had to put back failed
+                if asyncio.current_task().cancelling():  # Ctrl-C, and restoring the server failed
                     break
         if len(asked) > 1:
             await _compare(examinations, [probe for probe, _ in asked], [facts for _, facts in asked])
@@ -71,7 +85,7 @@ async def _examine(arguments: argparse.Namespace) -> list[Examination]:
 async def _ask(
     probe: Probe, expected: Expected, arguments: argparse.Namespace, rows: list[Row], *, first: bool
 ) -> Facts:
-    """Everything about one server. Only the first is compared with the model, the others with the first."""
+    """All questions to one server. Only the first server is compared with the model, the others with the first."""
 
     def say(what: str) -> None:
         print(f"megatron-rl-corr doctor: {probe.url}: {what}", file=sys.stderr, flush=True)
@@ -89,10 +103,10 @@ async def _ask(
 
 @contextmanager
 def _signals_cancel() -> Iterator[None]:
-    """Every SIGINT and SIGTERM cancels, as often as it comes; after the first, the rest of the process ignores them.
+    """Every SIGINT and SIGTERM cancels the task; after the block they are ignored if one has come.
 
     asyncio's own handler ends all tasks at a second Ctrl-C, and SIGTERM would end the process: either would leave a
-    server paused, with changed weights. What comes once the server is put back would only spoil the exit status.
+    server paused with changed weights. A signal after the restoration could only change the exit status.
     """
     loop, cancel = asyncio.get_running_loop(), asyncio.current_task().cancel
     interrupted = False
@@ -120,7 +134,7 @@ async def _compare(examinations: list[Examination], probes: list[Probe], facts: 
 
 
 async def _served_config(probe: Probe) -> dict:
-    """config.json of the folder that the server was started with; empty where it cannot be read here."""
+    """config.json of the folder that the server was started with; {} if this machine cannot read it."""
     folder = str((await probe.control(requests.model_info())).get("model_path"))
     return read_config(folder) if (Path(folder) / "config.json").is_file() else {}
 
@@ -129,8 +143,8 @@ def _vocab_size(url: str, given: int | None, config: dict) -> int:
     size = given if given is not None else config.get("vocab_size")
     if not isinstance(size, int) or size < 1:
         raise ValueError(
-            f"the vocabulary size of {url} is not known here (got {size}), and an id outside the vocabulary would end "
-            "the server; give --model HF_DIR whose config.json has it, or --vocab-size"
+            f"the vocabulary size of {url} is not known (got {size}), and an id outside the vocabulary would crash the "
+            "server; give --model HF_DIR whose config.json has it, or --vocab-size"
         )
     return size
 
@@ -149,3 +163,72 @@ def _api_key(arguments: argparse.Namespace) -> str | None:
     if name is not None and not os.environ.get(name):
         raise ValueError(f"--api-key-env names {name}, which is not set; export it, or leave the flag out")
     return os.environ[name] if name else None
+
+
+# Output
+
+
+def as_table(examinations: list[Examination]) -> str:
+    """A table per server, then the findings by kind of mismatch with their remedies, then a summary line."""
+    lines = []
+    for examination in examinations:
+        lines.append(examination.server)
+        rows = []
+        for row in examination.rows:
+            rows.append((f"{MARKS[row.status]:6}", row.check, row.message))
+            for bucket, numbers in row.numbers.get("buckets", {}).items():
+                rows.append(("", "", f"  {f'pi_rollout {bucket}':18}  {_distance(numbers)}"))
+        lines += [*text_table(rows, indent="  "), ""]
+    findings = [finding for examination in examinations for finding in examination.findings]
+    for kind, means in KINDS.items():
+        of_kind = [finding for finding in findings if finding.kind == kind]
+        if of_kind:
+            lines.append(f"{kind} mismatch: {means}")
+            for finding in of_kind:
+                lines += _described(finding)
+            lines.append("")
+    return "\n".join([*lines, _summary(examinations, len(findings))])
+
+
+def as_json(examinations: list[Examination]) -> str:
+    """{"exit_status", "servers": [{"server", "rows", "findings"}]}; non-finite numbers become null."""
+    servers = [
+        {
+            "server": examination.server,
+            "rows": [asdict(row) for row in examination.rows],
+            "findings": [
+                {"name": f.name, "kind": f.kind, "message": f.message, "remedy": f.remedy, "numbers": dict(f.numbers)}
+                for f in examination.findings
+            ],
+        }
+        for examination in examinations
+    ]
+    return json.dumps(_finite({"exit_status": exit_status(examinations), "servers": servers}), indent=2)
+
+
+def _described(finding: ServerFinding) -> list[str]:
+    return [
+        f"  {finding.name} ({finding.server})",
+        f"    {DEFECTS[finding.name].means}",
+        f"    measured: {finding.message}",
+        f"    fix: {finding.remedy}",
+    ]
+
+
+def _summary(examinations: list[Examination], findings: int) -> str:
+    failed = [examination.server for examination in examinations if examination.failed]
+    found = "nothing found" if not findings else f"{findings} finding{'s' if findings > 1 else ''}"
+    return f"{found}; could not ask everything of {', '.join(failed)}" if failed else found
+
+
+def _distance(numbers: Mapping[str, float]) -> str:
+    sizes = f"max |D| {numbers['max']:.1e}, mean {numbers['mean']:.1e}, k3 {numbers['k3']:.1e}"
+    return f"{sizes} over {numbers['tokens']} tokens"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

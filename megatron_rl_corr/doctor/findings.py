@@ -1,4 +1,4 @@
-"""What the doctor says: a row for every question, and the catalogue of what it can find wrong."""
+"""The doctor's results: one row per question, and the catalogue of defects it can find."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,17 +10,19 @@ Status = Literal["ok", "note", "finding", "failed"]
 KINDS: dict[Kind, str] = {
     "semantic": "server and trainer define different distributions",
     "inference-path": "the same distribution, computed in another way",
-    "objective": "samples of other weights than the ones they are taken for",
+    "objective": "samples of other weights than those they are attributed to",
 }
 
 
 @dataclass(frozen=True)
 class Defect:
-    """Something that can be wrong with a server, and the flag that mends it."""
+    """Something that can be wrong with a server."""
 
     kind: Kind
     means: str
+    """What is wrong, in one phrase."""
     remedy: str
+    """The flags that fix it."""
 
 
 DETERMINISTIC = (
@@ -143,12 +145,13 @@ DEFECTS: dict[str, Defect] = {
 
 
 @dataclass(frozen=True)
-class Finding:
-    """One defect of one server, with the numbers that show it."""
+class ServerFinding:
+    """A defect of one server, with the numbers that show it."""
 
     name: str
+    """In DEFECTS."""
     server: str
-    said: str
+    message: str
     numbers: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -160,42 +163,46 @@ class Finding:
         return DEFECTS[self.name].remedy
 
     def __str__(self) -> str:
-        return f"{self.server}: {self.name} ({self.kind} mismatch): {self.said}; {self.remedy}"
+        return f"{self.server}: {self.name} ({self.kind} mismatch): {self.message}; {self.remedy}"
 
 
 @dataclass(frozen=True)
 class Row:
-    """The answer to one question. `defect`: a name in DEFECTS, for a finding only.
+    """The answer to one question.
 
-    note: worth knowing, nothing to mend. failed: the question could not be asked.
+    Example: Row("temperature", "ok", "at 2 log-prob differences are 0.500 of those at 1; ...", {"slope": 0.5}).
     """
 
     check: str
+    """The question, in one or two words."""
     status: Status
-    said: str
+    """note: nothing has to be fixed; failed: the question could not be asked."""
+    message: str
     numbers: Mapping[str, Any] = field(default_factory=dict)
+    """What the message is based on, for --json."""
     defect: str | None = None
+    """A name in DEFECTS; for a finding only."""
 
     def __post_init__(self):
         assert (self.status == "finding") == (self.defect is not None), self
         assert self.defect is None or self.defect in DEFECTS, self.defect
 
 
-def found(check: str, defect: str, said: str, **numbers: Any) -> Row:
+def found(check: str, defect: str, message: str, **numbers: Any) -> Row:
     """A row that is a finding."""
-    return Row(check, "finding", said, numbers, defect)
+    return Row(check, "finding", message, numbers, defect)
 
 
 @dataclass
 class Examination:
-    """All rows about one server, in the order they were asked in."""
+    """All rows of one server, in the order of the questions."""
 
     server: str
     rows: list[Row] = field(default_factory=list)
 
     @property
-    def findings(self) -> list[Finding]:
-        return [Finding(row.defect, self.server, row.said, row.numbers) for row in self.rows if row.defect]
+    def findings(self) -> list[ServerFinding]:
+        return [ServerFinding(row.defect, self.server, row.message, row.numbers) for row in self.rows if row.defect]
 
     @property
     def failed(self) -> bool:
@@ -203,7 +210,7 @@ class Examination:
 
 
 def exit_status(examinations: list[Examination]) -> int:
-    """0: nothing found; 1: a finding; 2: something could not be asked, whatever else was found."""
+    """0: no finding; 1: a finding; 2: a question could not be asked, whatever else was found."""
     if any(examination.failed for examination in examinations):
         return 2
     return 1 if any(examination.findings for examination in examinations) else 0

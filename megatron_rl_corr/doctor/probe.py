@@ -1,4 +1,4 @@
-"""Asks one server to sample or to score tokens, with more in the answer than training asks for.
+"""Requests to one server for samples and for log-probs of given tokens, with more detail than training needs.
 
 P prompt tokens, R response tokens, K likeliest ids of a token.
 """
@@ -21,17 +21,18 @@ TOP = 8
 
 @dataclass(frozen=True)
 class Answer:
-    """A sampled response. meta: the server's meta_info."""
+    """A sampled response."""
 
     prompt: list[int]
     output: list[int]
     logprobs: np.ndarray
-    """[R] of the sampled ids."""
+    """[R] log-probs of the sampled ids."""
     top: np.ndarray
-    """[R, K] of the likeliest ids, in falling order."""
+    """[R, K] log-probs of the likeliest ids, in falling order."""
     top_ids: np.ndarray
-    """[R, K]."""
+    """[R, K] the likeliest ids."""
     meta: dict[str, Any]
+    """The server's meta_info."""
 
 
 @dataclass(frozen=True)
@@ -39,36 +40,53 @@ class Scores:
     """Log-probs of a text's tokens at temperature 1, from a prefill."""
 
     logprobs: np.ndarray
-    """[R] of the ids after the prompt."""
+    """[R] log-probs of the ids after the prompt."""
     top: np.ndarray
-    """[R, K] of the likeliest ids at their positions."""
+    """[R, K] log-probs of the likeliest ids at their positions."""
     cached_tokens: int
 
 
 class Probe:
-    """One server of a client. timeout_s bounds each question."""
+    """One server of a client.
+
+    Args:
+        client: of all servers.
+        url: of the server.
+        timeout_s: limit of one request.
+    """
 
     def __init__(self, client: RolloutClient, url: str, timeout_s: float = 60.0):
         self.client, self.url, self.timeout_s = client, url, timeout_s
 
     def fresh_prompt(self) -> list[int]:
-        """P ids that nobody has asked with before, so that nothing of them is cached."""
+        """P random ids, of which no server has anything cached."""
         return [self._id(secrets.randbelow(1 << 30)) for _ in range(PROMPT_TOKENS)]
 
     def fixed_prompt(self) -> list[int]:
-        """P ids, the same ones each time: an earlier examination has left them in the server's cache."""
+        """The same P ids each time, which an earlier examination may have left in the server's cache."""
         return [self._id(7 * i * i + 3 * i) for i in range(PROMPT_TOKENS)]
 
     def _id(self, number: int) -> int:
-        # The middle of the vocabulary, or what of it lies below 1000: special ids stand at the ends.
+        # From the middle of the vocabulary, at most 1000: special ids stand at its ends.
         low, high = min(100, self.client.vocab_size // 8), min(1000, self.client.vocab_size * 7 // 8)
         return low + number % max(1, high - low)
 
     async def control(self, request: Request) -> dict[str, Any]:
+        """The server's answer to a control request."""
         return await self.client.ask(self.url, request, timeout_s=self.timeout_s)
 
     async def generate(self, prompt: list[int], tokens: int, *, temperature: float = 1.0, **fields: Any) -> Answer:
-        """Sample `tokens` ids, past the end-of-sequence ids. fields: top_p, top_k, seed, or any of the request."""
+        """Sample a response.
+
+        Args:
+            prompt: ids.
+            tokens: R; end-of-sequence ids do not end the response.
+            temperature: of sampling.
+            fields: top_p, top_k, seed, or any other field of the request.
+
+        Raises:
+            RolloutError: the server did not answer, failed, or answered something malformed.
+        """
         sampling = requests.NEUTRAL | {
             "max_new_tokens": tokens,
             "temperature": temperature,
@@ -82,7 +100,7 @@ class Probe:
             "input_ids": prompt, "sampling_params": sampling, "return_logprob": True, "top_logprobs_num": TOP, **fields
         }
         answer, meta = await self._ask(body)
-        # An abort before the first token has neither field.
+        # An abort before the first token returns neither field.
         rows, tops = meta.get("output_token_logprobs") or [], meta.get("output_top_logprobs") or []
         try:
             output = [int(token) for token in answer["output_ids"]]
@@ -94,7 +112,16 @@ class Probe:
             raise self.error(f"log-probs of {tokens} sampled tokens are missing or malformed ({error!r})") from None
 
     async def score(self, prompt: list[int], output: list[int], *, cached: bool = False) -> Scores:
-        """Log-probs of `output` after `prompt` from one prefill; cached: on the prompt's cached keys and values."""
+        """Log-probs of `output` after `prompt` from one prefill.
+
+        Args:
+            prompt: ids.
+            output: R ids.
+            cached: use the prompt's cached keys and values, if there are any.
+
+        Raises:
+            RolloutError: as for `generate`.
+        """
         start = len(prompt) - 1 if cached else 0
         sampling = requests.NEUTRAL | {"max_new_tokens": 1, "temperature": 0.0}
         body = {

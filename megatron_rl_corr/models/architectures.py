@@ -73,6 +73,24 @@ def is_tied(config: Config) -> bool:
     return bool(config.get("tie_word_embeddings", False))
 
 
+def num_experts(config: Config) -> int | None:
+    """Experts of a layer; None for a dense model."""
+    keys = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next((config[key] for key in keys if config.get(key)), None)
+
+
+def expert_layers(config: Config) -> tuple[int, ...]:
+    """Numbers of the layers that have experts, from 0; none for a dense model."""
+    if num_experts(config) is None:
+        return ()
+    step, first = config.get("decoder_sparse_step", 1), config.get("first_k_dense_replace", 0)
+    dense = config.get("mlp_only_layers") or ()
+    return tuple(
+        layer for layer in range(config["num_hidden_layers"])
+        if layer >= first and layer not in dense and (layer + 1) % step == 0
+    )  # fmt: skip
+
+
 def kept_as_loaded(config: Config) -> list[KeptTensors]:
     """Tensors that training never changes; any other tensor that is not sent is an error (weight_sync/coverage.py)."""
     kept = [

@@ -8,11 +8,13 @@ from __future__ import annotations
 from megatron_rl_corr.models.architectures import (
     FAMILIES,
     Config,
+    expert_layers,
     experts,
     gated_shared_expert,
     is_tied,
     latent_attention,
     mixtral_experts,
+    num_experts,
     qk_norms,
     qkv_bias,
     router_bias,
@@ -104,11 +106,8 @@ def _rope(config: Config, *, latent: bool) -> list:
 
 
 def _experts(config: Config) -> list:
-    count = next(
-        config[key] for key in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(key) is not None
-    )
     return [
-        "--num-experts", count, "--moe-router-topk", config["num_experts_per_tok"],
+        "--num-experts", num_experts(config), "--moe-router-topk", config["num_experts_per_tok"],
         "--moe-ffn-hidden-size", config.get("moe_intermediate_size") or config["intermediate_size"],
         "--moe-router-load-balancing-type", "none", "--moe-router-dtype", "fp32",
         "--moe-token-dispatcher-type", "alltoall",
@@ -142,10 +141,9 @@ def _router(config: Config, *, biased: bool) -> list:
 
 def _dense_layers(config: Config) -> list:
     """The flag for layers without experts, if there are any: 1 for a layer of experts, 0 for a dense one."""
-    layers, step = range(config["num_hidden_layers"]), config.get("decoder_sparse_step", 1)
-    first, dense = config.get("first_k_dense_replace", 0), config.get("mlp_only_layers") or ()
-    sparse = [int(i >= first and i not in dense and (i + 1) % step == 0) for i in layers]
-    return [] if all(sparse) else ["--moe-layer-freq", f"[{','.join(map(str, sparse))}]"]
+    with_experts = expert_layers(config)
+    pattern = [int(layer in with_experts) for layer in range(config["num_hidden_layers"])]
+    return [] if all(pattern) else ["--moe-layer-freq", f"[{','.join(map(str, pattern))}]"]
 
 
 def _demand(rope: Config, **values: float) -> None:

@@ -28,7 +28,7 @@ FLOORS = [
 KNOWN_CLIMBS: set[tuple[str, str]] = set()
 KNOWN_CIRCLES: list[set[str]] = []
 
-KNOWN_HOMONYMS = ["ServerWeights"]
+KNOWN_HOMONYMS: list[str] = []
 """Class names that still occur twice; never add one."""
 
 HOST_READS = {

@@ -13,8 +13,7 @@ from aiohttp import web
 from megatron_rl_corr import cli
 from megatron_rl_corr.doctor.command import run
 from megatron_rl_corr.doctor.probe import Probe
-from megatron_rl_corr.doctor.uninterrupted import uninterrupted
-from megatron_rl_corr.doctor.weights import read_tensors
+from megatron_rl_corr.doctor.weight_change import read_tensors, uninterrupted
 from megatron_rl_corr.rollout import RolloutProtocolError, RolloutServerError
 from tools.local_server import free_port
 
@@ -43,7 +42,7 @@ def test_doctor_when_nobody_listens_then_2_and_the_url_and_endpoint_but_no_key(c
     assert cli.main(["doctor", "--url", url, *flags]) == 2
     printed = capsys.readouterr()
     (row,) = json.loads(printed.out)["servers"][0]["rows"]
-    assert row["status"] == "failed" and f"{url} did not answer GET /model_info: connection refused" in row["said"]
+    assert row["status"] == "failed" and f"{url} did not answer GET /model_info: connection refused" in row["message"]
     assert "s3cret" not in printed.out + printed.err
 
 

@@ -11,20 +11,27 @@ import pytest
 import torch
 
 from megatron_rl_corr.doctor import DEFECTS, KINDS, Examination, Expected, Row, exit_status
+from megatron_rl_corr.doctor.command import as_json, as_table
 from megatron_rl_corr.doctor.distances import by_probability, distance, grid_step, slope, switch_position
 from megatron_rl_corr.doctor.findings import found
-from megatron_rl_corr.doctor.hf_scores import hypotheses, judge_model
-from megatron_rl_corr.doctor.identity import (
-    experts_shape,
+from megatron_rl_corr.doctor.full_check import judge_spans, judge_update
+from megatron_rl_corr.doctor.judgements import (
+    is_half,
+    judge_cache,
+    judge_decode,
     judge_endpoints,
+    judge_mask,
+    judge_precision,
+    judge_repeats,
     judge_routes,
+    judge_seeds,
+    judge_temperature,
+    judge_top_p,
     judge_version,
 )
-from megatron_rl_corr.doctor.in_flight import judge_spans, judge_update
-from megatron_rl_corr.doctor.numerics import is_half, judge_cache, judge_decode, judge_precision, judge_repeats
 from megatron_rl_corr.doctor.probe import Answer, Scores
-from megatron_rl_corr.doctor.sampling import judge_mask, judge_seeds, judge_temperature, judge_top_p
-from megatron_rl_corr.doctor.table import as_json, as_table
+from megatron_rl_corr.doctor.reference_model import experts_shape, hypotheses, judge_model
+from megatron_rl_corr.engines.routes import ExpertShape
 from megatron_rl_corr.engines.sglang.server_version import version_key
 from megatron_rl_corr.rollout import SamplingParams
 
@@ -163,7 +170,7 @@ def test_temperature_when_the_run_samples_at_1_then_unscaled_logprobs_are_a_note
 def test_temperature_when_the_model_is_certain_then_it_cannot_be_told():
     certain = scores([-1e-9] * 3)
     row = judge_temperature(answer([-1e-9] * 3), certain, answer([0.0] * 3), True)
-    assert row.status == "note" and "cannot be told" in row.said
+    assert row.status == "note" and "unknown: " in row.message
 
 
 @pytest.mark.parametrize("rise, defect", [(0.0, None), (0.05, None), (math.log(2), "logprobs_filtered")])
@@ -207,12 +214,12 @@ def seeded(*outputs, logprob=-3.0):
 
 def test_seeds_when_responses_differ_and_one_repeats_then_a_run_can_be_drawn_again():
     row = judge_seeds(seeded("abcd", "abce", "xbcd"), *seeded("abcd"))
-    assert (row.status, row.said) == ("ok", "3 seeds gave 3 responses of 4 tokens, one seed twice gave one")
+    assert (row.status, row.message) == ("ok", "3 seeds gave 3 responses of 4 tokens, one seed twice gave one")
 
 
 def test_seeds_when_one_seed_gives_two_responses_then_ignored_is_a_note():
     row = judge_seeds(seeded("abcd", "abce", "xbcd"), *seeded("abcf"))
-    assert row.status == "note" and row.said.startswith("seeds are ignored: 3 seeds gave 3 responses")
+    assert row.status == "note" and row.message.startswith("seeds are ignored: 3 seeds gave 3 responses")
 
 
 # 4 tokens of -3.5 nats: a response of probability e^-14 = 8e-7 is drawn twice once in a million; e^-13.6 = 1.2e-6.
@@ -221,7 +228,7 @@ def test_seeds_when_one_seed_gives_two_responses_then_ignored_is_a_note():
 def test_seeds_when_two_responses_are_one_then_an_error_only_where_chance_cannot_explain_it(outputs, logprob, status):
     row = judge_seeds(seeded(*outputs, logprob=logprob), *seeded("abcd", logprob=logprob))
     assert row.status == status and row.defect == ("one_response" if status == "finding" else None)
-    assert status == "finding" or row.said.startswith("cannot be told")
+    assert status == "finding" or row.message.startswith("unknown: ")
 
 
 def test_seeds_when_only_one_of_two_equal_pairs_is_likely_then_the_unlikely_one_is_found():
@@ -323,14 +330,17 @@ def test_version_key_when_sorted_then_posts_follow_their_release():
 )
 def test_version_when_judged_then_by_what_it_can_do(version, status, words):
     row = judge_version(version)
-    assert row.status == status and words in row.said
+    assert row.status == status and words in row.message
 
 
 def test_endpoints_when_listed_then_the_transports_and_whether_there_is_a_session():
     row = judge_endpoints(["/begin_weight_update", "/update_weights_from_disk", "/update_weights_from_distributed"])
-    assert row.status == "ok" and row.said == "distributed, disk, in a session"
+    assert row.status == "ok" and row.message == "distributed, disk, in a session"
     assert judge_endpoints(["/update_weights_from_disk"]).defect == "version_unsupported"
     assert judge_endpoints("HTTP 404").status == "note"
+
+
+SHAPE = ExpertShape(num_layers=3, layers=(0, 1, 2), top_k=2, experts=4)
 
 
 def encoded(*ids):
@@ -340,15 +350,15 @@ def encoded(*ids):
 @pytest.mark.parametrize(
     "routes, shape, expected, defect",
     [
-        (encoded(*[0, 3] * 6), (3, 2, 4), True, None),  # 2 rows of 3 layers of 2 experts
+        (encoded(*[0, 3] * 6), SHAPE, True, None),  # 2 rows of 3 layers of 2 experts
         (encoded(*[0, 3] * 6), None, True, None),
-        (encoded(*[0, 4] * 6), (3, 2, 4), True, "routed_experts_wrong"),  # there is no expert 4
-        (encoded(*[0, 3] * 9), (3, 2, 4), True, "routed_experts_wrong"),  # 3 rows
+        (encoded(*[0, 4] * 6), SHAPE, True, "routed_experts_wrong"),  # there is no expert 4
+        (encoded(*[0, 3] * 9), SHAPE, True, "routed_experts_wrong"),  # 3 rows
         (encoded(*[0] * 5), None, True, "routed_experts_wrong"),
         ("no base64!", None, True, "routed_experts_wrong"),
         ("AAA=", None, True, "routed_experts_wrong"),  # 2 bytes
-        (None, (3, 2, 4), True, "routed_experts_missing"),
-        (None, (3, 2, 4), False, None),
+        (None, SHAPE, True, "routed_experts_missing"),
+        (None, SHAPE, False, None),
     ],
 )
 def test_routes_when_of_three_tokens_then_two_rows_of_the_models_shape(routes, shape, expected, defect):
@@ -357,7 +367,9 @@ def test_routes_when_of_three_tokens_then_two_rows_of_the_models_shape(routes, s
 
 def test_experts_shape_when_dense_then_none():
     moe = {"num_hidden_layers": 4, "num_local_experts": 8, "num_experts_per_tok": 2}
-    assert experts_shape(moe) == (4, 2, 8) and experts_shape({"num_hidden_layers": 4}) is None
+    assert experts_shape(moe) == ExpertShape(4, (0, 1, 2, 3), 2, 8)
+    assert experts_shape(moe | {"first_k_dense_replace": 3}) == ExpertShape(4, (3,), 2, 8)
+    assert experts_shape({"num_hidden_layers": 4}) is None
 
 
 # In flight
@@ -484,13 +496,13 @@ def test_table_when_one_server_is_wrong_and_one_is_gone_then_findings_by_kind_wi
         "  dtype_differs (http://a:1)",
         f"    {DEFECTS['dtype_differs'].means}",
         "    measured: reports bfloat16",
-        f"    mend: {DEFECTS['dtype_differs'].remedy}",
+        f"    fix: {DEFECTS['dtype_differs'].remedy}",
         "",
         f"objective mismatch: {KINDS['objective']}",
         "  stale_prefix_cache (http://a:1)",
         f"    {DEFECTS['stale_prefix_cache'].means}",
         "    measured: old",
-        f"    mend: {DEFECTS['stale_prefix_cache'].remedy}",
+        f"    fix: {DEFECTS['stale_prefix_cache'].remedy}",
         "",
         "2 findings; could not ask everything of http://b:2",
     ]

@@ -16,10 +16,10 @@ import pytest
 
 from megatron_rl_corr import cli
 from megatron_rl_corr.doctor import DEFECTS, Expected, quick_check
-from megatron_rl_corr.doctor.full import ask_full
+from megatron_rl_corr.doctor.full_check import ask_full
 from megatron_rl_corr.doctor.probe import Probe
-from megatron_rl_corr.doctor.quick import ask_quick
-from megatron_rl_corr.doctor.weights import FIRST_NORM, ServerWeights, read_tensors
+from megatron_rl_corr.doctor.questions import ask_quick
+from megatron_rl_corr.doctor.weight_change import FIRST_NORM, TemporaryWeights, read_tensors
 from megatron_rl_corr.engines.sglang import requests
 from megatron_rl_corr.rollout import RolloutClient, SamplingParams
 from tools.cpu import environment, sglang_arguments
@@ -127,7 +127,7 @@ def test_doctor_when_the_server_is_right_then_every_check_passes_and_nothing_is_
     assert set(by_status["note"]) - {"repeats", "prefix cache"} == {
         "seeds", "log-probs at temperature 2", "log-probs at top-p 0.5",
     }  # fmt: skip
-    assert answer.rows["seeds"]["said"].startswith("seeds are ignored: 3 seeds gave 3 responses of 24 tokens")
+    assert answer.rows["seeds"]["message"].startswith("seeds are ignored: 3 seeds gave 3 responses of 24 tokens")
     assert answer.rows["temperature"]["numbers"]["slope"] == pytest.approx(0.5, abs=1e-4)  # 1 / T of T = 2
     assert answer.rows["routed experts"]["numbers"]["ids"] == 47 * 4 * 2  # 24 + 24 - 1 tokens, layers, experts
     buckets = answer.rows["model difference"]["numbers"]["buckets"]
@@ -188,7 +188,7 @@ def test_quick_check_when_the_cache_is_older_than_the_weights_then_stale_prefix_
 ):
     async def scenario(client):
         probe = Probe(client, servers.right)
-        weights = ServerWeights(probe, read_tensors(tiny_moe_dir, [FIRST_NORM]), ranks=1, version="default")
+        weights = TemporaryWeights(probe, read_tensors(tiny_moe_dir, [FIRST_NORM]), ranks=1, version="default")
         before = await quick_check(client)  # leaves the probe prompt in the cache
         async with weights.scaled(FIRST_NORM, 4.0, "pushed", flush=False):
             during = await quick_check(client)
@@ -253,7 +253,7 @@ def test_servers_when_their_models_differ_then_the_later_one_is_found(servers, v
             probe = Probe(client, servers.wrong)
             await probe.control(requests.pause_generation("retract"))
             folder = (await probe.control(requests.model_info()))["model_path"]
-            weights = ServerWeights(probe, read_tensors(folder, [FIRST_NORM]), ranks=1, version="default")
+            weights = TemporaryWeights(probe, read_tensors(folder, [FIRST_NORM]), ranks=1, version="default")
             async with weights.scaled(FIRST_NORM, 4.0, "pushed"):
                 await probe.control(requests.continue_generation())
                 return same, await quick_check(client, Expected(SamplingParams(1)))

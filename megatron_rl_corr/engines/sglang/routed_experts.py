@@ -13,6 +13,19 @@ from torch import Tensor
 from megatron_rl_corr.engines.routes import ExpertShape, has_routes, no_routes, pack  # noqa: F401
 
 
+def read_ids(encoded: object) -> np.ndarray:
+    """All ids in a server's `routed_experts`, [N] int32. Raises ValueError naming the rule: base64, int32."""
+    if not isinstance(encoded, str):
+        raise ValueError(f"rule base64: routed_experts must be base64 of int32, got {type(encoded).__name__}")
+    try:
+        raw = base64.b64decode(encoded, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ValueError(f"rule base64: routed_experts of {len(encoded)} characters are no base64: {error}") from None
+    if len(raw) % 4:
+        raise ValueError(f"rule int32: routed_experts of {len(raw)} bytes are no whole number of int32")
+    return np.frombuffer(raw, dtype="<i4")
+
+
 def decode(encoded: object, *, tokens: int, shape: ExpertShape, first: int = 0) -> Tensor:
     """The routes in a server's `routed_experts`, checked.
 
@@ -32,15 +45,7 @@ def decode(encoded: object, *, tokens: int, shape: ExpertShape, first: int = 0) 
     Raises:
         ValueError: it breaks a rule, which the message names: base64, int32, rows, range, distinct ids.
     """
-    if not isinstance(encoded, str):
-        raise ValueError(f"rule base64: routed_experts must be base64 of int32, got {type(encoded).__name__}")
-    try:
-        raw = base64.b64decode(encoded, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise ValueError(f"rule base64: routed_experts of {len(encoded)} characters are no base64: {error}") from None
-    if len(raw) % 4:
-        raise ValueError(f"rule int32: routed_experts of {len(raw)} bytes are no whole number of int32")
-    ids, width = np.frombuffer(raw, dtype="<i4"), shape.num_layers * shape.top_k
+    ids, width = read_ids(encoded), shape.num_layers * shape.top_k
     rows = tokens - 1 - first
     if ids.size != rows * width:
         raise ValueError(

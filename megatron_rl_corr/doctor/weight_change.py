@@ -1,9 +1,10 @@
-"""Changes single weights of a running server over HTTP, and puts them back."""
+"""Changes single weights of a running server for a while, and restores them."""
 
+import asyncio
 import base64
 import json
 import pickle
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -12,21 +13,20 @@ import torch
 from safetensors import safe_open
 
 from megatron_rl_corr.doctor.probe import Probe
-from megatron_rl_corr.doctor.uninterrupted import uninterrupted
 from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError
 from megatron_rl_corr.engines.sglang import requests
 from megatron_rl_corr.engines.sglang.requests import Request
 
 FINAL_NORM = "model.norm.weight"
-"""Changes logits, and no key or value: what was computed before it stays what it was."""
+"""Changes the logits but no key or value, so that cached prefixes stay right."""
 FIRST_NORM = "model.layers.0.input_layernorm.weight"
 """Changes the keys and values of every layer."""
 INITIAL_VERSION = "default"
-"""What SGLang calls the weights it was started with."""
+"""SGLang's name for the weights that it was started with."""
 
 
 def read_tensors(directory: str | Path, names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """The named tensors of a Hugging Face folder; FileNotFoundError or KeyError where it has none of that name."""
+    """Some tensors of a Hugging Face folder. Raises FileNotFoundError or KeyError if one is missing."""
     directory = Path(directory)
     files, tensors = dict.fromkeys(names, "model.safetensors"), {}
     index = directory / "model.safetensors.index.json"
@@ -50,18 +50,25 @@ def update_weights_from_tensor(tensors: Mapping[str, torch.Tensor], *, ranks: in
     return Request("POST", "/update_weights_from_tensor", body)
 
 
-class ServerWeights:
-    """A few weights of one server, whose original values are known."""
+class TemporaryWeights:
+    """A few weights of one server, with the original values that they get back.
+
+    Args:
+        probe: of the server.
+        originals: Hugging Face name -> value.
+        ranks: the server's tensor-parallel size.
+        version: the name of its weights.
+    """
 
     def __init__(self, probe: Probe, originals: Mapping[str, torch.Tensor], *, ranks: int, version: str):
         self._probe, self._originals, self._ranks, self._version = probe, dict(originals), ranks, version
 
     @asynccontextmanager
     async def scaled(self, name: str, factor: float, version: str, *, flush: bool = True) -> AsyncIterator[None]:
-        """While it is open the weight is `factor` times its value, and the server's weights are called `version`.
+        """Inside the block the weight is `factor` times its value, and the server's weights are called `version`.
 
-        The caller pauses and resumes. At the end, and after any failure, the value and the version's name are
-        back, prefixes are forgotten, and the server samples.
+        The caller pauses the server before and resumes it inside. At the end of the block, after a failure too, the
+        weight and the version's name are restored, cached prefixes are dropped, and the server samples.
         """
         try:
             await self._send({name: self._originals[name] * factor}, version)
@@ -81,7 +88,7 @@ class ServerWeights:
             await self._probe.control(requests.continue_generation())
 
     async def checksum(self) -> Any:
-        """A digest of all weights that the server holds."""
+        """{parameter: checksum} of each rank of the server."""
         answer = await self._probe.control(requests.weights_checker())
         try:
             return [rank["checksums"] for rank in answer["ranks"]]
@@ -103,3 +110,16 @@ class ServerWeights:
         except RolloutServerError as error:
             if error.status != 404:
                 raise
+
+
+async def uninterrupted(work: Coroutine[Any, Any, None]) -> None:
+    """Await `work` to its end, such as restoring a server. A cancellation meanwhile is raised afterwards."""
+    task, cancellation = asyncio.create_task(work), None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            cancellation = error
+    task.result()
+    if cancellation is not None:
+        raise cancellation
