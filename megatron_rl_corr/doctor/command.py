@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron_rl_corr.doctor.findings import DEFECTS, KINDS, Examination, Row, ServerFinding, exit_status
+from megatron_rl_corr.doctor.findings import DEFECTS, KINDS, Examination, Finding, Row, exit_status
 from megatron_rl_corr.doctor.full_check import ask_full
 from megatron_rl_corr.doctor.probe import Probe
 from megatron_rl_corr.doctor.questions import Expected, Facts, ask_quick, ask_same
@@ -206,7 +206,7 @@ def as_json(examinations: list[Examination]) -> str:
     return json.dumps(_finite({"exit_status": exit_status(examinations), "servers": servers}), indent=2)
 
 
-def _described(finding: ServerFinding) -> list[str]:
+def _described(finding: Finding) -> list[str]:
     return [
         f"  {finding.name} ({finding.server})",
         f"    {DEFECTS[finding.name].means}",

@@ -145,7 +145,7 @@ DEFECTS: dict[str, Defect] = {
 
 
 @dataclass(frozen=True)
-class ServerFinding:
+class Finding:
     """A defect of one server, with the numbers that show it."""
 
     name: str
@@ -201,8 +201,8 @@ class Examination:
     rows: list[Row] = field(default_factory=list)
 
     @property
-    def findings(self) -> list[ServerFinding]:
-        return [ServerFinding(row.defect, self.server, row.message, row.numbers) for row in self.rows if row.defect]
+    def findings(self) -> list[Finding]:
+        return [Finding(row.defect, self.server, row.message, row.numbers) for row in self.rows if row.defect]
 
     @property
     def failed(self) -> bool:

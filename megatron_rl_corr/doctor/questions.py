@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_rl_corr.doctor import judgements
 from megatron_rl_corr.doctor.distances import distance, grid_step
-from megatron_rl_corr.doctor.findings import Examination, Row, ServerFinding, found
+from megatron_rl_corr.doctor.findings import Examination, Finding, Row, found
 from megatron_rl_corr.doctor.probe import Answer, Probe, Scores
 from megatron_rl_corr.engines.errors import RolloutError, RolloutServerError
 from megatron_rl_corr.engines.routes import ExpertShape
@@ -58,7 +58,7 @@ class Facts:
 
 async def quick_check(
     client: RolloutClient, expected: Expected | None = None, *, timeout_s: float = 60.0
-) -> list[ServerFinding]:
+) -> list[Finding]:
     """The defects of a client's servers, without changing anything there.
 
     Sends 20 requests of at most 24 tokens to each server, most of them at once.
@@ -78,7 +78,7 @@ async def quick_check(
     for probe, (rows, _) in zip(probes, asked, strict=True):
         findings += Examination(probe.url, rows).findings
     same = await ask_same(probes, [facts for _, facts in asked])
-    return findings + [ServerFinding(row.defect, url, row.message, row.numbers) for url, row in same if row.defect]
+    return findings + [Finding(row.defect, url, row.message, row.numbers) for url, row in same if row.defect]
 
 
 async def ask_quick(probe: Probe, expected: Expected) -> tuple[list[Row], Facts]:

@@ -8,7 +8,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from megatron_rl_corr.doctor import Expected, ServerFinding, quick_check
+from megatron_rl_corr.doctor import Expected, Finding, quick_check
 from megatron_rl_corr.engines.errors import RolloutError
 from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.mcore.first_step import FirstStep, first_step_bound
@@ -50,7 +50,7 @@ def broadcast_first_step(
     return FirstStep(args.iteration, bound[0])
 
 
-def judge(findings: list[ServerFinding], kind: str) -> StartupError | None:
+def judge(findings: list[Finding], kind: str) -> StartupError | None:
     """The error that ends the run, if one of the findings must; the others are printed."""
     fatal = [finding for finding in findings if kind == "all" or finding.kind == "semantic"]
     for finding in findings:
