@@ -3,8 +3,8 @@
 python benchmarks/weight_push.py [--hidden 512] [--layers 8] [--bucket-mib 64] [--repeats 3]
 
 The server runs in float32 on this machine, without a GPU as the quickstart does. One trainer rank sends whole tensors:
-what gathering over tensor and expert ranks takes is not in it. Every push is of other weights than the last, and its
-proof compares all of them; the last column is the proof alone. The least of the repeats.
+gathering over tensor and expert ranks is not measured. Every push sends other weights than the last, and all of them
+are verified; the last column is the verification alone. The least of the repeats.
 """
 
 import argparse
@@ -22,10 +22,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.correction import machine_name
 from megatron_rl_corr.rollout import LoopThread, RolloutClient
-from megatron_rl_corr.weight_sync.proof import PushProof
-from megatron_rl_corr.weight_sync.push import push_weights
 from megatron_rl_corr.weight_sync.servers import WeightServers
-from megatron_rl_corr.weight_sync.transports.choice import make_transport
+from megatron_rl_corr.weight_sync.transports import make_transport
+from megatron_rl_corr.weight_sync.update import push_weights
+from megatron_rl_corr.weight_sync.verify import PushVerifier
 from tools.cpu import environment, sglang_arguments
 from tools.local_server import LocalServer
 
@@ -49,10 +49,10 @@ def main() -> None:
             extra_arguments=sglang_arguments(),
         ) as server:  # fmt: skip
             print(f"{datetime.date.today()}, {machine_name('cpu')}, {size / 1e6:.0f} MB in {len(weights)} tensors\n")
-            print("| transport | push (s) | MB/s | proof (s) |\n|---|---|---|---|")
+            print("| transport | push (s) | MB/s | verify (s) |\n|---|---|---|---|")
             for kind in ("distributed", "tensor", "disk"):
-                push_s, proof_s = measured(kind, server.url, weights, folder, options)
-                print(f"| {kind} | {push_s:.2f} | {size / push_s / 1e6:.0f} | {proof_s:.2f} |", flush=True)
+                push_s, verify_s = measured(kind, server.url, weights, folder, options)
+                print(f"| {kind} | {push_s:.2f} | {size / push_s / 1e6:.0f} | {verify_s:.2f} |", flush=True)
     dist.destroy_process_group()
 
 
@@ -76,17 +76,18 @@ def make_model(out: Path, options: argparse.Namespace) -> dict[str, torch.Tensor
 
 
 def measured(kind, url, weights, folder, options) -> tuple[float, float]:
-    """The least time of a push, and of the proof within one."""
+    """The least time of a push, and of the verification within one."""
     loop = LoopThread()
     client = RolloutClient([url], vocab_size=VOCAB_SIZE)
     transport = make_transport(
         kind, client, loop, backend="gloo", checkpoint=folder / "model", stage=0, sends=True,
         folder=str(folder / "weights") if kind == "disk" else None,
     )  # fmt: skip
-    servers = WeightServers(client, loop, transport, proof=PushProof(1, kept_bytes=2**40))
-    proof_s = []
-    for name in ("show", "compare"):
-        setattr(servers, name, timed(getattr(servers, name), proof_s))
+    verifier = PushVerifier(client.engine, 1, kept_bytes=2**40)
+    servers = WeightServers(client, loop, transport, verifier=verifier)
+    verify_s = []
+    servers.checksums = timed(servers.checksums, verify_s)
+    verifier.compare = timed(verifier.compare, verify_s)
     pushes = []
     for repeat in range(options.repeats + 1):  # the first one makes the group
         weights = {name: tensor + 0.001 for name, tensor in weights.items()}
@@ -99,7 +100,7 @@ def measured(kind, url, weights, folder, options) -> tuple[float, float]:
     servers.close()
     loop.call(client.close())
     loop.close()
-    return min(pushes[1:]), min(a + b for a, b in zip(proof_s[::2], proof_s[1::2], strict=True))
+    return min(pushes[1:]), min(a + b for a, b in zip(verify_s[::2], verify_s[1::2], strict=True))
 
 
 def timed(call, seconds: list[float]):

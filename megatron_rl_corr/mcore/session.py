@@ -40,10 +40,12 @@ from megatron_rl_corr.rollout.client import RolloutClient
 from megatron_rl_corr.rollout.cursor import SavedCursor
 from megatron_rl_corr.rollout.environment import load_environment
 from megatron_rl_corr.rollout.episodes import Episodes
+from megatron_rl_corr.weight_sync.coverage import make_coverage
 from megatron_rl_corr.weight_sync.export import StageExporter
-from megatron_rl_corr.weight_sync.push import push_weights
 from megatron_rl_corr.weight_sync.servers import WeightServers
-from megatron_rl_corr.weight_sync.transports.choice import make_coverage, make_proof, make_transport
+from megatron_rl_corr.weight_sync.transports import make_transport
+from megatron_rl_corr.weight_sync.update import push_weights
+from megatron_rl_corr.weight_sync.verify import make_verifier
 
 Report = Callable[[dict[str, float]], None]
 WAIT_FOR_SERVERS_S = 60.0
@@ -246,9 +248,9 @@ def _weight_servers(
         options.weight_transport, client, loop, backend="nccl" if torch.cuda.is_available() else "gloo",
         checkpoint=checkpoint, folder=options.weight_dir, stage=exporter.stage, sends=exporter.sends,
     ))  # fmt: skip
-    proof = make_proof(options.verify_push, checkpoint)
     servers = WeightServers(
-        client, loop, transport, proof=proof, coverage=make_coverage(checkpoint), pause_mode=options.pause_mode,
+        client, loop, transport, verifier=make_verifier(options.verify_push, checkpoint, client.engine),
+        coverage=make_coverage(checkpoint, client.engine), pause_mode=options.pause_mode,
         samples_ahead=options.max_lag > 0,
     )
     if dist.get_rank() == 0:

@@ -1,26 +1,59 @@
-"""Streams a pipeline stage's weights under their Hugging Face names to one sending rank.
+"""Gathers a pipeline stage's weights on its sending rank, as whole tensors under Hugging Face names, in buckets.
 
-No rank ever holds more than one parameter (with its expert-parallel siblings, and those that are sent with it) beside
-its own shards.
+Beside its own shards a rank holds at most one parameter at a time, with its expert-parallel siblings and those that are
+sent with it, and the sender one bucket.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from megatron_rl_corr.engines.types import NamedTensor
 from megatron_rl_corr.models.names import ParameterRule
 from megatron_rl_corr.models.shards import LocalParameter, ShardRanks
 from megatron_rl_corr.parallel.gather import all_gather_stacked
 from megatron_rl_corr.parallel.layout import StageGroups
-from megatron_rl_corr.weight_sync.buckets import NamedTensor
+
+
+def buckets(units: Iterable[list[NamedTensor]], bucket_bytes: int) -> Iterator[list[NamedTensor]]:
+    """Group units into buckets of bounded size, in order, without looking ahead.
+
+    Args:
+        units: tensors that one request must bring together.
+        bucket_bytes: largest size of a bucket; only a single unit that is larger makes a larger bucket.
+
+    Raises:
+        ValueError: bucket_bytes is not positive.
+    """
+    if bucket_bytes < 1:
+        raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
+    bucket: list[NamedTensor] = []
+    size = 0
+    for unit in units:
+        nbytes = sum(tensor.nbytes for _, tensor in unit)
+        if bucket and size + nbytes > bucket_bytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket += unit
+        size += nbytes
+    if bucket:
+        yield bucket
 
 
 class StageExporter:
-    """Gathers and renames the weights of one stage."""
+    """Gathers, converts and renames the weights of one pipeline stage; every rank of the stage has one.
+
+    Args:
+        parameters: of this rank.
+        ranks: this rank's coordinates.
+        groups: of the stage.
+        stage: number of the stage, from 0.
+        num_stages: pipeline stages.
+    """
 
     def __init__(
         self, parameters: Sequence[LocalParameter], ranks: ShardRanks, groups: StageGroups,
@@ -36,7 +69,7 @@ class StageExporter:
         self._expert_places = self._gather_places() if self._in_expert else []
 
     def _gather_places(self) -> list[tuple[int, int]]:
-        """(expert-parallel rank, expert-tensor rank) of each member of the expert group."""
+        """(expert-parallel rank, expert-tensor-parallel rank) of each member of the expert group."""
         place = (self._ranks.ep_rank, self._ranks.expert_tp_rank)
         if self._groups.expert is None or self._groups.expert.size() == 1:
             return [place]
@@ -45,10 +78,12 @@ class StageExporter:
         return places
 
     def units(self, after_parameter: Callable[[], None] = lambda: None) -> Iterator[list[NamedTensor]]:
-        """(Hugging Face name, whole tensor) of the stage, in lists that one request must bring whole.
+        """Lists of (Hugging Face name, whole tensor) that one request must bring together; most have one entry.
 
-        Nearly all are lists of one. Every rank of the stage must run through it; after_parameter() is called as often
-        on each, at the same places between their exchanges.
+        Every rank of the stage must iterate to the end, because parameters are gathered meanwhile.
+
+        Args:
+            after_parameter: called on every rank of the stage between the same two parameters.
         """
         waiting: dict[tuple[str, ...], list[NamedTensor]] = {}
         for rule, named in self._tensors(after_parameter):
@@ -59,7 +94,7 @@ class StageExporter:
             unit.append(named)
             if len(unit) == len(rule.sent_with):
                 yield waiting.pop(rule.sent_with)
-        assert not waiting, f"of {list(waiting)} this stage has a part only"
+        assert not waiting, f"this stage has only a part of {list(waiting)}"
 
     @torch.no_grad()
     def _tensors(self, after_parameter: Callable[[], None]) -> Iterator[tuple[ParameterRule, NamedTensor]]:
@@ -70,7 +105,7 @@ class StageExporter:
             after_parameter()
             if not rule.is_expert:
                 if self._in_tp:
-                    # A replicated parameter is whole already: gathering it would only move copies.
+                    # Every rank has all of a replicated parameter.
                     group = None if rule.layout.replicated else self._groups.tp
                     shards = all_gather_stacked(parameter.tensor.detach(), group).unbind()
                     for named in zip(rule.hf_names, rule.layout.merge(shards), strict=True):

@@ -1,4 +1,4 @@
-"""The rollout servers as a weight update sees them: who is there, begin, send, end, resume; each call waits."""
+"""The servers of a weight update: which of them answer, their pause and session, and which version to sample from."""
 
 from __future__ import annotations
 
@@ -7,267 +7,204 @@ import logging
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, RolloutServerError
-from megatron_rl_corr.engines.sglang.server_version import FLUSHES_PAUSED_SINCE, version_key
+from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError
+from megatron_rl_corr.engines.types import NamedTensor, ServerChecksums
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
-from megatron_rl_corr.weight_sync.buckets import NamedTensor
 from megatron_rl_corr.weight_sync.coverage import Coverage
-from megatron_rl_corr.weight_sync.proof import PushProof, ServerWeights
 from megatron_rl_corr.weight_sync.transports.base import WeightTransport
+from megatron_rl_corr.weight_sync.verify import PushVerifier
 
-ABSENT, READY, STARTED_ANEW = 0, 1, 2
-"""A server before an update: it does not answer; it has the last weights; it has others, as after a new start."""
-
-IN_PLACE_NEEDS = ("disable_overlap_schedule", "disable_radix_cache")
-"""Names in /server_info. With the overlap scheduler a token is told to be of the version after the one that sampled
-it; with the prefix cache later prompts meet keys and values of old weights, and while a response is running SGLang
-refuses to drop them. A client of `keyed_cache` meets none, so its servers may have one."""
-STORES = ("enable_hierarchical_cache", "enable_lmcache", "enable_flexkv", "enable_unified_cache_external_linker")
-"""Caches behind the radix cache; in older SGLang they know a prefix by its tokens alone, whatever its key."""
+ABSENT, READY, RESTARTED = 0, 1, 2
+"""A server before an update: it does not answer; it has the last weights; it has others, as after a restart."""
 
 RELEASE_S = 6.0
-"""Of a process that ends; each of the two questions has a third of it."""
+"""Seconds that a process which ends spends on `release`; each of the two requests to a server has a third of it."""
 
 logger = logging.getLogger(__name__)
 
 
 class WeightServers:
-    """Blocking weight updates of the servers of a client that answer.
+    """One rank's view of the servers that a client samples from, for `push_weights`; calls block.
 
-    A server that does not answer before an update, or dies in the middle, misses it. It is not sampled from with the
-    weights it has: `expect` tells the client which version to take. The next update takes it in again.
+    A server that does not answer before an update, or dies during it, misses the update and is not sampled from until
+    the next one takes it in again.
 
-    pause_mode: of the responses that are running: `retract` computes their keys and values anew with the new weights,
-    `in_place` goes on with the old ones, `abort` ends them, and the client asks for the rest.
-    proof: None sends without asking afterwards what the servers have. coverage: None sends whatever the exporter has,
-    be it all of the model or not. samples_ahead: responses run while weights are updated (--rollout-max-lag above 0).
+    Args:
+        client: of all servers; it is told which version to sample from.
+        loop: the event loop of the client.
+        transport: sends the weights.
+        verifier: compares checksums after an update; None: not verified.
+        coverage: checks that all tensors of the checkpoint are sent; None: not checked.
+        pause_mode: of running responses. retract: their keys and values are computed anew with the new weights;
+            in_place: they go on with the old ones; abort: they end, and the client requests the rest.
+        samples_ahead: responses run during updates (--rollout-max-lag above 0).
     """
 
     def __init__(
         self, client: RolloutClient, loop: LoopThread, transport: WeightTransport, *,
-        proof: PushProof | None = None, coverage: Coverage | None = None, pause_mode: str = "retract",
+        verifier: PushVerifier | None = None, coverage: Coverage | None = None, pause_mode: str = "retract",
         samples_ahead: bool = False,
     ):
-        self._client, self._loop, self._transport, self._proof = client, loop, transport, proof
-        self._coverage, self._pause_mode, self._samples_ahead = coverage, pause_mode, samples_ahead
-        self._updated = client.control(client.base_urls)
+        self.client, self.transport, self.verifier, self.coverage = client, transport, verifier, coverage
+        self._loop, self._pause_mode, self._samples_ahead = loop, pause_mode, samples_ahead
+        self._control = client.control(client.base_urls)
         self._version: str | None = None
-        self._sent: str | None = None
+        self._started: str | None = None
         self._stopped = False
 
     @property
-    def count(self) -> int:
-        """Servers of the client."""
-        return len(self._client.base_urls)
+    def urls(self) -> tuple[str, ...]:
+        """Addresses of the servers in the current update."""
+        return self._control.base_urls
 
-    @property
-    def updated(self) -> int:
-        """Those of them that are updated."""
-        return len(self._updated.base_urls)
-
-    @property
-    def broken(self) -> bool:
-        """Whether a failure has left servers that can't be updated once more, though they answer."""
-        return self._transport.broken
-
-    @broken.setter
-    def broken(self, value: bool) -> None:
-        self._transport.broken = value
-
-    @property
-    def stopped_while_sending(self) -> bool:
-        """Whether `begin` comes before the first bucket; if not, before `deliver`."""
-        return self._transport.in_session
-
-    def look(self) -> list[int]:
-        """ABSENT, READY or STARTED_ANEW for each server of the client; RolloutServerError if none answers."""
+    def find(self) -> list[int]:
+        """ABSENT, READY or RESTARTED for each server of the client. Raises RolloutServerError if none answers."""
         states = []
-        versions = self._loop.call(self._client.reported_versions())
-        for url, version in zip(self._client.base_urls, versions, strict=True):
+        versions = self._loop.call(self.client.reported_versions())
+        for url, version in zip(self.client.base_urls, versions, strict=True):
             if version is None:
                 logger.warning("rollout server %s does not answer and misses a weight update", url)
                 states.append(ABSENT)
-            else:
-                as_sent = self._version is None or version in (self._version, self._sent)
-                if not as_sent:
-                    logger.warning(
-                        "rollout server %s has weights %r where %r was sent: started anew?", url, version, self._version
-                    )
-                states.append(READY if as_sent else STARTED_ANEW)
+                continue
+            is_ready = self._version is None or version in (self._version, self._started)
+            if not is_ready:
+                logger.warning(
+                    "rollout server %s has weights %r instead of %r: was it restarted?", url, version, self._version
+                )
+            states.append(READY if is_ready else RESTARTED)
         return states
 
     def use(self, states: Sequence[int]) -> None:
-        """Update the servers that are not ABSENT; until `expect` their silence is no outage."""
-        self._loop.call(self._client.expect_pause())
-        state = dict(zip(self._client.base_urls, states, strict=True))
+        """Begin an update of the servers that are not ABSENT. Until `expect`, silent servers are no outage."""
+        self._loop.call(self.client.expect_pause())
+        state = dict(zip(self.client.base_urls, states, strict=True))
         urls = tuple(url for url in state if state[url] != ABSENT)
         rejoined = None
-        if STARTED_ANEW in states or urls != self._updated.base_urls:
-            rejoined = [url for url in self._updated.base_urls if state[url] == READY]
-        self._updated = self._client.control(urls)
-        self._transport.aim(self._updated, rejoined=rejoined)
-        for kept in (self._proof, self._coverage):
-            if kept is not None:
-                kept.clear()
+        if RESTARTED in states or urls != self.urls:
+            rejoined = [url for url in self.urls if state[url] == READY]
+        self._control = self.client.control(urls)
+        self.transport.aim(self._control, rejoined=rejoined)
+        for counts in (self.verifier, self.coverage):
+            if counts is not None:
+                counts.clear()
 
     def start(self, version: str) -> None:
         """Rank 0, before anything is sent."""
-        self._sent = version
-        self._transport.start(version)
+        self._started = version
+        self.transport.start(version)
 
     def begin(self) -> None:
-        """Stop sampling and open the update session (SGLang <= 0.5.20 has none and needs none)."""
-        if self._pause_mode == "in_place":
-            self._check_in_place()
-        elif self._pause_mode == "retract" and self._samples_ahead:
-            self._check_flushes()
+        """Pause the servers and open their update session.
+
+        Raises:
+            RolloutProtocolError: a server can't be paused in this mode; none has been paused then.
+        """
+        if self._pause_mode == "in_place" or self._samples_ahead:
+            self._check_pause()
         self._stopped = True
-        self._loop.call(self._updated.pause_generation(self._pause_mode))
-        if not self._transport.in_session:
-            return
-        try:
-            self._loop.call(self._updated.begin_weight_update())
-        except RolloutServerError as error:
-            # A trainer that was killed in the middle of an update left its session open: nobody closes it.
-            if error.status != 400 or "already open" not in error.detail:
-                raise
-            self._close_sessions()
-            self._loop.call(self._updated.begin_weight_update())
+        self._loop.call(self._control.pause_generation(self._pause_mode))
+        if self.transport.in_session:
+            self._loop.call(self._control.reopen_weight_update())
+
+    def _check_pause(self) -> None:
+        engine = self._control.engine
+        for url, info in zip(self.urls, self._loop.call(self._control.server_info()), strict=True):
+            problem = engine.pause_problem(
+                info, self._pause_mode, keyed_cache=self.client.keyed_cache, samples_ahead=self._samples_ahead
+            )
+            if problem is not None:
+                raise RolloutProtocolError(url, engine.server_info().endpoint, problem)
 
     def send(self, bucket: list[NamedTensor], version: str) -> None:
-        """Give one bucket to the transport, and keep of it what is looked at afterwards."""
-        if self._proof is not None:
-            self._proof.keep(bucket, version)
-        self._transport.send(bucket)
-        if self._coverage is not None:
-            self._coverage.count(bucket)
-
-    def all_reduce_coverage(self) -> None:
-        """Every rank, when all stages have sent: IncompletePush, on one rank, unless that was all of the model."""
-        if self._coverage is not None:
-            self._coverage.all_reduce_check()
-
-    def deliver(self, version: str) -> None:
-        """Rank 0, when every stage has sent."""
-        self._transport.deliver(version)
+        """Send one bucket to all servers, and keep what `checksums` are compared with."""
+        if self.verifier is not None:
+            self.verifier.keep(bucket, version)
+        self.transport.send(bucket)
+        if self.coverage is not None:
+            self.coverage.count(bucket)
 
     def end(self, version: str) -> None:
-        """Close the session, name the weights, check every server's answer, drop prefixes of old weights.
+        """Close the session, name the weights, check their name at every server, drop prefixes of old weights.
 
-        Paused in_place a server would not drop them, and no later request meets them (IN_PLACE_NEEDS).
+        Servers that are paused in_place could not drop them; `begin` made sure that no later request uses them.
+
+        Raises:
+            RolloutProtocolError: a server reports another version.
         """
-        if self._transport.in_session:
-            self._loop.call(self._updated.end_weight_update())
-        self._loop.call(self._updated.update_weight_version(version))
-        answers = self._loop.call(self._updated.model_info())
-        for url, answer in zip(self._updated.base_urls, answers, strict=True):
-            if str(answer.get("weight_version")) != version:
+        if self.transport.in_session:
+            self._loop.call(self._control.end_weight_update())
+        self._loop.call(self._control.update_weight_version(version))
+        engine = self._control.engine
+        for url, answer in zip(self.urls, self._loop.call(self._control.model_info()), strict=True):
+            reported = engine.weight_version(answer)
+            if reported != version:
                 raise RolloutProtocolError(
-                    url, "/model_info",
-                    f"weight_version is {answer.get('weight_version')!r} after version {version!r} was "
-                    "pushed; does another trainer push to this server?",
+                    url, engine.model_info().endpoint,
+                    f"its weights are called {reported!r} after version {version!r} was pushed; does another trainer "
+                    "push to this server?",
                 )
         if self._pause_mode != "in_place":
-            self._loop.call(self._updated.flush_cache())
+            self._loop.call(self._control.flush_cache())
 
-    @property
-    def proves(self) -> bool:
-        """Whether `show` and `compare` are to be called."""
-        return self._proof is not None
+    def checksums(self) -> list[ServerChecksums]:
+        """Rank 0: the servers' checksums of their weights; [] if their version has none.
 
-    def show(self) -> list[ServerWeights]:
-        """Rank 0: what the servers have, by their own checksums; RolloutProtocolError where they disagree, or have
-        other parameters than were sent."""
-        shown = self._proof.ask(self._updated, self._loop)
-        if self._coverage is not None:
-            self._coverage.check_servers(shown)
-        return shown
-
-    def compare(self, shown: list[ServerWeights]) -> None:
-        """A sender: RolloutProtocolError for a server that has something else than was sent from here."""
-        self._proof.compare(shown)
+        Raises:
+            RolloutProtocolError: servers disagree, or have other parameters than were sent.
+        """
+        checksums = self._loop.call(self.verifier.read(self._control))
+        if self.coverage is not None:
+            self.coverage.check_servers(checksums)
+        return checksums
 
     def resume(self) -> None:
-        """Go on sampling."""
-        self._loop.call(self._updated.continue_generation())
+        """Let the servers sample again."""
+        self._loop.call(self._control.continue_generation())
         self._stopped = False
 
     def expect(self, version: str) -> None:
-        """Sample only with these weights from now on: on every rank, because each has a client of its own."""
+        """Sample only with these weights from now on; on every rank, because each has a client of its own."""
         self._version = version
-        self._loop.call(self._client.expect_version(version))
+        self._loop.call(self.client.expect_version(version))
 
     def abandon(self) -> None:
-        """After a failure in the middle: close the session and go on sampling, whatever of it is possible."""
+        """After a failure: close the session and resume, as far as possible."""
         try:
-            if self._transport.in_session and not self._transport.broken:
-                self._loop.call(self._updated.end_weight_update())
+            if self.transport.in_session and not self.transport.broken:
+                self._loop.call(self._control.end_weight_update())
         finally:
             self.resume()
 
     def release(self) -> None:
-        """Before the end of a process that has stopped servers for an update: they sample again, where they can.
+        """Before the end of a process that has paused servers: let them sample again, as far as possible.
 
-        From any thread, within RELEASE_S. A server that waits in a broadcast goes on once its sender's process has
-        ended: what is asked of it here lies in its queue. An update session that stays open is closed by the next.
+        From any thread, within RELEASE_S. A server that waits in a broadcast goes on once the sender's process has
+        ended, and then takes up these requests. The next update closes a session that stays open.
         """
         if not self._stopped:
             return
 
         async def release_one(url: str) -> None:
-            control = self._client.control([url])
-            if self._transport.in_session:
+            control = self.client.control([url])
+            if self.transport.in_session:
                 await _briefly(control.end_weight_update())
             await _briefly(control.continue_generation())
 
         async def release_all() -> None:
-            await asyncio.gather(*(release_one(url) for url in self._updated.base_urls))
+            await asyncio.gather(*(release_one(url) for url in self.urls))
 
         self._loop.call(release_all(), timeout=RELEASE_S)
 
     def close(self) -> None:
-        """Take off the servers what this process's transport set up there."""
-        self._transport.close()
-
-    def _check_in_place(self) -> None:
-        for url, info in zip(self._updated.base_urls, self._loop.call(self._updated.server_info()), strict=True):
-            keyed = self._client.keyed_cache and not any(info.get(name) for name in STORES)
-            needs = IN_PLACE_NEEDS[:1] if keyed else IN_PLACE_NEEDS
-            missing = [f"--{name.replace('_', '-')}" for name in needs if not info.get(name)]
-            if missing:
-                raise RolloutProtocolError(
-                    url, "/server_info",
-                    f"--rollout-pause-mode in_place needs a server started with {' '.join(missing)}; start it so, or "
-                    "use --rollout-pause-mode retract",
-                )
-
-    def _check_flushes(self) -> None:
-        """Before anything is stopped: else the first push with running responses would end the run."""
-        for url, info in zip(self._updated.base_urls, self._loop.call(self._updated.server_info()), strict=True):
-            version = str(info.get("version"))
-            if () < version_key(version) < version_key(FLUSHES_PAUSED_SINCE):
-                raise RolloutProtocolError(
-                    url, "/server_info",
-                    f"SGLang {version} can't drop cached prefixes while the requests wait that a push has retracted, "
-                    f"and --rollout-max-lag is above 0; serve with SGLang {FLUSHES_PAUSED_SINCE} or newer, or use "
-                    "--rollout-pause-mode abort or --rollout-max-lag 0",
-                )
-
-    def _close_sessions(self) -> None:
-        """Each server's for itself: where an update was broken off, some have an open one and some have none."""
-        for url in self._updated.base_urls:
-            try:
-                self._loop.call(self._client.control([url]).end_weight_update())
-            except RolloutServerError as error:
-                if error.status != 400:
-                    raise
+        """Remove what the transport has set up at the servers."""
+        self.transport.close()
 
 
-async def _briefly(question: Coroutine[Any, Any, object]) -> None:
-    """Ask, and let the answer come when it may: a server takes up what it was sent though nobody waits any more."""
+async def _briefly(request: Coroutine[Any, Any, object]) -> None:
+    """Send a request and wait a short time: a server handles it even if nobody waits for the answer any more."""
     try:
         async with asyncio.timeout(RELEASE_S / 3):
-            await question
+            await request
     except (RolloutError, TimeoutError) as error:
         logger.warning("a rollout server did not answer at the end: %s", error)

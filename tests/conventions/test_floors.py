@@ -42,7 +42,7 @@ BROAD_EXCEPTIONS = {
     ("data/reward_worker.py", "attempt"): "the trainer counts it, and shows the traceback",
     ("data/worker_pool.py", "_run"): "raised where the call is awaited",
     ("parallel/failure.py", "all_reduce_results"): "all_reduce_done raises it once the other ranks know",
-    ("weight_sync/push.py", "run"): "the thread's error is raised where its answer is read",
+    ("weight_sync/update.py", "run"): "the thread's error is raised where its answer is read",
 }
 """(file, function): how an error that is caught broadly is raised after all."""
 

@@ -30,10 +30,12 @@ from megatron_rl_corr.models.megatron_flags import model_flags
 from megatron_rl_corr.models.names import NameTable
 from megatron_rl_corr.models.shards import load_shards, local_parameters
 from megatron_rl_corr.rollout import LoopThread, RolloutClient
+from megatron_rl_corr.weight_sync.coverage import make_coverage
 from megatron_rl_corr.weight_sync.export import StageExporter
-from megatron_rl_corr.weight_sync.push import push_weights
 from megatron_rl_corr.weight_sync.servers import WeightServers
-from megatron_rl_corr.weight_sync.transports.choice import make_coverage, make_proof, make_transport
+from megatron_rl_corr.weight_sync.transports import make_transport
+from megatron_rl_corr.weight_sync.update import push_weights
+from megatron_rl_corr.weight_sync.verify import make_verifier
 from tools.cpu.cp_attention import ContextParallelAttention
 from tools.local_server import free_port
 
@@ -170,7 +172,8 @@ def push(url, path):
         sends=exporter.sends,
     )  # fmt: skip
     servers = WeightServers(
-        client, loop, transport, proof=make_proof("checksum", path), coverage=make_coverage(path)
+        client, loop, transport, verifier=make_verifier("checksum", path, client.engine),
+        coverage=make_coverage(path, client.engine),
     )
     push_weights(exporter, servers, version="1", bucket_bytes=20_000)  # several buckets
     servers.close()

@@ -24,12 +24,16 @@ from sglang.srt.runtime_context import SpawnRanks, publish
 from sglang.srt.server_args import prepare_server_args
 from sglang.srt.utils.weight_checker import WeightChecker
 
+from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.engines.errors import RolloutError
-from megatron_rl_corr.weight_sync.buckets import buckets
-from megatron_rl_corr.weight_sync.proof import ServerWeights
-from megatron_rl_corr.weight_sync.transports.choice import make_coverage, make_proof
+from megatron_rl_corr.engines.types import ServerChecksums
+from megatron_rl_corr.weight_sync.coverage import make_coverage
+from megatron_rl_corr.weight_sync.export import buckets
+from megatron_rl_corr.weight_sync.verify import make_verifier
 from tools.cpu import sglang_arguments
 from tools.local_server import free_port
+
+ENGINE = load_engine("sglang")
 
 
 def load(path):
@@ -78,7 +82,7 @@ def told(call):
 
 def count(path, shown, *requests):
     """What the count says of a server that shows this, after these requests."""
-    coverage = make_coverage(path)
+    coverage = make_coverage(path, ENGINE)
     for bucket in requests:
         coverage.count(bucket)
     return told(coverage.all_reduce_check) or told(lambda: coverage.check_servers([shown]))
@@ -93,7 +97,8 @@ def judge(path):
 
     def show():
         sums = WeightChecker(get_model=lambda: model).handle("checksum", role="target")["checksums"]
-        return ServerWeights("http://a", "cpu", 1, (1, 1, 1, "float32", "cpu", 1), None, ((0, sums),))
+        layout = (1, 1, 1, "float32", "cpu", 1)
+        return ServerChecksums("http://a", "cpu", 1, layout, None, ((0, sums),), layout_is_known=True)
 
     tensors = load_file(path / "model.safetensors")
     units = [[(name, tensors[name]) for name in unit] for unit in json.loads((path / "units-1-0.json").read_text())]
@@ -101,11 +106,11 @@ def judge(path):
     found = {"model": path.name, "tensors": len(tensors)}
     for how, requests in {"singly": singly, "units": list(buckets(units, 1))}.items():
         send(model, updater, requests)
-        shown, proof = show(), make_proof("checksum", path)
+        shown, verifier = show(), make_verifier("checksum", path, ENGINE)
         for bucket in requests:
-            proof.keep(bucket, "1")
+            verifier.keep(bucket, "1")
         found[how] = {
-            "wrong": wrong(), "proven": told(lambda proof=proof, shown=shown: proof.compare([shown])),
+            "wrong": wrong(), "proven": told(lambda verifier=verifier, shown=shown: verifier.compare([shown])),
             "held": len(shown.ranks[0][1]),
         }  # fmt: skip
     found["whole"] = count(path, shown, *units)

@@ -121,8 +121,8 @@ def test_push_when_a_tensor_is_missing_on_either_side_then_it_ends_with_its_name
     found = loaded[name]
     [left_out] = found["left out"]
     assert f"nothing was sent for 1 of the checkpoint's {found['tensors']} tensors: {left_out};" in found["incomplete"]
-    assert "weights, which stay as it has loaded them: model.layers.0.extra.weight." in found["more"]
-    assert "weights were sent and it has no such: model.norm.weight." in found["less"]
+    assert "weights, which keep the values that it loaded: model.layers.0.extra.weight." in found["more"]
+    assert "weights were sent that it does not have: model.norm.weight." in found["less"]
 
 
 @with_sglang
@@ -131,7 +131,7 @@ def test_push_when_sglang_makes_experts_of_dense_layers_then_the_push_ends_with_
     """SGLang 0.5.23 does not read decoder_sparse_step: it drops what is sent for a dense layer, and invents experts."""
     found = loaded["qwen2_moe"]
     assert "model.layers.0.mlp.experts.w13_weight" in found["units"]["wrong"]
-    assert "nothing was sent for 12 of its 47 weights, which stay as it has loaded them: " in found["whole"]
+    assert "nothing was sent for 12 of its 47 weights, which keep the values that it loaded: " in found["whole"]
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from megatron_rl_corr.engines.sglang import requests
 from megatron_rl_corr.rollout import LoopThread, RolloutClient, SamplingParams, health
-from megatron_rl_corr.weight_sync.servers import ABSENT, READY, STARTED_ANEW, WeightServers
+from megatron_rl_corr.weight_sync.servers import ABSENT, READY, RESTARTED, WeightServers
 from megatron_rl_corr.weight_sync.transports.broadcast import DistributedTransport
 from tests.hf_truth import assert_is_truth
 
@@ -111,7 +111,7 @@ def push(client, loop, tiny_moe_dir):
     before = loop.call(client.model_info())[0]["weight_version"]
 
     def send(version, norm=1.0):
-        states = servers.look()
+        states = servers.find()
         servers.use(states)
         servers.begin()
         servers.send(list((weights | {NORM: norm * weights[NORM]}).items()), version)
@@ -145,7 +145,7 @@ def test_collect_when_one_server_is_killed_then_none_is_lost_and_it_returns_with
     assert spread(loop.call(client.generate(PROMPTS, SHORT))) == {survivor}
     assert client.counts()["rejoined"] == 0
 
-    assert push("3", norm=2.0) == [READY, STARTED_ANEW]
+    assert push("3", norm=2.0) == [READY, RESTARTED]
     wait_for(lambda: client.counts()["rejoined"] == 1)
     trajectories = loop.call(client.generate(PROMPTS, SHORT, samples_per_prompt=SAMPLES))
     assert spread(trajectories) == {survivor, url} and client.counts()["left_out"] == 1

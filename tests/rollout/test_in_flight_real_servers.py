@@ -82,7 +82,7 @@ def true_logprobs(models, trajectory, starts, *, in_place):
 
 def push(servers, tensors, version):
     """What push_weights does on the only rank of a job."""
-    servers.use(servers.look())
+    servers.use(servers.find())
     servers.start(version)
     servers.begin()
     servers.send(list(tensors.items()), version)
@@ -183,7 +183,7 @@ def test_in_place_when_a_server_keeps_prefixes_then_refused_before_it_is_paused(
 ):
     client, servers = set_up(loop, [sglang_server_fp32.url], tiny_moe_dir, "in_place", keyed=False)
     try:
-        servers.use(servers.look())
+        servers.use(servers.find())
         servers.start("1")
         with pytest.raises(RolloutProtocolError, match="--disable-overlap-schedule --disable-radix-cache; start it so"):
             servers.begin()

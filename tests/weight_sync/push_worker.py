@@ -16,8 +16,8 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, RolloutServerError
 from megatron_rl_corr.parallel import failure
 from megatron_rl_corr.parallel.failure import PeerFailure
-from megatron_rl_corr.weight_sync import push
-from megatron_rl_corr.weight_sync.push import push_weights
+from megatron_rl_corr.weight_sync import update
+from megatron_rl_corr.weight_sync.update import push_weights
 
 COLLECTIVE_S = 2.0
 rank, store, cases = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
@@ -28,19 +28,16 @@ dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=ti
 class Servers:
     """Two servers "a" and "b", of which b fails in the way of the case when stage 1 sends a bucket."""
 
-    count, stopped_while_sending, proves = 2, True, True
-    urls, broken = ("a", "b"), False
+    client = SimpleNamespace(base_urls=("a", "b"))
+    urls, in_session, broken = ("a", "b"), True, False
 
     def __init__(self, case):
         self.case, self.calls = case, []
+        self.transport = self.verifier = self.coverage = self  # one list of calls
 
-    @property
-    def updated(self):
-        return len(self.urls)
-
-    def look(self):
-        self.calls.append("look")
-        return [1, 0 if self.case in ("dies", "breaks") and self.calls.count("look") > 1 else 1]
+    def find(self):
+        self.calls.append("find")
+        return [1, 0 if self.case in ("dies", "breaks") and self.calls.count("find") > 1 else 1]
 
     def use(self, states):
         self.urls = tuple(url for url, state in zip(("a", "b"), states, strict=True) if state)
@@ -54,13 +51,13 @@ class Servers:
                 raise OSError("no space left on the device")
             raise RolloutServerError("b", "/update", 500 if self.case == "refuses" else None, "why")
 
-    def compare(self, shown):
-        self.calls.append(f"compare {shown}")
+    def compare(self, checksums):
+        self.calls.append(f"compare {checksums}")
         if self.case == "lost" and rank == 1:
             raise RolloutProtocolError("a", "/weights_checker", "x differs")
 
-    def show(self):
-        self.calls.append("show")
+    def checksums(self):
+        self.calls.append("checksums")
         if self.case == "slow":
             time.sleep(3 * COLLECTIVE_S)
         return "sums of " + "".join(self.urls)
@@ -99,7 +96,7 @@ for case in cases:
     if case == "slow":  # this and the next: than a collective may wait
         dist.barrier()
         _set_pg_timeout(timedelta(seconds=COLLECTIVE_S))
-        failure.MEETING_INTERVAL_S, push.PARAMETERS_A_ROUND = COLLECTIVE_S / 4, 1
+        failure.MEETING_INTERVAL_S, update.PARAMETERS_BETWEEN_MEETINGS = COLLECTIVE_S / 4, 1
     servers, raised = Servers(case), None
     try:
         push_weights(exporter, servers, version="v", bucket_bytes=1)

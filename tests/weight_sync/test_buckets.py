@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from megatron_rl_corr.weight_sync.buckets import buckets
+from megatron_rl_corr.weight_sync.export import buckets
 
 
 def names(tensors, bucket_bytes: int) -> list[list[str]]:

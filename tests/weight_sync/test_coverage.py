@@ -7,12 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.engines.errors import IncompletePush
+from megatron_rl_corr.engines.types import ServerChecksums
 from megatron_rl_corr.models.architectures import FAMILIES
 from megatron_rl_corr.models.names import NameTable
 from megatron_rl_corr.rollout import RolloutProtocolError
 from megatron_rl_corr.weight_sync.coverage import Coverage
-from megatron_rl_corr.weight_sync.proof import ServerWeights, _read
 
 CONFIG = {
     "model_type": "deepseek_v3", "vocab_size": 4, "num_hidden_layers": 61, "num_nextn_predict_layers": 1,
@@ -20,6 +21,7 @@ CONFIG = {
 }  # fmt: skip
 NORM, HEAD, EMBEDDING = "model.norm.weight", "lm_head.weight", "model.embed_tokens.weight"
 X = torch.ones(1)
+ENGINE = load_engine("sglang")
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +33,7 @@ def one_rank():
 
 
 def coverage(*names, **config):
-    return Coverage(names, NameTable(CONFIG | config, padded_vocab_size=4).why_kept)
+    return Coverage(names, NameTable(CONFIG | config, padded_vocab_size=4).why_kept, ENGINE)
 
 
 def sent(counted, *names):
@@ -43,8 +45,8 @@ def sent(counted, *names):
 
 def server(*names, pp_size=1, **options):
     layout = (1, pp_size, 1, "float32", "cpu", None)
-    options = {"quantization": None} | options
-    return ServerWeights("http://a", "cpu", 1, layout, ranks=((0, dict.fromkeys(names, "1")),), **options)
+    options = {"quantization": None, "shows_all": pp_size == 1} | options
+    return ServerChecksums("http://a", "cpu", 1, layout, ranks=((0, dict.fromkeys(names, "1")),), **options)
 
 
 def test_push_when_a_tensor_was_not_sent_then_it_is_named_and_a_whole_one_before_does_not_count():
@@ -56,7 +58,7 @@ def test_push_when_a_tensor_was_not_sent_then_it_is_named_and_a_whole_one_before
 def test_push_when_it_brings_what_the_checkpoint_lacks_or_a_tensor_twice_then_refused():
     with pytest.raises(IncompletePush, match=f"the checkpoint has none of {HEAD}, which would be sent"):
         sent(coverage(NORM), NORM, HEAD)
-    with pytest.raises(IncompletePush, match=f"sent more than once, so that the last one stays: {NORM}"):
+    with pytest.raises(IncompletePush, match=f"sent more than once, so that only the last one counts: {NORM}"):
         sent(coverage(NORM), NORM, NORM)
 
 
@@ -97,7 +99,7 @@ def test_server_when_it_has_what_was_sent_then_fused_parameters_count_once_for_a
     held += [layer + "mlp.experts.w13_weight", layer + "mlp.experts.w2_weight"]
     own = [layer + "mlp.shared_experts.gate_up_proj.weight", layer + "mlp.shared_experts.down_proj.weight"]
     counted.check_servers([server(*held, *own), server(*held)])  # the second has it among its experts
-    with pytest.raises(RolloutProtocolError, match="1 of 5 weights were sent and it has no such: .*fused_qkv_a_proj"):
+    with pytest.raises(RolloutProtocolError, match="1 of 5 weights were sent that it does not have: .*fused_qkv_a"):
         counted.check_servers([server(*held, *own), server(*held[1:], *own)])
 
 
@@ -111,25 +113,25 @@ def test_server_when_it_has_a_parameter_that_nothing_was_sent_for_then_it_is_nam
 def test_server_when_it_is_quantised_then_refused_unless_it_makes_its_scales_of_what_it_is_sent():
     scale = "model.layers.3.mlp.down_proj.weight_scale"
     counted = sent(coverage(EMBEDDING), EMBEDDING)
-    counted.check_servers([server(EMBEDDING, scale, quantization="fp8", load_format="flash_rl")])
+    counted.check_servers([server(EMBEDDING, scale, quantization="fp8", quantises_updates=True)])
     # SGLang 0.5.23 hides the scales of blocks: the refusal does not need them.
     with pytest.raises(RolloutProtocolError, match=r"its weights are quantised \(fp8\), and their scales would stay"):
-        counted.check_servers([server(EMBEDDING, quantization="fp8", load_format="auto")])
+        counted.check_servers([server(EMBEDDING, quantization="fp8")])
 
 
 def test_answer_when_only_the_checkpoint_says_that_it_is_quantised_then_its_folder_is_read(tmp_path):
     (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
     info, answer = INFO | {"model_path": str(tmp_path)}, {"ranks": []}
-    assert _read("http://a", info, answer).quantization == "fp8"
-    assert _read("http://a", info | {"model_path": "org/name"}, answer).quantization is None
+    assert ENGINE.checksums("http://a", info, answer).quantization == "fp8"
+    assert ENGINE.checksums("http://a", info | {"model_path": "org/name"}, answer).quantization is None
     (tmp_path / "config.json").write_text('{"quantization_config": {}}')
-    assert _read("http://a", info, answer).quantization is None
+    assert ENGINE.checksums("http://a", info, answer).quantization is None
 
 
 def test_server_when_it_shows_only_its_first_pipeline_stage_then_the_others_weights_are_not_missed():
     counted = sent(coverage(EMBEDDING, NORM), EMBEDDING, NORM)
     counted.check_servers([server(EMBEDDING, pp_size=2)])
-    with pytest.raises(RolloutProtocolError, match=f"has no such: {NORM}"):
+    with pytest.raises(RolloutProtocolError, match=f"were sent that it does not have: {NORM}"):
         counted.check_servers([server(EMBEDDING)])
 
 
@@ -152,5 +154,5 @@ INFO = {"tp_size": 1, "pp_size": 1, "ep_size": 1, "dtype": "auto", "device": "cu
 )
 def test_answer_when_there_is_a_draft_model_or_the_server_is_older_then_the_served_models_checksums(infos):
     sums = {NORM: "1"} | ({} if isinstance(infos, dict) else {f"draft.{NORM}": "2", f"draft_step_1.{NORM}": "3"})
-    shown = _read("http://a", INFO, {"ranks": [{"parallelism_info": infos, "checksums": sums}]})
+    shown = ENGINE.checksums("http://a", INFO, {"ranks": [{"parallelism_info": infos, "checksums": sums}]})
     assert shown.ranks == ((0, {NORM: "1"}),)

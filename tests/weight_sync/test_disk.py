@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_rl_corr.engines.sglang.servers import remedy
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
-from megatron_rl_corr.rollout import RolloutServerError
 from megatron_rl_corr.weight_sync.transports.disk import MARKER, DiskTransport, check_folder, write_index
 
 LOOP = SimpleNamespace(call=asyncio.run)
@@ -75,7 +75,7 @@ def test_push_when_a_folder_of_that_name_is_anothers_then_refused_and_left(tmp_p
     folder = tmp_path / "weights"
     (folder / "version-1").mkdir(parents=True)
     (folder / "version-1" / "thesis.tex").write_text("dear")
-    with pytest.raises(FileExistsError, match="version-1 was not made by this program.*--rollout-weight-dir"):
+    with pytest.raises(FileExistsError, match="version-1 has no .* not made by this program.*--rollout-weight-dir"):
         push([DiskTransport(folder, source, LOOP, stage=0)], "1", Loading())
     assert (folder / "version-1" / "thesis.tex").read_text() == "dear"
 
@@ -134,5 +134,5 @@ def test_folder_when_a_file_is_in_its_place_then_refused(tmp_path):
 
 
 def test_error_when_a_server_cannot_read_the_folder_then_the_flag_and_the_remedy():
-    error = RolloutServerError("http://a", "/update_weights_from_disk", 400, "Failed to get weights iterator")
-    assert str(error).endswith("--rollout-weight-dir under the same path, and may the server read it?")
+    what = remedy("/update_weights_from_disk", 400, "Failed to get weights iterator")
+    assert what.endswith("--rollout-weight-dir under the same path, and may the server read it?")

@@ -11,8 +11,8 @@ import pytest
 WORKER = Path(__file__).with_name("push_worker.py")
 ROOT = WORKER.parents[2]
 OPEN = ["start v", "begin"]
-DONE = ["deliver v", "end v", "show"]
-COUNT = "all_reduce_coverage"
+DONE = ["deliver v", "end v", "checksums"]
+COUNT = "all_reduce_check"
 
 
 CASES = ("right", "late", "dies", "refuses", "breaks", "full", "lost", "slow", "long")
@@ -45,7 +45,7 @@ def test_push_then_every_rank_sends_its_stage_and_rank_0_leads(push):
     assert raised is raised_1 is None
     sends = ["send p to ab", "send q to ab"]
     compared = ["compare sums of ab", "expect v"]
-    assert first == ["look", "use ab", *OPEN, *sends, COUNT, *DONE, *compared, "resume"]
+    assert first == ["find", "use ab", *OPEN, *sends, COUNT, *DONE, *compared, "resume"]
     assert second == ["use ab", "send r to ab", "send s to ab", COUNT, *compared]
 
 
@@ -67,8 +67,8 @@ def test_push_when_a_server_dies_then_all_is_sent_again_to_the_other_and_nobody_
     assert raised is raised_1 is None
     again = ["send p to a", "send q to a"]
     assert first == [
-        "look", "use ab", *OPEN, "send p to ab", "send q to ab",
-        "look", "use a", *OPEN, *again, COUNT, *DONE, "compare sums of a", "expect v", "resume",
+        "find", "use ab", *OPEN, "send p to ab", "send q to ab",
+        "find", "use a", *OPEN, *again, COUNT, *DONE, "compare sums of a", "expect v", "resume",
     ]  # fmt: skip
     assert second == [
         "use ab", "send r to ab", "use a", "send r to a", "send s to a", COUNT, "compare sums of a", "expect v",

@@ -11,10 +11,12 @@ from safetensors.torch import load_file, save_file
 from megatron_rl_corr.engines.control import ServerControl
 from megatron_rl_corr.engines.errors import IncompletePush
 from megatron_rl_corr.rollout import LoopThread, RolloutClient, RolloutProtocolError, RolloutServerError, SamplingParams
-from megatron_rl_corr.weight_sync.push import push_weights
+from megatron_rl_corr.weight_sync.coverage import make_coverage
 from megatron_rl_corr.weight_sync.servers import WeightServers
-from megatron_rl_corr.weight_sync.transports.choice import make_coverage, make_proof, make_transport
+from megatron_rl_corr.weight_sync.transports import make_transport
 from megatron_rl_corr.weight_sync.transports.disk import copy_model_files
+from megatron_rl_corr.weight_sync.update import push_weights
+from megatron_rl_corr.weight_sync.verify import make_verifier
 from tests.hf_truth import assert_is_truth
 
 TRANSPORTS = ("distributed", "tensor", "disk")
@@ -33,17 +35,18 @@ class Pushing:
         self.transport = make_transport(
             kind, self.client, self.loop, backend="gloo", checkpoint=model_dir, folder=str(folder), stage=0, sends=True
         )
-        self.proof = make_proof("checksum", model_dir)
+        self.verifier = make_verifier("checksum", model_dir, self.client.engine)
         self.compared = None
         self.servers = WeightServers(
-            self.client, self.loop, self.transport, proof=self.proof, coverage=make_coverage(model_dir)
+            self.client, self.loop, self.transport, verifier=self.verifier,
+            coverage=make_coverage(model_dir, self.client.engine),
         )
-        compare = self.proof.compare
+        compare = self.verifier.compare
 
-        def counting(shown):
-            self.compared = compare(shown)
+        def counting(checksums):
+            self.compared = compare(checksums)
 
-        self.proof.compare = counting
+        self.verifier.compare = counting
 
     def push(self, weights, version):
         exporter = SimpleNamespace(
@@ -114,7 +117,7 @@ def model_of(model_dir, weights, folder):
 
 
 @pytest.mark.parametrize("kind", TRANSPORTS)
-def test_push_when_all_weights_changed_then_every_parameter_is_proven_and_samples_are_of_them(
+def test_push_when_all_weights_changed_then_every_parameter_is_verified_and_samples_are_of_them(
     pushing, weights, tiny_moe_dir, tmp_path, kind
 ):
     trainer, new = pushing(kind), noisy(weights, seed=TRANSPORTS.index(kind))
@@ -194,7 +197,7 @@ def test_push_when_only_one_of_two_servers_misses_a_tensor_then_it_is_named(push
     shown = trainer.loop.call(trainer.client.weights_checker())
     assert shown[0]["ranks"][0]["checksums"].keys() == shown[1]["ranks"][0]["checksums"].keys()
     with pytest.raises(RolloutProtocolError, match="of its weights differ from those of") as error:
-        trainer.proof.ask(trainer.client, trainer.loop)
+        trainer.loop.call(trainer.verifier.read(trainer.client))
     assert error.value.url == victim.server.url
 
 

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError
-from megatron_rl_corr.weight_sync.servers import ABSENT, READY, STARTED_ANEW, WeightServers
+from megatron_rl_corr.weight_sync.servers import ABSENT, READY, RESTARTED, WeightServers
 from megatron_rl_corr.weight_sync.transports.base import WeightTransport
 from megatron_rl_corr.weight_sync.transports.broadcast import DistributedTransport
 
@@ -16,7 +17,7 @@ A, B, C = "http://a:1", "http://b:1", "http://c:1"
 class Recorder:
     """Stands for a client and for the control of some of its servers: notes who is asked what."""
 
-    keyed_cache, info = False, {"disable_radix_cache": True}
+    engine, keyed_cache, info = load_engine("sglang"), False, {"disable_radix_cache": True}
 
     def __init__(self, urls, versions, asked):
         self.base_urls, self.versions, self.asked = tuple(urls), versions, asked
@@ -42,7 +43,7 @@ class Recorder:
     async def pause_generation(self, mode):
         self.asked.append(mode)
 
-    async def begin_weight_update(self):
+    async def reopen_weight_update(self):
         self.asked.append("begin")
 
     async def destroy_weights_update_group(self, name):
@@ -69,26 +70,26 @@ def made(client):
 def servers(client):
     """After an update to version 1 that made a group."""
     servers = made(client)
-    servers.use(servers.look())
-    servers._transport._group = group("g", client)
+    servers.use(servers.find())
+    servers.transport._group = group("g", client)
     servers.expect("1")
     return servers
 
 
-def test_look_when_one_is_gone_and_one_started_anew_then_each_has_its_state(client, servers):
+def test_find_when_one_is_gone_and_one_restarted_then_each_has_its_state(client, servers):
     client.versions |= {B: None, C: "default"}
-    assert servers.look() == [READY, ABSENT, STARTED_ANEW]
+    assert servers.find() == [READY, ABSENT, RESTARTED]
     assert client.expected == "1"
 
 
-def test_look_before_the_first_update_then_every_version_will_do(client):
+def test_find_before_the_first_update_then_every_version_will_do(client):
     client.versions |= {A: "default", B: "x"}
-    assert made(client).look() == [READY] * 3
+    assert made(client).find() == [READY] * 3
 
 
 def test_use_when_nothing_changed_then_the_group_stays(client, servers):
     servers.use([READY, READY, READY])
-    assert servers._transport._group is not None and client.asked == []
+    assert servers.transport._group is not None and client.asked == []
     assert client.expected == "a pause"
 
 
@@ -96,23 +97,23 @@ def test_use_when_nothing_changed_then_the_group_stays(client, servers):
     "states, updated, still_have_it",
     [
         ([READY, ABSENT, READY], (A, C), [A, C]),
-        ([READY, STARTED_ANEW, READY], (A, B, C), [A, C]),
-        ([ABSENT, STARTED_ANEW, READY], (B, C), [C]),
+        ([READY, RESTARTED, READY], (A, B, C), [A, C]),
+        ([ABSENT, RESTARTED, READY], (B, C), [C]),
     ],
 )
-def test_use_when_a_server_left_or_was_started_anew_then_those_that_still_have_the_group_leave_it(
+def test_use_when_a_server_left_or_was_restarted_then_those_that_still_have_the_group_leave_it(
     client, servers, states, updated, still_have_it
 ):
     servers.use(states)
-    assert servers._updated.base_urls == updated and servers._transport._group is None
+    assert servers.urls == updated and servers.transport._group is None
     assert client.asked == [("g", (url,)) for url in still_have_it] + [("g", "trainer")]
 
 
 def test_use_when_a_server_comes_back_then_the_group_of_the_others_is_not_enough(client, servers):
     servers.use([READY, ABSENT, READY])
-    servers._transport._group = group("g2", client)
+    servers.transport._group = group("g2", client)
     servers.use([READY, READY, READY])
-    assert servers._transport._group is None and client.asked[-3:] == [("g2", (A,)), ("g2", (C,)), ("g2", "trainer")]
+    assert servers.transport._group is None and client.asked[-3:] == [("g2", (A,)), ("g2", (C,)), ("g2", "trainer")]
 
 
 def test_close_when_a_server_has_lost_the_group_then_the_others_are_asked_all_the_same(client, servers):
@@ -122,7 +123,7 @@ def test_close_when_a_server_has_lost_the_group_then_the_others_are_asked_all_th
 
 
 def test_close_when_a_broadcast_was_broken_off_then_nobody_is_asked_and_the_trainer_keeps_its_half(client, servers):
-    servers.broken = True
+    servers.transport.broken = True
     servers.close()
     assert client.asked == []
 

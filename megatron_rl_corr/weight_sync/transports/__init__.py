@@ -1,1 +1,43 @@
-"""Ways for weights to reach a server."""
+"""Ways for weights to reach the servers, one module each; `make_transport` chooses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_rl_corr.rollout.blocking import LoopThread
+from megatron_rl_corr.rollout.client import RolloutClient
+from megatron_rl_corr.weight_sync.transports.base import WeightTransport
+from megatron_rl_corr.weight_sync.transports.broadcast import DistributedTransport
+from megatron_rl_corr.weight_sync.transports.disk import DiskTransport, check_folder
+from megatron_rl_corr.weight_sync.transports.ipc import TensorTransport, check_same_host
+
+
+def make_transport(
+    kind: str, client: RolloutClient, loop: LoopThread, *, backend: str, checkpoint: Path, folder: str | None,
+    stage: int, sends: bool,
+) -> WeightTransport:
+    """This rank's transport, for --rollout-weight-transport.
+
+    Args:
+        kind: distributed, tensor or disk.
+        client: of the servers.
+        loop: the event loop of the client.
+        backend: of distributed's process group: nccl or gloo.
+        checkpoint: the Hugging Face folder of the model; disk copies its config and tokenizer.
+        folder: --rollout-weight-dir, for disk.
+        stage: this rank's pipeline stage.
+        sends: this rank is the stage's sender.
+
+    Raises:
+        ValueError: on a rank that sends, if the transport can't work here.
+    """
+    if kind == "disk":
+        assert folder is not None
+        if sends:
+            check_folder(Path(folder))
+        return DiskTransport(Path(folder), checkpoint, loop, stage=stage)
+    if kind == "tensor":
+        if sends:
+            check_same_host(client.base_urls)
+        return TensorTransport(loop)
+    return DistributedTransport(client.control, loop, backend=backend)

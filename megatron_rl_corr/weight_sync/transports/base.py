@@ -1,26 +1,29 @@
-"""How buckets of named tensors get to the servers: what every transport must do."""
+"""What every transport of weights does, and the size of the servers that it sends to."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from megatron_rl_corr.engines.base import Engine
 from megatron_rl_corr.engines.control import ServerControl
-from megatron_rl_corr.weight_sync.buckets import NamedTensor
+from megatron_rl_corr.engines.errors import RolloutProtocolError
+from megatron_rl_corr.engines.types import NamedTensor, ServerRanks
 
 
 class WeightTransport:
-    """One rank's half of a transport: every rank has one, the senders send, and rank 0 starts and delivers.
+    """One rank's part of a transport. Every rank has one; the stages' senders send, rank 0 starts and delivers.
 
     An update is `aim` on every rank, `start` on rank 0, `send` for each bucket on each stage's sender, one stage after
-    the other, then `deliver` on rank 0. It may be broken off anywhere and begun again from `aim`.
+    the other, then `deliver` on rank 0. It may fail anywhere, and begins again with `aim`.
     """
 
     in_session = True
-    """Whether buckets reach the servers as they are sent, between /begin_weight_update and /end_weight_update. If not,
-    the servers sample on while the stages send, and are stopped for `deliver` alone."""
+    """True: buckets reach the servers as they are sent, inside an update session. False: the servers sample while the
+    stages send, and are paused only for `deliver`."""
 
     broken = False
-    """Whether servers may be waiting for ever in what a failed `send` began: they are asked for nothing more."""
+    """True: servers may be waiting forever in what a failed `send` began, and get no more requests."""
 
     def __init__(self):
         self.servers: ServerControl | None = None
@@ -28,20 +31,49 @@ class WeightTransport:
     def aim(self, servers: ServerControl, *, rejoined: Sequence[str] | None = None) -> None:
         """Send to these servers from now on.
 
-        rejoined: None where they are the last update's, unchanged; else those that still have what the last update
-        set up there.
+        Args:
+            servers: of the update.
+            rejoined: None: they are those of the last update. Otherwise the servers that still have what the last
+                update set up there.
         """
         self.servers = servers
 
     def start(self, version: str) -> None:
-        """Rank 0, before the first bucket."""
+        """Rank 0, before the first bucket of the weights that are called `version`."""
 
     def send(self, bucket: list[NamedTensor]) -> None:
-        """Take one bucket to all servers; back when its tensors may change. RolloutServerError if one has it not."""
+        """Send one bucket to all servers; afterwards its tensors may change.
+
+        Raises:
+            RolloutError: a server did not receive it.
+            OSError: the group or the folder that it goes through failed.
+        """
         raise NotImplementedError
 
     def deliver(self, version: str) -> None:
         """Rank 0, after the last bucket of the last stage."""
 
     def close(self) -> None:
-        """Take off the servers what was set up there."""
+        """Remove what was set up at the servers."""
+
+
+def common_ranks(engine: Engine, urls: Sequence[str], infos: Sequence[Mapping[str, Any]]) -> ServerRanks:
+    """The number of ranks that each server runs its model on.
+
+    Args:
+        engine: what the servers run.
+        urls: their addresses.
+        infos: their answers to `Engine.server_info`.
+
+    Raises:
+        RolloutProtocolError: a server has another number of ranks than the first one, or hides several replicas.
+    """
+    ranks = [engine.ranks(url, info) for url, info in zip(urls, infos, strict=True)]
+    for url, own in zip(urls, ranks, strict=True):
+        if own.count != ranks[0].count:
+            raise RolloutProtocolError(
+                url, engine.server_info().endpoint,
+                f"it has {own.count} ranks and {urls[0]} has {ranks[0].count}; give all servers the same "
+                "tensor-parallel and pipeline-parallel size",
+            )
+    return ranks[0]

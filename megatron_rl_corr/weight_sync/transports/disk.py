@@ -1,4 +1,4 @@
-"""Weights through a folder that trainer and servers share: a whole Hugging Face model for every version."""
+"""Weights through a folder that trainer and servers share: a complete Hugging Face model for every version."""
 
 from __future__ import annotations
 
@@ -10,21 +10,24 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from megatron_rl_corr.engines.types import NamedTensor
 from megatron_rl_corr.rollout.blocking import LoopThread
-from megatron_rl_corr.weight_sync.buckets import NamedTensor
 from megatron_rl_corr.weight_sync.transports.base import WeightTransport
 
 MARKER = "megatron_rl_corr.json"
-"""In every folder made here: no other is ever removed."""
+"""A file in every folder that is made here; a folder without it is never removed."""
 KEPT_VERSIONS = 2
 _COPIED = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
 
 
 class DiskTransport(WeightTransport):
-    """Each bucket is a safetensors file. The folder appears under its final name when all are there.
+    """Writes each bucket to a safetensors file; the folder gets its final name when it is complete.
 
-    folder: --rollout-weight-dir, the same path for every sender and server; nothing is written outside it.
-    checkpoint: the folder that config and tokenizer files are copied from. stage: this rank's pipeline stage.
+    Args:
+        folder: --rollout-weight-dir, under the same path on every sender and server; nothing is written outside it.
+        checkpoint: the folder that config and tokenizer files are copied from.
+        loop: the event loop of the client.
+        stage: this rank's pipeline stage.
     """
 
     in_session = False
@@ -50,7 +53,7 @@ class DiskTransport(WeightTransport):
         tensors = {name: tensor.detach().contiguous() for name, tensor in bucket}
         try:
             save_file(tensors, self._unfinished / file, metadata={"format": "pt"})
-            # safetensors lets only the owner read; a server may be another user's.
+            # safetensors makes files for their owner alone; a server may run as another user.
             (self._unfinished / file).chmod((self._unfinished / MARKER).stat().st_mode & 0o777)
         except SafetensorError as error:
             raise OSError(f"--rollout-weight-dir: {self._unfinished / file} could not be written: {error}") from error
@@ -59,10 +62,10 @@ class DiskTransport(WeightTransport):
         copy_model_files(self._checkpoint, self._unfinished)
         write_index(self._unfinished)
         final = self._folder / f"version-{version}"
-        _remove(final)  # of an attempt that was broken off
+        _remove(final)  # left by an attempt that failed
         self._unfinished.rename(final)
         self._loop.call(self.servers.update_weights_from_disk(str(final)))
-        # A server names the folder it has loaded, and a restart may load it again: the last two stay.
+        # A server reports the folder that it has loaded, and may load it again after a restart: keep the last two.
         for old in sorted(_ours(self._folder), key=lambda path: path.stat().st_mtime_ns)[:-KEPT_VERSIONS]:
             _remove(old)
 
@@ -71,7 +74,11 @@ class DiskTransport(WeightTransport):
 
 
 def write_index(folder: Path) -> None:
-    """model.safetensors.index.json of all safetensors files in the folder; OSError for a name found twice."""
+    """Write model.safetensors.index.json for all safetensors files in a folder.
+
+    Raises:
+        OSError: two files have a tensor of the same name.
+    """
     weight_map: dict[str, str] = {}
     size = 0
     for path in sorted(folder.glob("*.safetensors")):
@@ -86,14 +93,14 @@ def write_index(folder: Path) -> None:
 
 
 def copy_model_files(source: Path, target: Path) -> None:
-    """Config, tokenizer and code of a Hugging Face folder, without its weights."""
+    """Copy the config, tokenizer and code of a Hugging Face folder, without its weights."""
     for path in sorted(source.iterdir()):
         if path.is_file() and path.suffix in _COPIED and not path.name.endswith(".index.json"):
             shutil.copyfile(path, target / path.name)
 
 
 def check_folder(folder: Path) -> None:
-    """Make it; ValueError where it can't be made or written."""
+    """Make the folder. Raises ValueError if it can't be made or written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -107,16 +114,19 @@ def _ours(folder: Path) -> list[Path]:
 
 
 def _remove(folder: Path) -> None:
-    """Nothing but a folder that was made here, or an empty one: a run may be killed before it writes the marker.
+    """Remove a folder that was made here, or an empty one, because a run may be killed before it writes the marker.
 
-    The marker goes last, so that what a killed run leaves of the folder is still known as its own.
+    The marker is removed last, so that a folder half removed by a killed run can still be recognised.
+
+    Raises:
+        FileExistsError: the folder was not made here.
     """
     if not folder.exists():
         return
     inside = list(folder.iterdir())
     if inside and not (folder / MARKER).is_file():
         raise FileExistsError(
-            f"{folder} was not made by this program: it has no {MARKER}; name another --rollout-weight-dir"
+            f"{folder} has no {MARKER}, so it was not made by this program; name another --rollout-weight-dir"
         )
     for path in sorted(inside, key=lambda path: path.name == MARKER):
         if path.is_dir() and not path.is_symlink():

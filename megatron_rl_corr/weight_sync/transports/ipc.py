@@ -1,4 +1,4 @@
-"""Weights to servers on this host over HTTP: bytes for servers on the CPU, CUDA IPC handles for those on a GPU."""
+"""Weights inside requests to servers on this host: as bytes to the CPU, as CUDA IPC handles to a GPU."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import socket
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
+from megatron_rl_corr.engines.types import NamedTensor
 from megatron_rl_corr.rollout.blocking import LoopThread
-from megatron_rl_corr.weight_sync.buckets import NamedTensor
-from megatron_rl_corr.weight_sync.transports.base import WeightTransport
-from megatron_rl_corr.weight_sync.transports.update_group import count_ranks
+from megatron_rl_corr.weight_sync.transports.base import WeightTransport, common_ranks
 
 
 class TensorTransport(WeightTransport):
-    """Needs no process group. Every tensor-parallel rank of a server unpickles an entry of its own."""
+    """Needs no process group. Every tensor-parallel rank of a server loads an entry of its own.
+
+    Args:
+        loop: the event loop of the client.
+    """
 
     def __init__(self, loop: LoopThread):
         super().__init__()
@@ -27,11 +30,11 @@ class TensorTransport(WeightTransport):
 
     def send(self, bucket: list[NamedTensor]) -> None:
         if not self._ranks:
+            urls, engine = self.servers.base_urls, self.servers.engine
             infos = self._loop.call(self.servers.server_info())
-            count_ranks(self.servers.base_urls, infos)  # refuses replicas behind one address
-            sizes = [info["tp_size"] for info in infos]
-            self._ranks = dict(zip(self.servers.base_urls, sizes, strict=True))
-        # A CUDA handle can be opened once, so that each rank needs a pickle of its own; bytes can be shared.
+            common_ranks(engine, urls, infos)  # raises for servers of unlike size, and for hidden replicas
+            self._ranks = {url: engine.ranks(url, info).tensor for url, info in zip(urls, infos, strict=True)}
+        # A CUDA handle can be opened only once, so each rank needs its own entry; bytes can be shared.
         serialized = self.servers.engine.serialized
         shared = None if any(tensor.is_cuda for _, tensor in bucket) else serialized(bucket)
         entries = [
@@ -41,7 +44,7 @@ class TensorTransport(WeightTransport):
 
 
 def check_same_host(urls: Sequence[str]) -> None:
-    """ValueError for a server whose address is not one of this host's."""
+    """Raise ValueError for a server whose address does not belong to this host."""
     for url in urls:
         if not is_this_host(urlsplit(url).hostname):
             raise ValueError(
@@ -51,7 +54,7 @@ def check_same_host(urls: Sequence[str]) -> None:
 
 
 def is_this_host(host: str) -> bool:
-    """Whether a name or address is of one of this host's interfaces: only to those can a socket be bound."""
+    """True if a name or address belongs to an interface of this host: a socket can be bound to it."""
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)
     except OSError:

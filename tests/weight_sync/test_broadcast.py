@@ -8,21 +8,23 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
+from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError
 from megatron_rl_corr.rollout.blocking import LoopThread
-from megatron_rl_corr.weight_sync.transports import broadcast as distributed
-from megatron_rl_corr.weight_sync.transports import update_group
-from megatron_rl_corr.weight_sync.transports.update_group import UpdateGroup, _join, count_ranks
+from megatron_rl_corr.weight_sync.transports import broadcast
+from megatron_rl_corr.weight_sync.transports.base import common_ranks
+from megatron_rl_corr.weight_sync.transports.broadcast import DistributedTransport, UpdateGroup, _join
 
+ENGINE = load_engine("sglang")
 ONE = {"tp_size": 4, "pp_size": 2, "dp_size": 1, "enable_dp_attention": False}
 
 
 def test_ranks_of_two_servers_of_tp4_pp2_then_eight_each():
-    assert count_ranks(["http://a", "http://b"], [ONE, ONE]) == 8
+    assert common_ranks(ENGINE, ["http://a", "http://b"], [ONE, ONE]).count == 8
 
 
 def test_ranks_when_dp_attention_shares_the_tensor_ranks_then_they_are_not_counted_again():
-    assert count_ranks(["http://a"], [{**ONE, "dp_size": 4, "enable_dp_attention": True}]) == 8
+    assert common_ranks(ENGINE, ["http://a"], [{**ONE, "dp_size": 4, "enable_dp_attention": True}]).count == 8
 
 
 @pytest.mark.parametrize(
@@ -34,11 +36,13 @@ def test_ranks_when_dp_attention_shares_the_tensor_ranks_then_they_are_not_count
 )
 def test_ranks_when_servers_differ_or_hide_replicas_then_refused_by_name(second, words):
     with pytest.raises(RolloutProtocolError, match=words):
-        count_ranks(["http://a", "http://b"], [ONE, second])
+        common_ranks(ENGINE, ["http://a", "http://b"], [ONE, second])
 
 
 class Server:
     """Stands for the control of servers: whatever they are asked, they do what `answer` does."""
+
+    engine = ENGINE
 
     def __init__(self, answer, urls=("http://127.0.0.1:9",)):
         self.base_urls, self.answer = urls, answer
@@ -78,11 +82,11 @@ def group(loop, monkeypatch):
     def make(server):
         alone = _join(dist.HashStore(), 1, f"alone{len(made)}", "gloo", 5)
         with monkeypatch.context() as patch:
-            patch.setattr(update_group, "_meet", lambda *_: None)
-            patch.setattr(update_group, "_join", lambda *_: alone)
+            patch.setattr(broadcast, "_meet", lambda *_: None)
+            patch.setattr(broadcast, "_join", lambda *_: alone)
             made.append(UpdateGroup(Server(answers), loop, backend="gloo", ranks_per_server=1, timeout_s=0.2))
-        made[-1]._client = server
-        monkeypatch.setattr(update_group, "_ANSWER_S", 0.2)
+        made[-1]._control = server
+        monkeypatch.setattr(broadcast, "_ANSWER_S", 0.2)
         return made[-1]
 
     yield make
@@ -97,7 +101,7 @@ def test_group_when_a_server_refuses_then_its_answer_is_raised_without_waiting_f
         waiting.wait(20)
         raise RuntimeError("0 of 2 ranks came")
 
-    monkeypatch.setattr(update_group, "rendezvous", nobody_comes)
+    monkeypatch.setattr(broadcast, "rendezvous", nobody_comes)
     monkeypatch.setattr(UpdateGroup, "_cause", lambda self, error, *_: error)  # not as an explanation afterwards
     try:
         with pytest.raises(RolloutServerError, match="HTTP 400: group exists"):
@@ -107,7 +111,7 @@ def test_group_when_a_server_refuses_then_its_answer_is_raised_without_waiting_f
 
 
 def test_group_when_no_server_comes_then_error_names_server_address_and_what_to_look_at(loop, monkeypatch):
-    monkeypatch.setattr(update_group, "_ANSWER_S", 0.2)
+    monkeypatch.setattr(broadcast, "_ANSWER_S", 0.2)
     with pytest.raises(OSError, match="http://127.0.0.1:9: no broadcast group of 2 ranks .* at 127.0.0.1:.*firewall"):
         UpdateGroup(Server(never_answers), loop, backend="gloo", ranks_per_server=1, timeout_s=0.5)
 
@@ -155,9 +159,9 @@ def test_send_when_no_group_is_made_then_broken_if_a_server_may_be_waiting_in_it
     def making(*arguments, **options):
         return UpdateGroup(*arguments, **options, timeout_s=0.5)
 
-    monkeypatch.setattr(update_group, "_ANSWER_S", 0.2)
-    monkeypatch.setattr(distributed, "UpdateGroup", making)
-    transport = distributed.DistributedTransport(None, loop, backend="gloo")
+    monkeypatch.setattr(broadcast, "_ANSWER_S", 0.2)
+    monkeypatch.setattr(broadcast, "UpdateGroup", making)
+    transport = DistributedTransport(None, loop, backend="gloo")
     transport.aim(Server(answer, urls))
     with pytest.raises((RolloutServerError, OSError)):
         transport.send([("x", torch.ones(1))])
@@ -165,7 +169,7 @@ def test_send_when_no_group_is_made_then_broken_if_a_server_may_be_waiting_in_it
 
 
 def test_send_when_a_broadcast_is_not_answered_in_time_then_broken(loop, group):
-    transport = distributed.DistributedTransport(None, loop, backend="gloo")
+    transport = DistributedTransport(None, loop, backend="gloo")
     transport._group = group(Server(never_answers))
     with pytest.raises(OSError, match="no answer within"):
         transport.send([("x", torch.ones(1))])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_rl_corr.weight_sync.fused import possible_layouts, server_parameter
+from megatron_rl_corr.engines.sglang.weights import possible_layouts, server_parameter
 
 
 @pytest.mark.parametrize(

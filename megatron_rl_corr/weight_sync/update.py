@@ -1,0 +1,212 @@
+"""Updates the servers' weights: pause, begin, send stage after stage, end, verify, resume; every rank takes part.
+
+A server that dies in the middle is left out, and the others are sent everything again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl_corr.engines.errors import RolloutError, RolloutServerError
+from megatron_rl_corr.parallel.failure import (
+    WATCH,
+    PeerFailure,
+    all_reduce_done,
+    all_reduce_failure,
+    all_reduce_results,
+    communication_device,
+)
+from megatron_rl_corr.weight_sync.export import StageExporter, buckets
+from megatron_rl_corr.weight_sync.servers import WeightServers
+
+_FAILURES = (RolloutError, OSError)
+"""What a server or a shared folder may raise; all_reduce_failure raises them, or PeerFailure on the other ranks."""
+
+PARAMETERS_BETWEEN_MEETINGS = 8
+"""Parameters of one rank; with the siblings on other expert-parallel ranks they may be tens of gigabytes."""
+
+logger = logging.getLogger(__name__)
+
+
+def push_weights(exporter: StageExporter, servers: WeightServers, *, version: str, bucket_bytes: int) -> None:
+    """Send the current weights to every server that answers; every rank calls it.
+
+    Rank 0 finds out which servers answer, and opens and closes the update; each stage's sender sends the stage's
+    weights. Whatever happens, the servers resume. If a server fails and answers no more, everything is sent again to
+    the others, provided that the transport allows it (DistributedTransport does not). Afterwards the client samples
+    only from servers with the new weights.
+
+    Args:
+        exporter: gathers this rank's stage.
+        servers: this rank's view of the servers.
+        version: the name of the new weights.
+        bucket_bytes: size of a bucket; only a unit that is larger makes a larger bucket.
+
+    Raises:
+        RolloutError: on the rank that saw it, for any other failure of a server.
+        IncompletePush: on one rank, if not all of the checkpoint's tensors were sent.
+        OSError: on the rank that saw it, for a folder or a process group.
+        PeerFailure: on every other rank.
+    """
+    _broadcast_servers(exporter, servers)
+    while True:
+        try:
+            _push_once(exporter, servers, version, bucket_bytes)
+            return
+        except (*_FAILURES, PeerFailure) as error:
+            if not _broadcast_fewer_servers(exporter, servers, error):
+                _abandon(exporter, servers, error)
+                raise
+            if exporter.leads:
+                logger.warning("sending the weights again to the remaining servers: %s", ", ".join(servers.urls))
+        except BaseException as error:
+            _abandon(exporter, servers, error)
+            raise
+
+
+def _push_once(exporter: StageExporter, servers: WeightServers, version: str, bucket_bytes: int) -> None:
+    transport, coverage = servers.transport, servers.coverage
+    _all_reduce_led(exporter, partial(servers.start, version))
+    if transport.in_session:
+        _all_reduce_led(exporter, servers.begin)
+    for stage in range(exporter.num_stages):
+        _all_reduce_sent(exporter, servers, version, bucket_bytes, stage)
+    if coverage is not None:
+        coverage.all_reduce_check()
+    if not transport.in_session:
+        _all_reduce_led(exporter, servers.begin)
+    _all_reduce_led(exporter, partial(transport.deliver, version))
+    _all_reduce_led(exporter, partial(servers.end, version))
+    if servers.verifier is not None:
+        _broadcast_and_compare(exporter, servers)
+    servers.expect(version)
+    all_reduce_failure(None)  # every rank expects the new version before a server samples with it
+    _all_reduce_led(exporter, servers.resume)
+
+
+def _all_reduce_led(exporter: StageExporter, call: Callable[[], None]) -> None:
+    """Rank 0 makes the call, however long it takes; its failure is raised on every rank.
+
+    The ranks meet while they wait: servers may read a folder of a terabyte, or hash all of their weights, for longer
+    than a collective may wait.
+    """
+    all_reduce_results(_in_thread(call) if exporter.leads else None, lambda result: None)
+
+
+def _in_thread(call: Callable[[], None]) -> Future[None]:
+    """The result of a call on a daemon thread: a process that ends does not wait for a server that never answers."""
+    future: Future[None] = Future()
+
+    def run() -> None:
+        future.set_running_or_notify_cancel()  # it can't be cancelled
+        try:
+            future.set_result(call())
+        except BaseException as error:  # noqa: BLE001  raised where the answer is read
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="weight-update", daemon=True).start()
+    return future
+
+
+def _broadcast_servers(exporter: StageExporter, servers: WeightServers) -> None:
+    """Every rank updates the servers that rank 0 reaches: one without a stage's weights must not be sampled from."""
+    states, error = [0] * len(servers.client.base_urls), None
+    if exporter.leads:
+        try:
+            states = servers.find()
+        except RolloutError as failure:
+            error = failure
+    all_reduce_failure(error)
+    shared = torch.tensor(states, device=communication_device())
+    dist.broadcast(shared, src=0)
+    servers.use(shared.tolist())
+
+
+def _broadcast_fewer_servers(exporter: StageExporter, servers: WeightServers, error: Exception) -> bool:
+    """True if a server failed that does not answer any more, and others are left; they are updated from here on."""
+    before = len(servers.urls)
+    try:
+        _all_reduce_broken(servers)
+        can_go_on = isinstance(error, (RolloutServerError, PeerFailure)) and not servers.transport.broken
+        all_reduce_failure(None if can_go_on else error)
+        _broadcast_servers(exporter, servers)
+    except (*_FAILURES, PeerFailure):
+        return False
+    return len(servers.urls) < before
+
+
+def _all_reduce_broken(servers: WeightServers) -> None:
+    """Every rank learns that servers may be waiting in what one rank began: rank 0 must send them no more requests."""
+    broken = torch.tensor(int(servers.transport.broken), device=communication_device())
+    dist.all_reduce(broken, op=dist.ReduceOp.MAX)
+    servers.transport.broken = bool(broken.item())
+
+
+def _all_reduce_sent(
+    exporter: StageExporter, servers: WeightServers, version: str, bucket_bytes: int, stage: int
+) -> None:
+    """One stage sends; its failure is raised on every rank.
+
+    All ranks meet after every PARAMETERS_BETWEEN_MEETINGS parameters of the stage, because sending all of them may take
+    longer than a collective may wait.
+    """
+    if stage != exporter.stage:
+        while not all_reduce_done(True, None):
+            pass
+        return
+    parameters = itertools.count(1)
+
+    def meet() -> None:
+        if next(parameters) % PARAMETERS_BETWEEN_MEETINGS == 0:
+            all_reduce_done(False, None)
+
+    all_reduce_failure(_send_stage(exporter, servers, version, bucket_bytes, meet))
+
+
+def _send_stage(
+    exporter: StageExporter, servers: WeightServers, version: str, bucket_bytes: int, meet: Callable[[], None]
+) -> Exception | None:
+    """Run through all of the stage's weights, after a failure too: the other ranks gather together with this one."""
+    error = None
+    for bucket in buckets(exporter.units(meet), bucket_bytes):
+        if exporter.sends and error is None:
+            error = _failure_of(partial(servers.send, bucket, version))
+    return error
+
+
+def _broadcast_and_compare(exporter: StageExporter, servers: WeightServers) -> None:
+    """The servers compute checksums once, and each stage's sender compares those of its own weights."""
+    checksums: list[Any] = [None]
+
+    def read() -> None:
+        checksums[0] = servers.checksums()
+
+    _all_reduce_led(exporter, read)
+    dist.broadcast_object_list(checksums, src=0, device=communication_device())
+    compare = partial(servers.verifier.compare, checksums[0])
+    all_reduce_failure(_failure_of(compare) if exporter.sends else None)
+
+
+def _abandon(exporter: StageExporter, servers: WeightServers, error: BaseException) -> None:
+    WATCH.report(error)  # before the servers: one of them may not answer, and the other ranks wait
+    if exporter.leads:
+        failure = _failure_of(servers.abandon)
+        if failure is not None:
+            error.add_note(f"and the servers could not be resumed: {failure}")
+
+
+def _failure_of(call: Callable[[], Any]) -> Exception | None:
+    try:
+        call()
+    except _FAILURES as error:
+        return error
+    return None

@@ -1,0 +1,204 @@
+"""Verifies after a push that the servers have what was sent, by checksums of their weights.
+
+The checksums of all servers must agree. Each sender also keeps a part of what it sends, chosen anew for every version,
+arranges it as the servers do, hashes it as they do (`Engine.possible_layouts`, `Engine.checksum`), and compares: all of
+a model of up to KEPT_BYTES a stage, a sample of a larger one.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from megatron_rl_corr.engines.base import Engine
+from megatron_rl_corr.engines.control import ServerControl
+from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError
+from megatron_rl_corr.engines.types import NamedTensor, Part, ServerChecksums
+
+KEPT_BYTES = 256 * 2**20
+_SHOWN = 5
+
+logger = logging.getLogger(__name__)
+
+
+def make_verifier(kind: str, checkpoint: Path, engine: Engine) -> PushVerifier | None:
+    """One rank's verifier for --rollout-verify-push; None for "off".
+
+    Args:
+        kind: "off" or "checksum".
+        checkpoint: the Hugging Face folder of the model.
+        engine: what the servers run.
+    """
+    return None if kind == "off" else PushVerifier(engine, count_elements(checkpoint))
+
+
+def count_elements(checkpoint: Path) -> int:
+    """Numbers in all tensors of a Hugging Face folder, from the headers of its files."""
+    count = 0
+    for path in checkpoint.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            count += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    return count
+
+
+class PushVerifier:
+    """One rank's part of the verification: `clear`, `keep` before each bucket is sent, `compare` at the end.
+
+    Args:
+        engine: what the servers run.
+        elements: numbers in the whole model; decides which share of it is kept.
+        kept_bytes: most bytes that are kept.
+    """
+
+    def __init__(self, engine: Engine, elements: int, *, kept_bytes: int = KEPT_BYTES):
+        self._engine = engine
+        self._elements = max(1, elements)
+        self._limit = kept_bytes
+        self._matched: set[tuple[tuple, str]] = set()
+        """(a server's layout, parameter) whose checksum was once as expected."""
+        self._warned_missing = False
+        self._warned_layouts: set[tuple] = set()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what was kept: an update begins."""
+        self._kept: dict[str, dict[Part, Tensor]] = {}
+        self._chosen: dict[str, bool] = {}
+        self._bytes = 0
+
+    def keep(self, bucket: Sequence[NamedTensor], version: str) -> None:
+        """Copy the part of a bucket that will be compared.
+
+        Args:
+            bucket: about to be sent.
+            version: of the weights; decides which parameters are kept.
+        """
+        for name, tensor in bucket:
+            parameter, part = self._engine.server_parameter(name)
+            if parameter not in self._chosen:
+                self._chosen[parameter] = self._choose(parameter, version, tensor.element_size())
+            if not self._chosen[parameter]:
+                continue
+            self._bytes += tensor.nbytes
+            if self._bytes > self._limit:
+                self._bytes -= tensor.nbytes + sum(t.nbytes for t in self._kept.pop(parameter, {}).values())
+                self._chosen[parameter] = False
+            else:
+                self._kept.setdefault(parameter, {})[part] = tensor.detach().clone()
+
+    def _choose(self, parameter: str, version: str, element_bytes: int) -> bool:
+        """By the bytes that are sent, as a checkpoint in bfloat16 may be trained in float32."""
+        share = self._limit / (self._elements * element_bytes)
+        return share >= 1 or zlib.crc32(f"{version} {parameter}".encode()) < share * 2**32
+
+    async def read(self, servers: ServerControl) -> list[ServerChecksums]:
+        """The servers' checksums of their weights; [] if one is too old to have any.
+
+        Raises:
+            RolloutProtocolError: servers of one layout disagree.
+        """
+        try:
+            answers = await servers.weights_checker()
+        except RolloutServerError as error:
+            if error.status != 404:
+                raise
+            if not self._warned_missing:
+                logger.warning("the servers' weights can't be verified: %s", error)
+            self._warned_missing = True
+            return []
+        infos = await servers.server_info()
+        servers_checksums = [
+            self._engine.checksums(*one) for one in zip(servers.base_urls, infos, answers, strict=True)
+        ]
+        check_agreement(servers_checksums, self._endpoint)
+        return servers_checksums
+
+    @property
+    def _endpoint(self) -> str:
+        return self._engine.weights_checker().endpoint
+
+    def compare(self, servers: Sequence[ServerChecksums]) -> int:
+        """Compare what was kept with what the servers have.
+
+        If a server's layout is not known (on a GPU, with several ranks, in 16 bits, quantised), a parameter must match
+        only after it has matched once at a server of that layout.
+
+        Returns:
+            The number of parameters that match at every server.
+
+        Raises:
+            RolloutProtocolError: a parameter that must match does not.
+        """
+        verified = set(self._kept) if servers else set()
+        matching: set[tuple[tuple, str]] = set()
+        for server in servers:
+            wrong, unknown = [], []
+            for parameter, parts in self._kept.items():
+                ranks = [(rank, sums[parameter]) for rank, sums in server.ranks if parameter in sums]
+                if ranks and all(self._matches(parts, checksum, server, rank) for rank, checksum in ranks):
+                    matching.add((server.layout, parameter))
+                    continue
+                verified.discard(parameter)
+                must_match = server.layout_is_known or (server.layout, parameter) in self._matched
+                (wrong if ranks and must_match else unknown).append(parameter)
+            if wrong:
+                raise RolloutProtocolError(
+                    server.url, self._endpoint,
+                    f"{len(wrong)} of {len(self._kept)} weights that were compared are not those that were sent: "
+                    f"{shortened(wrong)}; do other programs push to this server? If it holds them in a layout of its "
+                    "own, use --rollout-verify-push off",
+                )
+            if unknown and server.layout not in self._warned_layouts:
+                self._warned_layouts.add(server.layout)
+                logger.warning(
+                    "%s: %d of %d weights are not verified, because the server's layout of them is not known: %s",
+                    server.url, len(unknown), len(self._kept), shortened(unknown),
+                )
+        self._matched |= matching
+        self.clear()
+        return len(verified)
+
+    def _matches(self, parts: dict[Part, Tensor], checksum: str, server: ServerChecksums, rank: int) -> bool:
+        """True if the checksum is of these parts, in a layout and a dtype that the server may hold them in."""
+        sent = next(iter(parts.values())).dtype
+        others = [d for d in (torch.float32, torch.bfloat16, torch.float16) if d != sent]
+        return any(
+            self._engine.checksum(layout.to(dtype), server.device) == checksum
+            for layout in self._engine.possible_layouts(parts, rank=rank, size=server.tp_size)
+            for dtype in (sent, *others)
+        )
+
+
+def check_agreement(servers: Sequence[ServerChecksums], endpoint: str) -> None:
+    """Raise RolloutProtocolError for the first server whose weights differ from those of another of its layout.
+
+    Args:
+        servers: what each server has.
+        endpoint: where that was asked, for the message.
+    """
+    for i, server in enumerate(servers):
+        alike = next((other for other in servers[:i] if other.layout == server.layout), None)
+        if alike is None:
+            continue
+        wrong = []
+        for (_, mine), (_, theirs) in zip(server.ranks, alike.ranks, strict=True):
+            wrong += [name for name in mine if name in theirs and mine[name] != theirs[name]]
+        if wrong:
+            raise RolloutProtocolError(
+                server.url, endpoint,
+                f"{len(wrong)} of its weights differ from those of {alike.url} after the same push: "
+                f"{shortened(wrong)}; is one of them being updated by another program? Restart both; if each holds "
+                "them in a layout of its own, use --rollout-verify-push off",
+            )
+
+
+def shortened(names: Sequence[str]) -> str:
+    """The first few names, for a message."""
+    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
