@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from megatron_rl_corr.doctor.quick import Expected, ask_quick
+from megatron_rl_corr.doctor.questions import Expected, ask_quick
 
 from megatron_rl_corr.doctor.findings import Examination
 from megatron_rl_corr.doctor.probe import Probe
