@@ -3,10 +3,10 @@
 import json
 
 import pytest
-from megatron_rl_corr.doctor.questions import Expected, ask_quick
 
 from megatron_rl_corr.doctor.findings import Examination
 from megatron_rl_corr.doctor.probe import Probe
+from megatron_rl_corr.doctor.questions import Expected, ask_quick
 from megatron_rl_corr.engines.sglang.requests import generate_request
 from megatron_rl_corr.engines.types import Request
 from megatron_rl_corr.rollout import LoopThread, RolloutClient, SamplingParams
