@@ -8,6 +8,7 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_rl_corr.cli import loss_as_text, rules_as_text, weights_as_text  # noqa: E402
 from megatron_rl_corr.config.correction import PRESETS, RolloutCorrectionConfig  # noqa: E402
+from megatron_rl_corr.config.dialects import keys_by_trainer  # noqa: E402
 from megatron_rl_corr.config.fields import Option, docs_of, options_of  # noqa: E402
 from megatron_rl_corr.config.flags import CORRECTION, flags_by_field, help_of, metavar_of, name_flags, title_of  # noqa: E402
 from megatron_rl_corr.config.losses import LOSS_KINDS  # noqa: E402
@@ -58,6 +59,10 @@ def config_page() -> str:
     lines += ["", "## Presets", *table("preset", "weights", "keeps", "loss")]
     lines += [row(f"`{name}`", weights_as_text(one), "; ".join(rules_as_text(one)), loss_as_text(one))
               for name, one in PRESETS.items()]
+    lines += ["", "## Keys of other trainers", "", "A YAML file may use these names and their values.",
+              *table("trainer", "keys")]  # fmt: skip
+    for trainer, keys in keys_by_trainer().items():
+        lines.append(row(trainer, ", ".join(f"`{key}`" for key in keys)))
     return "\n".join(lines) + "\n"
 
 

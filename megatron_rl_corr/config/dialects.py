@@ -148,3 +148,13 @@ _PEERS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], tuple[str, .
     )),
 }
 PEER_KEYS = (*RENAMED, *(key for _, keys in _PEERS.values() for key in keys))
+
+
+def keys_by_trainer() -> dict[str, list[str]]:
+    """The keys of each peer; all of verl's other keys have our names."""
+    found: dict[str, list[str]] = {}
+    for key, (_, peer) in RENAMED.items():
+        found.setdefault(peer, []).append(key)
+    for peer, (_, keys) in _PEERS.items():
+        found[peer] += keys
+    return found
