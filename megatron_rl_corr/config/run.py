@@ -190,12 +190,12 @@ class LogsConfig(Options):
     replica. It needs the pass that computes old log-probs, except in bypass mode."""
 
 
-TOPICS = (SamplesConfig, ServersConfig, RewardsConfig, EnvironmentConfig, ModelConfig, WeightSyncConfig, ExpertsConfig,
+TOPICS = (ServersConfig, SamplesConfig, RewardsConfig, EnvironmentConfig, ModelConfig, WeightSyncConfig, ExpertsConfig,
           LogsConfig)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig(*TOPICS):
+class RunConfig(*reversed(TOPICS)):
     """Everything that a run is started with, beside its correction, in one object: `RunConfig(urls=..., ...)`."""
 
     def check(self) -> None:

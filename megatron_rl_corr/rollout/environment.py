@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from megatron_rl_corr.data.loading import load
 from megatron_rl_corr.data.prompts import Prompt
 
-FLAG = "--rollout-environment"
+FLAG = "`environment`"
 
 
 class Done:
@@ -41,7 +41,7 @@ class Environment:
         raise NotImplementedError(f"{type(self).__name__} has no step(output_ids, finish_reason)")
 
     def reward(self) -> float | None | Awaitable[float | None]:
-        """Asked once, when the episode has ended, however it has. None: --rollout-reward-function scores."""
+        """Asked once, when the episode has ended, however it has. None: `reward_function` scores."""
         return None
 
     def close(self) -> None | Awaitable[None]:

@@ -81,13 +81,13 @@ class Failures:
             raise TooManyFailures(
                 f"the last {self._dropped_in_a_row} groups of a replica were all dropped for a sample that failed for "
                 "good, so its step may never be complete; mend what fails, give failed rewards a value with "
-                f"--rollout-on-failed-reward, or use a smaller --rollout-group-size. {self._told_causes(self.by_cause)}"
+                f"`on_failed_reward`, or use a smaller `group_size`. {self._told_causes(self.by_cause)}"
             )
 
     def too_many(self, share: str, by_cause: dict[str, int]) -> TooManyFailures:
         """The error that ends the run, with the last failure of each cause."""
         return TooManyFailures(
-            f"{share} failed for good, which is more than --rollout-max-failed-fraction {self._max_fraction:g} allows. "
+            f"{share} failed for good, which is more than `max_failed_fraction` {self._max_fraction:g} allows. "
             f"{self._told_causes(by_cause)}"
         )
 

@@ -352,7 +352,7 @@ def test_request_when_the_server_refuses_a_later_turn_then_the_error_says_which_
 def test_load_environment_when_there_is_none_then_the_error_names_the_flag(tmp_path):
     (tmp_path / "tools.py").write_text("class Tools:\n    pass\n")
     assert load_environment(f"{tmp_path}/tools.py:Tools").__name__ == "Tools"
-    with pytest.raises(ValueError, match=r"^--rollout-environment: .*tools.py has no 'Tool'; it has Tools"):
+    with pytest.raises(ValueError, match=r"^`environment`: .*tools.py has no 'Tool'; it has Tools"):
         load_environment(f"{tmp_path}/tools.py:Tool")
 
 

@@ -44,7 +44,7 @@ def test_check_when_most_of_the_last_hundred_samples_failed_then_the_run_ends_wi
     with pytest.raises(TooManyFailures) as error:
         failures.check()
     assert str(error.value) == (
-        "54 of the last 100 samples of a replica failed for good, which is more than --rollout-max-failed-fraction "
+        "54 of the last 100 samples of a replica failed for good, which is more than `max_failed_fraction` "
         "0.05 allows. By cause: refused 2, reward_error 101. The last of each cause:\n"
         "reward_error: sample 0 of row 3: Traceback last\nrefused: sample 2 of row 4: HTTP 400"
     )

@@ -159,8 +159,8 @@ def _truncated(
         values = meta.get(name)
         if values is None:
             detail = (
-                f"it sent no {name} though return_sampling_mask asked for it, so what --rollout-top-p and "
-                "--rollout-top-k kept is unknown: use SGLang 0.5.16 or newer, or leave both flags out"
+                f"it sent no {name} though return_sampling_mask asked for it, so what `top_p` and "
+                "`top_k` kept is unknown: use SGLang 0.5.16 or newer, or leave both flags out"
             )
             raise RolloutProtocolError(server, GENERATE, detail)
         if not isinstance(values, list) or len(values) != output_ids.size:
@@ -209,7 +209,7 @@ def _routes(
         return torch.cat([known, no_routes(experts, tokens - 1 - len(known))])
     if encoded is None:
         detail = (
-            "rule presence: it sent no routed_experts though they were asked for, which --router-replay R3 needs: "
+            "rule presence: it sent no routed_experts though they were asked for, which `router_replay` R3 needs: "
             "start the server with --enable-return-routed-experts"
         )
         raise RolloutProtocolError(server, GENERATE, detail)

@@ -44,7 +44,7 @@ def remedy(endpoint: str, status: int, detail: str) -> str:
     if status == 404:
         return "is this the address of an SGLang server, and is its version supported?"
     if status == 400 and endpoint == "/update_weights_from_disk":
-        return "does the server's host see --rollout-weight-dir under the same path, and may the server read it?"
+        return "does the server's host see `weight_dir` under the same path, and may the server read it?"
     if status == 503 and endpoint == "/health":
         return "it is starting, paused or stuck; see its log"
     return ""
@@ -69,7 +69,7 @@ def ranks(url: str, server_info: Mapping[str, Any]) -> ServerRanks:
         raise RolloutProtocolError(
             url, "/server_info",
             f"it runs --dp-size {server_info['dp_size']} replicas; start as many servers and name each in "
-            "--rollout-url",
+            "`urls`",
         )  # fmt: skip
     return ServerRanks(server_info["tp_size"], server_info["pp_size"])
 
@@ -91,16 +91,16 @@ def pause_problem(
         missing = [f"--{name.replace('_', '-')}" for name in needs if not server_info.get(name)]
         if missing:
             return (
-                f"--rollout-pause-mode in_place needs a server started with {' '.join(missing)}; start it so, or use "
-                "--rollout-pause-mode retract"
+                f"`pause_mode` in_place needs a server started with {' '.join(missing)}; start it so, or use "
+                "`pause_mode` retract"
             )
     if mode == "retract" and samples_ahead:
         version = str(server_info.get("version"))
         if () < version_key(version) < version_key(FLUSHES_PAUSED_SINCE):
             return (
                 f"SGLang {version} can't drop cached prefixes while the requests wait that a push has retracted, and "
-                f"--rollout-max-lag is above 0; serve with SGLang {FLUSHES_PAUSED_SINCE} or newer, or use "
-                "--rollout-pause-mode abort or --rollout-max-lag 0"
+                f"`max_lag` is above 0; serve with SGLang {FLUSHES_PAUSED_SINCE} or newer, or use "
+                "`max_lag` 0"
             )
     return None
 
