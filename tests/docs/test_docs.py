@@ -24,6 +24,7 @@ NEEDS_MORE = ("doctor", "correct", "model-flags", "patch")
 OUR_FLAGS = r"--(?:rollout|router-replay|expert-statistics)[a-z0-9-]*[a-z0-9]"
 OTHER_FLAGS = {"--rollout-corr-describe"}
 """The launcher's own, which no run has."""
+OF_THE_CODE = ("CONTRIBUTING.md", "docs/explanation/architecture.md", "docs/explanation/extend.md")
 METRICS = r"`((?:rollout_corr|rollout|reward|router_replay|time|eval)/[a-z0-9_/]*[a-z0-9])`"
 
 
@@ -96,6 +97,15 @@ def test_metrics_on_pages_then_the_catalogue_has_them():
     families = tuple(metric.removesuffix("NAME") for metric in known if metric.endswith("NAME"))
     named = {(name(page), metric) for page in PAGES for metric in re.findall(METRICS, page.read_text())}
     assert {pair for pair in named if pair[1] not in known and not pair[1].startswith(families)} == set()
+
+
+def test_source_files_that_pages_name_then_exist():
+    pages = [page for page in PAGES if page.name != "CHANGELOG.md"]
+    named = {(name(page), path) for page in pages for path in re.findall(r"`([a-z_/]+/[a-z_]+\.py)`", page.read_text())}
+    roots = [ROOT, ROOT / "megatron_rl_corr"]
+    ours = {(page, path) for page, path in named if (ROOT / path.split("/")[0]).exists() or page in OF_THE_CODE}
+    missing = {(page, path) for page, path in ours if not any((root / path).exists() for root in roots)}
+    assert ours and missing - {("docs/guides/own_fork.md", "megatron/training/__init__.py")} == set()
 
 
 def test_picture_of_the_floors_then_it_has_the_folders_in_their_order():
