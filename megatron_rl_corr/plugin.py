@@ -7,25 +7,27 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from megatron_rl_corr.config.flags import name_flags, parse
 from megatron_rl_corr.integrations import megatron_rl_hooks
 
-TIME_TO_TELL_S = 10.0
-"""So long a rank that learnt of another's failure in a collective waits for its message."""
+PEER_MESSAGE_TIMEOUT_S = 10.0
+"""How long a rank that learnt of another's failure in a collective waits for that rank's message."""
 IN_PROCESS_RESTART = "--inprocess-restart"
-"""Megatron's flag: a failure is no end of the process then."""
+"""Megatron's flag, with which a failure does not end the process."""
 
 Install = Callable[[], Callable[[], None]]
-"""Puts the hooks in, and returns what leaves the servers after the last step."""
+"""Replaces Megatron's functions, and returns what leaves the servers after the last step."""
 
 _begun = False
+"""Whether this process has read its command line: a patched Megatron asks for the plugin again."""
 
 
 def prepare(arguments: Sequence[str]) -> Install:
     """Read a whole command line, before anything heavy is imported. ValueError names the flag and the remedy."""
     global _begun
-    # A patched Megatron asks for the plugin as soon as our hooks import it: that is too late, and once is enough.
+    # Before anything else: a patched Megatron calls `load` as soon as our hooks import it.
     _begun = True
     if any(argument.split("=")[0] == "--yaml-cfg" for argument in arguments):
         raise ValueError("--yaml-cfg replaces every flag, the rollout ones too; give Megatron's settings as flags")
@@ -46,22 +48,30 @@ def prepare(arguments: Sequence[str]) -> Install:
         from megatron_rl_corr.mcore import versions
 
         versions.check_version()
-        versions.check_training()  # before the hooks import it: of two mixed releases that would be a puzzle
+        versions.check_training()  # before the hooks import it, as errors of two mixed releases are hard to read
         from megatron_rl_corr.mcore import hooks
-        from megatron_rl_corr.observability.run_log import RunLog
 
-        logs: list[RunLog] = []
-
-        def report(metrics: dict, writer) -> None:
-            if not logs:  # only the rank that reports opens files
-                logs.append(RunLog(log_dir, settings, writer))
-            logs[0].write(metrics)
-
+        report = StepReport(log_dir, settings)
         if megatrons_own_rl:
             return megatron_rl_hooks.install(config, report)
         return hooks.install(config, options, report)
 
     return install
+
+
+class StepReport:
+    """Writes each step's metrics; opens its files at the first one, as only one rank reports."""
+
+    def __init__(self, log_dir: str | None, settings: dict[str, Any]):
+        self._log_dir, self._settings, self._log = log_dir, settings, None
+
+    def __call__(self, metrics: dict[str, float], writer: Any) -> None:
+        """writer: Megatron's TensorBoard writer, or None."""
+        from megatron_rl_corr.observability.run_log import RunLog
+
+        if self._log is None:
+            self._log = RunLog(self._log_dir, self._settings, writer)
+        self._log.write(metrics)
 
 
 def load() -> None:
@@ -91,10 +101,10 @@ def load() -> None:
 def run_to_the_end[**Arguments, Result](
     run: Callable[Arguments, Result], leave_servers: Callable[[], None]
 ) -> Callable[Arguments, Result]:
-    """`run`, and then leave the servers.
+    """Wraps `run`, so that the servers are left after it.
 
-    An exception on any rank ends all: the process with status 1 and a message, every other one within seconds, by its
-    own `FailureWatch`. With Megatron's in-process restart only what no restart can mend does.
+    An exception on any rank ends all ranks: this process with status 1 and a message, every other one within seconds,
+    by its own `FailureWatch`. With Megatron's in-process restart only errors that no restart can fix do.
     """
     import functools
 
@@ -107,7 +117,7 @@ def run_to_the_end[**Arguments, Result](
     @functools.wraps(run)
     def guarded(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         if not restarts:
-            WATCH.start(_leave_as_told)
+            WATCH.start(_leave_after_peer)
         try:
             try:
                 result = run(*args, **kwargs)
@@ -128,39 +138,39 @@ def _end(error: Exception, *, in_one_line: bool) -> None:
     """End this process because of an error, once the other ranks know of it."""
     from megatron_rl_corr.parallel.failure import EXIT_TIMEOUT_S, WATCH, PeerFailure
 
-    is_peers, end = isinstance(error, PeerFailure), time.monotonic() + TIME_TO_TELL_S
-    # Of several that fail, as when a connection to the first breaks, one tells.
-    while (told := WATCH.peer_failure()) is None and is_peers and time.monotonic() < end:
+    is_peers, end = isinstance(error, PeerFailure), time.monotonic() + PEER_MESSAGE_TIMEOUT_S
+    # If several ranks fail, as when the connection to the first breaks, one of them prints its error.
+    while (failure := WATCH.peer_failure()) is None and is_peers and time.monotonic() < end:
         time.sleep(0.1)
-    if told is None and not is_peers:
+    if failure is None and not is_peers:
         if not in_one_line:
             traceback.print_exception(error)
         notes = getattr(error, "__notes__", ()) if in_one_line else ()
-        print(f"\nmegatron_rl_corr: {_says(error, in_one_line)}", *notes, sep="\n  ", file=sys.stderr, flush=True)
+        print(f"\nmegatron_rl_corr: {_message(error, in_one_line)}", *notes, sep="\n  ", file=sys.stderr, flush=True)
         WATCH.report(error)
     if not WATCH.claim_exit():
         time.sleep(EXIT_TIMEOUT_S)  # the watch's thread is about to end the process
     try:
         WATCH.clean_up()
     finally:
-        if told is not None:
-            _leave_as_told(told)
+        if failure is not None:
+            _leave_after_peer(failure)
         _leave(1)
 
 
-def _says(error: Exception, in_one_line: bool) -> str:
+def _message(error: Exception, in_one_line: bool) -> str:
     rank = os.environ.get("RANK", "0")
     return name_flags(error if in_one_line else f"rank {rank} failed: {type(error).__name__}: {error}")
 
 
-def _leave_as_told(told: str) -> None:
+def _leave_after_peer(failure: str) -> None:
     """End this process because another rank has failed."""
-    print(f"megatron_rl_corr: {told}; this is rank {os.environ.get('RANK', '0')}", file=sys.stderr, flush=True)
+    print(f"megatron_rl_corr: {failure}; this is rank {os.environ.get('RANK', '0')}", file=sys.stderr, flush=True)
     _leave(1)
 
 
 def refuse(program: str, message: object) -> None:
-    """Say once what is wrong with the command line."""
+    """Print what is wrong with the command line, on rank 0."""
     if os.environ.get("RANK", "0") == "0":
         print(f"{program}: {name_flags(message)}", file=sys.stderr, flush=True)
 

@@ -1,1 +1,1 @@
-"""Exact reductions and log-probs over parallel groups, which are always passed in."""
+"""Process groups and this rank's place in them, exact reductions over them, and failing together."""
