@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests import stand_in_server
+from tests.schedule import pytest_collection_modifyitems, pytest_xdist_make_scheduler  # noqa: F401
 from tools.cpu import environment, sglang_arguments
 from tools.local_server import LocalServer
 from tools.process_group import group_members

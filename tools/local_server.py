@@ -1,4 +1,4 @@
-"""One SGLang server on this machine's loopback: started, awaited, and stopped with all its children."""
+"""Start an SGLang server on this machine's loopback, wait until it answers, stop it with all its children."""
 
 import os
 import shutil
@@ -14,26 +14,24 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tools.process_group import die_with_parent, end_group, shared_memory
-from tools.wait_line import print_wait
-
-__all__ = ["LocalServer", "LocalServerError", "free_port", "print_wait"]
 
 HOST = "127.0.0.1"
 POLL_S = 0.5
 # SGLang 0.5.23 takes 9 s over SIGTERM even when idle, and has nothing to save: a short grace, then SIGKILL.
 STOP_GRACE_S = 1.0
 LOG_TAIL_LINES = 30
+SHOW_EVERY_S = 5.0
 
 # Loopback must not go through a proxy that the environment names.
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class LocalServerError(RuntimeError):
-    """The server did not come up, or is not there any more."""
+    """The server did not start, or has ended."""
 
 
 def free_port() -> int:
-    """A TCP port of the loopback that nobody listens on now."""
+    """A TCP port of the loopback on which no process listens now."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return probe.getsockname()[1]
@@ -42,8 +40,15 @@ def free_port() -> int:
 class LocalServer:
     """`with LocalServer(path, dtype="float32", log_path=...) as server:` starts it, waits, and stops it.
 
-    `environment` replaces the process's whole environment (None: inherit); `extra_arguments` go after the
-    flags set here, so they win. The server also ends when this process dies, however it dies.
+    The server also ends when this process dies, however it dies.
+
+    Args:
+        model_path: folder of a Hugging Face model.
+        log_path: file for all that the server prints.
+        dtype: SGLang's --dtype.
+        port: 0 for a free one.
+        extra_arguments: flags of sglang.launch_server; they win over those set here.
+        environment: the process's whole environment; None inherits this one.
     """
 
     def __init__(
@@ -87,19 +92,18 @@ class LocalServer:
         ]  # fmt: skip
 
     def start(self) -> "LocalServer":
-        """Starts the process and returns at once; its output goes to `log_path`."""
+        """Start the process and return at once; its output goes to `log_path`."""
         if self._process is not None:
             raise LocalServerError(
-                f"the server was started already, as process {self._process.pid}; stop() it first"
+                f"the server runs already, as process {self._process.pid}; call stop() first"
             )
         if threading.current_thread() is not threading.main_thread():
             raise LocalServerError(
-                "start() from the main thread: the kernel ends the server with the thread that began it"
+                "call start() in the main thread: the kernel ends the server together with the thread that started it"
             )
         self.port = self.port or free_port()
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        # SGLang leaves its sockets and locks in TMPDIR. The path must be short: a socket's has 107
-        # characters.
+        # SGLang leaves its sockets and locks in TMPDIR. Its path must be short: a socket's has 107 characters.
         self._scratch = Path(tempfile.mkdtemp(prefix="sglang-"))
         environment = {
             **(os.environ if self.environment is None else self.environment),
@@ -120,10 +124,15 @@ class LocalServer:
     def wait_ready(
         self, timeout_s: float = 300.0, on_wait: Callable[[float, str], None] | None = None
     ) -> "LocalServer":
-        """Returns when GET /health answers 200; calls `on_wait(elapsed_s, last_log_line)` before each new
-        try.
+        """Return when GET /health answers 200.
 
-        When the process ends or the time is up: stops the server, LocalServerError with the log's tail.
+        Args:
+            timeout_s: seconds to wait.
+            on_wait: called with (elapsed seconds, last line of the log) before each new request.
+
+        Raises:
+            LocalServerError: the process ended, or the time is up; the server is stopped, the message has the log's
+                end.
         """
         started = time.monotonic()
         while not self._healthy():
@@ -143,7 +152,7 @@ class LocalServer:
         return self._process is not None and self._process.poll() is None
 
     def stop(self) -> None:
-        """Ends the server and every process it started, removes what they left; harmless when stopped."""
+        """End the server and every process it started, and remove their files; does nothing when stopped."""
         if self._process is None:
             return
         left_behind = shared_memory(self._process.pid)
@@ -169,9 +178,9 @@ class LocalServer:
             return False
 
     def _freeze_garbage_collection(self) -> None:
-        """SGLang does so after its warm-up, which may be over before it listens, and then fails (0.5.23).
+        """Ask for what SGLang 0.5.23 does itself after its warm-up, and fails to do where that ends before it listens.
 
-        Without it each /flush_cache of a CPU server walks all that the start has left in memory: 0.4 s.
+        Without it, each /flush_cache of a CPU server walks every object that the start left in memory: 0.4 s.
         """
         request = urllib.request.Request(f"{self.url}/freeze_gc", method="POST")
         try:
@@ -183,8 +192,7 @@ class LocalServer:
         tail = self.log_tail()
         self.stop()
         raise LocalServerError(
-            f"the SGLang server for {self.model_path} {what}; "
-            f"its whole log is {self.log_path}, which ends with:\n{tail}"
+            f"the SGLang server for {self.model_path} {what}; its log {self.log_path} ends with:\n{tail}"
         )
 
     def __enter__(self) -> "LocalServer":
@@ -196,3 +204,32 @@ class LocalServer:
 
     def __exit__(self, *exception) -> None:
         self.stop()
+
+
+class WaitLine:
+    """Prints "label: 12 s  last line" to stderr: rewritten in place on a terminal, else a new line every 5 s."""
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+        self._printed_s: float | None = None
+
+    def __call__(self, elapsed_s: float, line: str) -> None:
+        stream = sys.stderr
+        text = f"{self.label}: {elapsed_s:3.0f} s  {line.strip()}"
+        if stream.isatty():
+            width = shutil.get_terminal_size().columns - 1
+            stream.write(f"\r\x1b[K{text[:width]}")
+        elif self._printed_s is None or not 0 <= elapsed_s - self._printed_s < SHOW_EVERY_S:
+            self._printed_s = elapsed_s
+            stream.write(f"{text[:160]}\n")
+        stream.flush()
+
+    def done(self, text: str) -> None:
+        """End the line with its outcome."""
+        stream = sys.stderr
+        stream.write(("\r\x1b[K" if stream.isatty() else "") + f"{self.label}: {text}\n")
+        stream.flush()
+        self._printed_s = None
+
+
+print_wait = WaitLine("waiting for the SGLang server")

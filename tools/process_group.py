@@ -1,4 +1,4 @@
-"""The processes of a group, and how to end them all (Linux, stdlib only)."""
+"""Find and end the processes that a program started, in its process group or below it (Linux)."""
 
 import ctypes
 import os
@@ -7,25 +7,35 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
+
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+POLL_S = 0.05
 
 
 def group_members(group: int) -> list[int]:
-    """The ids of the living processes of group `group`; no zombies, which only await their parent."""
-    members = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            stat = (entry / "stat").read_text()
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # ended since the listing
-        # The command's name, in parentheses, may hold spaces; state, parent and group follow it.
-        state, _, process_group = stat.rpartition(")")[2].split()[:3]
-        if int(process_group) == group and state not in "ZX":
-            members.append(int(entry.name))
-    return members
+    """The ids of the living processes of process group `group`; zombies are left out, they only await their parent."""
+    return [process.pid for process in psutil.process_iter() if _is_alive(process) and _group_of(process) == group]
+
+
+def descendants(ancestor: int) -> list[int]:
+    """The ids of the living processes below `ancestor`, in whatever groups and sessions they are."""
+    return [process.pid for process in psutil.Process(ancestor).children(recursive=True) if _is_alive(process)]
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _group_of(process: psutil.Process) -> int | None:
+    try:
+        return os.getpgid(process.pid)
+    except ProcessLookupError:
+        return None
 
 
 def shared_memory(group: int) -> set[Path]:
@@ -33,18 +43,24 @@ def shared_memory(group: int) -> set[Path]:
     mapped = set()
     for pid in group_members(group):
         try:
-            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue  # ended since the listing
-        mapped.update(Path(line.split(maxsplit=5)[5]) for line in lines if " /dev/shm/" in line)
-    return mapped
+            mapped.update(Path(area.path) for area in psutil.Process(pid).memory_maps())
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue  # it has ended meanwhile
+    return {path for path in mapped if path.is_relative_to("/dev/shm")}
 
 
 def end_group(group: int, *, grace_s: float, reap: Callable[[], object]) -> None:
-    """Ends every process of the group: SIGTERM to its leader, SIGKILL to the leader, SIGKILL to the rest.
+    """End every process of the group: SIGTERM to its leader, SIGKILL to the leader, SIGKILL to the rest.
 
-    The leader goes first, because its children know how to clean up after it. Each step waits up to
-    `grace_s` for the group to be empty; `reap` is called meanwhile, to collect the caller's own child.
+    The leader goes first, because its children know how to clean up after it.
+
+    Args:
+        group: process group, which is the process id of its leader.
+        grace_s: seconds that each signal gets to empty the group.
+        reap: called while waiting, to collect the caller's own child.
+
+    Raises:
+        RuntimeError: a process outlived SIGKILL.
     """
     for kill, sent in ((os.kill, signal.SIGTERM), (os.kill, signal.SIGKILL), (os.killpg, signal.SIGKILL)):
         if not group_members(group):
@@ -52,42 +68,20 @@ def end_group(group: int, *, grace_s: float, reap: Callable[[], object]) -> None
         try:
             kill(group, sent)
         except ProcessLookupError:
-            pass  # the leader is gone already, its children are not
+            pass  # the leader has ended before its children
         deadline = time.monotonic() + grace_s
         while group_members(group) and time.monotonic() < deadline:
             reap()
-            time.sleep(0.05)
+            time.sleep(POLL_S)
     reap()
     left = group_members(group)
     if left:
-        raise RuntimeError(
-            f"processes {left} of group {group} outlived SIGKILL; they wait on the kernel, look at them"
-        )
+        raise RuntimeError(f"processes {left} of group {group} outlived SIGKILL: the kernel holds them")
 
 
 def adopt_orphans() -> None:
-    """From now on a descendant whose parent has ended becomes a child of this process, and can be found by it."""
+    """Make this process the parent of every descendant whose parent ends, so that end_descendants finds it."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
-
-
-def descendants(ancestor: int) -> list[int]:
-    """The ids of the living processes below `ancestor`, in whatever groups and sessions they are."""
-    parents = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            state, parent, _ = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # ended since the listing
-        parents[int(entry.name)] = int(parent), state not in "ZX"
-    below, waiting = [], [ancestor]
-    while waiting:
-        parent = waiting.pop()
-        children = [pid for pid, (of, _) in parents.items() if of == parent]
-        waiting += children
-        below += [pid for pid in children if parents[pid][1]]
-    return below
 
 
 def end_descendants(*, keep_group: int) -> None:
@@ -98,11 +92,11 @@ def end_descendants(*, keep_group: int) -> None:
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
-                continue  # ended since the listing
+                continue  # it has ended meanwhile
 
 
 def die_with_parent(sent: signal.Signals = signal.SIGKILL) -> Callable[[], None]:
-    """A function for the child, between fork and exec: `sent` reaches it when the thread that started it ends.
+    """A function for the child, between fork and exec: `sent` reaches the child when the thread that started it ends.
 
     SIGTERM for a child that has children of its own to end.
     """
@@ -111,7 +105,7 @@ def die_with_parent(sent: signal.Signals = signal.SIGKILL) -> Callable[[], None]
 
     def arm() -> None:
         libc.prctl(PR_SET_PDEATHSIG, sent)
-        if os.getppid() != parent:  # it died before the signal was armed
+        if os.getppid() != parent:  # the parent ended before the signal was armed
             os._exit(1)
 
     return arm

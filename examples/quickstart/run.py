@@ -20,7 +20,6 @@ ROOT = HERE.parents[1]
 sys.path[:0] = [str(ROOT), str(HERE)]
 
 from comparison import Run, draw, table  # noqa: E402
-from megatron_flags import local_flags, model_flags  # noqa: E402
 from reward import KINDS, WANTED_TOKENS  # noqa: E402
 from running import Running  # noqa: E402
 
@@ -56,7 +55,7 @@ def parse_arguments(argv):
 
 
 def environment(engine):
-    """The model is tiny: GPUs are left alone, so that the same run works everywhere."""
+    """Variables of a process that uses no GPU, since the model is tiny: the same run works everywhere."""
     base = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     base["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return cpu.environment(engine, base)
@@ -68,9 +67,12 @@ def write_prompts(path):
 
 
 def training_command(out, folder, model, url, options, *ahead):
-    """folder: for what the run logs. ahead: flags for sampling ahead of training."""
+    """torchrun's command line; folder: for the run's logs, ahead: flags for sampling ahead of training."""
+    from megatron_rl_corr.models.megatron_flags import model_flags
+
     flags = [
-        *model_flags(model), *local_flags(),
+        # As `megatron-rl-corr model-flags` prints them.
+        *model_flags(json.loads((model / "config.json").read_text())), *cpu.megatron_arguments(),
         "--tensor-model-parallel-size", 2, "--pipeline-model-parallel-size", 2, "--sequence-parallel",
         "--expert-model-parallel-size", 2, "--expert-tensor-parallel-size", 1,
         "--seq-length", 32, "--micro-batch-size", 16, "--global-batch-size", 64, "--train-iters", options.steps,
@@ -94,7 +96,7 @@ def training_command(out, folder, model, url, options, *ahead):
 
 
 def train(command, log_path, running, server_group):
-    """Run torchrun; its whole output goes to the log, the table and our messages to the screen. The exit status."""
+    """Run torchrun and return its exit status; the log gets all its output, the screen the table and our messages."""
     adopt_orphans()
     process = subprocess.Popen(
         command, env=environment("megatron"), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -194,7 +196,7 @@ def main(argv=None):
             say(str(error))
             return 1
         except KeyboardInterrupt:
-            say("stopped; nothing is left running")
+            say("stopped; all its processes have ended")
             return 130
 
 

@@ -1,10 +1,12 @@
-"""Remembers in a file which processes a quickstart started, so that `--stop` can end them from another terminal."""
+"""Keep in a file which processes a quickstart started, so that `--stop` can end them from another terminal."""
 
 import json
 import os
 import signal
 import time
 from pathlib import Path
+
+import psutil
 
 from tools.process_group import end_group, group_members
 
@@ -62,18 +64,20 @@ def end_recorded(record):
 
 
 def identity(pid):
-    """A process id and when it started: together they can't be another process's."""
+    """A process id and when it started: together they name one process, though ids are given again."""
     return {"pid": pid, "started": start_time(pid)}
 
 
 def is_same(recorded):
-    return recorded["started"] is not None and start_time(recorded["pid"]) == recorded["started"]
+    started = start_time(recorded["pid"])
+    # A second apart at most: the system's clock may have been set meanwhile.
+    return None not in (started, recorded["started"]) and abs(started - recorded["started"]) < 1.0
 
 
 def start_time(pid):
-    """Clock ticks since boot, or None for a process that is not there or only awaits its parent."""
+    """Seconds since the epoch, or None for a process that has ended or is a zombie."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
+    except psutil.NoSuchProcess:
         return None
-    return None if fields[0] in "ZX" else int(fields[19])

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -22,6 +23,9 @@ from tools.process_group import group_members
 ROOT = Path(__file__).resolve().parents[2]
 RUN = ROOT / "examples/quickstart/run.py"
 MARK = "TEST_QUICKSTART_OUT"
+STEPS = 24
+FASTER = ["--lr", "8e-3"]
+"""Learns in 24 steps what the quickstart learns in 60."""
 
 
 class Quickstart:
@@ -69,15 +73,13 @@ class Quickstart:
 
 def left_of(out):
     """Command lines of living processes that inherited the run's mark, in whatever group or session they are."""
-    mark = f"{MARK}={out}".encode()
     found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            try:
-                if mark in (entry / "environ").read_bytes().split(b"\0"):
-                    found.append((entry / "cmdline").read_bytes().replace(b"\0", b" "))
-            except (FileNotFoundError, ProcessLookupError, PermissionError):
-                continue  # ended since the listing, or somebody else's
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == str(out):
+                found.append(process.cmdline())
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue  # it has ended meanwhile, or belongs to another user
     return found
 
 
@@ -116,11 +118,11 @@ def assert_no_mismatch(samples, ties=1):
 
 
 def test_quickstart_with_and_without_lag_then_reward_is_learned_and_the_mismatch_is_seen(tmp_path):
-    with Quickstart(tmp_path / "run", "--steps", "40", "--asynchronous") as quickstart:
+    with Quickstart(tmp_path / "run", "--steps", str(STEPS), "--asynchronous", "--", *FASTER) as quickstart:
         assert quickstart.finish() == 0, quickstart.text
     steps = read_metrics(quickstart.out / "metrics.jsonl")
     rewards = [step["reward/mean"] for step in steps]
-    assert len(steps) == 40
+    assert len(steps) == STEPS
     assert sum(rewards[:5]) / 5 < 0.35
     assert sum(rewards[-5:]) / 5 >= 0.8
     for number, step in enumerate(steps, start=1):
@@ -134,16 +136,17 @@ def test_quickstart_with_and_without_lag_then_reward_is_learned_and_the_mismatch
     always = {name for name, spec in catalogue().items() if not spec.only_with and not name.endswith("/")}
     assert always - set(steps[0]) == set()
     assert_learned_ahead(read_metrics(quickstart.out / "asynchronous/metrics.jsonl"), rewards)
-    # Every sample was asked for over HTTP: 40 steps of 64, and 17 to check the server first, twice. One push before the
+    # Every sample was requested over HTTP: 24 steps of 64, and 17 to check the server first, twice. One push before the
     # first step, one after each.
     log = (quickstart.out / "server.log").read_text()
-    assert log.count("POST /generate HTTP/1.1") == 2 * (40 * 64 + 17)
-    assert log.count("POST /update_weights_from_distributed") >= 82 and log.count("POST /end_weight_update") == 82
+    assert log.count("POST /generate HTTP/1.1") == 2 * (STEPS * 64 + 17)
+    assert log.count("POST /update_weights_from_distributed") >= 2 * (STEPS + 1)
+    assert log.count("POST /end_weight_update") == 2 * (STEPS + 1)
     for run in (quickstart.out, quickstart.out / "asynchronous"):
         assert f"the run, drawn: {run / 'report.html'}" in quickstart.text
         assert (run / "report.html").stat().st_size > 50_000
         assert list((run / "tensorboard").glob("events.out.tfevents.*"))
-    assert quickstart.text.count("[rl-corr]") >= 80
+    assert quickstart.text.count("[rl-corr]") >= 2 * STEPS
     assert "asynchronous sampled and trained " in quickstart.text
     assert (quickstart.out / "comparison.png").stat().st_size > 10_000
     assert left_of(quickstart.out) == []
@@ -151,7 +154,7 @@ def test_quickstart_with_and_without_lag_then_reward_is_learned_and_the_mismatch
 
 def assert_learned_ahead(steps, synchronous_rewards):
     """With samples made during the step before: the same reward, of weights that are mostly one version old."""
-    assert [step["weight_version"] for step in steps] == list(range(1, 41))
+    assert [step["weight_version"] for step in steps] == list(range(1, STEPS + 1))
     rewards = [step["reward/mean"] for step in steps]
     assert sum(rewards[-5:]) / 5 >= 0.8
     assert sum(rewards[-5:]) / 5 == pytest.approx(sum(synchronous_rewards[-5:]) / 5, abs=0.1)

@@ -4,14 +4,13 @@ import asyncio
 import contextlib
 import json
 import shutil
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from megatron_rl_corr.models.megatron_flags import model_flags
 from megatron_rl_corr.rollout import RolloutClient
 from tests.matrix.releases import OVERLAID, release_environment, release_folder
-
-ROOT = Path(__file__).resolve().parents[2]
+from tools.cpu import megatron_arguments
 
 
 def copied_tree(folder, release=OVERLAID[-1]):
@@ -28,11 +27,9 @@ def process_environment(*paths):
 
 def cpu_flags(model):
     """What a user's script is started with today, on a machine without a GPU: two steps of eight samples."""
-    sys.path.append(str(ROOT / "examples/quickstart"))
-    from megatron_flags import local_flags, model_flags
-
     flags = [
-        *model_flags(model), *local_flags(), "--seq-length", 32, "--micro-batch-size", 4, "--global-batch-size", 8,
+        *model_flags(json.loads((Path(model) / "config.json").read_text())), *megatron_arguments(),
+        "--seq-length", 32, "--micro-batch-size", 4, "--global-batch-size", 8,
         "--train-iters", 2, "--lr", 1e-3, "--lr-decay-style", "constant", "--weight-decay", 0, "--clip-grad", 1.0,
         "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", model, "--mock-data", "--split", "100,0,0",
         "--num-workers", 0, "--no-create-attention-mask-in-dataloader", "--eval-iters", 0, "--eval-interval", 1000,

@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from tools.cpu import environment, sglang_arguments
-from tools.local_server import LocalServer, LocalServerError
+from tools.local_server import LocalServer, LocalServerError, WaitLine
 from tools.process_group import group_members, shared_memory
-from tools.wait_line import WaitLine
 
 PROMPT = [3, 67, 4, 71]  # "3+4="
 

@@ -14,7 +14,7 @@ SITE = Path(__file__).resolve().parent / "site"
 PACKAGE_ROOT = SITE.parents[2]
 
 _ENGINE_VARIABLES = {
-    # Tensor parallelism asks for one connection; on a CPU it means nothing, but it is checked.
+    # Megatron checks it for tensor parallelism; it has no effect on a CPU.
     "megatron": {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCHDYNAMO_DISABLE": "1"},
     # Compiling the seeded sampler takes longer than a test; nothing else of a server is compiled.
     "sglang": {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"},
@@ -33,7 +33,7 @@ def _nvidia_device_present() -> bool:
 
 
 def gpu_available(base: Mapping[str, str] = os.environ) -> bool:
-    """Whether a process with environment `base` finds an NVIDIA GPU, found out without importing torch.
+    """Whether a process with environment `base` finds an NVIDIA GPU; does not import torch.
 
     True if /dev/nvidia<N> exists or `nvidia-smi -L` lists a GPU, unless CUDA_VISIBLE_DEVICES hides them all
     (set, and empty or -1).
@@ -46,9 +46,12 @@ def gpu_available(base: Mapping[str, str] = os.environ) -> bool:
 def environment(engine: str, base: Mapping[str, str] = os.environ) -> dict[str, str]:
     """`base` with what a process of `engine` ("megatron" or "sglang") needs on the CPU.
 
-    With a GPU it is `base` unchanged, so a caller need not ask. PYTHONPATH gets the `site` folder and this
-    package's root in front of what it held; OMP_NUM_THREADS stays as it is if set, since ranks share the
+    With a GPU it is `base` unchanged, so a caller need not ask. PYTHONPATH gets the `site` folder and the
+    repository's root in front of what it held; OMP_NUM_THREADS is 1 unless `base` sets it, since ranks share the
     cores.
+
+    Raises:
+        ValueError: `engine` is neither of the two.
     """
     if engine not in ENGINES:
         raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
@@ -65,9 +68,9 @@ def environment(engine: str, base: Mapping[str, str] = os.environ) -> dict[str, 
 
 
 def sglang_arguments(base: Mapping[str, str] = os.environ) -> list[str]:
-    """The flags `sglang.launch_server` needs on the CPU; none with a GPU. Model, port, dtype: the caller's.
+    """The flags that `sglang.launch_server` needs on the CPU; none with a GPU.
 
-    A flag given again later on the command line wins.
+    The caller adds model, port and dtype. A flag given again later on the command line wins.
     """
     if gpu_available(base):
         return []
@@ -85,8 +88,25 @@ def sglang_arguments(base: Mapping[str, str] = os.environ) -> list[str]:
     ]  # fmt: skip
 
 
+def megatron_arguments() -> list[str]:
+    """The flags for Megatron's own layers over gloo: no fused kernel, no Transformer Engine, no GPU."""
+    return [
+        "--transformer-impl", "local",
+        "--distributed-backend", "gloo",
+        "--use-cpu-initialization",
+        "--no-gradient-accumulation-fusion",
+        "--no-masked-softmax-fusion",
+        "--no-bias-gelu-fusion",
+        "--no-bias-swiglu-fusion",
+        "--no-bias-dropout-fusion",
+        "--no-rope-fusion",
+        "--no-persist-layer-norm",
+        "--attention-softmax-in-fp32",
+    ]  # fmt: skip
+
+
 def replacements(engine: str) -> list[tuple[str, str]]:
-    """Every (what is replaced, why) in a process of `engine`: the tables that the import hook applies."""
+    """Each (replaced function, reason) in a process of `engine`: the tables that the import hook applies."""
     if engine == "megatron":
         from tools.cpu.megatron_replacements import EARLY, LATE
 
