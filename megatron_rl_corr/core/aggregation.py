@@ -32,7 +32,7 @@ def token_coefficients(
     lengths = correction.lengths
     if lengths.kind != config.loss_denominator:
         raise ValueError(
-            f"--rollout-loss-denominator {config.loss_denominator} with --rollout-loss-aggregation {kind}: the "
+            f"`loss_denominator` {config.loss_denominator} with `loss_aggregation` {kind}: the "
             f"correction counted {lengths.kind} tokens; make it with the loss's own settings"
         )
     sequences = lengths.sequences.clamp(min=1)

@@ -86,7 +86,7 @@ class Coverage:
         if self._foreign:
             return IncompletePush(
                 f"the checkpoint has none of {shortened(self._foreign)}, which would be sent, and the servers would "
-                "silently drop them; name the checkpoint that they were started with in --rollout-hf-checkpoint"
+                "silently drop them; name the checkpoint that they were started with in `hf_checkpoint`"
             )
         sent = dict(zip(self._names, self._counts, strict=True))
         missing = [name for name, times in sent.items() if not times and name not in self._kept]
@@ -122,16 +122,16 @@ class Coverage:
                 raise RolloutProtocolError(
                     server.url, endpoint,
                     f"nothing was sent for {len(left)} of its {len(held)} weights, which keep the values that it "
-                    f"loaded: {shortened(left)}. Start it with the checkpoint that --rollout-hf-checkpoint names; if "
-                    "it only holds its weights under other names, use --rollout-verify-push off",
+                    f"loaded: {shortened(left)}. Start it with the checkpoint that `hf_checkpoint` names; if "
+                    "it only holds its weights under other names, use `verify_push` off",
                 )
             lacking = sorted(name for name in parameters if self._engine.held_in(name, held) not in held)
             if lacking and server.shows_all:
                 raise RolloutProtocolError(
                     server.url, endpoint,
                     f"{len(lacking)} of {len(parameters)} weights were sent that it does not have: "
-                    f"{shortened(lacking)}. Start it with the checkpoint that --rollout-hf-checkpoint names; if it "
-                    "only holds its weights under other names, use --rollout-verify-push off",
+                    f"{shortened(lacking)}. Start it with the checkpoint that `hf_checkpoint` names; if it "
+                    "only holds its weights under other names, use `verify_push` off",
                 )
             self._log(f"at {server.url}", kept)
 

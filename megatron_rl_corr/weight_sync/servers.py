@@ -38,7 +38,7 @@ class WeightServers:
         coverage: checks that all tensors of the checkpoint are sent; None: not checked.
         pause_mode: of running responses. retract: their keys and values are computed anew with the new weights;
             in_place: they go on with the old ones; abort: they end, and the client requests the rest.
-        samples_ahead: responses run during updates (--rollout-max-lag above 0).
+        samples_ahead: responses run during updates (`max_lag` above 0).
     """
 
     def __init__(

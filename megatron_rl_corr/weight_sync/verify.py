@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 def make_verifier(kind: str, checkpoint: Path, engine: Engine) -> PushVerifier | None:
-    """One rank's verifier for --rollout-verify-push; None for "off".
+    """One rank's verifier for `verify_push`; None for "off".
 
     Args:
         kind: "off" or "checksum".
@@ -153,7 +153,7 @@ class PushVerifier:
                     server.url, self._endpoint,
                     f"{len(wrong)} of {len(self._kept)} weights that were compared are not those that were sent: "
                     f"{shortened(wrong)}; do other programs push to this server? If it holds them in a layout of its "
-                    "own, use --rollout-verify-push off",
+                    "own, use `verify_push` off",
                 )
             if unknown and server.layout not in self._warned_layouts:
                 self._warned_layouts.add(server.layout)
@@ -195,7 +195,7 @@ def check_agreement(servers: Sequence[ServerChecksums], endpoint: str) -> None:
                 server.url, endpoint,
                 f"{len(wrong)} of its weights differ from those of {alike.url} after the same push: "
                 f"{shortened(wrong)}; is one of them being updated by another program? Restart both; if each holds "
-                "them in a layout of its own, use --rollout-verify-push off",
+                "them in a layout of its own, use `verify_push` off",
             )
 
 

@@ -75,7 +75,7 @@ def test_push_when_a_folder_of_that_name_is_anothers_then_refused_and_left(tmp_p
     folder = tmp_path / "weights"
     (folder / "version-1").mkdir(parents=True)
     (folder / "version-1" / "thesis.tex").write_text("dear")
-    with pytest.raises(FileExistsError, match="version-1 has no .* not made by this program.*--rollout-weight-dir"):
+    with pytest.raises(FileExistsError, match="version-1 has no .* not made by this program.*`weight_dir`"):
         push([DiskTransport(folder, source, LOOP, stage=0)], "1", Loading())
     assert (folder / "version-1" / "thesis.tex").read_text() == "dear"
 
@@ -129,10 +129,10 @@ def test_index_when_two_files_hold_one_tensor_then_error(tmp_path, source):
 
 def test_folder_when_a_file_is_in_its_place_then_refused(tmp_path):
     (tmp_path / "file").write_text(json.dumps({}))
-    with pytest.raises(ValueError, match="--rollout-weight-dir .*file can't be made: File exists"):
+    with pytest.raises(ValueError, match="`weight_dir` .*file can't be made: File exists"):
         check_folder(tmp_path / "file")
 
 
 def test_error_when_a_server_cannot_read_the_folder_then_the_flag_and_the_remedy():
     what = remedy("/update_weights_from_disk", 400, "Failed to get weights iterator")
-    assert what.endswith("--rollout-weight-dir under the same path, and may the server read it?")
+    assert what.endswith("`weight_dir` under the same path, and may the server read it?")

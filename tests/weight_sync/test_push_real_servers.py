@@ -176,7 +176,7 @@ def test_push_when_the_server_cannot_read_the_folder_then_error_says_so_and_the_
         deliver(version)
 
     monkeypatch.setattr(trainer.transport, "deliver", delivering)
-    with pytest.raises(RolloutServerError, match="HTTP 400.*--rollout-weight-dir under the same path"):
+    with pytest.raises(RolloutServerError, match="HTTP 400.*`weight_dir` under the same path"):
         trainer.push(noisy(weights, seed=7), "new")
     (after,) = trainer.loop.call(trainer.client.weights_checker())
     assert after["ranks"][0]["checksums"] == before["ranks"][0]["checksums"]

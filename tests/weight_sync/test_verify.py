@@ -25,7 +25,7 @@ def server(url=A, device="cpu", tp_size=1, layout=LAYOUT, quantization=None, **c
 
 def test_agreement_when_servers_of_one_layout_differ_then_the_second_is_named_with_what_differs():
     check_agreement([server(A, x="1", y="2"), server(B, x="1", y="2")], CHECKER)
-    words = "1 of its weights differ from those of http://a .*: y; .* use --rollout-verify-push off"
+    words = "1 of its weights differ from those of http://a .*: y; .* use `verify_push` off"
     with pytest.raises(RolloutProtocolError, match=words) as error:
         check_agreement([server(A, x="1", y="2"), server(B, x="1", y="3")], CHECKER)
     assert error.value.url == B

@@ -26,7 +26,7 @@ def reference_kl(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, kind: str
         return 0.5 * d.square()
     if kind == "k3":
         return (as_exponent(-d).expm1() + d).clamp(max=K3_CLAMP)
-    raise ValueError(f"--rollout-kl-loss-type must be k1, k2 or k3, got {kind!r}")
+    raise ValueError(f"`kl_loss_type` must be k1, k2 or k3, got {kind!r}")
 
 
 def entropy_bonus(entropy: Tensor, mask: Tensor) -> Tensor:

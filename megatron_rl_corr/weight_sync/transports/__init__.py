@@ -16,7 +16,7 @@ def make_transport(
     kind: str, client: RolloutClient, loop: LoopThread, *, backend: str, checkpoint: Path, folder: str | None,
     stage: int, sends: bool,
 ) -> WeightTransport:
-    """This rank's transport, for --rollout-weight-transport.
+    """This rank's transport, for `weight_transport`.
 
     Args:
         kind: distributed, tensor or disk.
@@ -24,7 +24,7 @@ def make_transport(
         loop: the event loop of the client.
         backend: of distributed's process group: nccl or gloo.
         checkpoint: the Hugging Face folder of the model; disk copies its config and tokenizer.
-        folder: --rollout-weight-dir, for disk.
+        folder: `weight_dir`, for disk.
         stage: this rank's pipeline stage.
         sends: this rank is the stage's sender.
 

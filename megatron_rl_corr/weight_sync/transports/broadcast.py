@@ -82,7 +82,7 @@ class DistributedTransport(WeightTransport):
         self.broken = True
         error.add_note(
             "other servers may be waiting in the broadcast, so the run can't go on without this one; "
-            "--rollout-weight-transport tensor and disk can"
+            "`weight_transport` tensor and disk can"
         )
 
     def close(self):
@@ -168,7 +168,7 @@ class UpdateGroup:
         except (RuntimeError, OSError) as error:
             raise self._cause(
                 error, receiving, "a broadcast of weights failed; see the servers' logs, or use "
-                "--rollout-weight-transport tensor or disk",
+                "`weight_transport` tensor or disk",
             ) from error
 
     def destroy(self) -> None:

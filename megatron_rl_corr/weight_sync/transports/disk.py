@@ -24,7 +24,7 @@ class DiskTransport(WeightTransport):
     """Writes each bucket to a safetensors file; the folder gets its final name when it is complete.
 
     Args:
-        folder: --rollout-weight-dir, under the same path on every sender and server; nothing is written outside it.
+        folder: `weight_dir`, under the same path on every sender and server; nothing is written outside it.
         checkpoint: the folder that config and tokenizer files are copied from.
         loop: the event loop of the client.
         stage: this rank's pipeline stage.
@@ -56,7 +56,7 @@ class DiskTransport(WeightTransport):
             # safetensors makes files for their owner alone; a server may run as another user.
             (self._unfinished / file).chmod((self._unfinished / MARKER).stat().st_mode & 0o777)
         except SafetensorError as error:
-            raise OSError(f"--rollout-weight-dir: {self._unfinished / file} could not be written: {error}") from error
+            raise OSError(f"`weight_dir`: {self._unfinished / file} could not be written: {error}") from error
 
     def deliver(self, version: str) -> None:
         copy_model_files(self._checkpoint, self._unfinished)
@@ -104,9 +104,9 @@ def check_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"--rollout-weight-dir {folder} can't be made: {error.strerror}; name another") from None
+        raise ValueError(f"`weight_dir` {folder} can't be made: {error.strerror}; name another") from None
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(f"--rollout-weight-dir {folder} can't be written; name another folder")
+        raise ValueError(f"`weight_dir` {folder} can't be written; name another folder")
 
 
 def _ours(folder: Path) -> list[Path]:
@@ -126,7 +126,7 @@ def _remove(folder: Path) -> None:
     inside = list(folder.iterdir())
     if inside and not (folder / MARKER).is_file():
         raise FileExistsError(
-            f"{folder} has no {MARKER}, so it was not made by this program; name another --rollout-weight-dir"
+            f"{folder} has no {MARKER}, so it was not made by this program; name another `weight_dir`"
         )
     for path in sorted(inside, key=lambda path: path.name == MARKER):
         if path.is_dir() and not path.is_symlink():

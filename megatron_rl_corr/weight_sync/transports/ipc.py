@@ -48,8 +48,8 @@ def check_same_host(urls: Sequence[str]) -> None:
     for url in urls:
         if not is_this_host(urlsplit(url).hostname):
             raise ValueError(
-                f"--rollout-weight-transport tensor: {url} is not on {socket.gethostname()}, which sends "
-                "weights to it, and hosts share no memory; use distributed, or disk with a shared --rollout-weight-dir"
+                f"`weight_transport` tensor: {url} is not on {socket.gethostname()}, which sends "
+                "weights to it, and hosts share no memory; use distributed, or disk with a shared `weight_dir`"
             )
 
 
