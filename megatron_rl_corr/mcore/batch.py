@@ -260,7 +260,7 @@ class Microbatch:
     position_ids: Tensor
     """[b, L] int64."""
     loss_inputs: LossInputs | None = None
-    """Of the b * L tokens, flat."""
+    """The loss inputs of the b * L tokens, flat."""
     padding: Tensor | None = None
     """[b, L] bool: no token, as in `RolloutBatch.padding`."""
     sampling_masks: SamplingMasks | None = None

@@ -29,7 +29,7 @@ class Evaluation:
 
     layout: Layout
     source: SampleSource
-    """Of the held-out prompts."""
+    """Its prompts are the held-out ones."""
     sampling: SamplingParams
     every: int
 

@@ -85,7 +85,7 @@ class CorrectedTraining:
         """The last step's, on the rank that reports; empty on others."""
 
     def wrap_set_up(self, original: Callable) -> Callable:
-        """Of `setup_model_and_optimizer`."""
+        """Wraps `setup_model_and_optimizer`: the run starts after it."""
 
         @functools.wraps(original)
         def setup_model_and_optimizer(*args, **kwargs):
@@ -104,7 +104,7 @@ class CorrectedTraining:
         return setup_model_and_optimizer
 
     def wrap_train_step(self, original: Callable) -> Callable:
-        """Of `train_step`."""
+        """Wraps `train_step`: the original is called by a corrected step."""
 
         @functools.wraps(original)
         def train_step(
@@ -128,7 +128,7 @@ class CorrectedTraining:
         return train_step
 
     def wrap_save(self, original: Callable) -> Callable:
-        """Of `save_checkpoint`."""
+        """Wraps `save_checkpoint`: the place in the prompts is saved with it."""
 
         @functools.wraps(original)
         def save_checkpoint(iteration, *args, **kwargs):

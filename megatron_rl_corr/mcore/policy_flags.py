@@ -64,7 +64,7 @@ OTHER_POLICY = (
     Refused("--kitchen-recipe-number", QUANTISED, where=lambda value, args: value is not None),
     Refused("--use-kitchen-attention", "attention is quantised in a way that no server has"),
 )  # fmt: skip
-"""Training would be of another policy than the one that was sampled and scored, whatever config.json says."""
+"""Flags with which a policy other than the sampled one is trained, whatever config.json has."""
 
 OTHER_LAYOUT = (
     Refused("--fp8-param-gather", "parameters are kept in FP8, and weights are neither loaded into those nor sent"),
