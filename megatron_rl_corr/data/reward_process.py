@@ -13,8 +13,7 @@ from typing import Any
 
 import orjson
 
-from megatron_rl_corr.data.reward_value import FLAG
-from megatron_rl_corr.data.reward_worker import LENGTH_BYTES, frame
+from megatron_rl_corr.data.reward_worker import FLAG, LENGTH_BYTES, frame
 from megatron_rl_corr.data.worker_pool import WorkerGone
 
 START_LIMIT_S = 300.0

@@ -1,7 +1,7 @@
-"""A process that scores samples with the user's reward function, as the trainer's `RewardProcess` asks it to.
+"""What a reward may be, and the process that computes rewards with the user's function for `RewardProcess`.
 
-It imports the user's file, and neither torch nor Megatron. Messages are JSON behind their length, over a socket that
-it inherits; standard output and error are the trainer's.
+The process imports the user's file, and neither torch nor Megatron. Messages are JSON behind their length, over a
+socket that it inherits; standard output and error are the trainer's.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ import asyncio
 import ctypes
 import functools
 import inspect
+import math
 import os
 import signal
 import socket
+import struct
 import sys
 import traceback
 from collections.abc import Awaitable, Callable
+from numbers import Real
 from types import ModuleType
 from typing import Any, BinaryIO
 
@@ -23,7 +26,24 @@ import orjson
 
 from megatron_rl_corr.data.loading import load_with_module
 from megatron_rl_corr.data.prompts import Prompt
-from megatron_rl_corr.data.reward_value import FLAG, checked_reward
+
+FLAG = "--rollout-reward-function"
+DEFAULT_WORKERS = 4
+"""Processes of a replica."""
+
+
+def checked_reward(value: object, source: str) -> float:
+    """The number, as float32 has it. ValueError that names who gave it."""
+    if not isinstance(value, Real):
+        raise ValueError(f"{source} must return a number, got {value!r} ({type(value).__name__})")
+    try:
+        reward = struct.unpack("f", struct.pack("f", float(value)))[0]
+    except OverflowError:
+        reward = math.inf
+    if not math.isfinite(reward):
+        raise ValueError(f"{source} must return a number that is finite in float32, got {value!r}")
+    return reward
+
 
 LENGTH_BYTES = 8
 

@@ -14,8 +14,7 @@ import orjson
 from megatron_rl_corr.data.loading import load, load_with_module, source_of
 from megatron_rl_corr.data.prompts import Prompt
 from megatron_rl_corr.data.reward_process import RewardProcess
-from megatron_rl_corr.data.reward_value import DEFAULT_WORKERS, FLAG, checked_reward
-from megatron_rl_corr.data.reward_worker import attempt, set_up
+from megatron_rl_corr.data.reward_worker import DEFAULT_WORKERS, FLAG, attempt, checked_reward, set_up
 from megatron_rl_corr.data.reward_worker import score as score_one
 from megatron_rl_corr.data.worker_pool import CallTimeout, ThreadWorker, WorkerGone, WorkerPool, awaited
 from megatron_rl_corr.engines.errors import SampleFailure

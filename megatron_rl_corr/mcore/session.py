@@ -16,7 +16,7 @@ from megatron_rl_corr.config.cross_checks import idle_clips
 from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.data.prompts import PromptDataset
 from megatron_rl_corr.data.rewards import Rewards
-from megatron_rl_corr.data.user_calls import UserCalls
+from megatron_rl_corr.data.worker_pool import UserCalls
 from megatron_rl_corr.engines.errors import RolloutError
 from megatron_rl_corr.mcore import checkpoint_cursor, compat
 from megatron_rl_corr.mcore.batch import BatchShape

@@ -24,27 +24,37 @@ FIRST_OWN_NUMBER = 1 << 40
 
 
 class RolloutClient(ServerControl):
-    """Several servers of one engine with the same weights, as one.
+    """Several servers of one engine with the same weights, used as one.
 
     The HTTP session belongs to the event loop of the first call: use and close the client on that loop
     (`LoopThread` for synchronous callers). Times are in seconds. Failures are RolloutServerError (no answer, or
     one that says it failed), RolloutProtocolError (a wrong answer), RolloutOutage (no server is left) and, of one
     sample alone, SampleFailure, whose `cause` is a word and whose `__cause__` one of the others.
 
-    max_concurrency: samples in flight over all servers; max_per_server: at each (None: as many).
-    timeout_s: a request that is no sample, from its start to the end of its answer. connect_timeout_s: of any request.
-    read_timeout_s: how long the samples in flight at a server may make no progress. A sample may take as long as it
-    likes, wait in the server's queue or for the end of a pause.
-    outage_timeout_s: how long `generate` waits when no server is left.
-    update_timeout_s: a request that reads or writes all weights of a server: a folder, checksums, the end of an update.
-    max_retries: failed requests of a sample after which it fails. max_continuations: times that an aborted sample is
-    taken up where it was cut; 0 returns what it has.
-    ca_file: certificates of the authorities that https servers are trusted by, instead of the system's.
-    experts: how the model routes; every sample then comes with the experts of its tokens. None: not asked for.
-    engine: what the servers run, a name of config/run.py ENGINES.
-    seed: the run's. With the prompt's number it decides what a server with deterministic inference samples.
-    keyed_cache: requests share cached prefixes only with those that were sent for the same version of the weights, so
-    that no request after an update meets keys and values of before.
+    Args:
+        base_urls: addresses of servers, or of routers (`find_servers`).
+        vocab_size: of the model; ids at or above it are refused.
+        engine: what the servers run, a name in config/run.py ENGINES.
+        max_concurrency: samples in flight over all servers.
+        max_per_server: samples in flight at each server; None: as many.
+        timeout_s: limit of a request that is no sample, from its start to the end of its answer.
+        connect_timeout_s: limit of making a connection.
+        read_timeout_s: how long the samples in flight at a server may make no progress. A sample may take as long as it
+            likes, wait in the server's queue or for the end of a pause.
+        outage_timeout_s: how long `generate` waits when no server is left.
+        update_timeout_s: limit of a request that reads or writes all weights of a server: a folder, checksums, the end
+            of an update.
+        max_retries: failed requests of a sample after which it fails.
+        max_continuations: times that an aborted sample is continued where it was cut; 0 returns its tokens so far.
+        api_key: of the servers.
+        ca_file: certificates of the authorities that https servers are trusted by, instead of the system's.
+        experts: how the model routes; every sample then has the experts of its tokens. None: not requested.
+        seed: of the run. With the prompt's number it decides what a server with deterministic inference samples.
+        keyed_cache: requests share cached prefixes only with those that were sent for the same weight version, so that
+            no request after an update meets keys and values from before.
+
+    Raises:
+        ValueError: an argument is out of its range, or no address.
     """
 
     def __init__(
@@ -68,8 +78,8 @@ class RolloutClient(ServerControl):
         seed: int = 0,
         keyed_cache: bool = False,
     ):
-        spoken = load_engine(engine)
-        urls = spoken.checked_urls(base_urls)
+        loaded = load_engine(engine)
+        urls = loaded.checked_urls(base_urls)
         positive = {
             "vocab_size": vocab_size, "max_concurrency": max_concurrency, "max_per_server": max_per_server,
             "timeout_s": timeout_s, "connect_timeout_s": connect_timeout_s, "read_timeout_s": read_timeout_s,
@@ -87,17 +97,17 @@ class RolloutClient(ServerControl):
         self.vocab_size, self.seed, self.keyed_cache = vocab_size, seed, keyed_cache
         self._own_numbers = itertools.count(FIRST_OWN_NUMBER)
         self._counts = Counts()
-        transport = spoken.open_transport(
+        transport = loaded.open_transport(
             urls, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s, api_key=api_key, ca_file=ca_file
         )
-        super().__init__(spoken, urls, transport, update_timeout_s=update_timeout_s)
+        super().__init__(loaded, urls, transport, update_timeout_s=update_timeout_s)
         self._pool = pool = ServerPool(
             urls, max_outstanding=max_concurrency, max_per_server=max_per_server,
             outage_timeout_s=outage_timeout_s,
         )  # fmt: skip
-        self._members = ServerHealth(spoken, pool, transport, self._counts, read_timeout_s=read_timeout_s)
-        self._attempts = Retries(
-            spoken, pool, self._members, transport, self._counts, max_retries=max_retries,
+        self._health = ServerHealth(loaded, pool, transport, self._counts, read_timeout_s=read_timeout_s)
+        self._retries = Retries(
+            loaded, pool, self._health, transport, self._counts, max_retries=max_retries,
             max_continuations=max_continuations, experts=experts, keyed_cache=keyed_cache,
         )  # fmt: skip
 
@@ -112,7 +122,7 @@ class RolloutClient(ServerControl):
 
     async def close(self) -> None:
         """Close the HTTP session, and stop asking after servers that are left out. The next call opens another."""
-        await self._members.close()
+        await self._health.close()
         await self._transport.close()
 
     async def find_servers(self, timeout_s: float) -> tuple[str, ...]:
@@ -139,7 +149,7 @@ class RolloutClient(ServerControl):
 
     async def expect_pause(self) -> None:
         """Declare no outage until the next `expect_version`: call it before a weight update, which pauses servers."""
-        self._members.hold_outage()
+        self._health.hold_outage()
 
     async def expect_version(self, version: str) -> None:
         """Sample only from servers whose weights are called so, from now on: call it after every weight update.
@@ -147,7 +157,7 @@ class RolloutClient(ServerControl):
         A server that was started anew has other weights. Its answers are not used, and it is left out until it
         reports this version. Before the first call every version is taken.
         """
-        self._members.expect(version)
+        self._health.expect(version)
 
     async def generate(
         self,
@@ -182,7 +192,7 @@ class RolloutClient(ServerControl):
 
         async def sample(prompt_ids: torch.Tensor, prompt: int, index: int) -> Trajectory:
             nonlocal done, tokens
-            trajectory = await self._attempts.sample(
+            trajectory = await self._retries.sample(
                 prompt_ids, sampling, draw=Draw(self.seed, numbers[prompt], index), prompt_index=prompt,
                 sample_index=index, vocab_size=self.vocab_size,
             )  # fmt: skip
@@ -197,13 +207,13 @@ class RolloutClient(ServerControl):
         for prompt, ids in enumerate(lists):
             prompt_ids = torch.tensor(ids, dtype=torch.int64)
             calls += [sample(prompt_ids, prompt, index) for index in range(samples_per_prompt)]
-        async with self._members.watching():
+        async with self._health.watching():
             return await all_or_first_failure(calls)
 
     @property
     def cache_key(self) -> str | None:
         """What servers keep the prefixes of requests under that are sent now; None: they are shared by all."""
-        return self._attempts.cache_key
+        return self._retries.cache_key
 
     async def turn(
         self, prompt_ids: Sequence[int], sampling: SamplingParams, draw: Draw, *, after: Trajectory | None = None
@@ -215,8 +225,8 @@ class RolloutClient(ServerControl):
         """
         self.engine.check_sampling(sampling)
         ids = checked_prompt_ids(prompt_ids, vocab_size=self.vocab_size, prompt_index=0)
-        async with self._members.watching():
-            return await self._attempts.sample(
+        async with self._health.watching():
+            return await self._retries.sample(
                 torch.tensor(ids, dtype=torch.int64), sampling, draw=draw, prompt_index=0, sample_index=draw.sample,
                 vocab_size=self.vocab_size, after=after,
             )  # fmt: skip

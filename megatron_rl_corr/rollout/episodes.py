@@ -13,9 +13,8 @@ import numpy as np
 import torch
 
 from megatron_rl_corr.data.prompts import Prompt
-from megatron_rl_corr.data.reward_value import checked_reward
-from megatron_rl_corr.data.user_calls import UserCalls
-from megatron_rl_corr.data.worker_pool import CallTimeout
+from megatron_rl_corr.data.reward_worker import checked_reward
+from megatron_rl_corr.data.worker_pool import CallTimeout, UserCalls
 from megatron_rl_corr.engines.concurrency import all_or_first_failure
 from megatron_rl_corr.engines.errors import RolloutError, SampleFailure
 from megatron_rl_corr.engines.trajectory import ENVIRONMENT, SamplingParams, Trajectory, concatenated

@@ -1,4 +1,7 @@
-"""Leaves out servers that fail or fall silent, and lets them back once they are healthy and have the right weights."""
+"""Health of servers: leaves out those that fail or fall silent, and takes them back once they are well again.
+
+A server is well again once it is healthy and has the expected weights.
+"""
 
 import asyncio
 import logging
@@ -19,13 +22,21 @@ logger = logging.getLogger(__name__)
 
 
 class ServerHealth:
-    """Decides who is in a pool. read_timeout_s: longest time without progress of a server with requests in flight."""
+    """Decides which servers are in a pool.
+
+    Args:
+        engine: builds requests and parses answers.
+        pool: of the servers.
+        transport: to them.
+        counts: counts servers that are left out and that come back.
+        read_timeout_s: longest time without progress of a server with requests in flight.
+    """
 
     def __init__(
         self, engine: Engine, pool: ServerPool, transport: Transport, counts: Counts, *, read_timeout_s: float
     ):
         self.expected_versions: list[str] = []
-        """Every one so far, in order: the last is what servers must have."""
+        """All versions so far, in order: servers must have the last one."""
         self._engine = engine
         self._pool, self._transport, self._counts = pool, transport, counts
         self._read_timeout_s = read_timeout_s
@@ -34,11 +45,11 @@ class ServerHealth:
 
     @property
     def expected_version(self) -> str | None:
-        """None: any."""
+        """What servers must call their weights; None: anything."""
         return self.expected_versions[-1] if self.expected_versions else None
 
     def expect(self, version: str) -> None:
-        """Only weights of this name from now on; servers that are left out are asked at once whether they have them."""
+        """Sample only from weights of this name from now on; servers that are left out are probed at once."""
         self.expected_versions.append(version)
         self._pool.release()
         for server in self._pool.left_out:
@@ -50,7 +61,13 @@ class ServerHealth:
         self._pool.hold()
 
     def leave_out(self, server: Server, joined: int, cause: RolloutError) -> None:
-        """After a request to it failed that was sent when it had joined `joined` times; harmless twice."""
+        """Leave a server out after a failed request; harmless twice.
+
+        Args:
+            server: the one that failed.
+            joined: its `joined` when the request was sent: an older failure says nothing about it any more.
+            cause: the failure.
+        """
         if server.cause is not None or server.joined != joined:
             return
         self._counts.left_out += 1
@@ -64,9 +81,9 @@ class ServerHealth:
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
-        """Meanwhile a server whose requests in flight make no progress is left out, and they are ended.
+        """While it is open, a server whose requests in flight make no progress is left out, and they are ended.
 
-        Any number may watch at once: they share one watch, which the last one ends.
+        Any number may be open at once: they share one watch, which ends with the last.
         """
         if self._watchers == 0:
             self._watched = asyncio.create_task(self._watch())
@@ -83,7 +100,7 @@ class ServerHealth:
                 watch.result()  # it ends by itself only with a failure
 
     async def close(self) -> None:
-        """Ask no server any more, and forget who was left out."""
+        """Stop probing servers, and take all back."""
         probes = list(self._probes.values())
         for task in probes:
             task.cancel()
@@ -135,26 +152,27 @@ class ServerHealth:
     async def _watch_server(self, server: Server) -> None:
         """Leave the server out, and end its requests, where they have made no progress for read_timeout_s.
 
-        What it did between a look that shows progress and the next, a fifth later, is not known: counted as silence.
+        The time between a check that shows progress and the next check, a fifth of read_timeout_s later, counts as
+        silence.
         """
         now, period, bound = asyncio.get_running_loop().time, self._read_timeout_s / 5, 0.7 * self._read_timeout_s
-        pause, sight, moved = period * random.random(), None, -math.inf  # many clients watch a server
+        pause, progress, moved = period * random.random(), None, -math.inf  # many clients watch a server
         while True:
             due = now() + pause
             await asyncio.sleep(pause)
             pause = period
             oldest = server.oldest_sent
             if oldest is None or server.cause is not None or self._pool.held:
-                sight = None  # nothing to wait for; or the trainer itself pauses it, and sends weights
+                progress = None  # nothing to wait for, or the trainer itself pauses it and sends weights
                 continue
             begun, joined = now(), server.joined
-            if sight is None or begun > due + period:  # who was busy has not listened
+            if progress is None or begun > due + period:  # this process was too busy to check
                 moved = begun
-            sight = sight or self._engine.progress(self._transport, server.url)
+            progress = progress or self._engine.progress(self._transport, server.url)
             since = max(moved, oldest)
             timeout_s = max(since + bound - begun, period)
             try:
-                silence = await sight.silence(timeout_s)
+                silence = await progress.silence(timeout_s)
             except RolloutServerError as error:
                 silence = error if error.status is None or error.status >= 500 else None
             silent_s = now() - since

@@ -1,4 +1,4 @@
-"""Asks for one sample until it is whole: another server after a failure, a continuation after an abort.
+"""Requests one sample until it is whole: from another server after a failure, a continuation after an abort.
 
 P prompt tokens, R response tokens.
 """
@@ -25,28 +25,28 @@ from megatron_rl_corr.rollout.health import ServerHealth
 from megatron_rl_corr.rollout.seeds import Draw
 from megatron_rl_corr.rollout.server_pool import Counts, Server, ServerPool
 
-OF_THE_SERVER = (301, 302, 303, 307, 308, 401, 403, 404, 405)
+FAILS_EVERY_REQUEST = (301, 302, 303, 307, 308, 401, 403, 404, 405)
 """HTTP statuses of a wrong key or address: every other request would get them too."""
 
 
 def failure_of_sample(error: RolloutError) -> SampleFailure | None:
-    """The error as one of this sample alone; None where every other sample would meet it too."""
-    if may_ask_again(error):
+    """The error as a failure of this sample alone; None where every other sample would fail the same way."""
+    if may_retry(error):
         cause = "retries"
     elif isinstance(error, RolloutProtocolError):
         cause = "protocol"
-    elif isinstance(error, RolloutServerError) and error.status not in OF_THE_SERVER:
+    elif isinstance(error, RolloutServerError) and error.status not in FAILS_EVERY_REQUEST:
         cause = "refused"
     else:
         return None
     return SampleFailure(cause, str(error), url=error.url, endpoint=error.endpoint)
 
 
-def may_ask_again(error: RolloutError) -> bool:
-    """Whether another server, or this one later, may do better with the same request.
+def may_retry(error: RolloutError) -> bool:
+    """Whether another server, or this one later, may answer the same request well.
 
-    So after no answer, HTTP 429 and 5xx, and weights that are not the trainer's. Other statuses refuse the request
-    itself, and a broken protocol would be broken again.
+    True for no answer, for HTTP 429 and 5xx, and for weights that are not the trainer's. Other statuses refuse the
+    request itself, and a broken protocol would be broken again.
     """
     if isinstance(error, StaleWeightsError):
         return True
@@ -56,30 +56,53 @@ def may_ask_again(error: RolloutError) -> bool:
 
 
 class Retries:
-    """Samples from a pool. A sample has one request in flight at a time, so it can't be answered twice."""
+    """Samples from a pool. A sample has one request in flight at a time, so it can't be answered twice.
+
+    Args:
+        engine: builds requests and parses answers.
+        pool: hands out servers.
+        health: leaves servers out that fail, and knows the expected weight version.
+        transport: sends.
+        counts: counts samples, tokens and retries.
+        max_retries: failed requests of a sample after which it fails.
+        max_continuations: times that an aborted sample is continued; 0 returns its tokens so far.
+        experts: also request routed experts, of a model of this shape.
+        keyed_cache: share cached prefixes only between requests for one weight version.
+    """
 
     def __init__(
-        self, engine: Engine, pool: ServerPool, members: ServerHealth, transport: Transport, counts: Counts, *,
+        self, engine: Engine, pool: ServerPool, health: ServerHealth, transport: Transport, counts: Counts, *,
         max_retries: int, max_continuations: int, experts: ExpertShape | None = None, keyed_cache: bool = False,
     ):  # fmt: skip
         self._engine = engine
-        self._pool, self._members, self._transport, self._counts = pool, members, transport, counts
+        self._pool, self._health, self._transport, self._counts = pool, health, transport, counts
         self._max_retries, self._max_continuations, self._experts = max_retries, max_continuations, experts
         self._keyed_cache = keyed_cache
 
     @property
     def cache_key(self) -> str | None:
-        """What a request's keys and values are kept under: the version whose weights it is meant for."""
-        version = self._members.expected_version
+        """The cache key of requests that are sent now: the weight version that they are meant for; None: no key."""
+        version = self._health.expected_version
         return f"weights:{version}" if self._keyed_cache and version is not None else None
 
     async def sample(
         self, prompt_ids: torch.Tensor, sampling: SamplingParams, *, draw: Draw, prompt_index: int, sample_index: int,
         vocab_size: int, after: Trajectory | None = None,
     ) -> Trajectory:  # fmt: skip
-        """The whole sample. prompt_ids [P] int64, each in the vocabulary. after: the episode that they are the end of.
+        """Return the whole sample.
 
-        Raises SampleFailure where this sample can't be had; RolloutError where no sample can.
+        Args:
+            prompt_ids: [P] int64, each in the vocabulary.
+            sampling: how to sample.
+            draw: decides the seeds.
+            prompt_index, sample_index: go into the trajectory.
+            vocab_size: sampled ids must be below it.
+            after: the episode so far whose tokens the prompt ends with: its server is preferred, and its routes are
+                not requested again.
+
+        Raises:
+            SampleFailure: this sample failed for good.
+            RolloutError: every other sample would fail too.
         """
         names = {"prompt_index": prompt_index, "sample_index": sample_index, "vocab_size": vocab_size}
         try:
@@ -112,11 +135,10 @@ class Retries:
         self, ids: torch.Tensor, sampling: SamplingParams, seed: int, *, avoid: str | None = None,
         prefer: str | None = None, so_far: Trajectory | None, **names: int,
     ) -> Trajectory:  # fmt: skip
-        """The answer to one request, by the first server that gives one; each is asked with the same seed.
+        """The answer to one request, by the first server that gives one; every server gets the same seed.
 
-        A server that has failed this request is asked again only where no other is in: one that fails fast is the
-        least busy, and would use up the retries.
-        so_far: a response whose tokens are the first of ids, so that its routes need no asking.
+        A server that has failed this request gets it again only where no other is in: one that fails fast is the least
+        busy, and would use up the retries. so_far: a response that ids begin with, whose routes are known.
         """
         routed, known = self._experts is not None, None
         if routed and so_far is not None:
@@ -132,12 +154,12 @@ class Retries:
             try:
                 return await self._ask(server, request, ids, sampling, known_routes=known, **names)
             except RolloutError as error:
-                if not may_ask_again(error):
+                if not may_retry(error):
                     if isinstance(error, RolloutProtocolError):  # or it would get, and spoil, all that comes
-                        self._members.leave_out(server, joined, error)
+                        self._health.leave_out(server, joined, error)
                     raise
                 failed.add(server.url)
-                self._members.leave_out(server, joined, error)
+                self._health.leave_out(server, joined, error)
                 if failures == self._max_retries:
                     error.add_note(f"it was asked {failures + 1} times")
                     raise
@@ -149,13 +171,13 @@ class Retries:
     async def _ask(
         self, server: Server, request: Request, ids: torch.Tensor, sampling: SamplingParams, **names: Any
     ) -> Trajectory:
-        versions = self._members.expected_versions
+        versions = self._health.expected_versions
         sent_for = len(versions) - 1
         try:
             async with asyncio.timeout(None) as scope:
                 server.scopes[scope] = asyncio.get_running_loop().time()
                 try:
-                    # As long as the server gets on, however long the answer is: `ServerHealth` watches that.
+                    # No limit while the server makes progress, however long the answer is: `ServerHealth` watches that.
                     _, body = await self._transport.send(server.url, request, timeout_s=math.inf)
                 finally:
                     del server.scopes[scope]
@@ -164,12 +186,12 @@ class Retries:
         part = self._engine.parse(
             body, prompt_ids=ids, server=server.url, truncated=sampling.truncated, experts=self._experts, **names
         )
-        # The weights may have been updated while it was in flight, more than once too: a stale server has none of them.
+        # The weights may have been updated in flight, also more than once: a stale server has none of these versions.
         if sent_for >= 0 and part.output_ids.numel() and part.oldest_version not in versions[sent_for:]:
             raise StaleWeightsError(server.url, request.endpoint, part.oldest_version, versions[-1])
         server.flaps = 0
         if part.output_ids.numel():
-            # What was computed anew after a pause counts as cached once more.
+            # What was computed anew after a pause counts as cached.
             self._counts.prefilled += max(0, ids.numel() - part.cached_tokens)
         return part
 

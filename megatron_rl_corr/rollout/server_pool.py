@@ -49,7 +49,7 @@ CROWDED, FEW = 2, 4
 class ServerPool:
     """Hands out at most max_outstanding slots, and max_per_server of each server that is in.
 
-    With no server in for outage_timeout_s, everybody who waits for one is told RolloutOutage.
+    With no server in for outage_timeout_s, all who wait for one get RolloutOutage.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class ServerPool:
 
 @dataclass
 class Counts:
-    """Of one client, since it was made."""
+    """What happened since a client was made, as numbers that only grow: a step's are differences of two readings."""
 
     samples: int = 0
     """Samples returned."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_rl_corr.data import worker_pool
-from megatron_rl_corr.data.reward_value import checked_reward
+from megatron_rl_corr.data.reward_worker import checked_reward
 from megatron_rl_corr.rollout import Prompt, Rewards, SampleFailure, Trajectory, VersionSpan, blocking, load_function
 from tools.process_group import descendants
 

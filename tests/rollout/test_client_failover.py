@@ -142,18 +142,18 @@ def test_failure_when_the_server_has_come_back_since_then_it_does_not_count_agai
     async def scenario():
         pool = ServerPool(["http://a:1"], max_outstanding=1, max_per_server=None, outage_timeout_s=5)
         transport = HTTPTransport(timeout_s=1, connect_timeout_s=1)
-        members = ServerHealth(load_engine("sglang"), pool, transport, Counts(), read_timeout_s=1)
+        health_ = ServerHealth(load_engine("sglang"), pool, transport, Counts(), read_timeout_s=1)
         (server,) = pool.servers
         before = server.joined
         late = RolloutServerError(server.url, "/generate", None, "timed out")
-        members.leave_out(server, before, late)
+        health_.leave_out(server, before, late)
         pool.rejoin(server)
-        members.leave_out(server, before, late)
+        health_.leave_out(server, before, late)
         assert pool.left_out == []
         server.flaps = 5000  # a server that fails for days
-        members.leave_out(server, server.joined, late)
+        health_.leave_out(server, server.joined, late)
         assert pool.left_out == [server]
-        await members.close()
+        await health_.close()
 
     asyncio.run(scenario())
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from aiohttp import web
 
-from megatron_rl_corr.data.user_calls import UserCalls
+from megatron_rl_corr.data.worker_pool import UserCalls
 from megatron_rl_corr.rollout import (
     DONE,
     Environment,
