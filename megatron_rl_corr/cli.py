@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_doctor(commands) -> None:
-    doctor = commands.add_parser("doctor", help="check live SGLang servers for train-inference mismatch")
+    doctor = commands.add_parser("doctor", help="check live rollout servers for train-inference mismatch")
     add = doctor.add_argument
     add("--url", metavar="URL", action="append", required=True, help="a server's address; once for each server")
     add("--model", metavar="HF_DIR", help="compare log-probs with this Hugging Face folder's model in float32")

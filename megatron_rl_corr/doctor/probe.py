@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError
 from megatron_rl_corr.engines.sglang import requests
-from megatron_rl_corr.engines.sglang.requests import Request
+from megatron_rl_corr.engines.types import Request, checked_prompt_ids
 from megatron_rl_corr.rollout.client import RolloutClient
 
 GENERATE = "/generate"
@@ -142,7 +142,7 @@ class Probe:
             raise self.error(f"log-probs of {len(output)} scored tokens are missing or malformed ({error!r})") from None
 
     async def _ask(self, body: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        requests.checked_prompt_ids(body["input_ids"], vocab_size=self.client.vocab_size, prompt_index=0)
+        checked_prompt_ids(body["input_ids"], vocab_size=self.client.vocab_size, prompt_index=0)
         key = self.client.cache_key
         answer = await self.control(Request("POST", GENERATE, body if key is None else body | {"extra_key": key}))
         meta = answer.get("meta_info")

@@ -11,8 +11,8 @@ from megatron_rl_corr.doctor.probe import Answer, Probe, Scores
 from megatron_rl_corr.engines.errors import RolloutError, RolloutServerError
 from megatron_rl_corr.engines.routes import ExpertShape
 from megatron_rl_corr.engines.sglang import requests
-from megatron_rl_corr.engines.sglang.requests import Request
 from megatron_rl_corr.engines.trajectory import SamplingParams
+from megatron_rl_corr.engines.types import Request
 from megatron_rl_corr.rollout.client import RolloutClient
 
 TOKENS = 24

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from megatron_rl_corr.doctor.probe import Probe
 from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError
 from megatron_rl_corr.engines.sglang import requests
-from megatron_rl_corr.engines.sglang.requests import Request
+from megatron_rl_corr.engines.types import Request
 
 FINAL_NORM = "model.norm.weight"
 """Changes the logits but no key or value, so that cached prefixes stay right."""

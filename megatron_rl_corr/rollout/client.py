@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_rl_corr.config.run import ENGINES
 from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.engines.concurrency import all_or_first_failure
 from megatron_rl_corr.engines.control import ServerControl
@@ -19,6 +20,7 @@ from megatron_rl_corr.rollout.retries import Retries
 from megatron_rl_corr.rollout.seeds import Draw
 from megatron_rl_corr.rollout.server_pool import Counts, ServerPool
 
+DEFAULT_ENGINE = next(iter(ENGINES))
 FIRST_OWN_NUMBER = 1 << 40
 """The client's own numbers begin beyond those of any run, so that both kinds may be used side by side."""
 
@@ -62,7 +64,7 @@ class RolloutClient(ServerControl):
         base_urls: Sequence[str],
         *,
         vocab_size: int,
-        engine: str = "sglang",
+        engine: str = DEFAULT_ENGINE,
         max_concurrency: int = 64,
         max_per_server: int | None = None,
         timeout_s: float = 600.0,

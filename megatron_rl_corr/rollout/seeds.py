@@ -9,7 +9,7 @@ import struct
 from dataclasses import dataclass
 
 SEED_BITS = 63
-"""SGLang keeps seeds as int64: without the sign nobody can read one as another number."""
+"""Servers keep seeds as int64: without the sign no server can read one as another number."""
 
 
 def sampling_seed(run_seed: int, group: int, sample: int, turn: int, sampled_tokens: int) -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from megatron_rl_corr.engines.trajectory import SamplingParams
-from megatron_rl_corr.engines.types import Request, checked_prompt_ids  # noqa: F401
+from megatron_rl_corr.engines.types import Request
 
 PAUSE_MODES = ("abort", "in_place", "retract")
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl_corr.engines.routes import ExpertShape, has_routes, no_routes, pack  # noqa: F401
+from megatron_rl_corr.engines.routes import ExpertShape
 
 
 def read_ids(encoded: object) -> np.ndarray:
