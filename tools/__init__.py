@@ -1,1 +1,1 @@
-"""What development, examples and tests run beside the package."""
+"""Programs for development, examples and tests; not installed with the package."""

@@ -1,4 +1,4 @@
-"""Prints what is replaced where there is no GPU, and why: python -m tools.cpu"""
+"""Print each replaced function, and why it is replaced where there is no GPU: python -m tools.cpu"""
 
 import argparse
 from itertools import groupby

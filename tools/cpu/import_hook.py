@@ -1,4 +1,4 @@
-"""Applies the replacements: early ones before an engine's first module, each late one after its module."""
+"""Import hook that applies the replacements: early ones before an engine's first module, late ones after their own."""
 
 import importlib.machinery
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""One attribute that is replaced, or made where it is missing: where it is, what takes its place, and why."""
+"""Replace one attribute of a module, or add a missing one: its place, its new value and the reason."""
 
 import importlib
 from collections.abc import Callable

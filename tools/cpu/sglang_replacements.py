@@ -1,4 +1,4 @@
-"""The replacements of a process that serves SGLang without a GPU (SGLang 0.5.23)."""
+"""Replacements for a process that runs SGLang 0.5.23 without a GPU."""
 
 import functools
 import multiprocessing

@@ -1,4 +1,4 @@
-"""A stand-in for a package of GPU kernels: everything can be imported from it, and nothing called."""
+"""A stand-in for a package of GPU kernels: every name can be imported, a call raises KernelMissingError."""
 
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -37,4 +37,4 @@ class StubLoader:
         return _StubModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing to run: the names come into being when they are asked for."""
+        """Do nothing: _StubModule makes a name when it is read."""

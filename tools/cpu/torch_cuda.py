@@ -1,4 +1,4 @@
-"""torch.cuda on a machine without CUDA: its bookkeeping answers, and does nothing."""
+"""torch.cuda on a machine without CUDA: devices, streams, events and statistics as constants without effect."""
 
 import contextlib
 import types
@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 
 
 class _Event:
-    """A CUDA event where everything has happened already."""
+    """A CUDA event that is always complete."""
 
     def __init__(self, *args, **kwargs) -> None:
         pass
@@ -34,7 +34,7 @@ class _Event:
 
 
 class _Stream:
-    """A CUDA stream that is the program's own order of execution."""
+    """A CUDA stream on the CPU, where operations run in the program's order."""
 
     def __init__(self, *args, **kwargs) -> None:
         self.device = CPU
@@ -66,7 +66,7 @@ _ONLY_STREAM = _Stream()
 
 
 def _answering(value):
-    """A maker of functions that return `value`; each is new, as torch refuses one object under two names."""
+    """Make functions that return `value`; a new one each time, since torch refuses one object under two names."""
     return lambda original: lambda *args, **kwargs: value
 
 

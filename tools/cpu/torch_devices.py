@@ -1,4 +1,4 @@
-"""Tensors asked for on "cuda" are made on the CPU, and torch.compile leaves functions as they are."""
+"""Make tensors for device "cuda" on the CPU, and leave functions uncompiled."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Collectives of lists with unequal sizes, which NCCL has and gloo has not, as one all-to-all."""
+"""all_gather and reduce_scatter of lists with unequal sizes, which NCCL has and gloo lacks, as one all-to-all."""
 
 import functools
 
