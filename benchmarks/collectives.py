@@ -27,9 +27,10 @@ GROUPS = ("tp", "cp", "dp_cp", "tp_cp", "pp", "world")
 PURPOSES = {
     "all_reduce_done": "did a replica fail", "_all_reduce_failed": "samples that failed",
     "_broadcast_from_first": "the batch",
-    "forward": "log-probs of labels", "decide": "sums and maxima of sequences",
-    "_over_the_batch": "counts of the batch", "all_reduce_kept_bins": "M2PO's histogram", "gspo": "GSPO's ratios",
-    "_broadcast_decision": "may the step update", "all_gather_metrics": "metrics",
+    "forward": "log-probs of labels", "all_reduce_sums": "sums over sequences",
+    "_all_reduce_batch_totals": "counts of the batch", "all_reduce_second_moment_mask": "M2PO's histogram",
+    "gspo": "GSPO's ratios",
+    "_broadcast_decision": "may the step update", "all_reduce_metrics": "metrics",
 }  # fmt: skip
 """By the function that asks; one that is not here ends the run."""
 SHOWN = ("tp 2, cp 2", "cp 2, dp 2", "dp 4")

@@ -164,10 +164,10 @@ def run(case: Case, layout: Layout, names: dict[str, str]) -> dict:
                  num_microbatches=case.microbatches, forward_only=False)
         return {}, int(not optimizer.step()[0]), False, False, 0, None, None, 0
 
-    gather, step.all_gather_metrics = step.all_gather_metrics, gather_and_keep
+    gather, step.all_reduce_metrics = step.all_reduce_metrics, gather_and_keep
     with ExchangeCount(names) as count:
         result = corrected.run(train_step, 0, model, optimizer, per_token=False)
-    step.all_gather_metrics = gather
+    step.all_reduce_metrics = gather
     if compat.was_skipped(result):
         raise SystemExit(f"{case}: everything was rejected, so no loss was seen")
     found = {"case": asdict(case), "exchanges": [asdict(one) for one in count.seen], "ways": {}}

@@ -25,7 +25,7 @@ from benchmarks.plain import plain_correction, plain_loss
 from megatron_rl_corr import compute_correction
 from megatron_rl_corr.config.correction import PRESETS, RejectionRule, RolloutCorrectionConfig
 from megatron_rl_corr.core.losses import policy_loss
-from megatron_rl_corr.parallel.reduce import all_gather_metrics
+from megatron_rl_corr.parallel.collectives import all_reduce_metrics
 
 CONFIGS = {
     "no weights, no rules": PRESETS["disabled"],
@@ -95,7 +95,7 @@ def works(
 
 def check_equal(packed: dict, plain: dict) -> None:
     """The plain metrics are float32's: three digits of what is not itself a rounding."""
-    packed = all_gather_metrics(packed, None)
+    packed = all_reduce_metrics(packed, None)
     for name, value in plain.items():
         if name.startswith("chi2_seq"):
             continue  # a float32 product of a thousand ratios has no digits to compare

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
 PACKAGE = "/megatron_rl_corr/"
-CARRIERS = ("parallel/gather.py", "parallel/groups.py")
+CARRIERS = ("all_reduce", "all_reduce_cp", "all_reduce_dp_cp", "all_gather_stacked")
 """They exchange on behalf of others: who called them is what a collective is for."""
 KINDS = {"_allgather_base_": "all-gather", "allreduce_": "all-reduce", "broadcast_": "broadcast"}
 
@@ -68,7 +68,7 @@ def _caller() -> str:
     frame = sys._getframe()
     while frame is not None:
         file = frame.f_code.co_filename
-        if PACKAGE in file and not file.endswith(CARRIERS):
+        if PACKAGE in file and frame.f_code.co_name not in CARRIERS:
             return frame.f_code.co_name
         frame = frame.f_back
     return ""

@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 import megatron_rl_corr as rl
 from megatron_rl_corr.core.aggregation import token_coefficients
-from megatron_rl_corr.parallel.reduce import all_gather_metrics
+from megatron_rl_corr.parallel.collectives import all_reduce_metrics
 
 dist.init_process_group()
 mpu.initialize_model_parallel(tensor_model_parallel_size=int(sys.argv[1]))
@@ -46,7 +46,7 @@ def loss_func(logits):
         old, rollout, mask, seq_ids, num_sequences=count, config=settings, groups=rl.ParallelGroups(dp_cp=dp_cp))
     losses = rl.policy_loss("grpo", logprobs, old, advantages, correction, settings)
     total = (losses * token_coefficients(correction, seq_ids, settings)).sum()
-    return total * dp_cp.size(), all_gather_metrics(correction.metrics, dp_cp)  # Megatron averages over the replicas
+    return total * dp_cp.size(), all_reduce_metrics(correction.metrics, dp_cp)  # Megatron averages over the replicas
 
 
 for step in range(5):

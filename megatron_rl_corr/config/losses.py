@@ -18,7 +18,7 @@ class LossKind:
     """
 
     formula: str
-    """core/losses/FORMULA.py defines the function FORMULA(inputs: LossInputs, config, *, metrics)."""
+    """core/losses/FORMULA.py defines the function FORMULA(inputs: PolicyLossInputs, config, *, metrics)."""
 
     doc: str
     """What it is, for help and docs."""

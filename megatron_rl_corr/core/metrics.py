@@ -6,13 +6,12 @@ A metric is exact however the tokens are split, because only sums, counts and ex
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from torch import Tensor
-
-LIFT = 2.0**14
-"""Added to what is there, so that the zeros of what is not are smaller; log-probs differ by far less."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +40,6 @@ class Sum(Metric):
     """A count or a total."""
 
 
-class Difference(Metric):
-    """A count less another; values = [a, b]."""
-
-    @staticmethod
-    def finish(values: Sequence[float]) -> float:
-        return values[0] - values[1]
-
-
 class Mean(Metric):
     """values = [total, count]."""
 
@@ -66,7 +57,7 @@ class NegativeMean(Metric):
 
 
 class MeanPlusOne(Metric):
-    """mean(x) of which x - 1 was summed, so that what is not there adds 0; values = [sum (x - 1), count]."""
+    """mean(x) from sums of x - 1, which are 0 for absent entries; values = [sum (x - 1), count]."""
 
     @staticmethod
     def finish(values: Sequence[float]) -> float:
@@ -74,7 +65,7 @@ class MeanPlusOne(Metric):
 
 
 class LeftOut(Metric):
-    """1 - mean: the share that a keep mask leaves out; values = [kept, count]."""
+    """1 - mean: the share that a keep mask rejects; values = [kept, count]."""
 
     @staticmethod
     def finish(values: Sequence[float]) -> float:
@@ -82,7 +73,7 @@ class LeftOut(Metric):
 
 
 class MeanOfDifference(Metric):
-    """mean(x - y), where each mean alone would hide the difference; values = [sum x, sum y, count]."""
+    """mean(x - y) from the sums of either; values = [sum x, sum y, count]."""
 
     @staticmethod
     def finish(values: Sequence[float]) -> float:
@@ -100,15 +91,6 @@ class Std(Metric):
         variance = squares / count - (total / count) ** 2
         # Below it the difference is rounding, whose root would look like a spread of 2e-8.
         return math.sqrt(variance) if variance > 1e-15 * squares / count else 0.0
-
-
-class StdOfDifference(Metric):
-    """Population standard deviation of x - y; values = [sum x, sum y, sum x^2, sum y^2, sum xy, count]."""
-
-    @staticmethod
-    def finish(values: Sequence[float]) -> float:
-        x, y, xx, yy, xy, n = values
-        return math.sqrt(max((xx - 2 * xy + yy) / n - ((x - y) / n) ** 2, 0.0)) if n else math.nan
 
 
 class EffectiveSampleSize(Metric):
@@ -132,13 +114,14 @@ class Chi2(Metric):
 class JensenShannon(Metric):
     """mean of [rho ln(2 rho / (1 + rho)) + ln(2 / (1 + rho))] / 2 over samples of pi_rollout.
 
-    With e = rho - 1 and s = ln(1 + rho): values = [sum e s, sum e D, sum s, sum e, sum D, count].
+    With e = rho - 1 and L = ln((1 + rho) / 2) that is [(1 + e) (D - L) - L] / 2:
+    values = [sum e L, sum e D, sum L, sum D, count].
     """
 
     @staticmethod
     def finish(values: Sequence[float]) -> float:
-        es, ed, s, e, d, count = values
-        return (math.log(2) * (e + 2 * count) - es + ed - 2 * s + d) / (2 * count) if count else math.nan
+        el, ed, middle, d, count = values
+        return (d + ed - el - 2 * middle) / (2 * count) if count else math.nan
 
 
 class Pearson(Metric):
@@ -157,6 +140,8 @@ class Pearson(Metric):
 
 
 class Max(Metric):
+    """values = [maximum], -inf where there was nothing."""
+
     reduction = "max"
 
     @staticmethod
@@ -165,7 +150,7 @@ class Max(Metric):
 
 
 class MaxOfPresent(Metric):
-    """A maximum over rows that are 0 where nothing is; values = [maximum, 1 if anything was there]."""
+    """A maximum of non-negative values in which absent entries are 0; values = [maximum, how many are present]."""
 
     reduction = "max"
 
@@ -175,6 +160,8 @@ class MaxOfPresent(Metric):
 
 
 class Min(Metric):
+    """values = [minimum], inf where there was nothing."""
+
     reduction = "min"
 
     @staticmethod
@@ -182,19 +169,36 @@ class Min(Metric):
         return values[0] if values[0] < math.inf else math.nan
 
 
-class LiftedMax(Metric):
-    """A maximum over entries that were lifted above the zeros of absent ones; values = [maximum + LIFT]."""
-
-    reduction = "max"
-
-    @staticmethod
-    def finish(values: Sequence[float]) -> float:
-        return values[0] - LIFT if values[0] > 0 else math.nan
+_DECADES = [float(f"{digit}e{power}") for power in range(-6, 2) for digit in (1, 2, 5)]
+EDGES = tuple(sorted([*_DECADES, math.log(2), 100.0]))
+"""Upper ends of all bins of |D| but the last, which is open: 1, 2 and 5 of each decade, and ln 2. A bin holds its
+end."""
+LABELS = tuple(f"upto_{edge:.3g}" for edge in EDGES) + (f"above_{EDGES[-1]:.3g}",)
+PERCENTILES = {"p50": 0.5, "p99": 0.99, "p999": 0.999}
 
 
-class LiftedMin(LiftedMax):
-    """A minimum; values = [LIFT - minimum]."""
+class LogRatioHistogram(Metric):
+    """Tokens in each bin of |D|; values = [bins] counts, which add up exactly over ranks and microbatches."""
 
     @staticmethod
     def finish(values: Sequence[float]) -> float:
-        return LIFT - values[0] if values[0] > 0 else math.nan
+        """The median."""
+        return percentile(values, 0.5)
+
+    @classmethod
+    def numbers(cls, name: str, values: Sequence[float]) -> dict[str, float]:
+        """Percentiles, the share above ln 2 (one side more than twice as sure), and each bin's share."""
+        total = sum(values)
+        shares = [count / total if total else math.nan for count in values]
+        found = {f"{name}_abs_{label}": percentile(values, share) for label, share in PERCENTILES.items()}
+        found[f"{name}_large_fraction"] = sum(shares[EDGES.index(math.log(2)) + 1 :])
+        return found | {f"{name}_abs_bin/{label}": share for label, share in zip(LABELS, shares, strict=True)}
+
+
+def percentile(counts: Sequence[float], share: float) -> float:
+    """The least upper end that at least this share of the tokens is at or below; 100 if none is; nan without tokens."""
+    total = sum(counts)
+    if not total:
+        return math.nan
+    at = bisect_left(list(accumulate(counts)), share * total)
+    return EDGES[min(at, len(EDGES) - 1)]

@@ -1,22 +1,21 @@
-"""M2PO's mask: drop the tokens with the largest D^2 until the mean of what is left is within a bound.
+"""M2PO's mask: drop the tokens of largest D^2 until the mean of D^2 over the rest is within a bound.
 
 T tokens, B bins. Source: M2PO, arXiv:2510.01161.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from megatron_rl_corr.core.moments import constant
-from megatron_rl_corr.core.tokens import Tokens
+from megatron_rl_corr.core.ratios import TokenRatios
+from megatron_rl_corr.core.segments import segment_sums
 
 if TYPE_CHECKING:
-    from megatron_rl_corr.parallel.groups import ParallelGroups
+    from megatron_rl_corr.parallel.collectives import ParallelGroups
 
 BINS = 4096
 LOWEST, OCTAVES = -40.0, 54.0
@@ -31,26 +30,20 @@ def bin_edges(device: torch.device) -> Tensor:
 
 
 def bins_of(squares: Tensor) -> Tensor:
-    """The bin of each D^2, float64 [T] -> int64 [T]."""
-    return torch.bucketize(squares, bin_edges(squares.device), right=True)
+    """The bin of each D^2, float64 [T] -> int32 [T]."""
+    return torch.bucketize(squares, bin_edges(squares.device), right=True, out_int32=True)
 
 
-def all_reduce_kept_bins(chunks: Iterable[Tokens], bound: float, groups: ParallelGroups | None) -> Tensor:
-    """float64 [B]: 1 for the bins up to the last whose running mean of D^2 over the batch is within bound, else 0.
+def all_reduce_second_moment_mask(ratios: TokenRatios, bound: float, groups: ParallelGroups | None) -> Tensor:
+    """bool [T]: the valid tokens in the bins of D^2 up to the last whose running mean over the batch is within bound.
 
-    A histogram instead of a sort: it adds over chunks, and over ranks in one collective, and every rank cuts at the
-    same place.
+    A histogram instead of a sort: it adds up over ranks in one all-reduce, and every rank cuts at the same place.
     """
-    histogram = None
-    for chunk in chunks:
-        nothing = constant(0.0, torch.float64, chunk.valid.device)
-        # A select, not a product: a NaN outside the mask must leave nothing behind.
-        squares = torch.where(chunk.valid, chunk.difference.double(), nothing).square_()
-        if histogram is None:
-            histogram = squares.new_zeros(2, BINS)
-        histogram.index_add_(1, bins_of(squares), torch.stack([squares, chunk.valid]))
+    squares = ratios.log_ratio.square()
+    bins = bins_of(squares)
+    histogram = segment_sums({"squares": lambda: squares, "tokens": lambda: ratios.valid}, bins, BINS)
     if groups is not None:
         histogram = groups.all_reduce_dp_cp(histogram)
     total, count = histogram.cumsum(dim=1).unbind()
-    # The running mean grows with the bins, so what is within the bound is a prefix.
-    return torch.le(total, bound * count, out=torch.empty_like(total))
+    # The running mean grows with the bins, so the bins within the bound come first.
+    return (total <= bound * count).index_select(0, bins) & ratios.valid

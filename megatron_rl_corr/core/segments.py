@@ -1,33 +1,37 @@
-"""Packed tokens to per-sequence and per-turn sums and maxima, and back.
+"""Packed tokens and the segments (sequences, turns) that they belong to.
 
-T tokens, S sequences or other segments, K columns.
+T tokens, K columns, S sequences or other segments, B rows of L tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
+Columns = Mapping[str, Callable[[], Tensor]]
+"""By name, what makes a column [T]: one after the other, so that memory does not grow with their number."""
 
-def add_segment_sums(columns: Tensor, ids: Tensor, out: Tensor) -> None:
-    """Add the sum of each column over each segment: [K, T], [T] into float64 [K, S].
 
-    float64, because on a GPU the order of additions is not fixed: in float32 two tensor-parallel ranks could
-    put the same sequence on different sides of a bound.
+def segment_sums(columns: Columns, ids: Tensor, count: int) -> Tensor:
+    """The sum of each column over each segment: float64 [K, count]; ids [T] integers in [0, count).
+
+    float64, because on a GPU the order of additions is not fixed: in float32 two tensor-parallel ranks could put the
+    same sequence on different sides of a bound.
     """
-    out.index_add_(1, ids, columns.double())
-
-
-def take_segment_maxima(columns: Tensor, ids: Tensor, out: Tensor) -> None:
-    """Raise out, float64 [K, S], to the largest entry of each column in each segment: [K, T], [T]."""
-    out.scatter_reduce_(1, ids.expand(columns.shape[0], -1), columns.double(), "amax", include_self=True)
+    sums = torch.zeros(len(columns), count, dtype=torch.float64, device=ids.device)
+    for row, make in zip(sums.unbind(), columns.values(), strict=True):
+        row.index_add_(0, ids, make().double())
+    return sums
 
 
 def turn_segments(seq_ids: Tensor, turn_ids: Tensor, num_turns: int) -> Tensor:
     """A number in [0, S * num_turns) for each token, the same for tokens of one turn of one sequence: [T] int64.
 
-    From the pair alone, so that all context-parallel ranks number alike whatever they hold; turn_ids in
-    [0, num_turns). Turns may be interrupted.
+    It depends on the pair alone, so that all context-parallel ranks number alike; turn_ids are in [0, num_turns).
+    Other turns may lie between the tokens of one.
     """
     return seq_ids * num_turns + turn_ids
 
@@ -40,7 +44,10 @@ def row_ids(rows: int, length: int, device: torch.device) -> Tensor:
 def flatten_padded(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
     """Padded rows as packed tokens: [B, L], [B, L] -> values [B*L], mask [B*L] bool, seq_ids [B*L] int64, B.
 
-    Padding stays in place (mask False), so that no host sync is needed to count it.
+    Padding stays in place (mask False), so that it need not be counted on the host.
+
+    Raises:
+        ValueError: the two are not of one shape [B, L].
     """
     if values.dim() != 2 or values.shape != mask.shape:
         raise ValueError(
@@ -49,3 +56,9 @@ def flatten_padded(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor
         )
     rows, length = values.shape
     return values.reshape(-1), mask.reshape(-1).bool(), row_ids(rows, length, values.device), rows
+
+
+@lru_cache(maxsize=256)
+def constant(values: float | tuple, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A small constant tensor, copied to the device once: a copy at every step would make the host wait."""
+    return torch.tensor(values, dtype=dtype, device=device)

@@ -1,51 +1,68 @@
 """Importance weights: a level (token, sequence, geometric, turn) and a mode (truncate, clip, mask).
 
-T tokens, S sequences, U turns; D = log pi_train - log pi_rollout per token, unclamped but in exponents.
+T tokens, U units of the weights' level: tokens, turns or sequences.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
-from megatron_rl_corr.core.rejection import as_float32_meets
-
-LOG_CLAMP = 20.0
-"""exp(+-20) = 4.9e8 and 2.1e-9: beyond it float32 sums lose every other token (verl's bound too)."""
-
-OUTLIER = 2.610868638
-"""Where k3 = e^D - 1 - D reaches 10: in clamped metrics no ratio counts for more than e^2.61 = 13.6."""
+from megatron_rl_corr.core.ratios import LOG_CLAMP, Spans, SpanSums, TokenRatios
+from megatron_rl_corr.core.segments import constant
 
 
-def bound_weights(config: RolloutCorrectionConfig, weight: Tensor, valid: Tensor, out_of_bounds: Tensor) -> None:
-    """Bound the weights that the loss uses, 0 where valid is 0, in place; out_of_bounds gets 1 where w was.
+@dataclass(frozen=True)
+class ImportanceWeights:
+    """Bounded weights, and where the bounds acted."""
 
-    truncate: min(w, upper). clip: w into [lower, upper]. mask: w inside the closed interval, else 0 (IcePop).
-    All are float64, [T], or [U] of weights that the tokens of a unit share.
+    tokens: Tensor
+    """float64 [T]: the weight of each token; 0 outside the valid tokens."""
+    out_of_bounds: Tensor
+    """bool [T]: a bound changed it."""
+    units: Tensor
+    """float64 [U]: the weight of each unit that has a weight of its own; 0 where it has no valid token."""
+    shared: bool
+    """Whether a unit is more than a token: then every context-parallel rank holds all units of its sequences."""
+
+
+def importance_weights(
+    config: RolloutCorrectionConfig, ratios: TokenRatios, spans: Spans, sums: SpanSums
+) -> ImportanceWeights | None:
+    """w = rho of the token, or the product (sequence, turn) or geometric mean of rho over its unit, bounded.
+
+    None without weights (rollout_is None). The exponent is clamped to +-20.
+    """
+    if config.rollout_is is None:
+        return None
+    if config.rollout_is == "token":
+        weights, outside = bounded(config, ratios.rho_less_one + 1, ratios.valid)
+        return ImportanceWeights(weights, outside, weights, shared=False)
+    by_turn = config.rollout_is == "turn"
+    of_units, ids = (sums.by_unit, spans.unit_ids) if by_turn else (sums.by_sequence, spans.seq_ids)
+    exponent = sums.sequence_means["log_ratio"] if config.rollout_is == "geometric" else of_units["log_ratio"]
+    units, outside = bounded(config, exponent.clamp(-LOG_CLAMP, LOG_CLAMP).exp_(), of_units["tokens"] > 0)
+    zero = constant(0.0, torch.float64, units.device)
+    tokens = torch.where(ratios.valid, units.index_select(0, ids), zero)
+    return ImportanceWeights(tokens, outside.index_select(0, ids) & ratios.valid, units, shared=True)
+
+
+def bounded(config: RolloutCorrectionConfig, weights: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
+    """(weights within the bounds, 0 where not `present`; where a bound acted, bool), for weights [U] float64.
+
+    truncate: min(w, upper). clip: w into [lower, upper]. mask: w inside the closed interval, else 0 (IcePop). Whether
+    w is inside is decided in float32, since log-probs are no finer.
     """
     lower, upper = config.rollout_is_lower, config.rollout_is_upper
-    if lower is None:
-        torch.gt(weight, as_float32_meets(upper, 1), out=out_of_bounds)
-    else:
-        inside = weight.clamp(as_float32_meets(lower, -1), as_float32_meets(upper, 1))
-        torch.ne(weight, inside, out=out_of_bounds)
-    if config.rollout_is_mode == "mask":
-        weight.addcmul_(weight, out_of_bounds, value=-1)
-    else:
-        weight.clamp_(lower, upper)
-    if config.rollout_is_mode == "clip":
-        weight.mul_(valid)
-
-
-def unit_weights(config: RolloutCorrectionConfig, less_one: Tensor, present: Tensor) -> Tensor:
-    """[3, U] float64: the bounded weight of each unit, 0 where it has no valid token; 1 where a bound acted; present.
-
-    less_one [U]: w - 1; present [U]: 1 for a unit with valid tokens, else 0.
-    """
-    out = torch.empty(3, len(present), dtype=torch.float64, device=present.device)
-    weight, out_of_bounds, _ = out
-    torch.addcmul(present, less_one, present, out=weight)
-    bound_weights(config, weight, present, out_of_bounds)
-    out[2].copy_(present)
-    return out
+    rounded = weights.float()
+    outside = rounded > upper
+    if lower is not None:
+        outside |= rounded < lower
+    outside &= present
+    kept = present & ~outside if config.rollout_is_mode == "mask" else present
+    if config.rollout_is_mode != "mask":
+        weights = weights.clamp(lower, upper)
+    return torch.where(kept, weights, constant(0.0, torch.float64, weights.device)), outside

@@ -50,7 +50,7 @@ def install(config: RolloutCorrectionConfig, report: Callable[[dict, Any], None]
 
     from megatron_rl_corr.integrations.megatron_rl import GRPOCorrection
     from megatron_rl_corr.mcore import hooks
-    from megatron_rl_corr.parallel.reduce import all_gather_metrics, merge
+    from megatron_rl_corr.parallel.collectives import all_reduce_metrics, merge
 
     correction = GRPOCorrection(config)
     loss = ("current_logprobs", "old_logprobs", "advantages", "kl_beta", "entropy_weight", "inference_logprobs",
@@ -60,7 +60,7 @@ def install(config: RolloutCorrectionConfig, report: Callable[[dict, Any], None]
         metrics, correction.metrics = merge(correction.metrics), []
         if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             return
-        numbers = all_gather_metrics(
+        numbers = all_reduce_metrics(
             {f"rollout_corr/{name}": metric for name, metric in metrics.items()},
             parallel_state.get_data_parallel_group(with_context_parallel=True),
         )

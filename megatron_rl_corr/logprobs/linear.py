@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_rl_corr.logprobs.vocab import backend, check_settings, combine_stats, vocab_columns
-from megatron_rl_corr.parallel.gather import all_gather_stacked
+from megatron_rl_corr.parallel.collectives import all_gather_stacked
 
 WEIGHT_ROWS = 8192
 """Rows of the weight that are converted to float32, or get a chunk's part of their gradient, at a time."""

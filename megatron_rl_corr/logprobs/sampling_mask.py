@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_rl_corr.logprobs.torch_backend import NEGLIGIBLE, SMALLEST
 from megatron_rl_corr.logprobs.vocab import check_inputs, combine_stats
-from megatron_rl_corr.parallel.gather import all_gather_stacked
+from megatron_rl_corr.parallel.collectives import all_gather_stacked
 
 CHUNK_IDS = 1 << 19
 """Ids of one chunk: about 60 bytes each, so 31 MB, beside the logits and their gradient."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_rl_corr.logprobs import torch_backend
-from megatron_rl_corr.parallel.gather import all_gather_stacked
+from megatron_rl_corr.parallel.collectives import all_gather_stacked
 
 
 def vocab_parallel_logprobs(

@@ -22,7 +22,7 @@ from megatron_rl_corr.core.losses.ratio import as_exponent
 from megatron_rl_corr.core.metrics import Max, Mean, Metric, Min, Std, Sum
 from megatron_rl_corr.mcore.batch import Microbatch, RolloutBatch
 from megatron_rl_corr.mcore.forward import LogprobSettings, label_logprobs
-from megatron_rl_corr.parallel.groups import ParallelGroups
+from megatron_rl_corr.parallel.collectives import ParallelGroups
 
 
 @dataclass(frozen=True)

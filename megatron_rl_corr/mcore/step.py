@@ -33,9 +33,9 @@ from megatron_rl_corr.mcore.loss import (
 from megatron_rl_corr.mcore.sample_log import SampleLog
 from megatron_rl_corr.moe.routes import Routes
 from megatron_rl_corr.moe.statistics import token_values
+from megatron_rl_corr.parallel.collectives import all_reduce_metrics, merge
 from megatron_rl_corr.parallel.failure import all_reduce_failure
 from megatron_rl_corr.parallel.layout import Layout
-from megatron_rl_corr.parallel.reduce import all_gather_metrics, merge
 
 TrainStep = Callable[..., tuple]
 
@@ -250,7 +250,7 @@ class CorrectedStep:
         if not self.layout.is_last_stage:
             return {}
         made = merge(loss.metrics.values())
-        return all_gather_metrics(metrics | made | self.collector.metrics, self.layout.dp_cp_group)
+        return all_reduce_metrics(metrics | made | self.collector.metrics, self.layout.dp_cp_group)
 
     def _report(self, iteration: int, numbers: dict[str, float], result: tuple, times: StepTimes) -> None:
         if not self.layout.is_job_reporter:

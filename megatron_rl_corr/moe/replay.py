@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from megatron_rl_corr.engines.routes import ExpertShape, has_routes
 from megatron_rl_corr.moe.routers import check_choice, flag_of, moe_routers, remedy
+from megatron_rl_corr.parallel.collectives import all_gather_stacked
 from megatron_rl_corr.parallel.failure import communication_device
-from megatron_rl_corr.parallel.gather import all_gather_stacked
 from megatron_rl_corr.parallel.layout import Layout
 
 Observe = Callable[[Tensor, Tensor, Tensor], None]

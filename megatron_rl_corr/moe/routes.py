@@ -22,8 +22,8 @@ from megatron_rl_corr.engines.routes import ExpertShape, pack
 from megatron_rl_corr.moe.agreement import RouteAgreement, RoutesRefused, agreement_metrics, judge
 from megatron_rl_corr.moe.scatter import router_positions, scatter_routed_experts
 from megatron_rl_corr.moe.statistics import COLUMNS, ExpertLog, all_gather_expert_table, means, summary
+from megatron_rl_corr.parallel.collectives import all_gather_stacked
 from megatron_rl_corr.parallel.failure import all_reduce_failure, communication_device
-from megatron_rl_corr.parallel.gather import all_gather_stacked
 from megatron_rl_corr.parallel.layout import Layout
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl_corr.parallel.gather import all_gather_stacked
+from megatron_rl_corr.parallel.collectives import all_gather_stacked
 from megatron_rl_corr.parallel.layout import ExpertGroups
 
 

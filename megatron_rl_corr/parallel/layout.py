@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron_rl_corr.models.shards import ShardRanks
-from megatron_rl_corr.parallel.groups import ParallelGroups
+from megatron_rl_corr.parallel.collectives import ParallelGroups
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from megatron_rl_corr.engines.types import NamedTensor
 from megatron_rl_corr.models.names import ParameterRule
 from megatron_rl_corr.models.shards import LocalParameter, ShardRanks
-from megatron_rl_corr.parallel.gather import all_gather_stacked
+from megatron_rl_corr.parallel.collectives import all_gather_stacked
 from megatron_rl_corr.parallel.layout import StageGroups
 
 

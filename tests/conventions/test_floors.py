@@ -33,7 +33,7 @@ KNOWN_HOMONYMS: list[str] = []
 
 HOST_READS = {
     ("core/metrics.py", "value"): "one rank's number, when a person asks",
-    ("parallel/reduce.py", "all_gather_metrics"): "the one read of a step's metrics",
+    ("parallel/collectives.py", "all_reduce_metrics"): "the one read of a step's metrics",
     ("parallel/failure.py", "all_reduce_done"): "whether to stop decides what Python does next",
 }
 """(file, function): why it may wait for the device."""
@@ -329,7 +329,7 @@ CORE, MCORE = "megatron_rl_corr/core/x.py", "megatron_rl_corr/mcore/x.py"
 @pytest.mark.parametrize(
     "rule, module, text",
     [
-        (wrong_floors, CORE, "from megatron_rl_corr.parallel.groups import ParallelGroups"),
+        (wrong_floors, CORE, "from megatron_rl_corr.parallel.collectives import ParallelGroups"),
         (wrong_floors, CORE, "def f():\n    import megatron_rl_corr.rollout.client"),
         (wrong_floors, "megatron_rl_corr/config/x.py", "from megatron_rl_corr.core import metrics"),
         (wrong_floors, "megatron_rl_corr/parallel/x.py", "from megatron_rl_corr.rollout import client"),
@@ -366,7 +366,7 @@ def test_rule_when_broken_then_it_says_so(rule, module, text):
 @pytest.mark.parametrize(
     "rule, module, text",
     [
-        (wrong_floors, CORE, "if TYPE_CHECKING:\n    from megatron_rl_corr.parallel.groups import ParallelGroups"),
+        (wrong_floors, CORE, "if TYPE_CHECKING:\n    from megatron_rl_corr.parallel.collectives import ParallelGroups"),
         (wrong_floors, MCORE, "from megatron_rl_corr.weight_sync import push"),
         (host_reads, "megatron_rl_corr/core/metrics.py", "def value(x):\n    return x.tolist()"),
         (broad_excepts, CORE, "try:\n    f()\nexcept BaseException:\n    g()\n    raise"),

@@ -7,8 +7,8 @@ import torch
 
 from megatron_rl_corr.config.correction import PRESETS, RejectionRule, RolloutCorrectionConfig
 from megatron_rl_corr.core.correction import compute_correction
-from megatron_rl_corr.core.histogram import EDGES, LABELS
-from megatron_rl_corr.parallel.reduce import all_gather_metrics
+from megatron_rl_corr.core.metrics import EDGES, LABELS
+from megatron_rl_corr.parallel.collectives import all_reduce_metrics
 
 NAN = float("nan")
 LN2 = math.log(2)
@@ -26,7 +26,7 @@ CONFIG = RolloutCorrectionConfig(
 
 def metrics_of(train, rollout, mask, seq_ids, *, num_sequences, config=CONFIG) -> dict[str, float]:
     correction = compute_correction(train, rollout, mask, seq_ids, num_sequences=num_sequences, config=config)
-    return all_gather_metrics(correction.metrics, None)
+    return all_reduce_metrics(correction.metrics, None)
 
 
 EXPECTED = {
@@ -296,8 +296,8 @@ def test_sequence_metrics_when_another_rank_owns_the_sequences_then_nothing_is_c
     class SecondRank:
         cp_rank = 1
 
-        def all_gather_cp_partials(self, sums, maxima):
-            return sums, maxima
+        def all_reduce_cp(self, sums):
+            return sums
 
         def all_reduce_dp_cp(self, totals):
             return totals

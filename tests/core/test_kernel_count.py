@@ -12,15 +12,10 @@ from benchmarks.correction import peak_bytes
 from benchmarks.operators import OperatorCount
 from megatron_rl_corr.config.correction import PRESETS, RejectionRule, RolloutCorrectionConfig
 from megatron_rl_corr.config.losses import LOSSES
-from megatron_rl_corr.core.chunks import CHUNK_TOKENS
 from megatron_rl_corr.core.correction import Correction, compute_correction
 from megatron_rl_corr.core.losses import policy_loss
 
 SEQUENCES, LENGTH = 64, 2048
-SINGLE = [
-    name for name, config in PRESETS.items()
-    if (config.rollout_is is not None) + len(config.rollout_rs) + (config.rollout_m2_threshold is not None) <= 1
-]  # fmt: skip
 WEIGHTS = {"rollout_is_mode": "mask", "rollout_is_lower": 0.5, "rollout_is_upper": 2.0}
 THREE_RULES = {
     "token": [RejectionRule("token", kind, upper=2.0) for kind in ("ratio", "k2", "k3")],
@@ -61,26 +56,21 @@ def counted(batch: dict[str, torch.Tensor], config: RolloutCorrectionConfig) -> 
     return count, correction
 
 
+@pytest.mark.parametrize("turns", [False, True])
 @pytest.mark.parametrize("name", PRESETS)
-def test_correction_when_of_a_preset_then_few_kernels_and_no_host_read(name, batch):
-    config = PRESETS[name]
-    count, _ = counted({k: v for k, v in batch.items() if k != "turn_ids"}, config)
-    print(f"{name}: {len(count.kernels)} kernels")
+def test_correction_when_of_a_preset_then_at_most_150_kernels_no_host_read_and_64_bytes_a_token(name, turns, batch):
+    given = batch if turns else {k: v for k, v in batch.items() if k != "turn_ids"}
+    count, _ = counted(given, PRESETS[name])
+    sizes = {"num_sequences": SEQUENCES, "num_turns": LENGTH // 512}
+    peak = peak_bytes(lambda: compute_correction(**given, **sizes, config=PRESETS[name]), "cpu")
+    print(f"{name}: {len(count.kernels)} kernels, {peak / (SEQUENCES * LENGTH):.1f} bytes a token")
     assert count.host_reads == []
-    # M2PO makes its histogram before the rest.
-    allowed = 46 if name == "m2po" else 40 if name in SINGLE else 44 if not config.rollout_is_batch_normalize else 62
-    assert len(count.kernels) <= allowed
-
-
-@pytest.mark.parametrize("name", ["decoupled_token_is", "decoupled_geo_rs"])
-def test_correction_when_turns_are_told_apart_then_two_kernels_more(name, batch):
-    with_turns, _ = counted(batch, PRESETS[name])
-    without, _ = counted({k: v for k, v in batch.items() if k != "turn_ids"}, PRESETS[name])
-    assert len(with_turns.kernels) == len(without.kernels) + 2
+    assert len(count.kernels) <= 150
+    assert peak <= 64 * SEQUENCES * LENGTH
 
 
 @pytest.mark.parametrize("level", THREE_RULES)
-def test_correction_when_of_three_rules_and_normalised_weights_then_at_most_90_kernels(level, batch):
+def test_correction_when_of_three_rules_and_normalised_weights_then_at_most_200_kernels(level, batch):
     config = RolloutCorrectionConfig(
         rollout_is=level, rollout_is_batch_normalize=True, rollout_rs=tuple(THREE_RULES[level]), **WEIGHTS,
         rollout_batch_filter_kl=0.1,
@@ -89,11 +79,11 @@ def test_correction_when_of_three_rules_and_normalised_weights_then_at_most_90_k
     for settings in ({}, {"loss": "grpo", "loss_denominator": "kept"}):
         count, correction = counted(batch, dataclasses.replace(config, **settings))
         print(f"three rules, {level} weights, {settings}: {len(count.kernels)} kernels")
-        assert len(count.kernels) <= 90 and count.host_reads == []
+        assert len(count.kernels) <= 200 and count.host_reads == []
         assert len(correction.metrics) > 60
 
 
-def test_correction_when_there_are_many_tokens_then_a_table_of_bounded_size_and_few_bytes_a_token():
+def test_correction_when_there_are_more_tokens_then_as_many_kernels_and_at_most_64_bytes_each():
     config = RolloutCorrectionConfig(
         rollout_is="turn", rollout_is_batch_normalize=True, rollout_rs=tuple(THREE_RULES["sequence"]), **WEIGHTS,
         rollout_m2_threshold=0.1,
@@ -108,19 +98,16 @@ def test_correction_when_there_are_many_tokens_then_a_table_of_bounded_size_and_
         }  # fmt: skip
 
     peaks, counts = {}, {}
-    for chunks in (1, 2, 6):
-        tokens = chunks * CHUNK_TOKENS
+    for tokens in (1 << 17, 1 << 18, 3 << 18):
         given = work(tokens) | {"num_sequences": tokens // LENGTH, "num_turns": 4, "config": config}
-        peaks[chunks] = peak_bytes(lambda given=given: compute_correction(**given), "cpu")
+        peaks[tokens] = peak_bytes(lambda given=given: compute_correction(**given), "cpu") / tokens
         with OperatorCount() as count:
             compute_correction(**given)
-        counts[chunks] = len(count.kernels)
+        counts[tokens] = len(count.kernels)
         assert count.host_reads == []
-    print(f"peak bytes by chunks: {peaks}; kernels: {counts}")
-    # The rows of one chunk are there once, or twice while the next are made.
-    assert peaks[1] <= 450 * CHUNK_TOKENS
-    assert (peaks[6] - peaks[2]) / (4 * CHUNK_TOKENS) <= 40
-    assert (counts[6] - counts[2]) / 4 < counts[1]
+    print(f"peak bytes a token: {peaks}; kernels: {counts}")
+    assert max(peaks.values()) <= 64
+    assert len(set(counts.values())) == 1
 
 
 @pytest.mark.parametrize("with_metrics", [False, True])

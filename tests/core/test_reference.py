@@ -5,7 +5,6 @@ Also the gradient of the whole loss against autograd of a naive one.
 
 import math
 import random
-from unittest import mock
 
 import pytest
 import torch
@@ -14,10 +13,9 @@ from hypothesis import strategies as st
 
 from megatron_rl_corr.config.correction import RejectionRule, RolloutCorrectionConfig
 from megatron_rl_corr.config.rules import DIVERGENCES
-from megatron_rl_corr.core.chunks import CHUNK_TOKENS
 from megatron_rl_corr.core.correction import Correction, compute_correction
 from megatron_rl_corr.core.losses import policy_loss
-from megatron_rl_corr.parallel.reduce import all_gather_metrics
+from megatron_rl_corr.parallel.collectives import all_reduce_metrics
 from tests.core.naive import Batch, correct
 
 RULES = [(level, kind) for kind, row in DIVERGENCES.items() for level in row.levels]
@@ -120,12 +118,11 @@ def assert_same_metrics(found: dict[str, float], expected: dict[str, float]) -> 
 
 
 @settings(max_examples=3000, deadline=None, derandomize=True, database=None)
-@given(batches(), configs(), st.booleans(), st.sampled_from([CHUNK_TOKENS, CHUNK_TOKENS, 7]))
-def test_correction_when_configured_at_random_then_the_naive_one(batch, config, with_turns, chunk_tokens):
+@given(batches(), configs(), st.booleans())
+def test_correction_when_configured_at_random_then_the_naive_one(batch, config, with_turns):
     with_turns = with_turns or looks_at_turns(config)
     expected = correct(batch, config, with_turns=with_turns)
-    with mock.patch("megatron_rl_corr.core.chunks.CHUNK_TOKENS", chunk_tokens):
-        correction = packed(batch, config, with_turns=with_turns)
+    correction = packed(batch, config, with_turns=with_turns)
     assert correction.weights.tolist() == pytest.approx(expected.weights, rel=1e-6, abs=1e-15)
     assert correction.mask.tolist() == expected.mask
     assert correction.kept_sequences.tolist() == expected.kept_sequences
@@ -136,7 +133,7 @@ def test_correction_when_configured_at_random_then_the_naive_one(batch, config, 
         lengths = [sum(batch.seq_ids[t] == s for t, c in enumerate(counted) if c) for s in range(batch.num_sequences)]
         assert correction.lengths.tokens.tolist() == lengths
         assert correction.lengths.sequences.item() == sum(length > 0 for length in lengths)
-    assert_same_metrics(all_gather_metrics(correction.metrics, None), expected.metrics)
+    assert_same_metrics(all_reduce_metrics(correction.metrics, None), expected.metrics)
 
 
 def naive_loss(now, old, advantages, weights, kept, denominator, config):

@@ -5,8 +5,8 @@ import torch
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.core.correction import compute_correction
-from megatron_rl_corr.core.second_moment import all_reduce_kept_bins, bins_of
-from megatron_rl_corr.core.tokens import Tokens
+from megatron_rl_corr.core.ratios import TokenRatios
+from megatron_rl_corr.core.second_moment import all_reduce_second_moment_mask
 
 NAN = float("nan")
 # D^2 = 0.09, 0.01, 1, 0.04 at the valid tokens; running means from the smallest: 0.01, 0.025, 0.0466667, 0.285.
@@ -58,10 +58,8 @@ def test_second_moment_when_tokens_are_on_two_ranks_then_one_cut():
             return histograms[0] + histograms[1]
 
     def kept(log_ratio, bound, groups):
-        d, all_of = torch.tensor(log_ratio), torch.ones(2, dtype=torch.bool)
-        tokens = Tokens(d - 1, torch.full((2,), -1.0), d, d.abs(), all_of, all_of, *[torch.zeros(2).long()] * 2)
-        bins = all_reduce_kept_bins([tokens], bound, groups)
-        return bins[bins_of(tokens.difference.double().square())].tolist()
+        ratios = TokenRatios.of(torch.tensor(log_ratio) - 1, torch.full((2,), -1.0), torch.ones(2), {})
+        return all_reduce_second_moment_mask(ratios, bound, groups).tolist()
 
     for half in halves:
         kept(half, 0.05, Recording())

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_rl_corr.core.segments import add_segment_sums, flatten_padded, take_segment_maxima, turn_segments
+from megatron_rl_corr.core.segments import flatten_padded, segment_sums, turn_segments
 
 # Sequence 0 has tokens 1, 2, 4; sequence 1 none; sequence 2 has 8; sequence 3 has 16, 32. They interleave.
 SEQ_IDS = torch.tensor([3, 0, 0, 2, 3, 0])
@@ -11,15 +11,7 @@ COLUMNS = torch.tensor([[16.0, 1, 2, 8, 32, 4], [0.5, 0.25, 0.75, 0, 1, 0.5]])
 
 
 def sums_of(columns: torch.Tensor, ids: torch.Tensor, segments: int) -> torch.Tensor:
-    out = torch.zeros(len(columns), segments, dtype=torch.float64)
-    add_segment_sums(columns, ids, out)
-    return out
-
-
-def maxima_of(columns: torch.Tensor, ids: torch.Tensor, segments: int) -> torch.Tensor:
-    out = torch.zeros(len(columns), segments, dtype=torch.float64)
-    take_segment_maxima(columns, ids, out)
-    return out
+    return segment_sums({str(i): lambda column=column: column for i, column in enumerate(columns)}, ids, segments)
 
 
 def test_segment_sums_when_sequences_interleave_and_one_is_empty_then_each_its_own():
@@ -33,15 +25,9 @@ def test_segment_sums_when_a_small_term_follows_large_ones_then_it_is_not_lost()
     assert sums.tolist() == [[1.0]]
 
 
-def test_segment_maxima_when_one_sequence_is_empty_then_zero_there():
-    maxima = maxima_of(COLUMNS, SEQ_IDS, 4)
-    assert maxima.tolist() == [[4.0, 0.0, 8.0, 32.0], [0.75, 0.0, 0.0, 1.0]]
-
-
 def test_reductions_when_there_are_no_tokens_then_zeros_for_every_sequence():
     none, ids = torch.zeros(2, 0), torch.zeros(0, dtype=torch.int64)
     assert sums_of(none, ids, 3).tolist() == [[0.0] * 3] * 2
-    assert maxima_of(none, ids, 3).tolist() == [[0.0] * 3] * 2
     assert sums_of(none, ids, 0).tolist() == [[], []]
 
 

@@ -7,7 +7,7 @@ import torch
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.core.correction import compute_correction
-from megatron_rl_corr.core.weights import LOG_CLAMP
+from megatron_rl_corr.core.ratios import LOG_CLAMP
 
 # Sequence 0: rho 2, 3 in turn 0 and 0.5 in turn 1; sequence 1: empty; sequence 2: rho 0.25.
 RHO = torch.tensor([2.0, 3.0, 0.5, 0.25])

@@ -20,7 +20,7 @@ from torch.multiprocessing import start_processes
 from megatron_rl_corr.mcore.forward import compute_log_probs
 from megatron_rl_corr.mcore.session import start  # noqa: F401  what the launcher uses can be imported too
 from megatron_rl_corr.moe.routes import Routes
-from megatron_rl_corr.parallel.reduce import all_gather_metrics
+from megatron_rl_corr.parallel.collectives import all_reduce_metrics
 from tools.local_server import free_port
 
 LAYOUT = {"tp": 2, "pp": 2, "ep": 2, "sp": True}
@@ -51,7 +51,7 @@ def run(model_dir, reference):
         return grads, {}
     mask = batch.loss_mask.reshape(-1)
     means = [float(logprobs[mask].double().mean()) for logprobs, _ in (before, after)]
-    numbers = {"metrics": all_gather_metrics(metrics, layout.dp_cp_group), "grad_norm": float(norm)}
+    numbers = {"metrics": all_reduce_metrics(metrics, layout.dp_cp_group), "grad_norm": float(norm)}
     return grads, numbers | {"before": means[0], "after": means[1]}
 
 

@@ -14,8 +14,7 @@ from megatron_rl_corr.engines.trajectory import Support, Trajectory, VersionSpan
 from megatron_rl_corr.mcore.batch import RolloutBatch, microbatches
 from megatron_rl_corr.mcore.loss import LossInputs, batch_metrics, make_loss_inputs
 from megatron_rl_corr.mcore.sampling_masks import cut_sampling_masks, scatter_sampling_masks
-from megatron_rl_corr.parallel.groups import ParallelGroups
-from megatron_rl_corr.parallel.reduce import all_gather_metrics
+from megatron_rl_corr.parallel.collectives import ParallelGroups, all_reduce_metrics
 from tools.local_server import free_port
 
 NAN = float("nan")
@@ -106,7 +105,7 @@ def turns(layout: SimpleNamespace, cp: dist.ProcessGroup | None = None) -> dict:
     return {
         "batch": fields(batch), "weights": targets.correction.weights.view(4, -1),
         "mask": targets.correction.mask.view(4, -1),
-        "metrics": all_gather_metrics(batch_metrics(batch, targets.correction, None, groups), cp),
+        "metrics": all_reduce_metrics(batch_metrics(batch, targets.correction, None, groups), cp),
     }
 
 

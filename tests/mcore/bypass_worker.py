@@ -9,8 +9,7 @@ from megatron_rl_corr.config.correction import RejectionRule, RolloutCorrectionC
 from megatron_rl_corr.mcore.batch import RolloutBatch, microbatches
 from megatron_rl_corr.mcore.forward import LogprobSettings
 from megatron_rl_corr.mcore.loss import CorrectedLoss, LossScale, make_bypass_loss_inputs
-from megatron_rl_corr.parallel.groups import ParallelGroups
-from megatron_rl_corr.parallel.reduce import merge
+from megatron_rl_corr.parallel.collectives import ParallelGroups, merge
 
 CONFIGS = {
     "ppo_clip": RolloutCorrectionConfig(

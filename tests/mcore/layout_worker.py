@@ -43,8 +43,7 @@ from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.models.names import NameTable
 from megatron_rl_corr.models.shards import load_shards, local_parameters
 from megatron_rl_corr.moe.routes import Routes
-from megatron_rl_corr.parallel.groups import ParallelGroups
-from megatron_rl_corr.parallel.reduce import all_gather_metrics, merge
+from megatron_rl_corr.parallel.collectives import ParallelGroups, all_reduce_metrics, merge
 from megatron_rl_corr.weight_sync.export import StageExporter
 from tools.local_server import free_port
 
@@ -191,7 +190,7 @@ def run(model_dir, reference, spec):
             model, layout, CONFIGS[name], batch, shifted, settings, microbatch_count, config,
             updates=1 if once else 2, in_loss=once and how != "scored",
         )
-        numbers = all_gather_metrics(metrics, layout.dp_cp_group) if layout.is_last_stage else {}
+        numbers = all_reduce_metrics(metrics, layout.dp_cp_group) if layout.is_last_stage else {}
         yield case, microbatch_count, numbers, whole_gradients(parameters, layout)
 
 

@@ -20,8 +20,8 @@ from megatron_rl_corr.mcore.first_step import FirstStep
 from megatron_rl_corr.mcore.forward import compute_log_probs
 from megatron_rl_corr.mcore.step import CorrectedStep
 from megatron_rl_corr.moe.routes import Routes
+from megatron_rl_corr.parallel.collectives import all_reduce_metrics
 from megatron_rl_corr.parallel.failure import PeerFailure, StartupError
-from megatron_rl_corr.parallel.reduce import all_gather_metrics
 
 sys.path.insert(0, str(Path(__file__).parent))
 import layout_worker
@@ -50,7 +50,7 @@ def gradients(model_dir, samples, spec, **settings):
     scored = compute_log_probs(model, batch, logprobs, micro_batch_size=2, seq_length=LENGTH, routes=Routes())
     scored = None if scored is None else (scored[0] + shift, scored[1])
     metrics = step(model, layout, KEEP_NEAR, batch, scored, logprobs, MICROBATCHES, config)
-    numbers = all_gather_metrics(metrics, layout.dp_cp_group) if layout.is_last_stage else {}
+    numbers = all_reduce_metrics(metrics, layout.dp_cp_group) if layout.is_last_stage else {}
     ours = whole_gradients(parameters, layout)
     ps.destroy_model_parallel()
     return ours, numbers

@@ -10,7 +10,7 @@ import torch
 from megatron_rl_corr.config.correction import RejectionRule, RolloutCorrectionConfig
 from megatron_rl_corr.core.correction import compute_correction
 from megatron_rl_corr.observability.catalogue import GROUPS, catalogue, grouped, label_of, ordered, spec_of, usual_range
-from megatron_rl_corr.parallel.reduce import all_gather_metrics
+from megatron_rl_corr.parallel.collectives import all_reduce_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -50,7 +50,7 @@ def test_meanings_when_compared_with_the_corrections_metrics_then_the_same_names
     measured = compute_correction(
         logprobs, logprobs, torch.ones(2), ids, num_sequences=2, config=config, turn_ids=ids
     ).metrics
-    names = {f"rollout_corr/{name}" for name in all_gather_metrics(measured, None)}
+    names = {f"rollout_corr/{name}" for name in all_reduce_metrics(measured, None)}
     assert {name for name in names if spec_of(name) is None} == set()
     described = [name for name in catalogue() if name.startswith("rollout_corr/")]
     assert {name for name in described if not name.endswith("/")} - names == set()

@@ -17,12 +17,10 @@ import torch.multiprocessing as mp
 from benchmarks.exchanges import ExchangeCount
 from megatron_rl_corr.config.correction import PRESETS, RejectionRule, RolloutCorrectionConfig
 from megatron_rl_corr.config.losses import AGGREGATIONS
-from megatron_rl_corr.core import chunks
 from megatron_rl_corr.core.aggregation import token_coefficients
 from megatron_rl_corr.core.correction import compute_correction
 from megatron_rl_corr.core.losses import policy_loss
-from megatron_rl_corr.parallel.groups import ParallelGroups
-from megatron_rl_corr.parallel.reduce import all_gather_metrics, merge
+from megatron_rl_corr.parallel.collectives import ParallelGroups, all_reduce_metrics, merge
 
 NAN = float("nan")
 LAYOUTS = {"cp2": (2, 1), "cp2_dp2": (2, 2)}
@@ -135,7 +133,7 @@ def run(
         (losses * coefficients).sum().backward()
     everything = made.metrics | {f"loss/{name}": metric for name, metric in merge([metrics]).items()}
     with ExchangeCount(names) as reporting:
-        numbers = all_gather_metrics(everything, None if groups is None else groups.dp_cp)
+        numbers = all_reduce_metrics(everything, None if groups is None else groups.dp_cp)
     return {
         "positions": mine, "weights": made.weights, "mask": made.mask, "valid": made.valid,
         "kept_sequences": made.kept_sequences, "valid_tokens": made.valid_tokens.item(),
@@ -149,9 +147,6 @@ def run(
 def main(rank: int, folder: str, layout: str) -> None:
     torch.set_num_threads(1)
     cp, dp = LAYOUTS[layout]
-    if dp > 1:
-        # In chunks, of which ranks have unlike numbers: the collectives are outside.
-        chunks.CHUNK_TOKENS = 5
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=cp * dp, timeout=timedelta(seconds=120)
     )

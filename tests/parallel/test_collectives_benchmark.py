@@ -32,19 +32,18 @@ def test_step_when_counted_then_number_and_bytes_of_every_collective_are_those_b
     in_the_loss = "token weights; GSPO, means over sequences; two policies, 1 rule"
     assert laws["tp", "log-probs of labels", scored] == ["all-gather", "2 M", "32 T/cp"]
     assert laws["tp", "log-probs of labels", in_the_loss] == ["all-gather", "M", "16 T/cp"]
-    # Sums of one, D, and either log-prob in float64; a rule on means of the ratio needs no other.
-    assert laws["cp", "sums and maxima of sequences", "token weights, 1 rule; M2PO"] == ["all-gather", "1", "32 S"]
-    # k3's sum and k2's maximum, and |D|, which stands between.
-    assert laws["cp", "sums and maxima of sequences", "token weights, 4 rules"] == ["all-gather", "1", "56 S"]
+    # Sums of one, D, and either log-prob in float64; and one a rule about sequences.
+    assert laws["cp", "sums over sequences", "M2PO"] == ["all-reduce", "1", "32 S"]
+    assert laws["cp", "sums over sequences", "token weights, 1 rule"] == ["all-reduce", "1", "40 S"]
+    # Two means, and how many tokens are outside a seq_max rule.
+    assert laws["cp", "sums over sequences", "token weights, 4 rules"] == ["all-reduce", "1", "56 S"]
     # Once for what is valid, once in the losses of all microbatches.
-    assert laws["cp", "sums and maxima of sequences", in_the_loss] == ["all-gather", "1 + M", "64 S"]
-    assert laws["cp", "GSPO's ratios", "GSPO, means over sequences"] == ["all-gather", "M", "16 S"]
-    # Four sums and the number of sequences, and the sum of weights where the whole batch has them; 2 x 4096 bins.
-    weighted = "token weights, 1 rule; token weights, 4 rules"
-    assert laws["dp_cp", "counts of the batch", weighted] == ["all-reduce", "1", "48"]
-    assert laws["dp_cp", "counts of the batch", f"token weights; M2PO; {in_the_loss.partition('; ')[2]}"] == [
-        "all-reduce", "1", "40"
-    ]  # fmt: skip
+    in_two = "token weights; GSPO, means over sequences"
+    assert laws["cp", "sums over sequences", in_two] == ["all-reduce", "1 + M", "64 S"]
+    assert laws["cp", "sums over sequences", "two policies, 1 rule"] == ["all-reduce", "1 + M", "72 S"]
+    assert laws["cp", "GSPO's ratios", "GSPO, means over sequences"] == ["all-reduce", "M", "16 S"]
+    # Valid and kept tokens, sequences, and the sum of k3, in float64; 2 x 4096 bins.
+    assert laws["dp_cp", "counts of the batch", "all"] == ["all-reduce", "1", "32"]
     assert laws["dp_cp", "M2PO's histogram", "M2PO"] == ["all-reduce", "1", "65536"]
     # Three int64 and a float32 a token, three float32 a row; 28 float64 of how the samples came.
     for group in ("tp_cp", "pp"):
@@ -54,8 +53,9 @@ def test_step_when_counted_then_number_and_bytes_of_every_collective_are_those_b
     assert laws["world", "did a replica fail", "all"] == ["all-reduce", "1", "16"]
     # Samples that ended and groups that were replaced, and seven causes, in float64.
     assert laws["world", "samples that failed", "all"] == ["all-reduce", "1", "72"]
-    gathers = [law for (_, purpose, _), law in laws.items() if purpose == "metrics"]
-    assert gathers and all(law[:2] == ["all-gather", "1"] and int(law[2]) % 8 == 0 for law in gathers)
+    # Sums in one, extrema in the other.
+    metrics = [law for (_, purpose, _), law in laws.items() if purpose == "metrics"]
+    assert metrics and all(law[:2] == ["all-reduce", "2"] and int(law[2]) % 8 == 0 for law in metrics)
 
 
 def test_counts_when_tokens_sequences_and_rules_grow_then_over_dp_cp_only_the_metrics_do(printed):
@@ -64,16 +64,16 @@ def test_counts_when_tokens_sequences_and_rules_grow_then_over_dp_cp_only_the_me
         ["4", "64", "1"], ["4", "64", "4"], ["4", "256", "1"], ["16", "256", "1"], ["16", "1024", "4"],
     ]  # fmt: skip
     for row in rows:
-        # 2 x 3/4 of 40 or 48 bytes, of M2PO's histogram too; three others' P values.
-        m2po, weighted = row[1] == "M2PO", row[1] in ("token weights, 1 rule", "token weights, 4 rules")
-        sent = 60 + 12 * weighted + 24 * int(row[5]) + 98304 * m2po
-        assert row[8] == f"{2 + m2po}, {sent:,}"
+        # 2 x 3/4 of 32 bytes, of P values, and of M2PO's histogram.
+        m2po = row[1] == "M2PO"
+        sent = 48 + 12 * int(row[5]) + 98304 * m2po
+        assert row[8] == f"{3 + m2po}, {sent:,}"
 
 
-def test_ways_when_compared_then_one_gather_against_a_collective_per_metric(printed):
+def test_ways_when_compared_then_two_all_reduces_against_one_gather_and_a_collective_per_metric(printed):
     at_dp4 = {row[0]: row[4].split(", ") for row in printed if len(row) == 5}
     gather, two, many = (at_dp4[way] for way in (
-        "one gather (this package)", "two all-reduces", "one all-reduce per metric"
+        "one gather", "two all-reduces (this package)", "one all-reduce per metric"
     ))
     assert gather[0] == "1" and two[0] == "2" and int(many[0]) > 90
     # 3 P values against 2 x 3/4 P.
@@ -83,8 +83,9 @@ def test_ways_when_compared_then_one_gather_against_a_collective_per_metric(prin
 
 def test_projection_when_made_then_the_formula_of_its_job(printed):
     [row] = [row for row in printed if row[:2] == ["tp 8, pp 8, cp 4, dp 64", "two policies, 1 rule"]]
-    # 16 microbatches, 64 x 16 bytes to 3 others; (17 x 3) us and 3072 B at 1 GB/s.
-    assert row[3] == "17, 3.1 kB, 0.05 ms"
+    # 72 bytes of each of 16 sequences, in 17 all-reduces: 2 x 3/4 x 1152 B = 1728 B; trees of 4 hops of 1 us and of
+    # 1152 B at 1 GB/s, 4 x (17 + 1.152) us, against rings of 17 x 6 us and 1.728 us.
+    assert row[3] == "17, 1.7 kB, 0.07 ms"
     # tp: 7 x 16 x 16 x 8192 / 4 B = 3.67 MB, 3.67 ms; 16 x 7 us.
     assert row[2] == "16, 3.7 MB, 3.78 ms"
 
@@ -122,5 +123,5 @@ def test_bytes_when_not_linear_in_the_sizes_then_the_benchmark_ends():
 
 def test_ways_when_they_differ_then_the_benchmark_ends():
     check_equal("another", {"a": float("nan"), "b": 1.0}, {"a": float("nan"), "b": 1.0})
-    with pytest.raises(SystemExit, match=r"b: 1.0 by one gather, 1.001 by another"):
+    with pytest.raises(SystemExit, match=r"b: 1.0 by two all-reduces, 1.001 by another"):
         check_equal("another", {"b": 1.001}, {"b": 1.0})

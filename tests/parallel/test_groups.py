@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from megatron_rl_corr.core.correction import compute_correction
-from megatron_rl_corr.parallel.gather import all_gather_stacked
-from megatron_rl_corr.parallel.reduce import all_gather_metrics
+from megatron_rl_corr.parallel.collectives import all_gather_stacked, all_reduce_metrics
 
 CUTS = ["zigzag", "contiguous"]
 
@@ -47,17 +46,17 @@ def test_correction_when_sequences_are_split_then_weights_and_masks_of_one_proce
 
 @pytest.mark.parametrize("cut", CUTS)
 def test_metrics_when_sequences_are_split_then_all_of_one_process(ranks, cut, one_process):
-    expected = all_gather_metrics(one_process.metrics, None)
+    expected = all_reduce_metrics(one_process.metrics, None)
     assert expected["sequences"] == 7  # of eight one is empty
     for rank in ranks:
         assert rank["correction"][cut]["metrics"] == pytest.approx(expected, rel=1e-6, nan_ok=True)
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_collectives_when_a_batch_is_corrected_then_one_over_each_group_and_one_to_report(ranks, cut):
+def test_collectives_when_a_batch_is_corrected_then_one_over_each_group_and_two_to_report(ranks, cut):
     for rank in ranks:
         assert len(rank["correction"][cut]["collectives"]) == 2
-        assert len(rank["correction"][cut]["reporting"]) == 1
+        assert len(rank["correction"][cut]["reporting"]) == 2
 
 
 def test_gather_when_over_a_pair_then_its_ranks_in_order(ranks):

@@ -96,12 +96,12 @@ def test_metrics_when_sharded_then_all_of_one_process_and_the_same_on_every_rank
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_collectives_when_a_step_is_corrected_and_reported_then_one_over_cp_and_two_over_dp_cp(layout, name):
+def test_collectives_when_a_step_is_corrected_and_reported_then_one_over_cp_and_three_over_dp_cp(layout, name):
     m2po = CONFIGS[name].rollout_m2_threshold is not None
     for results in layout[1]:
         for cut in CUTS:
             found = results[cut, name]
             assert found["collectives"] == {"cp": 1, "dp_cp": 2 if m2po else 1}
-            assert found["reporting"] == {"dp_cp": 1}
+            assert found["reporting"] == {"dp_cp": 2}
             # GSPO's ratio is of the policy as it is in the forward pass: its sum can't have been exchanged before.
             assert found["in_loss"] == ({"cp": 1} if CONFIGS[name].loss == "gspo" else {})

@@ -17,10 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl_corr.config.correction import RejectionRule, RolloutCorrectionConfig
 from megatron_rl_corr.core.correction import compute_correction
+from megatron_rl_corr.parallel.collectives import ParallelGroups, all_gather_stacked, all_reduce_metrics, merge
 from megatron_rl_corr.parallel.failure import PeerFailure, all_reduce_done, all_reduce_failure
-from megatron_rl_corr.parallel.gather import all_gather_stacked
-from megatron_rl_corr.parallel.groups import ParallelGroups
-from megatron_rl_corr.parallel.reduce import all_gather_metrics, merge
 
 WORLD = 4
 NAN = float("nan")
@@ -87,7 +85,7 @@ def run_correction(cut: str, rank: int, groups: ParallelGroups) -> dict:
             batch["seq_ids"][mine] - 4 * dp_rank, num_sequences=4, config=CORRECTION, groups=groups,
         )
     with Collectives() as reporting:
-        numbers = all_gather_metrics(correction.metrics, groups.dp_cp)
+        numbers = all_reduce_metrics(correction.metrics, groups.dp_cp)
     return {
         "positions": mine, "weights": correction.weights, "mask": correction.mask, "valid": correction.valid,
         "kept_sequences": correction.kept_sequences, "valid_tokens": correction.valid_tokens,
@@ -112,7 +110,7 @@ def run_microbatches(rank: int) -> dict:
             torch.zeros(int(mine.sum()), dtype=torch.int64), num_sequences=len(sequences), config=config,
         ).metrics)
     with Collectives() as collectives:
-        numbers = all_gather_metrics(merge(parts), dist.group.WORLD)
+        numbers = all_reduce_metrics(merge(parts), dist.group.WORLD)
     return {"metrics": numbers, "collectives": collectives.names, "config": config}
 
 

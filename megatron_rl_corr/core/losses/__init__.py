@@ -1,31 +1,33 @@
-"""Policy losses by name: per token, unreduced, one formula a file; `token_coefficients` says how they are averaged."""
+"""Policy losses by name: per token, unreduced, one formula a file; `token_coefficients` says how they are averaged.
+
+To add a loss: name, defaults and doc go into config/losses.py, the formula into a file here, named LossKind.formula.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
+from megatron_rl_corr.config.losses import LOSS_KINDS
 from megatron_rl_corr.core.correction import Correction
-from megatron_rl_corr.core.losses.cispo import cispo
-from megatron_rl_corr.core.losses.dppo_tv import dppo_tv
-from megatron_rl_corr.core.losses.gspo import gspo
 from megatron_rl_corr.core.losses.penalties import entropy_bonus, reference_kl
-from megatron_rl_corr.core.losses.ppo_clip import ppo_clip
-from megatron_rl_corr.core.losses.reinforce import reinforce
+from megatron_rl_corr.core.losses.ratio import PolicyLossInputs
 from megatron_rl_corr.core.metrics import Mean, Metric
 
 if TYPE_CHECKING:
-    from megatron_rl_corr.parallel.groups import ParallelGroups
+    from megatron_rl_corr.parallel.collectives import ParallelGroups
 
-# GRPO, Dr.GRPO and DAPO are PPO's loss, RLOO is REINFORCE's, with other advantages, clips and averages.
-_LOSSES = {
-    "ppo_clip": ppo_clip, "grpo": ppo_clip, "dr_grpo": ppo_clip, "dapo": ppo_clip,
-    "gspo": gspo, "cispo": cispo, "dppo_tv": dppo_tv,
-    "reinforce": reinforce, "rloo": reinforce,
-}  # fmt: skip
+
+@cache
+def _formula(file: str) -> Callable[..., Tensor]:
+    """The function FILE of core/losses/FILE.py."""
+    return getattr(import_module(f"{__name__}.{file}"), file)
 
 
 def policy_loss(
@@ -45,18 +47,24 @@ def policy_loss(
 ) -> Tensor:
     """The loss of each token [T], with its penalties, 0 where correction.mask is False.
 
-    logprobs [T], and entropy [T] for an entropy bonus, carry the gradient; old_logprobs, advantages, ref_logprobs [T]
-    do not. gspo needs seq_ids [T] in [0, num_sequences), and groups where sequences are split over cp. With
-    `metrics`, it adds its own. ValueError for an unknown name or a missing input.
+    Args:
+        name: one of config.losses.LOSSES.
+        logprobs: [T] log pi_theta, with the gradient.
+        old_logprobs, advantages, ref_logprobs: [T], without gradient.
+        seq_ids, num_sequences: [T] int64 in [0, num_sequences), for a loss about whole sequences (gspo).
+        groups: for such a loss, where sequences are split over cp.
+        entropy: [T] with gradient, for an entropy bonus.
+        metrics: the loss adds its own to it.
+
+    Raises:
+        ValueError: an unknown name, or an input that the loss or a penalty needs is missing.
     """
-    if name not in _LOSSES:
-        raise ValueError(f"--rollout-loss: unknown loss {name!r}; known: {', '.join(sorted(_LOSSES))}")
-    sequences = {}
-    if name == "gspo":
-        if seq_ids is None or num_sequences is None:
-            raise ValueError("--rollout-loss gspo looks at whole sequences; pass seq_ids and num_sequences")
-        sequences = {"seq_ids": seq_ids, "num_sequences": num_sequences, "groups": groups}
-    loss = _LOSSES[name](logprobs, old_logprobs, advantages, correction, config, **sequences, metrics=metrics)
+    if name not in LOSS_KINDS:
+        raise ValueError(f"--rollout-loss: unknown loss {name!r}; known: {', '.join(sorted(LOSS_KINDS))}")
+    if LOSS_KINDS[name].whole_sequences and (seq_ids is None or num_sequences is None):
+        raise ValueError(f"--rollout-loss {name} looks at whole sequences; pass seq_ids and num_sequences")
+    inputs = PolicyLossInputs(logprobs, old_logprobs, advantages, correction, seq_ids, num_sequences, groups)
+    loss = _formula(LOSS_KINDS[name].formula)(inputs, config, metrics=metrics)
     if config.kl_loss_coef:
         if ref_logprobs is None:
             raise ValueError("--rollout-kl-loss-coef needs a reference policy; pass ref_logprobs")

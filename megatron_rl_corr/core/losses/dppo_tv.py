@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
-from megatron_rl_corr.core.correction import Correction
-from megatron_rl_corr.core.losses.ratio import as_exponent, inside, moved_log_ratio, record
+from megatron_rl_corr.core.losses.ratio import PolicyLossInputs, as_exponent, inside, moved_log_ratio, record
 from megatron_rl_corr.core.metrics import Metric
 
 RATIO_CAP = 20.0
@@ -18,23 +17,22 @@ RATIO_CAP = 20.0
 
 
 def dppo_tv(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, correction: Correction,
-    config: RolloutCorrectionConfig, *, metrics: dict[str, Metric] | None = None,
+    inputs: PolicyLossInputs, config: RolloutCorrectionConfig, *, metrics: dict[str, Metric] | None = None,
 ) -> Tensor:
     """-w sg(min(r, 20)) A log pi_theta per token inside the region, r = pi_theta / pi_old; else 0. [T].
 
     The region bounds the move in the direction of the update only: pi_theta - pi_old <= clip_ratio_high where
     A > 0, >= -clip_ratio_low elsewhere. Source: DPPO, arXiv:2602.04879 (binary TV).
     """
-    mask, (low, high) = correction.mask, config.clip
-    now = inside(mask, logprobs)
+    mask, (low, high) = inputs.mask, config.clip
+    now = inside(mask, inputs.logprobs)
     constant = now.detach()
-    old = inside(mask, old_logprobs)
+    old = inside(mask, inputs.old_logprobs)
     moved = moved_log_ratio(constant, old, mask)
     gain = constant.exp() - old.exp()
-    advantages = inside(mask, advantages)
+    advantages = inside(mask, inputs.advantages)
     outside = torch.where(advantages > 0, gain > high, gain < -low)
-    factor = as_exponent(moved).exp().clamp(max=RATIO_CAP) * inside(mask, correction.weights) * advantages
+    factor = as_exponent(moved).exp().clamp(max=RATIO_CAP) * inside(mask, inputs.correction.weights) * advantages
     loss = -inside(~outside, factor) * now
     record(metrics, mask, loss, moved, clip_fraction=outside)
     return loss

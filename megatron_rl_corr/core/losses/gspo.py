@@ -5,25 +5,17 @@ T tokens, S sequences.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-import torch
 from torch import Tensor
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
-from megatron_rl_corr.core.correction import Correction
 from megatron_rl_corr.core.losses.ppo_clip import clipped_surrogate
-from megatron_rl_corr.core.losses.ratio import as_exponent, inside, moved_log_ratio
+from megatron_rl_corr.core.losses.ratio import PolicyLossInputs, as_exponent, inside, moved_log_ratio
 from megatron_rl_corr.core.metrics import Metric
-
-if TYPE_CHECKING:
-    from megatron_rl_corr.parallel.groups import ParallelGroups
+from megatron_rl_corr.core.segments import segment_sums
 
 
 def gspo(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, correction: Correction,
-    config: RolloutCorrectionConfig, *, seq_ids: Tensor, num_sequences: int, groups: ParallelGroups | None = None,
-    metrics: dict[str, Metric] | None = None,
+    inputs: PolicyLossInputs, config: RolloutCorrectionConfig, *, metrics: dict[str, Metric] | None = None,
 ) -> Tensor:
     """-w min(s A, clip(s, 1 - low, 1 + high) A) per token, s = (prod of pi_theta / pi_old over the sequence)^(1/n).
 
@@ -32,13 +24,12 @@ def gspo(
     collective that completes it over cp. seq_ids [T] int64 in [0, num_sequences). Source: GSPO, arXiv:2507.18071,
     eqs. 5 and 14 (its token form).
     """
-    mask = correction.mask
-    moved = moved_log_ratio(logprobs.detach(), old_logprobs, mask)
-    columns = torch.stack([moved, mask.float()]).double()
-    sums = columns.new_zeros(2, num_sequences).index_add_(1, seq_ids, columns)
-    if groups is not None:
-        sums, _ = groups.all_gather_cp_partials(sums, sums.new_empty(0, num_sequences))
+    mask, seq_ids = inputs.mask, inputs.seq_ids
+    moved = moved_log_ratio(inputs.logprobs.detach(), inputs.old_logprobs, mask)
+    sums = segment_sums({"moved": lambda: moved, "tokens": lambda: mask}, seq_ids, inputs.num_sequences)
+    if inputs.groups is not None:
+        sums = inputs.groups.all_reduce_cp(sums)
     mean = as_exponent(sums[0] / sums[1].clamp(min=1)).float().index_select(0, seq_ids)
-    own = inside(mask, logprobs)
+    own = inside(mask, inputs.logprobs)
     ratio = (own - own.detach() + mean).exp()
-    return clipped_surrogate(ratio, moved, advantages, correction, config, metrics=metrics)
+    return clipped_surrogate(ratio, moved, inputs, config, metrics=metrics)

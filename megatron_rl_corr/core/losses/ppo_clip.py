@@ -1,6 +1,6 @@
 """PPO's clipped surrogate with dual clip, weighted by the rollout correction; also GRPO's, Dr.GRPO's and DAPO's.
 
-T tokens. Those differ from PPO in the clip's bounds, the advantage and the aggregation (config_losses.py).
+T tokens. They differ from PPO in the clip's bounds, the advantage and the aggregation (config/losses.py).
 """
 
 from __future__ import annotations
@@ -9,32 +9,29 @@ import torch
 from torch import Tensor
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
-from megatron_rl_corr.core.correction import Correction
-from megatron_rl_corr.core.losses.ratio import as_exponent, inside, moved_log_ratio, record
+from megatron_rl_corr.core.losses.ratio import PolicyLossInputs, as_exponent, inside, moved_log_ratio, record
 from megatron_rl_corr.core.metrics import Metric
 
 
 def ppo_clip(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, correction: Correction,
-    config: RolloutCorrectionConfig, *, metrics: dict[str, Metric] | None = None,
+    inputs: PolicyLossInputs, config: RolloutCorrectionConfig, *, metrics: dict[str, Metric] | None = None,
 ) -> Tensor:
     """-w s per token, s = min(r A, clip(r, 1 - low, 1 + high) A), at least c A where A < 0; r = pi_theta / pi_old.
 
     [T], 0 outside correction.mask; w, the weight of pi_old against pi_rollout, is constant in the step. Sources:
     PPO, arXiv:1707.06347, eq. 7; the dual clip c, arXiv:1912.09729, eq. 5; unequal bounds, DAPO, arXiv:2503.14476.
     """
-    mask = correction.mask
-    moved = moved_log_ratio(logprobs, old_logprobs, mask)
-    return clipped_surrogate(as_exponent(moved).exp(), moved, advantages, correction, config, metrics=metrics)
+    moved = moved_log_ratio(inputs.logprobs, inputs.old_logprobs, inputs.mask)
+    return clipped_surrogate(as_exponent(moved).exp(), moved, inputs, config, metrics=metrics)
 
 
 def clipped_surrogate(
-    ratio: Tensor, moved: Tensor, advantages: Tensor, correction: Correction, config: RolloutCorrectionConfig, *,
+    ratio: Tensor, moved: Tensor, inputs: PolicyLossInputs, config: RolloutCorrectionConfig, *,
     metrics: dict[str, Metric] | None,
 ) -> Tensor:
     """The loss of `ppo_clip` for any ratio [T], a token's or its sequence's."""
-    mask, (low, high) = correction.mask, config.clip
-    advantages = inside(mask, advantages)
+    mask, (low, high) = inputs.mask, config.clip
+    advantages = inside(mask, inputs.advantages)
     free = ratio * advantages
     clipped = ratio.clamp(1.0 - low, 1.0 + high) * advantages
     surrogate = torch.minimum(free, clipped)
@@ -44,6 +41,6 @@ def clipped_surrogate(
         floor = advantages.clamp(max=0.0) * config.clip_ratio_c
         fractions["dual_clip_fraction"] = surrogate < floor
         surrogate = torch.maximum(surrogate, floor)
-    loss = -inside(mask, correction.weights) * surrogate
+    loss = -inside(mask, inputs.correction.weights) * surrogate
     record(metrics, mask, loss, moved, **fractions)
     return loss

@@ -1,19 +1,49 @@
-"""What the losses share: the log-ratio to pi_old, and the record of how far the policy moved.
+"""What the losses share: their inputs, the log-ratio to pi_old, and the record of how far the policy moved.
 
-T tokens.
+T tokens, S sequences.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
+from megatron_rl_corr.core.correction import Correction
 from megatron_rl_corr.core.metrics import Mean, Metric
-from megatron_rl_corr.core.moments import constant
-from megatron_rl_corr.core.weights import LOG_CLAMP
+from megatron_rl_corr.core.ratios import LOG_CLAMP
+from megatron_rl_corr.core.segments import constant
+
+if TYPE_CHECKING:
+    from megatron_rl_corr.parallel.collectives import ParallelGroups
 
 K3_CLAMP = 10.0
 """Largest k3 of one token in the clamped metrics and the KL penalty (verl's bound too)."""
+
+
+@dataclass(frozen=True)
+class PolicyLossInputs:
+    """What a policy loss is computed from; [T] each, and only logprobs carries a gradient."""
+
+    logprobs: Tensor
+    """log pi_theta."""
+    old_logprobs: Tensor
+    """log pi_old."""
+    advantages: Tensor
+    correction: Correction
+    """Weights, and the mask outside of which the loss is 0."""
+    seq_ids: Tensor | None = None
+    """int64 in [0, num_sequences); there for a loss with LossKind.whole_sequences."""
+    num_sequences: int | None = None
+    groups: ParallelGroups | None = None
+    """Where sequences are split over cp."""
+
+    @property
+    def mask(self) -> Tensor:
+        """bool [T]: valid and not rejected."""
+        return self.correction.mask
 
 
 def inside(mask: Tensor, values: Tensor) -> Tensor:
@@ -35,10 +65,8 @@ def as_exponent(log_ratio: Tensor) -> Tensor:
 def record(
     metrics: dict[str, Metric] | None, mask: Tensor, loss: Tensor, moved: Tensor, **fractions: Tensor
 ) -> None:
-    """Add the means over kept tokens of the loss, of k3 between pi_old and pi_theta (and with no token's above 10),
-    and of the given [T] masks.
-
-    One stacked reduction; a fraction must be False outside the mask.
+    """Add means over the kept tokens: of the loss, of k3 between pi_old and pi_theta (also clamped to 10 a token), and
+    of the given masks [T], which must be False outside `mask`. One stacked reduction.
     """
     if metrics is None:
         return

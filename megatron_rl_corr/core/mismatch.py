@@ -1,0 +1,220 @@
+"""How far the two policies are apart: the metrics of a correction, as partial sums and extrema of this rank's share.
+
+T tokens, S sequences; D = log pi_train - log pi_rollout (subtracted in float32), rho = e^D, e = rho - 1 with D clamped
+to +-20. Everything is 0 outside the valid tokens, so plain sums over T are sums over the valid tokens.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from megatron_rl_corr.core import metrics as m
+from megatron_rl_corr.core.ratios import LOG_CLAMP, SpanSums, TokenRatios
+from megatron_rl_corr.core.rejection import Rejection
+from megatron_rl_corr.core.segments import Columns, constant, segment_sums
+
+OUTLIER = 2.610868638
+"""Where k3 = e^D - 1 - D reaches 10: in clamped metrics no ratio counts for more than e^2.61 = 13.6."""
+LOWEST = -10.9999833
+"""The other D of which k3 is 10. The clamped metrics let no token weigh more, as verl's KL penalty does."""
+LONGEST_LOG_PPL = math.log(100)
+"""In the clamped perplexities no sequence counts for more than 100: a token in a hundred is a guess."""
+
+BANDS = ("below_1e-4", "1e-4_to_1e-3", "1e-3_to_1e-2", "1e-2_to_1e-1", "above_1e-1")
+_BAND_EDGES = tuple(math.log(10.0**-power) for power in (4, 3, 2, 1))
+TURNS = ("first", "later")
+
+Parts = dict[str, tuple[type[m.Metric], tuple[Tensor, ...]]]
+"""By a metric's name: its class, and its values as float64 scalars."""
+
+
+def pack(parts: Parts) -> dict[str, m.Metric]:
+    """Metrics whose values are views of one tensor: stacking each by itself would cost a kernel a metric."""
+    values = torch.stack([value for _, scalars in parts.values() for value in scalars])
+    pieces = values.split([len(scalars) for _, scalars in parts.values()])
+    return {name: kind(piece) for (name, (kind, _)), piece in zip(parts.items(), pieces, strict=True)}
+
+
+def token_metrics(ratios: TokenRatios, turn_ids: Tensor | None) -> Parts:
+    """Means, spreads and extrema over the valid tokens, and the main means by probability band and turn.
+
+    turn_ids [T]: 0 for a sequence's first turn; None leaves the metrics by turn out.
+    """
+    d, e, size, count = ratios.log_ratio, ratios.rho_less_one, ratios.log_ratio.abs(), ratios.valid_tokens
+    in_mask = ratios.in_mask.sum(dtype=torch.float64)
+    parts: Parts = {
+        "nonfinite_tokens": (m.Sum, (in_mask - count,)),
+        "padded_tokens": (m.Sum, (len(d) - in_mask,)),
+        "log_ratio": (m.LogRatioHistogram, _log_ratio_histogram(size, ratios.valid)),
+        "log_ratio_abs_max": (m.MaxOfPresent, (_largest(size), count)),
+    }
+    # e^x grows with x, so clamping the exponential is clamping D.
+    d_clamped, e_clamped = d.clamp(LOWEST, OUTLIER), e.clamp(math.expm1(LOWEST), math.expm1(OUTLIER))
+    sums = _sums_by_part(ratios, turn_ids, {
+        "tokens": lambda: ratios.valid, "d": lambda: d, "d_clamped": lambda: d_clamped, "e": lambda: e,
+        "e_clamped": lambda: e_clamped, "size": lambda: size, "size_clamped": lambda: size.clamp(max=OUTLIER),
+    })  # fmt: skip
+    for part, totals in sums.items():
+        parts |= _main_means(part, *totals)
+    _, d_total, d_clamped_total, e_total, e_clamped_total, *_ = sums[""]
+    parts["chi2_token"] = m.Chi2, (torch.dot(e, e), e_total, count)
+    parts["chi2_token_clamped"] = m.Chi2, (torch.dot(e_clamped, e_clamped), e_clamped_total, count)
+
+    exp_abs = size.clamp_(max=LOG_CLAMP).expm1_()
+    parts["token_mult_prob_error"] = m.MeanPlusOne, (exp_abs.sum(), count)
+    exp_abs.clamp_(max=math.expm1(OUTLIER))
+    parts["token_mult_prob_error_clamped"] = m.MeanPlusOne, (exp_abs.sum(), count)
+    log_middle = torch.mul(e, 0.5, out=size).log1p_()  # ln((1 + rho) / 2)
+    d_exponent = d.clamp(-LOG_CLAMP, LOG_CLAMP)
+    parts["jsd"] = m.JensenShannon, (
+        torch.dot(e, log_middle), torch.dot(e, d_exponent), log_middle.sum(), d_exponent.sum(), count
+    )
+    log_middle.clamp_(math.log1p(math.expm1(LOWEST) / 2), math.log1p(math.expm1(OUTLIER) / 2))
+    parts["jsd_clamped"] = m.JensenShannon, (
+        torch.dot(e_clamped, log_middle), torch.dot(e_clamped, d_clamped), log_middle.sum(), d_clamped_total, count
+    )
+    return parts | _probability_metrics(ratios)
+
+
+def _probability_metrics(ratios: TokenRatios) -> Parts:
+    """What compares probabilities: x = pi_train - 1 and y = pi_rollout - 1, which are 0 outside the valid tokens."""
+    x, y = ratios.train_logprobs.double().expm1_(), ratios.rollout_logprobs.double().expm1_()
+    count = ratios.valid_tokens
+    pearson = x.sum(), y.sum(), torch.dot(x, x), torch.dot(y, y), torch.dot(x, y), count
+    difference = x.sub_(y)
+    std = difference.sum(), torch.dot(difference, difference), count
+    size = difference.abs_()
+    return {
+        "pearson": (m.Pearson, pearson),
+        "prob_diff_std": (m.Std, std),
+        "prob_diff_abs_mean": (m.Mean, (size.sum(), count)),
+        "prob_diff_abs_max": (m.MaxOfPresent, (_largest(size), count)),
+    }
+
+
+def _sums_by_part(ratios: TokenRatios, turn_ids: Tensor | None, columns: Columns) -> dict[str, tuple[Tensor, ...]]:
+    """Sums of the columns, float64 scalars: of all tokens (""), by the probability that the server gave, and by turn.
+
+    One sum for each pair of band and turn, of which the others are made: parts are added, never subtracted, so an
+    outlier in one does not round away another.
+    """
+    edges = constant(_BAND_EDGES, torch.float32, ratios.valid.device)
+    cells = torch.bucketize(ratios.rollout_logprobs, edges, right=True, out_int32=True)
+    if turn_ids is not None:
+        cells.mul_(2).add_(turn_ids != 0)
+    table = segment_sums(columns, cells, len(BANDS) * (1 if turn_ids is None else 2)).view(len(columns), len(BANDS), -1)
+    by_band = table.sum(dim=2)
+    found = {"": by_band.sum(dim=1)}
+    found |= dict(zip([f"by_prob/{band}/" for band in BANDS], by_band.unbind(dim=1), strict=True))
+    if turn_ids is not None:
+        found |= dict(zip([f"by_turn/{turn}/" for turn in TURNS], table.sum(dim=1).unbind(dim=1), strict=True))
+    return {part: sums.unbind() for part, sums in found.items()}
+
+
+def _main_means(
+    part: str, tokens: Tensor, d: Tensor, d_clamped: Tensor, e: Tensor, e_clamped: Tensor, size: Tensor,
+    size_clamped: Tensor,
+) -> Parts:
+    """The metrics of a part, from its sums."""
+    return {
+        f"{part}tokens" if part else "valid_tokens": (m.Sum, (tokens,)),
+        f"{part}kl": (m.NegativeMean, (d, tokens)),
+        f"{part}kl_clamped": (m.NegativeMean, (d_clamped, tokens)),
+        f"{part}k3_kl": (m.MeanOfDifference, (e, d, tokens)),
+        f"{part}k3_kl_clamped": (m.MeanOfDifference, (e_clamped, d_clamped, tokens)),
+        f"{part}log_ratio_abs_mean": (m.Mean, (size, tokens)),
+        f"{part}log_ratio_abs_mean_clamped": (m.Mean, (size_clamped, tokens)),
+    }
+
+
+def _log_ratio_histogram(size: Tensor, valid: Tensor) -> tuple[Tensor, ...]:
+    """Valid tokens in each bin of |D| [T], as scalars. No bincount: on a GPU that reads its own result."""
+    edges = constant(m.EDGES, torch.float32, size.device)
+    bins = torch.bucketize(size.float(), edges, out_int32=True)
+    return segment_sums({"tokens": lambda: valid}, bins, len(m.LABELS))[0].unbind()
+
+
+def weight_metrics(weights: Tensor, out_of_bounds: Tensor, ratios: TokenRatios) -> Parts:
+    """Spread of the final weights [T] float64 over the valid tokens, and the share that a bound changed."""
+    count, total, squares = ratios.valid_tokens, weights.sum(), torch.dot(weights, weights)
+    present = torch.where(ratios.valid, weights, constant(math.inf, torch.float64, weights.device))
+    smallest = present.amin() if len(present) else present.new_full((), math.inf)
+    return {
+        "weight_mean": (m.Mean, (total, count)),
+        "weight_std": (m.Std, (total, squares, count)),
+        "ess": (m.EffectiveSampleSize, (total, squares, count)),
+        "weight_out_of_bounds": (m.Mean, (out_of_bounds.sum(dtype=torch.float64), count)),
+        "weight_max": (m.MaxOfPresent, (_largest(weights), count)),
+        "weight_min": (m.Min, (smallest,)),
+    }
+
+
+def rejection_metrics(ratios: TokenRatios, rejection: Rejection) -> Parts:
+    """Shares of the valid tokens that are kept, and that each rule rejects."""
+    count = ratios.valid_tokens
+    return {"kept_fraction": (m.Mean, (rejection.kept_tokens, count))} | {
+        f"rejected_fraction/{name}": (m.LeftOut, (keep.sum(dtype=torch.float64), count))
+        for name, keep in rejection.kept_by.items()
+    }
+
+
+# Per sequence, x = factor * source, clamped; the metric is the mean of e^x, or of e^x - 1 (chi2). Sources: the mean of
+# D or of a log-prob over the sequence, and the sum of D.
+_EXPONENTS = {
+    "training_ppl": ("train", -1.0, -math.inf, 2 * LOG_CLAMP),
+    "training_ppl_clamped": ("train", -1.0, -math.inf, LONGEST_LOG_PPL),
+    "rollout_ppl": ("rollout", -1.0, -math.inf, 2 * LOG_CLAMP),
+    "rollout_ppl_clamped": ("rollout", -1.0, -math.inf, LONGEST_LOG_PPL),
+    "ppl_ratio": ("mean", -1.0, -LOG_CLAMP, LOG_CLAMP),
+    "ppl_ratio_clamped": ("mean", -1.0, -OUTLIER, OUTLIER),
+    "chi2_seq": ("sum", 2.0, -2 * LOG_CLAMP, 2 * LOG_CLAMP),
+    "chi2_seq_clamped": ("sum", 2.0, -2 * OUTLIER, 2 * OUTLIER),
+    "chi2_geo": ("mean", 2.0, -2 * LOG_CLAMP, 2 * LOG_CLAMP),
+    "chi2_geo_clamped": ("mean", 2.0, -2 * OUTLIER, 2 * OUTLIER),
+}
+
+
+def sequence_metrics(sums: SpanSums, kept_sequences: Tensor, *, owner: bool) -> Parts:
+    """Perplexities, their gap and chi-square, as means over the sequences that have valid tokens.
+
+    Every context-parallel rank holds all of it: only their owner counts it.
+    """
+    # 0 where a sequence has no valid token, and so is all that is made of them.
+    means, present = sums.sequence_means, sums.present
+    mean, train, rollout = means["log_ratio"], means["train_logprobs"], means["rollout_logprobs"]
+    sources = {"mean": mean, "train": train, "rollout": rollout, "sum": sums.by_sequence["log_ratio"]}
+    factor, low, high = (
+        constant(tuple((row[i],) for row in _EXPONENTS.values()), torch.float64, mean.device) for i in (1, 2, 3)
+    )
+    exponents = torch.stack([sources[row[0]] for row in _EXPONENTS.values()]).mul_(factor).clamp_(low, high).expm1_()
+    size, clamped = mean.abs(), mean.clamp(-OUTLIER, OUTLIER)
+    columns = {name: (m.Mean if "chi2" in name else m.MeanPlusOne, column)
+               for name, column in zip(_EXPONENTS, exponents.unbind(), strict=True)} | {
+        "training_log_ppl": (m.NegativeMean, train),
+        "training_log_ppl_clamped": (m.NegativeMean, train.clamp(min=-LONGEST_LOG_PPL)),
+        "rollout_log_ppl": (m.NegativeMean, rollout),
+        "rollout_log_ppl_clamped": (m.NegativeMean, rollout.clamp(min=-LONGEST_LOG_PPL)),
+        "log_ppl_diff": (m.NegativeMean, mean),
+        "log_ppl_diff_clamped": (m.NegativeMean, clamped),
+        "log_ppl_diff_abs": (m.Mean, size),
+        "log_ppl_diff_abs_clamped": (m.Mean, clamped.abs()),
+        "kept_sequence_fraction": (m.Mean, kept_sequences),
+    }  # fmt: skip
+    totals = torch.stack([column.double() for _, column in columns.values()] + [present.double()]).sum(dim=1)
+    *totals, count = (totals if owner else torch.zeros_like(totals)).unbind()
+    parts: Parts = {
+        name: (kind, (total, count)) for (name, (kind, _)), total in zip(columns.items(), totals, strict=True)
+    }
+    absent = constant(-math.inf, torch.float64, mean.device)
+    highest, lowest = (_largest(torch.where(present, values, absent)) for values in (-mean, mean))
+    return parts | {
+        "sequences": (m.Sum, (count,)), "log_ppl_diff_max": (m.Max, (highest,)), "log_ppl_diff_min": (m.Min, (-lowest,))
+    }
+
+
+def _largest(values: Tensor) -> Tensor:
+    """The maximum [] of values [N]; -inf where there are none."""
+    return values.amax() if values.numel() else values.new_full((), -math.inf)

@@ -1,0 +1,143 @@
+"""The ratio rho = pi_train / pi_rollout of each token, and its sums over whole sequences and turns.
+
+T tokens (this context-parallel rank's), S sequences, U units: sequences, or their turns where turns decide something.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megatron_rl_corr.core.segments import Columns, constant, segment_sums, turn_segments
+
+if TYPE_CHECKING:
+    from megatron_rl_corr.parallel.collectives import ParallelGroups
+
+LOG_CLAMP = 20.0
+"""exp(+-20) = 4.9e8 and 2.1e-9: beyond it float32 sums lose every other token (verl's bound too)."""
+
+
+@dataclass(frozen=True)
+class TokenRatios:
+    """Log-probs of both policies and how far they are apart, [T] each; 0 outside the valid tokens.
+
+    Example: pi_train = 0.5 and pi_rollout = 0.25 give log_ratio = ln 2 = 0.693 and rho_less_one = 1.
+    """
+
+    train_logprobs: Tensor
+    """float32 log pi_train."""
+    rollout_logprobs: Tensor
+    """float32 log pi_rollout."""
+    log_ratio: Tensor
+    """float64 D = log pi_train - log pi_rollout, subtracted in float32."""
+    in_mask: Tensor
+    """bool: in the loss mask."""
+    valid: Tensor
+    """bool: in the loss mask, and finite under both policies."""
+    inputs: Mapping[str, Tensor] = field(default_factory=dict)
+    """Inputs of rejection rules by name (config/rules.RULE_INPUTS); anything outside the valid tokens."""
+
+    @classmethod
+    def of(
+        cls, train_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor, inputs: Mapping[str, Tensor]
+    ) -> TokenRatios:
+        """The ratios of log-probs [T] under a loss mask [T]; what stands outside of the mask never matters."""
+        train, rollout, in_mask = train_logprobs.float(), rollout_logprobs.float(), loss_mask.bool()
+        difference = train - rollout
+        valid = in_mask & (difference.abs() < torch.inf)  # inf - inf is NaN, which is no smaller
+        # A select, not a product: a NaN outside of the mask must not survive.
+        zero = constant(0.0, torch.float32, train.device)
+        train, rollout, difference = (torch.where(valid, values, zero) for values in (train, rollout, difference))
+        return cls(train, rollout, difference.double(), in_mask, valid, inputs)
+
+    @cached_property
+    def rho_less_one(self) -> Tensor:
+        """rho - 1 = e^D - 1 with D clamped to +-20: float64. Less one, because that keeps the digits of a small D."""
+        return self.log_ratio.clamp(-LOG_CLAMP, LOG_CLAMP).expm1_()
+
+    @cached_property
+    def valid_tokens(self) -> Tensor:
+        """How many are valid: float64 scalar."""
+        return self.valid.sum(dtype=torch.float64)
+
+    @property
+    def exp_abs_less_one(self) -> Tensor:
+        """e^|D| - 1, with |D| at most 20: float64."""
+        return self.log_ratio.abs().clamp_(max=LOG_CLAMP).expm1_()
+
+    @property
+    def prob_diff(self) -> Tensor:
+        """pi_train - pi_rollout: float64."""
+        return self.train_logprobs.double().expm1_() - self.rollout_logprobs.double().expm1_()
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Which sequence, and which turn of it, each token belongs to."""
+
+    seq_ids: Tensor
+    """int64 [T] in [0, num_sequences), numbered alike on all context-parallel ranks."""
+    num_sequences: int
+    turn_ids: Tensor | None = None
+    """int64 [T], 0 for the first turn of a sequence; None: turns are not known."""
+    num_turns: int = 1
+    """Above every turn id where something is decided by turns; else 1."""
+
+    @cached_property
+    def unit_ids(self) -> Tensor:
+        """int64 [T]: the turn of the token's sequence where turns decide something, else the sequence."""
+        return self.seq_ids if self.num_turns == 1 else turn_segments(self.seq_ids, self.turn_ids, self.num_turns)
+
+    @property
+    def num_units(self) -> int:
+        return self.num_sequences * self.num_turns
+
+    def all_reduce_sums(self, columns: Columns, groups: ParallelGroups | None) -> SpanSums:
+        """Sums of columns [T] over each whole unit: one all-reduce over cp, however many columns."""
+        by_unit = segment_sums(columns, self.unit_ids, self.num_units)
+        if groups is not None:
+            by_unit = groups.all_reduce_cp(by_unit)
+        by_sequence = by_unit
+        if self.num_turns > 1:
+            by_sequence = by_unit.view(len(columns), self.num_sequences, self.num_turns).sum(dim=2)
+        return SpanSums(tuple(columns), by_unit, by_sequence)
+
+
+@dataclass(frozen=True)
+class SpanSums:
+    """Sums and means over the valid tokens of each whole unit [U] and sequence [S], float64, by name."""
+
+    names: tuple[str, ...]
+    units: Tensor
+    """[K, U]."""
+    sequences: Tensor
+    """[K, S]."""
+
+    @cached_property
+    def by_unit(self) -> Mapping[str, Tensor]:
+        return dict(zip(self.names, self.units.unbind(), strict=True))
+
+    @cached_property
+    def by_sequence(self) -> Mapping[str, Tensor]:
+        return dict(zip(self.names, self.sequences.unbind(), strict=True))
+
+    @cached_property
+    def unit_means(self) -> Mapping[str, Tensor]:
+        """0 for a unit without valid tokens."""
+        return dict(zip(self.names, (self.units / self.by_unit["tokens"].clamp(min=1)).unbind(), strict=True))
+
+    @cached_property
+    def sequence_means(self) -> Mapping[str, Tensor]:
+        """0 for a sequence without valid tokens."""
+        means = self.sequences / self.by_sequence["tokens"].clamp(min=1)
+        return dict(zip(self.names, means.unbind(), strict=True))
+
+    @cached_property
+    def present(self) -> Tensor:
+        """bool [S]: the sequence has valid tokens."""
+        return self.by_sequence["tokens"] > 0

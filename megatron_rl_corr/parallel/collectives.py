@@ -1,0 +1,119 @@
+"""Every collective of the correction and its metrics.
+
+K columns, U sequences or turns, R ranks, M microbatches, P packed values of metrics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_rl_corr.core.metrics import Metric
+
+try:
+    from torch.distributed import all_gather_single
+except ImportError:  # before torch 2.14; from then on the old name warns on every rank
+    from torch.distributed import all_gather_into_tensor as all_gather_single
+
+
+@dataclass(frozen=True)
+class ParallelGroups:
+    """Groups of one pipeline stage; None means this rank alone.
+
+    Tensor-parallel ranks hold the same tokens, expert-parallel ranks lie in dp_cp: neither is summed over.
+    """
+
+    cp: ProcessGroup | None = None
+    """Ranks that hold slices of the same sequences."""
+
+    dp_cp: ProcessGroup | None = None
+    """Ranks that together hold each token of the global batch once."""
+
+    @property
+    def cp_size(self) -> int:
+        return 1 if self.cp is None else self.cp.size()
+
+    @property
+    def cp_rank(self) -> int:
+        return 0 if self.cp is None else self.cp.rank()
+
+    def all_reduce_cp(self, sums: Tensor) -> Tensor:
+        """Sums [K, U] over tokens -> over whole sequences: one collective, in place.
+
+        An all-reduce adds each element up in one place and copies it, so that all ranks decide alike.
+        """
+        return all_reduce(sums, self.cp)
+
+    def all_reduce_dp_cp(self, totals: Tensor) -> Tensor:
+        """A small tensor summed over the global batch: one collective, in place."""
+        return all_reduce(totals, self.dp_cp)
+
+
+def all_reduce(values: Tensor, group: ProcessGroup | None, op: dist.ReduceOp = dist.ReduceOp.SUM) -> Tensor:
+    """Reduce over the group, in place: one collective; without a group, or alone in it, none."""
+    if group is not None and group.size() > 1:
+        dist.all_reduce(values, op, group=group)
+    return values
+
+
+def all_gather_stacked(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+    """[...] on each of R ranks -> [R, ...] on all, in rank order: one collective; alone, a view."""
+    if group is None or group.size() == 1:
+        return tensor[None]
+    # Flat, because gloo takes only the concatenation of its inputs' first dimension, not a new one.
+    gathered = tensor.new_empty(group.size() * tensor.numel())
+    all_gather_single(gathered, tensor.contiguous().view(-1), group=group)
+    return gathered.view(group.size(), *tensor.shape)
+
+
+_COMBINE = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
+
+
+def merge(parts: Iterable[dict[str, Metric]]) -> dict[str, Metric]:
+    """Metrics of several microbatches [M] as one dict.
+
+    Raises:
+        ValueError: microbatches hold unlike names.
+    """
+    parts = list(parts)
+    if not parts:
+        return {}
+    for part in parts[1:]:
+        if part.keys() != parts[0].keys():
+            raise ValueError(f"microbatches hold unlike metrics: {sorted(part.keys() ^ parts[0].keys())}")
+    merged = {}
+    for name, metric in parts[0].items():
+        values = torch.stack([part[name].values for part in parts])
+        merged[name] = type(metric)(_COMBINE[metric.reduction](values, dim=0))
+    return merged
+
+
+def all_reduce_metrics(metrics: dict[str, Metric], group: ProcessGroup | None) -> dict[str, float]:
+    """Every metric as a number over the group, exact whatever its reduction: two all-reduces and one host read.
+
+    Sums travel in one, maxima and negated minima in the other: P float64 values in all, about 4 kB, however many
+    ranks there are. Every rank of the group must hold the same names; they are packed in sorted order.
+    """
+    names = sorted(metrics, key=lambda name: (metrics[name].reduction != "sum", name))
+    if not names:
+        return {}
+    values = [-metrics[name].values if metrics[name].reduction == "min" else metrics[name].values for name in names]
+    packed = torch.cat(values)
+    first_extremum = sum(metrics[name].values.numel() for name in names if metrics[name].reduction == "sum")
+    sums, extrema = packed[:first_extremum], packed[first_extremum:]
+    if first_extremum:
+        all_reduce(sums, group)
+    if len(extrema):
+        all_reduce(extrema, group, dist.ReduceOp.MAX)
+    host, numbers, start = packed.tolist(), {}, 0
+    for name in names:
+        stop = start + metrics[name].values.numel()
+        part = [-value for value in host[start:stop]] if metrics[name].reduction == "min" else host[start:stop]
+        numbers |= metrics[name].numbers(name, part)
+        start = stop
+    return numbers
