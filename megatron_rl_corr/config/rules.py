@@ -61,7 +61,8 @@ class Divergence:
     """Formula and meaning, for help and docs."""
 
     value: Callable[[TokenRatios], Tensor]
-    """Its value for each token [T], from core/ratios.TokenRatios; values outside the valid tokens are ignored."""
+    """Its value for each token [T], from core/ratios.TokenRatios; must be 0 where all of that is 0, which is what it
+    holds outside the valid tokens."""
 
     levels: tuple[str, ...] = RULE_LEVELS
 

@@ -145,7 +145,7 @@ def compute_correction(
 def _columns(config: RolloutCorrectionConfig, ratios: TokenRatios, verdicts: dict[str, Tensor]) -> Columns:
     """What is summed over each sequence and turn."""
     columns: dict = {
-        "tokens": lambda: ratios.valid,
+        "tokens": lambda: ratios.one,
         "log_ratio": lambda: ratios.log_ratio,
         "train_logprobs": lambda: ratios.train_logprobs,
         "rollout_logprobs": lambda: ratios.rollout_logprobs,
@@ -163,8 +163,8 @@ class BatchTotals:
     kept_tokens: Tensor
     sequences: Tensor
     """Sequences that a mean over sequences counts."""
-    k3: Tensor
-    """Sum of e^D - 1 - D over the valid tokens."""
+    k3: Tensor | None
+    """Sum of e^D - 1 - D over the valid tokens; None without a batch filter."""
     weight_scale: Tensor | None
     """Factor that makes the mean weight of a unit 1; None without batch normalisation."""
 
@@ -180,21 +180,24 @@ def _all_reduce_batch_totals(
     """
     shared = weights is not None and weights.shared
     # Of what every context-parallel rank holds, the others count nothing.
-    counted = (_sequence_lengths(sums, rejection) > 0).sum(dtype=torch.float64)
+    has_tokens = sums.present if rejection.kept_lengths is None else rejection.kept_lengths > 0
+    counted = has_tokens.sum(dtype=torch.float64)
     parts = [ratios.valid_tokens, rejection.kept_tokens, counted if owner else torch.zeros_like(counted)]
-    parts += [ratios.rho_less_one.sum() - ratios.log_ratio.sum()]
+    if config.rollout_batch_filter_kl is not None:
+        parts += [ratios.rho_less_one.sum() - ratios.log_ratio.sum()]
     if config.rollout_is_batch_normalize:
         of_units = torch.stack([weights.units.sum(), _units_present(config, ratios, sums)])
         parts += (of_units if owner or not shared else torch.zeros_like(of_units)).unbind()
     totals = torch.stack(parts)
     if groups is not None:
         totals = groups.all_reduce_dp_cp(totals)
+    k3 = None if config.rollout_batch_filter_kl is None else totals[3]
     scale = None
     if config.rollout_is_batch_normalize:
         # With every weight 0 (all masked by IcePop) there is no scale to remove: they stay 0.
-        weight, units = totals[4:].unbind()
+        weight, units = totals[-2:].unbind()
         scale = torch.where(weight > 0, units / weight, constant(1.0, torch.float64, weight.device))
-    return BatchTotals(*totals[:4].unbind(), weight_scale=scale)
+    return BatchTotals(*totals[:3].unbind(), k3=k3, weight_scale=scale)
 
 
 def _units_present(config: RolloutCorrectionConfig, ratios: TokenRatios, sums: SpanSums) -> Tensor:

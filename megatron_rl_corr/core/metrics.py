@@ -48,6 +48,14 @@ class Mean(Metric):
         return values[0] / values[1] if values[1] else math.nan
 
 
+class Difference(Metric):
+    """A count less another; values = [a, b]."""
+
+    @staticmethod
+    def finish(values: Sequence[float]) -> float:
+        return values[0] - values[1]
+
+
 class NegativeMean(Metric):
     """-mean; values = [total, count]."""
 
@@ -167,6 +175,22 @@ class Min(Metric):
     @staticmethod
     def finish(values: Sequence[float]) -> float:
         return values[0] if values[0] < math.inf else math.nan
+
+
+class NegativeMin(Min):
+    """-minimum: the maximum of -x; values = [minimum of x], inf where there was nothing."""
+
+    @staticmethod
+    def finish(values: Sequence[float]) -> float:
+        return -Min.finish(values)
+
+
+class NegativeMax(Max):
+    """-maximum: the minimum of -x; values = [maximum of x], -inf where there was nothing."""
+
+    @staticmethod
+    def finish(values: Sequence[float]) -> float:
+        return -Max.finish(values)
 
 
 _DECADES = [float(f"{digit}e{power}") for power in range(-6, 2) for digit in (1, 2, 5)]

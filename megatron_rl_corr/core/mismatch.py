@@ -7,6 +7,7 @@ to +-20. Everything is 0 outside the valid tokens, so plain sums over T are sums
 from __future__ import annotations
 
 import math
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -43,26 +44,25 @@ def token_metrics(ratios: TokenRatios, turn_ids: Tensor | None) -> Parts:
 
     turn_ids [T]: 0 for a sequence's first turn; None leaves the metrics by turn out.
     """
+    parts = _probability_metrics(ratios)  # first: its rows are freed before the others are made
     d, e, size, count = ratios.log_ratio, ratios.rho_less_one, ratios.log_ratio.abs(), ratios.valid_tokens
     in_mask = ratios.in_mask.sum(dtype=torch.float64)
-    parts: Parts = {
-        "nonfinite_tokens": (m.Sum, (in_mask - count,)),
+    parts |= {
+        "nonfinite_tokens": (m.Difference, (in_mask, count)),
         "padded_tokens": (m.Sum, (len(d) - in_mask,)),
-        "log_ratio": (m.LogRatioHistogram, _log_ratio_histogram(size, ratios.valid)),
+        "log_ratio": (m.LogRatioHistogram, _log_ratio_histogram(size, ratios.one)),
         "log_ratio_abs_max": (m.MaxOfPresent, (_largest(size), count)),
     }
-    # e^x grows with x, so clamping the exponential is clamping D.
-    d_clamped, e_clamped = d.clamp(LOWEST, OUTLIER), e.clamp(math.expm1(LOWEST), math.expm1(OUTLIER))
+    # e^x grows with x, so clamping the exponential is clamping D. Rows are made again rather than kept, for memory.
+    clamp_d, clamp_e = partial(d.clamp, LOWEST, OUTLIER), partial(e.clamp, math.expm1(LOWEST), math.expm1(OUTLIER))
     sums = _sums_by_part(ratios, turn_ids, {
-        "tokens": lambda: ratios.valid, "d": lambda: d, "d_clamped": lambda: d_clamped, "e": lambda: e,
-        "e_clamped": lambda: e_clamped, "size": lambda: size, "size_clamped": lambda: size.clamp(max=OUTLIER),
+        "tokens": lambda: ratios.one, "d": lambda: d, "d_clamped": clamp_d, "e": lambda: e,
+        "e_clamped": clamp_e, "size": lambda: size, "size_clamped": lambda: size.clamp(max=OUTLIER),
     })  # fmt: skip
     for part, totals in sums.items():
         parts |= _main_means(part, *totals)
     _, d_total, d_clamped_total, e_total, e_clamped_total, *_ = sums[""]
     parts["chi2_token"] = m.Chi2, (torch.dot(e, e), e_total, count)
-    parts["chi2_token_clamped"] = m.Chi2, (torch.dot(e_clamped, e_clamped), e_clamped_total, count)
-
     exp_abs = size.clamp_(max=LOG_CLAMP).expm1_()
     parts["token_mult_prob_error"] = m.MeanPlusOne, (exp_abs.sum(), count)
     exp_abs.clamp_(max=math.expm1(OUTLIER))
@@ -72,11 +72,14 @@ def token_metrics(ratios: TokenRatios, turn_ids: Tensor | None) -> Parts:
     parts["jsd"] = m.JensenShannon, (
         torch.dot(e, log_middle), torch.dot(e, d_exponent), log_middle.sum(), d_exponent.sum(), count
     )
+    del d_exponent
+    d_clamped, e_clamped = clamp_d(), clamp_e()
+    parts["chi2_token_clamped"] = m.Chi2, (torch.dot(e_clamped, e_clamped), e_clamped_total, count)
     log_middle.clamp_(math.log1p(math.expm1(LOWEST) / 2), math.log1p(math.expm1(OUTLIER) / 2))
     parts["jsd_clamped"] = m.JensenShannon, (
         torch.dot(e_clamped, log_middle), torch.dot(e_clamped, d_clamped), log_middle.sum(), d_clamped_total, count
     )
-    return parts | _probability_metrics(ratios)
+    return parts
 
 
 def _probability_metrics(ratios: TokenRatios) -> Parts:
@@ -104,7 +107,7 @@ def _sums_by_part(ratios: TokenRatios, turn_ids: Tensor | None, columns: Columns
     edges = constant(_BAND_EDGES, torch.float32, ratios.valid.device)
     cells = torch.bucketize(ratios.rollout_logprobs, edges, right=True, out_int32=True)
     if turn_ids is not None:
-        cells.mul_(2).add_(turn_ids != 0)
+        cells = torch.add(turn_ids != 0, cells, alpha=2)
     table = segment_sums(columns, cells, len(BANDS) * (1 if turn_ids is None else 2)).view(len(columns), len(BANDS), -1)
     by_band = table.sum(dim=2)
     found = {"": by_band.sum(dim=1)}
@@ -130,25 +133,28 @@ def _main_means(
     }
 
 
-def _log_ratio_histogram(size: Tensor, valid: Tensor) -> tuple[Tensor, ...]:
+@lru_cache(maxsize=8)
+def _bin_ends(device: torch.device) -> Tensor:
+    """float64 upper ends of the bins of |D|, rounded to float32 as log-probs are."""
+    return torch.tensor(m.EDGES, dtype=torch.float32, device=device).double()
+
+
+def _log_ratio_histogram(size: Tensor, one: Tensor) -> tuple[Tensor, ...]:
     """Valid tokens in each bin of |D| [T], as scalars. No bincount: on a GPU that reads its own result."""
-    edges = constant(m.EDGES, torch.float32, size.device)
-    bins = torch.bucketize(size.float(), edges, out_int32=True)
-    return segment_sums({"tokens": lambda: valid}, bins, len(m.LABELS))[0].unbind()
+    bins = torch.bucketize(size, _bin_ends(size.device), out_int32=True)
+    return segment_sums({"tokens": lambda: one}, bins, len(m.LABELS))[0].unbind()
 
 
 def weight_metrics(weights: Tensor, out_of_bounds: Tensor, ratios: TokenRatios) -> Parts:
     """Spread of the final weights [T] float64 over the valid tokens, and the share that a bound changed."""
     count, total, squares = ratios.valid_tokens, weights.sum(), torch.dot(weights, weights)
-    present = torch.where(ratios.valid, weights, constant(math.inf, torch.float64, weights.device))
-    smallest = present.amin() if len(present) else present.new_full((), math.inf)
     return {
         "weight_mean": (m.Mean, (total, count)),
         "weight_std": (m.Std, (total, squares, count)),
         "ess": (m.EffectiveSampleSize, (total, squares, count)),
         "weight_out_of_bounds": (m.Mean, (out_of_bounds.sum(dtype=torch.float64), count)),
         "weight_max": (m.MaxOfPresent, (_largest(weights), count)),
-        "weight_min": (m.Min, (smallest,)),
+        "weight_min": (m.Min, (_smallest(weights, ratios.valid),)),
     }
 
 
@@ -203,18 +209,25 @@ def sequence_metrics(sums: SpanSums, kept_sequences: Tensor, *, owner: bool) -> 
         "log_ppl_diff_abs_clamped": (m.Mean, clamped.abs()),
         "kept_sequence_fraction": (m.Mean, kept_sequences),
     }  # fmt: skip
-    totals = torch.stack([column.double() for _, column in columns.values()] + [present.double()]).sum(dim=1)
+    totals = torch.stack([column for _, column in columns.values()] + [present]).sum(dim=1)
     *totals, count = (totals if owner else torch.zeros_like(totals)).unbind()
     parts: Parts = {
         name: (kind, (total, count)) for (name, (kind, _)), total in zip(columns.items(), totals, strict=True)
     }
     absent = constant(-math.inf, torch.float64, mean.device)
-    highest, lowest = (_largest(torch.where(present, values, absent)) for values in (-mean, mean))
     return parts | {
-        "sequences": (m.Sum, (count,)), "log_ppl_diff_max": (m.Max, (highest,)), "log_ppl_diff_min": (m.Min, (-lowest,))
+        "sequences": (m.Sum, (count,)),
+        "log_ppl_diff_max": (m.NegativeMin, (_smallest(mean, present),)),
+        "log_ppl_diff_min": (m.NegativeMax, (_largest(torch.where(present, mean, absent)),)),
     }
 
 
 def _largest(values: Tensor) -> Tensor:
     """The maximum [] of values [N]; -inf where there are none."""
     return values.amax() if values.numel() else values.new_full((), -math.inf)
+
+
+def _smallest(values: Tensor, present: Tensor) -> Tensor:
+    """The minimum [] of the values [N] that are present; inf where none is."""
+    found = torch.where(present, values, constant(math.inf, torch.float64, values.device))
+    return found.amin() if found.numel() else found.new_full((), math.inf)

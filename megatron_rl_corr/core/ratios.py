@@ -40,7 +40,7 @@ class TokenRatios:
     valid: Tensor
     """bool: in the loss mask, and finite under both policies."""
     inputs: Mapping[str, Tensor] = field(default_factory=dict)
-    """Inputs of rejection rules by name (config/rules.RULE_INPUTS); anything outside the valid tokens."""
+    """Inputs of rejection rules by name (config/rules.RULE_INPUTS); float32."""
 
     @classmethod
     def of(
@@ -52,8 +52,10 @@ class TokenRatios:
         valid = in_mask & (difference.abs() < torch.inf)  # inf - inf is NaN, which is no smaller
         # A select, not a product: a NaN outside of the mask must not survive.
         zero = constant(0.0, torch.float32, train.device)
-        train, rollout, difference = (torch.where(valid, values, zero) for values in (train, rollout, difference))
-        return cls(train, rollout, difference.double(), in_mask, valid, inputs)
+        train, rollout = torch.where(valid, train, zero), torch.where(valid, rollout, zero)
+        log_ratio = torch.where(valid, difference, zero).double()
+        inputs = {name: torch.where(valid, values.float(), zero) for name, values in inputs.items()}
+        return cls(train, rollout, log_ratio, in_mask, valid, inputs)
 
     @cached_property
     def rho_less_one(self) -> Tensor:
@@ -61,9 +63,14 @@ class TokenRatios:
         return self.log_ratio.clamp(-LOG_CLAMP, LOG_CLAMP).expm1_()
 
     @cached_property
+    def one(self) -> Tensor:
+        """float64 [T]: 1 for a valid token, else 0."""
+        return self.valid.double()
+
+    @cached_property
     def valid_tokens(self) -> Tensor:
         """How many are valid: float64 scalar."""
-        return self.valid.sum(dtype=torch.float64)
+        return self.one.sum()
 
     @property
     def exp_abs_less_one(self) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.config.rules import RejectionRule
 from megatron_rl_corr.core.ratios import Spans, SpanSums, TokenRatios
-from megatron_rl_corr.core.segments import Columns, constant
+from megatron_rl_corr.core.segments import Columns
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,13 @@ def within(rule: RejectionRule, values: Tensor) -> Tensor:
     lower, upper = (None if bound is None else rule.row.scale(bound) for bound in (rule.lower, rule.upper))
     if lower is None:
         return values <= upper
-    return values >= lower if upper is None else (values >= lower) & (values <= upper)
+    return values >= lower if upper is None else values.clamp(lower, upper) == values
 
 
 def token_verdicts(config: RolloutCorrectionConfig, ratios: TokenRatios) -> dict[str, Tensor]:
     """By name, bool [T]: the valid tokens that each rule of level token keeps."""
     return {
-        rule.name: within(rule, rule.row.value(ratios)) & ratios.valid
+        rule.name: within(rule, token_values(rule, ratios)) & ratios.valid
         for rule in config.rollout_rs if rule.level == "token"
     }  # fmt: skip
 
@@ -66,22 +66,18 @@ def span_columns(config: RolloutCorrectionConfig, ratios: TokenRatios) -> Column
         elif rule.level != "token":
             columns[rule.name] = partial(token_values, rule, ratios)
         if rule.row.spares is not None:
-            columns[f"input/{rule.row.spares}"] = partial(_valid_only, ratios.inputs[rule.row.spares], ratios)
+            columns[f"input/{rule.row.spares}"] = partial(ratios.inputs.__getitem__, rule.row.spares)
     return columns
 
 
 def token_values(rule: RejectionRule, ratios: TokenRatios) -> Tensor:
-    """What the rule measures of each token: float64 [T], 0 outside the valid tokens."""
-    return _valid_only(rule.row.value(ratios), ratios)
-
-
-def _valid_only(values: Tensor, ratios: TokenRatios) -> Tensor:
-    return torch.where(ratios.valid, values.double(), constant(0.0, torch.float64, values.device))
+    """What the rule measures of each token: [T], 0 outside the valid tokens."""
+    return rule.row.value(ratios)
 
 
 def _outside(rule: RejectionRule, ratios: TokenRatios) -> Tensor:
-    """bool [T]: a valid token outside the rule's interval."""
-    return ratios.valid & ~within(rule, rule.row.value(ratios))
+    """bool [T]: outside the interval of a seq_max rule, which holds the 0 of what is no valid token."""
+    return ~within(rule, token_values(rule, ratios))
 
 
 def reject(

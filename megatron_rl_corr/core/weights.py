@@ -44,7 +44,8 @@ def importance_weights(
     by_turn = config.rollout_is == "turn"
     of_units, ids = (sums.by_unit, spans.unit_ids) if by_turn else (sums.by_sequence, spans.seq_ids)
     exponent = sums.sequence_means["log_ratio"] if config.rollout_is == "geometric" else of_units["log_ratio"]
-    units, outside = bounded(config, exponent.clamp(-LOG_CLAMP, LOG_CLAMP).exp_(), of_units["tokens"] > 0)
+    present = sums.by_unit["tokens"] > 0 if by_turn else sums.present
+    units, outside = bounded(config, exponent.clamp(-LOG_CLAMP, LOG_CLAMP).exp_(), present)
     zero = constant(0.0, torch.float64, units.device)
     tokens = torch.where(ratios.valid, units.index_select(0, ids), zero)
     return ImportanceWeights(tokens, outside.index_select(0, ids) & ratios.valid, units, shared=True)
@@ -58,11 +59,9 @@ def bounded(config: RolloutCorrectionConfig, weights: Tensor, present: Tensor) -
     """
     lower, upper = config.rollout_is_lower, config.rollout_is_upper
     rounded = weights.float()
-    outside = rounded > upper
-    if lower is not None:
-        outside |= rounded < lower
-    outside &= present
-    kept = present & ~outside if config.rollout_is_mode == "mask" else present
+    inside = present & (rounded.clamp(lower, upper) == rounded)
+    del rounded
+    kept = inside
     if config.rollout_is_mode != "mask":
-        weights = weights.clamp(lower, upper)
-    return torch.where(kept, weights, constant(0.0, torch.float64, weights.device)), outside
+        kept, weights = present, weights.clamp(lower, upper)
+    return torch.where(kept, weights, constant(0.0, torch.float64, weights.device)), present ^ inside

@@ -7,6 +7,7 @@ import torch
 
 from megatron_rl_corr.core.metrics import (
     Chi2,
+    Difference,
     EffectiveSampleSize,
     JensenShannon,
     LeftOut,
@@ -16,7 +17,9 @@ from megatron_rl_corr.core.metrics import (
     MeanOfDifference,
     MeanPlusOne,
     Min,
+    NegativeMax,
     NegativeMean,
+    NegativeMin,
     Pearson,
     Std,
     Sum,
@@ -38,7 +41,10 @@ from megatron_rl_corr.core.metrics import (
         (Chi2, [1.25, 0.5, 3.0], 0.75),
         # rho = 2: [2 ln(4/3) + ln(2/3)] / 2 = ln(4/3) / 2 + ln(8/9) / 2; e = 1, L = ln(3/2), D = ln 2, one token
         (JensenShannon, [math.log(1.5), math.log(2), math.log(1.5), math.log(2), 1.0], math.log(32 / 27) / 2),
+        (Difference, [7.0, 5.0], 2.0),
         (NegativeMean, [6.0, 4.0], -1.5),
+        (NegativeMin, [-3.0], 3.0),
+        (NegativeMax, [3.0], -3.0),
         (MeanPlusOne, [6.0, 4.0], 2.5),
         (LeftOut, [1.0, 4.0], 0.75),
         (MeanOfDifference, [6.0, 4.0, 4.0], 0.5),

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from megatron_rl_corr.config.correction import RejectionRule, RolloutCorrectionConfig
+from megatron_rl_corr.config.rules import DIVERGENCES, RULE_INPUTS
 from megatron_rl_corr.core.correction import compute_correction
+from megatron_rl_corr.core.ratios import TokenRatios
 from megatron_rl_corr.core.rejection import within
 
 NAN = float("nan")
@@ -242,3 +244,11 @@ def test_sequence_rule_when_one_token_is_the_sequence_then_it_decides_as_the_tok
             train, rollout, torch.ones(1), torch.zeros(1, dtype=torch.int64), num_sequences=1, config=config
         )
         assert correction.mask.tolist() == [True]
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_divergence_when_all_is_zero_then_zero(name):
+    # What is summed over sequences is not masked again: tokens that are not valid must add nothing.
+    nan, inputs = torch.full((3,), NAN), {key: torch.full((3,), NAN) for key in RULE_INPUTS}
+    ratios = TokenRatios.of(nan, nan, torch.ones(3), inputs)
+    assert DIVERGENCES[name].value(ratios).tolist() == [0.0] * 3

@@ -42,8 +42,8 @@ def test_step_when_counted_then_number_and_bytes_of_every_collective_are_those_b
     assert laws["cp", "sums over sequences", in_two] == ["all-reduce", "1 + M", "64 S"]
     assert laws["cp", "sums over sequences", "two policies, 1 rule"] == ["all-reduce", "1 + M", "72 S"]
     assert laws["cp", "GSPO's ratios", "GSPO, means over sequences"] == ["all-reduce", "M", "16 S"]
-    # Valid and kept tokens, sequences, and the sum of k3, in float64; 2 x 4096 bins.
-    assert laws["dp_cp", "counts of the batch", "all"] == ["all-reduce", "1", "32"]
+    # Valid and kept tokens, and sequences, in float64; 2 x 4096 bins.
+    assert laws["dp_cp", "counts of the batch", "all"] == ["all-reduce", "1", "24"]
     assert laws["dp_cp", "M2PO's histogram", "M2PO"] == ["all-reduce", "1", "65536"]
     # Three int64 and a float32 a token, three float32 a row; 28 float64 of how the samples came.
     for group in ("tp_cp", "pp"):
@@ -64,9 +64,9 @@ def test_counts_when_tokens_sequences_and_rules_grow_then_over_dp_cp_only_the_me
         ["4", "64", "1"], ["4", "64", "4"], ["4", "256", "1"], ["16", "256", "1"], ["16", "1024", "4"],
     ]  # fmt: skip
     for row in rows:
-        # 2 x 3/4 of 32 bytes, of P values, and of M2PO's histogram.
+        # 2 x 3/4 of 24 bytes, of P values, and of M2PO's histogram.
         m2po = row[1] == "M2PO"
-        sent = 48 + 12 * int(row[5]) + 98304 * m2po
+        sent = 36 + 12 * int(row[5]) + 98304 * m2po
         assert row[8] == f"{3 + m2po}, {sent:,}"
 
 
