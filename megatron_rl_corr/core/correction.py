@@ -119,7 +119,8 @@ def compute_correction(
     """
     inputs = {name: values for name, values in inputs.items() if values is not None}
     _check_inputs(config, (train_logprobs, rollout_logprobs, loss_mask, seq_ids), turn_ids, num_turns, inputs)
-    ratios = TokenRatios.of(train_logprobs, rollout_logprobs, loss_mask, inputs)
+    needed = {name: inputs[name] for name in inputs_of(config.rollout_rs)}
+    ratios = TokenRatios.of(train_logprobs, rollout_logprobs, loss_mask, needed)
     spans = Spans(seq_ids, num_sequences, turn_ids, num_turns if _by_turn(config) else 1)
 
     parts = token_metrics(ratios, turn_ids)  # first, while nothing else is held: its rows are the largest
