@@ -22,6 +22,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.correction import machine_name
+from benchmarks.quiet import only_tables
 from megatron_rl_corr.engines.sglang.responses import parse_generate
 
 VOCAB_SIZE = 151_936
@@ -106,4 +107,5 @@ def answer(length: int, text: bool) -> bytes:
 
 
 if __name__ == "__main__":
-    main()
+    with only_tables():
+        main()

@@ -26,6 +26,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.correction import machine_name, peak_bytes
+from benchmarks.quiet import only_tables
 from megatron_rl_corr.logprobs import torch_backend as label_stats
 from megatron_rl_corr.logprobs import vocab
 from megatron_rl_corr.logprobs.linear import linear_logprobs
@@ -269,4 +270,5 @@ def copy_seconds(logits: Tensor, repeats: int) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    with only_tables():
+        main()

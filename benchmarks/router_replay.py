@@ -23,6 +23,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.quiet import only_tables  # noqa: E402
 from tools.cpu import environment  # noqa: E402
 
 VOCAB_SIZE, ROWS = 512, 2
@@ -39,7 +40,7 @@ def main() -> None:
         measure(options)
         return
     command = [sys.executable, __file__, *sys.argv[1:], "--worker"]
-    sys.exit(subprocess.run(command, env=environment("megatron"), check=False).returncode)
+    sys.exit(subprocess.run(command, env=environment("megatron"), stdout=sys.stdout, check=False).returncode)
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -183,4 +184,5 @@ def one_step(step, model: list, batch, options: argparse.Namespace) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    with only_tables():
+        main()

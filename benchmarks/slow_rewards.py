@@ -22,6 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.quiet import only_tables  # noqa: E402
 from megatron_rl_corr.data.prompts import Prompt, PromptDataset  # noqa: E402
 from megatron_rl_corr.data.rewards import Rewards  # noqa: E402
 from megatron_rl_corr.engines.trajectory import SamplingParams  # noqa: E402
@@ -108,4 +109,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with only_tables():
+        sys.exit(main())

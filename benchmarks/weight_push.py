@@ -21,6 +21,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.correction import machine_name
+from benchmarks.quiet import only_tables
 from megatron_rl_corr.rollout import LoopThread, RolloutClient
 from megatron_rl_corr.weight_sync.servers import WeightServers
 from megatron_rl_corr.weight_sync.transports import make_transport
@@ -116,4 +117,5 @@ def timed(call, seconds: list[float]):
 
 
 if __name__ == "__main__":
-    main()
+    with only_tables():
+        main()
