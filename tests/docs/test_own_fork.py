@@ -1,4 +1,5 @@
-"""docs/guides/own_fork.md as a new user meets it: every command of the page, in its order, against a real server."""
+"""docs/guides/own_fork.md as a new user meets it: every command of the page, in its order, against a real server;
+and the flags of slime_miles.md and megatron_rl.md."""
 
 import argparse
 import importlib
@@ -19,25 +20,25 @@ from tests.matrix.patched import copied_tree, cpu_flags, process_environment, un
 from tools import local_server
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs/guides/own_fork.md").read_text()
+GUIDES = ROOT / "docs/guides"
+PAGE = (GUIDES / "own_fork.md").read_text()
 SHOWN = "[rl-corr]"
 """How a line of the page starts that is output."""
 
 
-def lines():
-    """The indented lines of the page, continued ones joined."""
-    text = re.sub(r"```.*?```", "", PAGE, flags=re.DOTALL).replace("\\\n", " ")
+def lines(page=PAGE):
+    """The indented lines of a page, continued ones joined."""
+    text = re.sub(r"```.*?```", "", page, flags=re.DOTALL).replace("\\\n", " ")
     return [line for line in re.findall(r"^    (\S.*)$", text, re.MULTILINE) if SHOWN not in line]
 
 
-def blocks(language):
-    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+def blocks(language, page=PAGE):
+    return re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL)
 
 
 def shell_commands():
-    """What the user's shell runs; the others are synopses (`[...]`), flags for another trainer, or the server's own."""
-    others = ("torchrun [...]", "--use-tis", "python -m sglang.")
-    return [line for line in lines() if not line.startswith(others)]
+    """What the user's shell runs; the server has a fixture."""
+    return [line for line in lines() if not line.startswith("python -m sglang.")]
 
 
 def command(folder):
@@ -80,7 +81,7 @@ def test_page_when_its_commands_are_run_in_order_then_a_fork_takes_corrected_ste
 
 
 def test_page_then_its_commands_are_all_there_are():
-    assert len(shell_commands()) == 8 and len(lines()) == 11
+    assert len(shell_commands()) == 8 and len(lines()) == 9
 
 
 def test_server_of_the_page_then_its_flags_are_those_that_tests_start_servers_with():
@@ -92,14 +93,15 @@ def test_server_of_the_page_then_its_flags_are_those_that_tests_start_servers_wi
 
 
 def test_flags_for_megatrons_rl_on_the_page_then_they_are_taken():
-    [line] = [line for line in lines() if "train_rl.py" in line]
+    [line] = lines((GUIDES / "megatron_rl.md").read_text())
     words = shlex.split(line.replace("<its flags>", ""))
     config, folder = megatron_rl_hooks.parse(words[words.index("train_rl.py") + 1 :])
     assert config == RolloutCorrectionConfig.from_preset("decoupled_geo_rs_token_tis") and folder == "runs/rl"
 
 
 def test_flags_for_slime_on_the_page_then_function_and_files_are_what_they_say(tmp_path):
-    [line] = [line for line in lines() if line.startswith("--use-tis")]
+    page = (GUIDES / "slime_miles.md").read_text()
+    [line] = lines(page)
     parser = argparse.ArgumentParser()
     parser.add_argument("--use-tis", action="store_true")
     parser.add_argument("--custom-tis-function-path")
@@ -107,7 +109,7 @@ def test_flags_for_slime_on_the_page_then_function_and_files_are_what_they_say(t
     path, _, name = parser.parse_args(shlex.split(line)).custom_tis_function_path.rpartition(".")
     slime = importlib.import_module(path)
     assert callable(getattr(slime, name))
-    named, settings = blocks("yaml")
+    named, settings = blocks("yaml", page)
     assert named.split(":")[0] == slime.SETTINGS
     (tmp_path / "correction.yaml").write_text(settings)
     config = slime.read_settings(str(tmp_path / "correction.yaml"), "slime and miles")
