@@ -20,7 +20,6 @@ from megatron_rl_corr.doctor.questions import Expected, Facts, ask_quick, ask_sa
 from megatron_rl_corr.doctor.reference_model import ask_model, experts_shape, read_config
 from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.engines.errors import RolloutError, RolloutServerError
-from megatron_rl_corr.engines.sglang import requests
 from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.rollout.client import RolloutClient
 from megatron_rl_corr.tables import text_table
@@ -135,7 +134,7 @@ async def _compare(examinations: list[Examination], probes: list[Probe], facts: 
 
 async def _served_config(probe: Probe) -> dict:
     """config.json of the folder that the server was started with; {} if this machine cannot read it."""
-    folder = str((await probe.control(requests.model_info())).get("model_path"))
+    folder = str((await probe.model_info())[0].get("model_path"))
     return read_config(folder) if (Path(folder) / "config.json").is_file() else {}
 
 

@@ -88,13 +88,13 @@ async def _weights(probe: Probe, facts: Facts, directory: str) -> TemporaryWeigh
         return Row("update", "note", f"not asked: no such folder here: {directory}; give --model HF_DIR")
     try:
         originals = read_tensors(directory, [FINAL_NORM, FIRST_NORM])
-    except (FileNotFoundError, KeyError) as error:
-        return Row("update", "note", f"not asked: the weights in {directory} have no {error}")
+    except (ValueError, OSError) as error:
+        return Row("update", "note", f"not asked: {error}")
     return TemporaryWeights(probe, originals, ranks=int(facts.info["tp_size"]), version=version)
 
 
 async def _restored(probe: Probe, weights: TemporaryWeights, before: list, version: str) -> Row:
-    now, named = await weights.checksum(), (await probe.control(requests.model_info()))["weight_version"]
+    now, named = await weights.checksum(), (await probe.model_info())[0]["weight_version"]
     changed = [name for old, new in zip(before, now, strict=True) for name in old if old[name] != new.get(name)]
     if changed or named != version:
         message = f"weights {named!r} differ from before in {', '.join(changed) or 'their name'}"
@@ -129,7 +129,7 @@ class Running:
     async def end(self) -> None:
         """Resume the server and end all requests."""
         try:
-            await self._probe.control(requests.continue_generation())
+            await self._probe.continue_generation()
             await self._probe.control(Request("POST", "/abort_request", {"rid": self.rid}))
         finally:
             tasks = [task for task in (self.task, self.new) if task is not None]
@@ -156,7 +156,7 @@ async def ask_pause(probe: Probe, mode: str, tokens: int, half: bool) -> Row:
         if request.task.done():
             return _too_short(check, tokens)
         try:
-            await probe.control(requests.pause_generation(mode))
+            await probe.pause_generation(mode)
         except RolloutServerError as error:
             if error.status is None:
                 raise
@@ -165,7 +165,7 @@ async def ask_pause(probe: Probe, mode: str, tokens: int, half: bool) -> Row:
         if mode == "abort":
             await asyncio.wait([request.task], timeout=ANSWER_S)
         ended = request.task.done()
-        await probe.control(requests.continue_generation())
+        await probe.continue_generation()
         await request.new
         if not ended:
             await request.sample_on()
@@ -191,10 +191,10 @@ async def ask_spans(probe: Probe, weights: TemporaryWeights, mode: str, tokens: 
     async with running(probe, tokens) as request:
         if request.task.done():
             return _too_short(check, tokens)
-        await probe.control(requests.pause_generation(mode))
+        await probe.pause_generation(mode)
         # Not flushed: a request waits with its keys and values.
         async with weights.scaled(FINAL_NORM, 4.0, VERSION, flush=False):
-            await probe.control(requests.continue_generation())
+            await probe.continue_generation()
             await request.sample_on()
             answer = await request.stop()
             if not answer.output:
@@ -238,9 +238,9 @@ async def ask_update(probe: Probe, weights: TemporaryWeights, half: bool) -> Row
     await probe.score(prompt, tail)
     before = await probe.score(prompt, tail, cached=True)
     try:
-        await probe.control(requests.pause_generation("retract"))
+        await probe.pause_generation("retract")
         async with weights.scaled(FIRST_NORM, 4.0, VERSION):
-            await probe.control(requests.continue_generation())
+            await probe.continue_generation()
             cached = await probe.score(prompt, tail, cached=True)
             fresh = await probe.score(prompt, tail)
     finally:
@@ -262,7 +262,7 @@ def judge_update(before: Scores, cached: Scores, fresh: Scores, half: bool) -> R
 
 
 async def _resume(probe: Probe) -> None:
-    await probe.control(requests.continue_generation())
+    await probe.continue_generation()
 
 
 def _too_short(check: str, tokens: int) -> Row:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rl_corr.engines.control import ServerControl
 from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError
 from megatron_rl_corr.engines.sglang import requests
 from megatron_rl_corr.engines.types import Request, checked_prompt_ids
@@ -46,8 +47,8 @@ class Scores:
     cached_tokens: int
 
 
-class Probe:
-    """One server of a client.
+class Probe(ServerControl):
+    """One server of a client; every request goes through the client.
 
     Args:
         client: of all servers.
@@ -56,6 +57,7 @@ class Probe:
     """
 
     def __init__(self, client: RolloutClient, url: str, timeout_s: float = 60.0):
+        super().__init__(client.engine, [url], client._transport, update_timeout_s=timeout_s)
         self.client, self.url, self.timeout_s = client, url, timeout_s
 
     def fresh_prompt(self) -> list[int]:
@@ -71,9 +73,13 @@ class Probe:
         low, high = min(100, self.client.vocab_size // 8), min(1000, self.client.vocab_size * 7 // 8)
         return low + number % max(1, high - low)
 
+    async def ask(self, url: str, request: Request | None, *, timeout_s: float | None = None) -> dict[str, Any]:
+        """As ServerControl's, within the probe's own limit."""
+        return await self.client.ask(url, request, timeout_s=self.timeout_s)
+
     async def control(self, request: Request) -> dict[str, Any]:
-        """The server's answer to a control request."""
-        return await self.client.ask(self.url, request, timeout_s=self.timeout_s)
+        """The server's answer to a request that has no method."""
+        return await self.ask(self.url, request)
 
     async def generate(self, prompt: list[int], tokens: int, *, temperature: float = 1.0, **fields: Any) -> Answer:
         """Sample a response.

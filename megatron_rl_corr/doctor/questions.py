@@ -10,7 +10,6 @@ from megatron_rl_corr.doctor.findings import Examination, Finding, Row, found
 from megatron_rl_corr.doctor.probe import Answer, Probe, Scores
 from megatron_rl_corr.engines.errors import RolloutError, RolloutServerError
 from megatron_rl_corr.engines.routes import ExpertShape
-from megatron_rl_corr.engines.sglang import requests
 from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.engines.types import Request
 from megatron_rl_corr.rollout.client import RolloutClient
@@ -83,9 +82,7 @@ async def quick_check(
 
 async def ask_quick(probe: Probe, expected: Expected) -> tuple[list[Row], Facts]:
     """All rows of one server, and the answers that later questions use."""
-    info, model, paths = await asyncio.gather(
-        probe.control(requests.server_info()), probe.control(requests.model_info()), _paths(probe)
-    )
+    [info], [model], paths = await asyncio.gather(probe.server_info(), probe.model_info(), _paths(probe))
     rows = [
         judgements.judge_version(str(info.get("version"))),
         judgements.judge_model(model, probe.client.vocab_size),

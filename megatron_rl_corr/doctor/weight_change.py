@@ -1,21 +1,16 @@
 """Changes single weights of a running server for a while, and restores them."""
 
 import asyncio
-import base64
-import json
-import pickle
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from megatron_rl_corr.doctor.probe import Probe
-from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError
-from megatron_rl_corr.engines.sglang import requests
-from megatron_rl_corr.engines.types import Request
+from megatron_rl_corr.engines.errors import RolloutProtocolError
+from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 
 FINAL_NORM = "model.norm.weight"
 """Changes the logits but no key or value, so that cached prefixes stay right."""
@@ -26,28 +21,9 @@ INITIAL_VERSION = "default"
 
 
 def read_tensors(directory: str | Path, names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Some tensors of a Hugging Face folder. Raises FileNotFoundError or KeyError if one is missing."""
-    directory = Path(directory)
-    files, tensors = dict.fromkeys(names, "model.safetensors"), {}
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        files = json.loads(index.read_text())["weight_map"]
-    for name in names:
-        path = directory / files[name]
-        if not path.is_file():
-            raise FileNotFoundError(f"no such file: {path}")
-        with safe_open(path, framework="pt") as file:
-            if name not in file.keys():  # noqa: SIM118 - no container
-                raise KeyError(name)
-            tensors[name] = file.get_tensor(name)
-    return tensors
-
-
-def update_weights_from_tensor(tensors: Mapping[str, torch.Tensor], *, ranks: int, version: str) -> Request:
-    """Receive the tensors in the body, once for each of the server's tensor-parallel ranks."""
-    payload = base64.b64encode(pickle.dumps(list(tensors.items()))).decode()
-    body = {"serialized_named_tensors": [payload] * ranks, "flush_cache": False, "weight_version": version}
-    return Request("POST", "/update_weights_from_tensor", body)
+    """Some tensors of a Hugging Face folder. Raises ValueError or OSError if one can't be read."""
+    checkpoint = HFCheckpoint(directory)
+    return {name: checkpoint.tensor(name) for name in names}
 
 
 class TemporaryWeights:
@@ -73,43 +49,34 @@ class TemporaryWeights:
         try:
             await self._send({name: self._originals[name] * factor}, version)
             if flush:
-                await self._probe.control(requests.flush_cache())
+                await self._probe.flush_cache()
             yield
         finally:
             await uninterrupted(self._put_back(name))
 
     async def _put_back(self, name: str) -> None:
         try:
-            await self._probe.control(requests.pause_generation("retract"))
+            await self._probe.pause_generation("retract")
             await self._send({name: self._originals[name]}, self._version)
-            await self._probe.control(requests.update_weight_version(self._version))
-            await self._probe.control(requests.flush_cache())
+            await self._probe.update_weight_version(self._version)
+            await self._probe.flush_cache()
         finally:
-            await self._probe.control(requests.continue_generation())
+            await self._probe.continue_generation()
 
     async def checksum(self) -> Any:
         """{parameter: checksum} of each rank of the server."""
-        answer = await self._probe.control(requests.weights_checker())
+        [answer] = await self._probe.weights_checker()
         try:
             return [rank["checksums"] for rank in answer["ranks"]]
         except (KeyError, TypeError) as error:
             raise RolloutProtocolError(self._probe.url, "/weights_checker", f"no checksums ({error!r})") from None
 
     async def _send(self, tensors: Mapping[str, torch.Tensor], version: str) -> None:
-        try:
-            await self._probe.control(requests.begin_weight_update())
-        except RolloutServerError as error:
-            if error.status == 400 and "already open" in error.detail:  # cut off in the middle
-                await self._probe.control(requests.end_weight_update())
-                await self._probe.control(requests.begin_weight_update())
-            elif error.status != 404:  # SGLang <= 0.5.20 has no session
-                raise
-        await self._probe.control(update_weights_from_tensor(tensors, ranks=self._ranks, version=version))
-        try:
-            await self._probe.control(requests.end_weight_update())
-        except RolloutServerError as error:
-            if error.status != 404:
-                raise
+        engine = self._probe.engine
+        payload = engine.serialized(list(tensors.items()))
+        await self._probe.reopen_weight_update()
+        await self._probe.control(engine.update_weights_from_tensor([payload] * self._ranks, weight_version=version))
+        await self._probe.end_weight_update()
 
 
 async def uninterrupted(work: Coroutine[Any, Any, None]) -> None:

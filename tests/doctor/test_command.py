@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -220,7 +221,10 @@ def test_prompts_when_made_then_inside_the_vocabulary_and_the_fixed_one_the_same
 def test_read_tensors_when_a_weight_is_missing_then_its_name(tiny_moe_dir, tmp_path):
     name = "model.norm.weight"
     assert list(read_tensors(tiny_moe_dir, [name])) == [name] and read_tensors(tiny_moe_dir, [name])[name].numel() == 64
-    with pytest.raises(KeyError, match="no.such.weight"):
+    with pytest.raises(ValueError, match="no.such.weight"):
         read_tensors(tiny_moe_dir, ["no.such.weight"])
-    with pytest.raises(FileNotFoundError, match="model.safetensors"):
+    with pytest.raises(ValueError, match="has no config.json"):
+        read_tensors(tmp_path, [name])
+    shutil.copy(tiny_moe_dir / "config.json", tmp_path)
+    with pytest.raises(ValueError, match="model.safetensors"):
         read_tensors(tmp_path, [name])
