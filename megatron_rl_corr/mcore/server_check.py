@@ -1,4 +1,4 @@
-"""Correctness before corrections: a run asks its servers whether they sample from what it will train on."""
+"""Checks at a run's start that its servers sample from the model that will be trained."""
 
 from __future__ import annotations
 
@@ -18,9 +18,17 @@ from megatron_rl_corr.rollout.client import RolloutClient
 
 
 def check_servers(kind: str, sampling: SamplingParams, client: RolloutClient, loop: LoopThread) -> None:
-    """Ask them, from rank 0, with the first weights pushed; every rank calls it.
+    """Run the doctor's quick check from rank 0, after the first push; every rank calls it.
 
-    kind is --rollout-server-check's. Raises StartupError for a semantic finding, or with `all` for any.
+    Args:
+        kind: --rollout-server-check: off, semantic or all.
+        sampling: of the run.
+        client: of the servers.
+        loop: the event loop of the client.
+
+    Raises:
+        StartupError: a semantic finding, or with `all` any finding.
+        RolloutError: a server could not be asked.
     """
     error = None
     if kind != "off" and dist.get_rank() == 0:
@@ -34,10 +42,16 @@ def check_servers(kind: str, sampling: SamplingParams, client: RolloutClient, lo
 def broadcast_first_step(
     given: float | None, args: argparse.Namespace, client: RolloutClient, loop: LoopThread
 ) -> FirstStep:
-    """The bound of the KL in the first step of this start; every rank calls it.
+    """The bound of the KL in the first step after this start; every rank calls it.
 
-    given is --rollout-max-first-step-kl; without it rank 0 asks the servers for the types of their numbers. args are
-    Megatron's.
+    Args:
+        given: --rollout-max-first-step-kl; None: rank 0 derives it from the servers' dtypes.
+        args: Megatron's.
+        client: of the servers.
+        loop: the event loop of the client.
+
+    Raises:
+        RolloutError: a server could not be asked.
     """
     bound, error = [given], None
     if given is None and dist.get_rank() == 0:
@@ -51,7 +65,7 @@ def broadcast_first_step(
 
 
 def judge(findings: list[Finding], kind: str) -> StartupError | None:
-    """The error that ends the run, if one of the findings must; the others are printed."""
+    """The error for findings that end the run, or None; the other findings are printed."""
     fatal = [finding for finding in findings if kind == "all" or finding.kind == "semantic"]
     for finding in findings:
         if finding not in fatal:
@@ -60,5 +74,5 @@ def judge(findings: list[Finding], kind: str) -> StartupError | None:
         return None
     return StartupError(
         "the servers do not sample from what would be trained: " + "; ".join(map(str, fatal))
-        + ". Mend it, or train in spite of it with --rollout-server-check off"
+        + ". Fix it, or train nevertheless with --rollout-server-check off"
     )

@@ -1,1 +1,1 @@
-"""Weights from Megatron's shards to rollout servers, and from Hugging Face checkpoints to shards."""
+"""Weights from Megatron's shards to rollout servers, and the verification that they arrived."""
