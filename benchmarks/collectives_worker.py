@@ -28,6 +28,7 @@ from benchmarks.exchanges import ExchangeCount
 from benchmarks.metric_exchanges import WAYS, check_equal
 from megatron_rl_corr.config.correction import PRESETS, RejectionRule
 from megatron_rl_corr.data.prompts import Prompt, PromptDataset
+from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.mcore import compat, forward, step
 from megatron_rl_corr.mcore.batch import BatchShape, RolloutBatch
 from megatron_rl_corr.mcore.collect import COUNTED, Collector, SampleSource
@@ -142,10 +143,11 @@ def run(case: Case, layout: Layout, names: dict[str, str]) -> dict:
     collector = SyntheticCollector(
         SimpleNamespace(
             group_size=GROUP_SIZE, max_new_tokens=1, temperature=1.0, top_p=1.0, top_k=-1, max_lag=0,
-            stale_samples="keep", max_turns=None, rewards=SimpleNamespace(max_failed_fraction=0.05, on_failed=None),
+            stale_samples="keep", max_turns=None, max_failed_fraction=0.05, on_failed_reward=None,
         ),
         layout, shape, SampleSource(
-            client=SimpleNamespace(counts=dict, vocab_size=VOCAB), loop=SimpleNamespace(submit=answered),
+            client=SimpleNamespace(counts=dict, vocab_size=VOCAB, engine=load_engine("sglang")),
+            loop=SimpleNamespace(submit=answered),
             rewards=SimpleNamespace(), prompts=PromptDataset([Prompt(0, [0])]),
         ), steps=(0, 1),
     )  # fmt: skip

@@ -131,6 +131,7 @@ def compute_correction(
     sums = spans.all_reduce_sums(_columns(config, ratios, verdicts), groups)
     weights = importance_weights(config, ratios, spans, sums)
     rejection = reject(config, ratios, spans, sums, verdicts)
+    ratios.free_rows()
 
     owner = groups is None or groups.cp_rank == 0  # all ranks of cp hold whole sequences: one of them counts them
     batch = _all_reduce_batch_totals(config, ratios, sums, weights, rejection, groups, owner)

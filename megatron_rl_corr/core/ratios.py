@@ -72,6 +72,11 @@ class TokenRatios:
         """How many are valid: float64 scalar."""
         return self.one.sum()
 
+    def free_rows(self) -> None:
+        """Let go of the rows that were made on demand; one that is needed again is made again."""
+        for name in ("rho_less_one", "one"):
+            vars(self).pop(name, None)
+
     @property
     def exp_abs_less_one(self) -> Tensor:
         """e^|D| - 1, with |D| at most 20: float64."""

@@ -46,8 +46,7 @@ def importance_weights(
     exponent = sums.sequence_means["log_ratio"] if config.rollout_is == "geometric" else of_units["log_ratio"]
     present = sums.by_unit["tokens"] > 0 if by_turn else sums.present
     units, outside = bounded(config, exponent.clamp(-LOG_CLAMP, LOG_CLAMP).exp_(), present)
-    zero = constant(0.0, torch.float64, units.device)
-    tokens = torch.where(ratios.valid, units.index_select(0, ids), zero)
+    tokens = units.index_select(0, ids).mul_(ratios.one)  # in place: units are finite
     return ImportanceWeights(tokens, outside.index_select(0, ids) & ratios.valid, units, shared=True)
 
 

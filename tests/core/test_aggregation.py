@@ -85,7 +85,7 @@ def test_coefficients_when_sequences_are_split_over_cp_then_lengths_of_the_whole
 
 def test_coefficients_when_the_correction_counted_the_other_tokens_then_refused():
     for made, asked in (("valid", "kept"), ("kept", "valid")):
-        with pytest.raises(ValueError, match=f"denominator {asked} with .* the correction counted {made} tokens"):
+        with pytest.raises(ValueError, match=f"denominator` {asked} with .* the correction counted {made} tokens"):
             token_coefficients(correction_of(made), SEQ_IDS, config_of("seq-mean-token-sum", asked))
         # The mean over tokens has both counts.
         token_coefficients(correction_of(made), SEQ_IDS, config_of("token-mean", asked))

@@ -70,16 +70,17 @@ def test_correction_when_of_a_preset_then_at_most_150_kernels_no_host_read_and_6
 
 
 @pytest.mark.parametrize("level", THREE_RULES)
-def test_correction_when_of_three_rules_and_normalised_weights_then_at_most_200_kernels(level, batch):
+def test_correction_when_of_three_rules_and_normalised_weights_then_at_most_180_kernels(level, batch):
     config = RolloutCorrectionConfig(
         rollout_is=level, rollout_is_batch_normalize=True, rollout_rs=tuple(THREE_RULES[level]), **WEIGHTS,
         rollout_batch_filter_kl=0.1,
     )
+    """No preset has three rules and normalised weights at once: 146 to 179 kernels were counted for these."""
     # Means over what is kept of each sequence need its length too.
     for settings in ({}, {"loss": "grpo", "loss_denominator": "kept"}):
         count, correction = counted(batch, dataclasses.replace(config, **settings))
         print(f"three rules, {level} weights, {settings}: {len(count.kernels)} kernels")
-        assert len(count.kernels) <= 200 and count.host_reads == []
+        assert len(count.kernels) <= 180 and count.host_reads == []
         assert len(correction.metrics) > 60
 
 
