@@ -238,7 +238,7 @@ def test_settings_when_not_named_then_the_remedy_is_told(whole):
         ("preset: bypass_ppo_clip", "bypass_mode True has no effect in slime and miles: the loss is"),
         ("preset: decoupled_token_is\nloss_denominator: kept", "loss_denominator kept has no effect"),
         ("rollout_rs: turn_mean_ratio\nrollout_rs_threshold: 0.9_1.1", "do not tell turns"),
-        ("rollout_rs: token_routing\nrollout_rs_threshold: 0.5", "token_routing needs .* which slime and miles do not give"),
+        ("rollout_rs: token_routing\nrollout_rs_threshold: 0.5", "token_routing needs .* slime and miles do not give"),
         ("preset: decoupled_token_iss", "unknown preset"),
     ],
 )
