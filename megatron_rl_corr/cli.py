@@ -1,6 +1,8 @@
 """The command `megatron-rl-corr`: checks servers, draws runs, compares corrections, installs the plugin in Megatron."""
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -14,11 +16,17 @@ PROGRAM = "megatron-rl-corr"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; 0 on success, 2 with a message on stderr for anything the user can fix.
 
-    1 is the doctor's, when it has findings.
+    1 is the doctor's, when it has findings; 141 means that the reader of standard output went away, as `head` does.
     """
     arguments = _parser().parse_args(argv)
     try:
-        return arguments.run(arguments) or 0
+        status = arguments.run(arguments) or 0
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # What is still buffered would raise again when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except (ValueError, OSError) as error:
         print(f"{PROGRAM} {arguments.command}: error: {error}", file=sys.stderr)
         return 2

@@ -38,6 +38,17 @@ finally:
     assert "loaded []" in result.stdout
 
 
+def test_presets_when_the_reader_has_gone_then_no_error_is_printed():
+    reading, writing = os.pipe()
+    os.close(reading)
+    result = subprocess.run(
+        [sys.executable, "-m", "megatron_rl_corr.cli", "presets"], stdout=writing, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=120,
+    )  # fmt: skip
+    os.close(writing)
+    assert (result.returncode, result.stderr) == (141, "")
+
+
 def test_version_when_asked_then_name_and_version():
     assert run("--version").stdout == f"megatron-rl-corr {__version__}\n"
 

@@ -11,7 +11,7 @@ FORMS = "give path/to/file.py:name or package.module:name"
 
 
 def load(spec: str, flag: str) -> Callable:
-    """The function or class that `flag` was given; errors as `load_with_module`'s."""
+    """The function or class that the option `flag` names; errors as `load_with_module`'s."""
     return load_with_module(spec, flag)[1]
 
 
@@ -50,7 +50,7 @@ def _load_file(source: str, flag: str, text: str | None) -> ModuleType:
     path = Path(source).resolve()
     if text is None and not path.is_file():
         raise ValueError(f"{flag}: there is no file {source} (looked for {path}); {FORMS}")
-    name = f"{flag.lstrip('-').replace('-', '_')}_{path.stem}"
+    name = f"rollout_{flag.strip('`')}_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look a class's module up by name

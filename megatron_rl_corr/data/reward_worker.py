@@ -27,7 +27,7 @@ import orjson
 from megatron_rl_corr.data.loading import load_with_module
 from megatron_rl_corr.data.prompts import Prompt
 
-FLAG = "--rollout-reward-function"
+FLAG = "`reward_function`"
 DEFAULT_WORKERS = 4
 """Processes of a replica."""
 

@@ -70,7 +70,7 @@ class Rewards:
             await pool.close()
             if self._workers is not None:
                 raise ValueError(
-                    f"--rollout-reward-workers {workers} has no effect on {FLAG} {self._spec}, an async function, "
+                    f"`reward_workers` {workers} has no effect on {FLAG} {self._spec}, an async function, "
                     "which runs on the event loop; drop it"
                 )
         try:
@@ -119,7 +119,7 @@ class Rewards:
         except orjson.JSONEncodeError as error:
             raise _reward_error(
                 f"{FLAG}: prompt.metadata holds what no worker can be given ({error}); an environment that leaves "
-                "objects there for the reward function needs --rollout-reward-workers 0"
+                "objects there for the reward function needs `reward_workers` 0"
             ) from None
 
     async def _awaited(self, *given: Any) -> float:

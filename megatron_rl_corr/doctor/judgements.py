@@ -61,7 +61,7 @@ def judge_version(version: str) -> Row:
     if key < version_key(FLUSHES_PAUSED_SINCE):
         message = (
             f"SGLang {version} can't drop cached prefixes while retracted requests wait: --rollout-max-lag above 0 "
-            f"needs {FLUSHES_PAUSED_SINCE}, or --rollout-pause-mode abort"
+            f"needs {FLUSHES_PAUSED_SINCE}"
         )
         return Row("version", "note", message, numbers)
     if key > version_key(NEWEST):

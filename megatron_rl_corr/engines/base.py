@@ -70,19 +70,20 @@ class Engine(Protocol):
         limits = self.limits
         if 0 < sampling.temperature < limits.min_temperature:
             raise ValueError(
-                f"temperature must be 0 (greedy) or at least {limits.min_temperature:g} with {self.name}, got "
+                f"`temperature` must be 0 (greedy) or at least {limits.min_temperature:g} with {self.name}, got "
                 f"{sampling.temperature}"
             )
         if limits.max_top_k is not None and sampling.top_k > limits.max_top_k:
             raise ValueError(
-                f"top_k must be -1 (off) or in [2, {limits.max_top_k}], for which {self.name} returns the sampling "
+                f"`top_k` must be -1 (off) or in [2, {limits.max_top_k}], for which {self.name} returns the sampling "
                 f"mask, got {sampling.top_k}; use {limits.max_top_k} or less, or -1"
             )
         if limits.top_p_needs_top_k and sampling.top_p != 1 and sampling.top_k == -1:
             raise ValueError(
-                f"top_p below 1 needs a top_k in [2, {limits.max_top_k}] with {self.name}: only then it returns the "
-                f"sampling mask, without which truncated samples cannot be corrected; got top_p {sampling.top_p} with "
-                f"top_k -1; give top_k {limits.max_top_k} beside it, or the vocabulary size where that is smaller"
+                f"`top_p` below 1 needs a `top_k` in [2, {limits.max_top_k}] with {self.name}: only then it returns "
+                f"the sampling mask, without which truncated samples cannot be corrected; got `top_p` {sampling.top_p} "
+                f"with `top_k` -1; give `top_k` {limits.max_top_k} beside it, or the vocabulary size where that is "
+                "smaller"
             )
 
     def generate(

@@ -40,11 +40,11 @@ class SamplingParams:
 
     def __post_init__(self):
         if not _is_int(self.max_new_tokens) or self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be an integer of at least 1, got {self.max_new_tokens!r}")
+            raise ValueError(f"`max_new_tokens` must be an integer of at least 1, got {self.max_new_tokens!r}")
         if isinstance(self.temperature, bool) or not isinstance(self.temperature, (int, float)):
-            raise ValueError(f"temperature must be a number, got {self.temperature!r}")
+            raise ValueError(f"`temperature` must be a number, got {self.temperature!r}")
         if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature must be 0 (greedy) or positive and finite, got {self.temperature}")
+            raise ValueError(f"`temperature` must be 0 (greedy) or positive and finite, got {self.temperature}")
         self._check_truncation()
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         for token in self.stop_token_ids:
@@ -59,13 +59,13 @@ class SamplingParams:
     def _check_truncation(self) -> None:
         number = isinstance(self.top_p, (int, float)) and not isinstance(self.top_p, bool)
         if not number or not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p!r}; use 1 to keep every token")
+            raise ValueError(f"`top_p` must be in (0, 1], got {self.top_p!r}; use 1 to keep every token")
         if not _is_int(self.top_k) or (self.top_k != -1 and self.top_k < 2):
-            raise ValueError(f"top_k must be -1 (off) or an integer of at least 2, got {self.top_k!r}")
+            raise ValueError(f"`top_k` must be -1 (off) or an integer of at least 2, got {self.top_k!r}")
         if self.truncated and self.temperature == 0:
             raise ValueError(
-                f"top_p and top_k have no effect on greedy sampling, got top_p {self.top_p} and top_k {self.top_k} at "
-                "temperature 0; leave them out"
+                f"`top_p` and `top_k` have no effect on greedy sampling, got `top_p` {self.top_p} and `top_k` "
+                f"{self.top_k} at `temperature` 0; leave them out"
             )
 
 

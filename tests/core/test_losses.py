@@ -298,9 +298,9 @@ def test_penalties_when_coefficients_are_set_then_added_unweighted():
     # -3 * 2 + 0.1 * 2^2 / 2 - 0.01 * 5
     assert losses.tolist() == pytest.approx([-6 + 0.2 - 0.05])
     assert metrics["reference_kl"].value() == pytest.approx(2.0)
-    with pytest.raises(ValueError, match="--rollout-kl-loss-coef needs a reference policy; pass ref_logprobs"):
+    with pytest.raises(ValueError, match="`kl_loss_coef` needs a reference policy; pass ref_logprobs"):
         policy_loss("ppo_clip", *arguments, entropy=torch.tensor([5.0]))
-    with pytest.raises(ValueError, match="--rollout-entropy-coef needs the entropy of each token"):
+    with pytest.raises(ValueError, match="`entropy_coef` needs the entropy of each token"):
         policy_loss("ppo_clip", *arguments, ref_logprobs=torch.tensor([-3.0]))
 
 
@@ -308,8 +308,8 @@ def test_policy_loss_when_the_name_is_unknown_or_sequences_are_missing_then_told
     arguments = (*[torch.zeros(1)] * 3, correction_of([1.0], [True]), PRESETS["disabled"])
     with pytest.raises(ValueError) as raised:
         policy_loss("ppo", *arguments)
-    assert str(raised.value) == f"--rollout-loss: unknown loss 'ppo'; known: {', '.join(sorted(LOSSES))}"
-    with pytest.raises(ValueError, match="--rollout-loss gspo looks at whole sequences; pass seq_ids and num_seq"):
+    assert str(raised.value) == f"`loss`: unknown loss 'ppo'; known: {', '.join(sorted(LOSSES))}"
+    with pytest.raises(ValueError, match="`loss` gspo looks at whole sequences; pass seq_ids and num_seq"):
         policy_loss("gspo", *arguments)
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron_rl_corr.data import worker_pool
+from megatron_rl_corr.data.loading import load
 from megatron_rl_corr.data.reward_worker import checked_reward
 from megatron_rl_corr.rollout import Prompt, Rewards, SampleFailure, Trajectory, VersionSpan, blocking, load_function
 from tools.process_group import descendants
@@ -127,7 +128,7 @@ def test_reward_when_plain_then_scored_in_processes_of_their_own_that_are_replac
         assert await asyncio.gather(*many) == [11082.0 + n for n in range(6)]
         assert 0.9 <= time.monotonic() - started < 1.7  # six of 0.3 s, two at a time
         assert await failure_of(rewards, [93]) == (
-            "reward_error", "--rollout-reward-function must return a number that is finite in float32, got nan"
+            "reward_error", "`reward_function` must return a number that is finite in float32, got nan"
         )
         cause, text = await failure_of(rewards, [94])
         assert cause == "reward_error" and "KeyError: 94" in text and "if first == 94: return {}[first]" in text
@@ -139,9 +140,9 @@ def test_reward_when_plain_then_scored_in_processes_of_their_own_that_are_replac
         memory, descriptors = memory_of(workers), len(os.listdir("/proc/self/fd"))
         for _ in range(5):  # ten hangs
             hangs = await asyncio.gather(failure_of(rewards, [95]), failure_of(rewards, [95]))
-            assert hangs == [("reward_timeout", "--rollout-reward-function: it took longer than 0.8 s")] * 2
+            assert hangs == [("reward_timeout", "`reward_function`: it took longer than 0.8 s")] * 2
         assert await failure_of(rewards, [91]) == (
-            "reward_error", "--rollout-reward-function: its process ended with exit status 3"
+            "reward_error", "`reward_function`: its process ended with exit status 3"
         )
         assert await rewards.score(PROMPT, trajectory([80])) == 1  # the first call of a new one
         await asyncio.sleep(1)  # the second may still be starting
@@ -320,7 +321,7 @@ def test_reward_when_in_the_trainers_process_then_as_in_workers_and_the_loop_goe
         hang = asyncio.create_task(failure_of(rewards, [95]))
         await asyncio.sleep(0)
         assert time.monotonic() - begun < 0.2
-        assert await hang == ("reward_timeout", "--rollout-reward-function: it took longer than 0.5 s")
+        assert await hang == ("reward_timeout", "`reward_function`: it took longer than 0.5 s")
         assert await rewards.score(PROMPT, trajectory([5])) == 5
         causes = [await failure_of(rewards, [n]) for n in (92, 93, 94, 97)]
         assert {cause for cause, _ in causes} == {"reward_error"}
@@ -341,10 +342,10 @@ def test_reward_when_the_environment_scores_then_its_own_and_exactly_one_of_the_
         assert await rewards.score(PROMPT, trajectory([1], environment_reward=0.25)) == 0.25
         cause, text = await failure_of(rewards, [1])
         assert cause == "reward_error"
-        assert text.endswith("gave none, and --rollout-reward-function is not given; give one of them")
+        assert text.endswith("gave none, and `reward_function` is not given; give one of them")
 
     async def beside(rewards):
-        with pytest.raises(SampleFailure, match="gave 0.25, and --rollout-reward-function is given; drop one of them"):
+        with pytest.raises(SampleFailure, match="gave 0.25, and `reward_function` is given; drop one of them"):
             await rewards.score(PROMPT, trajectory([1], environment_reward=0.25))
 
     run(alone, None)
@@ -362,8 +363,14 @@ def test_reward_when_the_environment_scores_then_its_own_and_exactly_one_of_the_
 )
 def test_start_when_a_worker_cannot_import_the_function_then_refused_by_name(tmp_path, spec, named, workers):
     (tmp_path / "main_only.py").write_text("if __name__ == '__main__':\n    reward = lambda *_: 0.0\n")
-    with pytest.raises(ValueError, match="^--rollout-reward-function: .*" + named):
+    with pytest.raises(ValueError, match="^`reward_function`: .*" + named):
         run(None, spec.format(folder=tmp_path), workers=workers)
+
+
+@pytest.mark.parametrize("field", ["`reward_function`", "`environment`"])
+def test_load_of_a_file_then_its_module_has_a_name_that_python_can_import(tmp_path, field):
+    (tmp_path / "mine.py").write_text("def f():\n    pass\n")
+    assert load(f"{tmp_path}/mine.py:f", field).__module__ == f"rollout_{field.strip('`')}_mine"
 
 
 def test_start_when_setup_fails_or_workers_are_given_for_an_async_function_then_refused(tmp_path, file):
@@ -373,7 +380,7 @@ def test_start_when_setup_fails_or_workers_are_given_for_an_async_function_then_
     (tmp_path / "ends.py").write_text("import os\nos._exit(5)\n")
     with pytest.raises(ValueError, match="could not be loaded in a worker: its process ended with exit status 5"):
         run(None, f"{tmp_path}/ends.py:reward", workers=1)
-    with pytest.raises(ValueError, match="--rollout-reward-workers 3 has no effect on .*:waits, an async function"):
+    with pytest.raises(ValueError, match="`reward_workers` 3 has no effect on .*:waits, an async function"):
         run(None, f"{file}:waits", workers=3)
 
 
@@ -437,7 +444,7 @@ def test_load_function_when_given_a_file_or_a_module_then_found(tmp_path, monkey
     ],
 )
 def test_load_function_when_not_found_then_error_names_the_flag_and_the_remedy(spec, named):
-    with pytest.raises(ValueError, match="--rollout-reward-function: .*" + named):
+    with pytest.raises(ValueError, match="`reward_function`: .*" + named):
         load_function(spec)
 
 

@@ -331,6 +331,7 @@ def test_version_key_when_sorted_then_posts_follow_their_release():
 def test_version_when_judged_then_by_what_it_can_do(version, status, words):
     row = judge_version(version)
     assert row.status == status and words in row.message
+    assert "--rollout-pause-mode abort" not in row.message  # which the launcher refuses
 
 
 def test_endpoints_when_listed_then_the_transports_and_whether_there_is_a_session():

@@ -5,6 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
+from megatron_rl_corr.config.flags import name_flags
 from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.engines.sglang import requests
 from megatron_rl_corr.engines.types import checked_prompt_ids
@@ -96,23 +97,23 @@ def test_generate_request_when_no_rid_is_given_then_none_is_sent():
 @pytest.mark.parametrize(
     "arguments, named",
     [
-        ({"max_new_tokens": 0}, "max_new_tokens .* at least 1, got 0"),
-        ({"max_new_tokens": 1.5}, "max_new_tokens .* got 1.5"),
-        ({"max_new_tokens": True}, "max_new_tokens .* got True"),
-        ({"max_new_tokens": 1, "temperature": -0.1}, "temperature .* got -0.1"),
-        ({"max_new_tokens": 1, "temperature": float("nan")}, "temperature .* got nan"),
-        ({"max_new_tokens": 1, "temperature": "1"}, "temperature .* got '1'"),
+        ({"max_new_tokens": 0}, "`max_new_tokens` .* at least 1, got 0"),
+        ({"max_new_tokens": 1.5}, "`max_new_tokens` .* got 1.5"),
+        ({"max_new_tokens": True}, "`max_new_tokens` .* got True"),
+        ({"max_new_tokens": 1, "temperature": -0.1}, "`temperature` .* got -0.1"),
+        ({"max_new_tokens": 1, "temperature": float("nan")}, "`temperature` .* got nan"),
+        ({"max_new_tokens": 1, "temperature": "1"}, "`temperature` .* got '1'"),
         ({"max_new_tokens": 1, "stop_token_ids": (-2,)}, "stop_token_ids .* got -2"),
         ({"max_new_tokens": 1, "stop_token_ids": ("</s>",)}, "stop_token_ids .* got '</s>'"),
-        ({"max_new_tokens": 1, "top_p": 0}, "top_p must be in .0, 1., got 0; use 1"),
-        ({"max_new_tokens": 1, "top_p": 1.01, "top_k": 20}, "top_p must be in .0, 1., got 1.01"),
-        ({"max_new_tokens": 1, "top_p": float("nan"), "top_k": 20}, "top_p .* got nan"),
-        ({"max_new_tokens": 1, "top_p": "0.9", "top_k": 20}, "top_p .* got '0.9'"),
-        ({"max_new_tokens": 1, "top_p": True}, "top_p .* got True"),
-        ({"max_new_tokens": 1, "top_k": 0}, "top_k must be -1 .off. or an integer of at least 2, got 0"),
-        ({"max_new_tokens": 1, "top_k": 1}, "top_k .* got 1"),
-        ({"max_new_tokens": 1, "top_k": 20.0}, "top_k .* got 20.0"),
-        ({"max_new_tokens": 1, "temperature": 0, "top_k": 20}, "no effect on greedy .* top_k 20 .* leave"),
+        ({"max_new_tokens": 1, "top_p": 0}, "`top_p` must be in .0, 1., got 0; use 1"),
+        ({"max_new_tokens": 1, "top_p": 1.01, "top_k": 20}, "`top_p` must be in .0, 1., got 1.01"),
+        ({"max_new_tokens": 1, "top_p": float("nan"), "top_k": 20}, "`top_p` .* got nan"),
+        ({"max_new_tokens": 1, "top_p": "0.9", "top_k": 20}, "`top_p` .* got '0.9'"),
+        ({"max_new_tokens": 1, "top_p": True}, "`top_p` .* got True"),
+        ({"max_new_tokens": 1, "top_k": 0}, "`top_k` must be -1 .off. or an integer of at least 2, got 0"),
+        ({"max_new_tokens": 1, "top_k": 1}, "`top_k` .* got 1"),
+        ({"max_new_tokens": 1, "top_k": 20.0}, "`top_k` .* got 20.0"),
+        ({"max_new_tokens": 1, "temperature": 0, "top_k": 20}, "no effect on greedy .* `top_k` 20 .* leave"),
     ],
 )
 def test_sampling_params_when_out_of_bounds_then_error_names_field_and_value(arguments, named):
@@ -152,19 +153,21 @@ def test_update_weight_version_when_built_then_running_requests_are_not_aborted(
 @pytest.mark.parametrize(
     "arguments, named",
     [
-        ({"temperature": 1e-7}, "temperature must be 0 .greedy. or at least 1e-06 with SGLang, got 1e-07"),
-        ({"top_k": 4097}, "top_k must be -1 .off. or in .2, 4096., for which SGLang .* got 4097; use 4096 or less"),
+        ({"temperature": 1e-7}, "`temperature` must be 0 .greedy. or at least 1e-06 with SGLang, got 1e-07"),
+        ({"top_k": 4097}, "`top_k` must be -1 .off. or in .2, 4096., for which SGLang .* got 4097; use 4096 or less"),
         (
             {"top_p": 0.9},
-            "top_p below 1 needs a top_k in .2, 4096. with SGLang: .* got top_p 0.9 with top_k -1; give top_k 4096 "
-            "beside it, or the vocabulary size",
+            "`top_p` below 1 needs a `top_k` in .2, 4096. with SGLang: .* got `top_p` 0.9 with `top_k` -1; give "
+            "`top_k` 4096 beside it, or the vocabulary size",
         ),
     ],
 )
 def test_sampling_when_the_engine_does_not_support_it_then_refused_before_anything_is_sent(arguments, named):
     sampling = SamplingParams(1, **arguments)
-    with pytest.raises(ValueError, match=named):
+    with pytest.raises(ValueError, match=named) as error:
         load_engine("sglang").check_sampling(sampling)
+    [field] = arguments
+    assert name_flags(error.value).startswith(f"--rollout-{field.replace('_', '-')} ")  # as the launcher prints it
 
     async def generate():
         async with RolloutClient(["http://127.0.0.1:1"], vocab_size=10) as client:

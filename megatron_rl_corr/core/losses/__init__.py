@@ -60,14 +60,14 @@ def policy_loss(
         ValueError: an unknown name, or an input that the loss or a penalty needs is missing.
     """
     if name not in LOSS_KINDS:
-        raise ValueError(f"--rollout-loss: unknown loss {name!r}; known: {', '.join(sorted(LOSS_KINDS))}")
+        raise ValueError(f"`loss`: unknown loss {name!r}; known: {', '.join(sorted(LOSS_KINDS))}")
     if LOSS_KINDS[name].whole_sequences and (seq_ids is None or num_sequences is None):
-        raise ValueError(f"--rollout-loss {name} looks at whole sequences; pass seq_ids and num_sequences")
+        raise ValueError(f"`loss` {name} looks at whole sequences; pass seq_ids and num_sequences")
     inputs = PolicyLossInputs(logprobs, old_logprobs, advantages, correction, seq_ids, num_sequences, groups)
     loss = _formula(LOSS_KINDS[name].formula)(inputs, config, metrics=metrics)
     if config.kl_loss_coef:
         if ref_logprobs is None:
-            raise ValueError("--rollout-kl-loss-coef needs a reference policy; pass ref_logprobs")
+            raise ValueError("`kl_loss_coef` needs a reference policy; pass ref_logprobs")
         kl = reference_kl(logprobs, ref_logprobs, correction.mask, config.kl_loss_type)
         loss = loss + config.kl_loss_coef * kl
         if metrics is not None:
@@ -75,6 +75,6 @@ def policy_loss(
             metrics["reference_kl"] = Mean(sums)
     if config.entropy_coef:
         if entropy is None:
-            raise ValueError("--rollout-entropy-coef needs the entropy of each token's distribution; pass entropy")
+            raise ValueError("`entropy_coef` needs the entropy of each token's distribution; pass entropy")
         loss = loss - config.entropy_coef * entropy_bonus(entropy, correction.mask)
     return loss

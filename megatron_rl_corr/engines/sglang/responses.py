@@ -160,7 +160,7 @@ def _truncated(
         if values is None:
             detail = (
                 f"it sent no {name} though return_sampling_mask asked for it, so what `top_p` and "
-                "`top_k` kept is unknown: use SGLang 0.5.16 or newer, or leave both flags out"
+                "`top_k` kept is unknown: use SGLang 0.5.16 or newer, or leave both out"
             )
             raise RolloutProtocolError(server, GENERATE, detail)
         if not isinstance(values, list) or len(values) != output_ids.size:
