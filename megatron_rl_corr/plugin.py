@@ -165,7 +165,8 @@ def _message(error: Exception, in_one_line: bool) -> str:
 
 def _leave_after_peer(failure: str) -> None:
     """End this process because another rank has failed."""
-    print(f"megatron_rl_corr: {failure}; this is rank {os.environ.get('RANK', '0')}", file=sys.stderr, flush=True)
+    rank = os.environ.get("RANK", "0")
+    print(f"megatron_rl_corr: {name_flags(failure)}; this is rank {rank}", file=sys.stderr, flush=True)
     _leave(1)
 
 

@@ -172,10 +172,15 @@ class RewardsConfig(Options):
     run."""
 
     def check(self) -> None:
-        if self.on_failed_reward is not None and not _is_float32(self.on_failed_reward):
+        if self.on_failed_reward is None:
+            return
+        rounded = _as_float32(self.on_failed_reward)
+        if not math.isfinite(rounded):
             raise ValueError(
                 f"`on_failed_reward` must be drop or a number that is finite in float32, got {self.on_failed_reward}"
             )
+        # Like every reward: else a group whose rewards are all this number would count as one with a spread.
+        object.__setattr__(self, "on_failed_reward", rounded)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +204,7 @@ class RunConfig(*reversed(TOPICS)):
     """Everything that a run is started with, beside its correction, in one object: `RunConfig(urls=..., ...)`."""
 
     def check(self) -> None:
-        if self.reward_function is None and self.environment is None:
+        if not self.reward_function and not self.environment:
             raise ValueError("`reward_function` is required; see --help")
         if self.inplace_gradient and (self.linear_logprobs or self.top_k > 0):
             raise ValueError(
@@ -213,9 +218,9 @@ class RunConfig(*reversed(TOPICS)):
             )
 
 
-def _is_float32(value: float) -> bool:
-    """Whether float32 has this number as a finite one."""
+def _as_float32(value: float) -> float:
+    """The nearest number that float32 has; inf beyond its range."""
     try:
-        return math.isfinite(struct.unpack("f", struct.pack("f", value))[0])
+        return struct.unpack("f", struct.pack("f", value))[0]
     except OverflowError:
-        return False
+        return math.inf

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 import pytest
 
+from megatron_rl_corr import plugin
 from megatron_rl_corr.config.fields import Between, Options, Positive, docs_of, option, options_of
 from megatron_rl_corr.config.flags import flags_by_field, name_flags
 from megatron_rl_corr.config.run import RunConfig
@@ -104,6 +105,15 @@ def test_every_option_of_a_run_then_it_has_a_docstring_and_a_flag_of_its_own():
 def test_message_of_the_library_when_shown_to_who_gave_flags_then_with_their_names():
     assert name_flags("`urls` and `rollout_is_mode` clip; `racks` stay") == (
         "--rollout-url and --rollout-is-mode clip; `racks` stay"
+    )
+
+
+def test_failure_of_another_rank_when_it_names_a_field_then_its_flag_is_printed(monkeypatch, capsys):
+    monkeypatch.setattr(plugin, "_leave", lambda status: None)
+    monkeypatch.delenv("RANK", raising=False)
+    plugin._leave_after_peer("rank 1 failed: StartupError: `weight_dir` is full")
+    assert capsys.readouterr().err == (
+        "megatron_rl_corr: rank 1 failed: StartupError: --rollout-weight-dir is full; this is rank 0\n"
     )
 
 

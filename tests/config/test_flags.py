@@ -12,6 +12,7 @@ from megatron_rl_corr.config.correction import PRESETS, RolloutCorrectionConfig
 from megatron_rl_corr.config.cross_checks import idle_clips
 from megatron_rl_corr.config.flags import add_flags, flags_by_field, parse
 from megatron_rl_corr.config.run import RunConfig
+from megatron_rl_corr.data.reward_worker import checked_reward
 from megatron_rl_corr.rollout import RolloutClient
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -191,6 +192,8 @@ def test_parse_when_failed_rewards_have_a_value_then_that_or_none():
         return parse([*REQUIRED, "--rollout-on-failed-reward", value])[1].on_failed_reward
 
     assert (on_failed("drop"), on_failed("-1"), on_failed("0")) == (None, -1.0, 0.0)
+    # As float32 has it, which every reward is: a group of 0.1 and of failures at 0.1 has no spread.
+    assert on_failed("0.1") == checked_reward(0.1, "reward") != 0.1
 
 
 @pytest.mark.parametrize(
@@ -254,6 +257,8 @@ def test_parse_when_there_is_an_environment_then_it_may_score_and_turns_have_a_b
         (["--rollout-max-turns", "0", "--rollout-environment", "tools.py:Tools"],
          "--rollout-max-turns must be positive, got 0"),
         (["--rollout-reward-function", "none"], "--rollout-reward-function is required; see --help"),
+        (["--rollout-reward-function", "none", "--rollout-environment", ""],
+         "--rollout-reward-function is required; see --help"),
     ],
 )
 def test_parse_when_turns_or_rewards_make_no_sense_then_refused(flags, message):
