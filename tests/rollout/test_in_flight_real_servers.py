@@ -86,7 +86,7 @@ def push(servers, tensors, version):
     servers.start(version)
     servers.begin()
     servers.send(list(tensors.items()), version)
-    servers.deliver(version)
+    servers.transport.deliver(version)
     servers.end(version)
     servers.expect(version)
     servers.resume()
