@@ -12,7 +12,8 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -42,6 +43,18 @@ CONFIGS = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Cost:
+    """What one piece of work costs."""
+
+    kernels: int
+    host_reads: int
+    times: list[float]
+    """Milliseconds of each run."""
+    megabytes: float
+    """Peak beyond what was there."""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sequences", type=int, default=64)
@@ -56,10 +69,11 @@ def main() -> None:
         for name, config in CONFIGS.items():
             packed, plain = works(config, options.sequences, options.length, torch.device(device))
             check_equal(packed(), plain())
-            print(row(name, *(measure(work, options.repeats, device) for work in (packed, plain))))
+            print(row(name, *measure((packed, plain), options.repeats, device)))
     print(
-        "\nEach cell: this package, the plain implementation (its multiple). Correction and PPO loss, forward, with "
-        "all metrics;\nthis package reads them once a step, outside of what is timed here."
+        "\nEach cell: this package, the plain implementation (its multiple). Times are medians of runs in turns.\n"
+        "Correction and PPO loss, forward, with all metrics; this package reads them once a step, outside of what is "
+        "timed here."
     )
 
 
@@ -103,20 +117,26 @@ def check_equal(packed: dict, plain: dict) -> None:
             raise SystemExit(f"{name}: {packed[name]} here, {value} plainly")
 
 
-def measure(work: Callable[[], dict], repeats: int, device: str) -> tuple[float, float, float, float]:
-    """Kernels, host reads, median milliseconds, peak bytes beyond what was there."""
-    for _ in range(2):
-        work()
-    with OperatorCount() as count:
-        work()
-    times = []
+def measure(works: Sequence[Callable[[], dict]], repeats: int, device: str) -> list[Cost]:
+    """What each piece of work costs; timed in turns, so that other work on the machine slows all of them alike."""
+    for work in works:
+        for _ in range(2):
+            work()
+    times: list[list[float]] = [[] for _ in works]
     for _ in range(repeats):
-        synchronize(device)
-        start = time.perf_counter()
-        work()
-        synchronize(device)
-        times.append(1000 * (time.perf_counter() - start))
-    return len(count.kernels), len(count.host_reads), statistics.median(times), peak_bytes(work, device) / 1e6
+        for mine, work in zip(times, works, strict=True):
+            synchronize(device)
+            start = time.perf_counter()
+            work()
+            synchronize(device)
+            mine.append(1000 * (time.perf_counter() - start))
+    costs = []
+    for mine, work in zip(times, works, strict=True):
+        with OperatorCount() as count:
+            work()
+        megabytes = peak_bytes(work, device) / 1e6
+        costs.append(Cost(len(count.kernels), len(count.host_reads), mine, megabytes))
+    return costs
 
 
 def peak_bytes(work: Callable[[], dict], device: str) -> int:
@@ -141,12 +161,17 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def row(name: str, packed: tuple, plain: tuple) -> str:
-    cells = [name]
-    for ours, theirs, digits in zip(packed, plain, (0, 0, 2, 1), strict=True):
-        ratio = f" ({theirs / ours:.1f}x)" if ours else ""
-        cells.append(f"{ours:.{digits}f}, {theirs:.{digits}f}{ratio}")
-    return f"| {' | '.join(cells)} |"
+def row(name: str, packed: Cost, plain: Cost) -> str:
+    """A line of the table; the time's multiple is the median over the pairs of runs, not that of the medians."""
+    pairs = statistics.median(theirs / ours for ours, theirs in zip(packed.times, plain.times, strict=True))
+    ours, theirs = statistics.median(packed.times), statistics.median(plain.times)
+    cells = [
+        f"{packed.kernels}, {plain.kernels} ({plain.kernels / packed.kernels:.1f}x)",
+        f"{packed.host_reads}, {plain.host_reads}",
+        f"{ours:.2f}, {theirs:.2f} ({pairs:.1f}x)",
+        f"{packed.megabytes:.1f}, {plain.megabytes:.1f} ({plain.megabytes / packed.megabytes:.1f}x)",
+    ]
+    return f"| {name} | {' | '.join(cells)} |"
 
 
 def machine_name(device: str) -> str:

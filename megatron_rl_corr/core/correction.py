@@ -102,9 +102,9 @@ def compute_correction(
 ) -> Correction:
     """Weights w = bounded(rho), keep mask and metrics, with rho = pi_train / pi_rollout.
 
-    With groups, this takes one collective over cp and one over dp_cp, whatever the rules (one more over dp_cp for
-    M2PO). A token whose log-prob is not finite on either side is dropped and counted; values outside the loss mask
-    never matter.
+    With groups, this takes one collective over cp and one over dp_cp, whatever the rules. M2PO takes one more over
+    dp_cp, before the others: its cut decides what they count. A token whose log-prob is not finite on either side is
+    dropped and counted; values outside the loss mask never matter.
 
     Args:
         train_logprobs, rollout_logprobs: [T] float, subtracted in float32.
