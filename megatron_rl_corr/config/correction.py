@@ -265,7 +265,9 @@ class RolloutCorrectionConfig(Options):
 
         Settings given as `instead` stand in for the file's, before it is checked as a whole.
         """
-        content = notation.read_yaml(path)
+        from megatron_rl_corr.config.yaml_file import read_yaml
+
+        content = read_yaml(path)
         try:
             return cls.from_dict({**content, **instead})
         except ValueError as error:

@@ -135,7 +135,8 @@ print(json.dumps({"missing": [r.target for r in (*EARLY, *LATE) if not r.is_appl
     assert report["said"].startswith("sgl_kernel.some.module.some_kernel needs a GPU")
     listed = [target for target, _ in replacements("sglang")]
     assert listed == [
-        "sgl_kernel", "sglang.srt.mem_cache.pool_host.common._cuda_host_register",
+        "sgl_kernel", "sglang.srt.entrypoints.engine._set_envs_and_config",
+        "sglang.srt.mem_cache.pool_host.common._cuda_host_register",
         "sglang.kernels.ops.sampling.murmur_hash.murmur_hash32",
         "sglang.srt.arg_groups.overrides._deterministic_attention_backend",
         "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode",
