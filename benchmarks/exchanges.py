@@ -4,12 +4,15 @@ import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
-PACKAGE = "/megatron_rl_corr/"
+import megatron_rl_corr
+
+PACKAGE = str(Path(megatron_rl_corr.__file__).parent)
 CARRIERS = ("all_reduce", "all_reduce_cp", "all_reduce_dp_cp", "all_gather_stacked")
 """They exchange on behalf of others: who called them is what a collective is for."""
 KINDS = {"_allgather_base_": "all-gather", "allreduce_": "all-reduce", "broadcast_": "broadcast"}
@@ -68,7 +71,7 @@ def _caller() -> str:
     frame = sys._getframe()
     while frame is not None:
         file = frame.f_code.co_filename
-        if PACKAGE in file and frame.f_code.co_name not in CARRIERS:
+        if file.startswith(PACKAGE) and frame.f_code.co_name not in CARRIERS:
             return frame.f_code.co_name
         frame = frame.f_back
     return ""
