@@ -49,7 +49,7 @@ def parse_arguments(argv):
     add("--asynchronous", action="store_true",
         help="train twice: each step waiting for its samples, then with samples that are made during the step before")
     add("--out", type=Path, help="new folder for the run (default runs/quickstart/TIME-seedN)")
-    add("--stop", action="store_true", help="end every quickstart that is running, and all it started")
+    add("--stop", action="store_true", help="end every quickstart that is running, and all it started; with --out that run alone")
     add("launcher_flags", nargs="*", metavar="-- FLAGS", help="appended to the launcher's command")
     return parser.parse_args(argv)
 
@@ -180,7 +180,7 @@ def main(argv=None):
     options = parse_arguments(argv)
     home = ROOT / "runs" / "quickstart"
     if options.stop:
-        return Running(home).stop(say)
+        return Running(home).stop(say, options.out and options.out.resolve())
     out = options.out or home / f"{time.strftime('%Y%m%d-%H%M%S')}-seed{options.seed}"
     out = out.resolve()
     if out.exists() and any(out.iterdir()):
@@ -189,7 +189,7 @@ def main(argv=None):
     out.mkdir(parents=True, exist_ok=True)
     # Ctrl-C and `quickstart-stop` both unwind through the `finally` blocks, which end what was started.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    with Running(home) as running:
+    with Running(home, out) as running:
         try:
             return run(options, out, running)
         except LocalServerError as error:
@@ -198,6 +198,9 @@ def main(argv=None):
         except KeyboardInterrupt:
             say("stopped; all its processes have ended")
             return 130
+        except SystemExit:
+            say("stopped by SIGTERM; all its processes have ended")
+            raise
 
 
 if __name__ == "__main__":

@@ -16,8 +16,9 @@ STOP_S = 30.0
 class Running:
     """Within `with`, the file `running-PID.json` holds this process and the leaders of the groups it started."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, out=None):
         self.folder = Path(folder)
+        self.out = str(out)
         self.path = self.folder / f"running-{os.getpid()}.json"
         self.groups = []
 
@@ -34,18 +35,18 @@ class Running:
         self._write()
 
     def _write(self):
-        self.path.write_text(json.dumps({"driver": identity(os.getpid()), "groups": self.groups}))
+        self.path.write_text(json.dumps({"driver": identity(os.getpid()), "out": self.out, "groups": self.groups}))
 
-    def stop(self, say):
-        """End every quickstart recorded in the folder; 0 also where there is none."""
-        found = sorted(self.folder.glob("running-*.json"))
-        for path in found:
-            record = json.loads(path.read_text())
+    def stop(self, say, out=None):
+        """End every quickstart recorded in the folder, or the one that writes to `out`; 0 also where there is none."""
+        found = {path: json.loads(path.read_text()) for path in sorted(self.folder.glob("running-*.json"))}
+        found = {path: record for path, record in found.items() if out is None or record.get("out") == str(out)}
+        for path, record in found.items():
             end_recorded(record)
             path.unlink(missing_ok=True)
-            say(f"stopped the quickstart of process {record['driver']['pid']}")
+            say(f"stopped the quickstart of process {record['driver']['pid']}, which wrote to {record.get("out", "a folder of its own")}")
         if not found:
-            say("no quickstart is running")
+            say("no quickstart is running" if out is None else f"no quickstart is running that writes to {out}")
         return 0
 
 

@@ -253,11 +253,17 @@ def test_server_killed_in_mid_run_then_training_ends_naming_it_and_a_new_run_goe
 
 
 def test_stop_while_the_server_starts_then_no_process_is_left(tmp_path):
-    with Quickstart(tmp_path / "run") as quickstart:
+    out = tmp_path / "run"
+    with Quickstart(out) as quickstart:
         quickstart.read_until("2/4 starting SGLang")
         quickstart.read_until("waiting for the SGLang server")
         [server] = quickstart.groups()
-        subprocess.run([sys.executable, RUN, "--stop"], check=True, timeout=60)
+        # Only this one: another test's quickstart may be running in the same checkout.
+        elsewhere = subprocess.run([sys.executable, RUN, "--stop", "--out", tmp_path], stdout=subprocess.PIPE, text=True)
+        assert elsewhere.stdout == f"[quickstart] no quickstart is running that writes to {tmp_path}\n"
+        assert quickstart.process.poll() is None
+        subprocess.run([sys.executable, RUN, "--stop", "--out", out], check=True, timeout=60)
         assert quickstart.finish() == 143
+        assert "stopped by SIGTERM" in quickstart.text
     assert group_members(server) == []
     assert left_of(tmp_path / "run") == []

@@ -67,5 +67,5 @@ def test_doctor_when_seeds_are_heeded_then_it_says_so(client):
     probe = Probe(client, client.base_urls[0])
     rows, _ = client.wait(ask_quick(probe, Expected()))
     (row,) = [row for row in rows if row.check == "seeds"]
-    assert (row.status, row.said) == ("ok", "3 seeds gave 3 responses of 24 tokens, one seed twice gave one")
+    assert (row.status, row.message) == ("ok", "3 seeds gave 3 responses of 24 tokens, one seed twice gave one")
     assert Examination(probe.url, rows).findings == []
