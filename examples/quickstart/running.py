@@ -44,7 +44,7 @@ class Running:
         for path, record in found.items():
             end_recorded(record)
             path.unlink(missing_ok=True)
-            say(f"stopped the quickstart of process {record['driver']['pid']}, which wrote to {record.get("out", "a folder of its own")}")
+            say(f"stopped the quickstart of process {record['driver']['pid']}")
         if not found:
             say("no quickstart is running" if out is None else f"no quickstart is running that writes to {out}")
         return 0
