@@ -49,7 +49,8 @@ def parse_arguments(argv):
     add("--asynchronous", action="store_true",
         help="train twice: each step waiting for its samples, then with samples that are made during the step before")
     add("--out", type=Path, help="new folder for the run (default runs/quickstart/TIME-seedN)")
-    add("--stop", action="store_true", help="end every quickstart that is running, and all it started; with --out that run alone")
+    add("--stop", action="store_true",
+        help="end every quickstart that is running, and all it started; with --out that run alone")
     add("launcher_flags", nargs="*", metavar="-- FLAGS", help="appended to the launcher's command")
     return parser.parse_args(argv)
 

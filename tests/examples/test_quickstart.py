@@ -259,10 +259,11 @@ def test_stop_while_the_server_starts_then_no_process_is_left(tmp_path):
         quickstart.read_until("waiting for the SGLang server")
         [server] = quickstart.groups()
         # Only this one: another test's quickstart may be running in the same checkout.
-        elsewhere = subprocess.run([sys.executable, RUN, "--stop", "--out", tmp_path], stdout=subprocess.PIPE, text=True)
+        stop = [sys.executable, RUN, "--stop", "--out"]
+        elsewhere = subprocess.run([*stop, tmp_path], capture_output=True, text=True, timeout=60)
         assert elsewhere.stdout == f"[quickstart] no quickstart is running that writes to {tmp_path}\n"
         assert quickstart.process.poll() is None
-        subprocess.run([sys.executable, RUN, "--stop", "--out", out], check=True, timeout=60)
+        subprocess.run([*stop, out], check=True, timeout=60)
         assert quickstart.finish() == 143
         assert "stopped by SIGTERM" in quickstart.text
     assert group_members(server) == []
