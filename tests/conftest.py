@@ -1,5 +1,6 @@
 """The tiny model and the real SGLang server that tests share: made once a session, if a test asks."""
 
+import functools
 import importlib.util
 import json
 import os
@@ -29,6 +30,19 @@ def tiny_moe_dir(tmp_path_factory) -> Path:
         [sys.executable, ROOT / "examples/quickstart/make_model.py", out, "--seed", "0"], check=True
     )
     return out
+
+
+@pytest.fixture(scope="session")
+def hf_reference(tmp_path_factory):
+    """hf_reference(model_dir): the path of what mcore/hf_reference.py saves of it, made once a session."""
+
+    @functools.cache
+    def made(model_dir: Path) -> Path:
+        path = tmp_path_factory.mktemp("hf_reference") / "reference.pt"
+        subprocess.run([sys.executable, ROOT / "tests/mcore/hf_reference.py", model_dir, path], check=True)
+        return path
+
+    return made
 
 
 @pytest.fixture(scope="session")

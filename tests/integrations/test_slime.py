@@ -7,8 +7,6 @@ As called in slime v0.2.0, v0.2.1, v0.2.2, v0.2.4, v0.3.0, v0.3.1 and main at 62
 
 import importlib
 import inspect
-import subprocess
-import sys
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +16,7 @@ import torch
 
 from megatron_rl_corr import RolloutCorrectionConfig, compute_correction
 from megatron_rl_corr.integrations.slime import correct
-from tools.cpu import environment
+from tests.megatron_forks import run_megatron
 
 HERE = Path(__file__).resolve().parent
 NAN = float("nan")
@@ -196,10 +194,7 @@ def ranks(whole, settings, tmp_path_factory):
             ],
         }  # fmt: skip
     torch.save(cases, folder / "cases.pt")
-    done = subprocess.run(
-        [sys.executable, HERE / "slime_worker.py", folder], env=environment("megatron"), capture_output=True, text=True,
-        timeout=120,
-    )
+    done = run_megatron(HERE / "slime_worker.py", folder)
     assert done.returncode == 0, done.stderr[-4000:]
     return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
 

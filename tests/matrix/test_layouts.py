@@ -24,10 +24,8 @@ OLDER = [release for release in OVERLAID if release != OVERLAID[-1]] if len(chos
 
 
 @pytest.fixture(scope="module")
-def reference(tiny_moe_dir, tmp_path_factory):
-    path = tmp_path_factory.mktemp("reference") / "reference.pt"
-    subprocess.run([sys.executable, MCORE / "hf_reference.py", tiny_moe_dir, path], check=True, capture_output=True)
-    return path
+def reference(tiny_moe_dir, hf_reference):
+    return hf_reference(tiny_moe_dir)
 
 
 @pytest.mark.parametrize("release", OLDER)

@@ -17,11 +17,9 @@ AGAINST_NEWEST = 1e-6  # float32 against float32
 
 
 @pytest.fixture(scope="module")
-def reference(tiny_moe_dir, tmp_path_factory):
+def reference(tiny_moe_dir, hf_reference):
     """hf_reference.py's results, which share no code with the package: their path."""
-    path = tmp_path_factory.mktemp("reference") / "reference.pt"
-    subprocess.run([sys.executable, MCORE / "hf_reference.py", tiny_moe_dir, path], check=True, capture_output=True)
-    return path
+    return hf_reference(tiny_moe_dir)
 
 
 @pytest.fixture(scope="module")

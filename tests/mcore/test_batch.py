@@ -1,13 +1,11 @@
 """Samples as rows of tensors, by hand: position t predicts token t + 1."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tools.cpu import environment
+from tests.megatron_forks import run_megatron
 
 HERE = Path(__file__).resolve().parent
 NAN = float("nan")
@@ -17,10 +15,7 @@ NAN = float("nan")
 def made(tmp_path_factory) -> dict:
     """What batch_worker.py saved: it imports Megatron, which this process must not."""
     path = tmp_path_factory.mktemp("batch") / "batch.pt"
-    done = subprocess.run(
-        [sys.executable, HERE / "batch_worker.py", path], env=environment("megatron"), capture_output=True,
-        text=True, timeout=300,
-    )
+    done = run_megatron(HERE / "batch_worker.py", path)
     assert done.returncode == 0, done.stderr[-4000:]
     return torch.load(path) | {"two ranks": [torch.load(f"{path}.{rank}") for rank in range(2)]}
 

@@ -1,14 +1,12 @@
 """Two policies: the current one is corrected against pi_rollout in the loss, one microbatch at a time."""
 
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tools.cpu import environment
+from tests.megatron_forks import run_megatron
 
 HERE = Path(__file__).resolve().parent
 
@@ -17,10 +15,7 @@ HERE = Path(__file__).resolve().parent
 def made(tmp_path_factory) -> dict:
     """What bypass_worker.py saved: it imports Megatron, which this process must not."""
     path = tmp_path_factory.mktemp("bypass") / "bypass.pt"
-    done = subprocess.run(
-        [sys.executable, HERE / "bypass_worker.py", path], env=environment("megatron"), capture_output=True,
-        text=True, timeout=300,
-    )
+    done = run_megatron(HERE / "bypass_worker.py", path)
     assert done.returncode == 0, done.stderr[-4000:]
     return torch.load(path)
 

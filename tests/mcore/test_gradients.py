@@ -7,8 +7,6 @@ every metric.
 import itertools
 import json
 import math
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -17,7 +15,7 @@ import torch
 
 from tests.core.naive import HIGH, LOW, Batch, clamp, correct, mean
 from tests.mcore.layout_cases import CONFIGS, LENGTH
-from tools.cpu import environment
+from tests.megatron_forks import run_megatron
 
 HERE = Path(__file__).resolve().parent
 TOLERANCE = 1e-5  # of float32 Megatron against float64; measured 1e-6
@@ -83,22 +81,20 @@ def tiny_dense_dir(tiny_moe_dir, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def reference_of(tmp_path_factory):
+def reference_of(hf_reference):
     """hf_reference.py's results for a model directory: their path, and them."""
 
     @cache
     def reference(model_dir):
-        path = tmp_path_factory.mktemp("reference") / "reference.pt"
-        subprocess.run([sys.executable, HERE / "hf_reference.py", model_dir, path], check=True)
+        path = hf_reference(model_dir)
         return path, torch.load(path, weights_only=True)
 
     return reference
 
 
 def results(processes, model_dir, reference, chosen):
-    run = subprocess.run(
-        [sys.executable, HERE / "layout_worker.py", str(processes), model_dir, reference, *map(json.dumps, chosen)],
-        env=environment("megatron"), capture_output=True, text=True, timeout=600,
+    run = run_megatron(
+        HERE / "layout_worker.py", processes, model_dir, reference, *map(json.dumps, chosen), timeout=600
     )
     lines = [line for line in run.stdout.splitlines() if line.startswith("RESULT ")]
     found = [json.loads(line.removeprefix("RESULT ")) for line in lines]

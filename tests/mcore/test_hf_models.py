@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from megatron_rl_corr.models.names import ARCHITECTURES
 from megatron_rl_corr.rollout import LoopThread, RolloutClient, SamplingParams
 from tests.mcore.tiny_models import MODELS, VOCAB, make_model
+from tests.megatron_forks import run_megatron
 from tools.cpu import environment, gpu_available, sglang_arguments
 from tools.local_server import LocalServer
 
@@ -32,8 +33,11 @@ TOLERANCE = 5e-5
 
 def results(*arguments, worker=WORKER, engine="megatron") -> list[dict]:
     """What the worker says of each model."""
-    command = [sys.executable, "-W", "ignore", worker, *map(str, arguments)]
-    answer = subprocess.run(command, env=environment(engine), capture_output=True, text=True, timeout=300)
+    if engine == "megatron":
+        answer = run_megatron(worker, *arguments)
+    else:
+        command = [sys.executable, "-W", "ignore", worker, *map(str, arguments)]
+        answer = subprocess.run(command, env=environment(engine), capture_output=True, text=True, timeout=300)
     assert answer.returncode == 0, answer.stderr[-3000:]
     lines = [line.removeprefix("RESULT ") for line in answer.stdout.splitlines() if line.startswith("RESULT ")]
     return [json.loads(line) for line in lines]

@@ -1,12 +1,10 @@
 """What the hooks replace, and what they refuse, in processes of their own: pytest's never imports Megatron."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
-from tools.cpu import environment
+from tests.megatron_forks import run_megatron
 
 START = """
 import json, sys, types
@@ -30,7 +28,7 @@ CASES = {}
 
 
 @pytest.fixture(scope="module")
-def results():
+def results(tmp_path_factory):
     """Name -> what the case said; Megatron is imported once, and every case has a fork of that."""
     code = START + """
 import os
@@ -42,10 +40,9 @@ for name, case in json.loads(sys.argv[1]).items():
         os._exit(0)
     os.wait()
 """
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code, json.dumps(CASES)], env=environment("megatron"),
-        capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
+    script = tmp_path_factory.mktemp("hooks") / "cases.py"
+    script.write_text(code)
+    done = run_megatron(script, json.dumps(CASES))
     lines = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     found = {case["case"]: case for case in map(json.loads, lines)}
     assert found.keys() == CASES.keys(), done.stderr[-3000:]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.megatron_forks import run_megatron
 from tools.cpu import environment
 from tools.local_server import free_port
 
@@ -44,10 +45,7 @@ def test_hidden_states_when_instead_of_logits_then_the_same_loss_scores_and_ever
 @pytest.fixture(scope="module")
 def refusals() -> dict[str, str]:
     """What output_refusals.py prints: importing Megatron changes how tensors are pickled, so not in this process."""
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", WORKER.with_name("output_refusals.py")], env=environment("megatron"),
-        capture_output=True, text=True, timeout=120,
-    )
+    run = run_megatron(WORKER.with_name("output_refusals.py"))
     lines = [line.removeprefix("RESULT ") for line in run.stdout.splitlines() if line.startswith("RESULT ")]
     assert run.returncode == 0, run.stderr[-3000:]
     return dict(map(json.loads, lines))

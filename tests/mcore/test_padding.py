@@ -1,14 +1,12 @@
 """What MoE's routers learn from padded rows, on real Megatron: as from the same samples without padding."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tools.cpu import environment
+from tests.megatron_forks import run_megatron
 
 HERE = Path(__file__).resolve().parent
 TOLERANCE = 1e-4
@@ -28,11 +26,7 @@ def run(tiny_moe_dir, tmp_path_factory):
 
     def of(processes, specs):
         out = tmp_path_factory.mktemp("padding") / f"{processes}.pt"
-        command = [sys.executable, HERE / "padding_worker.py", str(processes), tiny_moe_dir, out]
-        ended = subprocess.run(
-            [*command, *map(json.dumps, specs)], env=environment("megatron"), capture_output=True, text=True,
-            timeout=300,
-        )
+        ended = run_megatron(HERE / "padding_worker.py", processes, tiny_moe_dir, out, *map(json.dumps, specs))
         assert ended.returncode == 0, ended.stderr[-3000:]
         found = []
         for ranks in torch.load(out):

@@ -3,15 +3,14 @@ flipped in a real model: what is compared or refused moves log-probs, and what i
 """
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.mcore.policy_cases import COMPARED, IGNORED, NOT_RUN, TRAINING
 from tests.mcore.tiny_models import make_model
-from tools.cpu import environment, gpu_available
+from tests.megatron_forks import run_megatron
+from tools.cpu import gpu_available
 
 pytestmark = pytest.mark.skipif(gpu_available(), reason="without a GPU only")
 
@@ -32,8 +31,7 @@ def said(tmp_path_factory):
         make_model(name, root / name)
     flips = [[flag, kind, flip._asdict()] for kind, flips in KINDS.items() for flag, flip in flips.items()]
     (root / "flips.json").write_text(json.dumps(flips))
-    command = [sys.executable, "-W", "ignore", WORKER, root / "flips.json", *(root / name for name in names)]
-    answer = subprocess.run(command, env=environment("megatron"), capture_output=True, text=True, timeout=300)
+    answer = run_megatron(WORKER, root / "flips.json", *(root / name for name in names))
     assert answer.returncode == 0, answer.stderr[-3000:]
     lines = [json.loads(line.removeprefix("RESULT ")) for line in answer.stdout.splitlines() if "RESULT " in line]
     flipped = {kind: {line["flip"]: line for line in lines[:-1] if line["kind"] == kind} for kind in KINDS}

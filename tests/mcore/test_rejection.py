@@ -3,37 +3,32 @@ and the first step's bound."""
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tools.cpu import environment
+from tests.megatron_forks import run_megatron
 
 HERE = Path(__file__).resolve().parent
 LAYOUTS = [{"ep": 2}, {"cp": 2}, {"pp": 2}]
 
 
 @pytest.fixture(scope="module")
-def reference(tiny_moe_dir, tmp_path_factory):
-    path = tmp_path_factory.mktemp("rejection") / "reference.pt"
-    subprocess.run([sys.executable, HERE / "hf_reference.py", tiny_moe_dir, path], check=True)
-    return path
+def reference(tiny_moe_dir, hf_reference):
+    return hf_reference(tiny_moe_dir)
 
 
 @pytest.fixture(scope="module")
-def results(tiny_moe_dir, reference):
+def results(tiny_moe_dir, reference, tmp_path_factory):
     """What rejection_worker.py saved for each rank: of one process, then of each layout of two."""
 
+    folder = tmp_path_factory.mktemp("rejection")
+
     def of(processes, layouts):
-        out = reference.with_name(f"{processes}.pt")
-        command = [sys.executable, HERE / "rejection_worker.py", str(processes), tiny_moe_dir, reference, out]
-        run = subprocess.run(
-            [*command, *map(json.dumps, layouts)], env=environment("megatron"), capture_output=True, text=True,
-            timeout=600,
-        )
+        out = folder / f"{processes}.pt"
+        arguments = [processes, tiny_moe_dir, reference, out, *map(json.dumps, layouts)]
+        run = run_megatron(HERE / "rejection_worker.py", *arguments, timeout=600)
         assert run.returncode == 0, run.stderr[-3000:]
         return torch.load(out)
 

@@ -1,12 +1,10 @@
 """What is refused of routers that can not be replayed or watched, in a process of its own: ours imports no Megatron."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
-from tools.cpu import environment
+from tests.megatron_forks import run_megatron
 
 CODE = """
 import json, sys
@@ -44,11 +42,10 @@ print("RESULT " + json.dumps(found))
 
 
 @pytest.fixture(scope="module")
-def results():
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CODE], env=environment("megatron"), capture_output=True, text=True,
-        timeout=200,
-    )  # fmt: skip
+def results(tmp_path_factory):
+    script = tmp_path_factory.mktemp("router_flags") / "cases.py"
+    script.write_text(CODE)
+    done = run_megatron(script)
     [line] = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")] or [done.stderr[-3000:]]
     return json.loads(line.removeprefix("RESULT "))
 

@@ -5,14 +5,12 @@ would. T tokens of a sample, M layers, k experts a token.
 """
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tools.cpu import environment
+from tests.megatron_forks import run_megatron
 
 HERE = Path(__file__).resolve().parent
 LAYERS, TOP_K, EXPERTS, SAMPLES, ROWS = 4, 2, 8, 16, 2
@@ -49,10 +47,8 @@ def worked(processes, model_dir, folder, samples, specs):
     """replay_worker.py's results: by layout, by rank, by run."""
     source, out = folder / f"samples{processes}.pt", folder / f"out{processes}.pt"
     torch.save(samples, source)
-    run = subprocess.run(
-        [sys.executable, HERE / "replay_worker.py", str(processes), model_dir, source, out, *map(json.dumps, specs)],
-        env=environment("megatron"), capture_output=True, text=True, timeout=600,
-    )
+    arguments = [processes, model_dir, source, out, *map(json.dumps, specs)]
+    run = run_megatron(HERE / "replay_worker.py", *arguments, timeout=600)
     assert run.returncode == 0, run.stderr[-4000:]
     return torch.load(out)
 
@@ -297,10 +293,7 @@ def test_rejection_by_routing_when_one_expert_of_eight_differs_then_those_tokens
 
 def dense_layers(*what, start):
     """What dense_layers_worker.py says in lines that begin so."""
-    run = subprocess.run(
-        [sys.executable, HERE / "dense_layers_worker.py", *what], env=environment("megatron"), capture_output=True,
-        text=True, timeout=300,
-    )  # fmt: skip
+    run = run_megatron(HERE / "dense_layers_worker.py", *what)
     assert run.returncode == 0, run.stderr[-3000:]
     return [json.loads(line.removeprefix(start)) for line in run.stdout.splitlines() if line.startswith(start)]
 
