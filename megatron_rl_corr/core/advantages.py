@@ -18,9 +18,19 @@ def group_advantages(
     """Advantage of each row, [N] float32; mean and std are over the rows of its group that count in the baseline.
 
     group_mean: r - mean. grpo: that over (population std + 1e-6). rloo: r - mean of the other rows; for a row outside
-    the baseline all that count are others. raw: r. rewards [N]; group_ids [N] int64 in [0, num_groups); in_baseline
-    [N] bool (default all). A row whose group has nothing to compare it with gets 0. Sources: GRPO, arXiv:2402.03300,
-    eq. 4; Dr.GRPO, arXiv:2503.20783; RLOO, arXiv:2402.14740, eq. 8.
+    the baseline all that count are others. raw: r. A row whose group has no row to compare it with gets 0.
+
+    Sources: GRPO, arXiv:2402.03300, eq. 4; Dr.GRPO, arXiv:2503.20783; RLOO, arXiv:2402.14740, eq. 8.
+
+    Args:
+        rewards: [N] float; those outside the baseline may be NaN.
+        group_ids: [N] int64 in [0, num_groups).
+        num_groups: G.
+        kind: one of KINDS.
+        in_baseline: [N] bool, the rows that mean and std count; None: all.
+
+    Raises:
+        ValueError: an unknown kind.
     """
     if kind not in KINDS:
         raise ValueError(f"advantage must be one of {', '.join(KINDS)}, got {kind!r}")

@@ -22,8 +22,17 @@ def token_coefficients(
     With n the tokens of a sequence, N those of the global batch, G its sequences of n > 0, and L the constant
     loss_scale_length: token-mean 1 / N; seq-mean-token-mean 1 / (n G); seq-mean-token-sum 1 / G;
     seq-mean-token-sum-norm 1 / (L G). n, N and G count valid tokens or kept ones (loss_denominator); c is 0 outside
-    correction.mask. The correction knows whole sequences, so no collective is needed. Sources: DAPO,
-    arXiv:2503.14476 (token mean); Dr.GRPO, arXiv:2503.20783 (constant length).
+    correction.mask. The correction knows whole sequences, so no collective is needed.
+
+    Sources: DAPO, arXiv:2503.14476 (token mean); Dr.GRPO, arXiv:2503.20783 (constant length).
+
+    Args:
+        correction: of these T tokens, with the lengths of their sequences.
+        seq_ids: [T] int64 in [0, S), as the correction was computed with.
+        config: aggregation, loss_denominator, loss_scale_length.
+
+    Raises:
+        ValueError: the correction's lengths are of another loss_denominator.
     """
     kind = config.aggregation
     if kind == "token-mean":

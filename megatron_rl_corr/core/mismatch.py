@@ -146,7 +146,13 @@ def _log_ratio_histogram(size: Tensor, one: Tensor) -> tuple[Tensor, ...]:
 
 
 def weight_metrics(weights: Tensor, out_of_bounds: Tensor, ratios: TokenRatios) -> Parts:
-    """Spread of the final weights [T] float64 over the valid tokens, and the share that a bound changed."""
+    """Spread of the final weights over the valid tokens, and the share that a bound changed.
+
+    Args:
+        weights: [T] float64, 0 outside the valid tokens.
+        out_of_bounds: [T] bool, where a bound acted.
+        ratios: of the tokens.
+    """
     count, total, squares = ratios.valid_tokens, weights.sum(), torch.dot(weights, weights)
     return {
         "weight_mean": (m.Mean, (total, count)),
@@ -186,7 +192,10 @@ _EXPONENTS = {
 def sequence_metrics(sums: SpanSums, kept_sequences: Tensor, *, owner: bool) -> Parts:
     """Perplexities, their gap and chi-square, as means over the sequences that have valid tokens.
 
-    Every context-parallel rank holds all of it: only their owner counts it.
+    Args:
+        sums: over whole sequences, the same on every context-parallel rank.
+        kept_sequences: [S] bool.
+        owner: this rank counts them; the other context-parallel ranks add 0.
     """
     # 0 where a sequence has no valid token, and so is all that is made of them.
     means, present = sums.sequence_means, sums.present

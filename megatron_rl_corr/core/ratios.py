@@ -46,7 +46,13 @@ class TokenRatios:
     def of(
         cls, train_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor, inputs: Mapping[str, Tensor]
     ) -> TokenRatios:
-        """The ratios of log-probs [T] under a loss mask [T]; what stands outside of the mask never matters."""
+        """The ratios of log-probs under a loss mask; values outside the mask never matter.
+
+        Args:
+            train_logprobs, rollout_logprobs: [T] float.
+            loss_mask: [T], nonzero for the tokens that are trained.
+            inputs: [T] each, by their names in config/rules.RULE_INPUTS.
+        """
         train, rollout, in_mask = train_logprobs.float(), rollout_logprobs.float(), loss_mask.bool()
         difference = train - rollout
         valid = in_mask & (difference.abs() < torch.inf)  # inf - inf is NaN, which is no smaller
@@ -73,7 +79,7 @@ class TokenRatios:
         return self.one.sum()
 
     def free_rows(self) -> None:
-        """Let go of the rows that were made on demand; one that is needed again is made again."""
+        """Free the rows that were computed on demand; one that is needed again is computed again."""
         for name in ("rho_less_one", "one"):
             vars(self).pop(name, None)
 
@@ -107,6 +113,7 @@ class Spans:
 
     @property
     def num_units(self) -> int:
+        """U."""
         return self.num_sequences * self.num_turns
 
     def all_reduce_sums(self, columns: Columns, groups: ParallelGroups | None) -> SpanSums:
@@ -132,20 +139,22 @@ class SpanSums:
 
     @cached_property
     def by_unit(self) -> Mapping[str, Tensor]:
+        """The sums over each unit: float64 [U] by name."""
         return dict(zip(self.names, self.units.unbind(), strict=True))
 
     @cached_property
     def by_sequence(self) -> Mapping[str, Tensor]:
+        """The sums over each sequence: float64 [S] by name."""
         return dict(zip(self.names, self.sequences.unbind(), strict=True))
 
     @cached_property
     def unit_means(self) -> Mapping[str, Tensor]:
-        """0 for a unit without valid tokens."""
+        """Means over the valid tokens of each unit: float64 [U] by name; 0 without valid tokens."""
         return dict(zip(self.names, (self.units / self.by_unit["tokens"].clamp(min=1)).unbind(), strict=True))
 
     @cached_property
     def sequence_means(self) -> Mapping[str, Tensor]:
-        """0 for a sequence without valid tokens."""
+        """Means over the valid tokens of each sequence: float64 [S] by name; 0 without valid tokens."""
         means = self.sequences / self.by_sequence["tokens"].clamp(min=1)
         return dict(zip(self.names, means.unbind(), strict=True))
 

@@ -83,7 +83,15 @@ def _outside(rule: RejectionRule, ratios: TokenRatios) -> Tensor:
 def reject(
     config: RolloutCorrectionConfig, ratios: TokenRatios, spans: Spans, sums: SpanSums, verdicts: dict[str, Tensor]
 ) -> Rejection:
-    """Apply every rule. `verdicts` are those of tokens (bool [T]), from token_verdicts and M2PO's mask."""
+    """Apply every rule: a token stays in the loss where all rules keep it.
+
+    Args:
+        config: its rollout_rs are the rules.
+        ratios: of the tokens.
+        spans: their sequences and turns.
+        sums: over whole units and sequences, of `span_columns`.
+        verdicts: bool [T] by name, the valid tokens that rules about tokens keep: `token_verdicts` and M2PO's mask.
+    """
     kept_by, kept_sequences, kept_units = dict(verdicts), sums.present, None
     for rule in config.rollout_rs:
         if rule.level == "token":

@@ -38,6 +38,11 @@ def all_reduce_second_moment_mask(ratios: TokenRatios, bound: float, groups: Par
     """bool [T]: the valid tokens in the bins of D^2 up to the last whose running mean over the batch is within bound.
 
     A histogram instead of a sort: it adds up over ranks in one all-reduce, and every rank cuts at the same place.
+
+    Args:
+        ratios: of the tokens.
+        bound: largest mean of D^2 over the kept tokens, `rollout_m2_threshold`.
+        groups: the ranks that the batch is sharded over; None: this rank has all of it.
     """
     squares = ratios.log_ratio.square()
     bins = bins_of(squares)

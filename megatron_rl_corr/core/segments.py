@@ -16,10 +16,15 @@ Columns = Mapping[str, Callable[[], Tensor]]
 
 
 def segment_sums(columns: Columns, ids: Tensor, count: int) -> Tensor:
-    """The sum of each column over each segment: float64 [K, count]; ids [T] integers in [0, count).
+    """The sum of each column over each segment: float64 [K, count].
 
     float64, because on a GPU the order of additions is not fixed: in float32 two tensor-parallel ranks could put the
     same sequence on different sides of a bound.
+
+    Args:
+        columns: K functions that make a column [T] of any type.
+        ids: [T] integers in [0, count), the segment of each token.
+        count: segments.
     """
     sums = torch.zeros(len(columns), count, dtype=torch.float64, device=ids.device)
     for row, make in zip(sums.unbind(), columns.values(), strict=True):
@@ -30,8 +35,13 @@ def segment_sums(columns: Columns, ids: Tensor, count: int) -> Tensor:
 def turn_segments(seq_ids: Tensor, turn_ids: Tensor, num_turns: int) -> Tensor:
     """A number in [0, S * num_turns) for each token, the same for tokens of one turn of one sequence: [T] int64.
 
-    It depends on the pair alone, so that all context-parallel ranks number alike; turn_ids are in [0, num_turns).
-    Other turns may lie between the tokens of one.
+    It depends on the pair alone, so that all context-parallel ranks number alike. Tokens of other turns may lie between
+    those of one.
+
+    Args:
+        seq_ids: [T] int64 in [0, S).
+        turn_ids: [T] int64 in [0, num_turns).
+        num_turns: of a sequence, at most.
     """
     return seq_ids * num_turns + turn_ids
 

@@ -34,7 +34,13 @@ def importance_weights(
 ) -> ImportanceWeights | None:
     """w = rho of the token, or the product (sequence, turn) or geometric mean of rho over its unit, bounded.
 
-    None without weights (rollout_is None). The exponent is clamped to +-20.
+    The exponent is clamped to +-20. None without weights (rollout_is None).
+
+    Args:
+        config: the weights' level, mode and bounds.
+        ratios: of the tokens.
+        spans: their sequences and turns.
+        sums: over whole units and sequences, with the column log_ratio.
     """
     if config.rollout_is is None:
         return None
@@ -51,10 +57,18 @@ def importance_weights(
 
 
 def bounded(config: RolloutCorrectionConfig, weights: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
-    """(weights within the bounds, 0 where not `present`; where a bound acted, bool), for weights [U] float64.
+    """Weights within the bounds of the config.
 
     truncate: min(w, upper). clip: w into [lower, upper]. mask: w inside the closed interval, else 0 (IcePop). Whether
     w is inside is decided in float32, since log-probs are no finer.
+
+    Args:
+        config: the mode and the bounds.
+        weights: [U] float64.
+        present: [U] bool, the units with valid tokens.
+
+    Returns:
+        (weights [U] float64, 0 where not present; bool [U], where a bound acted).
     """
     lower, upper = config.rollout_is_lower, config.rollout_is_upper
     rounded = weights.float()

@@ -11,7 +11,7 @@ FORMS = "give path/to/file.py:name or package.module:name"
 
 
 def load(spec: str, flag: str) -> Callable:
-    """The function or class that the option `flag` names; errors as `load_with_module`'s."""
+    """The function or class that the option `flag` names; arguments and errors as `load_with_module`."""
     return load_with_module(spec, flag)[1]
 
 
@@ -20,17 +20,22 @@ def source_of(spec: str) -> str | None:
     source = spec.rpartition(":")[0]
     try:
         return Path(source).read_text(encoding="utf-8-sig") if source.endswith(".py") else None
-    except (OSError, UnicodeDecodeError):  # loading it says what is wrong
+    except (OSError, UnicodeDecodeError):  # loading it raises the error
         return None
 
 
 def load_with_module(spec: str, flag: str, text: str | None = None) -> tuple[ModuleType, Callable]:
-    """The module that `flag` was given, and the function or class in it.
+    """The module that an option names, and the function or class in it.
 
-    text: the file's, as `source_of` has read it before; None: it is read now.
+    Args:
+        spec: "path/to/file.py:name" or "package.module:name".
+        flag: the option, for errors.
+        text: the file's text, as `source_of` read it before; None: the file is read now.
 
-    Raises ValueError naming the flag and the remedy where there is no such file, module, name, or where it is
-    not callable. An exception of the user's own module is raised as it is.
+    Raises:
+        ValueError: there is no such file, module or name, or it is not callable; the message names the flag and the
+            remedy.
+        Exception: what the user's own module raises, as it is.
     """
     source, colon, name = spec.rpartition(":")
     if not colon or not source or not name:

@@ -20,12 +20,20 @@ class Prompt:
     """The row's other keys, for the reward function; with "prompt", the text, where the row had text."""
 
     def copied(self) -> "Prompt":
-        """For code of the user, which may change its lists and dicts: the row is sampled again, by others too."""
+        """A copy for the user's code, which may change its lists and dicts: other samples use the row as well."""
         return replace(self, input_ids=list(self.input_ids), metadata=_copied(self.metadata))
 
 
 class PromptDataset:
-    """Prompts in an endless sequence of shuffled epochs."""
+    """Prompts in an endless sequence of shuffled epochs.
+
+    Args:
+        prompts: the rows of the data set.
+        seed: of the order, in [0, 2**32).
+
+    Raises:
+        ValueError: no prompts, or a seed out of its range.
+    """
 
     def __init__(self, prompts: Sequence[Prompt], *, seed: int = 0):
         if not prompts:
@@ -40,9 +48,17 @@ class PromptDataset:
     def from_jsonl(
         cls, path: str | Path, tokenizer_encode: Callable[[str], list[int]] | None = None, *, seed: int = 0
     ) -> "PromptDataset":
-        """Rows are {"input_ids": [...]} or {"prompt": "text"}, with any further keys.
+        """The data set in a file of JSON lines: {"input_ids": [...]} or {"prompt": "text"}, with any further keys.
 
-        Text is tokenised here, once, by tokenizer_encode(text). Raises ValueError naming file and line.
+        Args:
+            path: of the file; blank lines are skipped.
+            tokenizer_encode: tokenizer_encode(text) -> token ids, called once for each row with text; None: rows have
+                no text.
+            seed: of the order, in [0, 2**32).
+
+        Raises:
+            ValueError: a row is wrong (the message names file and line), the file has none, or the seed is out of its
+                range.
         """
         prompts = []
         with open(path, "rb") as lines:
@@ -68,8 +84,11 @@ class PromptDataset:
     def batch(self, step: int, n: int) -> list[Prompt]:
         """Prompts [step * n, step * n + n) of the sequence: the same for the same file, seed, step and n.
 
-        Nothing is remembered between calls, so a run that resumes at a step sees the prompts it would have
-        seen. Within an epoch every prompt comes once; a batch may run over into the next epoch.
+        No state is kept between calls, so a run that resumes at a step gets the prompts that it would have had. Within
+        an epoch every prompt comes once; a batch may run over into the next epoch.
+
+        Raises:
+            ValueError: step below 0, or n below 1.
         """
         if step < 0 or n < 1:
             raise ValueError(f"step must be at least 0 and n at least 1, got {step} and {n}")

@@ -41,9 +41,16 @@ class RewardProcess:
 
     @classmethod
     async def start(cls, spec: str, text: str | None) -> RewardProcess:
-        """text: the file's that spec names, the same for all workers of a run, or None for a module.
+        """Start a process and load the reward function in it.
 
-        ValueError with the traceback of the user's file or setup(), or where both take more than START_LIMIT_S."""
+        Args:
+            spec: "path/to/file.py:name" or "package.module:name".
+            text: the text of that file, the same for all workers of a run; None for a module.
+
+        Raises:
+            ValueError: the user's file or its setup() failed (with the traceback), ended the process, or took more than
+                START_LIMIT_S.
+        """
         mine, its = socket.socketpair()
         environment = {
             name: value for name, value in os.environ.items()
@@ -74,10 +81,18 @@ class RewardProcess:
 
     @property
     def pid(self) -> int:
+        """Number of the process."""
         return self._process.pid
 
     async def ask(self, job: dict[str, Any]) -> dict[str, Any]:
-        """{"value": the reward} or {"error": a traceback}; of {"text": ...} the message that it begins with."""
+        """Send a message and return the answer: {"value": the reward} or {"error": a traceback}.
+
+        Args:
+            job: index, input_ids, metadata, output_ids and finish_reason of a sample; {"text": ...} as the first one.
+
+        Raises:
+            WorkerGone: the process ended.
+        """
         try:
             self._writer.write(frame(job))
             await self._writer.drain()
@@ -90,7 +105,7 @@ class RewardProcess:
             raise WorkerGone(f"its process ended {_how(self._process.returncode)}") from None
 
     async def end(self) -> None:
-        """Kill it and what it has started, unless that has made itself a process group of its own."""
+        """Kill the process and those that it started, except those in a process group of their own."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         await self._process.wait()

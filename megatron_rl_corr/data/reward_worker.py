@@ -33,7 +33,15 @@ DEFAULT_WORKERS = 4
 
 
 def checked_reward(value: object, source: str) -> float:
-    """The number, as float32 has it. ValueError that names who gave it."""
+    """The reward rounded to float32.
+
+    Args:
+        value: what the user's code returned.
+        source: that code, for the error.
+
+    Raises:
+        ValueError: not a number, or not finite in float32.
+    """
     if not isinstance(value, Real):
         raise ValueError(f"{source} must return a number, got {value!r} ({type(value).__name__})")
     try:
@@ -57,15 +65,15 @@ def frame(message: dict[str, Any]) -> bytes:
 
 
 def attempt(call: Callable[[], Any]) -> dict[str, Any]:
-    """{"value": what the user's code returns} or {"error": its traceback}, of whatever it raises, exit() included.
+    """{"value": what the user's code returns} or {"error": the traceback of what it raises}, exit() included.
 
-    A process that the code has forked, and that comes out of it, ends here: two would answer over one socket.
+    A process that the code has forked, and that returns from it, ends here: two would answer over one socket.
     """
     own_pid = os.getpid()
     try:
         return {"value": call()}
     except BaseException as error:  # noqa: BLE001  the trainer counts it, and shows the traceback
-        if isinstance(error, ValueError) and str(error).startswith(FLAG):  # ours, which says all
+        if isinstance(error, ValueError) and str(error).startswith(FLAG):  # from this package: no traceback needed
             return {"error": str(error)}
         own = error.__traceback__.tb_next  # without this frame
         return {"error": "".join(traceback.format_exception(type(error), error, own)).strip()}
@@ -75,15 +83,24 @@ def attempt(call: Callable[[], Any]) -> dict[str, Any]:
 
 
 def score(function: Callable, prompt: Prompt, output_ids: list[int], finish_reason: str) -> float:
-    """What the function returns, if it is a number that is finite in float32."""
+    """The reward that the function returns for a sample.
+
+    Raises:
+        ValueError: as `checked_reward`.
+    """
     return checked_reward(function(prompt, output_ids, finish_reason), FLAG)
 
 
 def serve(spec: str, descriptor: int, parent: int) -> None:
-    """Load the function, call its file's setup() if there is one, then answer until the trainer hangs up.
+    """Load the function, call its file's setup() if there is one, then score samples until the trainer hangs up.
 
     The first message received is {"text": the file's}. The first sent is {"value": "async"} for an `async def`, which
     the trainer runs itself, else {"value": "plain"}.
+
+    Args:
+        spec: "path/to/file.py:name" or "package.module:name".
+        descriptor: number of the inherited socket to the trainer.
+        parent: process number of the trainer: this process ends with it.
     """
     _die_with(parent)
     os.set_inheritable(descriptor, False)  # what the function starts does not get it
@@ -133,7 +150,7 @@ async def _awaited(answer: Awaitable[Any]) -> None:
 
 
 def _die_with(parent: int) -> None:
-    """However the trainer ends: the kernel tells when the thread that started this process is gone."""
+    """End with the trainer, however it ends: the kernel kills this process when the thread that started it is gone."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)

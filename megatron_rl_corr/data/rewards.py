@@ -27,16 +27,25 @@ RewardFunction = Callable[[Prompt, list[int], str], float | Awaitable[float]]
 
 
 def load_function(spec: str) -> RewardFunction:
-    """The function named by "path/to/file.py:name" or "package.module:name"; errors as `load`'s."""
+    """The function named by "path/to/file.py:name" or "package.module:name".
+
+    Raises:
+        ValueError: as `load_with_module`.
+    """
     return load(spec, FLAG)
 
 
 class Rewards:
-    """Scores with the function named `spec`; None: the environments score.
+    """Scores samples with the user's reward function, or with the reward of their environments.
 
-    An `async def` runs on the event loop; a plain function in `workers` processes that load its file themselves, or,
-    with 0, in one thread of this process. A call may take limit_s. `late(failure)` is told how a call ended, None where
-    it went well, that nobody waited for any more. Start, use and close it on one event loop.
+    An `async def` runs on the event loop; a plain function in processes that load its file themselves, or in one thread
+    of this process. Start, use and close it on one event loop.
+
+    Args:
+        spec: the function, "path/to/file.py:name" or "package.module:name"; None: the environments score.
+        workers: processes for a plain function; 0: a thread of this process. None: DEFAULT_WORKERS.
+        limit_s: seconds that a call may take.
+        late: late(failure) is called when a call ends that was cancelled meanwhile; None: it had no failure.
     """
 
     def __init__(
@@ -48,7 +57,11 @@ class Rewards:
         self._pool: WorkerPool | None = None
 
     async def start(self) -> None:
-        """Load the function; ValueError, naming the flag, where that fails."""
+        """Load the function and start its workers.
+
+        Raises:
+            ValueError: the function cannot be loaded, or `reward_workers` has no effect on it.
+        """
         if self._spec is None:
             return
         workers = DEFAULT_WORKERS if self._workers is None else self._workers
@@ -90,16 +103,22 @@ class Rewards:
             await self._pool.close()
 
     async def score(self, prompt: Prompt, trajectory: Trajectory) -> float:
-        """The sample's reward, finite in float32. A function gets all behind the prompt, an environment's ids too.
+        """The sample's reward, finite in float32.
 
-        SampleFailure where there is none: `reward_timeout` past the limit, `reward_error` for an exception, with its
-        traceback, for no finite number, and where both or neither of environment and function give one.
+        Args:
+            prompt: the row of the data set.
+            trajectory: the sample. The function gets all ids after the prompt, those of an environment included.
+
+        Raises:
+            SampleFailure: there is no reward. Its cause is `reward_timeout` past the limit, and `reward_error` for an
+                exception (with its traceback), for a value that is not a finite number, and where both or neither of
+                environment and function give a reward.
         """
         own = trajectory.environment_reward
         if (self._spec is None) == (own is None):
-            said = "its environment's reward() gave none" if own is None else f"its environment's reward() gave {own}"
+            found = "its environment's reward() gave none" if own is None else f"its environment's reward() gave {own}"
             remedy = "give one of them" if own is None else "drop one of them"
-            raise SampleFailure("reward_error", f"{said}, and {FLAG} is {'not ' * (own is None)}given; {remedy}")
+            raise SampleFailure("reward_error", f"{found}, and {FLAG} is {'not ' * (own is None)}given; {remedy}")
         if own is not None:
             return own
         output_ids, reason = trajectory.output_ids.tolist(), trajectory.finish_reason
@@ -123,7 +142,7 @@ class Rewards:
             ) from None
 
     async def _awaited(self, *given: Any) -> float:
-        """Of an async function."""
+        """The reward from an async function."""
         try:
             value = await awaited(self._function(*given), self._limit_s)
         except CallTimeout as failure:

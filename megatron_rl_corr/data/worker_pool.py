@@ -14,7 +14,7 @@ from typing import Any, Protocol
 logger = logging.getLogger(__name__)
 
 GRACE_S = 5.0
-"""That a coroutine has to end once it is cancelled."""
+"""Seconds that a coroutine has to end once it is cancelled."""
 RESTARTS = 5
 """Attempts to put a new worker in the place of one that is gone, after 1, 2, 4, ... seconds."""
 
@@ -31,18 +31,26 @@ class Worker(Protocol):
     """Answers one call at a time."""
 
     async def ask(self, job: Any) -> Any:
-        """The answer. WorkerGone where it ended instead."""
+        """The answer.
+
+        Raises:
+            WorkerGone: the worker ended instead.
+        """
 
     async def end(self) -> None:
-        """Without waiting for a call that is running."""
+        """End the worker, without waiting for a call that is running."""
 
 
 class WorkerPool:
     """Workers, each of which answers one call at a time; more calls wait in line.
 
-    A call that takes longer than limit_s raises CallTimeout, its worker is ended, and another put in its place; time in
-    line does not count. Who is cancelled while the call runs leaves it running: unheard(task) is then called with it
-    once it has ended. For one event loop.
+    A call that takes longer than limit_s raises CallTimeout; its worker is ended and replaced. A call goes on when its
+    caller is cancelled. For one event loop.
+
+    Args:
+        start: starts a worker.
+        limit_s: seconds that a call may take, time in line not counted; None: no limit.
+        unheard: unheard(task) is called when a call ends whose caller was cancelled.
     """
 
     def __init__(
@@ -55,7 +63,11 @@ class WorkerPool:
         self._tasks: set[asyncio.Task] = set()
 
     async def start(self, count: int) -> None:
-        """Start so many, at once; the first failure is raised, and ends all."""
+        """Start so many workers at the same time.
+
+        Raises:
+            Exception: the first failure to start one, after all workers have ended.
+        """
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(count):
@@ -65,7 +77,13 @@ class WorkerPool:
             raise failures.exceptions[0] from None
 
     async def call(self, job: Any) -> Any:
-        """The answer of the first worker that is free."""
+        """The answer of the first worker that is free.
+
+        Raises:
+            CallTimeout: the call took longer than limit_s.
+            WorkerGone: its worker ended during the call.
+            ValueError, OSError: a worker is gone and could not be replaced.
+        """
         worker = await self._free.get()
         if isinstance(worker, BaseException):
             self._free.put_nowait(worker)  # for the others in line
@@ -113,7 +131,7 @@ class WorkerPool:
                 self._free.put_nowait(worker)
 
     async def _replace(self, worker: Worker) -> None:
-        """A new one for one that is gone. What can't be started any more is raised by every later call."""
+        """Start a new worker for one that is gone. If that fails for good, every later call raises the failure."""
         await worker.end()
         for attempt in range(RESTARTS):
             try:
@@ -139,7 +157,7 @@ class ThreadWorker:
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     async def ask(self, job: Callable[[], Any]) -> Any:
-        """What the function returns, or raises; of what is no exception, as exit(), a RuntimeError."""
+        """What the function returns or raises; exit() and the like become a RuntimeError."""
         loop = asyncio.get_running_loop()
         answer = loop.create_future()
         self._jobs.put((job, loop, answer))
@@ -162,9 +180,17 @@ class ThreadWorker:
 
 
 async def awaited(answer: Awaitable[Any], limit_s: float | None) -> Any:
-    """What the user's coroutine returns, or raises, as `as_exception` has it; CallTimeout past limit_s.
+    """What the user's coroutine returns.
 
     It runs in a task of its own: one that catches its cancellation and goes on is left behind after GRACE_S.
+
+    Args:
+        answer: the coroutine.
+        limit_s: seconds that it may take; None: no limit.
+
+    Raises:
+        CallTimeout: it took longer.
+        Exception: what it raises, converted by `as_exception`.
     """
     task = asyncio.get_running_loop().create_task(_as_exceptions(answer))
     try:
@@ -191,11 +217,11 @@ async def _as_exceptions(answer: Awaitable[Any]) -> Any:
 
 
 def as_exception(error: BaseException) -> Exception:
-    """As it may be raised on a loop, which exit(), a cancellation or StopIteration would end or confuse."""
+    """The error, or a RuntimeError for one that must not be raised on a loop: exit(), a cancellation, StopIteration."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
-    said = f"it called exit({error.code!r})" if isinstance(error, SystemExit) else f"it raised {error!r}"
-    raised = RuntimeError(said)
+    what = f"it called exit({error.code!r})" if isinstance(error, SystemExit) else f"it raised {error!r}"
+    raised = RuntimeError(what)
     raised.__cause__ = error
     return raised
 
@@ -211,10 +237,13 @@ def _set_exception(answer: asyncio.Future, error: Exception) -> None:
 
 
 class UserCalls:
-    """async methods run on the event loop; plain ones in one thread, one at a time, as if they were the only ones.
+    """Calls the user's methods: async ones on the event loop, plain ones in one thread, one at a time.
 
-    A call may take limit_s (None: as long as it likes), time in line not counted. A plain one that takes longer keeps
-    its thread, as it can't be ended, and the next ones get another. For one event loop.
+    A plain call that takes longer than limit_s keeps its thread, since it can't be ended, and the next calls get
+    another. For one event loop.
+
+    Args:
+        limit_s: seconds that a call may take, time in line not counted; None: no limit.
     """
 
     def __init__(self, limit_s: float | None = None):
@@ -223,10 +252,14 @@ class UserCalls:
         self._starting: asyncio.Task | None = None
 
     async def __call__(self, method: Callable, *given: Any) -> Any:
-        """What the method returns, or raises; CallTimeout past the limit.
+        """What the method returns.
 
-        A tool may try to end the program, or cancel what it waits for; asyncio would end the loop or the episode
-        without a word, and the run would wait for ever. So these are RuntimeErrors here.
+        A tool may try to end the program, or cancel what it waits for. asyncio would then end the loop or the episode
+        without an error, and the run would wait for ever; here these become RuntimeErrors.
+
+        Raises:
+            CallTimeout: it took longer than limit_s.
+            Exception: what it raises.
         """
         if not inspect.iscoroutinefunction(method):
             if self._starting is None:
@@ -239,7 +272,7 @@ class UserCalls:
         return await awaited(value, self._limit_s)
 
     async def close(self) -> None:
-        """Give the thread back."""
+        """End the thread."""
         await self._pool.close()
 
 

@@ -38,9 +38,14 @@ class SamplingMasks:
 
     @classmethod
     def of(cls, ids: Tensor, lengths: np.ndarray) -> SamplingMasks:
-        """From ids [I] and how many of them each token has, lengths [T] of any integer type.
+        """The masks of T tokens.
 
-        Raises ValueError where the lengths do not sum to I.
+        Args:
+            ids: [I] int32, the ids of one token after the other.
+            lengths: [T] of any integer type, how many ids each token has.
+
+        Raises:
+            ValueError: the lengths do not sum to I.
         """
         offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
         np.cumsum(lengths, out=offsets[1:])
@@ -53,7 +58,7 @@ class SamplingMasks:
         return len(self.host_offsets) - 1
 
     def tokens(self, start: int, stop: int) -> SamplingMasks:
-        """Those of tokens [start, stop)."""
+        """The masks of tokens [start, stop)."""
         own = self.host_offsets[start : stop + 1]
         return SamplingMasks(self.ids[own[0] : own[-1]], self.offsets[start : stop + 1] - int(own[0]), own - own[0])
 

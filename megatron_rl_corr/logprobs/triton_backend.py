@@ -38,6 +38,7 @@ class Blocks(NamedTuple):
 
     @property
     def columns(self) -> int:
+        """Columns of a tile."""
         return self.lanes * self.elements
 
     def span(self, columns: int, logits: Tensor) -> int:
@@ -61,12 +62,19 @@ def label_stats(
     chunk_tokens: int,
     blocks: Blocks = BLOCKS,
 ) -> Tensor:
-    """As torch_backend.label_stats, for logits in bfloat16, float16 or float32 with adjacent columns.
+    """Statistics of each token over this rank's columns: as torch_backend.label_stats, and [4, T] float32 as there.
 
-    chunk_tokens is not used: the only scratch is [P, 4, T]. A row with a NaN or +inf gives NaN. Differences are taken
-    between the logits and then divided by the temperature, so the sums have no rounding of x.
+    A row with a NaN or +inf gives NaN. Differences are taken between the logits and then divided by the temperature, so
+    the sums have no rounding of x.
 
-    Raises ValueError for other types or strides.
+    Args:
+        logits: [T, V/tp] in bfloat16, float16 or float32, with adjacent columns.
+        labels, first, limit, temperature, with_entropy: as in torch_backend.label_stats.
+        chunk_tokens: not used: the only scratch is [P, 4, T].
+        blocks: how a row is cut into programs.
+
+    Raises:
+        ValueError: logits of another type, or whose columns are not adjacent.
     """
     _check(logits)
     tokens = logits.shape[0]
@@ -109,7 +117,13 @@ def logits_gradient(
     out: Tensor,
     blocks: Blocks = BLOCKS,
 ) -> None:
-    """As torch_backend.logits_gradient; the logits of a token whose upstream gradients are 0 are not even read."""
+    """Write d loss / d logits into `out`: arguments as torch_backend.logits_gradient, types as `label_stats`.
+
+    The logits of a token whose upstream gradients are 0 are not read.
+
+    Raises:
+        ValueError: logits or out of another type, or with columns that are not adjacent.
+    """
     _check(logits)
     _check(out)
     tokens, width = logits.shape

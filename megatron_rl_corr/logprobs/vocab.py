@@ -59,7 +59,11 @@ def vocab_parallel_logprobs(
 
 
 def check_inputs(logits: Tensor, labels: Tensor, temperature: float, chunk_tokens: int) -> None:
-    """Raises ValueError for different lengths, and for a temperature or chunk_tokens that is not positive."""
+    """Check the arguments of `vocab_parallel_logprobs`.
+
+    Raises:
+        ValueError: different lengths, or a temperature or chunk_tokens that is not positive.
+    """
     if logits.dim() != 2 or labels.shape != logits.shape[:1]:
         raise ValueError(
             f"log-probs take logits [T, V/tp] and labels [T], got {tuple(logits.shape)} and "
@@ -69,7 +73,11 @@ def check_inputs(logits: Tensor, labels: Tensor, temperature: float, chunk_token
 
 
 def check_settings(temperature: float, chunk_tokens: int) -> None:
-    """Raises ValueError unless both are positive."""
+    """Check that both are positive.
+
+    Raises:
+        ValueError: one is not.
+    """
     if not temperature > 0:
         raise ValueError(
             f"temperature must be positive, got {temperature}; greedy samples have no log-prob to correct"
@@ -79,7 +87,16 @@ def check_settings(temperature: float, chunk_tokens: int) -> None:
 
 
 def vocab_columns(width: int, tp_group: ProcessGroup | None, vocab_size: int | None) -> tuple[int, int]:
-    """(global id of this rank's first column, how many of its `width` columns are below vocab_size)."""
+    """This rank's part of the vocabulary.
+
+    Args:
+        width: V/tp, columns of this rank, padding included.
+        tp_group: ranks that share the vocabulary; None: this rank alone.
+        vocab_size: columns from here on do not belong to the vocabulary; None: all do.
+
+    Returns:
+        (global id of the first column, how many of the columns belong to the vocabulary).
+    """
     first = 0 if tp_group is None else tp_group.rank() * width
     return first, width if vocab_size is None else min(max(vocab_size - first, 0), width)
 

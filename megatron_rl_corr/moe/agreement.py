@@ -197,7 +197,13 @@ def judge(
 
 
 def agreement_metrics(by_layer: Tensor, layers: tuple[int, ...], top_k: int) -> dict[str, Metric]:
-    """Disagreement over all layers and of each, from `RouteAgreement.totals` [all layers, 4]."""
+    """Metrics of how far servers and Megatron chose other experts, over all layers and of each.
+
+    Args:
+        by_layer: [H, 4] float64, `RouteAgreement.totals` of all H layers of the model.
+        layers: those with experts.
+        top_k: K.
+    """
 
     def named(tokens: Tensor, shared: Tensor, same: Tensor, apart: Tensor, suffix: str) -> dict[str, Metric]:
         return {

@@ -50,11 +50,17 @@ class ReplayedRouter(RouterReplay):
     def replay(
         self, experts: Tensor, observe: Observe | None, on_chosen: Callable[[Tensor], None] | None = None
     ) -> None:
-        """In the next pass take `experts` [t, b, K]; on_chosen(ids [t * b, K]) gets those that the tokens went to."""
+        """In the next pass route the tokens to given experts.
+
+        Args:
+            experts: [t, b, K]; a token without routes takes Megatron's own choice.
+            observe: called with these, Megatron's own choice and its scores.
+            on_chosen: on_chosen(ids [t * b, K]) is called with the experts that the tokens went to.
+        """
         self._given, self._observe, self._on_chosen = experts, observe, on_chosen
 
     def record(self, on_recorded: Callable[[Tensor], None]) -> None:
-        """In the next pass take Megatron's own choice; on_recorded(ids [t * b, K]) gets it."""
+        """In the next pass take Megatron's own choice, and call on_recorded(ids [t * b, K]) with it."""
         self._on_recorded = on_recorded
 
     def reset(self) -> None:
@@ -64,7 +70,20 @@ class ReplayedRouter(RouterReplay):
         self.training = False
 
     def get_replay_topk(self, scores, topk, num_groups=None, group_topk=None, default_compute_topk=None):
-        """Megatron's hook: (scores [t * b, K], ids [t * b, K] int64) of the experts that each token goes to."""
+        """Megatron's hook in a router's forward pass: the experts that each token goes to.
+
+        Args:
+            scores: [t * b, E], the router's.
+            topk: K.
+            num_groups, group_topk: Megatron's group-limited routing, passed on to default_compute_topk.
+            default_compute_topk: Megatron's own choice.
+
+        Returns:
+            (scores [t * b, K], ids [t * b, K] int64).
+
+        Raises:
+            RuntimeError: a pass in training that has no routes to replay.
+        """
         if self._on_recorded is not None:
             values, ids = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
             on_recorded, self._on_recorded = self._on_recorded, None
@@ -146,9 +165,12 @@ class ReplayedRouters:
 
     @contextmanager
     def scoring(self, given: Tensor | None, observe: ObserveLayer | None = None, *, rows: int) -> Iterator[None]:
-        """Within: forward passes for old log-probs of S = rows samples.
+        """Context of the forward passes for old log-probs.
 
-        R3 replays `given` [S, t, L, K], and observe() gets every layer's pass; the other kinds take None.
+        Args:
+            given: [S, t, L, K], the servers' experts, which R3 replays; None for the other kinds.
+            observe: called with every layer's pass, with R3.
+            rows: S.
         """
         self._recorded, self._rows = {}, rows
         with self._passes("score", given, observe):
@@ -156,7 +178,7 @@ class ReplayedRouters:
 
     @contextmanager
     def training(self, given: Tensor | None, observe: ObserveLayer | None = None) -> Iterator[None]:
-        """Within: Megatron's train step. As `scoring`, but R2 replays what was recorded there."""
+        """Context of Megatron's train step. As `scoring`, but R2 replays what was recorded there."""
         with self._passes("train", given, observe):
             yield
 
@@ -173,7 +195,13 @@ class ReplayedRouters:
                 router.reset()
 
     def before_forward(self, chunk: nn.Module, index: int, rows: int) -> None:
-        """Set up the routers for a chunk's forward pass over microbatch `index` of b = rows samples."""
+        """Set up the routers for a chunk's forward pass over one microbatch.
+
+        Args:
+            chunk: of the model.
+            index: number of the microbatch, from 0.
+            rows: b.
+        """
         part = slice(index * rows, (index + 1) * rows)
         for place, router in self._routers[chunk]:
             if self.kind == "R3":

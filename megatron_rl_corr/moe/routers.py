@@ -34,7 +34,7 @@ def check_router_replay(args: argparse.Namespace) -> None:
     """Check Megatron's arguments against --router-replay and --expert-statistics, before a model is made.
 
     Raises:
-        ValueError: for a dense model, a router that never asks for experts, or a Megatron without RouterReplay.
+        ValueError: for a dense model, routers that cannot be replayed, or a Megatron without RouterReplay.
     """
     kind, watch = args.router_replay, args.expert_statistics
     if kind == "off" and not watch:
@@ -57,7 +57,17 @@ def check_router_replay(args: argparse.Namespace) -> None:
 
 
 def check_choice(fused: bool, balancing: Iterable[str], kind: str, watch: bool) -> None:
-    """Raises ValueError for routers whose choice of experts can be neither replayed nor watched."""
+    """Check that the routers' choice of experts can be replayed and watched.
+
+    Args:
+        fused: --moe-router-fusion.
+        balancing: --moe-router-load-balancing-type.
+        kind: --router-replay.
+        watch: --expert-statistics was given.
+
+    Raises:
+        ValueError: it can't; the message names the flag and the remedy.
+    """
     if fused:
         raise ValueError(
             f"--moe-router-fusion chooses experts in a kernel, where {flag_of(kind)} can't be; leave it out, or "
@@ -77,7 +87,7 @@ def flag_of(kind: str) -> str:
 
 
 def remedy(kind: str, watch: bool) -> str:
-    """How to ask nothing of the routers. watch: --expert-statistics was given."""
+    """How to turn both flags off, for errors. watch: --expert-statistics was given."""
     steps = ["use --router-replay off"] if kind != "off" else []
     return " and ".join(steps + ["leave --expert-statistics out"] * watch)
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Routes:
-    """The routers choose by themselves, and nobody watches them."""
+    """The null form: the routers choose by themselves, and their choice is not watched."""
 
     server_shape: ExpertShape | None = None
     """What servers must return for each token; None: no experts."""
@@ -48,28 +48,46 @@ class Routes:
         """
 
     def begin_step(self, rows: int, length: int, *, compare_in_training: bool) -> None:
-        """Start a step of S = rows samples in rows of `length` tokens.
+        """Start a step.
 
-        The servers' experts are compared in the first pass that replays them: the one for old log-probs, or, without
-        that pass (compare_in_training), the training pass, whose update then waits for `all_reduce_agreement`.
+        The servers' experts are compared in the first pass that replays them.
+
+        Args:
+            rows: S.
+            length: tokens of a whole row.
+            compare_in_training: there is no pass for old log-probs, so the training pass compares, and the update waits
+                for `all_reduce_agreement`.
         """
 
     def scoring(self) -> AbstractContextManager:
-        """Around the pass for old log-probs."""
+        """Context of the pass for old log-probs."""
         return nullcontext()
 
     def training(self) -> AbstractContextManager:
-        """Around Megatron's train step."""
+        """Context of Megatron's train step."""
         return nullcontext()
 
     def before_forward(self, chunk: nn.Module, index: int, rows: int) -> None:
-        """Before a model chunk's forward pass over microbatch `index` of so many rows, within one of the two."""
+        """Call it before a model chunk's forward pass, inside `scoring` or `training`.
+
+        Args:
+            chunk: of the model.
+            index: number of the microbatch, from 0.
+            rows: samples of the microbatch.
+        """
 
     def all_reduce_agreement(self, step: int, group_size: int) -> dict[str, Metric]:
-        """Metrics of how far the servers' experts are Megatron's own choice: after the comparing pass, on every rank.
+        """Metrics of how far the servers' experts are Megatron's own choice; every rank calls it after that pass.
 
-        With experts of servers: one exchange over the ranks that hold other tokens of the same rows, one over all of
-        whether anybody refuses, and one over the pipeline. This replica's share, on the last stage; others get {}.
+        With experts of servers it takes three all-reduces: over the ranks that hold other tokens of the same rows, over
+        all ranks for a failure, and over the pipeline.
+
+        Args:
+            step: counted from 1, for the error.
+            group_size: samples of each prompt, for the error.
+
+        Returns:
+            This replica's share, on the last stage; {} on other stages.
 
         Raises:
             RoutesRefused: on one rank that found experts which are not those of its samples' tokens.
@@ -80,8 +98,8 @@ class Routes:
     def all_gather_disagreement(self) -> Tensor | None:
         """[S, C]: share of each token's experts that only the server chose. None without experts of servers.
 
-        Every rank calls it, where a rule needs it: one exchange over tensor ranks that hold other tokens, and one over
-        the pipeline, which holds other layers.
+        Every rank calls it, where a rule needs it: one all-gather over tensor ranks that hold other tokens, and one
+        all-reduce over the pipeline, which holds other layers.
         """
         return None
 
@@ -103,7 +121,14 @@ class ReplayedRoutes(Routes):
         self, routers: ReplayedRouters, layout: Layout, *, min_agreement: float | None = None,
         log: ExpertLog | None = None,
     ):
-        """min_agreement: --router-replay-min-agreement, with R3. log: where --expert-statistics go, if they are on."""
+        """Replay or watch the routers.
+
+        Args:
+            routers: of this rank.
+            layout: this rank's process groups.
+            min_agreement: --router-replay-min-agreement, with R3.
+            log: where --expert-statistics are written; None: the flag was not given.
+        """
         self.routers, self._layout, self._min_agreement, self._log = routers, layout, min_agreement, log
         flags = {"--expert-statistics": routers.watch, "--router-replay R2": routers.kind == "R2"}
         self.server_shape = routers.shape if routers.kind == "R3" else None
@@ -198,12 +223,22 @@ def make_routes(
     kind: str, model: list[nn.Module], layout: Layout, *, num_layers: int, min_agreement: float | None = None,
     log: ExpertLog | None = None,
 ) -> Routes:
-    """The form that --router-replay `kind` and --expert-statistics (log) ask for; every rank calls it.
+    """The object for the run's flags; every rank calls it.
 
-    Raises ValueError as `ReplayedRouters`, which is imported here: a Megatron before 0.16 has no RouterReplay.
+    Args:
+        kind: --router-replay: off, R2 or R3.
+        model: this rank's chunks.
+        layout: this rank's process groups.
+        num_layers: of the whole model.
+        min_agreement: --router-replay-min-agreement.
+        log: of --expert-statistics; None: the flag was not given.
+
+    Raises:
+        ValueError: as `ReplayedRouters`.
     """
     if kind == "off" and log is None:
         return Routes()
+    # Imported here, since Megatron before 0.16 has no RouterReplay.
     from megatron_rl_corr.moe.replay import ReplayedRouters
 
     routers = ReplayedRouters(kind, model, layout, num_layers=num_layers, watch=log is not None)

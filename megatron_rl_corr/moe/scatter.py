@@ -19,8 +19,10 @@ from megatron_rl_corr.parallel.layout import Layout
 def local_positions(length: int, cp: tuple[int, int], sp: tuple[int, int]) -> Tensor:
     """Positions in the row that the routers of a rank see, in their order: [t] int64.
 
-    cp and sp are (rank, size) of the context-parallel and of the sequence-parallel group; sp is (0, 1) without
-    sequence parallelism.
+    Args:
+        length: tokens of a whole row.
+        cp: (rank, size) of the context-parallel group.
+        sp: (rank, size) of the sequence-parallel group; (0, 1) without sequence parallelism.
     """
     positions = zigzag_positions(cp[0], cp[1], (0, length))
     return positions.chunk(sp[1])[sp[0]]

@@ -96,12 +96,18 @@ class ExpertLog:
     """Appends a step's tables to experts.jsonl in `folder`, and draws them for TensorBoard: layers x experts."""
 
     def __init__(self, folder: str | None, writer: Callable[[], object]):
-        """folder: None writes no file. writer(): TensorBoard's writer, or None."""
+        """Write to experts.jsonl in `folder` (None: no file) and to what writer() returns, TensorBoard's or None."""
         self._path = None if folder is None else Path(folder) / FILE_NAME
         self._writer = writer
 
     def write(self, step: int, layers: tuple[int, ...], tables: dict[str, Tensor]) -> None:
-        """tables: COLUMNS by name, [H, E] each, of which only `layers` have experts."""
+        """Append one step's tables.
+
+        Args:
+            step: counted from 1.
+            layers: those with experts.
+            tables: [H, E] each, by the names in COLUMNS; rows of other layers are not written.
+        """
         rows = {name: table[list(layers)].cpu() for name, table in tables.items()}
         if self._path is not None:
             plain = {name: [[_json_number(x) for x in row] for row in table.tolist()] for name, table in rows.items()}

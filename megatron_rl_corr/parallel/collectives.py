@@ -36,10 +36,12 @@ class ParallelGroups:
 
     @property
     def cp_size(self) -> int:
+        """Context-parallel ranks."""
         return 1 if self.cp is None else self.cp.size()
 
     @property
     def cp_rank(self) -> int:
+        """This rank's place among them."""
         return 0 if self.cp is None else self.cp.rank()
 
     def all_reduce_cp(self, sums: Tensor) -> Tensor:

@@ -62,7 +62,16 @@ def all_reduce_failure(error: BaseException | None, group: ProcessGroup | None =
 
 
 def all_reduce_done(done: bool, error: BaseException | None, group: ProcessGroup | None = None) -> bool:
-    """Whether every rank of the group is done; errors are raised as by `all_reduce_failure`, in the same collective."""
+    """Whether every rank of the group is done: one collective of two numbers; every rank of the group must call it.
+
+    Args:
+        done: whether this rank is.
+        error: of this rank.
+        group: None: all ranks.
+
+    Raises:
+        error, PeerFailure: as `all_reduce_failure`.
+    """
     rank, no_rank = dist.get_rank(group), dist.get_world_size(group)
     flags = torch.tensor([no_rank if error is None else rank, int(done)], device=communication_device())
     dist.all_reduce(flags, op=dist.ReduceOp.MIN, group=group)
@@ -75,7 +84,12 @@ def all_reduce_done(done: bool, error: BaseException | None, group: ProcessGroup
 
 
 def all_reduce_startup[Prepared](prepare: Callable[[], Prepared]) -> Prepared:
-    """prepare() on every rank; a ValueError or OSError becomes one rank's StartupError and PeerFailure of the rest."""
+    """prepare() on every rank; every rank calls it.
+
+    Raises:
+        StartupError: on the first rank whose prepare() raised ValueError or OSError, with its message.
+        PeerFailure: on all others.
+    """
     prepared, error = None, None
     try:
         prepared = prepare()

@@ -40,6 +40,7 @@ class ExpertGroups:
 
     @property
     def size(self) -> int:
+        """Expert-parallel ranks."""
         return 1 if self.expert is None else self.expert.size()
 
 

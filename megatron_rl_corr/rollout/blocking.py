@@ -7,7 +7,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 EXIT_TIMEOUT_S = 5.0
-"""That what still runs has to end once it is cancelled."""
+"""Seconds that cancelled coroutines have to end when the loop is closed."""
 
 
 class LoopThread:
@@ -27,7 +27,11 @@ class LoopThread:
         self._thread.start()
 
     def submit(self, coro: Coroutine[Any, Any, Any]) -> concurrent.futures.Future:
-        """Start a coroutine; cancelling the future cancels it."""
+        """Start a coroutine; cancelling the future cancels it.
+
+        Raises:
+            RuntimeError: the loop is closed.
+        """
         if self._loop.is_closed() or not self._thread.is_alive():
             coro.close()
             raise RuntimeError("the loop thread is closed")
@@ -36,7 +40,13 @@ class LoopThread:
     def call(self, coro: Coroutine[Any, Any, Any], timeout: float | None = None) -> Any:
         """Run a coroutine to its end and return its result.
 
-        timeout is in seconds: past it the coroutine is cancelled and TimeoutError raised.
+        Args:
+            coro: what is run; an exception of its own is raised here.
+            timeout: in seconds; None: no limit.
+
+        Raises:
+            TimeoutError: it took longer, and was cancelled.
+            RuntimeError: the loop is closed, or this is its own thread.
         """
         if threading.current_thread() is self._thread:
             coro.close()

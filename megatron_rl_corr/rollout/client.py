@@ -1,4 +1,4 @@
-"""Samples from rollout servers, and steers them through a weight update."""
+"""Requests samples from rollout servers, and controls the servers during a weight update."""
 
 import itertools
 import time
@@ -130,14 +130,15 @@ class RolloutClient(ServerControl):
     async def find_servers(self, timeout_s: float) -> tuple[str, ...]:
         """Put the servers behind each router among base_urls in its place; call it before anything else.
 
-        RolloutServerError where an address does not answer, or a router has no server, within timeout_s.
+        Raises:
+            RolloutServerError: an address does not answer, or a router has no server, within timeout_s seconds.
         """
         urls = await self.engine.find_servers(self.base_urls, self._transport, timeout_s)
         self.use_servers(urls)
         return urls
 
     def use_servers(self, urls: Sequence[str]) -> None:
-        """Speak to these instead, as another client has found them: before anything is asked."""
+        """Use these servers, which another client has found; call it before the first request."""
         self.base_urls = tuple(urls)
         self._pool.use(urls)
 
@@ -146,7 +147,7 @@ class RolloutClient(ServerControl):
         return asdict(self._counts)
 
     def control(self, urls: Sequence[str]) -> ServerControl:
-        """Some of the servers, to be steered without the others."""
+        """Control of some of the servers, for updates that leave the others alone."""
         return ServerControl(self.engine, urls, self._transport, update_timeout_s=self._update_timeout_s)
 
     async def expect_pause(self) -> None:
@@ -154,10 +155,10 @@ class RolloutClient(ServerControl):
         self._health.hold_outage()
 
     async def expect_version(self, version: str) -> None:
-        """Sample only from servers whose weights are called so, from now on: call it after every weight update.
+        """Sample only from servers whose weights have this version, from now on; call it after every weight update.
 
-        A server that was started anew has other weights. Its answers are not used, and it is left out until it
-        reports this version. Before the first call every version is taken.
+        A server that was restarted has other weights. Its answers are not used, and it is left out until it reports
+        this version. Before the first call every version is accepted.
         """
         self._health.expect(version)
 
@@ -173,14 +174,23 @@ class RolloutClient(ServerControl):
     ) -> list[Trajectory]:
         """samples_per_prompt responses to each prompt, prompt-major: p0s0, p0s1, ..., p1s0, ...
 
-        group_numbers: of each prompt a number that no other prompt of the run has (a prompt that comes again has
-        another one), for the seeds of its samples; None: the client counts its prompts itself. on_sample(sample) is
-        awaited with each as it ends, beside the others' requests; what it raises is raised.
+        Each sample is one request, to the server with the fewest in flight. A server that fails is left out until it is
+        healthy again, and its samples are requested from another one.
 
-        One request a sample, to the server with the fewest in flight; on_progress(done, total, tokens per second so
-        far) is called after each. A server that fails is left out until it is healthy again, and its samples are asked
-        for elsewhere; a failure that no other server would mend cancels the rest and is raised. Raises ValueError,
-        before anything is sent, for a prompt that is empty or holds an id outside the vocabulary.
+        Args:
+            prompts: token ids of each prompt, all in [0, vocab_size).
+            sampling: parameters of every sample.
+            samples_per_prompt: responses to each prompt.
+            group_numbers: for each prompt a number that no other prompt of the run has (a prompt that comes again gets
+                another one): the seeds of its samples depend on it. None: the client counts its prompts itself.
+            on_sample: awaited with each sample as it ends, while the other requests go on; what it raises is raised.
+            on_progress: called after each sample with (samples done, all samples, response tokens per second so far).
+
+        Raises:
+            ValueError: before anything is sent, for a prompt that is empty or holds an id outside the vocabulary, and
+                for sampling parameters that the engine does not support.
+            SampleFailure: one sample failed for good; the others are cancelled.
+            RolloutError: a failure that no other server would mend, or no server is left; the others are cancelled.
         """
         if samples_per_prompt < 1:
             raise ValueError(f"samples_per_prompt must be at least 1, got {samples_per_prompt}")
@@ -214,16 +224,24 @@ class RolloutClient(ServerControl):
 
     @property
     def cache_key(self) -> str | None:
-        """What servers keep the prefixes of requests under that are sent now; None: they are shared by all."""
+        """The key of cached prefixes in requests that are sent now; None: all requests share them."""
         return self._retries.cache_key
 
     async def turn(
         self, prompt_ids: Sequence[int], sampling: SamplingParams, draw: Draw, *, after: Trajectory | None = None
     ) -> Trajectory:
-        """One turn of an episode: the response to all its tokens so far. Fails as `generate` does.
+        """One turn of an episode: the response to all its tokens so far.
 
-        after: the episode before what the environment said last. The turn goes to the server that it ended at, which
-        has its prefix, unless that one is left out or crowded; and only routes that it lacks are asked for.
+        Args:
+            prompt_ids: token ids of the prompt and of all turns so far.
+            sampling: parameters of this turn.
+            draw: the place of the turn in the run, which its seed depends on.
+            after: the episode before the environment's last reply. The turn goes to the server where that one ended,
+                which has its prefix in the cache, unless it is left out or crowded; and only the routed experts that
+                are not yet known are requested.
+
+        Raises:
+            ValueError, SampleFailure, RolloutError: as `generate`.
         """
         self.engine.check_sampling(sampling)
         ids = checked_prompt_ids(prompt_ids, vocab_size=self.vocab_size, prompt_index=0)
@@ -236,8 +254,9 @@ class RolloutClient(ServerControl):
     def numbered(self, count: int, given: Sequence[int] | None) -> list[int]:
         """A number for each of `count` prompts: the given ones, or the next of the client's own.
 
-        Raises ValueError for another count, and for a number that is given twice: two groups with one number and
-        one prompt would have the same responses.
+        Raises:
+            ValueError: another count of numbers, or one that is given twice: two groups with one number and one prompt
+                would have the same responses.
         """
         if given is None:
             return list(itertools.islice(self._own_numbers, count))

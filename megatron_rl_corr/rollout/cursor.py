@@ -39,7 +39,7 @@ class Cursor:
 
     @classmethod
     def merged(cls, replicas: Sequence[Drawn]) -> Cursor:
-        """Of each replica, by rank."""
+        """The cursor of all replicas, from each one's place, in the order of their ranks."""
         size, top = len(replicas), max(replica.base for replica in replicas)
         again = {number for replica in replicas for number in replica.open}
         for rank, replica in enumerate(replicas):
@@ -48,13 +48,22 @@ class Cursor:
 
 
 class GroupNumbers:
-    """The numbers that replica `rank` of `size` draws, in order: its share of cursor.again, then those from next on."""
+    """The numbers that one replica draws, in order: its share of cursor.again, then those from cursor.next on.
+
+    Example: of Cursor(next=9, again=(4, 6, 8)) replica 0 of 3 draws 4, 9, 12, ... and replica 1 draws 6, 10, 13, ...
+
+    Args:
+        cursor: where all replicas stand.
+        rank: of this replica, in [0, size).
+        size: how many replicas there are.
+    """
 
     def __init__(self, cursor: Cursor, rank: int, size: int):
         self._again = deque(cursor.again[rank::size])
         self._base, self._rank, self._size = cursor.next, rank, size
 
     def draw(self) -> int:
+        """The next number."""
         if self._again:
             return self._again.popleft()
         self._base += self._size
@@ -83,12 +92,16 @@ class SavedCursor:
 
     @classmethod
     def of(cls, cursor: Cursor, prompts: PromptDataset, failed: FailedPrompts) -> SavedCursor:
-        """Now."""
+        """What a checkpoint keeps at this point of a run."""
         return cls(prompts.seed, len(prompts), cursor.next, cursor.again, dict(failed.counts), dict(failed.left_out))
 
     @classmethod
     def parse(cls, text: str) -> SavedCursor:
-        """ValueError for what is no such file."""
+        """The cursor from a checkpoint's JSON text.
+
+        Raises:
+            ValueError: the text holds no cursor.
+        """
         try:
             values = json.loads(text)
             again = tuple(int(number) for number in values.pop("again"))
@@ -98,7 +111,7 @@ class SavedCursor:
             raise ValueError(f"it holds no data cursor ({type(error).__name__}: {error})") from None
 
     def cursor_of(self, prompts: PromptDataset) -> Cursor:
-        """Where to go on. With other prompts what was under way means something else, and is not asked for again."""
+        """Where to go on. With other prompts the numbers in `again` mean other rows, so they are not drawn again."""
         if self._is_of(prompts):
             return Cursor(self.next, self.again)
         return Cursor(self.next)

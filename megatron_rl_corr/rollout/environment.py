@@ -33,15 +33,19 @@ class Environment:
     def step(
         self, output_ids: list[int], finish_reason: str
     ) -> Sequence[int] | Done | Awaitable[Sequence[int] | Done]:
-        """The ids that follow the policy's turn, chat-template tokens included, or DONE.
+        """The ids that follow the policy's turn, chat-template tokens included, or DONE. Called after every turn.
 
-        output_ids are this turn's, its stop id included. It is called after every turn. Where the turn was cut
-        (finish_reason length or abort), or was the last that is allowed, the episode ends whatever is returned.
+        Where the turn was cut (finish_reason length or abort), or was the last that is allowed, the episode ends
+        whatever is returned.
+
+        Args:
+            output_ids: ids that the policy sampled in this turn, its stop id included.
+            finish_reason: stop, length or abort.
         """
         raise NotImplementedError(f"{type(self).__name__} has no step(output_ids, finish_reason)")
 
     def reward(self) -> float | None | Awaitable[float | None]:
-        """Asked once, when the episode has ended, however it has. None: `reward_function` scores."""
+        """The episode's reward, called once when it has ended for any reason. None: `reward_function` scores."""
         return None
 
     def close(self) -> None | Awaitable[None]:
@@ -53,5 +57,9 @@ EnvironmentFactory = Callable[[Prompt], Environment | Awaitable[Environment]]
 
 
 def load_environment(spec: str) -> EnvironmentFactory:
-    """The class or function named by "path/to/file.py:name" or "package.module:name"; errors as `load`'s."""
+    """The class or function named by "path/to/file.py:name" or "package.module:name".
+
+    Raises:
+        ValueError: as `load`.
+    """
     return load(spec, FLAG)

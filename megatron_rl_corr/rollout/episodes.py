@@ -39,14 +39,26 @@ async def generate_episodes(
 ) -> list[Trajectory]:
     """samples_per_prompt episodes of each prompt, prompt-major: p0s0, p0s1, ..., p1s0, ...
 
-    max_turns: of the policy. group_numbers, on_sample, on_progress(done, total, sampled tokens per second so far): as
-    in `RolloutClient.generate`. sampling.max_new_tokens bounds the whole response, what the environment says included.
-    An episode's finish reason is its last turn's, but `length` where a bound ended it. calls: how the environment's
-    methods are called, where several calls of this function share a thread and a limit; None: no limit.
+    An episode's finish reason is that of its last turn, or `length` where max_turns or max_new_tokens ended it.
+    Requests are retried as in `RolloutClient.generate`.
 
-    Requests fail and are repeated as in `generate`. A failure of an environment is a SampleFailure, `environment` or
-    `environment_timeout`, that says whose it was; it cancels the rest and is raised. Raises ValueError, before anything
-    is sent, for a prompt that `generate` would refuse.
+    Args:
+        client: of the servers.
+        prompts: rows of the data set; the environment gets the row, the server its input_ids.
+        sampling: parameters of every turn; max_new_tokens bounds the whole response, the environment's tokens included.
+        environment: makes one environment for each episode.
+        max_turns: turns of the policy in an episode.
+        calls: calls the environment's methods. Pass one object to several calls of this function, and they share its
+            thread and time limit. None: an object of this call, without a limit.
+        samples_per_prompt, group_numbers, on_sample: as in `RolloutClient.generate`.
+        on_progress: called after each episode with (episodes done, all episodes, sampled tokens per second so far).
+
+    Raises:
+        ValueError: before anything is sent, for a prompt that `RolloutClient.generate` would refuse, for
+            samples_per_prompt or max_turns below 1, and for ignore_eos.
+        SampleFailure: an episode failed, and the others are cancelled. Its cause is `environment` or
+            `environment_timeout` where the environment failed, else as in `RolloutClient.generate`.
+        RolloutError: as in `RolloutClient.generate`.
     """
     for name, value in (("samples_per_prompt", samples_per_prompt), ("max_turns", max_turns)):
         if value < 1:
@@ -88,7 +100,7 @@ async def generate_episodes(
 
 @dataclass(frozen=True)
 class Episodes:
-    """How a run's episodes are made: what `generate_episodes` is given each time."""
+    """The arguments of `generate_episodes` that stay the same for a whole run."""
 
     environment: EnvironmentFactory
     max_turns: int
@@ -97,7 +109,7 @@ class Episodes:
     async def generate(
         self, client: RolloutClient, prompts: Sequence[Prompt], sampling: SamplingParams, **how: Any
     ) -> list[Trajectory]:
-        """`generate_episodes` of these prompts."""
+        """`generate_episodes` with these prompts; `how` holds its other keyword arguments."""
         return await generate_episodes(
             client, prompts, sampling, environment=self.environment, max_turns=self.max_turns, calls=self.calls, **how
         )
@@ -152,20 +164,20 @@ class _Episode:
         answer = await self._client.turn(self._prompt.input_ids, sampling, self._draw)
         whole = first_turn(answer)
         for turn in range(1, max_turns + 1):
-            reply = await self._call(environment.step, answer.output_ids.tolist(), answer.finish_reason)
-            said = None if reply is DONE else self._checked(reply)
-            if said is None or answer.finish_reason != "stop":
+            step = await self._call(environment.step, answer.output_ids.tolist(), answer.finish_reason)
+            reply = None if step is DONE else self._checked(step)
+            if reply is None or answer.finish_reason != "stop":
                 return whole
-            left = sampling.max_new_tokens - whole.output_ids.numel() - said.numel()
+            left = sampling.max_new_tokens - whole.output_ids.numel() - reply.numel()
             if turn == max_turns or left < 1:
                 break
             self.doing = f"turn {turn}"
-            so_far = torch.cat([whole.prompt_ids, whole.output_ids, said])
+            so_far = torch.cat([whole.prompt_ids, whole.output_ids, reply])
             rest, draw = replace(sampling, max_new_tokens=left), replace(self._draw, turn=turn)
             answer = await self._client.turn(so_far.tolist(), rest, draw, after=whole)
             if answer.output_ids.numel():
-                whole = join_turn(whole, said, answer)
-            else:  # what the environment said last answers nothing: a response ends with a sampled token
+                whole = join_turn(whole, reply, answer)
+            else:  # the environment's reply is left out: a response ends with a sampled token
                 whole = replace(whole, finish_reason=answer.finish_reason)
         return replace(whole, finish_reason="length")
 
@@ -198,13 +210,18 @@ def first_turn(answer: Trajectory) -> Trajectory:
     return replace(answer, turn_ids=torch.zeros_like(answer.output_ids))
 
 
-def join_turn(episode: Trajectory, said: torch.Tensor, answer: Trajectory) -> Trajectory:
-    """The episode so far, what the environment said to it ([B] int64), and the policy's next turn.
+def join_turn(episode: Trajectory, reply: torch.Tensor, answer: Trajectory) -> Trajectory:
+    """The episode so far, the environment's reply and the policy's next turn as one trajectory.
 
-    The prompt of `answer` is all tokens before it. Sampled tokens keep log-prob, weight version and set of ids;
-    routes are those of the first pass that has them, as in `join`.
+    Sampled tokens keep log-prob, weight version and sampling mask; routed experts are those of the first pass that has
+    them, as in `join`.
+
+    Args:
+        episode: with R response tokens.
+        reply: [B] int64, ids of the environment's reply.
+        answer: the next turn, whose prompt is all tokens before it.
     """
     number = int(episode.turn_ids.max()) + 1
-    turn_ids = [episode.turn_ids, torch.full_like(said, ENVIRONMENT), torch.full_like(answer.output_ids, number)]
-    whole = concatenated(replace(episode, turn_ids=None), answer, between=said)
+    turn_ids = [episode.turn_ids, torch.full_like(reply, ENVIRONMENT), torch.full_like(answer.output_ids, number)]
+    whole = concatenated(replace(episode, turn_ids=None), answer, between=reply)
     return replace(whole, turn_ids=torch.cat(turn_ids))

@@ -57,7 +57,7 @@ class ServerHealth:
             self._probe(server, 0.0)
 
     def hold_outage(self) -> None:
-        """No outage until the next `expect`."""
+        """Declare no outage until the next `expect`."""
         self._pool.hold()
 
     def leave_out(self, server: Server, joined: int, cause: RolloutError) -> None:

@@ -51,16 +51,26 @@ class Taken:
 
 
 class GroupStream:
-    """Keeps G * max_lag groups in hand beside a step's own, and gives out G a step in the order they are done.
+    """Samples G * max_lag groups ahead, and returns G groups for each step in the order in which they are done.
 
-    A step's groups may be begun once the weights are within max_lag versions of that step's. So max_lag 0 is on-policy:
-    groups are begun with the weights of their step, and none runs while weights change. One that takes long may still
-    be older than max_lag when it is done: it is trained on like the others or, with drop_stale, put aside and another
-    begun, which prefers short responses.
+    A step's groups may begin once the weights are within max_lag versions of that step's. So max_lag 0 is on-policy:
+    groups begin with the weights of their step, and none runs while weights change. A group that takes long may still
+    be older than max_lag when it is done: it is trained on like the others or, with drop_stale, put aside and replaced
+    by another, which prefers short responses.
 
-    draw() gives the number of the next group to begin, and sample(number) samples and scores it whole; None, where a
-    sample failed for good, and then another group is begun in its place. Steps are [first, last), by the version they
-    start from. For one event loop.
+    For one event loop.
+
+    Args:
+        sample: sample(number) samples and scores a whole group; None: one of its samples failed for good, and another
+            group is begun in its place.
+        draw: the number of the next group to begin.
+        groups_per_step: G.
+        first, last: the steps are [first, last), by the weight version that they start from.
+        max_lag: versions that the weights may be behind a step's when its groups begin.
+        drop_stale: put groups aside that are older than max_lag when they are done.
+
+    Raises:
+        ValueError: groups_per_step below 1 or max_lag below 0.
     """
 
     def __init__(
@@ -89,7 +99,11 @@ class GroupStream:
         return len(self._running)
 
     async def take(self, version: int) -> Taken:
-        """The groups of the step that starts from `version`; a sample's failure ends all others and is raised."""
+        """The groups of the step that starts from this weight version: waits until G are done.
+
+        Raises:
+            BaseException: what `sample` raised, after all other groups are cancelled.
+        """
         dropped, self._version = self._dropped, version
         try:
             while self._failure is None:
@@ -153,9 +167,20 @@ class GroupStream:
 
 
 class GroupSampler:
-    """One replica's: draws numbers, and gives groups of group_size samples or, after a failure, none.
+    """Samples and scores the groups of one replica; a group with a failed sample is dropped and counted.
 
-    on_failed: the reward of a sample whose reward failed; None: its group is dropped, as after any other failure.
+    Args:
+        client: of the servers.
+        prompts: the data set.
+        numbers: this replica's share of the group numbers.
+        sampling: parameters of every sample.
+        group_size: samples of a group.
+        rewards: scores each sample as it ends.
+        failures: counts failed samples, and ends the run above a bound.
+        failed_prompts: prompts that are left out because their groups failed.
+        on_failed: the reward of a sample whose reward function failed; None: its group is dropped, as after any other
+            failure.
+        episodes: for an environment; None: a sample is one response.
     """
 
     def __init__(
@@ -181,7 +206,11 @@ class GroupSampler:
         return self._numbers.drawn(running)
 
     async def sample(self, number: int) -> Group | None:
-        """The group; None where one of its samples failed for good. TooManyFailures where nearly all do."""
+        """Sample and score the group of this number; None: one of its samples failed for good.
+
+        Raises:
+            TooManyFailures: nearly all samples fail.
+        """
         prompt, lengths, rewards = self._prompts.at(number), [], [0.0] * self._group_size
 
         async def score(trajectory: Trajectory) -> None:
@@ -214,7 +243,7 @@ class GroupSampler:
         return Group(number, trajectories, rewards)
 
     def _late(self, failure: SampleFailure | None) -> None:
-        """How a call of the reward function ended whose group had been dropped meanwhile."""
+        """Count a call of the reward function that ended after its group had been dropped."""
         if failure is None:
             self._failures.scored()
         else:

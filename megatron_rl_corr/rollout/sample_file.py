@@ -49,10 +49,16 @@ class Sample:
 def samples_of_rows(
     trajectories: Sequence[Trajectory], rewards: torch.Tensor | None = None, **rows: torch.Tensor
 ) -> list[Sample]:
-    """Samples of a batch whose position t of a row predicts token t + 1; on the CPU, sharing nothing with the rows.
+    """Samples of a batch whose position t of a row predicts token t + 1; on the CPU, sharing no memory with the rows.
 
-    rewards [N]; rows are the fields of a Sample with a value for each token (loss_mask, train_logprobs, advantages),
-    each [N, L] with L >= P + R - 1. Raises ValueError for another N or an L too short.
+    Args:
+        trajectories: N responses.
+        rewards: [N]; None: not known.
+        rows: [N, L] each, L >= P + R - 1: fields of a Sample that have a value for each token (loss_mask,
+            train_logprobs, advantages).
+
+    Raises:
+        ValueError: another N, or an L that is too short.
     """
     count = len(trajectories)
     rows = {name: values.cpu() for name, values in rows.items()}
@@ -108,10 +114,17 @@ def write_trajectories(
     path: str | os.PathLike, samples: Iterable[Sample], *, sampling: SamplingParams | None = None,
     tokens_per_group: int = TOKENS_PER_GROUP,
 ) -> Path:
-    """Write the samples to `path`, whose folder must be there; a file that is there stays until this one is whole.
+    """Write the samples to a Parquet file, one row a response; an older file stays until the new one is whole.
 
-    sampling: what all of them were sampled with. Their log-probs are of the softmax at its temperature, on the support
-    where one is kept. Not more than one row group of the samples is held at a time, so `samples` may be a generator.
+    Args:
+        path: of the file; its folder must exist.
+        samples: may be a generator: at most one row group of them is held at a time.
+        sampling: parameters that all of them were sampled with. Their log-probs are of the softmax at its temperature,
+            over the sampling mask's ids where one is kept. None: not known.
+        tokens_per_group: a row group ends with the response that reaches so many tokens.
+
+    Returns:
+        The path.
     """
     path = Path(path)
     schema = SCHEMA
@@ -125,10 +138,15 @@ def write_trajectories(
 
 
 def read_trajectories(path: str | os.PathLike, *, row_groups: Iterable[int] | None = None) -> Iterator[Sample]:
-    """The samples in the order of the file, a row group at a time; row_groups: only those, numbered from 0.
+    """The samples in the order of the file, read one row group at a time.
 
-    Raises ValueError, with the file and, where it is one, the row and its rule: no file of `write_trajectories`, one of
-    another version, a column that is missing or of another type, lengths or version spans that do not fit.
+    Args:
+        path: a file of `write_trajectories`.
+        row_groups: which of them to read, numbered from 0; None: all.
+
+    Raises:
+        ValueError: it names the file, and the row if one is wrong: not a file of `write_trajectories`, another version,
+            a column that is missing or has another type, or lengths or version spans that do not fit.
     """
     with _opened(path) as file:
         firsts = [0]
@@ -145,7 +163,11 @@ def read_trajectories(path: str | os.PathLike, *, row_groups: Iterable[int] | No
 
 
 def read_sampling(path: str | os.PathLike) -> SamplingParams | None:
-    """What the file's responses were sampled with; None where its writer did not say. ValueError as above."""
+    """The parameters that the file's responses were sampled with; None where the file has none.
+
+    Raises:
+        ValueError: as `read_trajectories`, or the parameters cannot be read.
+    """
     with _opened(path) as file:
         kept = file.schema_arrow.metadata.get(SAMPLING)
     if kept is None:
@@ -203,9 +225,9 @@ def _opened(path: str | os.PathLike) -> pq.ParquetFile:
         raise ValueError(f"{path} is no Parquet file: {error}") from error
     found = (file.schema_arrow.metadata or {}).get(FORMAT)
     if found != VERSION:
-        said = "holds no trajectories" if found is None else f"has trajectories of version {found.decode()}"
+        content = "holds no trajectories" if found is None else f"has trajectories of version {found.decode()}"
         file.close()
-        raise ValueError(f"{path} {said}; this package reads version {VERSION.decode()}")
+        raise ValueError(f"{path} {content}; this package reads version {VERSION.decode()}")
     for field in SCHEMA:
         index = file.schema_arrow.get_field_index(field.name)
         if index < 0 and field.name in ADDED:

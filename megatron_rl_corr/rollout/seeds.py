@@ -13,11 +13,22 @@ SEED_BITS = 63
 
 
 def sampling_seed(run_seed: int, group: int, sample: int, turn: int, sampled_tokens: int) -> int:
-    """The first 63 bits of BLAKE2b of the five int64: in [0, 2**63), the same on every machine.
+    """The seed of a request: the first 63 bits of BLAKE2b of the five int64, the same on every machine.
 
-    group: the prompt's number since the run's beginning, negative for what is not trained on. sampled_tokens: those of
-    this turn that the request continues. So a request that is sent once more keeps its seed, and a continuation, the
-    next turn and a group that takes a failed one's place have another. Raises struct.error beyond 64 bits.
+    A retry keeps its request's seed; a continuation, the next turn and a group in a failed one's place have others.
+
+    Args:
+        run_seed: of the run.
+        group: the prompt's number since the run's beginning; negative for an evaluation.
+        sample: number of the sample in its group, from 0.
+        turn: number of the turn in its episode, from 0.
+        sampled_tokens: tokens of this turn that the request continues.
+
+    Returns:
+        An integer in [0, 2**63).
+
+    Raises:
+        struct.error: an argument has more than 64 bits.
     """
     place = struct.pack("<5q", run_seed, group, sample, turn, sampled_tokens)
     return int.from_bytes(hashlib.blake2b(place, digest_size=8).digest(), "little") >> (64 - SEED_BITS)
@@ -33,7 +44,7 @@ def evaluation_number(place: int) -> int:
 
 @dataclass(frozen=True)
 class Draw:
-    """One response of the run, or one turn of an episode: everything of its seeds but the tokens sampled so far."""
+    """One response of the run, or one turn of an episode: what its seeds depend on, but the tokens sampled so far."""
 
     run_seed: int
     group: int
@@ -41,5 +52,5 @@ class Draw:
     turn: int = 0
 
     def seed(self, sampled_tokens: int) -> int:
-        """Of the request that continues so many tokens."""
+        """The seed of the request that continues this many tokens of the turn."""
         return sampling_seed(self.run_seed, self.group, self.sample, self.turn, sampled_tokens)

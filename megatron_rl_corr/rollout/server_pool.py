@@ -22,9 +22,9 @@ class Server:
     refused: RolloutError | None = None
     """Why it may not come back yet, if it was asked."""
     joined: int = 0
-    """How often it came back: a failure of a request from before that says nothing of it any more."""
+    """How often it came back. A request that was sent before that may fail later: that failure no longer counts."""
     scopes: dict[asyncio.Timeout, float] = field(default_factory=dict)
-    """Of the requests in flight, to end them early, in the order they were sent in, and when that was."""
+    """The timeouts of the requests in flight, to end them early, in the order of sending -> when each was sent."""
     silence: RolloutError | None = None
     """Why the requests in flight were ended early."""
     flaps: int = 0
@@ -47,9 +47,14 @@ CROWDED, FEW = 2, 4
 
 
 class ServerPool:
-    """Hands out at most max_outstanding slots, and max_per_server of each server that is in.
+    """Chooses a server for each request, within a limit of requests in flight over all servers and at each.
 
-    With no server in for outage_timeout_s, all who wait for one get RolloutOutage.
+    Args:
+        urls: addresses of the servers.
+        max_outstanding: requests in flight over all servers.
+        max_per_server: requests in flight at each server; None: as many.
+        outage_timeout_s: when every server has been left out for so many seconds, all who wait for one get
+            RolloutOutage.
     """
 
     def __init__(
@@ -64,7 +69,7 @@ class ServerPool:
         self._is_outage, self._held = False, False
 
     def use(self, urls: Sequence[str]) -> None:
-        """These servers and no others, before the first is taken."""
+        """Use these servers and no others; call it before the first is taken."""
         self.servers = [Server(url) for url in urls]
 
     @property
@@ -73,9 +78,14 @@ class ServerPool:
         return [server for server in self.servers if server.cause is not None]
 
     async def take(self, avoid: Collection[str] = (), prefer: str | None = None) -> Server:
-        """A server for one request, when one has a slot; none of those at `avoid` where another has one too.
+        """The server for one request: waits until one has a free slot. Give it back when the request has ended.
 
-        The one at `prefer`, if it is in and has a slot, unless it has much more to do than another.
+        Args:
+            avoid: addresses that are taken only where no other server has a slot.
+            prefer: address of the server to take if it has a slot, unless it has many more requests than another.
+
+        Raises:
+            RolloutOutage: every server has been left out for outage_timeout_s.
         """
         while True:
             if self._is_outage:
@@ -88,17 +98,17 @@ class ServerPool:
             await self._slot_freed()
 
     def give_back(self, server: Server) -> None:
-        """The request has ended, well or not."""
+        """Free the slot of a request that has ended, well or not."""
         server.outstanding -= 1
         self._wake(1)
 
     def leave_out(self, server: Server, cause: RolloutError) -> None:
-        """No more requests for it until it rejoins."""
+        """Send the server no more requests until it rejoins."""
         server.cause, server.refused = cause, None
         self._time_outage()
 
     def rejoin(self, server: Server) -> None:
-        """It is well again."""
+        """Send the server requests again: it is healthy."""
         server.cause = server.refused = None
         server.joined += 1
         if self._timer is not None:

@@ -20,9 +20,12 @@ def name(run_id: str, number: int) -> str:
 
 
 def number(version: str) -> int:
-    """The steps that the weights were trained for. A bare number, which another trainer may have pushed, is itself.
+    """The steps that the weights of this version were trained for: `5f2c91ab-50` -> 50, and 50 -> 50.
 
-    Numbers may be compared within one start only. Raises ValueError for a name without a number.
+    Numbers may be compared only between versions of one start. Another trainer may have pushed a bare number.
+
+    Raises:
+        ValueError: the name has no number.
     """
     count = version.rpartition("-")[2]
     if not (count.isascii() and count.isdigit()):

@@ -16,8 +16,18 @@ def reference_kl(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, kind: str
     """Estimate of KL(pi_theta || pi_ref) per token, [T] float32, with gradient in logprobs; 0 outside the mask.
 
     With d = log pi_theta - log pi_ref: k1 = d, k2 = d^2 / 2, k3 = e^-d - 1 + d, at most 10 (d clamped to +-20 in the
-    exponent alone). The gradient's mean is that of the KL for k2 only; k1's own gradient has mean 0. Source: Schulman,
-    "Approximating KL divergence" (2020).
+    exponent alone). The gradient's mean is that of the KL for k2 only; k1's own gradient has mean 0.
+
+    Source: Schulman, "Approximating KL divergence" (2020).
+
+    Args:
+        logprobs: [T] log pi_theta, with the gradient.
+        ref_logprobs: [T] log pi_ref.
+        mask: [T] bool.
+        kind: k1, k2 or k3.
+
+    Raises:
+        ValueError: an unknown kind.
     """
     d = inside(mask, logprobs.float() - ref_logprobs.float())
     if kind == "k1":

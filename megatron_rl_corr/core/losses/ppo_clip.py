@@ -29,7 +29,15 @@ def clipped_surrogate(
     ratio: Tensor, moved: Tensor, inputs: PolicyLossInputs, config: RolloutCorrectionConfig, *,
     metrics: dict[str, Metric] | None,
 ) -> Tensor:
-    """The loss of `ppo_clip` for any ratio [T], a token's or its sequence's."""
+    """The loss of `ppo_clip` for any ratio, a token's or its sequence's: [T], 0 outside the mask.
+
+    Args:
+        ratio: [T] float32, with the gradient.
+        moved: [T] log pi_theta - log pi_old, for the metrics.
+        inputs: advantages, weights and mask.
+        config: the clip's bounds.
+        metrics: the loss adds its own to it; None: none.
+    """
     mask, (low, high) = inputs.mask, config.clip
     advantages = inside(mask, inputs.advantages)
     free = ratio * advantages

@@ -65,8 +65,16 @@ def as_exponent(log_ratio: Tensor) -> Tensor:
 def record(
     metrics: dict[str, Metric] | None, mask: Tensor, loss: Tensor, moved: Tensor, **fractions: Tensor
 ) -> None:
-    """Add means over the kept tokens: of the loss, of k3 between pi_old and pi_theta (also clamped to 10 a token), and
-    of the given masks [T], which must be False outside `mask`. One stacked reduction.
+    """Add the means over the kept tokens of the loss, of k3 between pi_old and pi_theta, and of masks.
+
+    k3 is there twice, once clamped to 10 a token. All are reduced in one stacked sum.
+
+    Args:
+        metrics: what is added to; None: nothing is computed.
+        mask: [T] bool, the kept tokens.
+        loss: [T], 0 outside the mask.
+        moved: [T] log pi_theta - log pi_old, 0 outside the mask.
+        fractions: [T] bool each, False outside the mask: what their means are called -> which tokens count.
     """
     if metrics is None:
         return
