@@ -17,8 +17,13 @@ from megatron_rl_corr.config.rules import RULE_INPUTS, inputs_of
 from megatron_rl_corr.core.metrics import Max, Metric
 from megatron_rl_corr.core.mismatch import pack, rejection_metrics, sequence_metrics, token_metrics, weight_metrics
 from megatron_rl_corr.core.ratios import Spans, SpanSums, TokenRatios
-from megatron_rl_corr.core.rejection import Rejection, reject, span_columns, token_verdicts
-from megatron_rl_corr.core.second_moment import all_reduce_second_moment_mask
+from megatron_rl_corr.core.rejection import (
+    Rejection,
+    all_reduce_second_moment_mask,
+    reject,
+    span_columns,
+    token_verdicts,
+)
 from megatron_rl_corr.core.segments import Columns, constant
 from megatron_rl_corr.core.weights import ImportanceWeights, importance_weights
 

@@ -1,12 +1,15 @@
 """Rejection rules evaluated: which tokens, turns and sequences stay in the loss. The rules are in config/rules.py.
 
-T tokens, S sequences, U units: sequences, or their turns where turns decide something.
+M2PO's mask is here too, as a rule about tokens that depends on the whole batch.
+
+T tokens, S sequences, U units: sequences, or their turns where turns decide something; B bins of D^2.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, partial, reduce
+from functools import cached_property, lru_cache, partial, reduce
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,7 +17,14 @@ from torch import Tensor
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.config.rules import RejectionRule
 from megatron_rl_corr.core.ratios import Spans, SpanSums, TokenRatios
-from megatron_rl_corr.core.segments import Columns
+from megatron_rl_corr.core.segments import Columns, segment_sums
+
+if TYPE_CHECKING:
+    from megatron_rl_corr.parallel.collectives import ParallelGroups
+
+M2_BINS = 4096
+M2_LOWEST, M2_OCTAVES = -40.0, 54.0
+"""M2PO's bins are even in log2(D^2) from 2^-40 to 2^14, |D| = 128, 75 an octave: the cut is exact to 1 % of D^2."""
 
 
 @dataclass(frozen=True)
@@ -126,3 +136,32 @@ def span_verdict(rule: RejectionRule, sums: SpanSums) -> Tensor:
     keep = within(rule, values[rule.name])
     return keep if rule.row.spares is None else keep | (sums.by_sequence[f"input/{rule.row.spares}"] >= 0)
 
+
+@lru_cache(maxsize=8)
+def _square_bin_edges(device: torch.device) -> Tensor:
+    """The upper edges of all bins but the last, float64 [B - 1]."""
+    edges = [2.0 ** (M2_LOWEST + i * M2_OCTAVES / M2_BINS) for i in range(1, M2_BINS)]
+    return torch.tensor(edges, dtype=torch.float64, device=device)
+
+
+def all_reduce_second_moment_mask(ratios: TokenRatios, bound: float, groups: ParallelGroups | None) -> Tensor:
+    """M2PO's mask, bool [T]: drop the tokens of largest D^2 until the mean of D^2 over the others is within the bound.
+
+    Kept are the valid tokens in the bins of D^2 up to the last whose running mean over the batch is within bound. A
+    histogram instead of a sort: it adds up over ranks in one all-reduce, and every rank cuts at the same place.
+
+    Source: M2PO, arXiv:2510.01161.
+
+    Args:
+        ratios: of the tokens.
+        bound: largest mean of D^2 over the kept tokens, `rollout_m2_threshold`.
+        groups: the ranks that the batch is sharded over; None: this rank has all of it.
+    """
+    squares = ratios.log_ratio.square()
+    bins = torch.bucketize(squares, _square_bin_edges(squares.device), right=True, out_int32=True)
+    histogram = segment_sums({"squares": lambda: squares, "tokens": lambda: ratios.valid}, bins, M2_BINS)
+    if groups is not None:
+        histogram = groups.all_reduce_dp_cp(histogram)
+    total, count = histogram.cumsum(dim=1).unbind()
+    # The running mean grows with the bins, so the bins within the bound come first.
+    return (total <= bound * count).index_select(0, bins) & ratios.valid

@@ -54,11 +54,9 @@ async def generate_episodes(
         on_progress: called after each episode with (episodes done, all episodes, sampled tokens per second so far).
 
     Raises:
-        ValueError: before anything is sent, for a prompt that `RolloutClient.generate` would refuse, for
-            samples_per_prompt or max_turns below 1, and for ignore_eos.
-        SampleFailure: an episode failed, and the others are cancelled. Its cause is `environment` or
-            `environment_timeout` where the environment failed, else as in `RolloutClient.generate`.
-        RolloutError: as in `RolloutClient.generate`.
+        ValueError: before anything is sent, for an argument that is out of its range, and for ignore_eos.
+        SampleFailure, RolloutError: as in `RolloutClient.generate`; a SampleFailure's cause is `environment` or
+            `environment_timeout` where an environment failed.
     """
     for name, value in (("samples_per_prompt", samples_per_prompt), ("max_turns", max_turns)):
         if value < 1:

@@ -6,7 +6,7 @@ import torch
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.core.correction import compute_correction
 from megatron_rl_corr.core.ratios import TokenRatios
-from megatron_rl_corr.core.second_moment import all_reduce_second_moment_mask
+from megatron_rl_corr.core.rejection import all_reduce_second_moment_mask
 
 NAN = float("nan")
 # D^2 = 0.09, 0.01, 1, 0.04 at the valid tokens; running means from the smallest: 0.01, 0.025, 0.0466667, 0.285.
