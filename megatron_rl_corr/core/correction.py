@@ -1,4 +1,4 @@
-"""From two policies' log-probs to importance weights, a keep mask and the metrics that explain them.
+"""Computes importance weights, a keep mask and the metrics that explain them from two policies' log-probs.
 
 T tokens of packed sequences (this context-parallel rank's), S sequences.
 """
@@ -47,7 +47,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Correction:
-    """What the loss needs to know about the mismatch; nothing in it requires grad."""
+    """Weights, masks and metrics of a batch, for the loss; no tensor in it requires a gradient."""
 
     weights: Tensor
     """[T] float32 importance weights; 0 outside the valid tokens."""
@@ -68,7 +68,7 @@ class Correction:
     """float64 scalar: kept tokens of the global batch; 0 if the batch filter takes the whole batch."""
 
     lengths: Lengths
-    """For means over sequences: of kept tokens where the loss_denominator asks for that, else of valid ones."""
+    """For means over sequences: of kept tokens where the loss_denominator is kept, else of valid ones."""
 
     metrics: dict[str, Metric] = field(default_factory=dict)
     """Device-side partials of this rank's share, by name."""

@@ -83,7 +83,7 @@ def token_metrics(ratios: TokenRatios, turn_ids: Tensor | None) -> Parts:
 
 
 def _probability_metrics(ratios: TokenRatios) -> Parts:
-    """What compares probabilities: x = pi_train - 1 and y = pi_rollout - 1, which are 0 outside the valid tokens."""
+    """Metrics that compare probabilities, from x = pi_train - 1 and y = pi_rollout - 1, 0 outside the valid tokens."""
     x, y = ratios.train_logprobs.double().expm1_(), ratios.rollout_logprobs.double().expm1_()
     count = ratios.valid_tokens
     pearson = x.sum(), y.sum(), torch.dot(x, x), torch.dot(y, y), torch.dot(x, y), count

@@ -29,7 +29,7 @@ M2_LOWEST, M2_OCTAVES = -40.0, 54.0
 
 @dataclass(frozen=True)
 class Rejection:
-    """What all rules together keep, and what each one keeps."""
+    """The tokens and sequences that all rules together keep, and those that each one keeps."""
 
     mask: Tensor
     """bool [T]: valid and kept by every rule."""
@@ -68,7 +68,7 @@ def token_verdicts(config: RolloutCorrectionConfig, ratios: TokenRatios) -> dict
 
 
 def span_columns(config: RolloutCorrectionConfig, ratios: TokenRatios) -> Columns:
-    """What the rules about turns and sequences sum: a rule's value, or for seq_max whether a token is outside."""
+    """The columns that rules about turns and sequences sum: a rule's value; for seq_max, if a token is outside."""
     columns: dict = {}
     for rule in config.rollout_rs:
         if rule.level == "seq_max":
@@ -81,7 +81,7 @@ def span_columns(config: RolloutCorrectionConfig, ratios: TokenRatios) -> Column
 
 
 def token_values(rule: RejectionRule, ratios: TokenRatios) -> Tensor:
-    """What the rule measures of each token: [T], 0 outside the valid tokens."""
+    """The rule's value for each token: [T], 0 outside the valid tokens."""
     return rule.row.value(ratios)
 
 

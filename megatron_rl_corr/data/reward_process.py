@@ -1,4 +1,4 @@
-"""The trainer's end of a process that scores samples: starts it, asks it, ends it with all that it has started."""
+"""The trainer's end of a process that scores samples: starts it, sends it samples, ends it with its own children."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_rl_corr.data.reward_worker import FLAG, LENGTH_BYTES, frame
 from megatron_rl_corr.data.worker_pool import WorkerGone
 
 START_LIMIT_S = 300.0
-"""For importing the user's file and its setup()."""
+"""Seconds for importing the user's file and for its setup()."""
 BOOTSTRAP = (
     "import sys, json; sys.path[:] = json.loads(sys.argv.pop(1)); "
     "from megatron_rl_corr.data.reward_worker import serve; "
@@ -32,7 +32,7 @@ other ranks. By their whole names: LOCAL_MODEL_DIR is the user's."""
 
 
 class RewardProcess:
-    """One process, a fresh interpreter: neither a fork of the trainer nor one that runs its script again."""
+    """One process with a new interpreter: it is no fork of the trainer, and does not run the trainer's script."""
 
     def __init__(self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
         self._process, self._reader, self._writer = process, reader, writer

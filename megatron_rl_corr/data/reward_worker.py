@@ -1,4 +1,4 @@
-"""What a reward may be, and the process that computes rewards with the user's function for `RewardProcess`.
+"""The process that computes rewards with the user's function for `RewardProcess`, and the check of a reward.
 
 The process imports the user's file, and neither torch nor Megatron. Messages are JSON behind their length, over a
 socket that it inherits; standard output and error are the trainer's.

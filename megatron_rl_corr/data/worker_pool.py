@@ -175,7 +175,7 @@ class ThreadWorker:
                 settle = (_set_exception, as_exception(error))
             try:
                 loop.call_soon_threadsafe(settle[0], answer, settle[1])
-            except RuntimeError:  # the loop is closed: nobody waits any more
+            except RuntimeError:  # the loop is closed, and so is every caller
                 return
 
 
@@ -201,7 +201,7 @@ async def awaited(answer: Awaitable[Any], limit_s: float | None) -> Any:
             await asyncio.wait([task], timeout=GRACE_S)
     if not done:
         raise CallTimeout(f"it took longer than {limit_s:g} s")
-    if task.cancelled():  # by nobody here
+    if task.cancelled():  # not by this function
         raise RuntimeError("it waited for something that was cancelled")
     return task.result()
 

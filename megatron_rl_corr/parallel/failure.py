@@ -192,7 +192,7 @@ class FailureWatch:
         return f"rank {failed['rank']} failed: {' '.join(failed['message'].split())}"
 
     def claim_exit(self) -> bool:
-        """True for the first thread that asks: it must end the process, and a timer does after EXIT_TIMEOUT_S."""
+        """True for the first thread that calls it, which must end the process; a timer does after EXIT_TIMEOUT_S."""
         if not self._exit_lock.acquire(blocking=False):
             return False
         overdue = threading.Timer(EXIT_TIMEOUT_S, os._exit, [1])

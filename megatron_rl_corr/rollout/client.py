@@ -143,7 +143,7 @@ class RolloutClient(ServerControl):
         self._pool.use(urls)
 
     def counts(self) -> dict[str, int]:
-        """What happened since the client was made, by the names of `Counts`."""
+        """The `Counts` since the client was made, by name."""
         return asdict(self._counts)
 
     def control(self, urls: Sequence[str]) -> ServerControl:

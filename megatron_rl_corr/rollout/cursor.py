@@ -17,7 +17,7 @@ from megatron_rl_corr.rollout.failures import FailedPrompts
 
 @dataclass(frozen=True)
 class Drawn:
-    """Where a replica stands: of its numbers none from `base` + rank on was drawn, and those of `open` must be trained.
+    """Where a replica stands: it has drawn none of its numbers from `base` + rank on, and must still train on `open`.
 
     open holds what was drawn and is not trained yet, and what an earlier run left and was not drawn again.
     """
@@ -76,14 +76,14 @@ class GroupNumbers:
 
 @dataclass(frozen=True)
 class SavedCursor:
-    """Where all replicas stood, of which prompts, and which of these had failed."""
+    """Where all replicas stood, in the data of which prompts, and which of these had failed."""
 
     seed: int
-    """Of the order of the prompts."""
+    """The seed of the prompts' order."""
     prompts: int
     """Rows of the data set."""
     next: int
-    """As `Cursor`'s."""
+    """As in `Cursor`."""
     again: tuple[int, ...]
     failed: dict[int, int] = field(default_factory=dict)
     """Row of the data set -> dropped groups, as `FailedPrompts` counts them."""

@@ -1,4 +1,4 @@
-"""What a user writes for episodes of several turns: the environment, which answers the policy between its turns."""
+"""The environment that a user writes for episodes of several turns: it replies to the policy after each turn."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FLAG = "`environment`"
 
 
 class Done:
-    """What `step` returns to end the episode."""
+    """The class of DONE, which `step` returns to end the episode."""
 
     def __repr__(self) -> str:
         return "DONE"

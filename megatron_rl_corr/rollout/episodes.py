@@ -124,7 +124,7 @@ class _Episode:
         self.label, self.doing = label, "making the environment"
 
     async def run(self, factory: EnvironmentFactory, max_turns: int) -> Trajectory:
-        """From the first request to the environment's reward and `close`."""
+        """The whole episode, with the environment's reward; the environment is closed at the end in any case."""
         environment = await self._call(factory, self._prompt.copied())
         if not isinstance(environment, Environment):
             raise SampleFailure(

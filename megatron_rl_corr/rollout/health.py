@@ -76,7 +76,7 @@ class ServerHealth:
         self._pool.leave_out(server, cause)
         if isinstance(cause, StaleWeightsError):
             self._refuse(server, cause)
-        # One that fails whatever it is asked, and is healthy in between, is asked less and less often.
+        # A server that fails every request, and is healthy in between, gets requests less and less often.
         self._probe(server, min(FIRST_PROBE_S * 2.0 ** min(server.flaps - 1, 20), LONGEST_BACKOFF_S))
 
     @asynccontextmanager

@@ -1,4 +1,4 @@
-"""Groups of samples, sampled and scored ahead of the training that takes them: how far, and what becomes of old ones.
+"""Samples and scores groups ahead of the training that takes them: how far ahead, and what happens to old groups.
 
 G groups a step; version v is that of the weights after v steps.
 """
@@ -29,7 +29,7 @@ class Group:
     number: int
     trajectories: list[Trajectory]
     rewards: list[float]
-    """Of each trajectory."""
+    """The reward of each trajectory."""
 
     @property
     def oldest_version(self) -> int:
@@ -38,7 +38,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Taken:
-    """What a step trains on, and how the stream stood when it was taken."""
+    """The groups of a step, and the state of the stream when they were taken."""
 
     groups: list[Group]
     """[G], by number."""
@@ -126,7 +126,7 @@ class GroupStream:
         return [*self._running.values(), *(group.number for group in self._done)]
 
     async def close(self) -> None:
-        """End what is being sampled."""
+        """Cancel the groups that are being sampled."""
         self._closing = True
         running = list(self._running)
         for task in running:
@@ -135,7 +135,7 @@ class GroupStream:
             await asyncio.wait(running)
 
     def _begin(self) -> None:
-        """Every group that may be, at the present version."""
+        """Begin every group that may begin at the present version."""
         steps = min(self._version + 1 + self._max_lag, self._last) - self._first
         for _ in range(steps * self._per_step + self._dropped + self._replaced - self._begun):
             number = self._draw()
@@ -145,10 +145,10 @@ class GroupStream:
             task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task) -> None:
-        """A failure is kept for `take`, which may be called much later."""
+        """Keep the group, or its failure for `take`, which may be called much later."""
         del self._running[task]
         if task.cancelled():
-            if not self._closing:  # by what it awaited: nobody else would tell
+            if not self._closing:  # by what it awaited; without this the failure would be lost
                 self._failure = self._failure or RuntimeError("sampling a group was cancelled from within")
         elif task.exception() is not None:
             self._failure = self._failure or task.exception()

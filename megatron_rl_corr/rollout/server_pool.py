@@ -20,7 +20,7 @@ class Server:
     cause: RolloutError | None = None
     """Why it is left out; None: it is sampled from."""
     refused: RolloutError | None = None
-    """Why it may not come back yet, if it was asked."""
+    """Why it may not come back yet; None: it is not left out, or has not been probed."""
     joined: int = 0
     """How often it came back. A request that was sent before that may fail later: that failure no longer counts."""
     scopes: dict[asyncio.Timeout, float] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class Server:
             scope.reschedule(now)
 
 CROWDED, FEW = 2, 4
-"""Where the freest server has n requests in flight, one is preferred to it that has up to CROWDED * (n + FEW)."""
+"""A preferred server is taken while it has up to CROWDED * (n + FEW) requests in flight, n those of the freest one."""
 
 
 class ServerPool:

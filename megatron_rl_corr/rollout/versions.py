@@ -15,7 +15,7 @@ def new_run_id() -> str:
 
 
 def name(run_id: str, number: int) -> str:
-    """What servers call the weights after `number` steps of this start of the trainer."""
+    """The version of the weights after `number` steps of this start of the trainer."""
     return f"{run_id}-{number}"
 
 

@@ -31,7 +31,7 @@ class WeightServers:
     the next one takes it in again.
 
     Args:
-        client: of all servers; it is told which version to sample from.
+        client: of all servers; `expect` sets the version that it samples from.
         loop: the event loop of the client.
         transport: sends the weights.
         verifier: compares checksums after an update; None: not verified.
@@ -202,7 +202,7 @@ class WeightServers:
 
 
 async def _briefly(request: Coroutine[Any, Any, object]) -> None:
-    """Send a request and wait a short time: a server handles it even if nobody waits for the answer any more."""
+    """Send a request and wait a short time: a server handles it even without a reader of the answer."""
     try:
         async with asyncio.timeout(RELEASE_S / 3):
             await request

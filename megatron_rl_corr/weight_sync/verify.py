@@ -177,11 +177,14 @@ class PushVerifier:
 
 
 def check_agreement(servers: Sequence[ServerChecksums], endpoint: str) -> None:
-    """Raise RolloutProtocolError for the first server whose weights differ from those of another of its layout.
+    """Check that servers of one layout have the same weights.
 
     Args:
         servers: what each server has.
-        endpoint: where that was asked, for the message.
+        endpoint: of the request for the checksums, for the message.
+
+    Raises:
+        RolloutProtocolError: for the first server whose weights differ from those of another server.
     """
     for i, server in enumerate(servers):
         alike = next((other for other in servers[:i] if other.layout == server.layout), None)

@@ -1,4 +1,4 @@
-"""What may be added to a policy loss: a KL penalty against a reference policy, and an entropy bonus.
+"""Terms that may be added to a policy loss: a KL penalty against a reference policy, and an entropy bonus.
 
 T tokens.
 """

@@ -25,7 +25,7 @@ K3_CLAMP = 10.0
 
 @dataclass(frozen=True)
 class PolicyLossInputs:
-    """What a policy loss is computed from; [T] each, and only logprobs carries a gradient."""
+    """The inputs of a policy loss: [T] each, and only logprobs carries a gradient."""
 
     logprobs: Tensor
     """log pi_theta."""
@@ -38,7 +38,7 @@ class PolicyLossInputs:
     """int64 in [0, num_sequences); there for a loss with LossKind.whole_sequences."""
     num_sequences: int | None = None
     groups: ParallelGroups | None = None
-    """Where sequences are split over cp."""
+    """The ranks, where sequences are split over cp."""
 
     @property
     def mask(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""What every transport of weights does, and the size of the servers that it sends to."""
+"""The interface of all transports of weights, and the number of ranks of the servers."""
 
 from __future__ import annotations
 

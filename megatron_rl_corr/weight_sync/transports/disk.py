@@ -100,7 +100,11 @@ def copy_model_files(source: Path, target: Path) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Make the folder. Raises ValueError if it can't be made or written."""
+    """Make the folder.
+
+    Raises:
+        ValueError: it can't be made or written.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

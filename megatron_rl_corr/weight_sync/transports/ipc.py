@@ -44,7 +44,11 @@ class TensorTransport(WeightTransport):
 
 
 def check_same_host(urls: Sequence[str]) -> None:
-    """Raise ValueError for a server whose address does not belong to this host."""
+    """Check that every server runs on this host.
+
+    Raises:
+        ValueError: a server's address does not belong to this host.
+    """
     for url in urls:
         if not is_this_host(urlsplit(url).hostname):
             raise ValueError(
