@@ -43,8 +43,8 @@ async def poll_until[Found](
 
     Args:
         attempt: called with the seconds that it may take, from 0.1 to longest_attempt_s.
-        timeout_s: time for all attempts together; the last one begins before it is over.
-        pause_s: time between two attempts.
+        timeout_s: time for all attempts together; the last one begins as it ends.
+        pause_s: time between two attempts, but for the last, which waits for no more than what is left.
         longest_attempt_s: limit of one attempt.
         retry: whether to try again after this error; another one is raised at once, as is what is no RolloutError.
         waited_for: ends the note "waited 3 s for ...".
@@ -56,7 +56,8 @@ async def poll_until[Found](
         except RolloutError as error:
             if not retry(error):
                 raise
-            if time.monotonic() + pause_s >= deadline:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
                 error.add_note(f"waited {timeout_s:g} s for {waited_for}")
                 raise
-        await asyncio.sleep(pause_s)
+        await asyncio.sleep(min(pause_s, left_s))

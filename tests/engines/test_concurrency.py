@@ -1,0 +1,62 @@
+"""Requests again and again until a deadline, on a clock that moves only where the code waits."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_rl_corr.engines import concurrency
+from megatron_rl_corr.engines.errors import RolloutServerError
+
+SILENT = RolloutServerError("http://a:1", "/health", None, "connection refused")
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Its `now` is what time.monotonic returns, and asyncio.sleep adds to it."""
+    clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
+
+    async def sleep(seconds):
+        clock.now += seconds
+
+    monkeypatch.setattr(concurrency, "time", clock)
+    monkeypatch.setattr(concurrency, "asyncio", SimpleNamespace(sleep=sleep))
+    return clock
+
+
+def poll(clock, *, lasts_s, succeeds_at=None, timeout_s=3.2):
+    """[(begins after, may take)] of each attempt, in seconds, and the error that ended them or None."""
+    attempts, begin = [], clock.now
+
+    async def attempt(limit_s):
+        attempts.append((round(clock.now - begin, 6), round(limit_s, 6)))
+        clock.now += min(lasts_s, limit_s)
+        if succeeds_at is None or clock.now - begin < succeeds_at:
+            raise SILENT
+
+    try:
+        asyncio.run(concurrency.poll_until(
+            attempt, timeout_s=timeout_s, pause_s=0.5, longest_attempt_s=2.0, retry=lambda error: True,
+            waited_for="a server",
+        ))  # fmt: skip
+    except RolloutServerError as error:
+        return attempts, error
+    return attempts, None
+
+
+def test_poll_when_nothing_answers_then_the_last_attempt_begins_as_the_time_ends(clock):
+    attempts, error = poll(clock, lasts_s=0.0)
+    # Each 0.5 s, and the last 0.2 s after the one at 3.0: not at 2.7 s, where another pause would pass the end.
+    assert [begins for begins, _ in attempts] == [0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.2]
+    assert [limit for _, limit in attempts] == [2.0, 2.0, 2.0, 1.7, 1.2, 0.7, 0.2, 0.1]
+    assert error.__notes__[-1] == "waited 3.2 s for a server"
+
+
+def test_poll_when_an_attempt_takes_the_rest_of_the_time_then_it_was_the_last(clock):
+    # 2 s, a pause, and the 0.7 s that are left.
+    assert poll(clock, lasts_s=9.0)[0] == [(0.0, 2.0), (2.5, 0.7)]
+
+
+def test_poll_when_a_server_answers_in_the_last_half_second_then_that_is_the_answer(clock):
+    attempts, error = poll(clock, lasts_s=0.0, succeeds_at=3.1)
+    assert attempts[-1][0] == 3.2 and error is None
