@@ -140,13 +140,11 @@ def _correct(arguments: argparse.Namespace) -> None:
 
 
 def _model_flags(arguments: argparse.Namespace) -> None:
-    import json
-    from pathlib import Path
-
+    from megatron_rl_corr.models.hf_checkpoint import read_config
     from megatron_rl_corr.models.megatron_flags import model_flags
 
     # Without quotes, so that a shell's $(...) can take them: none has a blank in it.
-    print(" ".join(model_flags(json.loads((Path(arguments.hf_dir) / "config.json").read_text()))))
+    print(" ".join(model_flags(read_config(arguments.hf_dir))))
 
 
 def _presets(arguments: argparse.Namespace) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -45,6 +46,7 @@ def prepare(arguments: Sequence[str]) -> Install:
         ) from error
 
     def install() -> Callable[[], None]:
+        name_flags_in_logs()
         from megatron_rl_corr.mcore import versions
 
         versions.check_version()
@@ -57,6 +59,19 @@ def prepare(arguments: Sequence[str]) -> Install:
         return hooks.install(config, options, report)
 
     return install
+
+
+def name_flags_in_logs() -> None:
+    """From now on, warnings that this package logs have flags in place of the library's fields."""
+    make = logging.getLogRecordFactory()
+
+    def named(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = make(*args, **kwargs)
+        if record.name.startswith(f"{__package__}."):
+            record.msg, record.args = name_flags(record.getMessage()), ()
+        return record
+
+    logging.setLogRecordFactory(named)
 
 
 class StepReport:

@@ -45,3 +45,15 @@ def test_load_when_flags_are_wrong_then_one_line_on_one_rank_and_status_2(argume
     assert first.returncode == second.returncode == 2
     assert first.stderr.startswith(f"MEGATRON_RL_CORR: {told}") and first.stderr.count("\n") == 1
     assert first.stdout == second.stdout == second.stderr == ""
+
+
+def test_warnings_when_a_module_of_this_package_logs_them_then_with_flags_in_place_of_fields():
+    code = (
+        "import logging; from megatron_rl_corr import plugin; plugin.name_flags_in_logs()\n"
+        "for name in ('megatron_rl_corr.weight_sync.verify', 'somebodys.megatron_rl_corr'):\n"
+        "    logging.getLogger(name).warning('%s: use `verify_push` %s', 'http://a:1', 'off')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stderr.splitlines() == [
+        "http://a:1: use --rollout-verify-push off", "http://a:1: use `verify_push` off",
+    ]  # fmt: skip

@@ -71,7 +71,7 @@ def check_given_clips(config: RolloutCorrectionConfig, given: Mapping[str, Any])
 def idle_clips(config: RolloutCorrectionConfig) -> str | None:
     """One line for the user about clips of a YAML file that can't act; None where there are none."""
     usual = RolloutCorrectionConfig()
-    given = [f"{name} {getattr(config, name)}" for name in _CLIPS if getattr(config, name) != getattr(usual, name)]
+    given = [f"`{name}` {getattr(config, name)}" for name in _CLIPS if getattr(config, name) != getattr(usual, name)]
     if config.bypass_mode or not given:
         return None
     return f"{', '.join(given)} of the configuration can't act: with one update a batch r = 1, and nothing is clipped"

@@ -126,19 +126,23 @@ class Options:
     """
 
     def __post_init__(self) -> None:
-        known = options_of(type(self))
+        known, words = options_of(type(self)), []
         for name, one in known.items():
             if one.none is not None and getattr(self, name) == one.none:
                 object.__setattr__(self, name, None)
+                words.append(name)
             one.check(getattr(self, name))
-        for one in known.values():
-            self._check_need(one)
+        for name, one in known.items():
+            self._check_need(one, given_as_word=name in words)
         for owner in reversed(type(self).__mro__):
             if "check" in vars(owner):
                 vars(owner)["check"](self)
 
-    def _check_need(self, one: Option) -> None:
-        """ValueError for an option without what it needs; its usual value where it is not given and has it."""
+    def _check_need(self, one: Option, *, given_as_word: bool) -> None:
+        """ValueError for an option without what it needs; its usual value where it is not given and has it.
+
+        given_as_word: None was given by its word, such as drop, and is no option left out.
+        """
         if one.needs is None:
             return
         other, _, wanted = one.needs.partition("=")
@@ -146,7 +150,8 @@ class Options:
         if there == wanted if wanted else bool(there):
             if value is None and one.usual is not None:
                 object.__setattr__(self, one.name, one.usual)
-        elif value != one.default:
+        elif value != one.default or given_as_word:
+            value = one.none if given_as_word else value
             given = "" if value is True else f" {value:g}" if isinstance(value, float) else f" {value}"
             needed = f"`{other}`{f' {wanted}' if wanted else ''}"
             raise ValueError(f"`{one.name}`{given} has no effect without {needed}; drop it, or add {needed}")

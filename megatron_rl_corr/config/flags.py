@@ -10,6 +10,7 @@ import argparse
 import difflib
 import functools
 import re
+import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -24,7 +25,7 @@ PREFIX = "--rollout-"
 CORRECTION = (CorrectionSource, RolloutCorrectionConfig)
 """Their flags make one group, and one configuration."""
 RENAMED: dict[str, str] = {}
-"""Flags of earlier releases, and what they are called now."""
+"""Flags of earlier releases -> what they are called now; the old one is an error that names the new one."""
 
 _NOT_GIVEN = object()
 
@@ -120,6 +121,11 @@ def name_flags(text: object) -> str:
     return re.sub(r"`(\w+)`", lambda match: flags_by_field().get(match[1], match[0]), str(text))
 
 
+def warn(text: object) -> None:
+    """Print a warning of a run on stderr, with flags in place of the library's fields."""
+    print(f"[rollout] {name_flags(text)}", file=sys.stderr, flush=True)
+
+
 def parse(arguments: Sequence[str]) -> tuple[RolloutCorrectionConfig, RunConfig]:
     """Our flags out of a whole Megatron command line, checked. ValueError names the flag and the remedy."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
@@ -136,7 +142,11 @@ def parse(arguments: Sequence[str]) -> tuple[RolloutCorrectionConfig, RunConfig]
 
 
 def given_flags(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """(the options that the command line sets, by their fields' names; the arguments that are not the parser's)."""
+    """(the options that the command line sets, by their fields' names; the arguments that are not the parser's).
+
+    Raises:
+        ValueError: a flag without its value, or one of RENAMED, with the new name.
+    """
     fields = {flag: name for name, flag in flags_by_field().items()}
     names = {action.dest: fields[action.option_strings[0]] for action in parser._actions}
     unset = argparse.Namespace(**dict.fromkeys(names, _NOT_GIVEN))
@@ -144,6 +154,9 @@ def given_flags(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tu
         values, others = parser.parse_known_args(list(arguments), unset)
     except argparse.ArgumentError as error:
         raise ValueError(str(error).removeprefix("argument ")) from None
+    for other in others:
+        if (name := other.split("=")[0]) in RENAMED:
+            raise ValueError(f"{name} is called {RENAMED[name]} now")
     return {names[dest]: value for dest, value in vars(values).items() if value is not _NOT_GIVEN}, others
 
 
@@ -152,8 +165,6 @@ def refuse_unknown(parser: argparse.ArgumentParser, others: Sequence[str]) -> No
     known = [flag for action in parser._actions for flag in action.option_strings]
     for other in others:
         name = other.split("=")[0]
-        if name in RENAMED:
-            raise ValueError(f"{name} is called {RENAMED[name]} now")
         if name.startswith(PREFIX):
             near = [flag for flag in known if flag.startswith(name)] or difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]}?" if near else "see --help"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import concurrent.futures
-import sys
 import time
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
+from megatron_rl_corr.config.flags import warn
 from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.core.metrics import Metric
 from megatron_rl_corr.data.prompts import PromptDataset
@@ -73,7 +73,7 @@ class Collector:
             top_k=options.top_k,
         )
         client.engine.check_sampling(self.sampling)
-        self._failures = Failures(options.max_failed_fraction)
+        self._failures = Failures(options.max_failed_fraction, warn)
         self._failed_fraction = FailedFraction(options.max_failed_fraction)
         self._prompts = prompts
         # Without failures, a step's groups are those of one slice of the sequence.
@@ -160,8 +160,7 @@ class Collector:
         dist.all_gather_object(dropped, self._failures.take_dropped(), group=group)
         for row, number in sorted(pair for pairs in dropped for pair in pairs):
             if self._failed_prompts.add(row, number) and dist.get_rank() == 0:
-                print(f"[rollout] row {row} of --rollout-prompts is left out for an epoch: its groups failed "
-                      f"{NAMED_AFTER} times", file=sys.stderr, flush=True)  # fmt: skip
+                warn(f"row {row} of --rollout-prompts is left out for an epoch: its groups failed {NAMED_AFTER} times")
 
     def _all_reduce_taken(self, step: int) -> tuple[RolloutBatch, torch.Tensor]:
         """A leader's batch and its counts, zeros on other ranks; returns when every leader has its own.

@@ -7,12 +7,12 @@ parameters, environment and reward.
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from megatron_rl_corr.config.flags import warn
 from megatron_rl_corr.data.prompts import Prompt
 from megatron_rl_corr.engines.concurrency import all_or_first_failure
 from megatron_rl_corr.engines.errors import SampleFailure
@@ -66,8 +66,7 @@ class Evaluation:
                 [sample] = await episodes.generate(client, [prompt], self.sampling, group_numbers=[number])
             return sample, await self.source.rewards.score(prompt, sample)
         except SampleFailure as failure:
-            print(f"[rollout] row {prompt.index} of --rollout-eval-prompts failed for good ({failure.cause}): "
-                  f"{failure}", file=sys.stderr, flush=True)  # fmt: skip
+            warn(f"row {prompt.index} of --rollout-eval-prompts failed for good ({failure.cause}): {failure}")
             return None
 
 

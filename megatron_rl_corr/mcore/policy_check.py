@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,7 +19,9 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import nn
 
+from megatron_rl_corr.config.flags import warn
 from megatron_rl_corr.mcore.policy_flags import ALLOW, COMPARED, EFFECTIVE, IGNORED, REFUSED
+from megatron_rl_corr.models.hf_checkpoint import read_config
 from megatron_rl_corr.models.megatron_flags import model_flags
 
 
@@ -62,6 +62,20 @@ class MegatronParser:
         return vars(args)[name]
 
 
+@contextmanager
+def naming_checkpoint(path: str) -> Iterator[None]:
+    """Put the flag and the folder before a ValueError about a checkpoint, which names its file or tensor alone.
+
+    Args:
+        path: --rollout-hf-checkpoint.
+    """
+    try:
+        yield
+    except ValueError as error:
+        folder = "" if str(path) in str(error) else f" {path}"
+        raise ValueError(f"--rollout-hf-checkpoint{folder}: {error}") from error
+
+
 def check_policy(args: argparse.Namespace) -> None:
     """Check a run's arguments, before a model is made.
 
@@ -71,13 +85,15 @@ def check_policy(args: argparse.Namespace) -> None:
     Raises:
         ValueError: lists every flag by which the trained policy would not be the sampled one, each with the remedy.
     """
-    parser = MegatronParser()
-    config = json.loads((Path(args.rollout_hf_checkpoint) / "config.json").read_text())
+    parser, path = MegatronParser(), args.rollout_hf_checkpoint
+    with naming_checkpoint(path):
+        config = read_config(path)
     try:
-        words = model_flags(config)
-        parser.parse(words)
+        with naming_checkpoint(path):
+            words = model_flags(config)
+            parser.parse(words)
     except KeyError as error:
-        differences = [f"{args.rollout_hf_checkpoint}/config.json has no {error}"]
+        differences = [f"--rollout-hf-checkpoint {path}: config.json has no {error}"]
     except ValueError as error:  # Megatron, or this release of it, computes something else than that model
         differences = [str(error)]
     else:
@@ -117,8 +133,7 @@ def _refuse(refused: list[str], differences: list[str], allowed: bool) -> None:
     if differences and allowed:
         if dist.get_rank() == dist.get_world_size() - 1:
             lines = "\n  ".join(differences)
-            warning = f"[rollout] {ALLOW}: the model is not the one of config.json:\n  {lines}"
-            print(warning, file=sys.stderr, flush=True)
+            warn(f"{ALLOW}: the model is not the one of config.json:\n  {lines}")
         differences = []
     if refused or differences:
         hint = f"\n{ALLOW} makes a warning of what differs from config.json" if differences else ""

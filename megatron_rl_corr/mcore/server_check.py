@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
 import torch
 import torch.distributed as dist
 
+from megatron_rl_corr.config.flags import warn
 from megatron_rl_corr.doctor import Expected, Finding, quick_check
 from megatron_rl_corr.engines.errors import RolloutError
 from megatron_rl_corr.engines.trajectory import SamplingParams
@@ -69,7 +69,7 @@ def judge(findings: list[Finding], kind: str) -> StartupError | None:
     fatal = [finding for finding in findings if kind == "all" or finding.kind == "semantic"]
     for finding in findings:
         if finding not in fatal:
-            print(f"[rollout] {finding}", file=sys.stderr, flush=True)
+            warn(finding)
     if not fatal:
         return None
     return StartupError(

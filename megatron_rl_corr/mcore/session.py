@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.config.cross_checks import idle_clips
+from megatron_rl_corr.config.flags import name_flags
 from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.data.prompts import PromptDataset
 from megatron_rl_corr.data.rewards import Rewards
@@ -23,7 +24,7 @@ from megatron_rl_corr.mcore.batch import BatchShape
 from megatron_rl_corr.mcore.collect import Collector, SampleSource, check_they_fit, check_vocabulary
 from megatron_rl_corr.mcore.evaluate import Evaluation
 from megatron_rl_corr.mcore.forward import LogprobSettings
-from megatron_rl_corr.mcore.policy_check import check_model
+from megatron_rl_corr.mcore.policy_check import check_model, naming_checkpoint
 from megatron_rl_corr.mcore.sample_log import SampleLog
 from megatron_rl_corr.mcore.server_check import broadcast_first_step, check_servers
 from megatron_rl_corr.mcore.step import CorrectedStep, describe_scoring
@@ -150,10 +151,15 @@ def start(
         logprobs=_logprobs(options, layout, client.vocab_size), log=parts.log, first_step=first_step,
     )
     if dist.get_rank() == 0:
-        for line in (describe_scoring(config, step.scoring_reasons), idle_clips(config)):
-            if line is not None:
-                print(f"[rollout] {line}", flush=True)
+        for line in describe_start(config, step.scoring_reasons):
+            print(f"[rollout] {line}", flush=True)
     return Session(step, parts.evaluation, parts.source, push.servers)
+
+
+def describe_start(config: RolloutCorrectionConfig, reasons: tuple[str, ...]) -> list[str]:
+    """Lines for the user: whether steps have a scoring pass and for what (reasons), and settings that can't act."""
+    lines = describe_scoring(config, reasons), idle_clips(config)
+    return [name_flags(line) for line in lines if line is not None]
 
 
 def _close(collector: Collector, servers: WeightServers, source: SampleSource) -> None:
@@ -168,7 +174,9 @@ def _prepare(
     saved: SavedCursor | None,
 ) -> _Parts:
     """Everything that needs neither servers nor other ranks. Raises ValueError or OSError for what is wrong."""
-    args, checkpoint = megatron.args, HFCheckpoint(options.hf_checkpoint)
+    args = megatron.args
+    with naming_checkpoint(options.hf_checkpoint):
+        checkpoint = HFCheckpoint(options.hf_checkpoint)
     source = _source(options, megatron, layout, checkpoint.config["vocab_size"], routes)
     collector = Collector(
         options, layout, shape, source, steps=(args.iteration, args.train_iters), saved=saved, routes=routes
@@ -176,7 +184,8 @@ def _prepare(
     evaluation = _evaluation(options, megatron, collector, source, layout)
     parameters = _parameters(checkpoint, args, megatron.model)
     if args.iteration == 0:
-        load_shards(parameters, checkpoint, layout.shard)
+        with naming_checkpoint(options.hf_checkpoint):
+            load_shards(parameters, checkpoint, layout.shard)
     folder = options.save_trajectories
     log = None if folder is None else SampleLog(Path(folder), layout, collector.sampling)
     return _Parts(source, collector, evaluation, parameters, log)
@@ -234,10 +243,12 @@ def _routes(options: RunConfig, megatron: MegatronRun, layout: Layout) -> Routes
 
 
 def _parameters(checkpoint: HFCheckpoint, args: argparse.Namespace, model: list) -> list[LocalParameter]:
-    chunks, table = compat.unwrapped(model), NameTable(checkpoint.config, padded_vocab_size=args.padded_vocab_size)
+    chunks = compat.unwrapped(model)
     check_model(chunks, args)
     experts = (args.num_experts or 0) // args.expert_model_parallel_size
-    return local_parameters(chunks, table, experts_per_rank=experts)
+    with naming_checkpoint(str(checkpoint.path)):
+        table = NameTable(checkpoint.config, padded_vocab_size=args.padded_vocab_size)
+        return local_parameters(chunks, table, experts_per_rank=experts)
 
 
 def _weight_servers(

@@ -11,6 +11,24 @@ from safetensors import safe_open
 from torch import Tensor
 
 
+def read_config(path: str | Path) -> dict[str, Any]:
+    """config.json of a Hugging Face model folder.
+
+    Args:
+        path: the folder.
+
+    Raises:
+        ValueError: it has no config.json, or one that is not JSON.
+    """
+    config = Path(path) / "config.json"
+    if not config.is_file():
+        raise ValueError(f"{path} is not a Hugging Face model folder: it has no config.json")
+    try:
+        return json.loads(config.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{config} is not JSON: {error}") from error
+
+
 class HFCheckpoint:
     """A Hugging Face model folder; tensors are read one at a time and not kept in memory.
 
@@ -23,10 +41,7 @@ class HFCheckpoint:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        config = self.path / "config.json"
-        if not config.is_file():
-            raise ValueError(f"{path} is not a Hugging Face model folder: it has no config.json")
-        self.config: dict[str, Any] = json.loads(config.read_text())
+        self.config = read_config(path)
         self._file_of = self._index()
 
     @property

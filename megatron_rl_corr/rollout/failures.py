@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from megatron_rl_corr.data.prompts import Prompt
 from megatron_rl_corr.engines.errors import SampleFailure, TooManyFailures
@@ -24,11 +24,19 @@ NAMED_AFTER = 3
 """Dropped groups after which a prompt is named and left out."""
 
 
-class Failures:
-    """Counts one replica's samples, since the run's beginning."""
+logger = logging.getLogger(__name__)
 
-    def __init__(self, max_fraction: float):
-        self._max_fraction = max_fraction
+
+class Failures:
+    """Counts one replica's samples, since the run's beginning.
+
+    Args:
+        max_fraction: share of the samples that may fail.
+        warn: takes a line about the first failure of each cause.
+    """
+
+    def __init__(self, max_fraction: float, warn: Callable[[str], None] = logger.warning):
+        self._max_fraction, self._warn = max_fraction, warn
         self.ended = 0
         """Samples that came to an end, well or not. Those that were cancelled with their group are not counted."""
         self.by_cause = Counter(dict.fromkeys(CAUSES, 0))
@@ -49,13 +57,12 @@ class Failures:
         self._recent.append(False)
 
     def failed(self, failure: SampleFailure, what: str) -> None:
-        """A sample has none. The first of each cause is printed, later ones are only counted."""
+        """A sample has none. The first of each cause is a warning, later ones are only counted."""
         self.ended += 1
         self._recent.append(True)
         self.by_cause[failure.cause] += 1
         if failure.cause not in self.texts:
-            print(f"[rollout] {what} failed for good ({failure.cause}; further ones are only counted): {failure}",
-                  file=sys.stderr, flush=True)  # fmt: skip
+            self._warn(f"{what} failed for good ({failure.cause}; further ones are only counted): {failure}")
         self.texts[failure.cause] = f"{what}: {failure}"
 
     def dropped(self, prompt: Prompt, number: int, lengths: Sequence[int]) -> None:

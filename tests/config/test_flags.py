@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl_corr.config import flags as flags_module
 from megatron_rl_corr.config.correction import PRESETS, RolloutCorrectionConfig
 from megatron_rl_corr.config.cross_checks import idle_clips
-from megatron_rl_corr.config.flags import add_flags, flags_by_field, parse
+from megatron_rl_corr.config.flags import add_flags, flags_by_field, name_flags, parse
 from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.data.reward_worker import checked_reward
+from megatron_rl_corr.integrations import megatron_rl_hooks
 from megatron_rl_corr.rollout import RolloutClient
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -130,6 +132,21 @@ def test_parse_when_flags_of_the_last_layer_do_not_go_together_then_refused(flag
     assert refusal(*REQUIRED, *flags) == words
 
 
+@pytest.mark.parametrize("read", [parse, megatron_rl_hooks.parse])
+@pytest.mark.parametrize("words", [["--rollout-samples", "4"], ["--rollout-samples=4"], ["--group-size", "4"]])
+def test_flag_when_it_has_another_name_now_then_an_error_that_names_the_new_one(read, words, monkeypatch):
+    new = {"--rollout-samples": "--rollout-group-size", "--group-size": "--rollout-group-size"}
+    monkeypatch.setattr(flags_module, "RENAMED", new)
+    with pytest.raises(ValueError) as raised:
+        read([*REQUIRED, *words] if read is parse else words)
+    assert str(raised.value) == f"{words[0].split('=')[0]} is called --rollout-group-size now"
+
+
+def test_renamed_flags_then_every_new_name_is_a_flag_and_no_old_one_is():
+    known = set(flags_by_field().values())
+    assert set(flags_module.RENAMED.values()) <= known and not known & set(flags_module.RENAMED)
+
+
 def test_parser_when_it_is_megatrons_then_ours_join_it_and_nothing_is_required():
     # Megatron may parse a second time, with another command line; what is required is checked in parse.
     parser = argparse.ArgumentParser(allow_abbrev=False)
@@ -192,6 +209,9 @@ def test_parse_when_failed_rewards_have_a_value_then_that_or_none():
         return parse([*REQUIRED, "--rollout-on-failed-reward", value])[1].on_failed_reward
 
     assert (on_failed("drop"), on_failed("-1"), on_failed("0")) == (None, -1.0, 0.0)
+    # With both, the function scores, and may fail.
+    _, options = parse([*REQUIRED, "--rollout-environment", "e.py:E", "--rollout-on-failed-reward", "drop"])
+    assert options.on_failed_reward is None
     # As float32 has it, which every reward is: a group of 0.1 and of failures at 0.1 has no spread.
     assert on_failed("0.1") == checked_reward(0.1, "reward") != 0.1
 
@@ -205,6 +225,9 @@ def test_parse_when_failed_rewards_have_a_value_then_that_or_none():
          "--rollout-reward-workers 2 has no effect without --rollout-reward-function"),
         (["--rollout-reward-function", "none", "--rollout-environment", "e.py:E", "--rollout-on-failed-reward", "0"],
          "--rollout-on-failed-reward 0 has no effect without --rollout-reward-function"),
+        # drop is what happens anyway, but where an environment scores no reward fails: its own failures always drop.
+        (["--rollout-reward-function", "none", "--rollout-environment", "e.py:E", "--rollout-on-failed-reward", "drop"],
+         "--rollout-on-failed-reward drop has no effect without --rollout-reward-function; drop it, or add "),
         (["--rollout-on-failed-reward", "nan"],
          "-on-failed-reward must be drop or a number that is finite in float32, got nan"),
         (["--rollout-on-failed-reward", "1e39"], "a number that is finite in float32, got 1e+39"),
@@ -303,7 +326,7 @@ def test_clip_flags_when_the_ratio_is_1_then_refused_unless_it_is_the_ratio_to_t
     (tmp_path / "peer.yaml").write_text(f"{flag.removeprefix('--rollout-').replace('-', '_')}: {value}\n")
     config, _ = parse([*REQUIRED, "--rollout-correction-config", str(tmp_path / "peer.yaml")])
     assert float(value) in (config.clip_ratio_low, config.clip_ratio_high, config.clip_ratio_c)
-    assert idle_clips(config).startswith(f"{flag.removeprefix('--rollout-').replace('-', '_')} {float(value)} of the ")
+    assert name_flags(idle_clips(config)).startswith(f"{flag} {float(value)} of the configuration can't act")
     assert idle_clips(replace(config, bypass_mode=True)) is None and idle_clips(RolloutCorrectionConfig()) is None
 
 

@@ -144,12 +144,20 @@ def checks(dense, moe, latent):
     yield "run's arguments", said(run_flags.check_megatron_arguments, args)
     args = run_arguments(dense, "--rope-scaling-factor 32")
     yield "run's model", said(session._parameters, HFCheckpoint(dense), args, [build(args, rope_scaling_factor=8.0)])
+    nowhere = {"rollout_hf_checkpoint": "nowhere"}
+    yield "no folder", said(check_policy, run_arguments(dense, **nowhere))
+    options, megatron = argparse.Namespace(hf_checkpoint="nowhere"), argparse.Namespace(args=args)
+    yield "run's folder", said(session._prepare, options, megatron, None, None, None, None)
+    args = run_arguments(dense)
+    other = argparse.Namespace(config={"model_type": "gpt2"}, path=Path("there"))
+    yield "run's table", said(session._parameters, other, args, [build(args)])
     with tempfile.TemporaryDirectory() as folder:
         config = HFCheckpoint(dense).config | {"sliding_window": 16}
         (Path(folder) / "config.json").write_text(json.dumps(config))
         for allowed in (False, True):
             changed = {"rollout_hf_checkpoint": folder, "rollout_allow_model_differences": allowed}
-            yield f"no flags, {allowed}", said(check_policy, run_arguments(dense, **changed))
+            yield f"no flags, {allowed}", [text.replace(folder, "DIR") for text in said(
+                check_policy, run_arguments(dense, **changed))]
     args = run_arguments(dense)
     parser = policy_check.MegatronParser()
     yield "unknown word", said(policy_check.model_differences, args, ["--no-such-flag", "3"], parser)

@@ -437,6 +437,48 @@ def test_router_state_when_put_back_then_what_a_checkpoint_holds_and_no_logits_t
     assert found["logits"] == [[0.0] * 2, None] and found["bias"] == [0.0] * 3 and found["counts"] == [1.0] * 3
 
 
+CASES["warnings"] = """
+import asyncio, contextlib, io, logging
+from megatron_rl_corr import plugin
+from megatron_rl_corr.config.correction import RolloutCorrectionConfig
+from megatron_rl_corr.engines.errors import SampleFailure
+from megatron_rl_corr.mcore import collect, evaluate
+from megatron_rl_corr.mcore.batch import BatchShape
+from megatron_rl_corr.mcore.collect import SampleSource
+from megatron_rl_corr.rollout import Prompt, PromptDataset
+failure = SampleFailure("protocol", "what `top_p` kept is unknown")
+async def generate(*prompts, **how):
+    raise failure
+client = types.SimpleNamespace(generate=generate, vocab_size=10, counts=dict, engine=types.SimpleNamespace(
+    check_sampling=lambda sampling: None))
+source = SampleSource(client, None, PromptDataset([Prompt(3, [1])], seed=0), types.SimpleNamespace())
+_, options = parse([*FLAGS, "--rollout-group-size", "2", "--rollout-max-new-tokens", "4"])
+layout = types.SimpleNamespace(dp_size=1, dp_rank=0)
+errors = io.StringIO()
+logging.getLogger("megatron_rl_corr").addHandler(logging.StreamHandler(errors))
+with contextlib.redirect_stderr(errors):
+    plugin.prepare(FLAGS)()
+    logging.getLogger("megatron_rl_corr.weight_sync.verify").warning("`verify_push` is %s", "off")
+    asyncio.run(evaluate.Evaluation(layout, source, None, 1)._scored(Prompt(3, [1]), 0))
+    collector = collect.Collector(options, layout, BatchShape(4, 2, 2, 16), source, steps=(0, 1))
+    collector._failures.failed(failure, "sample 0 of row 3")
+idle = RolloutCorrectionConfig(clip_ratio_low=0.3)
+say(printed=errors.getvalue().splitlines(), start=session.describe_start(idle, ()))
+"""
+
+
+def test_warnings_of_a_run_when_the_library_names_fields_then_the_flags_are_printed(results):
+    logged, held_out, sampled = results["warnings"]["printed"]
+    assert logged == "--rollout-verify-push is off"
+    why = "what --rollout-top-p kept is unknown"
+    assert held_out == f"[rollout] row 3 of --rollout-eval-prompts failed for good (protocol): {why}"
+    assert sampled == (
+        f"[rollout] sample 0 of row 3 failed for good (protocol; further ones are only counted): {why}"
+    )
+    _, idle = results["warnings"]["start"]
+    assert idle.startswith("--rollout-clip-ratio-low 0.3 of the configuration can't act")
+
+
 CASES["scoring"] = """
 from megatron_rl_corr.mcore.step import describe_scoring, scoring_reasons
 lines = {}

@@ -135,10 +135,19 @@ def test_check_when_a_run_starts_then_its_arguments_are_checked_and_its_model_be
 
 
 def test_check_when_megatron_computes_something_else_than_the_model_then_refused_and_a_warning_where_allowed(said):
-    words = "config.json: sliding_window 16 is not supported; use a model with full attention"
+    words = (
+        "--rollout-hf-checkpoint DIR: config.json: sliding_window 16 is not supported; use a model with full attention"
+    )
     assert words in said["checks"]["no flags, False"][0]
     message, printed = said["checks"]["no flags, True"]
     assert message == "" and words in printed
+
+
+def test_checkpoint_when_it_can_not_be_read_or_trained_then_its_flag_and_folder_are_named(said):
+    missing = "--rollout-hf-checkpoint: nowhere is not a Hugging Face model folder: it has no config.json"
+    assert said["checks"]["no folder"] == said["checks"]["run's folder"] == [missing, ""]
+    message, _ = said["checks"]["run's table"]
+    assert message.startswith("--rollout-hf-checkpoint there: config.json: model_type 'gpt2' is not supported")
 
 
 def test_check_when_the_script_took_an_argument_out_then_it_is_an_error_and_no_default_stands_in(said):

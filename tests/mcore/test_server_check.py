@@ -34,6 +34,12 @@ def test_findings_when_judged_then_the_fatal_ones_refuse_and_the_others_are_told
     assert all(finding.remedy in str(error) for finding in fatal)
 
 
+def test_finding_when_printed_in_a_run_then_with_flags_and_not_with_fields(capsys):
+    judge([Finding("dtype_differs", "http://b:2", "`weight_transport` disk has float16")], "semantic")
+    printed = capsys.readouterr().err
+    assert printed.startswith("[rollout] http://b:2: ") and "--rollout-weight-transport disk has float16" in printed
+
+
 HALF = {"dtype": "bfloat16", "quantization": None, "kv_cache_dtype": "auto"}
 FLOAT32 = HALF | {"dtype": "float32"}
 
