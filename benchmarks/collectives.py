@@ -20,6 +20,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.exchanges import bytes_sent
+from benchmarks.quiet import only_tables
 from tools.cpu import environment
 
 WORKER = Path(__file__).with_name("collectives_worker.py")
@@ -248,4 +249,5 @@ def amount(size: float) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    with only_tables():
+        main()

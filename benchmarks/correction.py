@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.operators import OperatorCount
 from benchmarks.plain import plain_correction, plain_loss
+from benchmarks.quiet import only_tables
 from megatron_rl_corr import compute_correction
 from megatron_rl_corr.config.correction import PRESETS, RejectionRule, RolloutCorrectionConfig
 from megatron_rl_corr.core.losses import policy_loss
@@ -184,4 +185,5 @@ def machine_name(device: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    with only_tables():
+        main()

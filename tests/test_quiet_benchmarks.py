@@ -45,3 +45,16 @@ def test_output_when_it_fails_then_what_was_hidden_is_shown(end, code):
 def test_output_when_it_ends_early_without_an_error_then_nothing_more():
     result = run("sys.exit(0)")
     assert (result.returncode, result.stdout, result.stderr) == (0, "| a |\n", "")
+
+
+def unquiet(files: dict[str, str]) -> list[str]:
+    """Scripts that run main() outside of only_tables; a benchmark reads the output of its own workers."""
+    scripts = {name: text for name, text in files.items() if "__main__" in text and not name.endswith("_worker.py")}
+    return [name for name, text in scripts.items() if "with only_tables():\n" not in text.partition("__main__")[2]]
+
+
+def test_benchmarks_when_they_are_scripts_then_each_runs_within_only_tables():
+    files = {path.name: path.read_text() for path in (ROOT / "benchmarks").glob("*.py")}
+    assert unquiet(files) == []
+    loud = 'from benchmarks.quiet import only_tables\nif __name__ == "__main__":\n    main()\n'
+    assert unquiet({"loud.py": loud, "a_worker.py": loud, "part.py": "x = 1"}) == ["loud.py"]

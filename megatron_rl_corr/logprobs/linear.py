@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_rl_corr.logprobs.torch_backend import LogitColumns
 from megatron_rl_corr.logprobs.vocab import backend, check_settings, combine_stats, vocab_columns
 from megatron_rl_corr.parallel.collectives import all_gather_stacked
 
@@ -67,10 +68,7 @@ def linear_logprobs(
         raise ValueError(f"hidden and weight must be of one type, got {hidden.dtype} and {weight.dtype}; cast one")
     check_settings(temperature, chunk_tokens)
     first, limit = vocab_columns(len(weight), tp_group, vocab_size)
-    columns = {
-        "first": first, "limit": limit, "temperature": temperature, "with_entropy": with_entropy,
-        "chunk_tokens": chunk_tokens,
-    }  # fmt: skip
+    columns = LogitColumns(first, limit, temperature, with_entropy, chunk_tokens)
     head = torch.float32 if fp32_lm_head else hidden.dtype
     reduced = tp_group if reduce_hidden_gradient else None
     logprobs, entropy = _LinearLogProbs.apply(hidden, weight, labels, tp_group, reduced, head, columns)
@@ -81,14 +79,14 @@ class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, labels, tp_group, reduced, head, columns):
         stats = hidden.new_empty(4, len(hidden), dtype=torch.float32)
-        for rows, logits in _logits(hidden, weight, head, columns["chunk_tokens"]):
-            stats[:, rows] = backend(logits).label_stats(logits, labels[rows], **columns)
+        for rows, logits in _logits(hidden, weight, head, columns.chunk_tokens):
+            stats[:, rows] = backend(logits).label_stats(logits, labels[rows], columns)
         logprobs, entropy, top, log_total = combine_stats(
-            all_gather_stacked(stats, tp_group), columns["with_entropy"]
+            all_gather_stacked(stats, tp_group), columns.with_entropy
         )
         ctx.save_for_backward(hidden, weight, labels, top, log_total, entropy, logprobs)
         ctx.reduced, ctx.head, ctx.columns = reduced, head, columns
-        ctx.mark_non_differentiable(*([] if columns["with_entropy"] else [entropy]))
+        ctx.mark_non_differentiable(*([] if columns.with_entropy else [entropy]))
         return logprobs, entropy
 
     @staticmethod
@@ -100,9 +98,9 @@ class _LinearLogProbs(torch.autograd.Function):
         grad_weight = None
         if weight_needed:
             grad_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
-        for rows, logits in _logits(hidden, weight, ctx.head, ctx.columns["chunk_tokens"]):
+        for rows, logits in _logits(hidden, weight, ctx.head, ctx.columns.chunk_tokens):
             given = [x[rows] for x in (labels, top, log_total, entropy, grad_logprobs, grad_entropy)]
-            backend(logits).logits_gradient(logits, *given, out=logits, **ctx.columns)
+            backend(logits).logits_gradient(logits, *given, ctx.columns, out=logits)
             if hidden_needed:
                 part = logits.new_zeros(len(logits), hidden.shape[1])
                 for some in _weight_rows(weight, ctx.head):

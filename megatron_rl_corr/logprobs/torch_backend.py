@@ -8,6 +8,7 @@ triton_backend.py has both functions as Triton kernels, with the same names, arg
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,32 +20,46 @@ CACHED = 1 << 17
 """Elements of a tile on a CPU, so that it stays in the second-level cache while it is read several times."""
 
 
-def label_stats(
-    logits: Tensor, labels: Tensor, *, first: int, limit: int, temperature: float, with_entropy: bool, chunk_tokens: int
-) -> Tensor:
+@dataclass(frozen=True)
+class LogitColumns:
+    """This rank's columns of the vocabulary, and how a backend reads logits: x = logits / temperature.
+
+    Example: with 100 ids padded to 128 columns, rank 1 of 2 has first 64 and limit 36.
+    """
+
+    first: int
+    """Global id of column 0."""
+    limit: int
+    """Only columns [:limit] belong to the vocabulary."""
+    temperature: float
+    """Temperature of the sampling."""
+    with_entropy: bool
+    """Whether the entropy is computed."""
+    chunk_tokens: int
+    """C, rows that are held in float32 at once."""
+
+
+def label_stats(logits: Tensor, labels: Tensor, columns: LogitColumns) -> Tensor:
     """Statistics of each token over this rank's columns, from which `combine_stats` makes log-prob and entropy.
 
     Args:
         logits: [T, V/tp] in any float type.
         labels: [T] int64, global ids.
-        first: global id of column 0.
-        limit: only columns [:limit] belong to the vocabulary.
-        temperature: x = logits / temperature.
-        with_entropy: whether to compute the last row.
-        chunk_tokens: C, rows that are held in float32 at once.
+        columns: of this rank.
 
     Returns:
         [4, T] float32: max of x; sum of e = exp(x - max); x of the label, -inf if it is none of these columns; sum of
         e (x - max), 0 unless with_entropy. Without a finite x: -inf, 0, -inf, 0.
     """
+    limit, temperature = columns.limit, columns.temperature
     out = logits.new_zeros(4, logits.shape[0], dtype=torch.float32)
     out[0], out[2] = -torch.inf, -torch.inf
     if limit == 0 or logits.shape[0] == 0:
         return out
     logits = logits[:, :limit]
-    local, mine = _local(labels, first, limit)
+    local, mine = _local(labels, columns.first, limit)
     out[2] = torch.where(mine, logits.gather(1, local)[:, 0].float() / temperature, -torch.inf)
-    for rows, x, weights in _tiles(logits, chunk_tokens, 2 if with_entropy else 1):
+    for rows, x, weights in _tiles(logits, columns):
         chunk = _in_float32(logits[rows], into=x)
         # Dividing keeps the order, so the largest x is that of the largest logit.
         out[0, rows] = chunk.amax(dim=1) / temperature
@@ -52,7 +67,7 @@ def label_stats(
         _distances(chunk, out[0, rows].clamp(min=SMALLEST), temperature, into=x)
         torch.exp(x, out=weights)
         out[1, rows] = weights.sum(dim=1)
-        if with_entropy:
+        if columns.with_entropy:
             out[3, rows] = weights.mul_(x.clamp_(min=NEGLIGIBLE)).sum(dim=1)
     return out
 
@@ -65,12 +80,8 @@ def logits_gradient(
     entropy: Tensor,
     grad_logprobs: Tensor,
     grad_entropy: Tensor | None,
+    columns: LogitColumns,
     *,
-    first: int,
-    limit: int,
-    temperature: float,
-    with_entropy: bool,
-    chunk_tokens: int,
     out: Tensor,
 ) -> None:
     """Write d loss / d logits into `out`; 0 from column limit on.
@@ -79,19 +90,20 @@ def logits_gradient(
     A token whose upstream gradients are 0 gets 0, whatever its logits are.
 
     Args:
-        logits: [T, V/tp], as in `label_stats`; so are labels, first, limit, temperature, with_entropy, chunk_tokens.
-        labels: [T] int64.
+        logits, labels: as in `label_stats`.
         top: [T] float32, the largest x of the whole vocabulary.
         log_total: [T] float32, log of the sum of exp(x - top) over the whole vocabulary.
         entropy: [T] float32.
         grad_logprobs: [T] float32.
         grad_entropy: [T] float32, read only with_entropy.
+        columns: of this rank.
         out: [T, V/tp] of the logits' type; may be their own storage.
     """
+    limit, temperature, with_entropy = columns.limit, columns.temperature, columns.with_entropy
     if limit == 0 or logits.shape[0] == 0:
         out.zero_()
         return
-    local, mine = _local(labels, first, limit)
+    local, mine = _local(labels, columns.first, limit)
     hit = torch.where(mine, grad_logprobs / temperature, 0.0)[:, None]
     # Every column gets exp(x - top) (constant + slope (x - top)); the label's gets `hit` as well.
     scale = (-log_total).exp() / -temperature
@@ -101,7 +113,7 @@ def logits_gradient(
         constant = (grad_logprobs + grad_entropy * (entropy - log_total)) * scale
         slope = grad_entropy * scale
     bits = -used.int()[:, None]
-    for rows, x, weights in _tiles(logits[:, :limit], chunk_tokens, 2 if with_entropy else 1):
+    for rows, x, weights in _tiles(logits[:, :limit], columns):
         target = out[rows, :limit]
         _distances(_in_float32(logits[rows, :limit], into=x), top[rows], temperature, into=x)
         if out.dtype == torch.float32:
@@ -125,16 +137,16 @@ def _local(labels: Tensor, first: int, limit: int) -> tuple[Tensor, Tensor]:
     return local.clamp(0, limit - 1)[:, None], (local >= 0) & (local < limit)
 
 
-def _tiles(logits: Tensor, chunk_tokens: int, buffers: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """(rows, first, last of `buffers` float32 scratch tiles for them); with one buffer both are the same tile.
+def _tiles(logits: Tensor, columns: LogitColumns) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """(rows, two float32 scratch tiles for them), which are the same tile without entropy.
 
-    All buffers together have chunk_tokens rows, but at least one each.
+    The tiles together have chunk_tokens rows, but at least one each.
     """
-    tokens, columns = logits.shape
-    height = min(max(chunk_tokens // buffers, 1), tokens)
+    (tokens, width), buffers = logits.shape, 2 if columns.with_entropy else 1
+    height = min(max(columns.chunk_tokens // buffers, 1), tokens)
     if logits.device.type == "cpu":
-        height = min(height, max(CACHED // columns, 1))
-    scratch = logits.new_empty(buffers, height, columns, dtype=torch.float32)
+        height = min(height, max(CACHED // width, 1))
+    scratch = logits.new_empty(buffers, height, width, dtype=torch.float32)
     for start in range(0, tokens, height):
         count = min(height, tokens - start)
         yield slice(start, start + count), scratch[0, :count], scratch[-1, :count]

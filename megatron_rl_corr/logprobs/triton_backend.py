@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_rl_corr.logprobs.torch_backend import LogitColumns
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LOG2E = tl.constexpr(math.log2(math.e))
 SMALLEST = tl.constexpr(torch.finfo(torch.float32).min)
@@ -51,17 +53,7 @@ class Blocks(NamedTuple):
 BLOCKS = Blocks()
 
 
-def label_stats(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    first: int,
-    limit: int,
-    temperature: float,
-    with_entropy: bool,
-    chunk_tokens: int,
-    blocks: Blocks = BLOCKS,
-) -> Tensor:
+def label_stats(logits: Tensor, labels: Tensor, columns: LogitColumns, *, blocks: Blocks = BLOCKS) -> Tensor:
     """Statistics of each token over this rank's columns: as torch_backend.label_stats, and [4, T] float32 as there.
 
     A row with a NaN or +inf gives NaN. Differences are taken between the logits and then divided by the temperature, so
@@ -69,8 +61,8 @@ def label_stats(
 
     Args:
         logits: [T, V/tp] in bfloat16, float16 or float32, with adjacent columns.
-        labels, first, limit, temperature, with_entropy: as in torch_backend.label_stats.
-        chunk_tokens: not used: the only scratch is [P, 4, T].
+        labels: [T] int64, global ids.
+        columns: of this rank. Its chunk_tokens is not used: the only scratch is [P, 4, T].
         blocks: how a row is cut into programs.
 
     Raises:
@@ -78,23 +70,23 @@ def label_stats(
     """
     _check(logits)
     tokens = logits.shape[0]
-    span = blocks.span(limit, logits)
-    parts = max(triton.cdiv(limit, span), 1)
+    span = blocks.span(columns.limit, logits)
+    parts = max(triton.cdiv(columns.limit, span), 1)
     out = logits.new_empty(4, tokens, dtype=torch.float32)
     if tokens == 0:
         return out
     partial = out if parts == 1 else logits.new_empty(parts, 4, tokens, dtype=torch.float32)
-    inverse, vector = 1 / temperature, _vector(logits)
+    inverse, vector = 1 / columns.temperature, _vector(logits)
     with torch.cuda.device_of(logits):
         _stats_kernel[tokens, parts](
-            logits, logits.stride(0), labels.contiguous(), partial, tokens, first, limit, span,
-            inverse, inverse if parts == 1 else 1.0, WITH_ENTROPY=with_entropy,
+            logits, logits.stride(0), labels.contiguous(), partial, tokens, columns.first, columns.limit, span,
+            inverse, inverse if parts == 1 else 1.0, WITH_ENTROPY=columns.with_entropy,
             ROWS=blocks.elements // vector, LANES=blocks.lanes, VECTOR=vector,
             num_warps=blocks.lanes // 32,
         )  # fmt: skip
         if parts > 1:
             _merge_kernel[(triton.cdiv(tokens, 32),)](
-                partial, out, tokens, parts, inverse, WITH_ENTROPY=with_entropy,
+                partial, out, tokens, parts, inverse, WITH_ENTROPY=columns.with_entropy,
                 PARTS=triton.next_power_of_2(parts), TOKENS=32, num_warps=4,
             )  # fmt: skip
     return out
@@ -108,12 +100,8 @@ def logits_gradient(
     entropy: Tensor,
     grad_logprobs: Tensor,
     grad_entropy: Tensor | None,
+    columns: LogitColumns,
     *,
-    first: int,
-    limit: int,
-    temperature: float,
-    with_entropy: bool,
-    chunk_tokens: int,
     out: Tensor,
     blocks: Blocks = BLOCKS,
 ) -> None:
@@ -129,14 +117,15 @@ def logits_gradient(
     tokens, width = logits.shape
     if tokens == 0 or width == 0:
         return
-    per_token = [labels, top, log_total, entropy, grad_logprobs, grad_entropy if with_entropy else grad_logprobs]
+    per_token = [labels, top, log_total, entropy, grad_logprobs]
+    per_token.append(grad_entropy if columns.with_entropy else grad_logprobs)
     span = blocks.span(width, logits)
     with torch.cuda.device_of(logits):
         # With fused multiply-add, x - top would not be 0 for the largest x, as top is rounded.
         _gradient_kernel[tokens, triton.cdiv(width, span)](
             logits, logits.stride(0), *(tensor.contiguous() for tensor in per_token), out, out.stride(0),
-            first, limit, width, span, 1 / temperature,
-            WITH_ENTROPY=with_entropy, COLUMNS=blocks.columns, num_warps=blocks.lanes // 32,
+            columns.first, columns.limit, width, span, 1 / columns.temperature,
+            WITH_ENTROPY=columns.with_entropy, COLUMNS=blocks.columns, num_warps=blocks.lanes // 32,
             enable_fp_fusion=False,
         )  # fmt: skip
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_rl_corr.logprobs import torch_backend
+from megatron_rl_corr.logprobs.torch_backend import LogitColumns
 from megatron_rl_corr.parallel.collectives import all_gather_stacked
 
 
@@ -52,9 +53,9 @@ def vocab_parallel_logprobs(
         ValueError: for different lengths, and for a temperature or chunk_tokens that is not positive.
     """
     check_inputs(logits, labels, temperature, chunk_tokens)
-    logprobs, entropy = _VocabParallelLogProbs.apply(
-        logits, labels, tp_group, temperature, vocab_size, with_entropy, chunk_tokens, inplace_gradient
-    )
+    first, limit = vocab_columns(logits.shape[1], tp_group, vocab_size)
+    columns = LogitColumns(first, limit, temperature, with_entropy, chunk_tokens)
+    logprobs, entropy = _VocabParallelLogProbs.apply(logits, labels, tp_group, columns, inplace_gradient)
     return logprobs, entropy if with_entropy else None
 
 
@@ -112,18 +113,15 @@ def backend(logits: Tensor) -> ModuleType:
 
 class _VocabParallelLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, labels, tp_group, temperature, vocab_size, with_entropy, chunk_tokens, inplace_gradient):
-        first, limit = vocab_columns(logits.shape[1], tp_group, vocab_size)
-        settings = {
-            "first": first, "limit": limit, "temperature": temperature, "with_entropy": with_entropy,
-            "chunk_tokens": chunk_tokens,
-        }  # fmt: skip
-        stats = backend(logits).label_stats(logits, labels, **settings)
+    def forward(ctx, logits, labels, tp_group, columns, inplace_gradient):
+        stats = backend(logits).label_stats(logits, labels, columns)
         # Every rank combines the same numbers in one order, so tensor-parallel ranks agree bit by bit.
-        logprobs, entropy, top, log_total = combine_stats(all_gather_stacked(stats, tp_group), with_entropy)
+        logprobs, entropy, top, log_total = combine_stats(
+            all_gather_stacked(stats, tp_group), columns.with_entropy
+        )
         ctx.save_for_backward(logits, labels, top, log_total, entropy, logprobs)
-        ctx.settings, ctx.inplace_gradient = settings, inplace_gradient
-        ctx.mark_non_differentiable(*([] if with_entropy else [entropy]))
+        ctx.columns, ctx.inplace_gradient = columns, inplace_gradient
+        ctx.mark_non_differentiable(*([] if columns.with_entropy else [entropy]))
         return logprobs, entropy
 
     @staticmethod
@@ -137,9 +135,9 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         else:
             out = torch.empty_like(logits)
         backend(logits).logits_gradient(
-            logits, labels, top, log_total, entropy, grad_logprobs, grad_entropy, out=out, **ctx.settings
+            logits, labels, top, log_total, entropy, grad_logprobs, grad_entropy, ctx.columns, out=out
         )
-        return out, None, None, None, None, None, None, None
+        return out, None, None, None, None
 
 
 def combine_stats(stats: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:

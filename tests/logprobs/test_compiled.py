@@ -18,6 +18,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from megatron_rl_corr.logprobs import triton_backend as kernels  # noqa: E402
+from megatron_rl_corr.logprobs.torch_backend import LogitColumns  # noqa: E402
 
 NAMES = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64", int: "i32",
@@ -56,12 +57,11 @@ def launches(monkeypatch, tmp_path) -> dict[str, Launches]:
     return stands
 
 
-def given(dtype: torch.dtype, with_entropy: bool, pitch: int = 151936) -> tuple[dict, dict]:
-    """Tensors without storage, for shapes alone; and settings."""
+def given(dtype: torch.dtype, with_entropy: bool, pitch: int = 151936) -> tuple[dict, LogitColumns]:
+    """Tensors without storage, for shapes alone; and all columns of a vocabulary."""
     logits = torch.empty(8192, pitch, dtype=dtype, device="meta")[:, :151936]
     tensors = {"logits": logits, "labels": torch.empty(8192, dtype=torch.int64, device="meta")}
-    settings = {"first": 0, "limit": 151936, "temperature": 0.7, "with_entropy": with_entropy, "chunk_tokens": 1024}
-    return tensors, settings
+    return tensors, LogitColumns(0, 151936, 0.7, with_entropy, chunk_tokens=1024)
 
 
 def accesses(ptx: str, operation: str) -> tuple[int, int]:
@@ -96,8 +96,8 @@ def assert_registers_suffice(binary, folder: Path):
 def test_stats_when_compiled_then_16_byte_loads_and_threads_that_meet_only_at_the_end(
     launches, dtype, with_entropy, tmp_path
 ):
-    tensors, settings = given(dtype, with_entropy)
-    kernels.label_stats(**tensors, **settings)
+    tensors, columns = given(dtype, with_entropy)
+    kernels.label_stats(**tensors, columns=columns)
     (binary,) = launches["_stats_kernel"].binaries
     ptx, loads = binary.asm["ptx"], 32 * dtype.itemsize // 16
     # 32 elements a thread, in the loop of whole tiles and in the last. Alone: the label, and its logit.
@@ -112,8 +112,8 @@ def test_stats_when_compiled_then_16_byte_loads_and_threads_that_meet_only_at_th
 
 
 def test_stats_when_rows_are_not_aligned_then_threads_meet_only_at_the_end_too(launches, tmp_path):
-    tensors, settings = given(torch.bfloat16, True, pitch=151937)
-    kernels.label_stats(**tensors, **settings)
+    tensors, columns = given(torch.bfloat16, True, pitch=151937)
+    kernels.label_stats(**tensors, columns=columns)
     (binary,) = launches["_stats_kernel"].binaries
     (body,) = loops(binary.asm["ptx"])
     assert accesses(body, "ld") == (0, 32)
@@ -123,8 +123,8 @@ def test_stats_when_rows_are_not_aligned_then_threads_meet_only_at_the_end_too(l
 
 def test_merge_when_a_row_has_as_many_parts_as_tiles_then_it_lowers(launches, tmp_path):
     # One token of 151936 columns: 37.1 tiles of 4096, in 64 places.
-    tensors, settings = given(torch.bfloat16, True)
-    kernels.label_stats(tensors["logits"][:1], tensors["labels"][:1], **settings, blocks=kernels.Blocks(programs=1000))
+    tensors, columns = given(torch.bfloat16, True)
+    kernels.label_stats(tensors["logits"][:1], tensors["labels"][:1], columns, blocks=kernels.Blocks(programs=1000))
     assert launches["_merge_kernel"].binaries[0].src.constants[6,] == 64
     assert_registers_suffice(launches["_merge_kernel"].binaries[0], tmp_path)
 
@@ -135,9 +135,9 @@ def test_merge_when_a_row_has_as_many_parts_as_tiles_then_it_lowers(launches, tm
 def test_gradient_when_compiled_then_16_byte_loads_and_stores_and_no_contraction(
     launches, dtype, with_entropy, tmp_path
 ):
-    tensors, settings = given(dtype, with_entropy)
+    tensors, columns = given(dtype, with_entropy)
     rows = torch.empty(8192, device="meta")
-    kernels.logits_gradient(*tensors.values(), rows, rows, rows, rows, rows, **settings, out=tensors["logits"])
+    kernels.logits_gradient(*tensors.values(), rows, rows, rows, rows, rows, columns, out=tensors["logits"])
     (binary,) = launches["_gradient_kernel"].binaries
     ptx, tile = binary.asm["ptx"], 32 * dtype.itemsize // 16
     # A loop that only writes zeros, one of whole tiles, one of what padding is in. Alone: what a token has one of.

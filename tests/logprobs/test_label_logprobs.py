@@ -110,9 +110,8 @@ def test_row_when_not_finite_then_what_torch_makes_of_it(runs, parts):
     assert result["gradient"][:, -2:].count_nonzero() == 0  # padding
     logits, labels = torch.zeros(5, 1), torch.zeros(5, dtype=torch.int64)
     logits[:, 0] = torch.tensor([-INF, float("nan"), INF, float("nan"), 1.0])
-    torch_stats = label_stats.label_stats(
-        logits, labels, first=0, limit=1, temperature=0.5, with_entropy=True, chunk_tokens=5
-    )
+    columns = label_stats.LogitColumns(0, 1, 0.5, with_entropy=True, chunk_tokens=5)
+    torch_stats = label_stats.label_stats(logits, labels, columns)
     assert vocab.combine_stats(torch_stats[None], True)[1].isnan().tolist() == result["entropy"].isnan().tolist()
 
 

@@ -16,6 +16,7 @@ import torch.multiprocessing as mp
 
 from megatron_rl_corr.logprobs import triton_backend as label_logprobs
 from megatron_rl_corr.logprobs import vocab
+from megatron_rl_corr.logprobs.torch_backend import LogitColumns
 from megatron_rl_corr.logprobs.triton_backend import Blocks
 
 NAN, INF = float("nan"), float("inf")
@@ -113,8 +114,8 @@ def run(logits, labels, grads, settings, blocks=ONE_PART, pitch=None, inplace=Fa
         # One number behind all tokens, as of a sum; not a number where a reader takes them for adjacent.
         grads[:, 1:] = NAN
         grads = grads[:, :1].expand_as(grads)
-    stats = label_logprobs.label_stats(logits, labels, **settings, blocks=blocks)
-    with_entropy = settings["with_entropy"]
+    columns, with_entropy = LogitColumns(**settings), settings["with_entropy"]
+    stats = label_logprobs.label_stats(logits, labels, columns, blocks=blocks)
     logprobs, entropy, top, log_total = vocab.combine_stats(stats[None], with_entropy)
     # What is there must not matter.
     out = logits if inplace else placed(torch.full(logits.shape, NAN, dtype=logits.dtype), pitch)
@@ -123,7 +124,7 @@ def run(logits, labels, grads, settings, blocks=ONE_PART, pitch=None, inplace=Fa
         upstream = grads[0]
     label_logprobs.logits_gradient(
         logits, labels, top, log_total, entropy, upstream, grads[1] if with_entropy else None,
-        **settings, out=out, blocks=blocks,
+        columns, out=out, blocks=blocks,
     )
     beyond = out.new_empty(0)
     if pitch is not None:
@@ -175,8 +176,7 @@ def refusals() -> list[str]:
     for logits in (torch.zeros(2, 4, dtype=torch.float64), torch.zeros(4, 2).T):
         try:
             label_logprobs.label_stats(
-                logits, torch.zeros(2, dtype=torch.int64), first=0, limit=4, temperature=1.0, with_entropy=False,
-                chunk_tokens=1,
+                logits, torch.zeros(2, dtype=torch.int64), LogitColumns(0, 4, 1.0, with_entropy=False, chunk_tokens=1)
             )
             messages.append("went on")
         except ValueError as error:
