@@ -19,10 +19,10 @@ RATIO_CAP = 20.0
 def dppo_tv(
     inputs: PolicyLossInputs, config: RolloutCorrectionConfig, *, metrics: dict[str, Metric] | None = None,
 ) -> Tensor:
-    """-w sg(min(r, 20)) A log pi_theta per token inside the region, r = pi_theta / pi_old; else 0. [T].
+    """-w sg(min(r, 20)) A log pi_theta per token inside the region, else 0; r = pi_theta / pi_old; the region is
+    pi_theta - pi_old <= high where A > 0, >= -low elsewhere.
 
-    The region bounds the move in the direction of the update only: pi_theta - pi_old <= clip_ratio_high where
-    A > 0, >= -clip_ratio_low elsewhere. Source: DPPO, arXiv:2602.04879 (binary TV).
+    [T]. So the region bounds the move in the direction of the update only. Source: DPPO, arXiv:2602.04879 (binary TV).
     """
     mask, (low, high) = inputs.mask, config.clip
     now = inside(mask, inputs.logprobs)
