@@ -15,7 +15,6 @@ from megatron_rl_corr.data import worker_pool
 from megatron_rl_corr.data.loading import load
 from megatron_rl_corr.data.reward_worker import checked_reward
 from megatron_rl_corr.rollout import Prompt, Rewards, SampleFailure, Trajectory, VersionSpan, blocking, load_function
-from tools.process_group import descendants
 
 
 def trajectory(output_ids, finish_reason="stop", environment_reward=None):
@@ -91,11 +90,39 @@ def run(scenario, spec, **options):
         finally:
             await rewards.close()
 
-    before = set(descendants(os.getpid()))
+    # A session's servers are children of this process too, and may start and end processes of their own.
+    others = set(psutil.Process().children())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Workers, "others", others)
+        try:
+            return asyncio.run(inner())
+        finally:
+            assert Workers.alive() == set()
+
+
+class Workers:
+    """The processes that a scenario's rewards have started."""
+
+    others = set()
+
+    @classmethod
+    def alive(cls):
+        ours = [child for child in psutil.Process().children() if child not in cls.others]
+        return {p.pid for child in ours for p in (child, *children_of(child)) if is_alive(p)}
+
+
+def children_of(process):
     try:
-        return asyncio.run(inner())
-    finally:
-        assert set(descendants(os.getpid())) <= before
+        return process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def is_alive(process):
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def failure_of(rewards, ids):
@@ -119,7 +146,7 @@ def test_reward_when_plain_then_scored_in_processes_of_their_own_that_are_replac
     monkeypatch.setenv("KEPT", "1")
 
     async def scenario(rewards):
-        workers = set(descendants(os.getpid()))
+        workers = Workers.alive()
         assert len(workers) == 2
         # 1 + 2 + 100 + 11000 + 2 / 2
         assert await rewards.score(PROMPT, trajectory([1, 2], "length")) == 11104.0
@@ -136,7 +163,7 @@ def test_reward_when_plain_then_scored_in_processes_of_their_own_that_are_replac
         assert cause == "reward_error" and "SystemExit: enough" in text
         cause, text = await failure_of(rewards, [97])
         assert cause == "reward_error" and "Foreign: no Exception" in text
-        assert set(descendants(os.getpid())) == workers  # exceptions end no worker
+        assert Workers.alive() == workers  # exceptions end no worker
         memory, descriptors = memory_of(workers), len(os.listdir("/proc/self/fd"))
         for _ in range(5):  # ten hangs
             hangs = await asyncio.gather(failure_of(rewards, [95]), failure_of(rewards, [95]))
@@ -146,7 +173,7 @@ def test_reward_when_plain_then_scored_in_processes_of_their_own_that_are_replac
         )
         assert await rewards.score(PROMPT, trajectory([80])) == 1  # the first call of a new one
         await asyncio.sleep(1)  # the second may still be starting
-        left = set(descendants(os.getpid()))
+        left = Workers.alive()
         assert len(left) == 2 and not left & workers
         assert memory_of(left) < 1.1 * memory and len(os.listdir("/proc/self/fd")) == descriptors
 
@@ -332,7 +359,7 @@ def test_reward_when_in_the_trainers_process_then_as_in_workers_and_the_loop_goe
             assert cause == "reward_error" and "TimeoutError" in text
             started = time.monotonic()
             await asyncio.gather(*(rewards.score(PROMPT, trajectory([n])) for n in range(20)))
-            assert time.monotonic() - started < 0.5  # 20 of 0.2 s, all at once
+            assert time.monotonic() - started < 2  # 20 of 0.2 s: 4 s one after the other
 
     run(scenario, f"{file}:{name}", workers=workers, limit_s=0.5)
 

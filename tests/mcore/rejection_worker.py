@@ -35,6 +35,8 @@ KEEP_NEAR = RolloutCorrectionConfig(rollout_rs=(RejectionRule("seq_mean", "ratio
 WIDE = RolloutCorrectionConfig(rollout_rs=(RejectionRule("seq_mean", "ratio", 0.4, 2.5),))
 BYPASS = replace(WIDE, bypass_mode=True, loss="reinforce", loss_aggregation="token-mean")
 MICROBATCHES = 4
+MICRO_BATCH_SIZE = 4
+"""Rows of a microbatch, where the number of microbatches follows from it."""
 ROWS = {"one microbatch": range(4), "one rank": range(8, 16), "all": range(16)}
 """Which of the 16 samples are rejected."""
 
@@ -47,7 +49,9 @@ def far(samples, rows):
 def gradients(model_dir, samples, spec, **settings):
     """Whole gradients (this rank's share) and metrics of one step."""
     model, parameters, layout, config, batch, shift, logprobs = set_up(model_dir, samples, spec, **settings)
-    scored = compute_log_probs(model, batch, logprobs, micro_batch_size=2, seq_length=LENGTH, routes=Routes())
+    scored = compute_log_probs(
+        model, batch, logprobs, micro_batch_size=MICRO_BATCH_SIZE, seq_length=LENGTH, routes=Routes()
+    )
     scored = None if scored is None else (scored[0] + shift, scored[1])
     metrics = step(model, layout, KEEP_NEAR, batch, scored, logprobs, MICROBATCHES, config)
     numbers = all_reduce_metrics(metrics, layout.dp_cp_group) if layout.is_last_stage else {}
@@ -73,7 +77,8 @@ def corrected_step(config, layout, logprobs, collect, reports, **others):
     return CorrectedStep(
         config=config, layout=layout, logprobs=logprobs, push=lambda version: reports.append({"pushed": version}),
         report=reports.append, collector=SimpleNamespace(device="cpu", collect=collect, metrics={}),
-        shape=BatchShape(global_batch_size=16, group_size=4, micro_batch_size=2, seq_length=LENGTH), **others,
+        shape=BatchShape(global_batch_size=16, group_size=4, micro_batch_size=MICRO_BATCH_SIZE, seq_length=LENGTH),
+        **others,
     )  # fmt: skip
 
 
@@ -86,7 +91,8 @@ def megatrons(model, batch, optimizer, leaving):
         optimizer.zero_grad()
         get_forward_backward_func()(
             forward_step_func=forward_step, data_iterator=iterators, model=model,
-            num_microbatches=len(batch.tokens) // 2, seq_length=LENGTH, micro_batch_size=2, forward_only=False,
+            num_microbatches=len(batch.tokens) // MICRO_BATCH_SIZE, seq_length=LENGTH,
+            micro_batch_size=MICRO_BATCH_SIZE, forward_only=False,
         )
         if leaving():
             return {}, True, True, True, 17, None, None, 0
