@@ -68,7 +68,7 @@ class Correction:
     """float64 scalar: kept tokens of the global batch; 0 if the batch filter takes the whole batch."""
 
     lengths: Lengths
-    """For means over sequences: of kept tokens where the loss_denominator is kept, else of valid ones."""
+    """Lengths for means over sequences: of kept tokens where the loss_denominator is kept, else of valid ones."""
 
     metrics: dict[str, Metric] = field(default_factory=dict)
     """Device-side partials of this rank's share, by name."""
@@ -150,7 +150,7 @@ def compute_correction(
 
 
 def _columns(config: RolloutCorrectionConfig, ratios: TokenRatios, verdicts: dict[str, Tensor]) -> Columns:
-    """What is summed over each sequence and turn."""
+    """The columns that are summed over each sequence and turn."""
     columns: dict = {
         "tokens": lambda: ratios.one,
         "log_ratio": lambda: ratios.log_ratio,
@@ -246,7 +246,7 @@ def _finish(
 
 
 def _by_turn(config: RolloutCorrectionConfig) -> list[str]:
-    """What is decided by turns, by name."""
+    """Names of the rules and weights that are decided by turns."""
     rules = [rule.name for rule in config.rollout_rs if rule.level == "turn_mean"]
     return rules + ["turn weights"] * (config.rollout_is == "turn")
 

@@ -56,7 +56,7 @@ class MetricSpec:
     """
 
     name: str
-    """As it is logged: rollout_corr/k3_kl. A family ends with a slash: eval/ describes every metric that starts so."""
+    """Name in the log: rollout_corr/k3_kl. A family ends with a slash: eval/ describes every name that starts so."""
     doc: str
     """What it measures, in one line."""
     formula: str = ""
@@ -68,7 +68,7 @@ class MetricSpec:
     only_with: str = ""
     """The setting without which it is not logged; empty for a metric of every run."""
     clamped: str = ""
-    """For a metric with a twin NAME_clamped, in which single outliers weigh little: what is clamped, and where."""
+    """What its twin NAME_clamped clamps, and where, so that single outliers weigh little; empty without a twin."""
     column: Column | None = None
     """Its column in the console, for a metric that is printed at every step."""
     compared: bool = False

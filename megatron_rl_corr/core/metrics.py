@@ -28,7 +28,7 @@ class Metric:
 
     @classmethod
     def numbers(cls, name: str, values: Sequence[float]) -> dict[str, float]:
-        """What is logged of the metric `name`, from fully reduced host values."""
+        """The numbers that are logged for the metric `name`, from fully reduced host values."""
         return {name: cls.finish(values)}
 
     def value(self) -> float:

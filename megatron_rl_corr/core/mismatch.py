@@ -20,16 +20,16 @@ from megatron_rl_corr.core.segments import Columns, constant, segment_sums
 OUTLIER = 2.610868638
 """Where k3 = e^D - 1 - D reaches 10: in clamped metrics no ratio counts for more than e^2.61 = 13.6."""
 LOWEST = -10.9999833
-"""The other D of which k3 is 10. The clamped metrics let no token weigh more, as verl's KL penalty does."""
+"""The other D for which k3 is 10. In the clamped metrics no token counts for more, as in verl's KL penalty."""
 LONGEST_LOG_PPL = math.log(100)
-"""In the clamped perplexities no sequence counts for more than 100: a token in a hundred is a guess."""
+"""No sequence counts for more than 100 in the clamped perplexities, which is a guess among a hundred tokens."""
 
 BANDS = ("below_1e-4", "1e-4_to_1e-3", "1e-3_to_1e-2", "1e-2_to_1e-1", "above_1e-1")
 _BAND_EDGES = tuple(math.log(10.0**-power) for power in (4, 3, 2, 1))
 TURNS = ("first", "later")
 
 Parts = dict[str, tuple[type[m.Metric], tuple[Tensor, ...]]]
-"""By a metric's name: its class, and its values as float64 scalars."""
+"""A metric's name -> its class, and its values as float64 scalars."""
 
 
 def pack(parts: Parts) -> dict[str, m.Metric]:

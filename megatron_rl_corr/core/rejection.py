@@ -36,7 +36,7 @@ class Rejection:
     kept_sequences: Tensor
     """bool [S]: has valid tokens, and every rule about sequences keeps it."""
     kept_by: dict[str, Tensor]
-    """By the rule's name: bool [T], True where it keeps a valid token."""
+    """The rule's name -> bool [T], True where it keeps a valid token."""
     kept_lengths: Tensor | None
     """float64 [S]: tokens of each whole sequence that all rules keep; None unless the spans summed `passed`."""
 
@@ -60,7 +60,7 @@ def within(rule: RejectionRule, values: Tensor) -> Tensor:
 
 
 def token_verdicts(config: RolloutCorrectionConfig, ratios: TokenRatios) -> dict[str, Tensor]:
-    """By name, bool [T]: the valid tokens that each rule of level token keeps."""
+    """The valid tokens that each rule of level token keeps: the rule's name -> bool [T]."""
     return {
         rule.name: within(rule, token_values(rule, ratios)) & ratios.valid
         for rule in config.rollout_rs if rule.level == "token"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 Columns = Mapping[str, Callable[[], Tensor]]
-"""By name, what makes a column [T]: one after the other, so that memory does not grow with their number."""
+"""Name -> function that makes a column [T]. They are called one by one, so that memory does not grow with columns."""
 
 
 def segment_sums(columns: Columns, ids: Tensor, count: int) -> Tensor:

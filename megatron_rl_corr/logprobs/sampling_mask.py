@@ -184,7 +184,7 @@ class _Chunk:
 
 
 def _add_stats(chunk: _Chunk, out: Tensor, with_entropy: bool) -> None:
-    """As label_stats, into out [4, C], which holds what it is without an id: -inf, 0, -inf, 0.
+    """Add the ids' statistics, as label_stats defines them, to out [4, C], which holds -inf, 0, -inf, 0.
 
     Sums are made in float64: on a GPU the order of additions is not fixed.
     """

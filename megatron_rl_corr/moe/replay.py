@@ -50,7 +50,7 @@ class ReplayedRouter(RouterReplay):
     def replay(
         self, experts: Tensor, observe: Observe | None, on_chosen: Callable[[Tensor], None] | None = None
     ) -> None:
-        """In the next pass route the tokens to given experts.
+        """Route the tokens of the next pass to given experts.
 
         Args:
             experts: [t, b, K]; a token without routes takes Megatron's own choice.
@@ -60,7 +60,7 @@ class ReplayedRouter(RouterReplay):
         self._given, self._observe, self._on_chosen = experts, observe, on_chosen
 
     def record(self, on_recorded: Callable[[Tensor], None]) -> None:
-        """In the next pass take Megatron's own choice, and call on_recorded(ids [t * b, K]) with it."""
+        """Take Megatron's own choice in the next pass, and call on_recorded(ids [t * b, K]) with it."""
         self._on_recorded = on_recorded
 
     def reset(self) -> None:

@@ -1,4 +1,4 @@
-"""What a step does with routed experts, in one object: collect, replay, compare with Megatron's choice, count.
+"""A step's work with routed experts in one object: collect, replay, compare with Megatron's choice, count.
 
 `Routes` is the null form, for --router-replay off without --expert-statistics: every method does nothing. A step calls
 the same methods in the same order whatever the flags are.
@@ -34,7 +34,7 @@ class Routes:
     """The null form: the routers choose by themselves, and their choice is not watched."""
 
     server_shape: ExpertShape | None = None
-    """What servers must return for each token; None: no experts."""
+    """Shape of the experts that servers must return for each token; None: no experts."""
     needs_scoring: tuple[str, ...] = ()
     """The flags that need the pass for old log-probs."""
 

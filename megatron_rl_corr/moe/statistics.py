@@ -24,7 +24,7 @@ COLUMNS = {
     "tokens": "Tokens", "log_ratio_abs_mean": "Mean |log-ratio|", "weight_mean": "Mean weight",
     "rejected_fraction": "Rejected fraction",
 }  # fmt: skip
-"""What the file has of each expert, over its valid tokens: key -> title."""
+"""The file's numbers of each expert, over its valid tokens: key -> title."""
 
 
 def token_values(valid: Tensor, log_ratio: Tensor, weights: Tensor, mask: Tensor) -> Tensor:

@@ -89,7 +89,7 @@ class Layout:
 
     @property
     def groups(self) -> ParallelGroups:
-        """What the correction is reduced over."""
+        """The groups that the correction is reduced over."""
         return ParallelGroups(cp=self.cp_group, dp_cp=self.dp_cp_group)
 
     @property

@@ -45,7 +45,7 @@ class ServerHealth:
 
     @property
     def expected_version(self) -> str | None:
-        """What servers must call their weights; None: anything."""
+        """The version that servers must report; None: any."""
         return self.expected_versions[-1] if self.expected_versions else None
 
     def expect(self, version: str) -> None:

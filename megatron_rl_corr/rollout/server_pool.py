@@ -171,7 +171,7 @@ class ServerPool:
 
 @dataclass
 class Counts:
-    """What happened since a client was made, as numbers that only grow: a step's are differences of two readings."""
+    """Events since a client was made, as numbers that only grow: those of a step are differences of two readings."""
 
     samples: int = 0
     """Samples returned."""

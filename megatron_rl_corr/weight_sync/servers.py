@@ -90,7 +90,7 @@ class WeightServers:
                 counts.clear()
 
     def start(self, version: str) -> None:
-        """Rank 0, before anything is sent."""
+        """Prepare the transport; rank 0 calls it before anything is sent."""
         self._started = version
         self.transport.start(version)
 
@@ -169,7 +169,7 @@ class WeightServers:
         self._loop.call(self.client.expect_version(version))
 
     def abandon(self) -> None:
-        """After a failure: close the session and resume, as far as possible."""
+        """Close the session and resume after a failure, as far as possible."""
         try:
             if self.transport.in_session and not self.transport.broken:
                 self._loop.call(self._control.end_weight_update())
@@ -177,7 +177,7 @@ class WeightServers:
             self.resume()
 
     def release(self) -> None:
-        """Before the end of a process that has paused servers: let them sample again, as far as possible.
+        """Let paused servers sample again before this process ends, as far as possible.
 
         From any thread, within RELEASE_S. A server that waits in a broadcast goes on once the sender's process has
         ended, and then takes up these requests. The next update closes a session that stays open.

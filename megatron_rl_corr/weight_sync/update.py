@@ -29,7 +29,7 @@ from megatron_rl_corr.weight_sync.export import StageExporter, buckets
 from megatron_rl_corr.weight_sync.servers import WeightServers
 
 _FAILURES = (RolloutError, OSError)
-"""What a server or a shared folder may raise; all_reduce_failure raises them, or PeerFailure on the other ranks."""
+"""Failures of a server or a shared folder; all_reduce_failure raises them, or PeerFailure on the other ranks."""
 
 PARAMETERS_BETWEEN_MEETINGS = 8
 """Parameters of one rank; with the siblings on other expert-parallel ranks they may be tens of gigabytes."""

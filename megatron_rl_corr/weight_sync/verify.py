@@ -94,7 +94,10 @@ class PushVerifier:
                 self._kept.setdefault(parameter, {})[part] = tensor.detach().clone()
 
     def _choose(self, parameter: str, version: str, element_bytes: int) -> bool:
-        """By the bytes that are sent, as a checkpoint in bfloat16 may be trained in float32."""
+        """Whether a parameter is verified in this push.
+
+        The share depends on the bytes that are sent: a checkpoint in bfloat16 may be trained in float32.
+        """
         share = self._limit / (self._elements * element_bytes)
         return share >= 1 or zlib.crc32(f"{version} {parameter}".encode()) < share * 2**32
 

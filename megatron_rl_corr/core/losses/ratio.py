@@ -1,4 +1,4 @@
-"""What the losses share: their inputs, the log-ratio to pi_old, and the record of how far the policy moved.
+"""Shared parts of the losses: their inputs, the log-ratio to pi_old, and metrics of how far the policy moved.
 
 T tokens, S sequences.
 """

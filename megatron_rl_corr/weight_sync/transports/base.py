@@ -39,7 +39,7 @@ class WeightTransport:
         self.servers = servers
 
     def start(self, version: str) -> None:
-        """Rank 0, before the first bucket of the weights that are called `version`."""
+        """Prepare to send the weights of `version`; rank 0 calls it before the first bucket."""
 
     def send(self, bucket: list[NamedTensor]) -> None:
         """Send one bucket to all servers; afterwards its tensors may change.
@@ -51,7 +51,7 @@ class WeightTransport:
         raise NotImplementedError
 
     def deliver(self, version: str) -> None:
-        """Rank 0, after the last bucket of the last stage."""
+        """Make the servers load what was sent; rank 0 calls it after the last bucket of the last stage."""
 
     def close(self) -> None:
         """Remove what was set up at the servers."""
