@@ -15,7 +15,13 @@ NO_WEIGHTS = "`rollout_is` none to disable the weights"
 
 
 def check_bounds(what: str, lower: float | None, upper: float | None, remedy: str) -> None:
-    """ValueError unless the given bounds are positive, finite and in order; `remedy` follows "use"."""
+    """ValueError unless the bounds that are given are positive, finite and in order.
+
+    Args:
+        what: the setting, in backticks; begins the error.
+        lower, upper: None where there is no such bound.
+        remedy: follows "use" in an error about the upper bound.
+    """
     small = "a small one, such as 1e-9, to keep everything below"
     for side, value, use in (("lower", lower, small), ("upper", upper, remedy)):
         if value is not None:
@@ -51,7 +57,14 @@ def plain(value: Any) -> str:
 
 
 def one_of(what: str, value: Any, choices: Iterable[str], also: str | None = None) -> None:
-    """ValueError naming the choices, and the nearest, unless the value is one of them; `also` is listed last."""
+    """ValueError naming the choices, and the nearest, unless the value is one of them.
+
+    Args:
+        what: the setting, in backticks; begins the error.
+        value: as it was given.
+        choices: the values allowed.
+        also: a word that is listed with them, and was replaced before.
+    """
     choices = tuple(choices)
     if value not in choices:
         listed = ", ".join(choices + ((also,) if also else ()))

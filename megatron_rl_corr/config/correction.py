@@ -239,7 +239,7 @@ class RolloutCorrectionConfig(Options):
 
     @classmethod
     def from_preset(cls, name: str) -> RolloutCorrectionConfig:
-        """The preset of this name. ValueError names the nearest one if there is none."""
+        """The preset of this name; ValueError, naming the nearest one, for a name that no preset has."""
         if name not in PRESETS:
             raise ValueError(f"`rollout_correction_preset`: unknown preset {name!r}{nearest(name, PRESETS)}")
         return PRESETS[name]
@@ -248,7 +248,11 @@ class RolloutCorrectionConfig(Options):
     def from_dict(cls, mapping: Mapping[str, Any]) -> RolloutCorrectionConfig:
         """From our field names, or a peer's keys with the peer's values (verl's k1 bounds on 1/rho are translated).
 
-        The key `preset` names one to start from. ValueError for an unknown key.
+        Args:
+            mapping: settings; the key `preset` names one to start from.
+
+        Raises:
+            ValueError: an unknown key, or what the dataclass refuses.
         """
         ours = [field.name for field in dataclasses.fields(cls)]
         known = [*ours, *notation.KEYS]
@@ -263,7 +267,13 @@ class RolloutCorrectionConfig(Options):
     def from_yaml(cls, path: str, **instead: Any) -> RolloutCorrectionConfig:
         """From a YAML mapping, at the top level or under the key `rollout_correction`.
 
-        Settings given as `instead` stand in for the file's, before it is checked as a whole.
+        Args:
+            path: the file.
+            instead: settings that stand in for the file's, before it is checked as a whole.
+
+        Raises:
+            ValueError: as `from_dict`, with the file's name, or the file is no YAML mapping.
+            OSError: it can't be read.
         """
         from megatron_rl_corr.config.yaml_file import read_yaml
 

@@ -55,6 +55,10 @@ def _check_one_update(config: RolloutCorrectionConfig, run: RunConfig) -> None:
 def check_given_clips(config: RolloutCorrectionConfig, given: Mapping[str, Any]) -> None:
     """ValueError for a clip given as a flag where it can't act.
 
+    Args:
+        config: the whole correction.
+        given: the options of the command line, by field, as `flags.given_flags` returns them.
+
     With three policies and one update a batch pi_old is the policy that is trained: r = 1, and no bound on r acts.
     Clips of a YAML file pass, as a peer's file describes its whole run, where they always stand; `idle_clips` names
     them.

@@ -36,7 +36,14 @@ _NEMO = "truncated_importance_sampling_ratio"
 
 
 def in_our_names(mapping: dict[str, Any]) -> dict[str, Any]:
-    """The same settings under our names; ValueError where two keys set the same thing."""
+    """The same settings under our names.
+
+    Args:
+        mapping: settings under our names and those of peers.
+
+    Raises:
+        ValueError: two keys set the same thing, or a peer's value is none that the peer has.
+    """
     ours = dict(mapping)
     if ours.get("use_opsm") is False:
         ours.pop("opsm_delta", None)

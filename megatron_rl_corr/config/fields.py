@@ -29,6 +29,7 @@ class Positive:
     finite: bool = False
 
     def check(self, what: str, value: float) -> None:
+        """ValueError, which begins with `what`, unless 0 < value (and value < inf, with `finite`)."""
         remedy = f"; {self.remedy}" if self.remedy else ""
         if not value > 0:
             raise ValueError(f"{what} must be positive, got {plain(value)}{remedy}")
@@ -46,6 +47,7 @@ class Between:
     finite: bool = False
 
     def check(self, what: str, value: float) -> None:
+        """ValueError, which begins with `what`, unless low <= value <= high (and value < inf, with `finite`)."""
         remedy = f"; {self.remedy}" if self.remedy else ""
         if not self.low <= value or (self.high is not None and value > self.high):
             interval = f"at least {self.low:g}" if self.high is None else f"from {self.low:g} to {self.high:g}"
@@ -97,6 +99,7 @@ class Option:
 
     @property
     def required(self) -> bool:
+        """Whether it has no default."""
         return self.default is dataclasses.MISSING
 
     def check(self, value: Any) -> None:
@@ -162,7 +165,11 @@ class Options:
 
 @functools.cache
 def options_of(owner: type) -> dict[str, Option]:
-    """The options of a dataclass by name, in their order."""
+    """The options of a dataclass by name, in their order.
+
+    Args:
+        owner: a subclass of Options.
+    """
     hints = typing.get_type_hints(owner, include_extras=True)
     return {field.name: _option(field, hints[field.name]) for field in dataclasses.fields(owner)}
 

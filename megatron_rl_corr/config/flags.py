@@ -117,7 +117,7 @@ def flags_by_field() -> dict[str, str]:
 
 
 def name_flags(text: object) -> str:
-    """A message of the library with each `field` in backticks replaced by its flag, for who gave a flag."""
+    """A message of the library with each `field` in backticks replaced by its flag, for the user of the launcher."""
     return re.sub(r"`(\w+)`", lambda match: flags_by_field().get(match[1], match[0]), str(text))
 
 
@@ -127,7 +127,15 @@ def warn(text: object) -> None:
 
 
 def parse(arguments: Sequence[str]) -> tuple[RolloutCorrectionConfig, RunConfig]:
-    """Our flags out of a whole Megatron command line, checked. ValueError names the flag and the remedy."""
+    """The correction and the run's options that a command line gives, checked one by one and together.
+
+    Args:
+        arguments: the whole command line of a Megatron script; flags that are not ours are left to Megatron.
+
+    Raises:
+        ValueError: names the flag, the value and the remedy.
+        OSError: the file of --rollout-correction-config can't be read.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     given, others = given_flags(add_flags(parser), arguments)
     refuse_unknown(parser, others)
@@ -161,7 +169,12 @@ def given_flags(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tu
 
 
 def refuse_unknown(parser: argparse.ArgumentParser, others: Sequence[str]) -> None:
-    """ValueError for an argument that looks like one of our flags and is none; the others are Megatron's."""
+    """ValueError for an argument that looks like one of our flags and is none.
+
+    Args:
+        parser: has our flags.
+        others: what it did not take; Megatron's flags are among them.
+    """
     known = [flag for action in parser._actions for flag in action.option_strings]
     for other in others:
         name = other.split("=")[0]
@@ -182,7 +195,14 @@ def _run_config(given: Mapping[str, Any]) -> RunConfig:
 
 
 def correction_config(given: Mapping[str, Any]) -> RolloutCorrectionConfig:
-    """The correction that options (as `given_flags` returns them) make: a preset or a YAML file, and flags over it."""
+    """The correction that options make: a preset or a YAML file, and flags over it.
+
+    Args:
+        given: option -> value, as `given_flags` returns them; options of the run are left alone.
+
+    Raises:
+        ValueError: an unknown preset, a wrong file, or settings that the correction refuses.
+    """
     settings = {name: given[name] for owner in CORRECTION for name in options_of(owner) if name in given}
     preset, path = settings.pop("rollout_correction_preset", None), settings.pop("rollout_correction_config", None)
     if preset and path:

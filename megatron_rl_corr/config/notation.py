@@ -54,7 +54,15 @@ _BY_NAME = {name: (level, name.removeprefix(f"{level}_")) for name in RULE_NAMES
 
 
 def parse_bounds(what: str, spec: float | str) -> tuple[float | None, float]:
-    """A number is an upper bound; "LOWER_UPPER" is both (verl's notation)."""
+    """(lower, upper) of a bound in verl's notation: a number is an upper bound, "LOWER_UPPER" both.
+
+    Args:
+        what: the setting, in backticks; begins the error.
+        spec: 2.0, "2.0" or "0.5_5.0".
+
+    Raises:
+        ValueError: it is neither one number nor two.
+    """
     if isinstance(spec, bool):
         raise ValueError(f"{what} must be a number or LOWER_UPPER, got {spec}")
     parts = str(spec).strip().split("_")
@@ -71,7 +79,15 @@ def parse_bounds(what: str, spec: float | str) -> tuple[float | None, float]:
 def parse_rules(
     names: str, thresholds: float | str | Sequence[float | str] | None
 ) -> tuple[RejectionRule, ...]:
-    """Comma-separated rules with as many thresholds, or one for all; `*_k1` takes verl's bounds on 1/rho."""
+    """The rejection rules that names and thresholds stand for; `*_k1` takes verl's bounds on 1/rho.
+
+    Args:
+        names: rules, separated by commas: "seq_mean_ratio,token_k3".
+        thresholds: as many bounds, separated by commas or in a list, or one for all rules.
+
+    Raises:
+        ValueError: an unknown rule, another number of thresholds, or bounds that a rule can't have.
+    """
     rules = [name.strip() for name in names.split(",") if name.strip()]
     if not rules:
         raise ValueError(f"`rollout_rs` {names!r} names no rule; use {NO_RULES}")
@@ -134,7 +150,16 @@ SHORTHANDS = {
 
 
 def with_shorthand(rules: Sequence[RejectionRule], key: str, value: object) -> tuple[RejectionRule, ...]:
-    """The rules with the one that `key` stands for added, or replaced, or with the value none removed."""
+    """The rules with the one that `key` stands for added, or replaced, or removed.
+
+    Args:
+        rules: those of the configuration so far.
+        key: of SHORTHANDS.
+        value: its bound; none removes the rule.
+
+    Raises:
+        ValueError: the value is not one positive number, or one that the rule can't have.
+    """
     name, make = SHORTHANDS[key]
     others = tuple(rule for rule in rules if rule.name != name)
     if value in (None, "none"):
@@ -152,7 +177,14 @@ KEYS = ("rollout_is_threshold", "rollout_rs_threshold", *PEER_KEYS, *SHORTHANDS,
 
 
 def resolve(mapping: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of RolloutCorrectionConfig that settings (ours or a peer's) over `base`, a mapping of all, make.
+    """The fields of RolloutCorrectionConfig that settings over a configuration make.
+
+    Args:
+        mapping: settings, under our names or a peer's.
+        base: all fields of the configuration that they are laid over.
+
+    Raises:
+        ValueError: settings that set one thing twice, or that have no effect.
 
     To turn a part off clears its bounds, and to bound a weight anew sets its mode: one bound truncates, two mask.
     """

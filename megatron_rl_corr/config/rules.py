@@ -194,10 +194,12 @@ class RejectionRule:
 
     @property
     def name(self) -> str:
+        """As flags and YAML write it: seq_mean_ratio."""
         return f"{self.level}_{self.divergence}"
 
     @property
     def row(self) -> Divergence:
+        """What it measures."""
         return DIVERGENCES[self.divergence]
 
 
@@ -214,7 +216,12 @@ def inputs_of(rules: Iterable[RejectionRule]) -> dict[str, str]:
 def check_trainer_inputs(
     rules: Iterable[RejectionRule], setting_of: Callable[[str], Any], *, bypass_mode: bool
 ) -> None:
-    """Refuse rules whose inputs a run of the launcher would lack; setting_of gives the value of an option by name.
+    """Refuse rules whose inputs a run of the launcher would lack.
+
+    Args:
+        rules: of the correction.
+        setting_of: gives the value of an option of RunConfig by its name.
+        bypass_mode: of the correction.
 
     Raises:
         ValueError: a rule's input needs another value of an option, or is not there in bypass mode.

@@ -10,7 +10,12 @@ import yaml
 
 
 def read_yaml(path: str) -> Mapping[str, Any]:
-    """The settings in a file, at the top level or under the key `rollout_correction`; none if it is empty."""
+    """The settings in a file, at the top level or under the key `rollout_correction`; {} if it is empty.
+
+    Raises:
+        ValueError: it is not YAML, or holds no mapping.
+        OSError: it can't be read.
+    """
     what = f"`rollout_correction_config` {path}"
     with open(path, encoding="utf-8") as file:
         try:

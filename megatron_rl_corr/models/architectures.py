@@ -57,6 +57,10 @@ MLP, HF_MLP = LAYER + r"mlp\.", HF_LAYER + "mlp."
 def ends(config: Config, padded_vocab_size: int) -> list[ParameterRow]:
     """Embedding, output layer and final norm.
 
+    Args:
+        config: the model's config.json.
+        padded_vocab_size: rows of Megatron's embedding.
+
     With tied embeddings only a last pipeline stage that is not also the first has an output layer, and it is a copy.
     """
     vocabulary = Vocabulary(config["vocab_size"], padded_vocab_size)
@@ -112,6 +116,7 @@ def kept_as_loaded(config: Config) -> list[KeptTensors]:
 
 
 def norms(config: Config) -> list[ParameterRow]:
+    """The norms before attention and before the MLP."""
     return [
         ParameterRow(LAYER + r"(input_layernorm|self_attention\.linear_qkv\.layer_norm)(\.|_)weight", Replicated(),
             (HF_LAYER + "input_layernorm.weight",)),
@@ -121,6 +126,7 @@ def norms(config: Config) -> list[ParameterRow]:
 
 
 def grouped_attention(config: Config) -> list[ParameterRow]:
+    """Attention with key-value heads that groups of query heads share, or each its own."""
     return [
         ParameterRow(ATTENTION + r"linear_qkv\.weight", _qkv(config), _qkv_names("weight")),
         ParameterRow(ATTENTION + r"linear_proj\.weight", Sharded(1), (HF_ATTENTION + "o_proj.weight",)),
@@ -128,10 +134,12 @@ def grouped_attention(config: Config) -> list[ParameterRow]:
 
 
 def qkv_bias(config: Config) -> list[ParameterRow]:
+    """Biases of queries, keys and values."""
     return [ParameterRow(ATTENTION + r"linear_qkv\.bias", _qkv(config), _qkv_names("bias"))]
 
 
 def qk_norms(config: Config) -> list[ParameterRow]:
+    """The norms of each head's query and key."""
     return [
         ParameterRow(ATTENTION + rf"{part}_layernorm\.weight", Replicated(), (HF_ATTENTION + f"{part}_norm.weight",))
         for part in "qk"
@@ -163,14 +171,17 @@ def latent_attention(config: Config) -> list[ParameterRow]:
 
 
 def dense_mlp(config: Config) -> list[ParameterRow]:
+    """The gated MLP of a layer without experts."""
     return _gated(MLP, HF_MLP, "gate_proj", "up_proj", "down_proj")
 
 
 def experts(config: Config) -> list[ParameterRow]:
+    """Router and routed experts, as Qwen and DeepSeek name them."""
     return _experts(HF_MLP, "gate_proj", "up_proj", "down_proj")
 
 
 def mixtral_experts(config: Config) -> list[ParameterRow]:
+    """Router and routed experts, as Mixtral names them."""
     return _experts(HF_LAYER + "block_sparse_moe.", "w1", "w3", "w2")
 
 

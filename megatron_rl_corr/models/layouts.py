@@ -81,7 +81,11 @@ class RowsOrWhole:
     """Rows of the whole parameter."""
 
     def resolve(self, shard: Tensor) -> TensorLayout:
-        """The layout of the model at hand: replicated if this rank's shard has all rows."""
+        """The layout of the model at hand: replicated if this rank's shard has all rows.
+
+        Args:
+            shard: [rows of this rank, ...] the parameter as this rank holds it.
+        """
         return Replicated() if shard.shape[0] == self.rows else Sharded(0)
 
 

@@ -68,7 +68,12 @@ class NameTable:
         self._kept = [(re.compile(kept.pattern), kept.reason) for kept in kept_as_loaded(hf_config)]
 
     def check_model(self, *, num_layers: int, tied: bool) -> None:
-        """Raise ValueError if Megatron's model has other layers or another output layer than the checkpoint."""
+        """Raise ValueError if Megatron's model has other layers or another output layer than the checkpoint.
+
+        Args:
+            num_layers: layers of the whole model, by Megatron's configuration.
+            tied: whether its output layer uses the embedding's weights.
+        """
         if num_layers != self._num_layers:
             raise ValueError(
                 f"--num-layers {num_layers}: the checkpoint has {self._num_layers}; "
@@ -87,7 +92,14 @@ class NameTable:
         return next((reason for pattern, reason in self._kept if pattern.fullmatch(name)), None)
 
     def find(self, name: str) -> ParameterRule:
-        """The rule for a Megatron name with global layer and expert numbers. Raises ValueError if there is none."""
+        """The layout and the Hugging Face tensors of a parameter.
+
+        Args:
+            name: Megatron's, with the numbers that layer and expert have in the whole model (see `global_name`).
+
+        Raises:
+            ValueError: the architecture has no such parameter.
+        """
         for pattern, row in self._rules:
             match = pattern.fullmatch(name)
             if match:

@@ -39,7 +39,11 @@ class LocalParameter:
     table: NameTable
 
     def rule(self, ep_rank: int) -> ParameterRule:
-        """The rule of this parameter on expert-parallel rank `ep_rank`, which holds other experts under this name."""
+        """The layout and the Hugging Face tensors of this parameter on one expert-parallel rank.
+
+        Args:
+            ep_rank: each holds other experts under the same local names.
+        """
         offset = ep_rank * self.experts_per_rank
         name = global_name(self.local_name, layer_offset=self.layer_offset, expert_offset=offset)
         rule = self.table.find(name)
@@ -75,6 +79,11 @@ def local_parameters(
 @torch.no_grad()
 def load_shards(parameters: Sequence[LocalParameter], checkpoint: HFCheckpoint, ranks: ShardRanks) -> None:
     """Copy a Hugging Face checkpoint into this rank's parameters; every rank reads only what it holds.
+
+    Args:
+        parameters: all of this rank, as `local_parameters` returns them.
+        checkpoint: the model that they come from.
+        ranks: this rank's tensor- and expert-parallel coordinates.
 
     Raises:
         ValueError: the checkpoint lacks a tensor, has another shape than the model, or has a tensor of these layers

@@ -55,16 +55,26 @@ class Alert:
 
 
 def finite_values(rows: Sequence[dict], name: str) -> list[float]:
-    """The metric's finite values in step order."""
+    """The metric's finite values in step order.
+
+    Args:
+        rows: the run's steps, as `metrics_file.read_metrics` returns them.
+        name: as it is logged.
+    """
     return [row[name] for row in rows if name in row and math.isfinite(row[name])]
 
 
 def mean(values: Sequence[float]) -> float | None:
+    """Their mean; None of none."""
     return math.fsum(values) / len(values) if values else None
 
 
 def summarise(rows: Sequence[dict]) -> Summary:
-    """The run in a few numbers; rewards are means over the first and last five recorded steps."""
+    """The run in a few numbers; rewards are means over the first and last five recorded steps.
+
+    Args:
+        rows: the run's steps, as `metrics_file.read_metrics` returns them.
+    """
     rewards = finite_values(rows, "reward/mean")
     versions = finite_values(rows, "weight_version")
     return Summary(
@@ -78,7 +88,11 @@ def summarise(rows: Sequence[dict]) -> Summary:
 
 
 def find_alerts(rows: Sequence[dict]) -> list[Alert]:
-    """Every metric that left its usual range or was not finite, in the catalogue's order."""
+    """Every metric that left its usual range or was not finite, in the catalogue's order.
+
+    Args:
+        rows: the run's steps, as `metrics_file.read_metrics` returns them.
+    """
     found = (_alert(rows, name) for name in metric_names(rows))
     return [alert for alert in found if alert is not None]
 

@@ -24,7 +24,11 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 @cache
 def catalogue() -> dict[str, MetricSpec]:
-    """Metrics and families by name: by group, within a group as their modules list them."""
+    """Metrics and families by name: by group, within a group as their modules list them.
+
+    Raises:
+        ValueError: two modules describe one metric.
+    """
     specs = [spec for module in _modules() for spec in importlib.import_module(module).METRICS]
     order = {group: place for place, group in enumerate(GROUPS)}
     specs.sort(key=lambda spec: order.get(spec.group, len(GROUPS)))
@@ -90,7 +94,14 @@ def grouped(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def bins_of(names: Iterable[str]) -> dict[str, float]:
-    """The bins of |log-ratio| among these metrics, by name, with their upper ends, in order; inf for the open one."""
+    """The bins of |log-ratio| among these metrics, by name, with their upper ends, in order; inf for the open one.
+
+    Args:
+        names: of any metrics; those that are no bins are left out.
+
+    Raises:
+        ValueError: one begins as a bin does, and names none.
+    """
     ends = {name: _upper_end(name) for name in names if name.startswith(BINS)}
     return dict(sorted(ends.items(), key=lambda item: item[1]))
 

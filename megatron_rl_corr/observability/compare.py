@@ -40,6 +40,9 @@ class KeptBatch:
     def of(cls, samples: Sequence[Sample]) -> "KeptBatch":
         """All tokens of the samples, one sample after the other.
 
+        Args:
+            samples: of one or several files of --rollout-save-trajectories.
+
         Raises:
             ValueError: there is no sample, or one without the trainer's log-probs.
         """
@@ -67,6 +70,9 @@ class KeptBatch:
 
     def metrics(self, config: RolloutCorrectionConfig) -> dict[str, float]:
         """The correction's metrics by their logged names, without those that have no value (NaN).
+
+        Args:
+            config: the correction to try.
 
         Raises:
             ValueError: the configuration needs an input that the samples do not have.

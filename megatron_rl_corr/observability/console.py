@@ -45,7 +45,15 @@ class LiveTable:
             raise ValueError(f"columns take {width} characters, more than {MAX_WIDTH}; leave some out")
 
     def row(self, metrics: Mapping[str, int | float]) -> None:
-        """Print one step. ValueError without `step`, TypeError for a value that is not a number of the host."""
+        """Print one step.
+
+        Args:
+            metrics: by their logged names, `step` among them.
+
+        Raises:
+            TypeError: a value is no number of the host.
+            ValueError: there is no `step`, or it is no whole number.
+        """
         step_of(metrics)
         values = {name: host_number(name, value) for name, value in metrics.items()}
         alerts = [name for name in values if is_alert(name, values[name])]

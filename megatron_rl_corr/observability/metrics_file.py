@@ -21,7 +21,14 @@ logger = logging.getLogger(__name__)
 
 
 def host_number(name: str, value: object) -> int | float:
-    """The value as a plain int or float; a TypeError naming the metric if it is not a number of the host.
+    """The value as a plain int or float.
+
+    Args:
+        name: of the metric, for the error.
+        value: what a step reports for it.
+
+    Raises:
+        TypeError: it is no number of the host.
 
     A tensor is refused on purpose: converting it here would hide a device synchronisation in the logger.
     """
@@ -55,11 +62,20 @@ class MetricsFile:
         self._file = self.path.open("a", encoding="ascii")
 
     def write(self, metrics: Mapping[str, int | float]) -> None:
-        """Append one step. TypeError for a value that is no host number, ValueError without a `step`."""
+        """Append one step.
+
+        Args:
+            metrics: by their logged names, `step` among them.
+
+        Raises:
+            TypeError: a value is no number of the host.
+            ValueError: there is no `step`, or it is no whole number.
+        """
         self._file.write(encode_line(metrics))
         self._file.flush()
 
     def close(self) -> None:
+        """Close the file; what was written stays."""
         self._file.close()
 
     def __enter__(self) -> "MetricsFile":
@@ -70,7 +86,14 @@ class MetricsFile:
 
 
 def encode_line(metrics: Mapping[str, int | float]) -> str:
-    """One step as a line of strict JSON, newline included; `step` comes first."""
+    """One step as a line of strict JSON, newline included; `step` comes first.
+
+    Args:
+        metrics: by their logged names; NaN and infinities become null, and are spelled out under `nonfinite`.
+
+    Raises:
+        TypeError, ValueError: as `MetricsFile.write`, or a metric is called `nonfinite`.
+    """
     if NONFINITE in metrics:
         raise ValueError(f"metric name {NONFINITE!r} is reserved for the metrics file; choose another name")
     row: dict = {"step": step_of(metrics)}

@@ -38,7 +38,16 @@ STYLE = {
 
 
 def write_overview(rows: Sequence[dict], path: str | os.PathLike, *, title: str = "") -> Path:
-    """Write the nine panels as one 1600 x 1100 PNG. ValueError if there are no rows."""
+    """Write the nine panels as one 1600 x 1100 PNG.
+
+    Args:
+        rows: the run's steps, as `metrics_file.read_metrics` returns them.
+        path: the file.
+        title: of the run; begins the headline.
+
+    Raises:
+        ValueError: there are no rows.
+    """
     if not rows:
         raise ValueError(f"no steps to plot into {path}; let the run finish at least one step")
     series = Series(rows)
@@ -56,7 +65,12 @@ def write_overview(rows: Sequence[dict], path: str | os.PathLike, *, title: str 
 
 
 def render_panels(rows: Sequence[dict], *, kind: str = "svg") -> dict[str, bytes]:
-    """The panels that have data, by name, each as the bytes of an SVG or PNG file."""
+    """The panels that have data, by name, each as the bytes of an image file.
+
+    Args:
+        rows: the run's steps, as `metrics_file.read_metrics` returns them.
+        kind: svg or png.
+    """
     series = Series(rows)
     shaded = steps_to_shade(rows)
     images = {}

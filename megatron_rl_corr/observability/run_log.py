@@ -38,6 +38,14 @@ class RunLog:
             self._writer = open_writer(folder)
 
     def write(self, metrics: Mapping[str, int | float]) -> None:
+        """Print one step, and append it to the files that there are.
+
+        Args:
+            metrics: by their logged names, `step` among them.
+
+        Raises:
+            TypeError, ValueError: as `MetricsFile.write`.
+        """
         self._table.row(metrics)
         if self._file is not None:
             self._file.write(metrics)
@@ -54,10 +62,15 @@ def open_writer(run_dir: str | os.PathLike):
 
 
 def write_scalars(writer, metrics: Mapping[str, int | float], step: int) -> None:
-    """Write every metric under its own name at `step`; `writer` is any SummaryWriter, such as Megatron's own.
+    """Write every metric under its own name; the bins of |log-ratio| are one histogram, not curves.
 
-    `step` itself is the axis, not a curve; the bins of |log-ratio| are one histogram, not curves. TypeError for a
-    value that is not a number of the host.
+    Args:
+        writer: any SummaryWriter, such as Megatron's own.
+        metrics: by their logged names; `step` among them is the axis, not a curve.
+        step: at which they are written.
+
+    Raises:
+        TypeError: a value is no number of the host.
     """
     bins = bins_of(metrics)
     for name, value in metrics.items():

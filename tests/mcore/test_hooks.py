@@ -445,6 +445,7 @@ from megatron_rl_corr.engines.errors import SampleFailure
 from megatron_rl_corr.mcore import collect, evaluate
 from megatron_rl_corr.mcore.batch import BatchShape
 from megatron_rl_corr.mcore.collect import SampleSource
+from megatron_rl_corr.observability.catalogue import spec_of
 from megatron_rl_corr.rollout import Prompt, PromptDataset
 failure = SampleFailure("protocol", "what `top_p` kept is unknown")
 async def generate(*prompts, **how):
@@ -463,8 +464,15 @@ with contextlib.redirect_stderr(errors):
     collector = collect.Collector(options, layout, BatchShape(4, 2, 2, 16), source, steps=(0, 1))
     collector._failures.failed(failure, "sample 0 of row 3")
 idle = RolloutCorrectionConfig(clip_ratio_low=0.3)
-say(printed=errors.getvalue().splitlines(), start=session.describe_start(idle, ()))
+say(
+    undescribed=[name for name in hooks.CONSOLE if spec_of(name) is None],
+    printed=errors.getvalue().splitlines(), start=session.describe_start(idle, ()),
+)
 """
+
+
+def test_metrics_of_megatrons_own_log_line_then_the_catalogue_describes_them(results):
+    assert results["warnings"]["undescribed"] == []
 
 
 def test_warnings_of_a_run_when_the_library_names_fields_then_the_flags_are_printed(results):
