@@ -21,7 +21,8 @@ from megatron_rl_corr.doctor.reference_model import ask_model, experts_shape, re
 from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.engines.errors import RolloutError, RolloutServerError
 from megatron_rl_corr.engines.trajectory import SamplingParams
-from megatron_rl_corr.rollout.client import RolloutClient
+from megatron_rl_corr.engines.types import UnsupportedByEngine
+from megatron_rl_corr.rollout.client import DEFAULT_ENGINE, RolloutClient
 from megatron_rl_corr.tables import text_table
 
 CONNECT_TIMEOUT_S = 5.0
@@ -134,7 +135,10 @@ async def _compare(examinations: list[Examination], probes: list[Probe], facts: 
 
 async def _served_config(probe: Probe) -> dict:
     """config.json of the folder that the server was started with; {} if this machine cannot read it."""
-    folder = str((await probe.model_info())[0].get("model_path"))
+    try:
+        folder = str((await probe.served_model()).path)
+    except UnsupportedByEngine:
+        return {}
     return read_config(folder) if (Path(folder) / "config.json").is_file() else {}
 
 
@@ -153,7 +157,7 @@ def _sampling(arguments: argparse.Namespace) -> SamplingParams | None:
     given = {name: value for name, value in given.items() if value is not None}
     sampling = SamplingParams(1, **given) if given else None
     if sampling is not None:
-        load_engine("sglang").check_sampling(sampling)
+        load_engine(DEFAULT_ENGINE).check_sampling(sampling)
     return sampling
 
 

@@ -5,28 +5,29 @@ Judges pause modes, version spans, and the cache after an update. R response tok
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 
 from megatron_rl_corr.doctor.distances import FLOAT32_MAX, distance, switch_position
 from megatron_rl_corr.doctor.findings import Row, found
-from megatron_rl_corr.doctor.probe import PROMPT_TOKENS, Answer, Probe, Scores
+from megatron_rl_corr.doctor.probe import PROMPT_TOKENS, Probe, known, unsupported
 from megatron_rl_corr.doctor.questions import Facts
 from megatron_rl_corr.doctor.weight_change import (
     FINAL_NORM,
     FIRST_NORM,
-    INITIAL_VERSION,
     TemporaryWeights,
     read_tensors,
     uninterrupted,
 )
-from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError
-from megatron_rl_corr.engines.sglang import requests
-from megatron_rl_corr.engines.types import Request
+from megatron_rl_corr.engines.errors import RolloutServerError
+from megatron_rl_corr.engines.inspection import DetailedSample, TokenScores
+from megatron_rl_corr.engines.types import UnsupportedByEngine
 
+PAUSE_MODES = ("abort", "in_place", "retract")
 MOST_TOKENS = 2000
 SETTLE_S = 0.4
 """Seconds in which a server that is not paused answers a request of one token."""
@@ -43,45 +44,67 @@ async def ask_full(
 ) -> None:
     """Check pause modes; then version spans, cache and restoration around weight updates.
 
+    What the engine does not support ends the check with a failed row.
+
     Args:
         probe: of the server.
         facts: from `ask_quick`.
-        directory: Hugging Face folder with the weights that the server was started with; None: its model_path.
+        directory: Hugging Face folder with the weights that the server was started with; None: its own.
         say: called with the next question.
         rows: each result is appended as soon as it is known.
+
+    Raises:
+        RolloutError: the server could not be asked, or not be restored.
     """
-    tokens = await _room(probe)
-    for mode in requests.PAUSE_MODES:
+    try:
+        tokens = await _room(probe)
+        await _ask_pauses(probe, tokens, known(facts.half), say, rows)
+        await _ask_updates(probe, facts, directory, tokens, say, rows)
+    except UnsupportedByEngine as error:
+        rows.append(unsupported("pauses and updates", error))
+
+
+async def _ask_pauses(probe: Probe, tokens: int, half: bool, say: Callable[[str], None], rows: list[Row]) -> None:
+    for mode in PAUSE_MODES:
+        if mode not in probe.engine.limits.pause_modes:
+            rows.append(Row(f"pause {mode}", "note", f"not supported by {probe.engine.name}"))
+            continue
         say(f"pausing ({mode})")
-        rows.append(await ask_pause(probe, mode, tokens, facts.half))
-    weights = await _weights(probe, facts, directory or facts.model["model_path"])
+        rows.append(await ask_pause(probe, mode, tokens, half))
+
+
+async def _ask_updates(
+    probe: Probe, facts: Facts, directory: str | None, tokens: int, say: Callable[[str], None], rows: list[Row]
+) -> None:
+    model, half = known(facts.model), known(facts.half)
+    weights = await _weights(probe, facts, directory or model.path)
     if isinstance(weights, Row):
         rows.append(weights)
         return
     say("computing the checksum of the weights")
     before = await weights.checksum()
-    for mode in ("in_place", "retract"):
+    for mode in PAUSE_MODES:
+        if mode == "abort" or mode not in probe.engine.limits.pause_modes:  # an aborted response has no later token
+            continue
         say(f"updating weights under a running request ({mode})")
-        rows.append(await ask_spans(probe, weights, mode, tokens, facts.half))
+        rows.append(await ask_spans(probe, weights, mode, tokens, half))
     say("updating weights and flushing the cache")
-    rows.append(await ask_update(probe, weights, facts.half))
+    rows.append(await ask_update(probe, weights, half))
     say("comparing the checksum of the weights")
-    rows.append(await _restored(probe, weights, before, facts.model["weight_version"]))
+    rows.append(await _restored(probe, weights, before, model.weight_version))
 
 
 async def _room(probe: Probe) -> int:
     """The longest response that fits the model's context after a prompt."""
-    listed = await probe.control(Request("GET", "/v1/models"))
-    try:
-        return min(MOST_TOKENS, int(listed["data"][0]["max_model_len"]) - PROMPT_TOKENS - 8)
-    except (KeyError, IndexError, TypeError) as error:
-        raise RolloutProtocolError(probe.url, "/v1/models", f"no max_model_len ({error!r})") from None
+    listed = await probe.control(probe.engine.list_models())
+    return min(MOST_TOKENS, probe.engine.context_length(probe.url, listed) - PROMPT_TOKENS - 8)
 
 
 async def _weights(probe: Probe, facts: Facts, directory: str) -> TemporaryWeights | Row:
     """The weights to change, or a row with the reason why they could not be restored."""
-    version = facts.model["weight_version"]
-    if version != INITIAL_VERSION:
+    model = known(facts.model)
+    if not model.is_initial:
+        version = model.weight_version
         message = f"not asked: weights {version!r} were pushed, and cannot be read back; ask before training"
         return Row("update", "note", message)
     if not Path(directory).is_dir():
@@ -90,11 +113,12 @@ async def _weights(probe: Probe, facts: Facts, directory: str) -> TemporaryWeigh
         originals = read_tensors(directory, [FINAL_NORM, FIRST_NORM])
     except (ValueError, OSError) as error:
         return Row("update", "note", f"not asked: {error}")
-    return TemporaryWeights(probe, originals, ranks=int(facts.info["tp_size"]), version=version)
+    ranks = probe.engine.ranks(probe.url, known(facts.info)).tensor
+    return TemporaryWeights(probe, originals, ranks=ranks, version=model.weight_version)
 
 
 async def _restored(probe: Probe, weights: TemporaryWeights, before: list, version: str) -> Row:
-    now, named = await weights.checksum(), (await probe.model_info())[0]["weight_version"]
+    now, named = await weights.checksum(), (await probe.served_model()).weight_version
     changed = [name for old, new in zip(before, now, strict=True) for name in old if old[name] != new.get(name)]
     if changed or named != version:
         message = f"weights {named!r} differ from before in {', '.join(changed) or 'their name'}"
@@ -106,8 +130,9 @@ class Running:
     """A request that samples until it is stopped."""
 
     def __init__(self, probe: Probe, tokens: int):
-        self.rid, self._probe = f"doctor-{uuid.uuid4().hex}", probe
-        self.task = asyncio.create_task(probe.generate(probe.fresh_prompt(), tokens, rid=self.rid))
+        self.request_id, self._probe = f"doctor-{uuid.uuid4().hex}", probe
+        sample = probe.generate(probe.fresh_prompt(), tokens, request_id=self.request_id)
+        self.task = asyncio.create_task(sample)
         self.new: asyncio.Task | None = None
 
     async def ask_new(self) -> bool:
@@ -120,17 +145,17 @@ class Running:
         """Let it sample some more tokens: wait for a short request beside it."""
         await self._probe.generate(self._probe.fresh_prompt(), COMPANION_TOKENS)
 
-    async def stop(self) -> Answer:
+    async def stop(self) -> DetailedSample:
         """End it; returns the tokens so far."""
         if not self.task.done():
-            await self._probe.control(Request("POST", "/abort_request", {"rid": self.rid}))
+            await self._probe.control(self._probe.engine.abort_request(self.request_id))
         return await self.task
 
     async def end(self) -> None:
         """Resume the server and end all requests."""
         try:
             await self._probe.continue_generation()
-            await self._probe.control(Request("POST", "/abort_request", {"rid": self.rid}))
+            await self._probe.control(self._probe.engine.abort_request(self.request_id))
         finally:
             tasks = [task for task in (self.task, self.new) if task is not None]
             for task in tasks:
@@ -170,7 +195,7 @@ async def ask_pause(probe: Probe, mode: str, tokens: int, half: bool) -> Row:
         if not ended:
             await request.sample_on()
         answer = await request.stop()
-    retractions = answer.meta.get("num_retractions", 0)
+    retractions = answer.retractions
     did = f"the running request {'ended' if ended else 'waited and went on'} ({retractions} retractions)"
     if sampled or ended != (mode == "abort") or not answer.output or (mode == "retract" and not retractions):
         message = f"{did}, a new one {'was answered during the pause' if sampled else 'waited'}"
@@ -201,30 +226,29 @@ async def ask_spans(probe: Probe, weights: TemporaryWeights, mode: str, tokens: 
                 return Row(check, "note", "unknown: the running request had no token yet")
             after = await probe.score(answer.prompt, answer.output)
         before = await probe.score(answer.prompt, answer.output)
-    return judge_spans(check, answer, before.logprobs, after.logprobs, answer.meta.get("weight_versions"), half)
+    return judge_spans(check, answer, before.logprobs, after.logprobs, half)
 
 
-def judge_spans(
-    check: str, answer: Answer, before: np.ndarray, after: np.ndarray, spans: Sequence[Mapping] | None, half: bool
-) -> Row:
+def judge_spans(check: str, answer: DetailedSample, before: np.ndarray, after: np.ndarray, half: bool) -> Row:
     """Compare the reported first token of the new weights with the one that the log-probs show.
 
     Args:
         check: name of the row.
-        answer: R tokens, sampled across the update.
+        answer: R tokens, sampled across the update, with the spans that the server reports.
         before: [R] log-probs of its tokens under the old weights.
         after: [R] log-probs of its tokens under the new weights.
-        spans: of the answer, as the server reports them.
         half: the server computes in 16 bits.
     """
     true, costs = switch_position(answer.logprobs, before, after)
-    numbers = {"tokens": len(answer.output), "true": true, "spans": spans}
+    spans = answer.version_spans
+    reported_spans = None if spans is None else [asdict(span) for span in spans]
+    numbers = {"tokens": len(answer.output), "true": true, "spans": reported_spans}
     if not 0 < true < len(answer.output):
         return Row(check, "note", f"no switch of weights among the {len(answer.output)} tokens", numbers)
     if spans is None or len(spans) != 2:
         message = f"{0 if spans is None else len(spans)} spans for {len(answer.output)} tokens of two weights"
         return found(check, "version_spans_wrong", message, **numbers)
-    reported = int(spans[1]["start"])
+    reported = spans[1].start
     worse = float(costs[reported] - costs[true]) if 0 <= reported < len(costs) else float("inf")
     message = f"reported switch at token {reported}, log-probs switch at {true} of {len(answer.output)}"
     if not worse <= (MARGIN_HALF if half else MARGIN):
@@ -248,7 +272,7 @@ async def ask_update(probe: Probe, weights: TemporaryWeights, half: bool) -> Row
     return judge_update(before, cached, fresh, half)
 
 
-def judge_update(before: Scores, cached: Scores, fresh: Scores, half: bool) -> Row:
+def judge_update(before: TokenScores, cached: TokenScores, fresh: TokenScores, half: bool) -> Row:
     """Compare scores under the old weights, and under the new ones with the cache and without it."""
     effect, stale = distance(before.logprobs, fresh.logprobs), distance(cached.logprobs, fresh.logprobs)
     numbers = {"effect": effect.numbers(), "stale": stale.numbers(), "cached_tokens": cached.cached_tokens}

@@ -4,23 +4,20 @@ R response tokens, K likeliest ids of a token.
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
 from megatron_rl_corr.doctor.distances import FLOAT32_MAX, distance, slope
 from megatron_rl_corr.doctor.findings import Row, found
-from megatron_rl_corr.doctor.probe import Answer, Scores
-from megatron_rl_corr.engines.routes import ExpertShape
-from megatron_rl_corr.engines.sglang.routed_experts import decode, read_ids
-from megatron_rl_corr.engines.sglang.server_version import (
-    FLUSHES_PAUSED_SINCE,
-    NEWEST,
-    PAUSES_SINCE,
-    SPANS_SINCE,
-    version_key,
+from megatron_rl_corr.engines.inspection import (
+    DetailedSample,
+    ServedModel,
+    TokenScores,
+    UpdateSupport,
+    VersionSupport,
 )
+from megatron_rl_corr.engines.routes import ExpertShape
 
 HOT = 2.0
 COLD = 1e-3
@@ -43,84 +40,71 @@ CHANCE = 1e-6
 HALF_DTYPES = ("bfloat16", "float16", "half")
 LEAD, LEAD_HALF = FLOAT32_MAX, 0.25
 """Measured in bfloat16: rounding changes a log-prob by up to 0.09, so a lead by up to 0.18."""
-TRANSPORTS = {
-    "distributed": "/update_weights_from_distributed",
-    "tensor": "/update_weights_from_tensor",
-    "disk": "/update_weights_from_disk",
-}
 
 
-def judge_version(version: str) -> Row:
-    """Can weights be updated in flight, and does the server report the weight version of each token?"""
-    key, numbers = version_key(version), {"version": version}
-    if not key:
-        return Row("version", "note", f"SGLang {version!r} is no release; {NEWEST} is the newest tested", numbers)
-    if key < version_key(SPANS_SINCE):
-        lacks = "pauses" if key < version_key(PAUSES_SINCE) else "weight versions by token"
-        return found("version", "version_unsupported", f"SGLang {version} has no {lacks}", **numbers)
-    if key < version_key(FLUSHES_PAUSED_SINCE):
-        message = (
-            f"SGLang {version} can't drop cached prefixes while retracted requests wait: --rollout-max-lag above 0 "
-            f"needs {FLUSHES_PAUSED_SINCE}"
-        )
-        return Row("version", "note", message, numbers)
-    if key > version_key(NEWEST):
-        return Row("version", "note", f"SGLang {version} is newer than {NEWEST}, the newest tested", numbers)
-    return Row("version", "ok", f"SGLang {version}, in {SPANS_SINCE} to {NEWEST}", numbers)
+def judge_version(engine: str, support: VersionSupport) -> Row:
+    """Can weights be updated in flight, and does the server report the weight version of each token?
+
+    Args:
+        engine: its name, for instance "SGLang".
+        support: what the server's version can do.
+    """
+    version, numbers = support.version, {"version": support.version}
+    if support.lacks:
+        return found("version", "version_unsupported", f"{engine} {version} has no {support.lacks}", **numbers)
+    if support.note:
+        return Row("version", "note", support.note, numbers)
+    return Row("version", "ok", f"{engine} {version}, in {support.tested}", numbers)
 
 
-def judge_model(info: Mapping[str, Any], vocab_size: int) -> Row:
+def judge_model(model: ServedModel, vocab_size: int) -> Row:
     """The served model. A server's own sampling defaults do no harm: requests set every parameter."""
     numbers = {
-        "model_path": info.get("model_path"), "served_model_name": info.get("served_model_name"),
-        "model_type": info.get("model_type"), "weight_version": info.get("weight_version"), "vocab_size": vocab_size,
+        "model_path": model.path, "served_model_name": model.served_name, "model_type": model.type,
+        "weight_version": model.weight_version, "vocab_size": vocab_size,
     }  # fmt: skip
-    message = f"{numbers['model_path']} ({numbers['model_type']}), vocabulary {vocab_size}"
-    if numbers["served_model_name"] not in (None, numbers["model_path"]):
-        message += f", served as {numbers['served_model_name']}"
-    return Row("model", "ok", f"{message}, weights {numbers['weight_version']!r}", numbers)
+    message = f"{model.path} ({model.type}), vocabulary {vocab_size}"
+    if model.served_name not in (None, model.path):
+        message += f", served as {model.served_name}"
+    return Row("model", "ok", f"{message}, weights {model.weight_version!r}", numbers)
 
 
-def judge_endpoints(paths: Sequence[str] | str) -> Row:
-    """Which ways to update weights are there? paths: the server's endpoints, or why it does not list them."""
-    if isinstance(paths, str):
-        return Row("weight updates", "note", f"the server does not list its endpoints: {paths}")
-    transports = [name for name, path in TRANSPORTS.items() if path in paths]
-    session = "in a session" if "/begin_weight_update" in paths else "without a session (SGLang <= 0.5.20)"
-    numbers = {"transports": transports, "session": "/begin_weight_update" in paths}
+def judge_updates(support: UpdateSupport | str) -> Row:
+    """Which ways to update weights are there? support: a text says why the server does not list its endpoints."""
+    if isinstance(support, str):
+        return Row("weight updates", "note", f"the server does not list its endpoints: {support}")
+    transports = list(support.transports)
+    numbers = {"transports": transports, "session": support.session}
     if "distributed" not in transports:
         message = f"no distributed update, which a push of ours needs; there is {', '.join(transports) or 'none'}"
         return found("weight updates", "version_unsupported", message, **numbers)
-    return Row("weight updates", "ok", f"{', '.join(transports)}, {session}", numbers)
+    session = "in a session" if support.session else "without a session"
+    remark = f" ({support.remark})" if support.remark else ""
+    return Row("weight updates", "ok", f"{', '.join(transports)}, {session}{remark}", numbers)
 
 
-def judge_routes(encoded: str | None, tokens: int, shape: ExpertShape | None, expected: bool) -> Row:
+def judge_routes(answer: DetailedSample, shape: ExpertShape | None, expected: bool) -> Row:
     """Are routed experts returned, in the model's shape?
 
     Args:
-        encoded: the server's routed_experts: a row for each token but the last, for which nothing was computed.
-        tokens: of prompt and response.
-        shape: the model's; None: unknown, so that only the number of ids is checked.
+        answer: sampled with routed experts, which were checked by `shape`.
+        shape: the model's; None: unknown, so that only the number of ids was checked.
         expected: the run needs them.
     """
-    if encoded is None:
+    ids, tokens = answer.routed_ids, len(answer.prompt) + len(answer.output)
+    if ids is None:
         if expected:
             return found("routed experts", "routed_experts_missing", "requested and not returned")
         return Row("routed experts", "note", "not returned; needed only to replay the routing")
-    try:
-        ids = read_ids(encoded)
-        if shape is not None:
-            decode(encoded, tokens=tokens, shape=shape)
-        elif ids.size == 0 or ids.size % (tokens - 1):
-            raise ValueError(f"{ids.size} ids for {tokens - 1} tokens")
-    except ValueError as error:
-        return found("routed experts", "routed_experts_wrong", str(error), tokens=tokens)
-    message = f"{ids.size // (tokens - 1)} ids for each of {tokens - 1} tokens"
+    if isinstance(ids, str):
+        return found("routed experts", "routed_experts_wrong", ids, tokens=tokens)
+    message = f"{ids // (tokens - 1)} ids for each of {tokens - 1} tokens"
     if shape is not None:
         message += f", as the model has {shape.num_layers} layers of {shape.top_k} of {shape.experts} experts"
-    return Row("routed experts", "ok", message, {"ids": int(ids.size), "tokens": tokens})
+    return Row("routed experts", "ok", message, {"ids": ids, "tokens": tokens})
 
-def judge_temperature(hot: Answer, hot_scores: Scores, cold: Answer, matters: bool) -> Row:
+
+def judge_temperature(hot: DetailedSample, hot_scores: TokenScores, cold: DetailedSample, matters: bool) -> Row:
     """Do samples and log-probs follow the requested temperature?
 
     Log-probs: the differences between the sampled and the likeliest id are 1 / HOT of those at temperature 1 if they
@@ -153,7 +137,7 @@ def judge_temperature(hot: Answer, hot_scores: Scores, cold: Answer, matters: bo
     return Row("temperature", "note", f"log-probs are of temperature 1, as the run samples: {message}", numbers)
 
 
-def judge_top_p(answer: Answer, scores: Scores, half: bool) -> Row:
+def judge_top_p(answer: DetailedSample, scores: TokenScores, half: bool) -> Row:
     """Are log-probs of the whole vocabulary with top-p too? answer: sampled at TOP_P; scores: of its tokens."""
     far = distance(answer.logprobs, scores.logprobs)
     shift = float(np.median(answer.logprobs - scores.logprobs))
@@ -164,23 +148,22 @@ def judge_top_p(answer: Answer, scores: Scores, half: bool) -> Row:
     return Row("top-p", "ok", f"log-probs are of the whole vocabulary also with top-p {TOP_P:g}: {far}", numbers)
 
 
-def judge_mask(answer: Answer | str, needed: bool) -> Row:
+def judge_mask(answer: DetailedSample | str, needed: bool) -> Row:
     """Does the server return the ids that top-p and top-k kept, and log-probs renormalised on them?
 
     The renormalised log-prob of a token must be its log-prob minus the log of the kept ids' total probability.
 
     Args:
-        answer: sampled with MASK_TOP_P, MASK_TOP_K and return_sampling_mask, with enough likeliest ids to contain the
+        answer: sampled with MASK_TOP_P, MASK_TOP_K and the sampling mask, with enough likeliest ids to contain the
             kept ones; or why the server refused the request.
         needed: the run uses top-p or top-k.
     """
-    masks = None if isinstance(answer, str) else answer.meta.get("output_token_sampling_mask")
-    logprobs = None if isinstance(answer, str) else answer.meta.get("output_token_sampling_logprobs")
-    if masks is None or logprobs is None:
-        message = answer if isinstance(answer, str) else "the answer holds no output_token_sampling_mask"
+    kept = answer if isinstance(answer, str) else answer.kept
+    if isinstance(kept, str):
         if needed:
-            return found("sampling mask", "sampling_mask_missing", message)
-        return Row("sampling mask", "note", f"needed only with --rollout-top-p or --rollout-top-k: {message}")
+            return found("sampling mask", "sampling_mask_missing", kept)
+        return Row("sampling mask", "note", f"needed only with --rollout-top-p or --rollout-top-k: {kept}")
+    masks, logprobs = kept.ids, kept.logprobs
     if not len(masks) == len(logprobs) == len(answer.output) or not all(masks):
         message = f"{len(answer.output)} tokens have {len(masks)} masks and {len(logprobs)} log-probs, or an empty mask"
         return found("sampling mask", "sampling_mask_wrong", message)
@@ -199,7 +182,7 @@ def judge_mask(answer: Answer | str, needed: bool) -> Row:
     return Row("sampling mask", "ok", message, {"sizes": sizes, "worst": worst})
 
 
-def judge_seeds(seeded: Sequence[Answer], repeated: Answer) -> Row:
+def judge_seeds(seeded: Sequence[DetailedSample], repeated: DetailedSample) -> Row:
     """Do different seeds give different samples of one prompt?
 
     A server that draws all requests with the same noise gives one response, and all advantages of its group are 0. A
@@ -228,6 +211,7 @@ def judge_seeds(seeded: Sequence[Answer], repeated: Answer) -> Row:
         return Row("seeds", "note", message, numbers)
     return Row("seeds", "ok", f"{message}, one seed twice gave one", numbers)
 
+
 def is_half(reported: str, step: float | None, float32_head: bool) -> bool:
     """True if the server computes in 16 bits: by its dtype, or for `auto` by its log-probs.
 
@@ -251,7 +235,7 @@ def judge_precision(reported: str, step: float | None, expected: str | None) -> 
     return Row("precision", "ok", message, numbers)
 
 
-def judge_decode(answer: Answer, scores: Scores, half: bool) -> Row:
+def judge_decode(answer: DetailedSample, scores: TokenScores, half: bool) -> Row:
     """Are the log-probs of sampled tokens those of a prefill of the same tokens without cache?"""
     far = distance(answer.logprobs, scores.logprobs)
     if not far.is_rounding(half):
@@ -259,7 +243,16 @@ def judge_decode(answer: Answer, scores: Scores, half: bool) -> Row:
     return Row("decode and prefill", "ok", str(far), far.numbers())
 
 
-def judge_repeats(first: Answer, second: Answer, half: bool) -> Row:
+def judge_same(first_url: str, first: TokenScores, own: TokenScores, half: bool) -> Row:
+    """Does a server score tokens as the first server does? half: one of the two computes in 16 bits."""
+    far = distance(first.logprobs, own.logprobs)
+    message = f"the same tokens as {first_url}: {far}"
+    if not far.is_rounding(half):
+        return found("servers", "servers_differ", message, **far.numbers())
+    return Row("servers", "ok", message, far.numbers())
+
+
+def judge_repeats(first: DetailedSample, second: DetailedSample, half: bool) -> Row:
     """Does a greedy request, sent among others and alone, give the same log-probs up to the first id that differs?
 
     Rounding may change an id where the two likeliest are closer than LEAD (LEAD_HALF in 16 bits).
@@ -283,7 +276,7 @@ def judge_repeats(first: Answer, second: Answer, half: bool) -> Row:
     return Row("repeats", "ok" if equal else "note", message.rstrip("; "), numbers)
 
 
-def judge_cache(cached: Scores, fresh: Scores, half: bool) -> Row:
+def judge_cache(cached: TokenScores, fresh: TokenScores, half: bool) -> Row:
     """Are scores with a prompt's cached keys and values those without cache? If not, the cache is stale."""
     if cached.cached_tokens == 0:
         return Row("prefix cache", "note", "no token of the probe prompt was cached; ask again after a weight update")

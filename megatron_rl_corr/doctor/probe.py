@@ -1,54 +1,27 @@
 """Requests to one server for samples and for log-probs of given tokens, with more detail than training needs.
 
-P prompt tokens, R response tokens, K likeliest ids of a token.
+P prompt tokens, R response tokens.
 """
 
 import secrets
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
 from typing import Any
 
-import numpy as np
-
+from megatron_rl_corr.doctor.findings import Row
 from megatron_rl_corr.engines.control import ServerControl
-from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError
-from megatron_rl_corr.engines.sglang import requests
-from megatron_rl_corr.engines.types import Request, checked_prompt_ids
+from megatron_rl_corr.engines.inspection import DetailedSample, ServedModel, TokenScores
+from megatron_rl_corr.engines.routes import ExpertShape
+from megatron_rl_corr.engines.trajectory import SamplingParams
+from megatron_rl_corr.engines.types import Request, UnsupportedByEngine, checked_prompt_ids
 from megatron_rl_corr.rollout.client import RolloutClient
 
-GENERATE = "/generate"
 PROMPT_TOKENS = 24
-TOP = 8
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A sampled response."""
-
-    prompt: list[int]
-    output: list[int]
-    logprobs: np.ndarray
-    """[R] log-probs of the sampled ids."""
-    top: np.ndarray
-    """[R, K] log-probs of the likeliest ids, in falling order."""
-    top_ids: np.ndarray
-    """[R, K] the likeliest ids."""
-    meta: dict[str, Any]
-    """The server's meta_info."""
-
-
-@dataclass(frozen=True)
-class Scores:
-    """Log-probs of a text's tokens at temperature 1, from a prefill."""
-
-    logprobs: np.ndarray
-    """[R] log-probs of the ids after the prompt."""
-    top: np.ndarray
-    """[R, K] log-probs of the likeliest ids at their positions."""
-    cached_tokens: int
+LIKELIEST = 8
+"""Likeliest ids that come with each token."""
 
 
 class Probe(ServerControl):
-    """One server of a client; every request goes through the client.
+    """One server of a client; every request goes through the client, in the words of its engine.
 
     Args:
         client: of all servers.
@@ -81,99 +54,98 @@ class Probe(ServerControl):
         """The server's answer to a request that has no method."""
         return await self.ask(self.url, request)
 
-    async def generate(self, prompt: list[int], tokens: int, *, temperature: float = 1.0, **fields: Any) -> Answer:
+    async def served_model(self) -> ServedModel:
+        """The model, and what its weights are called."""
+        return self.engine.served_model((await self.model_info())[0])
+
+    async def generate(
+        self, prompt: list[int], tokens: int, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int = -1,
+        experts: ExpertShape | None = None, **options: Any,
+    ) -> DetailedSample:  # fmt: skip
         """Sample a response.
 
         Args:
-            prompt: ids.
+            prompt: P ids.
             tokens: R; end-of-sequence ids do not end the response.
-            temperature: of sampling.
-            fields: top_p, top_k, seed, or any other field of the request.
+            temperature, top_p, top_k: of sampling.
+            experts: how the model routes, to check the routed experts by; None: unknown.
+            options: seed, likeliest, sampling_mask, routed_experts or request_id of `Inspection.detailed_sample`.
 
         Raises:
+            ValueError: an id is outside the vocabulary.
             RolloutError: the server did not answer, failed, or answered something malformed.
+            UnsupportedByEngine: the engine has no such request.
         """
-        sampling = requests.NEUTRAL | {
-            "max_new_tokens": tokens,
-            "temperature": temperature,
-            "top_p": fields.pop("top_p", 1.0),
-            "top_k": fields.pop("top_k", -1),
-            "ignore_eos": True,
-        }
-        if "seed" in fields:
-            sampling["sampling_seed"] = fields.pop("seed")
-        body = {
-            "input_ids": prompt, "sampling_params": sampling, "return_logprob": True, "top_logprobs_num": TOP, **fields
-        }
-        answer, meta = await self._ask(body)
-        # An abort before the first token returns neither field.
-        rows, tops = meta.get("output_token_logprobs") or [], meta.get("output_top_logprobs") or []
-        try:
-            output = [int(token) for token in answer["output_ids"]]
-            if [row[1] for row in rows] != output or len(tops) != len(output):
-                raise ValueError("output_ids, output_token_logprobs and output_top_logprobs are of different tokens")
-            top, top_ids = _top(tops)
-            return Answer(prompt, output, _column(rows, 0), top, top_ids, meta)
-        except (KeyError, TypeError, IndexError, ValueError) as error:
-            raise self.error(f"log-probs of {tokens} sampled tokens are missing or malformed ({error!r})") from None
+        ids = checked_prompt_ids(prompt, vocab_size=self.client.vocab_size, prompt_index=0)
+        sampling = SamplingParams(tokens, temperature=temperature, top_p=top_p, top_k=top_k, ignore_eos=True)
+        options = {"likeliest": LIKELIEST, "cache_key": self.client.cache_key} | options
+        answer = await self.control(self.engine.detailed_sample(ids, sampling, **options))
+        return self.engine.parse_detailed_sample(
+            answer, server=self.url, prompt_ids=ids, tokens=tokens, experts=experts
+        )
 
-    async def score(self, prompt: list[int], output: list[int], *, cached: bool = False) -> Scores:
+    async def score(self, prompt: list[int], output: list[int], *, cached: bool = False) -> TokenScores:
         """Log-probs of `output` after `prompt` from one prefill.
 
         Args:
-            prompt: ids.
+            prompt: P ids.
             output: R ids.
             cached: use the prompt's cached keys and values, if there are any.
 
         Raises:
-            RolloutError: as for `generate`.
+            ValueError, RolloutError, UnsupportedByEngine: as for `generate`.
         """
-        start = len(prompt) - 1 if cached else 0
-        sampling = requests.NEUTRAL | {"max_new_tokens": 1, "temperature": 0.0}
-        body = {
-            "input_ids": [*prompt, *output], "sampling_params": sampling, "return_logprob": True,
-            "logprob_start_len": start, "top_logprobs_num": TOP,
-        }  # fmt: skip
-        _, meta = await self._ask(body)
-        try:
-            rows = meta["input_token_logprobs"][-len(output):]
-            # SGLang 0.5.23 names the last id of the vocabulary 0 here; its log-prob is right.
-            last = self.client.vocab_size - 1
-            wrong = [row[1] for row, token in zip(rows, output, strict=True) if row[1] != token and token != last]
-            if wrong:
-                raise ValueError(f"input_token_logprobs are of other ids than were sent: {wrong[:4]}")
-            top, _ = _top(meta["input_top_logprobs"][-len(output):])
-            return Scores(_column(rows, 0), top, int(meta.get("cached_tokens", 0)))
-        except (KeyError, TypeError, IndexError, ValueError) as error:
-            raise self.error(f"log-probs of {len(output)} scored tokens are missing or malformed ({error!r})") from None
-
-    async def _ask(self, body: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        checked_prompt_ids(body["input_ids"], vocab_size=self.client.vocab_size, prompt_index=0)
-        key = self.client.cache_key
-        answer = await self.control(Request("POST", GENERATE, body if key is None else body | {"extra_key": key}))
-        meta = answer.get("meta_info")
-        if not isinstance(meta, dict):
-            raise self.error(f"no meta_info in {str(answer)[:200]}")
-        reason = meta.get("finish_reason") or {}
-        if reason.get("type") == "abort" and (reason.get("status_code") or reason.get("err_type")):
-            detail = f"the request was aborted ({reason.get('err_type')}): {reason.get('message')}"
-            raise RolloutServerError(self.url, GENERATE, reason.get("status_code") or 200, detail)
-        return answer, meta
-
-    def error(self, detail: str) -> RolloutProtocolError:
-        return RolloutProtocolError(self.url, GENERATE, detail)
+        vocab_size = self.client.vocab_size
+        checked_prompt_ids([*prompt, *output], vocab_size=vocab_size, prompt_index=0)
+        request = self.engine.score(
+            prompt, output, cached=cached, likeliest=LIKELIEST, cache_key=self.client.cache_key
+        )
+        answer = await self.control(request)
+        return self.engine.parse_scores(answer, server=self.url, output_ids=output, vocab_size=vocab_size)
 
 
-def _column(rows: list, index: int) -> np.ndarray:
-    """One column of the rows as [R] float64. Raises ValueError for a log-prob that is not finite."""
-    values = np.array([row[index] for row in rows], dtype=np.float64)
-    if not np.isfinite(values).all():
-        raise ValueError(f"{int((~np.isfinite(values)).sum())} of {values.size} log-probs are not finite")
-    return values
+# Questions that an engine may not support
 
 
-def _top(tops: list) -> tuple[np.ndarray, np.ndarray]:
-    """Log-probs and ids of the likeliest, [R, K] each."""
-    shape = (len(tops), len(tops[0]) if tops else 0)
-    logprobs = np.array([[entry[0] for entry in row] for row in tops], dtype=np.float64).reshape(shape)
-    return logprobs, np.array([[entry[1] for entry in row] for row in tops], dtype=np.int64).reshape(shape)
+async def if_supported[T](answer: Awaitable[T]) -> T | UnsupportedByEngine:
+    """The answer, or the `UnsupportedByEngine` that takes its place."""
+    try:
+        return await answer
+    except UnsupportedByEngine as error:
+        return error
+
+
+def known[T](answer: T | UnsupportedByEngine) -> T:
+    """The answer.
+
+    Raises:
+        UnsupportedByEngine: the engine does not support the question.
+    """
+    if isinstance(answer, UnsupportedByEngine):
+        raise answer
+    return answer
+
+
+def unsupported(check: str, error: UnsupportedByEngine) -> Row:
+    """The row of a question that the engine does not support."""
+    return Row(check, "failed", f"{error.what}: not supported by {error.engine}")
+
+
+def attempt[T](function: Callable[..., T], *answers: Any) -> T | UnsupportedByEngine:
+    """function(*answers), or the `UnsupportedByEngine` among the answers or of the function itself."""
+    try:
+        return function(*map(known, answers))
+    except UnsupportedByEngine as error:
+        return error
+
+
+def row_of(check: str, judge: Callable[..., Row], *answers: Any) -> Row:
+    """The row that a judgement makes of answers; a failed one where the engine does not support one of them.
+
+    Args:
+        check: name of the row.
+        judge: from the answers to the row.
+        answers: as `if_supported` and `attempt` return them.
+    """
+    row = attempt(judge, *answers)
+    return unsupported(check, row) if isinstance(row, UnsupportedByEngine) else row

@@ -1,17 +1,19 @@
 """The questions that change nothing at a server: a few rounds of short requests."""
 
 import asyncio
+import sys
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl_corr.doctor import judgements
-from megatron_rl_corr.doctor.distances import distance, grid_step
-from megatron_rl_corr.doctor.findings import Examination, Finding, Row, found
-from megatron_rl_corr.doctor.probe import Answer, Probe, Scores
-from megatron_rl_corr.engines.errors import RolloutError, RolloutServerError
+from megatron_rl_corr.doctor.distances import grid_step
+from megatron_rl_corr.doctor.findings import Finding, Row
+from megatron_rl_corr.doctor.probe import Probe, attempt, if_supported, known, row_of
+from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, RolloutServerError
+from megatron_rl_corr.engines.inspection import DetailedSample, ServedModel, TokenScores, UpdateSupport
 from megatron_rl_corr.engines.routes import ExpertShape
 from megatron_rl_corr.engines.trajectory import SamplingParams
-from megatron_rl_corr.engines.types import Request
+from megatron_rl_corr.engines.types import UnsupportedByEngine
 from megatron_rl_corr.rollout.client import RolloutClient
 
 TOKENS = 24
@@ -43,15 +45,14 @@ class Expected:
 
 @dataclass(frozen=True)
 class Facts:
-    """Answers that later questions use."""
+    """Answers that later questions use, each of them as `if_supported` returns it."""
 
-    info: dict[str, Any]
-    """/server_info."""
-    model: dict[str, Any]
-    """/model_info."""
-    half: bool
+    info: dict[str, Any] | UnsupportedByEngine
+    """As `Engine.server_info` brings it."""
+    model: ServedModel | UnsupportedByEngine
+    half: bool | UnsupportedByEngine
     """The server computes in 16 bits."""
-    plain: Answer
+    plain: DetailedSample | UnsupportedByEngine
     """Sampled at temperature 1."""
 
 
@@ -60,7 +61,8 @@ async def quick_check(
 ) -> list[Finding]:
     """The defects of a client's servers, without changing anything there.
 
-    Sends 20 requests of at most 24 tokens to each server, most of them at once.
+    Sends 20 requests of at most 24 tokens to each server, most of them at once. Questions that the engine does not
+    support are named on stderr.
 
     Args:
         client: of the servers.
@@ -73,25 +75,35 @@ async def quick_check(
     expected = expected or Expected()
     probes = [Probe(client, url, timeout_s) for url in client.base_urls]
     asked = await asyncio.gather(*[ask_quick(probe, expected) for probe in probes])
-    findings = []
-    for probe, (rows, _) in zip(probes, asked, strict=True):
-        findings += Examination(probe.url, rows).findings
-    same = await ask_same(probes, [facts for _, facts in asked])
-    return findings + [Finding(row.defect, url, row.message, row.numbers) for url, row in same if row.defect]
+    rows = [(probe.url, row) for probe, (own, _) in zip(probes, asked, strict=True) for row in own]
+    rows += await ask_same(probes, [facts for _, facts in asked])
+    for url, row in rows:
+        if row.status == "failed":
+            print(f"[rollout] {url}: {row.check} is not checked: {row.message}", file=sys.stderr, flush=True)
+    return [Finding(row.defect, url, row.message, row.numbers) for url, row in rows if row.defect]
 
 
 async def ask_quick(probe: Probe, expected: Expected) -> tuple[list[Row], Facts]:
-    """All rows of one server, and the answers that later questions use."""
-    [info], [model], paths = await asyncio.gather(probe.server_info(), probe.model_info(), _paths(probe))
-    rows = [
-        judgements.judge_version(str(info.get("version"))),
-        judgements.judge_model(model, probe.client.vocab_size),
-        judgements.judge_endpoints(paths),
-    ]
+    """Ask one server everything that changes nothing.
+
+    Args:
+        probe: of the server.
+        expected: what the run needs.
+
+    Returns:
+        All rows, failed ones where the engine does not support the question, and answers that later questions use.
+
+    Raises:
+        RolloutError: the server could not be asked.
+    """
+    engine, vocab_size = probe.engine, probe.client.vocab_size
+    info, model, updates = await asyncio.gather(
+        if_supported(_info(probe)), if_supported(probe.served_model()), if_supported(_updates(probe))
+    )
     fixed, tail = probe.fixed_prompt()[:-TAIL], probe.fixed_prompt()[-TAIL:]
     repeated = probe.fresh_prompt()
-    plain, hot, cold, top_p, mask, first, cached, (*seeded, again) = await asyncio.gather(
-        probe.generate(probe.fresh_prompt(), TOKENS, return_routed_experts=True),
+    plain, hot, cold, top_p, mask, first, cached, seeded = await asyncio.gather(*map(if_supported, [
+        probe.generate(probe.fresh_prompt(), TOKENS, routed_experts=True, experts=expected.experts),
         probe.generate(probe.fresh_prompt(), TOKENS, temperature=judgements.HOT),
         probe.generate(probe.fresh_prompt(), TOKENS, temperature=judgements.COLD),
         probe.generate(probe.fresh_prompt(), TOKENS, top_p=judgements.TOP_P),
@@ -99,69 +111,89 @@ async def ask_quick(probe: Probe, expected: Expected) -> tuple[list[Row], Facts]
         probe.generate(repeated, TOKENS, temperature=0.0),
         probe.score(fixed, tail, cached=True),
         _seeded(probe, [*judgements.SEEDS, judgements.SEEDS[0]]),
+    ]))  # fmt: skip
+    plain_scores, hot_scores, top_p_scores, fixed_scores = await asyncio.gather(*map(if_supported, [
+        _scored(probe, plain), _scored(probe, hot), _scored(probe, top_p), probe.score(fixed, tail),
+    ]))  # fmt: skip
+    second = await if_supported(probe.generate(repeated, TOKENS, temperature=0.0))
+    dtype, step, float32_head = (
+        attempt(engine.dtype, info), attempt(_grid_step, plain), attempt(engine.has_float32_head, info)
     )
-    scores: list[Scores] = await asyncio.gather(
-        *[probe.score(answer.prompt, answer.output) for answer in (plain, hot, top_p)],
-        probe.score(fixed, tail),
-    )
-    second = await probe.generate(repeated, TOKENS, temperature=0.0)
-    dtype, step = str(info.get("dtype")), grid_step((plain.top[:, :1] - plain.top[:, 1:]).ravel())
-    half = judgements.is_half(dtype, step, bool(info.get("enable_fp32_lm_head")))
-    tokens = len(plain.prompt) + len(plain.output)
-    rows += [
-        judgements.judge_temperature(hot, scores[1], cold, expected.temperature_matters),
-        judgements.judge_top_p(top_p, scores[2], half),
-        judgements.judge_mask(mask, expected.truncated),
-        judgements.judge_seeds(seeded, again),
-        judgements.judge_precision(dtype, step, expected.dtype),
-        judgements.judge_decode(plain, scores[0], half),
-        judgements.judge_repeats(first, second, half),
-        judgements.judge_cache(cached, scores[3], half),
-        judgements.judge_routes(
-            plain.meta.get("routed_experts"), tokens, expected.experts, expected.routed_experts
-        ),
+    half = attempt(judgements.is_half, dtype, step, float32_head)
+    rows = [
+        row_of("version", lambda info: judgements.judge_version(engine.name, engine.version_support(info)), info),
+        row_of("model", lambda model: judgements.judge_model(model, vocab_size), model),
+        row_of("weight updates", judgements.judge_updates, updates),
+        row_of("temperature", judgements.judge_temperature, hot, hot_scores, cold, expected.temperature_matters),
+        row_of("top-p", judgements.judge_top_p, top_p, top_p_scores, half),
+        row_of("sampling mask", judgements.judge_mask, mask, expected.truncated),
+        row_of("seeds", lambda seeded: judgements.judge_seeds(seeded[:-1], seeded[-1]), seeded),
+        row_of("precision", judgements.judge_precision, dtype, step, expected.dtype),
+        row_of("decode and prefill", judgements.judge_decode, plain, plain_scores, half),
+        row_of("repeats", judgements.judge_repeats, first, second, half),
+        row_of("prefix cache", judgements.judge_cache, cached, fixed_scores, half),
+        row_of("routed experts", judgements.judge_routes, plain, expected.experts, expected.routed_experts),
     ]
     return rows, Facts(info, model, half, plain)
 
 
 async def ask_same(probes: list[Probe], facts: list[Facts]) -> list[tuple[str, Row]]:
-    """Compare the servers' log-probs of the first server's sample: (server, row) for all but the first."""
-    sample = facts[0].plain
-    scores = await asyncio.gather(*[probe.score(sample.prompt, sample.output) for probe in probes])
+    """Compare the servers' log-probs of the first server's sample.
+
+    Args:
+        probes: of S servers.
+        facts: of each, from `ask_quick`.
+
+    Returns:
+        (server, row) for all servers but the first.
+
+    Raises:
+        RolloutError: a server could not be asked.
+    """
+    scores = await asyncio.gather(*[if_supported(_scored(probe, facts[0].plain)) for probe in probes])
     rows = []
     for probe, own, score in list(zip(probes, facts, scores, strict=True))[1:]:
-        far = distance(scores[0].logprobs, score.logprobs)
-        message = f"the same tokens as {probes[0].url}: {far}"
-        if far.is_rounding(facts[0].half or own.half):
-            rows.append((probe.url, Row("servers", "ok", message, far.numbers())))
-        else:
-            rows.append((probe.url, found("servers", "servers_differ", message, **far.numbers())))
+        half = attempt(lambda *halves: any(halves), facts[0].half, own.half)
+        rows.append((probe.url, row_of("servers", judgements.judge_same, probes[0].url, scores[0], score, half)))
     return rows
 
 
-async def _paths(probe: Probe) -> list[str] | str:
+async def _info(probe: Probe) -> dict[str, Any]:
+    return (await probe.server_info())[0]
+
+
+async def _updates(probe: Probe) -> UpdateSupport | str:
+    """How weights can be updated, or why the server does not list its endpoints."""
     try:
-        return sorted((await probe.control(Request("GET", "/openapi.json")))["paths"])
+        answer = await probe.control(probe.engine.list_endpoints())
     except RolloutServerError as error:
         if error.status is None:
             raise
         return error.detail
-    except KeyError:
-        return "no paths in /openapi.json"
+    try:
+        return probe.engine.update_support(probe.url, answer)
+    except RolloutProtocolError as error:
+        return error.detail
 
 
-async def _seeded(probe: Probe, seeds: list[int]) -> list[Answer]:
+async def _scored(probe: Probe, sample: DetailedSample | UnsupportedByEngine) -> TokenScores:
+    """The server's scores of a sample's tokens."""
+    sample = known(sample)
+    return await probe.score(sample.prompt, sample.output)
+
+
+async def _seeded(probe: Probe, seeds: list[int]) -> list[DetailedSample]:
     """One response to one prompt for each seed."""
     prompt = probe.fresh_prompt()
     return await asyncio.gather(*[probe.generate(prompt, TOKENS, seed=seed) for seed in seeds])
 
 
-async def _mask(probe: Probe) -> Answer | str:
+async def _mask(probe: Probe) -> DetailedSample | str:
     """A response with its sampling mask, or the reason why the server refused the request."""
     try:
         return await probe.generate(
             probe.fresh_prompt(), MASK_TOKENS, top_p=judgements.MASK_TOP_P, top_k=judgements.MASK_TOP_K,
-            return_sampling_mask=True, top_logprobs_num=2 * judgements.MASK_TOP_K,
+            likeliest=2 * judgements.MASK_TOP_K, sampling_mask=True,
         )
     except RolloutError as error:
         if isinstance(error, RolloutServerError) and error.status is None:
@@ -169,3 +201,5 @@ async def _mask(probe: Probe) -> Answer | str:
         return error.detail
 
 
+def _grid_step(sample: DetailedSample) -> float | None:
+    return grid_step((sample.top[:, :1] - sample.top[:, 1:]).ravel())

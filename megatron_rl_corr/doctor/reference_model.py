@@ -16,10 +16,11 @@ import torch
 from megatron_rl_corr.doctor import judgements
 from megatron_rl_corr.doctor.distances import by_probability, distance
 from megatron_rl_corr.doctor.findings import Row, found
-from megatron_rl_corr.doctor.probe import Answer, Probe
+from megatron_rl_corr.doctor.probe import Probe, unsupported
 from megatron_rl_corr.engines.errors import RolloutServerError
+from megatron_rl_corr.engines.inspection import DetailedSample
 from megatron_rl_corr.engines.routes import ExpertShape
-from megatron_rl_corr.engines.types import Request
+from megatron_rl_corr.engines.types import UnsupportedByEngine
 from megatron_rl_corr.models.architectures import expert_layers, num_experts
 
 RESPONSES, TOKENS = 4, 48
@@ -55,7 +56,7 @@ class ReferenceModel:
 
         self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
-    def logits(self, answers: list[Answer]) -> list[torch.Tensor]:
+    def logits(self, answers: list[DetailedSample]) -> list[torch.Tensor]:
         """Logits of each response, [R, V] float32, computed in the model's current precision."""
         with torch.no_grad():
             return [
@@ -63,7 +64,7 @@ class ReferenceModel:
                 for a in answers
             ]
 
-    def logits_in_both(self, answers: list[Answer]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def logits_in_both(self, answers: list[DetailedSample]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Logits computed in float32 and in bfloat16; the model stays in bfloat16."""
         exact = self.logits(answers)
         self._model.to(torch.bfloat16)
@@ -71,7 +72,24 @@ class ReferenceModel:
 
 
 async def ask_model(probe: Probe, directory: str, say: Callable[[str], None]) -> list[Row]:
-    """Compare log-probs by bucket of pi_rollout, their definition at other temperatures, and the tokenizer."""
+    """Compare log-probs by bucket of pi_rollout, their definition at other temperatures, and the tokenizer.
+
+    Args:
+        probe: of the server.
+        directory: Hugging Face folder of the model.
+        say: called with the next question.
+
+    Raises:
+        RolloutError: the server could not be asked.
+    """
+    try:
+        rows = await _compare(probe, directory, say)
+    except UnsupportedByEngine as error:
+        rows = [unsupported("model difference", error)]
+    return [*rows, await _tokenizer(probe, directory)]
+
+
+async def _compare(probe: Probe, directory: str, say: Callable[[str], None]) -> list[Row]:
     say(f"sampling {RESPONSES + 2} responses to compare with {directory}")
     answers = await asyncio.gather(
         *[probe.generate(probe.fresh_prompt(), TOKENS) for _ in range(RESPONSES)],
@@ -90,7 +108,6 @@ async def ask_model(probe: Probe, directory: str, say: Callable[[str], None]) ->
         judge_model(measured, reference, noisy),
         hypotheses("at temperature 2", answers[-2], exact[-2], judgements.HOT, 1.0),
         hypotheses("at top-p 0.5", answers[-1], exact[-1], 1.0, judgements.TOP_P),
-        await _tokenizer(probe, directory),
     ]
 
 
@@ -113,7 +130,7 @@ def judge_model(measured: np.ndarray, reference: np.ndarray, noisy: np.ndarray) 
     return found("model difference", "another_checkpoint", message, **numbers)
 
 
-def hypotheses(when: str, answer: Answer, logits: torch.Tensor, temperature: float, top_p: float) -> Row:
+def hypotheses(when: str, answer: DetailedSample, logits: torch.Tensor, temperature: float, top_p: float) -> Row:
     """Mean |D| between an answer's log-probs and each distribution they may be of, from the model's logits [R, V]."""
     candidates = {
         "raw": _logprobs(logits, answer.output),
@@ -141,13 +158,14 @@ async def _tokenizer(probe: Probe, directory: str) -> Row:
     from transformers import AutoTokenizer
 
     try:
-        answer = await probe.control(Request("POST", "/v1/tokenize", {"prompt": TEXT}))
+        answer = await probe.control(probe.engine.tokenize(TEXT))
+        theirs = probe.engine.tokenized(answer)
         own = AutoTokenizer.from_pretrained(directory)(TEXT)["input_ids"]
     except (RolloutServerError, OSError, ValueError) as error:
         if isinstance(error, RolloutServerError) and error.status is None:
             raise
         return Row("tokenizer", "note", f"unknown: {error}")
-    if answer.get("tokens") != own:
-        message = f"{TEXT!r} is {len(answer.get('tokens') or [])} tokens to the server, {len(own)} to {directory}"
-        return found("tokenizer", "vocabulary_differs", message, server=answer.get("tokens"), model=own)
+    if theirs != own:
+        message = f"{TEXT!r} is {len(theirs or [])} tokens to the server, {len(own)} to {directory}"
+        return found("tokenizer", "vocabulary_differs", message, server=theirs, model=own)
     return Row("tokenizer", "ok", f"one text is the same {len(own)} tokens to both")

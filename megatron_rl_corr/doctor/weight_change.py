@@ -9,15 +9,12 @@ from typing import Any
 import torch
 
 from megatron_rl_corr.doctor.probe import Probe
-from megatron_rl_corr.engines.errors import RolloutProtocolError
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 
 FINAL_NORM = "model.norm.weight"
 """Changes the logits but no key or value, so that cached prefixes stay right."""
 FIRST_NORM = "model.layers.0.input_layernorm.weight"
 """Changes the keys and values of every layer."""
-INITIAL_VERSION = "default"
-"""SGLang's name for the weights that it was started with."""
 
 
 def read_tensors(directory: str | Path, names: Sequence[str]) -> dict[str, torch.Tensor]:
@@ -63,13 +60,10 @@ class TemporaryWeights:
         finally:
             await self._probe.continue_generation()
 
-    async def checksum(self) -> Any:
+    async def checksum(self) -> list[dict[str, str]]:
         """{parameter: checksum} of each rank of the server."""
         [answer] = await self._probe.weights_checker()
-        try:
-            return [rank["checksums"] for rank in answer["ranks"]]
-        except (KeyError, TypeError) as error:
-            raise RolloutProtocolError(self._probe.url, "/weights_checker", f"no checksums ({error!r})") from None
+        return self._probe.engine.all_checksums(self._probe.url, answer)
 
     async def _send(self, tensors: Mapping[str, torch.Tensor], version: str) -> None:
         engine = self._probe.engine

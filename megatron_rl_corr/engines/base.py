@@ -1,7 +1,8 @@
 """The seam between the package and a rollout engine: an `Engine` builds requests and parses answers, and sends nothing.
 
 A new engine is a folder beside this file, whose module has `ENGINE`, an object of a subclass of `Engine`, and an entry
-in config/run.py ENGINES. What it does not define raises `UnsupportedByEngine`.
+in config/run.py ENGINES. What it does not define raises `UnsupportedByEngine`. What only an examination asks for is in
+`inspection`.
 
 P prompt tokens, R response tokens, M layers with experts, k experts a token.
 """
@@ -14,6 +15,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from megatron_rl_corr.engines.inspection import Inspection
 from megatron_rl_corr.engines.routes import ExpertShape
 from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
 from megatron_rl_corr.engines.types import (
@@ -25,12 +27,11 @@ from megatron_rl_corr.engines.types import (
     ServerChecksums,
     ServerRanks,
     Transport,
-    UnsupportedByEngine,
 )
 
 
-class Engine(Protocol):
-    """One program that rollout servers run: its requests, its answers, its limits.
+class Engine(Inspection, Protocol):
+    """One program that rollout servers run: its requests, its answers, its limits; `Inspection` has more of them.
 
     Methods without a transport among their arguments send nothing. Those that return a `Request` may return None for
     a step that the engine does not have and does not need.
@@ -270,6 +271,3 @@ class Engine(Protocol):
     def possible_layouts(self, parts: Mapping[Part, Tensor], *, rank: int, size: int) -> Iterator[Tensor]:
         """What tensor-parallel rank `rank` of `size` may hold of a parameter."""
         return iter(())
-
-    def _unsupported(self, what: str) -> UnsupportedByEngine:
-        return UnsupportedByEngine(f"{self.name} does not support {what}; use another engine, or leave it out")

@@ -19,7 +19,19 @@ Part = tuple[int, int]
 
 
 class UnsupportedByEngine(ValueError):
-    """An engine lacks what was asked of it; the message names both."""
+    """An engine lacks what was asked of it.
+
+    Args:
+        engine: its name, for instance "SGLang".
+        what: for instance "pause mode retract".
+    """
+
+    def __init__(self, engine: str, what: str):
+        super().__init__(engine, what)
+        self.engine, self.what = engine, what
+
+    def __str__(self) -> str:
+        return f"{self.engine} does not support {self.what}; use another engine, or leave it out"
 
 
 @dataclass(frozen=True)

@@ -150,7 +150,7 @@ def ask(faulty, answer, question):
 
 def test_generate_when_answered_well_then_logprobs_and_likeliest_in_order(faulty):
     answer = sampled()
-    got = ask(faulty, answer, lambda probe: probe.generate([1], 2, temperature=2.0, top_p=0.5, rid="x"))
+    got = ask(faulty, answer, lambda probe: probe.generate([1], 2, temperature=2.0, top_p=0.5, request_id="x"))
     assert got.output == [3, 9] and got.logprobs.tolist() == [-1, -2]
     assert got.top.tolist() == [[-0.5], [-2]] and got.top_ids.tolist() == [[4], [9]]
     sent = answer["sent"]

@@ -19,7 +19,6 @@ from megatron_rl_corr.doctor.judgements import (
     is_half,
     judge_cache,
     judge_decode,
-    judge_endpoints,
     judge_mask,
     judge_precision,
     judge_repeats,
@@ -27,31 +26,36 @@ from megatron_rl_corr.doctor.judgements import (
     judge_seeds,
     judge_temperature,
     judge_top_p,
+    judge_updates,
     judge_version,
 )
-from megatron_rl_corr.doctor.probe import Answer, Scores
 from megatron_rl_corr.doctor.reference_model import experts_shape, hypotheses, judge_model
+from megatron_rl_corr.engines import load_engine
+from megatron_rl_corr.engines.inspection import DetailedSample, KeptIds, TokenScores
 from megatron_rl_corr.engines.routes import ExpertShape
-from megatron_rl_corr.engines.sglang.server_version import version_key
-from megatron_rl_corr.rollout import SamplingParams
+from megatron_rl_corr.engines.sglang.detailed_samples import routed_ids
+from megatron_rl_corr.engines.trajectory import VersionSpan
+from megatron_rl_corr.rollout import RolloutProtocolError, SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
+SGLANG = load_engine("sglang")
 
 
 def array(*values):
     return np.array(values, dtype=np.float64)
 
 
-def answer(logprobs, top=None, output=None, top_ids=None, **meta):
+def answer(logprobs, top=None, output=None, top_ids=None, **more):
     logprobs = np.array(logprobs, dtype=np.float64)
     top = logprobs[:, None] if top is None else np.array(top, dtype=np.float64)
     top_ids = np.zeros(top.shape, np.int64) if top_ids is None else np.array(top_ids)
-    return Answer([1, 2], [0] * len(logprobs) if output is None else output, logprobs, top, top_ids, meta)
+    output = [0] * len(logprobs) if output is None else output
+    return DetailedSample([1, 2], output, logprobs, top, top_ids, **more)
 
 
 def scores(logprobs, top=None, cached_tokens=0):
     logprobs = np.array(logprobs, dtype=np.float64)
-    return Scores(logprobs, logprobs[:, None] if top is None else np.array(top, dtype=np.float64), cached_tokens)
+    return TokenScores(logprobs, logprobs[:, None] if top is None else np.array(top, dtype=np.float64), cached_tokens)
 
 
 # Distances
@@ -182,7 +186,7 @@ def masked(logprob, mask=(7, 9), output=7):
     # p(7) = 0.4, p(9) = 0.2, p(5) = 0.1: on {7, 9} id 7 has 2/3.
     return answer(
         [math.log(0.4)], top=[np.log([0.4, 0.2, 0.1])], top_ids=[[7, 9, 5]], output=[output],
-        output_token_sampling_mask=[list(mask)], output_token_sampling_logprobs=[logprob],
+        kept=KeptIds([list(mask)], [logprob]),
     )  # fmt: skip
 
 
@@ -192,8 +196,7 @@ def test_mask_when_logprobs_are_renormalised_on_it_then_ok_and_else_found():
     assert judge_mask(masked(math.log(2 / 3), mask=(7, 11)), needed=True).defect == "sampling_mask_wrong"
     assert judge_mask(masked(math.log(2 / 3), output=5), needed=True).defect == "sampling_mask_wrong"
     assert judge_mask(masked(None), needed=True).defect == "sampling_mask_wrong"
-    no_mask = answer([-1.0], output_token_sampling_mask=[None], output_token_sampling_logprobs=[-1.0])
-    assert judge_mask(no_mask, needed=True).defect == "sampling_mask_wrong"
+    assert judge_mask(answer([-1.0], kept=KeptIds([None], [-1.0])), needed=True).defect == "sampling_mask_wrong"
     assert judge_mask(masked(math.log(2 / 3), mask=()), needed=True).defect == "sampling_mask_wrong"
 
 
@@ -310,11 +313,6 @@ def test_cache_when_cached_scores_differ_then_stale_and_without_cache_nothing_is
 # Identity
 
 
-def test_version_key_when_sorted_then_posts_follow_their_release():
-    assert version_key("0.5.6") < version_key("0.5.6.post2") < version_key("0.5.19") < version_key("0.5.23")
-    assert version_key("0.5.3rc0") == version_key("0.5.3") and version_key("main") == ()
-
-
 @pytest.mark.parametrize(
     "version, status, words",
     [
@@ -325,20 +323,27 @@ def test_version_key_when_sorted_then_posts_follow_their_release():
         ("0.5.21", "ok", "in 0.5.19 to 0.5.23"),
         ("0.5.23", "ok", ""),
         ("0.6.0", "note", "newer than 0.5.23"),
-        ("None", "note", "no release"),
+        (None, "note", "SGLang 'None' is no release"),
     ],
 )
 def test_version_when_judged_then_by_what_it_can_do(version, status, words):
-    row = judge_version(version)
+    row = judge_version("SGLang", SGLANG.version_support({"version": version}))
     assert row.status == status and words in row.message
     assert "--rollout-pause-mode abort" not in row.message  # which the launcher refuses
 
 
 def test_endpoints_when_listed_then_the_transports_and_whether_there_is_a_session():
-    row = judge_endpoints(["/begin_weight_update", "/update_weights_from_disk", "/update_weights_from_distributed"])
+    def judged(*paths):
+        return judge_updates(SGLANG.update_support("u", {"paths": dict.fromkeys(paths, {})}))
+
+    row = judged("/begin_weight_update", "/update_weights_from_disk", "/update_weights_from_distributed")
     assert row.status == "ok" and row.message == "distributed, disk, in a session"
-    assert judge_endpoints(["/update_weights_from_disk"]).defect == "version_unsupported"
-    assert judge_endpoints("HTTP 404").status == "note"
+    assert row.numbers == {"transports": ["distributed", "disk"], "session": True}
+    assert judged("/update_weights_from_distributed").message == "distributed, without a session (SGLang <= 0.5.20)"
+    assert judged("/update_weights_from_disk").defect == "version_unsupported"
+    assert judge_updates("HTTP 404").message == "the server does not list its endpoints: HTTP 404"
+    with pytest.raises(RolloutProtocolError, match="no paths in /openapi.json"):
+        SGLANG.update_support("u", {})
 
 
 SHAPE = ExpertShape(num_layers=3, layers=(0, 1, 2), top_k=2, experts=4)
@@ -363,7 +368,8 @@ def encoded(*ids):
     ],
 )
 def test_routes_when_of_three_tokens_then_two_rows_of_the_models_shape(routes, shape, expected, defect):
-    assert judge_routes(routes, 3, shape, expected).defect == defect
+    sample = answer([-1], routed_ids=routed_ids(routes, tokens=3, shape=shape))
+    assert judge_routes(sample, shape, expected).defect == defect
 
 
 def test_experts_shape_when_dense_then_none():
@@ -378,7 +384,7 @@ def test_experts_shape_when_dense_then_none():
 
 def spans_of(*starts):
     ends = [*starts[1:], 4]
-    return [{"version": str(i), "start": a, "end": b} for i, (a, b) in enumerate(zip(starts, ends, strict=True))]
+    return tuple(VersionSpan(str(i), a, b) for i, (a, b) in enumerate(zip(starts, ends, strict=True)))
 
 
 @pytest.mark.parametrize(
@@ -392,21 +398,25 @@ def spans_of(*starts):
     ],
 )
 def test_spans_when_logprobs_switch_at_2_then_only_that_is_right(spans, status):
-    sampled = answer([-1, -1, -1, -1])
-    row = judge_spans("spans", sampled, array(-1, -1, -6, -6), array(-4, -4, -1, -1), spans, half=False)
+    sampled = answer([-1, -1, -1, -1], version_spans=spans)
+    row = judge_spans("spans", sampled, array(-1, -1, -6, -6), array(-4, -4, -1, -1), half=False)
     assert row.status == status and row.numbers["true"] == 2
+    assert row.numbers["spans"] == (None if spans is None else [vars(span) for span in spans])
+    json.dumps(row.numbers)
 
 
 def test_spans_when_a_token_has_one_logprob_under_both_weights_then_either_switch_is_right():
-    sampled = answer([-1, -1, -1, -1])
-    before, after = array(-1, -1, -6, -6), array(-4, -1, -1, -1)
-    for start in (1, 2):
-        assert judge_spans("spans", sampled, before, after, spans_of(0, start), half=False).status == "ok"
-    assert judge_spans("spans", sampled, before, after, spans_of(0, 3), half=False).defect == "version_spans_wrong"
+    def judged(start):
+        sampled = answer([-1, -1, -1, -1], version_spans=spans_of(0, start))
+        return judge_spans("spans", sampled, array(-1, -1, -6, -6), array(-4, -1, -1, -1), half=False)
+
+    assert judged(1).status == judged(2).status == "ok"
+    assert judged(3).defect == "version_spans_wrong"
 
 
 def test_spans_when_no_token_is_of_the_new_weights_then_nothing_is_said():
-    row = judge_spans("spans", answer([-1, -1]), array(-1, -1), array(-4, -4), spans_of(0), half=False)
+    sampled = answer([-1, -1], version_spans=spans_of(0))
+    row = judge_spans("spans", sampled, array(-1, -1), array(-4, -4), half=False)
     assert row.status == "note"
 
 

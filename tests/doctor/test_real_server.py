@@ -20,7 +20,6 @@ from megatron_rl_corr.doctor.full_check import ask_full
 from megatron_rl_corr.doctor.probe import Probe
 from megatron_rl_corr.doctor.questions import ask_quick
 from megatron_rl_corr.doctor.weight_change import FIRST_NORM, TemporaryWeights, read_tensors
-from megatron_rl_corr.engines.sglang import requests
 from megatron_rl_corr.rollout import RolloutClient, SamplingParams
 from tools.cpu import environment, sglang_arguments
 from tools.local_server import LocalServer
@@ -251,11 +250,11 @@ def test_servers_when_their_models_differ_then_the_later_one_is_found(servers, v
         async with RolloutClient(urls, vocab_size=vocab_size, timeout_s=60) as client:
             same = await quick_check(client, Expected(SamplingParams(1)))
             probe = Probe(client, servers.wrong)
-            await probe.control(requests.pause_generation("retract"))
-            folder = (await probe.control(requests.model_info()))["model_path"]
+            await probe.pause_generation("retract")
+            folder = (await probe.served_model()).path
             weights = TemporaryWeights(probe, read_tensors(folder, [FIRST_NORM]), ranks=1, version="default")
             async with weights.scaled(FIRST_NORM, 4.0, "pushed"):
-                await probe.control(requests.continue_generation())
+                await probe.continue_generation()
                 return same, await quick_check(client, Expected(SamplingParams(1)))
 
     same, (finding,) = asyncio.run(scenario())

@@ -8,8 +8,9 @@ from typing import Any
 
 from megatron_rl_corr.engines.base import Engine
 from megatron_rl_corr.engines.http import HTTPTransport, certificates, checked_key, checked_urls
-from megatron_rl_corr.engines.sglang import requests, responses, router, servers, tensors, weights
+from megatron_rl_corr.engines.sglang import detailed_samples, requests, responses, router, servers, tensors, weights
 from megatron_rl_corr.engines.sglang.progress import LoadsProgress
+from megatron_rl_corr.engines.sglang.server_version import version_support
 from megatron_rl_corr.engines.types import EngineLimits, Transport
 
 
@@ -78,3 +79,19 @@ class SGLang(Engine):
     server_parameter = staticmethod(weights.server_parameter)
     held_in = staticmethod(weights.held_in)
     possible_layouts = staticmethod(weights.possible_layouts)
+
+    detailed_sample = staticmethod(detailed_samples.detailed_sample)
+    parse_detailed_sample = staticmethod(detailed_samples.parse_detailed_sample)
+    score = staticmethod(detailed_samples.score)
+    parse_scores = staticmethod(detailed_samples.parse_scores)
+    abort_request = staticmethod(requests.abort_request)
+    tokenize = staticmethod(requests.tokenize)
+    tokenized = staticmethod(servers.tokenized)
+    version_support = staticmethod(version_support)
+    has_float32_head = staticmethod(servers.has_float32_head)
+    served_model = staticmethod(servers.served_model)
+    list_endpoints = staticmethod(requests.list_endpoints)
+    update_support = staticmethod(servers.update_support)
+    list_models = staticmethod(requests.list_models)
+    context_length = staticmethod(servers.context_length)
+    all_checksums = staticmethod(servers.all_checksums)

@@ -187,3 +187,23 @@ def update_weight_version(new_version: str) -> Request:
     """Rename the current weights. Running requests go on (the server's default is to abort them)."""
     body = {"new_version": new_version, "abort_all_requests": False}
     return Request("POST", "/update_weight_version", body)
+
+
+def abort_request(request_id: str) -> Request:
+    """POST /abort_request: the request of this `rid` returns its tokens so far."""
+    return Request("POST", "/abort_request", {"rid": request_id})
+
+
+def tokenize(text: str) -> Request:
+    """POST /v1/tokenize."""
+    return Request("POST", "/v1/tokenize", {"prompt": text})
+
+
+def list_endpoints() -> Request:
+    """GET /openapi.json."""
+    return Request("GET", "/openapi.json")
+
+
+def list_models() -> Request:
+    """GET /v1/models."""
+    return Request("GET", "/v1/models")

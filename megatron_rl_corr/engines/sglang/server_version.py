@@ -1,6 +1,12 @@
 """What SGLang can do since which version, as its own code tells."""
 
+from __future__ import annotations
+
 import re
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_rl_corr.engines.inspection import VersionSupport
 
 PAUSES_SINCE = "0.5.6.post2"
 SPANS_SINCE = "0.5.19"
@@ -17,3 +23,27 @@ def version_key(version: str) -> tuple[int, ...]:
     if release is None:
         return ()
     return tuple(int(part or 0) for part in release.groups())
+
+
+def version_support(server_info: Mapping[str, Any]) -> VersionSupport:
+    """Whether weights can be updated in flight, and whether each token has its weight version.
+
+    Args:
+        server_info: its answer to /server_info.
+    """
+    version = str(server_info.get("version"))
+    key, lacks, note = version_key(version), "", ""
+    if not key:
+        note = f"SGLang {version!r} is no release; {NEWEST} is the newest tested"
+    elif key < version_key(PAUSES_SINCE):
+        lacks = "pauses"
+    elif key < version_key(SPANS_SINCE):
+        lacks = "weight versions by token"
+    elif key < version_key(FLUSHES_PAUSED_SINCE):
+        note = (
+            f"SGLang {version} can't drop cached prefixes while retracted requests wait: --rollout-max-lag above 0 "
+            f"needs {FLUSHES_PAUSED_SINCE}"
+        )
+    elif key > version_key(NEWEST):
+        note = f"SGLang {version} is newer than {NEWEST}, the newest tested"
+    return VersionSupport(version, f"{SPANS_SINCE} to {NEWEST}", lacks, note)

@@ -1,4 +1,4 @@
-"""What an SGLang server's /server_info and checksums say: its ranks, how it may be paused, which weights it holds."""
+"""What an SGLang server tells of itself: its ranks, how it may be paused and updated, its model and its weights."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, RolloutServerError
+from megatron_rl_corr.engines.inspection import ServedModel, UpdateSupport
 from megatron_rl_corr.engines.sglang.server_version import FLUSHES_PAUSED_SINCE, version_key
 from megatron_rl_corr.engines.types import ServerChecksums, ServerRanks
 
@@ -29,6 +30,12 @@ _QUANTISES_UPDATES = "flash_rl"
 """The --load-format of a server that quantises what it is sent (0.5.23: Qwen2 and Qwen3). By its code any other puts
 bfloat16 numbers into quantised weights as they are, beside the old scales, or has no loader left for them."""
 _FULL_PRECISION_CACHES = ("auto", "bf16", "bfloat16", "float16", "float32")
+_TRANSPORTS = {
+    "distributed": "/update_weights_from_distributed", "tensor": "/update_weights_from_tensor",
+    "disk": "/update_weights_from_disk",
+}  # fmt: skip
+_INITIAL_VERSION = "default"
+"""What the weights are called that a server was started with."""
 
 
 def remedy(endpoint: str, status: int, detail: str) -> str:
@@ -150,3 +157,72 @@ def _rank_checksums(rank: Mapping[str, Any]) -> tuple[int, dict[str, str]]:
     drafts = tuple(f"{info['role']}." for info in infos if info["role"] != "target")
     sums = {name: checksum for name, checksum in rank["checksums"].items() if not name.startswith(drafts)}
     return infos[0]["tp_rank"], sums
+
+
+def tokenized(answer: Mapping[str, Any]) -> list[int] | None:
+    """`tokens` of the answer to `tokenize`."""
+    return answer.get("tokens")
+
+
+def has_float32_head(server_info: Mapping[str, Any]) -> bool:
+    """Whether it runs with --enable-fp32-lm-head."""
+    return bool(server_info.get("enable_fp32_lm_head"))
+
+
+def served_model(model_info: Mapping[str, Any]) -> ServedModel:
+    """The model in an answer to /model_info."""
+    version = model_info.get("weight_version")
+    return ServedModel(
+        model_info.get("model_path"), model_info.get("served_model_name"), model_info.get("model_type"), version,
+        version == _INITIAL_VERSION,
+    )  # fmt: skip
+
+
+def update_support(url: str, answer: Mapping[str, Any]) -> UpdateSupport:
+    """Which endpoints for weights /openapi.json lists.
+
+    Args:
+        url: names the server in the error.
+        answer: to `list_endpoints`.
+
+    Raises:
+        RolloutProtocolError: it lists no paths.
+    """
+    if "paths" not in answer:
+        raise RolloutProtocolError(url, "/openapi.json", "no paths in /openapi.json")
+    paths = answer["paths"]
+    session = "/begin_weight_update" in paths
+    transports = tuple(name for name, path in _TRANSPORTS.items() if path in paths)
+    return UpdateSupport(transports, session, "" if session else "SGLang <= 0.5.20")
+
+
+def context_length(url: str, answer: Mapping[str, Any]) -> int:
+    """`max_model_len` of the first model that /v1/models lists.
+
+    Args:
+        url: names the server in the error.
+        answer: to `list_models`.
+
+    Raises:
+        RolloutProtocolError: there is none.
+    """
+    try:
+        return int(answer["data"][0]["max_model_len"])
+    except (KeyError, IndexError, TypeError) as error:
+        raise RolloutProtocolError(url, "/v1/models", f"no max_model_len ({error!r})") from None
+
+
+def all_checksums(url: str, answer: Mapping[str, Any]) -> list[dict[str, str]]:
+    """`checksums` of every rank in an answer to /weights_checker.
+
+    Args:
+        url: names the server in the error.
+        answer: to `weights_checker`.
+
+    Raises:
+        RolloutProtocolError: there are none.
+    """
+    try:
+        return [rank["checksums"] for rank in answer["ranks"]]
+    except (KeyError, TypeError) as error:
+        raise RolloutProtocolError(url, "/weights_checker", f"no checksums ({error!r})") from None

@@ -1,0 +1,245 @@
+"""The part of the seam that examines a server: samples and scores in detail, its version, model and endpoints.
+
+P prompt tokens, R response tokens, K likeliest ids of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from megatron_rl_corr.engines.routes import ExpertShape
+from megatron_rl_corr.engines.trajectory import SamplingParams, VersionSpan
+from megatron_rl_corr.engines.types import Request, UnsupportedByEngine
+
+
+@dataclass(frozen=True)
+class KeptIds:
+    """The ids that top-p and top-k kept, as a server returned them."""
+
+    ids: list[list[int]]
+    """For each of R tokens the ids it was drawn from."""
+    logprobs: list[float | None]
+    """[R] log-probs of the sampled ids, renormalised on those."""
+
+
+@dataclass(frozen=True)
+class DetailedSample:
+    """A sampled response, with the likeliest ids beside each token.
+
+    Example: DetailedSample([1, 2], [7], np.array([-0.9]), np.array([[-0.9, -1.6]]), np.array([[7, 9]])).
+    """
+
+    prompt: list[int]
+    """[P] ids."""
+    output: list[int]
+    """[R] ids."""
+    logprobs: np.ndarray
+    """[R] log-probs of the sampled ids, finite."""
+    top: np.ndarray
+    """[R, K] log-probs of the likeliest ids, in falling order."""
+    top_ids: np.ndarray
+    """[R, K] the likeliest ids."""
+    kept: KeptIds | str = "they were not returned"
+    """What top-p and top-k kept; a text: why that is unknown."""
+    routed_ids: int | str | None = None
+    """How many expert ids came with P + R - 1 tokens; a text: what is wrong with them; None: none came."""
+    retractions: int = 0
+    """Times that a pause made the server compute the request anew."""
+    version_spans: tuple[VersionSpan, ...] | None = None
+    """Which weights sampled which tokens; None: the server does not tell."""
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """Log-probs of a text's tokens at temperature 1, from a prefill."""
+
+    logprobs: np.ndarray
+    """[R] log-probs of the ids after the prompt, finite."""
+    top: np.ndarray
+    """[R, K] log-probs of the likeliest ids at their positions, in falling order."""
+    cached_tokens: int
+    """Prompt tokens whose keys and values were cached."""
+
+
+@dataclass(frozen=True)
+class VersionSupport:
+    """What a run can do with a server's version. Example: VersionSupport("0.5.23", "0.5.19 to 0.5.23")."""
+
+    version: str
+    tested: str
+    """The versions that were tested, oldest and newest."""
+    lacks: str = ""
+    """What the version does not have and every run needs, for instance "pauses"."""
+    note: str = ""
+    """A sentence on what the version limits, or on what is not known of it."""
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """The model that a server names; None: it does not tell."""
+
+    path: str | None
+    """Its Hugging Face folder or repository."""
+    served_name: str | None
+    """What clients call it."""
+    type: str | None
+    """`model_type` of its config.json."""
+    weight_version: str | None
+    """The name of its weights."""
+    is_initial: bool
+    """The weights are named as those that the server was started with."""
+
+
+@dataclass(frozen=True)
+class UpdateSupport:
+    """How a server's weights can be updated."""
+
+    transports: tuple[str, ...]
+    """Of "distributed", "tensor" and "disk"."""
+    session: bool
+    """Weights are sent between `Engine.begin_weight_update` and `Engine.end_weight_update`."""
+    remark: str = ""
+    """Which versions have no session, for messages."""
+
+
+class Inspection(Protocol):
+    """Requests that only an examination of a server sends, and their answers.
+
+    An answer is a dict, as `Engine.parse_control` returns it. What an engine does not define raises
+    `UnsupportedByEngine`, and the doctor's row says so.
+    """
+
+    name: str
+
+    # Samples and scores
+
+    def detailed_sample(
+        self, prompt_ids: list[int], sampling: SamplingParams, *, seed: int | None = None, likeliest: int,
+        sampling_mask: bool = False, routed_experts: bool = False, request_id: str | None = None,
+        cache_key: str | None = None,
+    ) -> Request:  # fmt: skip
+        """Ask for one response to one prompt, with log-probs of the likeliest ids at each token.
+
+        Args:
+            prompt_ids: P ids, each in the vocabulary.
+            sampling: how to sample; unlike `Engine.generate`, also what the limits forbid.
+            seed: in [-2**63, 2**63); None: the server's choice.
+            likeliest: K.
+            sampling_mask: also return the ids that top-p and top-k kept.
+            routed_experts: also return which experts each token but the last went to.
+            request_id: a name by which `abort_request` can end it.
+            cache_key: share keys and values only with requests of the same one.
+        """
+        raise self._unsupported("samples with the likeliest ids")
+
+    def parse_detailed_sample(
+        self, answer: Mapping[str, Any], *, server: str, prompt_ids: list[int], tokens: int,
+        experts: ExpertShape | None = None,
+    ) -> DetailedSample:  # fmt: skip
+        """The response in the answer to `detailed_sample`.
+
+        Args:
+            answer: to the request.
+            server: its address, for errors.
+            prompt_ids: P ids, what was sent.
+            tokens: most tokens of the response, for errors.
+            experts: how the model routes; None: unknown, so that only the number of expert ids is checked.
+
+        Raises:
+            RolloutServerError: the answer says that the request failed.
+            RolloutProtocolError: log-probs are missing, not finite, or of other ids than those sampled.
+        """
+        raise self._unsupported("samples with the likeliest ids")
+
+    def score(
+        self, prompt_ids: list[int], output_ids: list[int], *, cached: bool, likeliest: int,
+        cache_key: str | None = None,
+    ) -> Request:  # fmt: skip
+        """Ask for log-probs of given tokens from one prefill.
+
+        Args:
+            prompt_ids: P ids, each in the vocabulary.
+            output_ids: R ids after them, which are scored.
+            cached: use the prompt's cached keys and values, if there are any.
+            likeliest: K.
+            cache_key: as in `detailed_sample`.
+        """
+        raise self._unsupported("scores of given tokens")
+
+    def parse_scores(
+        self, answer: Mapping[str, Any], *, server: str, output_ids: list[int], vocab_size: int
+    ) -> TokenScores:
+        """The scores in the answer to `score`. Raises as `parse_detailed_sample`.
+
+        Args:
+            answer: to the request.
+            server: its address, for errors.
+            output_ids: R ids, what was sent after the prompt.
+            vocab_size: of the model.
+        """
+        raise self._unsupported("scores of given tokens")
+
+    def abort_request(self, request_id: str) -> Request:
+        """End a running request, which then returns its tokens so far."""
+        raise self._unsupported("ending a request")
+
+    def tokenize(self, text: str) -> Request:
+        """Ask for the ids that the server's tokenizer makes of a text."""
+        raise self._unsupported("tokenizing")
+
+    def tokenized(self, answer: Mapping[str, Any]) -> list[int] | None:
+        """The ids in the answer to `tokenize`; None: there are none."""
+        raise self._unsupported("tokenizing")
+
+    # What a server tells of itself
+
+    def version_support(self, server_info: Mapping[str, Any]) -> VersionSupport:
+        """What a run can do with the version in an answer to `Engine.server_info`."""
+        raise self._unsupported("versions")
+
+    def has_float32_head(self, server_info: Mapping[str, Any]) -> bool:
+        """Whether logits are float32 though the server computes in 16 bits."""
+        return False
+
+    def served_model(self, model_info: Mapping[str, Any]) -> ServedModel:
+        """The model in an answer to `Engine.model_info`."""
+        raise self._unsupported("model_info")
+
+    def list_endpoints(self) -> Request:
+        """Ask which requests the server has."""
+        raise self._unsupported("lists of endpoints")
+
+    def update_support(self, url: str, answer: Mapping[str, Any]) -> UpdateSupport:
+        """How weights can be updated, from the answer to `list_endpoints`.
+
+        Raises:
+            RolloutProtocolError: the answer lists none.
+        """
+        raise self._unsupported("lists of endpoints")
+
+    def list_models(self) -> Request:
+        """Ask which models the server has, and how long their contexts are."""
+        raise self._unsupported("lists of models")
+
+    def context_length(self, url: str, answer: Mapping[str, Any]) -> int:
+        """The most tokens of prompt and response together, from the answer to `list_models`.
+
+        Raises:
+            RolloutProtocolError: the answer does not tell.
+        """
+        raise self._unsupported("lists of models")
+
+    def all_checksums(self, url: str, answer: Mapping[str, Any]) -> list[dict[str, str]]:
+        """{parameter: checksum} of each rank, a draft model's too, from the answer to `Engine.weights_checker`.
+
+        Raises:
+            RolloutProtocolError: the answer has none.
+        """
+        raise self._unsupported("checksums")
+
+    def _unsupported(self, what: str) -> UnsupportedByEngine:
+        return UnsupportedByEngine(self.name, what)

@@ -1,0 +1,167 @@
+"""Samples and scores in more detail than training needs: what the doctor asks an SGLang server's /generate for.
+
+P prompt tokens, R response tokens, K likeliest ids of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError
+from megatron_rl_corr.engines.inspection import DetailedSample, KeptIds, TokenScores
+from megatron_rl_corr.engines.routes import ExpertShape
+from megatron_rl_corr.engines.sglang.requests import NEUTRAL
+from megatron_rl_corr.engines.sglang.responses import GENERATE, MASK, MASK_LOGPROBS
+from megatron_rl_corr.engines.sglang.routed_experts import decode, read_ids
+from megatron_rl_corr.engines.trajectory import SamplingParams, VersionSpan
+from megatron_rl_corr.engines.types import Request
+
+MALFORMED = (KeyError, TypeError, IndexError, ValueError)
+
+
+def detailed_sample(
+    prompt_ids: list[int], sampling: SamplingParams, *, seed: int | None = None, likeliest: int,
+    sampling_mask: bool = False, routed_experts: bool = False, request_id: str | None = None,
+    cache_key: str | None = None,
+) -> Request:  # fmt: skip
+    """POST /generate with `top_logprobs_num`; arguments as in `Inspection.detailed_sample`."""
+    body = {
+        "input_ids": prompt_ids,
+        "sampling_params": {
+            **NEUTRAL,
+            "max_new_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "ignore_eos": sampling.ignore_eos,
+        },
+        "return_logprob": True,
+        "top_logprobs_num": likeliest,
+    }
+    if seed is not None:
+        body["sampling_params"]["sampling_seed"] = seed
+    if sampling_mask:
+        body["return_sampling_mask"] = True
+    if routed_experts:
+        body["return_routed_experts"] = True
+    if request_id is not None:
+        body["rid"] = request_id
+    if cache_key is not None:
+        body["extra_key"] = cache_key
+    return Request("POST", GENERATE, body)
+
+
+def parse_detailed_sample(
+    answer: Mapping[str, Any], *, server: str, prompt_ids: list[int], tokens: int, experts: ExpertShape | None = None
+) -> DetailedSample:
+    """The response; arguments and errors as in `Inspection.parse_detailed_sample`."""
+    meta = _meta(answer, server)
+    # An abort before the first token returns neither field.
+    rows, tops = meta.get("output_token_logprobs") or [], meta.get("output_top_logprobs") or []
+    spans = meta.get("weight_versions")
+    try:
+        output = [int(token) for token in answer["output_ids"]]
+        if [row[1] for row in rows] != output or len(tops) != len(output):
+            raise ValueError("output_ids, output_token_logprobs and output_top_logprobs are of different tokens")
+        top, top_ids = _top(tops)
+        return DetailedSample(
+            prompt_ids, output, _logprobs(rows), top, top_ids, _kept(meta),
+            routed_ids(meta.get("routed_experts"), tokens=len(prompt_ids) + len(output), shape=experts),
+            meta.get("num_retractions", 0),
+            None if spans is None
+            else tuple(VersionSpan(span["version"], span["start"], span["end"]) for span in spans),
+        )  # fmt: skip
+    except MALFORMED as error:
+        detail = f"log-probs of {tokens} sampled tokens are missing or malformed ({error!r})"
+        raise RolloutProtocolError(server, GENERATE, detail) from None
+
+
+def score(
+    prompt_ids: list[int], output_ids: list[int], *, cached: bool, likeliest: int, cache_key: str | None = None
+) -> Request:
+    """POST /generate for one token after both; arguments as in `Inspection.score`."""
+    body = {
+        "input_ids": [*prompt_ids, *output_ids],
+        "sampling_params": {**NEUTRAL, "max_new_tokens": 1, "temperature": 0.0},
+        "return_logprob": True,
+        # SGLang takes at most the tokens before this one from its cache.
+        "logprob_start_len": len(prompt_ids) - 1 if cached else 0,
+        "top_logprobs_num": likeliest,
+    }
+    if cache_key is not None:
+        body["extra_key"] = cache_key
+    return Request("POST", GENERATE, body)
+
+
+def parse_scores(answer: Mapping[str, Any], *, server: str, output_ids: list[int], vocab_size: int) -> TokenScores:
+    """The scores; arguments and errors as in `Inspection.parse_scores`."""
+    meta, count = _meta(answer, server), len(output_ids)
+    try:
+        rows = meta["input_token_logprobs"][-count:]
+        # SGLang 0.5.23 names the last id of the vocabulary 0 here; its log-prob is right.
+        last = vocab_size - 1
+        wrong = [row[1] for row, token in zip(rows, output_ids, strict=True) if row[1] != token and token != last]
+        if wrong:
+            raise ValueError(f"input_token_logprobs are of other ids than were sent: {wrong[:4]}")
+        top, _ = _top(meta["input_top_logprobs"][-count:])
+        return TokenScores(_logprobs(rows), top, int(meta.get("cached_tokens", 0)))
+    except MALFORMED as error:
+        detail = f"log-probs of {count} scored tokens are missing or malformed ({error!r})"
+        raise RolloutProtocolError(server, GENERATE, detail) from None
+
+
+def routed_ids(encoded: object, *, tokens: int, shape: ExpertShape | None) -> int | str | None:
+    """How many ids a server's `routed_experts` has; a text: what is wrong with them; None: it has no such field.
+
+    Args:
+        encoded: a row for each token but the last, for which nothing was computed.
+        tokens: of prompt and response.
+        shape: the model's; None: unknown, so that only the number of ids is checked.
+    """
+    if encoded is None:
+        return None
+    try:
+        ids = read_ids(encoded)
+        if shape is not None:
+            decode(encoded, tokens=tokens, shape=shape)
+        elif ids.size == 0 or tokens < 2 or ids.size % (tokens - 1):
+            raise ValueError(f"{ids.size} ids for {tokens - 1} tokens")
+        return int(ids.size)
+    except ValueError as error:
+        return str(error)
+
+
+def _meta(answer: Mapping[str, Any], server: str) -> dict[str, Any]:
+    """`meta_info` of an answer to /generate that does not say that the request failed."""
+    meta = answer.get("meta_info")
+    if not isinstance(meta, dict):
+        raise RolloutProtocolError(server, GENERATE, f"no meta_info in {str(answer)[:200]}")
+    reason = meta.get("finish_reason") or {}
+    if reason.get("type") == "abort" and (reason.get("status_code") or reason.get("err_type")):
+        detail = f"the request was aborted ({reason.get('err_type')}): {reason.get('message')}"
+        raise RolloutServerError(server, GENERATE, reason.get("status_code") or 200, detail)
+    return meta
+
+
+def _kept(meta: Mapping[str, Any]) -> KeptIds | str:
+    if meta.get(MASK) is None or meta.get(MASK_LOGPROBS) is None:
+        return f"the answer holds no {MASK}"
+    return KeptIds(meta[MASK], meta[MASK_LOGPROBS])
+
+
+def _logprobs(rows: list) -> np.ndarray:
+    """[R] float64, from rows that begin with it. Raises ValueError for a log-prob that is not finite."""
+    values = np.array([row[0] for row in rows], dtype=np.float64)
+    if not np.isfinite(values).all():
+        raise ValueError(f"{int((~np.isfinite(values)).sum())} of {values.size} log-probs are not finite")
+    return values
+
+
+def _top(tops: list) -> tuple[np.ndarray, np.ndarray]:
+    """Log-probs and ids of the likeliest, [R, K] each."""
+    shape = (len(tops), len(tops[0]) if tops else 0)
+    logprobs = np.array([[entry[0] for entry in row] for row in tops], dtype=np.float64).reshape(shape)
+    return logprobs, np.array([[entry[1] for entry in row] for row in tops], dtype=np.int64).reshape(shape)
