@@ -1,10 +1,10 @@
 """The questions that change nothing at a server: a few rounds of short requests."""
 
 import asyncio
-import sys
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_rl_corr.config.flags import warn
 from megatron_rl_corr.doctor import judgements
 from megatron_rl_corr.doctor.distances import grid_step
 from megatron_rl_corr.doctor.findings import Finding, Row
@@ -79,7 +79,7 @@ async def quick_check(
     rows += await ask_same(probes, [facts for _, facts in asked])
     for url, row in rows:
         if row.status == "failed":
-            print(f"[rollout] {url}: {row.check} is not checked: {row.message}", file=sys.stderr, flush=True)
+            warn(f"{url}: {row.check} is not checked: {row.message}")
     return [Finding(row.defect, url, row.message, row.numbers) for url, row in rows if row.defect]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_rl_corr.engines.base import Engine
 from megatron_rl_corr.parallel.failure import StartupError
 
 FLOAT32_KL, HALF_KL, QUANTIZED_KL = 1e-4, 1e-2, 1e-1
@@ -43,14 +44,17 @@ class FirstStep:
         )
 
 
-def first_step_bound(float32: bool, servers: Sequence[Mapping[str, Any]]) -> float:
-    """The bound for both sides' number types. float32: the trainer computes in it; servers: their /server_info."""
-    if any(is_quantized(info) for info in servers):
+def first_step_bound(float32: bool, engine: Engine, infos: Sequence[Mapping[str, Any]]) -> float:
+    """The bound for both sides' number types.
+
+    Args:
+        float32: the trainer computes in float32.
+        engine: what the servers run.
+        infos: their answers to `Engine.server_info`.
+
+    Raises:
+        UnsupportedByEngine: the engine does not tell its servers' number types.
+    """
+    if any(engine.is_quantized(info) for info in infos):
         return QUANTIZED_KL
-    return FLOAT32_KL if float32 and all(info.get("dtype") == "float32" for info in servers) else HALF_KL
-
-
-def is_quantized(info: Mapping[str, Any]) -> bool:
-    """True if a server has weights, or cached keys and values, of fewer than 16 bits."""
-    cache = info.get("kv_cache_dtype") or "auto"
-    return bool(info.get("quantization")) or cache not in ("auto", "bf16", "bfloat16", "float16", "float32")
+    return FLOAT32_KL if float32 and all(engine.dtype(info) == "float32" for info in infos) else HALF_KL

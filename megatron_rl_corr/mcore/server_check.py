@@ -11,6 +11,7 @@ from megatron_rl_corr.config.flags import warn
 from megatron_rl_corr.doctor import Expected, Finding, quick_check
 from megatron_rl_corr.engines.errors import RolloutError
 from megatron_rl_corr.engines.trajectory import SamplingParams
+from megatron_rl_corr.engines.types import UnsupportedByEngine
 from megatron_rl_corr.mcore.first_step import FirstStep, first_step_bound
 from megatron_rl_corr.parallel.failure import StartupError, all_reduce_failure
 from megatron_rl_corr.rollout.blocking import LoopThread
@@ -52,12 +53,14 @@ def broadcast_first_step(
 
     Raises:
         RolloutError: a server could not be asked.
+        UnsupportedByEngine: the servers do not tell their dtypes; give a bound.
     """
     bound, error = [given], None
     if given is None and dist.get_rank() == 0:
         try:
-            bound = [first_step_bound(args.params_dtype == torch.float32, loop.call(client.server_info()))]
-        except RolloutError as failure:
+            infos = loop.call(client.server_info())
+            bound = [first_step_bound(args.params_dtype == torch.float32, client.engine, infos)]
+        except (RolloutError, UnsupportedByEngine) as failure:
             error = failure
     all_reduce_failure(error)
     dist.broadcast_object_list(bound, src=0)

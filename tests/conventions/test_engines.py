@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 from megatron_rl_corr.config.run import ENGINES
@@ -10,8 +11,11 @@ from megatron_rl_corr.config.run import ENGINES
 PACKAGE = Path(__file__).resolve().parents[2] / "megatron_rl_corr"
 MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
 
+FOLDERS = "megatron_rl_corr.engines."
+ENDPOINT = re.compile(r"(/[a-z0-9]+(_[a-z0-9]+|\.json)*)+")
+
 MAY_NAME = ("config/run.py", "doctor/", "integrations/slime.py")
-"""The list of engines, the examination of a server, and the hook of a trainer that has its own SGLang."""
+"""The list of engines, texts of the doctor for users, and the hook of a trainer that has its own SGLang."""
 
 
 def engine_of(module: str) -> str | None:
@@ -42,6 +46,41 @@ def named_in_code(text: str) -> set[str]:
     return {name for name in ENGINES for word in words if name in word.lower()}
 
 
+def imported_folders(text: str) -> set[str]:
+    """Folders of engines that code imports, or names as a module to import."""
+    names = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names.append(node.value)
+    return {name for name in ENGINES for full in names if f"{full}.".startswith(f"{FOLDERS}{name}.")}
+
+
+def endpoints(text: str) -> set[str]:
+    """Strings of code that are a path of HTTP of one word or more, as "/generate"."""
+    strings = (node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant))
+    return {string for string in strings if isinstance(string, str) and ENDPOINT.fullmatch(string)}
+
+
+def test_package_when_read_then_an_engines_folder_is_imported_by_itself_alone():
+    found = {
+        module for module in set(MODULES) - {"config/run.py"}  # where the one list of engines is
+        if imported_folders((PACKAGE / module).read_text(encoding="utf-8")) - {engine_of(module)}
+    }  # fmt: skip
+    assert found == set()
+
+
+def test_package_when_read_then_endpoints_stand_in_the_folders_of_engines():
+    strings = {module: endpoints((PACKAGE / module).read_text(encoding="utf-8")) for module in MODULES}
+    of_engines = set().union(*(own for module, own in strings.items() if engine_of(module)))
+    assert "/generate" in of_engines
+    found = {module: own & of_engines for module, own in strings.items() if engine_of(module) is None}
+    assert [(module, own) for module, own in found.items() if own] == []
+
+
 def test_package_when_read_then_an_engine_is_named_by_its_own_folder_alone():
     found = {
         module for module in MODULES
@@ -63,6 +102,23 @@ def test_rule_when_broken_then_it_says_so():
         "sglang_info(x)", 'f"use SGLang {version}"', "class SGLangThing: pass",
     ):  # fmt: skip
         assert named_in_code(text) == {"sglang"}, text
+
+
+def test_rule_of_imports_when_broken_then_it_says_so():
+    for text in (
+        "from megatron_rl_corr.engines.sglang import requests", "from megatron_rl_corr.engines import sglang",
+        "def f():\n    import megatron_rl_corr.engines.sglang.requests",
+        'importlib.import_module("megatron_rl_corr.engines.sglang")',
+    ):  # fmt: skip
+        assert imported_folders(text) == {"sglang"}, text
+    for text in ("from megatron_rl_corr.engines import load_engine", "import sglang", 'load_engine("sglang")'):
+        assert imported_folders(text) == set(), text
+
+
+def test_rule_of_endpoints_when_broken_then_it_says_so():
+    for endpoint in ("/generate", "/v1/models", "/openapi.json", "/update_weights_from_tensor"):
+        assert endpoints(f'Request("POST", "{endpoint}")') == {endpoint}
+    assert endpoints('x = "/"; y = "POST /flush_cache after every update"') == set()
 
 
 def test_rule_when_kept_then_it_is_silent():

@@ -3,6 +3,7 @@
 import pytest
 
 from megatron_rl_corr.doctor import Finding
+from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.mcore.first_step import FirstStep, first_step_bound
 from megatron_rl_corr.mcore.server_check import judge
 from megatron_rl_corr.parallel.failure import StartupError
@@ -54,7 +55,7 @@ FLOAT32 = HALF | {"dtype": "float32"}
     ],
 )  # fmt: skip
 def test_first_step_bound_when_none_is_given_then_the_one_of_the_coarsest_numbers(float32, servers, bound):
-    assert first_step_bound(float32, servers) == bound
+    assert first_step_bound(float32, load_engine("sglang"), servers) == bound
 
 
 @pytest.mark.parametrize(("kl", "said"), [(0.011, "is 0.011, so"), (float("nan"), "is not a number"), (1e30, "1e+30")])

@@ -10,7 +10,7 @@ import torch
 from megatron_rl_corr.engines.http import HTTPTransport
 from megatron_rl_corr.engines.sglang.logprob_rows import read_flat
 from megatron_rl_corr.engines.sglang.requests import generate_request
-from megatron_rl_corr.mcore.first_step import first_step_bound, is_quantized
+from megatron_rl_corr.mcore.first_step import first_step_bound
 from megatron_rl_corr.rollout import LoopThread, RolloutClient, RolloutServerError, SampleFailure, SamplingParams
 from tests.hf_truth import assert_is_truth, inside, response
 
@@ -235,5 +235,5 @@ def test_server_info_when_asked_then_holds_the_version(client, loop):
     (info,) = loop.call(client.server_info())
     assert info["version"].count(".") >= 2 and info["internal_states"]
     # What the bound of a run's first step is chosen by, under the names that are read.
-    assert info["dtype"] == "float32" and info["quantization"] is None and not is_quantized(info)
-    assert first_step_bound(True, [info]) == 1e-4
+    assert info["dtype"] == "float32" and info["quantization"] is None and not client.engine.is_quantized(info)
+    assert first_step_bound(True, client.engine, [info]) == 1e-4

@@ -1,0 +1,105 @@
+"""Bodies of the doctor's requests to SGLang, and what is read of their answers."""
+
+import base64
+
+import numpy as np
+import pytest
+
+from megatron_rl_corr.engines import load_engine
+from megatron_rl_corr.engines.inspection import KeptIds, ServedModel
+from megatron_rl_corr.engines.sglang.server_version import version_key
+from megatron_rl_corr.engines.trajectory import SamplingParams, VersionSpan
+from megatron_rl_corr.rollout import RolloutProtocolError
+
+SGLANG = load_engine("sglang")
+NEUTRAL = {
+    "min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "min_new_tokens": 0
+}  # fmt: skip
+
+
+def test_detailed_sample_when_plain_then_only_what_every_request_needs():
+    request = SGLANG.detailed_sample([1, 2], SamplingParams(3, ignore_eos=True), likeliest=8)
+    assert (request.method, request.endpoint) == ("POST", "/generate")
+    assert request.json == {
+        "input_ids": [1, 2], "return_logprob": True, "top_logprobs_num": 8,
+        "sampling_params": NEUTRAL
+        | {"max_new_tokens": 3, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "ignore_eos": True},
+    }  # fmt: skip
+
+
+def test_detailed_sample_when_it_has_options_then_each_in_its_field():
+    sampling = SamplingParams(3, temperature=0.5, top_p=0.9, top_k=8, ignore_eos=True)
+    body = SGLANG.detailed_sample(
+        [1, 2], sampling, seed=7, likeliest=16, sampling_mask=True, routed_experts=True, request_id="x", cache_key="v3"
+    ).json  # fmt: skip
+    expected = {"temperature": 0.5, "top_p": 0.9, "top_k": 8, "sampling_seed": 7}
+    assert expected.items() <= body["sampling_params"].items()
+    expected = {
+        "top_logprobs_num": 16, "return_sampling_mask": True, "return_routed_experts": True, "rid": "x",
+        "extra_key": "v3",
+    }  # fmt: skip
+    assert expected.items() <= body.items()
+
+
+@pytest.mark.parametrize("cached, start", [(False, 0), (True, 1)])
+def test_score_when_cached_then_log_probs_from_the_prompts_last_token_on(cached, start):
+    request = SGLANG.score([1, 2], [3], cached=cached, likeliest=8, cache_key="v3")
+    assert request.json == {
+        "input_ids": [1, 2, 3], "return_logprob": True, "logprob_start_len": start, "top_logprobs_num": 8,
+        "sampling_params": NEUTRAL | {"max_new_tokens": 1, "temperature": 0.0}, "extra_key": "v3",
+    }  # fmt: skip
+
+
+def parsed(**meta):
+    meta = {
+        "finish_reason": {"type": "length"}, "output_token_logprobs": [[-1.0, 7, None]],
+        "output_top_logprobs": [[[-0.5, 4, None]]],
+    } | meta  # fmt: skip
+    answer = {"output_ids": [7], "meta_info": meta}
+    return SGLANG.parse_detailed_sample(answer, server="u", prompt_ids=[1, 2], tokens=1)
+
+
+def test_parse_when_nothing_more_came_then_the_sample_says_so():
+    sample = parsed()
+    assert sample.kept == "the answer holds no output_token_sampling_mask"
+    assert sample.routed_ids is sample.version_spans is None and sample.retractions == 0
+
+
+def test_parse_when_all_came_then_each_is_read():
+    routes = base64.b64encode(np.arange(8, dtype=np.int32).tobytes()).decode()  # 2 of 3 tokens, 4 ids each
+    sample = parsed(
+        output_token_sampling_mask=[[7, 9]], output_token_sampling_logprobs=[-0.4], routed_experts=routes,
+        num_retractions=2, weight_versions=[{"version": "a", "start": 0, "end": 1}],
+    )  # fmt: skip
+    assert sample.kept == KeptIds([[7, 9]], [-0.4]) and sample.routed_ids == 8 and sample.retractions == 2
+    assert sample.version_spans == (VersionSpan("a", 0, 1),)
+    assert parsed(routed_experts="no base64!").routed_ids.startswith("rule base64")
+
+
+def test_parse_when_spans_are_malformed_then_protocol_error():
+    with pytest.raises(RolloutProtocolError, match="log-probs of 1 sampled tokens are missing or malformed .KeyError"):
+        parsed(weight_versions=[{"version": "a"}])
+
+
+def test_served_model_when_told_then_initial_until_a_push():
+    info = {"model_path": "m", "served_model_name": "n", "model_type": "qwen3_moe", "weight_version": "default"}
+    assert SGLANG.served_model(info) == ServedModel("m", "n", "qwen3_moe", "default", is_initial=True)
+    assert not SGLANG.served_model(info | {"weight_version": "1"}).is_initial
+
+
+def test_context_length_when_not_listed_then_protocol_error():
+    assert SGLANG.context_length("u", {"data": [{"max_model_len": 512}]}) == 512
+    for answer in ({}, {"data": []}, {"data": [{"max_model_len": None}]}):
+        with pytest.raises(RolloutProtocolError, match="/v1/models: no max_model_len"):
+            SGLANG.context_length("u", answer)
+
+
+def test_all_checksums_when_a_rank_has_none_then_protocol_error():
+    assert SGLANG.all_checksums("u", {"ranks": [{"checksums": {"draft.w": "1"}}]}) == [{"draft.w": "1"}]
+    with pytest.raises(RolloutProtocolError, match="/weights_checker: no checksums"):
+        SGLANG.all_checksums("u", {"ranks": [{}]})
+
+
+def test_version_key_when_sorted_then_posts_follow_their_release():
+    assert version_key("0.5.6") < version_key("0.5.6.post2") < version_key("0.5.19") < version_key("0.5.23")
+    assert version_key("0.5.3rc0") == version_key("0.5.3") and version_key("main") == ()
