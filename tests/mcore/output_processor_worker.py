@@ -1,4 +1,6 @@
-"""One Megatron model's loss and gradients, from logits and from hidden states, a JSON line a layout; run by torchrun.
+"""One Megatron model's loss and gradients, from logits and from hidden states, a JSON line for each layout.
+
+Runs under torchrun's variables.
 
 output_processor_worker.py '{"tp": 2, "sp": true}' '{"pp": 2}' ...
 """

@@ -2,15 +2,11 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.megatron_forks import run_megatron
-from tools.cpu import environment
-from tools.local_server import free_port
 
 WORKER = Path(__file__).with_name("output_processor_worker.py")
 LAYOUTS = {
@@ -22,14 +18,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("processes", sorted(LAYOUTS))
 def test_hidden_states_when_instead_of_logits_then_the_same_loss_scores_and_every_gradient(processes):
-    run = subprocess.run(
-        [
-            sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", str(processes),
-            "--master-addr", "127.0.0.1", "--master-port", str(free_port()),
-            str(WORKER), *map(json.dumps, LAYOUTS[processes]),
-        ],
-        env=environment("megatron"), capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    run = run_megatron(WORKER, *map(json.dumps, LAYOUTS[processes]), ranks=processes)
     results = [json.loads(x.removeprefix("RESULT ")) for x in run.stdout.splitlines() if x.startswith("RESULT ")]
     assert [result["layout"] for result in results] == LAYOUTS[processes], run.stderr[-3000:]
     for result in results:

@@ -1,14 +1,12 @@
 """Real Megatron over gloo: a tiny MoE has one loss and one gradient norm in every two-process layout."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tools.cpu import environment, gpu_available
-from tools.local_server import free_port
+from tests.megatron_forks import run_megatron
+from tools.cpu import gpu_available
 
 pytestmark = pytest.mark.skipif(gpu_available(), reason="without a GPU only")
 
@@ -28,12 +26,7 @@ PACKED = [{"packed": True}, {"cp": 2, "packed": True}]
 
 
 def results(processes: int, layouts: list[dict]) -> list[dict]:
-    command = [
-        sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", str(processes),
-        "--master-addr", "127.0.0.1", "--master-port", str(free_port()),
-        str(WORKER), *map(json.dumps, layouts),
-    ]  # fmt: skip
-    answer = subprocess.run(command, env=environment("megatron"), capture_output=True, text=True, timeout=300)
+    answer = run_megatron(WORKER, *map(json.dumps, layouts), ranks=processes)
     assert answer.returncode == 0, answer.stderr[-3000:]
     return [json.loads(line) for line in answer.stdout.splitlines() if line.startswith('{"layout"')]
 
