@@ -203,6 +203,11 @@ def rank_main(rank: int, size: int, port: int, sizes: dict[str, int], out: str) 
 
 def main() -> None:
     out, results = sys.argv[1], {}
+    # What ranks would import is imported once, before the forks.
+    load_engine("sglang")
+    import megatron.training  # noqa: F401
+    import torch._dynamo
+
     for name, sizes in LAYOUTS.items():
         size = math.prod(sizes.values())
         # A fork a layout: the threads of its gloo groups go with it.
