@@ -18,7 +18,9 @@ from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import megatron.training  # noqa: F401
 import torch
+import torch._dynamo
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import nn
@@ -203,11 +205,7 @@ def rank_main(rank: int, size: int, port: int, sizes: dict[str, int], out: str) 
 
 def main() -> None:
     out, results = sys.argv[1], {}
-    # What ranks would import is imported once, before the forks.
-    load_engine("sglang")
-    import megatron.training  # noqa: F401
-    import torch._dynamo
-
+    load_engine("sglang")  # once, before the forks; so are megatron.training and torch._dynamo
     for name, sizes in LAYOUTS.items():
         size = math.prod(sizes.values())
         # A fork a layout: the threads of its gloo groups go with it.

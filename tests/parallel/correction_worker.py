@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch._dynamo  # what a backward pass imports: once, before the forks
 import torch.distributed as dist
 import torch.multiprocessing as mp
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch._dynamo  # what a backward pass imports: once, before the forks
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from worker import WORLD, Collectives, init_gloo
