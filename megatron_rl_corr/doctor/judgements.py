@@ -58,7 +58,12 @@ def judge_version(engine: str, support: VersionSupport) -> Row:
 
 
 def judge_model(model: ServedModel, vocab_size: int) -> Row:
-    """The served model. A server's own sampling defaults do no harm: requests set every parameter."""
+    """Which model is served? A server's own sampling defaults do no harm: requests set every parameter.
+
+    Args:
+        model: as the server names it.
+        vocab_size: of the model.
+    """
     numbers = {
         "model_path": model.path, "served_model_name": model.served_name, "model_type": model.type,
         "weight_version": model.weight_version, "vocab_size": vocab_size,
@@ -70,7 +75,11 @@ def judge_model(model: ServedModel, vocab_size: int) -> Row:
 
 
 def judge_updates(support: UpdateSupport | str) -> Row:
-    """Which ways to update weights are there? support: a text says why the server does not list its endpoints."""
+    """Which ways to update weights are there?
+
+    Args:
+        support: what the server has; a text: why it does not list its endpoints.
+    """
     if isinstance(support, str):
         return Row("weight updates", "note", f"the server does not list its endpoints: {support}")
     transports = list(support.transports)

@@ -18,7 +18,16 @@ FIRST_NORM = "model.layers.0.input_layernorm.weight"
 
 
 def read_tensors(directory: str | Path, names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Some tensors of a Hugging Face folder. Raises ValueError or OSError if one can't be read."""
+    """Some tensors of a Hugging Face folder.
+
+    Args:
+        directory: the folder.
+        names: of the tensors.
+
+    Raises:
+        ValueError: the folder lacks config.json or a tensor.
+        OSError: a file can't be read.
+    """
     checkpoint = HFCheckpoint(directory)
     return {name: checkpoint.tensor(name) for name in names}
 
@@ -61,7 +70,11 @@ class TemporaryWeights:
             await self._probe.continue_generation()
 
     async def checksum(self) -> list[dict[str, str]]:
-        """{parameter: checksum} of each rank of the server."""
+        """{parameter: checksum} of each rank of the server.
+
+        Raises:
+            RolloutError: the server could not be asked, or its answer has no checksums.
+        """
         [answer] = await self._probe.weights_checker()
         return self._probe.engine.all_checksums(self._probe.url, answer)
 
