@@ -72,7 +72,7 @@ def naming_checkpoint(path: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        folder = "" if str(path) in str(error) else f" {path}"
+        folder = "" if str(path) in str(error).split() else f" {path}"
         raise ValueError(f"--rollout-hf-checkpoint{folder}: {error}") from error
 
 

@@ -487,6 +487,27 @@ def test_warnings_of_a_run_when_the_library_names_fields_then_the_flags_are_prin
     assert idle.startswith("--rollout-clip-ratio-low 0.3 of the configuration can't act")
 
 
+CASES["loading"] = """
+def fails(*args):
+    raise ValueError("the checkpoint has no tensor lm_head.weight")
+session.HFCheckpoint = lambda path: types.SimpleNamespace(config={"vocab_size": 4})
+session._source = session._evaluation = lambda *args: None
+session._parameters, session.load_shards = lambda *args: [], fails
+session.Collector = lambda *args, **kwargs: types.SimpleNamespace(sampling=None)
+megatron = types.SimpleNamespace(args=types.SimpleNamespace(iteration=0, train_iters=1), model=[])
+try:
+    session._prepare(parse(FLAGS)[1], megatron, types.SimpleNamespace(shard=None), None, None, None)
+    said = ""
+except ValueError as error:
+    said = str(error)
+say(said=said)
+"""
+
+
+def test_weights_when_they_can_not_be_loaded_then_the_flag_and_the_folder_are_named(results):
+    assert results["loading"]["said"] == "--rollout-hf-checkpoint m: the checkpoint has no tensor lm_head.weight"
+
+
 CASES["scoring"] = """
 from megatron_rl_corr.mcore.step import describe_scoring, scoring_reasons
 lines = {}
