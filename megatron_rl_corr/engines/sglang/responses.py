@@ -38,14 +38,24 @@ def parse_generate(
 ) -> Trajectory:
     """The trajectory in the answer to one `generate_request`.
 
-    truncated: it was asked with top_p or top_k, so the trajectory has a support and the log-probs are those
-    renormalised on it. experts: it was asked with routed experts, and the model routes so; known_routes: those of the
-    first tokens, which it was not asked for. Log-probs that are
-    null, NaN or infinite become NaN. An abort for a pause or by request
-    is a trajectory with the tokens so far; an abort because the request failed (it carries a status code or an
-    error type) raises RolloutServerError unless accept_failed. Raises RolloutProtocolError where the answer is
-    not what was asked for: ids that differ from those the log-probs are of, lengths that disagree, unknown ids,
-    a support that is missing or without the token drawn from it, routes that break a rule of `decode`.
+    Log-probs that are null, NaN or infinite become NaN. An abort for a pause or by request gives the tokens so far.
+
+    Args:
+        body: of the answer.
+        prompt_ids: [P] int64, what was sent.
+        prompt_index, sample_index, server: go into the trajectory.
+        vocab_size: every id must be below it.
+        truncated: the request had top_p or top_k, so the trajectory has a support, and its log-probs are renormalised
+            on it.
+        accept_failed: take an aborted request for a response that ends there, whatever the reason.
+        experts: the request asked for routed experts, and the model routes so.
+        known_routes: [routes_from, M, k], of the first tokens, which the request did not ask for.
+
+    Raises:
+        RolloutServerError: the request failed: its abort carries a status code or an error type.
+        RolloutProtocolError: the answer is not what was asked for: ids that differ from those the log-probs are of,
+            lengths that disagree, unknown ids, a support that is missing or lacks the token drawn from it, routes that
+            break a rule of `decode`.
     """
     answer, values = read_flat(body) or (_json_object(body, server, GENERATE), None)
     meta = answer.get("meta_info")
