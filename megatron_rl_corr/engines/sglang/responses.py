@@ -32,7 +32,6 @@ def parse_generate(
     server: str,
     vocab_size: int | None = None,
     truncated: bool = False,
-    accept_failed: bool = False,
     experts: ExpertShape | None = None,
     known_routes: torch.Tensor | None = None,
 ) -> Trajectory:
@@ -47,7 +46,6 @@ def parse_generate(
         vocab_size: every id must be below it.
         truncated: the request had top_p or top_k, so the trajectory has a support, and its log-probs are renormalised
             on it.
-        accept_failed: take an aborted request for a response that ends there, whatever the reason.
         experts: the request asked for routed experts, and the model routes so.
         known_routes: [routes_from, M, k], of the first tokens, which the request did not ask for.
 
@@ -61,7 +59,7 @@ def parse_generate(
     meta = answer.get("meta_info")
     if not isinstance(meta, dict) or "output_ids" not in answer:
         raise RolloutProtocolError(server, GENERATE, f"no output_ids or meta_info in {body_start(body)}")
-    finish_reason = _finish_reason(meta, server, accept_failed)
+    finish_reason = _finish_reason(meta, server)
     output_ids = _token_ids(answer["output_ids"], "output_ids", server)
     _check_count(meta, "prompt_tokens", prompt_ids.numel(), "ids were sent", server)
     _check_count(meta, "completion_tokens", output_ids.size, "output_ids were returned", server)
@@ -229,14 +227,14 @@ def _routes(
         raise RolloutProtocolError(server, GENERATE, f"{error}; is it serving another model?") from None
 
 
-def _finish_reason(meta: dict, server: str, accept_failed: bool) -> str:
+def _finish_reason(meta: dict, server: str) -> str:
     reason = meta.get("finish_reason")
     kind = reason.get("type") if isinstance(reason, dict) else None
     if kind not in ("stop", "length", "abort"):
         detail = f"finish_reason must be stop, length or abort, got {reason!r}"
         raise RolloutProtocolError(server, GENERATE, detail)
     failed = kind == "abort" and (reason.get("status_code") is not None or reason.get("err_type") is not None)
-    if failed and not accept_failed:
+    if failed:
         detail = f"request {meta.get('id')} was aborted ({reason.get('err_type')}): {reason.get('message')}"
         status = reason.get("status_code")
         raise RolloutServerError(server, GENERATE, status if type(status) is int else 200, detail)
