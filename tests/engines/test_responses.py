@@ -221,7 +221,7 @@ def test_abort_when_before_the_first_token_then_an_empty_trajectory():
 
 
 @pytest.mark.parametrize("told, status", [(400, 400), ("400", 200), (None, 200)])
-def test_abort_when_the_request_failed_then_server_error_unless_accepted(told, status):
+def test_abort_when_the_request_failed_then_server_error(told, status):
     reason = {"type": "abort", "message": "too long", "status_code": told, "err_type": "BadRequestError"}
     with pytest.raises(RolloutServerError) as error:
         parse(body(finish_reason=reason))
