@@ -35,17 +35,25 @@ class Running:
         self._write()
 
     def _write(self):
-        self.path.write_text(json.dumps({"driver": identity(os.getpid()), "out": self.out, "groups": self.groups}))
+        # Whole at every moment, for a `stop` that reads it meanwhile.
+        new = self.path.with_suffix(".new")
+        new.write_text(json.dumps({"driver": identity(os.getpid()), "out": self.out, "groups": self.groups}))
+        new.replace(self.path)
 
     def stop(self, say, out=None):
         """End every quickstart recorded in the folder, or the one that writes to `out`; 0 also where there is none."""
-        found = {path: json.loads(path.read_text()) for path in sorted(self.folder.glob("running-*.json"))}
-        found = {path: record for path, record in found.items() if out is None or record.get("out") == str(out)}
-        for path, record in found.items():
-            end_recorded(record)
-            path.unlink(missing_ok=True)
-            say(f"stopped the quickstart of process {record['driver']['pid']}")
-        if not found:
+        stopped = 0
+        for path in sorted(self.folder.glob("running-*.json")):
+            try:
+                record = json.loads(path.read_text())
+            except FileNotFoundError:  # it has ended
+                continue
+            if out is None or record.get("out") == str(out):
+                end_recorded(record)
+                path.unlink(missing_ok=True)
+                say(f"stopped the quickstart of process {record['driver']['pid']}")
+                stopped += 1
+        if not stopped:
             say("no quickstart is running" if out is None else f"no quickstart is running that writes to {out}")
         return 0
 

@@ -41,6 +41,8 @@ async def poll_until[Found](
 ) -> Found:  # fmt: skip
     """Call `attempt` until it succeeds or the time is over; the last failure is raised then, with a note.
 
+    Where a last attempt of less than pause_s has run out of time, the failure before it is raised, which tells more.
+
     Args:
         attempt: called with the seconds that it may take, from 0.1 to longest_attempt_s.
         timeout_s: time for all attempts together; the last one begins as it ends.
@@ -49,15 +51,21 @@ async def poll_until[Found](
         retry: whether to try again after this error; another one is raised at once, as is what is no RolloutError.
         waited_for: ends the note "waited 3 s for ...".
     """
-    deadline = time.monotonic() + timeout_s
+    deadline, before = time.monotonic() + timeout_s, None
     while True:
+        begun = time.monotonic()
+        limit_s = min(max(0.1, deadline - begun), longest_attempt_s)
         try:
-            return await attempt(min(max(0.1, deadline - time.monotonic()), longest_attempt_s))
+            return await attempt(limit_s)
         except RolloutError as error:
             if not retry(error):
                 raise
-            left_s = deadline - time.monotonic()
+            now = time.monotonic()
+            left_s = deadline - now
             if left_s <= 0:
-                error.add_note(f"waited {timeout_s:g} s for {waited_for}")
-                raise
+                cut_short = limit_s < pause_s and now - begun > 0.9 * limit_s
+                failure = before if cut_short and before is not None else error
+                failure.add_note(f"waited {timeout_s:g} s for {waited_for}")
+                raise failure from failure.__cause__
+            before = error
         await asyncio.sleep(min(pause_s, left_s))

@@ -60,3 +60,19 @@ def test_poll_when_an_attempt_takes_the_rest_of_the_time_then_it_was_the_last(cl
 def test_poll_when_a_server_answers_in_the_last_half_second_then_that_is_the_answer(clock):
     attempts, error = poll(clock, lasts_s=0.0, succeeds_at=3.1)
     assert attempts[-1][0] == 3.2 and error is None
+
+
+def test_poll_when_the_last_attempt_is_cut_short_then_the_answer_before_it_is_the_error(clock):
+    loading = RolloutServerError("http://a:1", "/health", 503, "loading")
+
+    async def attempt(limit_s):  # a server that takes 0.15 s to say that it is not ready
+        clock.now += min(0.15, limit_s)
+        raise loading if limit_s >= 0.15 else SILENT
+
+    # At 0 and 0.65 s it answers; at 1.2 s there are 0.1 s, in which it can't.
+    with pytest.raises(RolloutServerError) as raised:
+        asyncio.run(concurrency.poll_until(
+            attempt, timeout_s=1.2, pause_s=0.5, longest_attempt_s=2.0, retry=lambda error: True, waited_for="a server",
+        ))  # fmt: skip
+    assert raised.value is loading and loading.__notes__ == ["waited 1.2 s for a server"]
+    assert round(clock.now, 6) == 101.3
