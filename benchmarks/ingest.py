@@ -100,7 +100,7 @@ def typed(body: bytes) -> tuple[torch.Tensor, torch.Tensor]:
 
 def check_equal(some: tuple[torch.Tensor, ...], others: tuple[torch.Tensor, ...]) -> None:
     if not all(torch.equal(one, other) for one, other in zip(some, others, strict=True)):
-        raise SystemExit("the two read different tensors")
+        raise SystemExit("they read different tensors")
 
 
 def seconds(work: Callable[[bytes], object], body: bytes, repeats: int) -> float:

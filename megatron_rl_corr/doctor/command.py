@@ -17,11 +17,12 @@ from megatron_rl_corr.doctor.findings import DEFECTS, KINDS, Examination, Findin
 from megatron_rl_corr.doctor.full_check import ask_full
 from megatron_rl_corr.doctor.probe import Probe
 from megatron_rl_corr.doctor.questions import Expected, Facts, ask_quick, ask_same
-from megatron_rl_corr.doctor.reference_model import ask_model, experts_shape, read_config
+from megatron_rl_corr.doctor.reference_model import ask_model, experts_shape
 from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.engines.errors import RolloutError, RolloutServerError
 from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.engines.types import UnsupportedByEngine
+from megatron_rl_corr.models.hf_checkpoint import read_config
 from megatron_rl_corr.rollout.client import DEFAULT_ENGINE, RolloutClient
 from megatron_rl_corr.tables import text_table
 
@@ -55,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 async def _examine(arguments: argparse.Namespace) -> list[Examination]:
     """One server after the other, so that the load of one does not disturb the answers of another."""
-    sampling, config = _sampling(arguments), read_config(arguments.model) if arguments.model else None
+    sampling, config = _sampling(arguments), _given_config(arguments.model)
     options = {
         "timeout_s": arguments.timeout, "connect_timeout_s": CONNECT_TIMEOUT_S, "api_key": _api_key(arguments)
     }
@@ -131,6 +132,13 @@ async def _compare(examinations: list[Examination], probes: list[Probe], facts: 
             by_server[url].append(row)
     except RolloutError as error:
         by_server[error.url].append(Row("servers", "failed", str(error)))
+
+
+def _given_config(folder: str | None) -> dict | None:
+    try:
+        return read_config(folder) if folder else None
+    except ValueError as error:
+        raise ValueError(f"--model: {error}") from None
 
 
 async def _served_config(probe: Probe) -> dict:

@@ -23,7 +23,7 @@ from megatron_rl_corr.doctor.weight_change import (
     read_tensors,
     uninterrupted,
 )
-from megatron_rl_corr.engines.errors import RolloutServerError
+from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError
 from megatron_rl_corr.engines.inspection import DetailedSample, TokenScores
 from megatron_rl_corr.engines.types import UnsupportedByEngine
 
@@ -113,7 +113,10 @@ async def _weights(probe: Probe, facts: Facts, directory: str) -> TemporaryWeigh
         originals = read_tensors(directory, [FINAL_NORM, FIRST_NORM])
     except (ValueError, OSError) as error:
         return Row("update", "note", f"not asked: {error}")
-    ranks = probe.engine.ranks(probe.url, known(facts.info)).tensor
+    try:
+        ranks = probe.engine.ranks(probe.url, known(facts.info)).tensor
+    except RolloutProtocolError as error:  # several replicas behind one address, each with weights of its own
+        return Row("update", "note", f"not asked: {error.detail}")
     return TemporaryWeights(probe, originals, ranks=ranks, version=model.weight_version)
 
 

@@ -5,7 +5,6 @@ N sampled tokens, R of one response, V vocabulary.
 
 import asyncio
 import importlib.util
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,14 +27,6 @@ NOISE_FACTOR = 4.0
 """Largest mean difference of a 16-bit server, in units of the model's own 16-bit rounding error. Measured on the tiny
 model: 0.8 to 0.9 for a bfloat16 server, 60 and more for weights of another seed."""
 TEXT = "The quick brown fox jumps: 12 + 34 = 46?"
-
-
-def read_config(directory: str | Path) -> dict[str, Any]:
-    """config.json of a Hugging Face folder. Raises ValueError if there is none."""
-    path = Path(directory) / "config.json"
-    if not path.is_file():
-        raise ValueError(f"--model must be a Hugging Face folder, got {directory}: it holds no config.json")
-    return json.loads(path.read_text())
 
 
 def experts_shape(config: Mapping[str, Any]) -> ExpertShape | None:

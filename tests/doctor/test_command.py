@@ -52,7 +52,7 @@ def test_doctor_when_nobody_listens_then_2_and_the_url_and_endpoint_but_no_key(c
     [
         (["--timeout", "0"], "--timeout must be positive, got 0"),
         (["--api-key-env", "DOCTOR_NO_SUCH"], "--api-key-env names DOCTOR_NO_SUCH, which is not set; export it"),
-        (["--model", "/nowhere"], "--model must be a Hugging Face folder, got /nowhere: it holds no config.json"),
+        (["--model", "/nowhere"], "--model: /nowhere is not a Hugging Face model folder: it has no config.json"),
         (["--temperature", "-1"], "`temperature` must be 0 (greedy) or positive"),
         (["--top-p", "0.9"], "`top_p` below 1 needs a `top_k`"),
         (["--url", "http://127.0.0.1:1"], "a server address is given twice"),
