@@ -1,10 +1,12 @@
 """How the doctor decides, on numbers worked out by hand."""
 
+import asyncio
 import base64
 import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from megatron_rl_corr.doctor import DEFECTS, KINDS, Examination, Expected, Row, 
 from megatron_rl_corr.doctor.command import as_json, as_table
 from megatron_rl_corr.doctor.distances import by_probability, distance, grid_step, slope, switch_position
 from megatron_rl_corr.doctor.findings import found
-from megatron_rl_corr.doctor.full_check import judge_spans, judge_update
+from megatron_rl_corr.doctor.full_check import _weights, judge_spans, judge_update
 from megatron_rl_corr.doctor.judgements import (
     is_half,
     judge_cache,
@@ -29,9 +31,10 @@ from megatron_rl_corr.doctor.judgements import (
     judge_updates,
     judge_version,
 )
+from megatron_rl_corr.doctor.questions import Facts
 from megatron_rl_corr.doctor.reference_model import experts_shape, hypotheses, judge_model
 from megatron_rl_corr.engines import load_engine
-from megatron_rl_corr.engines.inspection import DetailedSample, KeptIds, TokenScores
+from megatron_rl_corr.engines.inspection import DetailedSample, KeptIds, ServedModel, TokenScores
 from megatron_rl_corr.engines.routes import ExpertShape
 from megatron_rl_corr.engines.sglang.detailed_samples import routed_ids
 from megatron_rl_corr.engines.trajectory import VersionSpan
@@ -526,3 +529,12 @@ def test_json_when_a_number_is_not_finite_then_null():
     (finding,) = server["findings"]
     assert (finding["name"], finding["kind"]) == ("stale_prefix_cache", "objective")
     assert finding["numbers"] == {"worst": None} and [row["status"] for row in server["rows"]] == ["ok", "finding"]
+
+
+def test_update_when_one_address_hides_replicas_then_a_note_says_so_and_no_weights_change(tiny_moe_dir):
+    probe = SimpleNamespace(engine=load_engine("sglang"), url="http://a")
+    info = {"dp_size": 2, "enable_dp_attention": False, "tp_size": 1, "pp_size": 1}
+    model = ServedModel(str(tiny_moe_dir), "m", "qwen3_moe", "default", is_initial=True)
+    row = asyncio.run(_weights(probe, Facts(info, model, half=False, plain=None), str(tiny_moe_dir)))
+    assert (row.check, row.status) == ("update", "note")
+    assert row.message.startswith("not asked: it runs --dp-size 2 replicas; start as many servers")
