@@ -12,7 +12,7 @@ import platform
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -45,9 +45,8 @@ def main() -> None:
             body = answer(length, text)
             check_equal(ours(body), plain(body))
             check_equal(ours(body), typed(body))
-            our, by_orjson, by_msgspec = (
-                length / seconds(work, body, options.repeats) / 1e6 for work in (ours, plain, typed)
-            )
+            times = seconds((ours, plain, typed), body, options.repeats)
+            our, by_orjson, by_msgspec = (length / taken / 1e6 for taken in times)
             print(
                 f"| {length} tokens{', with their text' * text} | {our:.2f} | {by_orjson:.2f} | {by_msgspec:.2f} "
                 f"| {our / by_orjson:.2f}x | {our / by_msgspec:.2f}x |"
@@ -103,13 +102,15 @@ def check_equal(some: tuple[torch.Tensor, ...], others: tuple[torch.Tensor, ...]
         raise SystemExit("they read different tensors")
 
 
-def seconds(work: Callable[[bytes], object], body: bytes, repeats: int) -> float:
-    times = []
+def seconds(works: Sequence[Callable[[bytes], object]], body: bytes, repeats: int) -> list[float]:
+    """The least time of each; they take turns, so that other work on the machine slows all of them."""
+    times = [[] for _ in works]
     for _ in range(repeats):
-        start = time.thread_time()
-        work(body)
-        times.append(time.thread_time() - start)
-    return min(times)
+        for work, taken in zip(works, times, strict=True):
+            start = time.thread_time()
+            work(body)
+            taken.append(time.thread_time() - start)
+    return list(map(min, times))
 
 
 def answer(length: int, text: bool) -> bytes:

@@ -193,9 +193,12 @@ def test_quick_check_when_the_cache_is_older_than_the_weights_then_stale_prefix_
             during = await quick_check(client)
         return before, during, await quick_check(client)
 
-    before, (finding,), after = ask(servers.right, vocab_size, scenario)
+    before, during, after = ask(servers.right, vocab_size, scenario)
     assert before == after == []
-    assert (finding.name, finding.kind) == ("stale_prefix_cache", "objective")
+    [finding] = [finding for finding in during if finding.name == "stale_prefix_cache"]
+    # Of 83 ids: one time in ten another prompt of the check begins as one that is cached, and is decoded on stale keys.
+    assert {finding.name for finding in during} <= {"stale_prefix_cache", "decode_prefill_difference"}
+    assert finding.kind == "objective"
     assert finding.remedy.startswith("POST /flush_cache after every weight update")
 
 
