@@ -118,12 +118,12 @@ def test_generate_when_answers_take_many_times_the_bound_and_wait_in_the_queue_t
 def test_generate_when_a_server_is_paused_for_longer_than_the_bound_then_it_is_not_silent(
     loop, victim, wait_until_sampling, mode
 ):
-    with client_of(loop, victim.server.url, read_timeout_s=3.0) as client:
+    with client_of(loop, victim.server.url, read_timeout_s=6.0) as client:
         sampling = loop.submit(client.generate(PROMPTS, SamplingParams(400, ignore_eos=True)))
         wait_until_sampling(victim.server.url)  # long responses: they must not end before the pause
         loop.call(client.pause_generation(mode))
         try:
-            time.sleep(5.0)
+            time.sleep(9.0)
             assert not sampling.done()
         finally:
             loop.call(client.continue_generation())
