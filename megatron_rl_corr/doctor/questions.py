@@ -102,7 +102,7 @@ async def ask_quick(probe: Probe, expected: Expected) -> tuple[list[Row], Facts]
     )
     fixed, tail = probe.fixed_prompt()[:-TAIL], probe.fixed_prompt()[-TAIL:]
     repeated = probe.fresh_prompt()
-    plain, hot, cold, top_p, mask, first, cached, seeded = await asyncio.gather(*map(if_supported, [
+    plain, hot, cold, top_p, mask, first, cached = await asyncio.gather(*map(if_supported, [
         probe.generate(probe.fresh_prompt(), TOKENS, routed_experts=True, experts=expected.experts),
         probe.generate(probe.fresh_prompt(), TOKENS, temperature=judgements.HOT),
         probe.generate(probe.fresh_prompt(), TOKENS, temperature=judgements.COLD),
@@ -110,12 +110,13 @@ async def ask_quick(probe: Probe, expected: Expected) -> tuple[list[Row], Facts]
         _mask(probe),
         probe.generate(repeated, TOKENS, temperature=0.0),
         probe.score(fixed, tail, cached=True),
-        _seeded(probe, [*judgements.SEEDS, judgements.SEEDS[0]]),
     ]))  # fmt: skip
     plain_scores, hot_scores, top_p_scores, fixed_scores = await asyncio.gather(*map(if_supported, [
         _scored(probe, plain), _scored(probe, hot), _scored(probe, top_p), probe.score(fixed, tail),
     ]))  # fmt: skip
     second = await if_supported(probe.generate(repeated, TOKENS, temperature=0.0))
+    # By themselves: SGLang draws a whole batch by rank and not by id while one of its requests truncates.
+    seeded = await if_supported(_seeded(probe, [*judgements.SEEDS, judgements.SEEDS[0]]))
     dtype, step, float32_head = (
         attempt(engine.dtype, info), attempt(_grid_step, plain), attempt(engine.has_float32_head, info)
     )

@@ -99,7 +99,7 @@ class UpdateSupport:
     """How a server's weights can be updated."""
 
     transports: tuple[str, ...]
-    """Of "distributed", "tensor" and "disk"."""
+    """Some of "distributed", "tensor" and "disk"."""
     session: bool
     """Weights are sent between `Engine.begin_weight_update` and `Engine.end_weight_update`."""
     remark: str = ""

@@ -117,6 +117,29 @@ def test_quick_when_the_engine_lacks_scores_then_only_the_rows_that_need_them_fa
     assert facts.half is False and facts.model.is_initial and facts.plain.output == [5] * 24
 
 
+def test_quick_when_seeds_are_asked_for_then_no_other_request_is_under_way(faulty):
+    beside, under_way = [], {}
+
+    async def noting(request):
+        body = await request.json() if request.path == "/generate" else {}
+        under_way[id(request)] = "sampling_seed" in body.get("sampling_params", {})
+        await asyncio.sleep(0.05)
+        beside.append(list(under_way.values()))
+        try:
+            return await certain(request)
+        finally:
+            del under_way[id(request)]
+
+    async def scenario(client):
+        client.engine = NoScores()
+        return await ask_quick(Probe(client, client.base_urls[0]), Expected())
+
+    faulty.run(scenario, noting)
+    with_seeds = [seeded for seeded in beside if any(seeded)]
+    assert max(map(len, with_seeds)) == 4 and all(all(seeded) for seeded in with_seeds)
+    assert max(map(len, beside)) > 4  # the rest are asked at once
+
+
 def test_unsupported_when_pickled_then_the_same_message():
     error = UnsupportedByEngine("recorded samples", "checksums")
     assert str(pickle.loads(pickle.dumps(error))) == str(error)

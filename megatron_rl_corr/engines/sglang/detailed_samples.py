@@ -13,7 +13,7 @@ import numpy as np
 from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError
 from megatron_rl_corr.engines.inspection import DetailedSample, KeptIds, TokenScores
 from megatron_rl_corr.engines.routes import ExpertShape
-from megatron_rl_corr.engines.sglang.requests import NEUTRAL
+from megatron_rl_corr.engines.sglang.requests import NEUTRAL, sampling_fields
 from megatron_rl_corr.engines.sglang.responses import GENERATE, MASK, MASK_LOGPROBS
 from megatron_rl_corr.engines.sglang.routed_experts import decode, read_ids
 from megatron_rl_corr.engines.trajectory import SamplingParams, VersionSpan
@@ -30,14 +30,7 @@ def detailed_sample(
     """POST /generate with `top_logprobs_num`; arguments as in `Inspection.detailed_sample`."""
     body = {
         "input_ids": prompt_ids,
-        "sampling_params": {
-            **NEUTRAL,
-            "max_new_tokens": sampling.max_new_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "ignore_eos": sampling.ignore_eos,
-        },
+        "sampling_params": sampling_fields(sampling),
         "return_logprob": True,
         "top_logprobs_num": likeliest,
     }

@@ -31,16 +31,7 @@ def generate_request(
     """
     body = {
         "input_ids": prompt_ids,
-        "sampling_params": {
-            **NEUTRAL,
-            "max_new_tokens": sampling.max_new_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "stop_token_ids": list(sampling.stop_token_ids),
-            "ignore_eos": sampling.ignore_eos,
-            "sampling_seed": seed,
-        },
+        "sampling_params": {**sampling_fields(sampling), "sampling_seed": seed},
         "return_logprob": True,
         "return_text_in_logprobs": False,
         "stream": False,
@@ -54,6 +45,19 @@ def generate_request(
     if rid is not None:
         body["rid"] = rid
     return Request("POST", "/generate", body)
+
+
+def sampling_fields(sampling: SamplingParams) -> dict[str, object]:
+    """`sampling_params` of a request, without a seed."""
+    return {
+        **NEUTRAL,
+        "max_new_tokens": sampling.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": sampling.ignore_eos,
+    }
 
 
 def health() -> Request:
