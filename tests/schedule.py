@@ -1,26 +1,33 @@
-"""In what order tests run, and which of them two workers share out: so that both end together and start few servers.
+"""In what order tests run, and which of them the workers share out: so that all end together and start few servers.
 
-A worker takes whole units. A unit is a file; but all files that use the session's SGLang servers are one unit, so that
-those servers are started in one worker only, and each test of the quickstart is a unit, since it starts all it needs.
+A worker takes whole units. A unit is a file; but files that use the session's SGLang servers are of two units, so that
+two workers at most start them, and each test of the quickstart is a unit, since it starts all it needs.
 """
 
 import pytest
 
 BY_TEST = "examples/test_quickstart.py"
+SERVERS = {
+    # Trainers that are started beside the one server which most tests ask.
+    "TRAINERS": (
+        "docs/test_own_fork.py", "matrix/test_launcher_step.py", "matrix/test_patched_tree.py",
+        "mcore/test_failing_ranks.py", "rollout/test_client_real_server.py", "rollout/test_episodes_real_server.py",
+        "rollout/test_failed_samples_real_server.py", "tools/test_local_server.py",
+    ),
+    # Servers that are examined, paused, updated or killed, and beside the first a second and a third one.
+    "SERVERS": (
+        "doctor/test_real_server.py", "engines/test_discovery_real_servers.py",
+        "engines/test_weight_update_real_server.py", "rollout/test_failover_real_servers.py",
+        "rollout/test_in_flight_real_servers.py", "rollout/test_reuse_real_servers.py",
+        "rollout/test_seeds_real_server.py", "rollout/test_silence_real_servers.py",
+        "weight_sync/test_push_real_servers.py",
+    ),
+}  # fmt: skip
 LONGEST_FIRST = (
-    "SERVERS", "mcore/test_gradients.py", BY_TEST, "mcore/test_rejection.py", "mcore/test_router_replay.py", "examples",
-    "mcore", "matrix", "parallel", "core", "tools",
+    "SERVERS", "TRAINERS", BY_TEST, "mcore/test_gradients.py", "examples", "mcore/test_rejection.py",
+    "mcore/test_hf_models.py", "mcore/test_router_replay.py", "mcore", "matrix", "parallel", "core", "tools",
 )  # fmt: skip
-"""Files, folders, and the unit of the session's servers; files that are not named come last."""
-SERVERS = (
-    "docs/test_own_fork.py", "doctor/test_real_server.py", "engines/test_discovery_real_servers.py",
-    "engines/test_weight_update_real_server.py", "matrix/test_launcher_step.py", "matrix/test_patched_tree.py",
-    "mcore/test_failing_ranks.py", "rollout/test_client_real_server.py", "rollout/test_episodes_real_server.py",
-    "rollout/test_failed_samples_real_server.py", "rollout/test_failover_real_servers.py",
-    "rollout/test_in_flight_real_servers.py", "rollout/test_reuse_real_servers.py",
-    "rollout/test_seeds_real_server.py", "rollout/test_silence_real_servers.py", "tools/test_local_server.py",
-    "weight_sync/test_push_real_servers.py",
-)  # fmt: skip
+"""Files, folders, and the units of the session's servers; files that are not named come last."""
 
 
 def unit_of(nodeid: str) -> str:
@@ -28,7 +35,7 @@ def unit_of(nodeid: str) -> str:
     path = nodeid.partition("::")[0].removeprefix("tests/")
     if path == BY_TEST:
         return nodeid
-    return "SERVERS" if path in SERVERS else path
+    return next((unit for unit, files in SERVERS.items() if path in files), path)
 
 
 def place_of(nodeid: str) -> int:
@@ -51,6 +58,11 @@ def pytest_xdist_make_scheduler(config, log):
     class LoadUnits(LoadScopeScheduling):
         def _split_scope(self, nodeid):
             return unit_of(nodeid)
+
+        def _reschedule(self, node):
+            # A worker needs one test more than it runs; the scheduler's own rule would give it three long units at once.
+            if not self.workqueue or self._pending_of(self.assigned_work[node]) <= 1:
+                super()._reschedule(node)
 
     config.option.loadscopereorder = False  # it would sort by the number of tests
     return LoadUnits(config, log)
