@@ -60,7 +60,7 @@ def pytest_xdist_make_scheduler(config, log):
             return unit_of(nodeid)
 
         def _reschedule(self, node):
-            # A worker needs one test more than it runs; the scheduler's own rule would give it three long units at once.
+            # A worker needs one test more than it runs; by the scheduler's own rule it may hold three long units.
             if not self.workqueue or self._pending_of(self.assigned_work[node]) <= 1:
                 super()._reschedule(node)
 
