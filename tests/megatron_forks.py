@@ -5,6 +5,7 @@ As a program it is that process: it reads a script's command line from a line of
 
 import atexit
 import contextlib
+import gc
 import json
 import os
 import runpy
@@ -78,9 +79,11 @@ class _Parent:
 
 def main():
     import megatron.training  # noqa: F401
+    from transformers.models.qwen3_moe import modeling_qwen3_moe  # noqa: F401
 
     import megatron_rl_corr.mcore.hooks  # noqa: F401
 
+    gc.freeze()  # or each fork would walk all that was imported, again and again
     for line in sys.stdin:
         job = json.loads(line)
         arm, status = die_with_parent(), 1

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "examples/quickstart"
-sys.path.insert(0, str(QUICKSTART))
 
 
 def record_routes(folder):
@@ -37,17 +36,11 @@ def record_routes(folder):
     torch.nn.modules.module.register_module_forward_hook(record)
 
 
-def run_quickstart():
-    import run
-
-    command_of = run.training_command
-    usual = str(run.HERE / "pretrain_moe.py")
-    run.training_command = lambda *given: [__file__ if part == usual else part for part in command_of(*given)]
-    return run.main()
-
-
 if __name__ == "__main__":
     if "RANK" not in os.environ:
-        sys.exit(run_quickstart())
+        import forked_quickstart
+
+        sys.exit(forked_quickstart.main(__file__))
     record_routes(os.environ["RECORDED_ROUTES"])
+    sys.path.insert(0, str(QUICKSTART))  # for the reward, which imports make_model
     runpy.run_path(str(QUICKSTART / "pretrain_moe.py"), run_name="__main__")

@@ -22,6 +22,8 @@ from tools.process_group import group_members
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = ROOT / "examples/quickstart/run.py"
+FORKED = ROOT / "tests/examples/forked_quickstart.py"
+"""Where another test has shown the same of ranks that torchrun starts itself."""
 MARK = "TEST_QUICKSTART_OUT"
 STEPS = 28
 LEARNS_FASTER = ["--", "--lr", "4e-3"]
@@ -31,12 +33,12 @@ LEARNS_FASTER = ["--", "--lr", "4e-3"]
 class Quickstart:
     """A running quickstart whose output is read line by line; ended, with all it started, when the test leaves."""
 
-    def __init__(self, out, *options):
+    def __init__(self, out, *options, program=RUN):
         self.out = out
         self.lines = []
         self.process = subprocess.Popen(
-            [sys.executable, RUN, "--out", out, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            env={**os.environ, MARK: str(out)},
+            [sys.executable, program, "--out", out, *options],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, MARK: str(out)},
             # A shell gives what it starts in the background an ignored SIGINT, and it is inherited.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
@@ -194,8 +196,9 @@ def test_quickstart_in_float32_then_log_ratios_after_every_push_are_below_1e_4_a
         replayed = "--context-parallel-size" in layout
         replay = ["--router-replay", "R3" if replayed else "off"]
         quickstart = processes.enter_context(
-            Quickstart(tmp_path / "run", "--server-dtype", "float32", *replay, "--", *options)
-        )
+            Quickstart(tmp_path / "run", "--server-dtype", "float32", *replay, "--", *options,
+                       program=FORKED if replayed else RUN)
+        )  # fmt: skip
         quickstart.read_until("is ready after")
         if "--use-distributed-optimizer" in layout:
             router.add(re.search(r"(http://127.0.0.1:\d+) is ready", quickstart.text)[1])
@@ -243,7 +246,7 @@ def test_server_killed_in_mid_run_then_training_ends_naming_it_and_a_new_run_goe
     load = ["--load", str(tmp_path / "checkpoints"), "--train-iters", str(saved + 2)]
     load += ["--use-checkpoint-opt-param-scheduler"]  # the schedule was made for another number of iterations
     load += ["--rollout-save-trajectories", str(tmp_path / "later")]
-    with Quickstart(tmp_path / "again", "--server-dtype", "float32", "--", *load) as quickstart:
+    with Quickstart(tmp_path / "again", "--server-dtype", "float32", "--", *load, program=FORKED) as quickstart:
         assert quickstart.finish() == 0, quickstart.text
     after = read_metrics(quickstart.out / "metrics.jsonl")
     # The new server started from the first weights: only a push of the loaded ones makes the two agree.

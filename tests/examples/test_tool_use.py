@@ -12,6 +12,7 @@ import pytest
 from megatron_rl_corr.rollout.sample_file import read_trajectories
 
 ROOT = Path(__file__).resolve().parents[2]
+FORKED = ROOT / "tests/examples/forked_quickstart.py"
 README = ROOT / "examples/tool_use/README.md"
 
 
@@ -21,9 +22,10 @@ def run(tmp_path_factory):
     [command] = re.findall(r"^    \.venv/bin/python (.*)$", README.read_text().replace("\\\n", " "), re.MULTILINE)
     words = shlex.split(command)
     flags = words[words.index("--") + 1 :]
+    assert words[0] == "examples/quickstart/run.py"
     out = tmp_path_factory.mktemp("tool_use") / "run"
     done = subprocess.run(
-        [sys.executable, words[0], "--steps", "3", "--server-dtype", "float32", "--out", out, "--", *flags,
+        [sys.executable, FORKED, "--steps", "3", "--server-dtype", "float32", "--out", out, "--", *flags,
          "--rollout-save-trajectories", out / "samples"],
         cwd=ROOT, capture_output=True, text=True, timeout=280,
     )  # fmt: skip

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl_corr.observability.catalogue import spec_of
+from tests.forked_torchrun import forking
 from tests.matrix.patched import cpu_flags, unchanged
 from tests.matrix.releases import WITH_TRAINING, chosen, release_environment
 from tests.matrix.replaying_server import ReplayingServer
@@ -76,9 +77,9 @@ def launch(release, folder, model, url):
     logs = ["--log-interval", 1, "--tensorboard-dir", folder / "tensorboard", "--wandb-project", "p",
             "--wandb-exp-name", "e", "--wandb-save-dir", folder / "wandb"]  # fmt: skip
     return subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc_per_node", "4",
-         "--master-addr", "127.0.0.1", "--master-port", str(free_port()), "-m", "megatron_rl_corr.launch",
-         HERE / "pretrain_any.py", *cpu_flags(model), *map(str, [*LAYOUT, *logs, *ours])],
+        forking([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "4", "--master-addr", "127.0.0.1",
+                 "--master-port", str(free_port()), "-m", "megatron_rl_corr.launch", HERE / "pretrain_any.py",
+                 *cpu_flags(model), *map(str, [*LAYOUT, *logs, *ours])]),
         env=release_environment(release, folder / "stand_in") | {
             "HF_HUB_OFFLINE": "1", "LOGGED_TO_WANDB": str(folder / "wandb.jsonl"), "CUDA_VISIBLE_DEVICES": "",
         },
