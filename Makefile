@@ -17,9 +17,9 @@ help: ## List the targets
 setup: ## Make .venv (once; later it only checks), with or without a GPU
 	@scripts/setup
 
-# Three processes share the tests (tests/schedule.py), on two cores too: one or the other waits for a server.
+# Two processes share the tests (tests/schedule.py): with three the two cores are no faster, and answers come late.
 test: setup ## Run every test; TESTS=path or TESTS="-k name" for some of them
-	$(PYTHON) -m pytest $(if $(TESTS),$(TESTS),-n 3 --durations=10)
+	$(PYTHON) -m pytest $(if $(TESTS),$(TESTS),-n 2 --durations=10)
 
 test-matrix: setup ## Run corrected steps on every supported release of megatron-core (fetches five wheels once)
 	MEGATRON_RELEASES=all $(PYTHON) -m pytest tests/matrix $(TESTS)

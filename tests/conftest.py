@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 import urllib.request
@@ -13,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from tests import stand_in_server
-from tests.megatron_forks import run_megatron
 from tests.schedule import pytest_collection_modifyitems, pytest_xdist_make_scheduler  # noqa: F401
 from tools.cpu import environment, sglang_arguments
 from tools.local_server import LocalServer
@@ -26,7 +26,9 @@ ROOT = Path(__file__).resolve().parents[1]
 def tiny_moe_dir(tmp_path_factory) -> Path:
     """A tiny Qwen3-MoE in Hugging Face format, seed 0."""
     out = tmp_path_factory.mktemp("tiny_moe")
-    run_megatron(ROOT / "examples/quickstart/make_model.py", out, "--seed", 0).check_returncode()
+    subprocess.run(
+        [sys.executable, ROOT / "examples/quickstart/make_model.py", out, "--seed", "0"], check=True
+    )
     return out
 
 
@@ -37,7 +39,7 @@ def hf_reference(tmp_path_factory):
     @functools.cache
     def made(model_dir: Path) -> Path:
         path = tmp_path_factory.mktemp("hf_reference") / "reference.pt"
-        run_megatron(ROOT / "tests/mcore/hf_reference.py", model_dir, path).check_returncode()
+        subprocess.run([sys.executable, ROOT / "tests/mcore/hf_reference.py", model_dir, path], check=True)
         return path
 
     return made

@@ -1,12 +1,14 @@
 """torchrun whose ranks are forks of one process that has imported Megatron: a start takes one import, not five.
 
-As a program it takes torchrun's command line and environment. The agent, its rendezvous, variables and signals, and how
-it ends the other ranks when one has failed, are torchrun's own; what a rank runs is the same, module or script.
+As a program it takes torchrun's command line and environment. Agent, rendezvous and variables are torchrun's own, and
+what a rank runs is the same. Not the same: ranks are in the agent's session, they end without Python's finalisation,
+and Megatron is there before the module or script is read. Tests of starts and ends use torchrun itself.
 """
 
 import gc
 import os
 import runpy
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -22,32 +24,44 @@ def forking(command: Sequence[str]) -> list[str]:
     interpreter, *given = command
     if given[:2] != TORCHRUN:
         raise ValueError(f"the command must begin with {[interpreter, *TORCHRUN]}, got {list(command)[:3]}")
-    return [interpreter, __file__, *given[2:]]
+    return [interpreter, "-u", __file__, *given[2:]]  # -u: as torchrun starts its ranks
 
 
 def _rank(*words: str) -> None:
     """What `python *words` does: words are [-u] [-m] and a module or a script, then its arguments."""
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)  # the agent's own handlers are inherited
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     words = [word for word in words[:2] if word != "-u"] + list(words[2:])
-    if words[0] == "-m":
-        sys.argv, sys.path[0] = words[1:], os.getcwd()
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv, sys.path[0] = words, os.path.dirname(words[0])
-        runpy.run_path(sys.argv[0], run_name="__main__")
+    try:
+        if words[0] == "-m":
+            sys.argv, sys.path[0] = words[1:], os.getcwd()
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv, sys.path[0] = words, os.path.dirname(words[0])
+            runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as left:
+        if left.code:
+            raise
+        # The agent waits for what a rank that has succeeded returns.
 
 
 def main() -> None:
     import megatron.training  # noqa: F401
     import transformers  # noqa: F401
     from torch.distributed import run
-    from torch.distributed.launcher.api import elastic_launch
 
     import megatron_rl_corr.mcore.hooks  # noqa: F401
 
-    config, _, words = run.config_from_args(run.parse_args(sys.argv[1:]))
-    config.start_method = "fork"
+    launch = run.elastic_launch
+
+    def launch_forks(config, entrypoint):
+        config.start_method = "fork"
+        return launch(config=config, entrypoint=_rank)
+
+    run.elastic_launch = launch_forks
     gc.freeze()  # as in tests/megatron_forks.py
-    elastic_launch(config=config, entrypoint=_rank)(*words)
+    run.main()
 
 
 if __name__ == "__main__":

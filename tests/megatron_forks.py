@@ -79,7 +79,6 @@ class _Parent:
 
 def main():
     import megatron.training  # noqa: F401
-    from transformers.models.qwen3_moe import modeling_qwen3_moe  # noqa: F401
 
     import megatron_rl_corr.mcore.hooks  # noqa: F401
 

@@ -61,7 +61,7 @@ def pytest_xdist_make_scheduler(config, log):
 
         def _reschedule(self, node):
             # A worker needs one test more than it runs; by the scheduler's own rule it may hold three long units.
-            if not self.workqueue or self._pending_of(self.assigned_work[node]) <= 1:
+            while not node.shutting_down and (not self.workqueue or self._pending_of(self.assigned_work[node]) <= 1):
                 super()._reschedule(node)
 
     config.option.loadscopereorder = False  # it would sort by the number of tests

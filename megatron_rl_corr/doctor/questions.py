@@ -61,7 +61,7 @@ async def quick_check(
 ) -> list[Finding]:
     """The defects of a client's servers, without changing anything there.
 
-    Sends 20 requests of at most 24 tokens to each server, most of them at once. Questions that the engine does not
+    Sends 20 requests of at most 24 tokens to each server, at most 7 at once. Questions that the engine does not
     support are named on stderr.
 
     Args:
@@ -115,7 +115,7 @@ async def ask_quick(probe: Probe, expected: Expected) -> tuple[list[Row], Facts]
         _scored(probe, plain), _scored(probe, hot), _scored(probe, top_p), probe.score(fixed, tail),
     ]))  # fmt: skip
     second = await if_supported(probe.generate(repeated, TOKENS, temperature=0.0))
-    # By themselves: SGLang draws a whole batch by rank and not by id while one of its requests truncates.
+    # By themselves: SGLang draws a whole batch by rank and not by id once a truncated or greedy request has joined it.
     seeded = await if_supported(_seeded(probe, [*judgements.SEEDS, judgements.SEEDS[0]]))
     dtype, step, float32_head = (
         attempt(engine.dtype, info), attempt(_grid_step, plain), attempt(engine.has_float32_head, info)

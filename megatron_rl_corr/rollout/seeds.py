@@ -1,8 +1,10 @@
 """The seed of each request: what it draws depends on its place in the run, and on nothing that happens by chance.
 
 A server with deterministic inference draws token p of a request with noise that is a function of (seed, p, id) alone:
-requests of one seed and prompt have one and the same response. While any request of its batch has top_p or top_k,
-SGLang 0.5.23 takes the rank of the id, by probability, in place of the id, for all of them. Other servers ignore it.
+requests of one seed and prompt have one and the same response. Other servers take the seed and ignore it.
+
+SGLang 0.5.23 draws by the rank of an id among the likeliest, in place of the id, from the moment a request with top_p,
+top_k or temperature 0 joins a batch until that batch is empty. So a response may depend on what else was asked.
 """
 
 import hashlib

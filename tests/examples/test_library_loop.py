@@ -1,17 +1,28 @@
 """The plain-library example: short, and the same training on one process and on TP 2 x DP 2."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.megatron_forks import run_megatron
+from tools.cpu import environment
+from tools.local_server import free_port
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples/library_loop/train.py"
 
 
 def steps(processes, tensor_parallel):
     """[k3_kl, mean weight] of each step."""
-    done = run_megatron(EXAMPLE, tensor_parallel, ranks=processes)
+    if processes == 1:
+        done = run_megatron(EXAMPLE, tensor_parallel, ranks=1)
+    else:
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc_per_node", str(processes),
+             "--master-addr", "127.0.0.1", "--master-port", str(free_port()), EXAMPLE, str(tensor_parallel)],
+            env=environment("megatron"), capture_output=True, text=True, timeout=200,
+        )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [line.split() for line in done.stdout.splitlines() if line.startswith("step ")]
     assert [int(line[1]) for line in lines] == [0, 1, 2, 3, 4]

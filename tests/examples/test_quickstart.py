@@ -23,7 +23,7 @@ from tools.process_group import group_members
 ROOT = Path(__file__).resolve().parents[2]
 RUN = ROOT / "examples/quickstart/run.py"
 FORKED = ROOT / "tests/examples/forked_quickstart.py"
-"""Where another test has shown the same of ranks that torchrun starts itself."""
+"""Where only what is trained matters: how torchrun starts and ends ranks, the other tests show."""
 MARK = "TEST_QUICKSTART_OUT"
 STEPS = 28
 LEARNS_FASTER = ["--", "--lr", "4e-3"]

@@ -76,10 +76,13 @@ def launch(release, folder, model, url):
     ]  # fmt: skip
     logs = ["--log-interval", 1, "--tensorboard-dir", folder / "tensorboard", "--wandb-project", "p",
             "--wandb-exp-name", "e", "--wandb-save-dir", folder / "wandb"]  # fmt: skip
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "4", "--master-addr", "127.0.0.1",
+        "--master-port", str(free_port()), "-m", "megatron_rl_corr.launch", HERE / "pretrain_any.py",
+        *cpu_flags(model), *map(str, [*LAYOUT, *logs, *ours]),
+    ]  # fmt: skip
     return subprocess.run(
-        forking([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "4", "--master-addr", "127.0.0.1",
-                 "--master-port", str(free_port()), "-m", "megatron_rl_corr.launch", HERE / "pretrain_any.py",
-                 *cpu_flags(model), *map(str, [*LAYOUT, *logs, *ours])]),
+        forking(command) if release == RELEASES[0] else command,  # the quickstart shows the newest under torchrun
         env=release_environment(release, folder / "stand_in") | {
             "HF_HUB_OFFLINE": "1", "LOGGED_TO_WANDB": str(folder / "wandb.jsonl"), "CUDA_VISIBLE_DEVICES": "",
         },

@@ -1,11 +1,14 @@
-"""A fork that has Megatron behaves as an interpreter that was started for the script."""
+"""A fork that has Megatron behaves as an interpreter that was started for the script, or for the rank."""
 
 import subprocess
+import sys
 
 import pytest
 
+from tests.forked_torchrun import forking
 from tests.megatron_forks import run_megatron
-from tools.cpu import gpu_available
+from tools.cpu import environment, gpu_available
+from tools.local_server import free_port
 
 pytestmark = pytest.mark.skipif(gpu_available(), reason="without a GPU only")
 
@@ -18,8 +21,10 @@ if kind == "raises":
     raise KeyError("a")
 if kind == "leaves":
     sys.exit(int(rest[0]) if os.environ.get("RANK", "1") == "1" else 0)
-if kind == "hangs":
+if kind == "hangs" or kind == "fails" and os.environ["RANK"] == "0":
     time.sleep(60)
+if kind == "fails":
+    sys.exit("rank 1 is broken")
 """
 
 
@@ -48,3 +53,25 @@ def test_script_when_it_hangs_then_it_is_killed_and_the_next_one_runs(script):
         run_megatron(script, "hangs", ranks=2, timeout=1)
     assert "hangs [] 0 2" in error.value.stdout
     assert run_megatron(script, "ends").returncode == 0
+
+
+def torchrun(script, *words):
+    """torchrun of two ranks, which are forks."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master-addr", "127.0.0.1",
+               "--master-port", str(free_port()), script, *words]  # fmt: skip
+    return subprocess.run(
+        forking(command), env=environment("megatron"), capture_output=True, text=True, timeout=50
+    )
+
+
+@pytest.mark.parametrize("words", [["ends"], ["leaves", "0"]])
+def test_forked_torchrun_when_both_ranks_succeed_then_status_0(script, words):
+    done = torchrun(script, *words)
+    rest = words[1:]
+    assert sorted(done.stdout.splitlines()) == [f"{words[0]} {rest} {rank} 2" for rank in (0, 1)], done.stderr
+    assert done.returncode == 0
+
+
+def test_forked_torchrun_when_one_rank_fails_then_it_says_why_and_the_other_is_ended(script):
+    done = torchrun(script, "fails")
+    assert done.returncode == 1 and "rank 1 is broken" in done.stderr
