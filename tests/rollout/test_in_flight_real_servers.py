@@ -5,6 +5,7 @@ P prompt tokens, R response tokens. The truth is computed with Hugging Face mode
 
 import json
 import time
+import urllib.request
 from itertools import pairwise
 
 import pytest
@@ -92,6 +93,28 @@ def push(servers, tensors, version):
     servers.resume()
 
 
+def wait_for_tokens(urls, steps=5):
+    """Returns once every server has sampled so many tokens more of each request that runs on it.
+
+    What one server aborted may all be at the other: one of them may have none.
+    """
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    least, deadline = {}, time.monotonic() + 30
+    while time.monotonic() < deadline:
+        grown, running = [], []
+        for url in urls:
+            with opener.open(f"{url}/v1/loads", timeout=10) as answer:
+                load = json.load(answer)["loads"][0]
+            used, requests = load["num_used_tokens"], load["num_running_reqs"]
+            least[url] = min(used, least.get(url, used))  # after a pause they are computed anew, from none
+            running += [url] if requests else []
+            grown += [url] if requests and used >= least[url] + steps * requests else []
+        if grown and grown == running:
+            return
+        time.sleep(0.02)
+    raise TimeoutError(f"{urls} have not sampled {steps} tokens of each request in 30 s")
+
+
 @pytest.fixture
 def loop():
     with LoopThread() as thread:
@@ -117,7 +140,7 @@ def test_weights_when_changed_while_sampling_then_every_token_carries_the_versio
         for url in urls[:count]:
             wait_until_sampling(url)
         for version in ("2", "3"):
-            time.sleep(0.2)  # some tokens of these weights; what one server aborted may all be at the other
+            wait_for_tokens(urls[:count])  # some of these weights
             assert not sampling.done()
             push(servers, weights[VERSIONS[version]], version)
         trajectories = sampling.result(120)
