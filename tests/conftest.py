@@ -2,18 +2,15 @@
 
 import functools
 import importlib.util
-import json
 import os
 import signal
 import subprocess
 import sys
-import time
-import urllib.request
 from pathlib import Path
 
 import pytest
 
-from tests import stand_in_server
+from tests import server_load, stand_in_server
 from tests.schedule import pytest_collection_modifyitems, pytest_xdist_make_scheduler  # noqa: F401
 from tools.cpu import environment, sglang_arguments
 from tools.local_server import LocalServer
@@ -132,16 +129,5 @@ def faulty():
 
 @pytest.fixture
 def wait_until_sampling():
-    """wait_until_sampling(url): returns once a real server holds 20 tokens of running requests."""
-
-    def wait(url):
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        deadline = time.monotonic() + 30
-        while time.monotonic() < deadline:
-            with opener.open(f"{url}/v1/loads", timeout=10) as answer:
-                if json.load(answer)["loads"][0]["num_used_tokens"] >= 20:
-                    return
-            time.sleep(0.02)
-        raise TimeoutError(f"{url} has not sampled 20 tokens in 30 s")
-
-    return wait
+    """wait_until_sampling(url) of server_load.py."""
+    return server_load.wait_until_sampling

@@ -4,8 +4,6 @@ P prompt tokens, R response tokens. The truth is computed with Hugging Face mode
 """
 
 import json
-import time
-import urllib.request
 from itertools import pairwise
 
 import pytest
@@ -16,6 +14,7 @@ from megatron_rl_corr.rollout import LoopThread, RolloutClient, RolloutProtocolE
 from megatron_rl_corr.weight_sync.servers import WeightServers
 from megatron_rl_corr.weight_sync.transports.broadcast import DistributedTransport
 from tests.hf_truth import scored
+from tests.server_load import wait_for_tokens
 
 PROMPTS, SAMPLES = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7, 9], [3, 2]], 3
 LONG = SamplingParams(250, ignore_eos=True)
@@ -91,28 +90,6 @@ def push(servers, tensors, version):
     servers.end(version)
     servers.expect(version)
     servers.resume()
-
-
-def wait_for_tokens(urls, steps=5):
-    """Returns once every server has sampled so many tokens more of each request that runs on it.
-
-    What one server aborted may all be at the other: one of them may have none.
-    """
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    least, deadline = {}, time.monotonic() + 30
-    while time.monotonic() < deadline:
-        grown, running = [], []
-        for url in urls:
-            with opener.open(f"{url}/v1/loads", timeout=10) as answer:
-                load = json.load(answer)["loads"][0]
-            used, requests = load["num_used_tokens"], load["num_running_reqs"]
-            least[url] = min(used, least.get(url, used))  # after a pause they are computed anew, from none
-            running += [url] if requests else []
-            grown += [url] if requests and used >= least[url] + steps * requests else []
-        if grown and grown == running:
-            return
-        time.sleep(0.02)
-    raise TimeoutError(f"{urls} have not sampled {steps} tokens of each request in 30 s")
 
 
 @pytest.fixture
