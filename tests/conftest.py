@@ -11,12 +11,19 @@ from pathlib import Path
 import pytest
 
 from tests import server_load, stand_in_server
+from tests.preloaded import PreloadedServer, address
 from tests.schedule import pytest_collection_modifyitems, pytest_xdist_make_scheduler  # noqa: F401
 from tools.cpu import environment, sglang_arguments
-from tools.local_server import LocalServer
+from tools.cpu.process_environment import ENGINES
 from tools.process_group import group_members
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def pytest_configure(config):
+    if getattr(config.option, "numprocesses", None):  # all workers share what their parent starts
+        for engine in ENGINES:
+            address(engine)
 
 
 @pytest.fixture(scope="session")
@@ -49,7 +56,7 @@ def sglang_server_fp32(tiny_moe_dir, tmp_path_factory):
     assert "megatron.core" not in sys.modules, "a test imported Megatron into this process; use one of its own"
     if importlib.util.find_spec("sglang") is None:
         pytest.skip("sglang is not installed; make setup installs it")
-    server = LocalServer(
+    server = PreloadedServer(
         tiny_moe_dir,
         dtype="float32",
         log_path=tmp_path_factory.mktemp("sglang") / "server.log",
@@ -66,7 +73,7 @@ def sglang_server_fp32(tiny_moe_dir, tmp_path_factory):
 def keeping_server(tiny_moe_dir, tmp_path_factory):
     """A real server that may be paused in place and keeps cached prefixes then; it returns routed experts."""
     arguments = ["--disable-overlap-schedule", "--enable-return-routed-experts", "--random-seed", "2"]
-    with LocalServer(
+    with PreloadedServer(
         tiny_moe_dir, dtype="float32", log_path=tmp_path_factory.mktemp("keeping") / "server.log",
         extra_arguments=[*sglang_arguments(), *arguments], environment=environment("sglang"),
     ) as server:  # fmt: skip
@@ -86,7 +93,7 @@ class Victim:
         self.server, self.killed = self._made(port=0), False
 
     def _made(self, port):
-        return LocalServer(
+        return PreloadedServer(
             self._model_dir, dtype="float32", port=port, log_path=self._folder / "server.log",
             extra_arguments=[*sglang_arguments(), *VICTIM], environment=environment("sglang"),
         )  # fmt: skip

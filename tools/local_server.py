@@ -51,6 +51,9 @@ class LocalServer:
         environment: the process's whole environment; None inherits this one.
     """
 
+    popen = subprocess.Popen
+    """Starts the process."""
+
     def __init__(
         self,
         model_path: str | Path,
@@ -110,7 +113,7 @@ class LocalServer:
             "TMPDIR": str(self._scratch),
         }
         with self.log_path.open("wb") as log:
-            self._process = subprocess.Popen(
+            self._process = self.popen(
                 self.command(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -1,5 +1,9 @@
-"""The quickstart with tests/forked_torchrun.py for torchrun: all else is examples/quickstart/run.py's own."""
+"""The quickstart with its processes from tests/preloaded.py: all else is examples/quickstart/run.py's own.
 
+torchrun is tests/forked_torchrun.py.
+"""
+
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +20,9 @@ def main(pretrain_script=None):
     import run
 
     from tests.forked_torchrun import forking
+    from tests.preloaded import PreloadedPopen
+
+    subprocess.Popen = run.LocalServer.popen = PreloadedPopen
 
     command_of, usual = run.training_command, str(run.HERE / "pretrain_moe.py")
 
