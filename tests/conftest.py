@@ -4,14 +4,13 @@ import functools
 import importlib.util
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests import server_load, stand_in_server
-from tests.preloaded import PreloadedServer, address
+from tests.preloaded import PreloadedServer, address, run_preloaded
 from tests.schedule import pytest_collection_modifyitems, pytest_xdist_make_scheduler  # noqa: F401
 from tools.cpu import environment, sglang_arguments
 from tools.cpu.process_environment import ENGINES
@@ -30,9 +29,8 @@ def pytest_configure(config):
 def tiny_moe_dir(tmp_path_factory) -> Path:
     """A tiny Qwen3-MoE in Hugging Face format, seed 0."""
     out = tmp_path_factory.mktemp("tiny_moe")
-    subprocess.run(
-        [sys.executable, ROOT / "examples/quickstart/make_model.py", out, "--seed", "0"], check=True
-    )
+    made = run_preloaded([ROOT / "examples/quickstart/make_model.py", out, "--seed", 0], engine="sglang")
+    assert made.returncode == 0, made.stderr
     return out
 
 
@@ -43,7 +41,8 @@ def hf_reference(tmp_path_factory):
     @functools.cache
     def made(model_dir: Path) -> Path:
         path = tmp_path_factory.mktemp("hf_reference") / "reference.pt"
-        subprocess.run([sys.executable, ROOT / "tests/mcore/hf_reference.py", model_dir, path], check=True)
+        made = run_preloaded([ROOT / "tests/mcore/hf_reference.py", model_dir, path])
+        assert made.returncode == 0, made.stderr
         return path
 
     return made

@@ -98,6 +98,24 @@ class PreloadedPopen(subprocess.Popen):
         return self.returncode
 
 
+def run_preloaded(
+    words: Sequence[object], *, engine: str = "megatron", timeout: float = 300.0, **options
+) -> subprocess.CompletedProcess:
+    """What `python WORDS` ends with and has written, in a fork that has the engine; options are Popen's."""
+    command = [sys.executable, *map(str, words)]
+    with PreloadedPopen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        **{"env": environment(engine), **options},
+    ) as process:  # fmt: skip
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except BaseException:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
 class PreloadedServer(LocalServer):
     """A LocalServer that is there in two seconds."""
 

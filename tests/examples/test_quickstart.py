@@ -17,7 +17,9 @@ import torch
 from megatron_rl_corr.observability.catalogue import catalogue, spec_of
 from megatron_rl_corr.observability.metrics_file import read_metrics
 from megatron_rl_corr.rollout.sample_file import read_sampling, read_trajectories
+from tests.preloaded import PreloadedPopen
 from tests.router_process import RouterProcess
+from tools.cpu import environment
 from tools.process_group import group_members
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,9 +38,10 @@ class Quickstart:
     def __init__(self, out, *options, program=RUN):
         self.out = out
         self.lines = []
-        self.process = subprocess.Popen(
-            [sys.executable, program, "--out", out, *options],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, MARK: str(out)},
+        forked = program == FORKED
+        self.process = (PreloadedPopen if forked else subprocess.Popen)(
+            [sys.executable, program, "--out", out, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, env={**(environment("megatron") if forked else os.environ), MARK: str(out)},
             # A shell gives what it starts in the background an ignored SIGINT, and it is inherited.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )

@@ -1,16 +1,14 @@
 """R3 in the quickstart: the experts that the real server chose are those that real Megatron trains."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from megatron_rl_corr.observability.metrics_file import read_metrics
 from megatron_rl_corr.rollout.sample_file import read_trajectories
+from tests.preloaded import run_preloaded
+from tools.cpu import environment
 
 HERE = Path(__file__).resolve().parent
 STEPS, MICRO_BATCH, MICRO_BATCHES = 2, 16, 4
@@ -26,17 +24,13 @@ def replayed(tmp_path_factory):
     """
     folder = tmp_path_factory.mktemp("replay")
     (folder / "routes").mkdir()
-    command = [
-        sys.executable, HERE / "recording_pretrain.py", "--out", folder / "run", "--server-dtype", "bfloat16",
-        "--steps", str(STEPS), "--router-replay", "R3", "--", *RECOMPUTE, "--expert-statistics",
-        "--rollout-save-trajectories", folder / "samples",
-    ]  # fmt: skip
-    run = subprocess.run(
-        command, env={**os.environ, "RECORDED_ROUTES": str(folder / "routes")}, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, timeout=600,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    run = run_preloaded(
+        [HERE / "recording_pretrain.py", "--out", folder / "run", "--server-dtype", "bfloat16", "--steps", STEPS,
+         "--router-replay", "R3", "--", *RECOMPUTE, "--expert-statistics", "--rollout-save-trajectories",
+         folder / "samples"],
+        env=environment("megatron") | {"RECORDED_ROUTES": str(folder / "routes")}, timeout=600,
     )  # fmt: skip
-    assert run.returncode == 0, run.stdout
+    assert run.returncode == 0, run.stdout + run.stderr
     return folder
 
 

@@ -3,13 +3,12 @@
 import json
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from megatron_rl_corr.rollout.sample_file import read_trajectories
+from tests.preloaded import run_preloaded
 
 ROOT = Path(__file__).resolve().parents[2]
 FORKED = ROOT / "tests/examples/forked_quickstart.py"
@@ -24,10 +23,10 @@ def run(tmp_path_factory):
     flags = words[words.index("--") + 1 :]
     assert words[0] == "examples/quickstart/run.py"
     out = tmp_path_factory.mktemp("tool_use") / "run"
-    done = subprocess.run(
-        [sys.executable, FORKED, "--steps", "3", "--server-dtype", "float32", "--out", out, "--", *flags,
+    done = run_preloaded(
+        [FORKED, "--steps", 3, "--server-dtype", "float32", "--out", out, "--", *flags,
          "--rollout-save-trajectories", out / "samples"],
-        cwd=ROOT, capture_output=True, text=True, timeout=280,
+        cwd=ROOT, timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return out

@@ -17,6 +17,7 @@ from tests.forked_torchrun import forking
 from tests.matrix.patched import cpu_flags, unchanged
 from tests.matrix.releases import WITH_TRAINING, chosen, release_environment
 from tests.matrix.replaying_server import ReplayingServer
+from tests.preloaded import run_preloaded
 from tools.local_server import free_port
 
 HERE = Path(__file__).resolve().parent
@@ -81,13 +82,12 @@ def launch(release, folder, model, url):
         "--master-port", str(free_port()), "-m", "megatron_rl_corr.launch", HERE / "pretrain_any.py",
         *cpu_flags(model), *map(str, [*LAYOUT, *logs, *ours]),
     ]  # fmt: skip
-    return subprocess.run(
-        forking(command) if release == RELEASES[0] else command,  # the quickstart shows the newest under torchrun
-        env=release_environment(release, folder / "stand_in") | {
-            "HF_HUB_OFFLINE": "1", "LOGGED_TO_WANDB": str(folder / "wandb.jsonl"), "CUDA_VISIBLE_DEVICES": "",
-        },
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    environment = release_environment(release, folder / "stand_in") | {
+        "HF_HUB_OFFLINE": "1", "LOGGED_TO_WANDB": str(folder / "wandb.jsonl"), "CUDA_VISIBLE_DEVICES": "",
+    }  # fmt: skip
+    if release == RELEASES[0]:  # the quickstart shows it under torchrun
+        return run_preloaded(forking(command)[1:], env=environment)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def steps_of(folder):

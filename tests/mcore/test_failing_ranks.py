@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.matrix.patched import unchanged
+from tests.preloaded import PreloadedPopen
 from tools.cpu import environment
 from tools.process_group import group_members
 
@@ -30,7 +31,7 @@ def results(sglang_server_fp32, tiny_moe_dir, tmp_path_factory):
     folder = tmp_path_factory.mktemp("failing_ranks")
     variables = environment("megatron") | {"PYTHONPATH": f"{ROOT}:{environment('megatron')['PYTHONPATH']}"}
     with unchanged(sglang_server_fp32, tiny_moe_dir), (folder / "stdout").open("w+") as out:
-        worker = subprocess.Popen(
+        worker = PreloadedPopen(
             [sys.executable, "-W", "ignore", WORKER, tiny_moe_dir, sglang_server_fp32.url, folder, *CASES],
             env=variables, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip

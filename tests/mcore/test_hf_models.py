@@ -6,8 +6,6 @@ Megatron's command line comes from config.json alone (weight_sync/model_flags.py
 import importlib.util
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,8 +16,8 @@ from megatron_rl_corr.models.names import ARCHITECTURES
 from megatron_rl_corr.rollout import LoopThread, RolloutClient, SamplingParams
 from tests.mcore.tiny_models import MODELS, VOCAB, make_model
 from tests.megatron_forks import run_megatron
+from tests.preloaded import PreloadedServer, run_preloaded
 from tools.cpu import environment, gpu_available, sglang_arguments
-from tools.local_server import LocalServer
 
 pytestmark = pytest.mark.skipif(gpu_available(), reason="without a GPU only")
 
@@ -36,8 +34,7 @@ def results(*arguments, worker=WORKER, engine="megatron") -> list[dict]:
     if engine == "megatron":
         answer = run_megatron(worker, *arguments)
     else:
-        command = [sys.executable, "-W", "ignore", worker, *map(str, arguments)]
-        answer = subprocess.run(command, env=environment(engine), capture_output=True, text=True, timeout=300)
+        answer = run_preloaded([worker, *arguments], engine=engine)
     assert answer.returncode == 0, answer.stderr[-3000:]
     lines = [line.removeprefix("RESULT ") for line in answer.stdout.splitlines() if line.startswith("RESULT ")]
     return [json.loads(line) for line in lines]
@@ -145,7 +142,7 @@ def tied_server(models, tiny_moe_dir, tmp_path_factory):
     make_model(TIED, folder, seed=1)
     for file in tiny_moe_dir.glob("*token*"):
         shutil.copy(file, folder)
-    server = LocalServer(
+    server = PreloadedServer(
         folder, dtype="float32", log_path=tmp_path_factory.mktemp("sglang") / "server.log",
         extra_arguments=[*sglang_arguments(), "--random-seed", "0"], environment=environment("sglang"),
     )  # fmt: skip

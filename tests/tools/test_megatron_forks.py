@@ -7,7 +7,8 @@ import pytest
 
 from tests.forked_torchrun import forking
 from tests.megatron_forks import run_megatron
-from tools.cpu import environment, gpu_available
+from tests.preloaded import run_preloaded
+from tools.cpu import gpu_available
 from tools.local_server import free_port
 
 pytestmark = pytest.mark.skipif(gpu_available(), reason="without a GPU only")
@@ -59,9 +60,7 @@ def torchrun(script, *words):
     """torchrun of two ranks, which are forks."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master-addr", "127.0.0.1",
                "--master-port", str(free_port()), script, *words]  # fmt: skip
-    return subprocess.run(
-        forking(command), env=environment("megatron"), capture_output=True, text=True, timeout=50
-    )
+    return run_preloaded(forking(command)[1:], timeout=50)
 
 
 @pytest.mark.parametrize("words", [["ends"], ["leaves", "0"]])
