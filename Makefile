@@ -17,12 +17,12 @@ help: ## List the targets
 setup: ## Make .venv (once; later it only checks), with or without a GPU
 	@scripts/setup
 
-# Two processes share the tests (tests/schedule.py): with three the two cores are no faster, and answers come late.
+# Two processes share the tests (tests/schedule.py).
 test: setup ## Run every test; TESTS=path or TESTS="-k name" for some of them
 	$(PYTHON) -m pytest $(if $(TESTS),$(TESTS),-n 2 --durations=10)
 
 test-matrix: setup ## Run corrected steps on every supported release of megatron-core (fetches five wheels once)
-	MEGATRON_RELEASES=all $(PYTHON) -m pytest tests/matrix $(TESTS)
+	MEGATRON_RELEASES=all $(PYTHON) -m pytest -n 2 tests/matrix $(TESTS)
 
 lint: setup ## Check style and line length
 	$(PYTHON) -m ruff check .

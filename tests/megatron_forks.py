@@ -3,16 +3,12 @@
 As a program, `megatron_forks.py N SCRIPT ...` is what torchrun does for N ranks on one machine, by forks of itself.
 """
 
-import contextlib
 import os
-import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
-from tests.preloaded import PreloadedPopen, interpret
-from tools.cpu import environment
+from tests.preloaded import interpret, run_preloaded
 from tools.local_server import free_port
 
 
@@ -30,25 +26,7 @@ def run_megatron(
     Raises:
         subprocess.TimeoutExpired: with what it has written.
     """
-    words = [str(script), *map(str, arguments)]
-    command = [sys.executable, *([] if ranks is None else [__file__, str(ranks)]), *words]
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        process = PreloadedPopen(
-            command, env=environment("megatron"), stdin=subprocess.DEVNULL, stdout=out, stderr=err
-        )
-        try:
-            process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait(30)
-            raise subprocess.TimeoutExpired(words, timeout, _read(out), _read(err)) from None
-        return subprocess.CompletedProcess(words, process.returncode, _read(out), _read(err))
-
-
-def _read(file) -> str:
-    file.seek(0)
-    return file.read()
+    return run_preloaded([*([] if ranks is None else [__file__, ranks]), script, *arguments], timeout=timeout)
 
 
 def main(ranks: int, words: list[str]) -> int:

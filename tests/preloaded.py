@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy
 import psutil
+from setproctitle import setproctitle
 
 from tools.cpu import environment
 from tools.cpu.process_environment import VARIABLE
@@ -67,8 +68,7 @@ class PreloadedPopen(subprocess.Popen):
         self._status = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._status.connect(address(engine))
         socket.send_fds(self._status, [json.dumps(job).encode()], files)
-        answer = self._status.recv(LARGEST)
-        if not answer:
+        if not (answer := self._status.recv(LARGEST)):
             log = Path(address(engine)).with_name("log").read_text()
             raise ChildProcessError(f"the process that was to import {engine} has ended:\n{log[-3000:]}")
         self.pid = int(answer)
@@ -101,19 +101,37 @@ class PreloadedPopen(subprocess.Popen):
 def run_preloaded(
     words: Sequence[object], *, engine: str = "megatron", timeout: float = 300.0, **options
 ) -> subprocess.CompletedProcess:
-    """What `python WORDS` ends with and has written, in a fork that has the engine; options are Popen's."""
+    """What `python WORDS` ends with and has written, in a fork that has the engine.
+
+    Args:
+        words: the command line, written as str.
+        engine: "megatron" or "sglang"; its environment is the process's, unless options name one.
+        timeout: seconds, after which it and its group are killed.
+        options: subprocess.Popen's.
+
+    Raises:
+        subprocess.TimeoutExpired: with what it has written.
+    """
     command = [sys.executable, *map(str, words)]
-    with PreloadedPopen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        **{"env": environment(engine), **options},
-    ) as process:  # fmt: skip
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = PreloadedPopen(
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, **{"env": environment(engine), **options}
+        )
         try:
-            out, err = process.communicate(timeout=timeout)
-        except BaseException:
+            process.wait(timeout)
+        except BaseException as error:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            process.wait(30)
+            if isinstance(error, subprocess.TimeoutExpired):
+                error.stdout, error.stderr = _read(out), _read(err)
             raise
-    return subprocess.CompletedProcess(command, process.returncode, out, err)
+        return subprocess.CompletedProcess(command, process.returncode, _read(out), _read(err))
+
+
+def _read(file) -> str:
+    file.seek(0)
+    return file.read()
 
 
 class PreloadedServer(LocalServer):
@@ -152,6 +170,7 @@ def main(engine: str, folder: str) -> None:
     listener.listen(64)
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)  # ends what the starter reads
+    setproctitle(f"{__spec__.name} {engine}")  # later it would not find where: forks change their variables
     for module in MODULES[engine]:
         importlib.import_module(module)
     gc.freeze()  # or each fork would walk all that was imported, again and again
@@ -200,6 +219,7 @@ def _run(job: dict, files: list[int]) -> None:
         for usual, given in enumerate(files):
             os.dup2(given, usual)
             os.close(given)
+        setproctitle(" ".join([sys.executable, *job["words"]]))
         os.environ.clear()
         os.environ.update(job["variables"])
         os.chdir(job["cwd"])
@@ -209,6 +229,7 @@ def _run(job: dict, files: list[int]) -> None:
         paths = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
         sys.path[1:1] = [path for path in paths if path not in sys.path]
         status = interpret(job["words"])
+        atexit._run_exitfuncs()  # as multiprocessing ends its forks
     finally:  # whatever was raised, this fork must not go on with the loop
         os._exit(status)
 

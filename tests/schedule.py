@@ -1,33 +1,20 @@
-"""In what order tests run, and which of them the workers share out: so that all end together and start few servers.
+"""In what order tests run, and which of them the workers share out: so that all end together.
 
-A worker takes whole units. A unit is a file; but files that use the session's SGLang servers are of two units, so that
-two workers at most start them, and each test of the quickstart is a unit, since it starts all it needs.
+A worker takes whole units. A unit is a file; but each test of the quickstart is one, since it starts all it needs, and
+of the trees of several releases each tree.
 """
 
 import pytest
 
 BY_TEST = "examples/test_quickstart.py"
-SERVERS = {
-    # Trainers that are started beside the one server which most tests ask.
-    "TRAINERS": (
-        "docs/test_own_fork.py", "matrix/test_launcher_step.py", "matrix/test_patched_tree.py",
-        "mcore/test_failing_ranks.py", "rollout/test_client_real_server.py", "rollout/test_episodes_real_server.py",
-        "rollout/test_failed_samples_real_server.py", "tools/test_local_server.py",
-    ),
-    # Servers that are examined, paused, updated or killed, and beside the first a second and a third one.
-    "SERVERS": (
-        "doctor/test_real_server.py", "engines/test_discovery_real_servers.py",
-        "engines/test_weight_update_real_server.py", "rollout/test_failover_real_servers.py",
-        "rollout/test_in_flight_real_servers.py", "rollout/test_reuse_real_servers.py",
-        "rollout/test_seeds_real_server.py", "rollout/test_silence_real_servers.py",
-        "weight_sync/test_push_real_servers.py",
-    ),
-}  # fmt: skip
+BY_PARAMETER = "matrix/test_patched_tree.py"
 LONGEST_FIRST = (
-    "SERVERS", "TRAINERS", BY_TEST, "mcore/test_gradients.py", "examples", "mcore/test_rejection.py",
-    "mcore/test_hf_models.py", "mcore/test_router_replay.py", "mcore", "matrix", "parallel", "core", "tools",
+    BY_TEST, "mcore/test_gradients.py", "doctor/test_real_server.py", "matrix", "mcore/test_rejection.py",
+    "mcore/test_hf_models.py", "docs/test_own_fork.py", "examples", "mcore/test_failing_ranks.py",
+    "rollout/test_silence_real_servers.py", "rollout/test_in_flight_real_servers.py", "mcore", "tools", "parallel",
+    "core", "rollout",
 )  # fmt: skip
-"""Files, folders, and the units of the session's servers; files that are not named come last."""
+"""Files and folders; what is not named comes last."""
 
 
 def unit_of(nodeid: str) -> str:
@@ -35,12 +22,12 @@ def unit_of(nodeid: str) -> str:
     path = nodeid.partition("::")[0].removeprefix("tests/")
     if path == BY_TEST:
         return nodeid
-    return next((unit for unit, files in SERVERS.items() if path in files), path)
+    return f"{path}[{nodeid.partition('[')[2]}" if path == BY_PARAMETER else path
 
 
 def place_of(nodeid: str) -> int:
     """The place of a test's unit in LONGEST_FIRST."""
-    path = unit_of(nodeid).partition("::")[0].removeprefix("tests/")
+    path = nodeid.partition("::")[0].removeprefix("tests/")
     for place, name in enumerate(LONGEST_FIRST):
         if path == name or path.startswith(f"{name}/"):
             return place

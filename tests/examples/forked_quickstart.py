@@ -1,6 +1,6 @@
 """The quickstart with its processes from tests/preloaded.py: all else is examples/quickstart/run.py's own.
 
-torchrun is tests/forked_torchrun.py.
+torchrun is tests/forked_torchrun.py; or torchrun itself, where the first word is --torchrun.
 """
 
 import subprocess
@@ -19,17 +19,23 @@ def main(pretrain_script=None):
     sys.path[:0] = [str(ROOT), str(ROOT / "examples/quickstart")]
     import run
 
-    from tests.forked_torchrun import forking
+    from tests.forked_torchrun import TORCHRUN, forking
     from tests.preloaded import PreloadedPopen
 
-    subprocess.Popen = run.LocalServer.popen = PreloadedPopen
+    new_interpreter, usual = subprocess.Popen, str(run.HERE / "pretrain_moe.py")
+    real = sys.argv[1:2] == ["--torchrun"]
+    if real:
+        del sys.argv[1]
 
-    command_of, usual = run.training_command, str(run.HERE / "pretrain_moe.py")
+    def popen(command, **options):
+        if command[1:3] != TORCHRUN:
+            return PreloadedPopen(command, **options)
+        if real:
+            return new_interpreter(command, **options)
+        command = [str(pretrain_script or usual) if word == usual else word for word in forking(command)]
+        return PreloadedPopen(command, **options)
 
-    def training_command(*given):
-        return [str(pretrain_script or usual) if word == usual else word for word in forking(command_of(*given))]
-
-    run.training_command = training_command
+    subprocess.Popen, run.LocalServer.popen = popen, staticmethod(popen)
     return run.main()
 
 

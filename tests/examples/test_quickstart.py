@@ -1,6 +1,5 @@
 """The quickstart as a user starts it: real SGLang, real Megatron, four processes; and what it leaves behind."""
 
-import contextlib
 import json
 import os
 import re
@@ -26,6 +25,9 @@ ROOT = Path(__file__).resolve().parents[2]
 RUN = ROOT / "examples/quickstart/run.py"
 FORKED = ROOT / "tests/examples/forked_quickstart.py"
 """Where only what is trained matters: how torchrun starts and ends ranks, the other tests show."""
+PRELOADED = [FORKED, "--torchrun"]
+"""Where it does not matter how the server starts."""
+IN_FLOAT32 = ["--server-dtype", "float32", "--"]
 MARK = "TEST_QUICKSTART_OUT"
 STEPS = 28
 LEARNS_FASTER = ["--", "--lr", "4e-3"]
@@ -35,12 +37,12 @@ LEARNS_FASTER = ["--", "--lr", "4e-3"]
 class Quickstart:
     """A running quickstart whose output is read line by line; ended, with all it started, when the test leaves."""
 
-    def __init__(self, out, *options, program=RUN):
+    def __init__(self, out, *options, program=(RUN,)):
         self.out = out
         self.lines = []
-        forked = program == FORKED
+        forked = program == [FORKED]
         self.process = (PreloadedPopen if forked else subprocess.Popen)(
-            [sys.executable, program, "--out", out, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            [sys.executable, *program, "--out", out, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             text=True, env={**(environment("megatron") if forked else os.environ), MARK: str(out)},
             # A shell gives what it starts in the background an ignored SIGINT, and it is inherited.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
@@ -173,57 +175,17 @@ def assert_learned_ahead(steps, synchronous_rewards):
     assert all(step["skipped"] == 0 for step in steps)
 
 
-LAYOUTS = {
+def test_server_killed_in_mid_run_then_training_ends_naming_it_and_a_new_run_goes_on_from_the_checkpoint(tmp_path):
     # Two replicas, whose weights are gathered late: between the optimizer's step and the next forward pass. And
     # truncated sampling: both sides renormalise on the ids that the server kept.
-    "dp2-pp2-ep2-distributed-optimizer-top-p": [
+    layout = [
         "--tensor-model-parallel-size", "1", "--use-distributed-optimizer", "--overlap-grad-reduce",
         "--overlap-param-gather", "--calculate-per-token-loss",
         "--rollout-temperature", "0.8", "--rollout-top-p", "0.9", "--rollout-top-k", "40",
-    ],
-    # Each row cut over two ranks, each stage's layers in two parts, no logits, and the server's experts in training.
-    "cp2-pp2-vpp2-ep2-linear": [
-        "--tensor-model-parallel-size", "1", "--context-parallel-size", "2",
-        "--num-layers-per-virtual-pipeline-stage", "1", "--rollout-linear-logprobs", "--rollout-fp32-lm-head",
-    ],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_quickstart_in_float32_then_log_ratios_after_every_push_are_below_1e_4_and_ctrl_c_ends_it(layout, tmp_path):
-    options = [*layout, "--rollout-save-trajectories", str(tmp_path / "samples")]
-    with contextlib.ExitStack() as processes:
-        if "--use-distributed-optimizer" in layout:  # and these ranks know the server by its router alone
-            router = processes.enter_context(RouterProcess(tmp_path / "router.log"))
-            options += ["--rollout-url", router.url]
-        replayed = "--context-parallel-size" in layout
-        replay = ["--router-replay", "R3" if replayed else "off"]
-        quickstart = processes.enter_context(
-            Quickstart(tmp_path / "run", "--server-dtype", "float32", *replay, "--", *options,
-                       program=FORKED if replayed else RUN)
-        )  # fmt: skip
-        quickstart.read_until("is ready after")
-        if "--use-distributed-optimizer" in layout:
-            router.add(re.search(r"(http://127.0.0.1:\d+) is ready", quickstart.text)[1])
-        quickstart.read_until("[rl-corr]      4 ")
-        groups = quickstart.groups()
-        assert all(group_members(group) for group in groups)
-        quickstart.process.send_signal(signal.SIGINT)
-        assert quickstart.finish() == 130, quickstart.text
-    assert [group_members(group) for group in groups] == [[], []]
-    assert left_of(quickstart.out) == []
-    steps = read_metrics(quickstart.out / "metrics.jsonl")[:4]
-    assert [step["weight_version"] for step in steps] == [1, 2, 3, 4]
-    temperature = 0.8 if "--rollout-temperature" in layout else 1.0
-    assert_no_mismatch(saved_samples(tmp_path / "samples", steps, temperature), ties=0 if replayed else 1)
-    # The weights did move, so it was the push that kept the two together.
-    assert all(step["grad_norm"] > 0 for step in steps) and steps[0]["rollout_corr/valid_tokens"] > 300
-
-
-def test_server_killed_in_mid_run_then_training_ends_naming_it_and_a_new_run_goes_on_from_the_checkpoint(tmp_path):
+    ]  # fmt: skip
     save = ["--save", str(tmp_path / "checkpoints"), "--save-interval", "1"]
     save += ["--rollout-save-trajectories", str(tmp_path / "samples")]
-    with Quickstart(tmp_path / "run", "--server-dtype", "float32", "--", *save) as quickstart:
+    with Quickstart(tmp_path / "run", *IN_FLOAT32, *layout, *save, program=PRELOADED) as quickstart:
         quickstart.read_until("[rl-corr]      3 ")
         groups = quickstart.groups()
         os.killpg(groups[0], signal.SIGKILL)
@@ -241,23 +203,57 @@ def test_server_killed_in_mid_run_then_training_ends_naming_it_and_a_new_run_goe
 
     before = read_metrics(quickstart.out / "metrics.jsonl")
     assert len(before) >= 3
-    assert_no_mismatch(saved_samples(tmp_path / "samples", before))
+    assert_no_mismatch(saved_samples(tmp_path / "samples", before, temperature=0.8))
+    # The weights did move, so it was the push that kept the two together.
+    assert all(step["grad_norm"] > 0 for step in before) and before[0]["rollout_corr/valid_tokens"] > 300
     saved = int((tmp_path / "checkpoints/latest_checkpointed_iteration.txt").read_text())
     assert saved >= 2
     cursor = json.loads((tmp_path / f"checkpoints/iter_{saved:07d}/rollout_cursor.json").read_text())
     assert (cursor["next"], cursor["again"]) == (8 * saved, [])  # 8 groups a step, none of which was replaced
-    load = ["--load", str(tmp_path / "checkpoints"), "--train-iters", str(saved + 2)]
-    load += ["--use-checkpoint-opt-param-scheduler"]  # the schedule was made for another number of iterations
-    load += ["--rollout-save-trajectories", str(tmp_path / "later")]
-    with Quickstart(tmp_path / "again", "--server-dtype", "float32", "--", *load, program=FORKED) as quickstart:
-        assert quickstart.finish() == 0, quickstart.text
-    after = read_metrics(quickstart.out / "metrics.jsonl")
+
+    load = ["--load", str(tmp_path / "checkpoints"), "--rollout-save-trajectories", str(tmp_path / "later")]
+    with RouterProcess(tmp_path / "router.log") as router:  # the new run knows the server by its router alone
+        load += ["--rollout-url", router.url]
+        with Quickstart(tmp_path / "again", *IN_FLOAT32, *layout, *load, program=PRELOADED) as quickstart:
+            quickstart.read_until("is ready after")
+            router.add(re.search(r"(http://127.0.0.1:\d+) is ready", quickstart.text)[1])
+            quickstart.read_until(f"[rl-corr] {saved + 2:6} ")
+            end_by_ctrl_c(quickstart)
+    after = read_metrics(quickstart.out / "metrics.jsonl")[:2]
     # The new server started from the first weights: only a push of the loaded ones makes the two agree.
-    assert [step["step"] for step in after] == [saved + 1, saved + 2]
+    assert [step["step"] for step in after] == [saved + 1, saved + 2] == [step["weight_version"] for step in after]
     assert f"prompts go on at place {8 * saved} of their sequence" in quickstart.text
-    assert_no_mismatch(saved_samples(tmp_path / "later", after))
-    assert len(list((tmp_path / "later").iterdir())) == 2
+    assert_no_mismatch(saved_samples(tmp_path / "later", after, temperature=0.8))
     assert after[0]["loss/entropy"] < before[0]["loss/entropy"]
+
+
+def end_by_ctrl_c(quickstart):
+    """Nothing is left of it."""
+    groups = quickstart.groups()
+    assert all(group_members(group) for group in groups)
+    quickstart.process.send_signal(signal.SIGINT)
+    assert quickstart.finish() == 130, quickstart.text
+    assert [group_members(group) for group in groups] == [[], []]
+    assert left_of(quickstart.out) == []
+
+
+def test_quickstart_when_replayed_without_logits_over_cp_and_vpp_then_log_ratios_after_every_push_are_below_1e_4(
+    tmp_path,
+):
+    # Each row cut over two ranks, each stage's layers in two parts, no logits, and the server's experts in training.
+    layout = [
+        "--tensor-model-parallel-size", "1", "--context-parallel-size", "2",
+        "--num-layers-per-virtual-pipeline-stage", "1", "--rollout-linear-logprobs", "--rollout-fp32-lm-head",
+        "--rollout-save-trajectories", str(tmp_path / "samples"),
+    ]  # fmt: skip
+    with Quickstart(
+        tmp_path / "run", "--steps", "4", "--router-replay", "R3", *IN_FLOAT32, *layout, program=[FORKED]
+    ) as quickstart:
+        assert quickstart.finish() == 0, quickstart.text
+    steps = read_metrics(quickstart.out / "metrics.jsonl")
+    assert [step["weight_version"] for step in steps] == [1, 2, 3, 4]
+    assert_no_mismatch(saved_samples(tmp_path / "samples", steps), ties=0)
+    assert all(step["grad_norm"] > 0 for step in steps) and steps[0]["rollout_corr/valid_tokens"] > 300
 
 
 def test_stop_while_the_server_starts_then_no_process_is_left(tmp_path):
