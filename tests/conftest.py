@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests import server_load, stand_in_server
-from tests.preloaded import PreloadedServer, address, run_preloaded
+from tests.preloaded import PreloadedServer, preload_all, run_preloaded
 from tests.schedule import pytest_collection_modifyitems, pytest_xdist_make_scheduler  # noqa: F401
 from tools.cpu import environment, sglang_arguments
-from tools.cpu.process_environment import ENGINES
 from tools.process_group import group_members
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -21,8 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def pytest_configure(config):
     if getattr(config.option, "numprocesses", None):  # all workers share what their parent starts
-        for engine in ENGINES:
-            address(engine)
+        preload_all()
 
 
 @pytest.fixture(scope="session")

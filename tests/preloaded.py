@@ -156,6 +156,12 @@ def address(engine: str) -> str:
     return os.environ[variable]
 
 
+def preload_all() -> None:
+    """Start what every process below this one shares, and a program that starts processes of both engines needs."""
+    for engine in MODULES:
+        address(engine)
+
+
 def _end(process, folder: str) -> None:
     process.terminate()
     process.wait(30)
