@@ -21,8 +21,8 @@ from megatron_rl_corr.doctor.probe import Probe
 from megatron_rl_corr.doctor.questions import ask_quick
 from megatron_rl_corr.doctor.weight_change import FIRST_NORM, TemporaryWeights, read_tensors
 from megatron_rl_corr.rollout import RolloutClient, SamplingParams
+from tests.preloaded import PreloadedServer
 from tools.cpu import environment, sglang_arguments
-from tools.local_server import LocalServer
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,6 +30,14 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="module")
 def vocab_size(tiny_moe_dir):
     return json.loads((tiny_moe_dir / "config.json").read_text())["vocab_size"]
+
+
+class PlantedServer(PreloadedServer):
+    """planted_server.py in SGLang's place."""
+
+    def command(self):
+        interpreter, _, _, *flags = super().command()
+        return [interpreter, ROOT / "tests/doctor/planted_server.py", *flags]
 
 
 @pytest.fixture(scope="module")
@@ -40,16 +48,14 @@ def servers(tiny_moe_dir, tmp_path_factory):
     folder = tmp_path_factory.mktemp("doctor")
     plants = folder / "plants"
     plants.mkdir()
-    base = environment("sglang")
-    path = os.pathsep.join([str(ROOT / "tests/doctor/planted"), base.get("PYTHONPATH", "")])
-    right = LocalServer(
+    right = PlantedServer(
         tiny_moe_dir, dtype="float32", log_path=folder / "right.log",
         extra_arguments=[*sglang_arguments(), "--enable-return-routed-experts", "--disable-overlap-schedule"],
-        environment=base | {"PYTHONPATH": path, "PLANTED_DEFECTS": str(plants)},
+        environment=environment("sglang") | {"PLANTED_DEFECTS": str(plants)},
     )  # fmt: skip
-    wrong = LocalServer(
+    wrong = PlantedServer(
         tiny_moe_dir, dtype="bfloat16", log_path=folder / "wrong.log", extra_arguments=sglang_arguments(),
-        environment=base | {"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"},
+        environment=environment("sglang") | {"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"},
     )  # fmt: skip
     try:
         for server in (right, wrong):

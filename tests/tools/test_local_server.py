@@ -13,6 +13,7 @@ import urllib.request
 import pytest
 import torch
 
+from tests.preloaded import PreloadedServer
 from tools.cpu import environment, sglang_arguments
 from tools.local_server import LocalServer, LocalServerError, WaitLine
 from tools.process_group import group_members, shared_memory
@@ -61,7 +62,7 @@ def test_server_when_running_then_its_children_are_in_its_group(sglang_server_fp
 
 
 def test_start_when_model_path_is_wrong_then_error_has_the_logs_tail(tmp_path):
-    server = LocalServer(
+    server = PreloadedServer(
         tmp_path / "no_such_model",
         dtype="float32",
         log_path=tmp_path / "server.log",
@@ -78,6 +79,7 @@ def test_start_when_model_path_is_wrong_then_error_has_the_logs_tail(tmp_path):
 
 OWNER = """
 import sys, time
+from tests.preloaded import PreloadedServer
 from tools.cpu import environment, sglang_arguments
 from tools.local_server import LocalServer
 server = LocalServer(sys.argv[1], dtype="float32", log_path=sys.argv[2], extra_arguments=sglang_arguments(),
