@@ -60,7 +60,7 @@ def main() -> None:
         return launch(config=config, entrypoint=_rank)
 
     run.elastic_launch = launch_forks
-    gc.freeze()  # as in tests/megatron_forks.py
+    gc.freeze()  # as in tests/preloaded.py
     run.main()
 
 

@@ -152,7 +152,7 @@ if __name__ == "__main__" and "PLANTED" in os.environ:  # as the script of a tor
 elif __name__ == "__main__":
     model, url, folder, *cases = sys.argv[1:]
     torch.set_num_threads(1)
-    gc.freeze()  # as in tests/megatron_forks.py
+    gc.freeze()  # as in tests/preloaded.py
     found = {case: results_of(case, Path(model), url, Path(folder) / case) for case in cases}
     found["torchrun"] = under_torchrun("report", Path(model), url, Path(folder) / "torchrun")
     print("RESULT " + json.dumps(found), flush=True)

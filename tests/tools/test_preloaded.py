@@ -1,14 +1,17 @@
-"""A fork that has Megatron behaves as an interpreter that was started for the script, or for the rank."""
+"""A fork that has its engine behaves as an interpreter that was started for the script, or for the rank."""
 
+import os
 import subprocess
 import sys
+import time
 
+import psutil
 import pytest
 
 from tests.forked_torchrun import forking
 from tests.megatron_forks import run_megatron
-from tests.preloaded import run_preloaded
-from tools.cpu import gpu_available
+from tests.preloaded import PreloadedPopen, run_preloaded
+from tools.cpu import environment, gpu_available
 from tools.local_server import free_port
 
 pytestmark = pytest.mark.skipif(gpu_available(), reason="without a GPU only")
@@ -74,3 +77,46 @@ def test_forked_torchrun_when_both_ranks_succeed_then_status_0(script, words):
 def test_forked_torchrun_when_one_rank_fails_then_it_says_why_and_the_other_is_ended(script):
     done = torchrun(script, "fails")
     assert done.returncode == 1 and "rank 1 is broken" in done.stderr
+
+
+OWNER = """
+import subprocess, sys, time
+from tests.preloaded import PreloadedPopen
+from tools.cpu import environment
+child = "import subprocess, sys, time; print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"
+open(sys.argv[1], "w").write(child)
+process = PreloadedPopen([sys.executable, sys.argv[1]], env=environment("megatron"), stdout=subprocess.PIPE, text=True)
+print(process.pid, process.stdout.readline(), flush=True)
+time.sleep(60)
+"""
+
+
+def test_fork_when_its_owner_is_killed_then_nothing_below_it_is_left(tmp_path, script):
+    run_megatron(script, "ends")  # the process that forks is this test's own, and lives on
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, tmp_path / "child.py"], stdout=subprocess.PIPE, text=True, env=os.environ
+    )
+    pids = [int(word) for word in owner.stdout.readline().split()]
+    assert len(pids) == 2 and all(map(psutil.pid_exists, pids))
+    owner.kill()
+    owner.wait()
+    owner.stdout.close()
+    deadline = time.monotonic() + 10
+    while any(map(psutil.pid_exists, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(psutil.pid_exists, pids))
+
+
+def test_popen_when_no_engine_is_named_then_the_interpreter_is_a_new_one():
+    code = "import os, sys; print(os.getppid(), 'torch' in sys.modules)"
+    with PreloadedPopen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.communicate(timeout=30)[0] == f"{os.getpid()} False\n"
+    assert process.returncode == 0
+
+
+def test_popen_when_killed_then_its_return_code_is_the_signals(script):
+    process = PreloadedPopen([sys.executable, script, "hangs"], env=environment("megatron"), stdout=subprocess.PIPE)
+    assert process.stdout.readline().startswith(b"hangs") and process.poll() is None
+    process.kill()
+    assert process.wait(10) == process.returncode == -9
+    process.stdout.close()
