@@ -1,23 +1,25 @@
 """Log-prob of the label, and entropy, from hidden states and the output weight: the logits of all tokens never exist.
 
-T tokens, H hidden size, V vocabulary columns (padded), tp tensor-parallel ranks, C tokens a chunk.
+T tokens, N of them sampled, H hidden size, V vocabulary columns (padded), tp tensor-parallel ranks, C tokens a chunk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_rl_corr.logprobs.sampled_rows import SampledRows
 from megatron_rl_corr.logprobs.torch_backend import LogitColumns
-from megatron_rl_corr.logprobs.vocab import backend, check_settings, combine_stats, vocab_columns
+from megatron_rl_corr.logprobs.vocab import backend, check_sampled, check_settings, vocab_columns
 from megatron_rl_corr.parallel.collectives import all_gather_stacked
 
 WEIGHT_ROWS = 8192
-"""Rows of the weight that are converted to float32, or get a chunk's part of their gradient, at a time."""
+"""Rows of the weight that are converted to float32 at a time."""
 
 
 def linear_logprobs(
@@ -32,12 +34,15 @@ def linear_logprobs(
     chunk_tokens: int = 1024,
     fp32_lm_head: bool = False,
     reduce_hidden_gradient: bool = True,
+    sampled: SampledRows | None = None,
+    into_main_grad: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """vocab_parallel_logprobs of logits = hidden weight^T, of which only C rows exist at a time.
+    """vocab_parallel_logprobs of logits = hidden weight^T, of which only C V/tp numbers exist at a time.
 
-    The logits are computed again in backward. Collectives over tp_group: one in forward, and one in backward, an
-    all-reduce of hidden's gradient [T, H], to which every rank has a share. The weight's gradient is summed over chunks
-    in float32 [V/tp, H].
+    The columns are cut, not the tokens: tiles of C / N of them, with all N rows. So each row of the weight's gradient
+    is the product of one multiplication, and is written once; hidden's gradient is summed over tiles in float32. The
+    tiles of backward are those of forward, so that their logits are the same numbers. Collectives over tp_group: one in
+    forward, and one in backward, an all-reduce of hidden's gradient [N, H], to which every rank has a share.
 
     Args:
         hidden: [T, H], the same on all tensor-parallel ranks.
@@ -47,11 +52,16 @@ def linear_logprobs(
         temperature: of the sampling.
         vocab_size: columns from here on do not belong to the vocabulary; None: all do.
         with_entropy: whether to compute the entropy.
-        chunk_tokens: C.
+        chunk_tokens: C; with N tokens or more there is one tile.
         fp32_lm_head: logits and their gradient are float32, from float32 copies of hidden and weight, at float32's
             speed; else they have the type of hidden, as in Megatron's output layer.
         reduce_hidden_gradient: False leaves hidden's gradient as this rank's share, for hidden states whose own
             backward sums over tp: those that Megatron gathers from sequence-parallel ranks.
+        sampled: the rows to work on. The others are not multiplied, whatever they hold; their log-prob and entropy are
+            0, without a gradient. None: all.
+        into_main_grad: add the weight's gradient to weight.main_grad and set weight.grad_added_to_main_grad, as
+            Megatron's output layer does under gradient accumulation fusion. Its .grad gets a tensor without meaning
+            then (zeros if weight.zero_out_wgrad), which Megatron's DistributedDataParallel throws away (or adds).
 
     Returns:
         (log-probs [T] float32, entropies [T] float32 or None).
@@ -67,68 +77,111 @@ def linear_logprobs(
     if hidden.dtype != weight.dtype:
         raise ValueError(f"hidden and weight must be of one type, got {hidden.dtype} and {weight.dtype}; cast one")
     check_settings(temperature, chunk_tokens)
+    check_sampled(sampled, labels)
     first, limit = vocab_columns(len(weight), tp_group, vocab_size)
     columns = LogitColumns(first, limit, temperature, with_entropy, chunk_tokens)
     head = torch.float32 if fp32_lm_head else hidden.dtype
     reduced = tp_group if reduce_hidden_gradient else None
-    logprobs, entropy = _LinearLogProbs.apply(hidden, weight, labels, tp_group, reduced, head, columns)
+    logprobs, entropy = _LinearLogProbs.apply(
+        hidden, weight, labels, tp_group, reduced, head, columns, sampled, into_main_grad
+    )
     return logprobs, entropy if with_entropy else None
 
 
 class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, labels, tp_group, reduced, head, columns):
-        stats = hidden.new_empty(4, len(hidden), dtype=torch.float32)
-        for rows, logits in _logits(hidden, weight, head, columns.chunk_tokens):
-            stats[:, rows] = backend(logits).label_stats(logits, labels[rows], columns)
-        logprobs, entropy, top, log_total = combine_stats(
-            all_gather_stacked(stats, tp_group), columns.with_entropy
-        )
-        ctx.save_for_backward(hidden, weight, labels, top, log_total, entropy, logprobs)
-        ctx.reduced, ctx.head, ctx.columns = reduced, head, columns
+    def forward(ctx, hidden, weight, labels, tp_group, reduced, head, columns, sampled, into_main_grad):
+        inputs = (hidden if sampled is None else hidden.index_select(0, sampled.rows)).to(head)
+        labels = labels if sampled is None else labels.index_select(0, sampled.rows)
+        kernels, stats = backend(hidden), None
+        for _, part, logits in _tiles(inputs, weight, columns):
+            more = kernels.label_stats(logits, labels, part)
+            stats = more if stats is None else kernels.merge_stats(torch.stack([stats, more]))
+        combined = kernels.combine_stats(all_gather_stacked(stats, tp_group), columns.with_entropy, sampled)
+        logprobs, entropy = combined[0], combined[1]
+        ctx.save_for_backward(hidden, weight, labels, combined)
+        ctx.reduced, ctx.head, ctx.columns, ctx.sampled = reduced, head, columns, sampled
+        # Its attributes are read and set, which a saved tensor may not have.
+        ctx.parameter = weight if into_main_grad else None
+        ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*([] if columns.with_entropy else [entropy]))
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropy):
-        hidden, weight, labels, top, log_total, entropy, logprobs = ctx.saved_tensors
+        hidden, weight, labels, combined = ctx.saved_tensors
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(combined[0])
+        upstream, inputs, sampled = [combined, grad_logprobs, grad_entropy], hidden, ctx.sampled
+        if sampled is not None:
+            upstream = [None if x is None else x.index_select(-1, sampled.rows) for x in upstream]
+            inputs = hidden.index_select(0, sampled.rows)
         hidden_needed, weight_needed = ctx.needs_input_grad[:2]
-        grad_logprobs = grad_logprobs.masked_fill(logprobs == -torch.inf, 0.0)
-        grad_hidden = torch.empty_like(hidden) if hidden_needed else None
-        grad_weight = None
+        inputs, wide = inputs.to(ctx.head), torch.promote_types(weight.dtype, torch.float32)
+        grad_hidden = grad_weight = None
+        if hidden_needed:
+            # One share is rounded once, by its multiplication; several are summed in float32.
+            alone = _tile_width(inputs, weight, ctx.columns.chunk_tokens) == len(weight)
+            grad_hidden = torch.zeros_like(inputs, dtype=ctx.head if alone else wide)
         if weight_needed:
-            grad_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
-        for rows, logits in _logits(hidden, weight, ctx.head, ctx.columns.chunk_tokens):
-            given = [x[rows] for x in (labels, top, log_total, entropy, grad_logprobs, grad_entropy)]
-            backend(logits).logits_gradient(logits, *given, ctx.columns, out=logits)
+            grad_weight = torch.empty_like(weight) if ctx.parameter is None else ctx.parameter.main_grad
+        for some, part, logits in _tiles(inputs, weight, ctx.columns):
+            backend(logits).logits_gradient(logits, labels, *upstream, part, out=logits)
             if hidden_needed:
-                part = logits.new_zeros(len(logits), hidden.shape[1])
-                for some in _weight_rows(weight, ctx.head):
-                    part.addmm_(logits[:, some], weight[some].to(ctx.head))
-                grad_hidden[rows] = part
-            if weight_needed:
-                inputs = hidden[rows].to(ctx.head)
-                for start in range(0, len(weight), WEIGHT_ROWS):
-                    some = slice(start, start + WEIGHT_ROWS)
-                    grad_weight[some] += logits[:, some].t() @ inputs
-        if hidden_needed and ctx.reduced is not None and ctx.reduced.size() > 1:
-            dist.all_reduce(grad_hidden, group=ctx.reduced)
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None, None
+                _add_product(grad_hidden, logits, weight[some].to(ctx.head))
+            if weight_needed and ctx.parameter is not None:
+                _add_product(grad_weight[some], logits.t(), inputs)
+            elif weight_needed:
+                grad_weight[some] = logits.t() @ inputs
+        if hidden_needed:
+            grad_hidden = _all_reduce_hidden_gradient(grad_hidden, hidden, ctx.sampled, ctx.reduced)
+        if weight_needed and ctx.parameter is not None:
+            grad_weight = _without_meaning(ctx.parameter)
+        return grad_hidden, grad_weight, *[None] * 7
 
 
-def _logits(hidden: Tensor, weight: Tensor, head: torch.dtype, chunk_tokens: int) -> Iterator[tuple[slice, Tensor]]:
-    """(rows, their logits [C, V/tp] in the head's type) of each chunk, all in one buffer that callers may overwrite."""
-    buffer = hidden.new_empty(min(chunk_tokens, len(hidden)), len(weight), dtype=head)
-    for start in range(0, len(hidden), chunk_tokens):
-        rows = slice(start, start + chunk_tokens)
-        inputs = hidden[rows].to(head)
-        logits = buffer[: len(inputs)]
-        for some in _weight_rows(weight, head):
-            torch.mm(inputs, weight[some].to(head).t(), out=logits[:, some])
-        yield rows, logits
+def _tile_width(inputs: Tensor, weight: Tensor, chunk_tokens: int) -> int:
+    """Columns of a tile of all N rows with as many logits as C rows have; a multiple of 64, if that is near."""
+    width = max(len(weight) * chunk_tokens // max(len(inputs), 1), 1)
+    if weight.dtype != inputs.dtype:
+        width = min(width, WEIGHT_ROWS)
+    if width >= len(weight):
+        return len(weight)
+    return width if width < 1024 else width // 64 * 64
 
 
-def _weight_rows(weight: Tensor, head: torch.dtype) -> Iterator[slice]:
-    """Slices of the weight's rows: all at once if they have the head's type, else WEIGHT_ROWS, which are converted."""
-    step = len(weight) if weight.dtype == head else WEIGHT_ROWS
-    return (slice(start, start + step) for start in range(0, len(weight), step))
+def _tiles(inputs: Tensor, weight: Tensor, columns: LogitColumns) -> Iterator[tuple[slice, LogitColumns, Tensor]]:
+    """(rows of the weight, the columns they make, their logits [N, width]): all in one buffer, free to overwrite."""
+    width = _tile_width(inputs, weight, columns.chunk_tokens)
+    buffer = inputs.new_empty(len(inputs) * width)
+    for start in range(0, len(weight), width):
+        some = slice(start, min(start + width, len(weight)))
+        logits = buffer[: len(inputs) * (some.stop - start)].view(len(inputs), some.stop - start)
+        torch.mm(inputs, weight[some].to(inputs.dtype).t(), out=logits)
+        limit = min(max(columns.limit - start, 0), some.stop - start)
+        yield some, replace(columns, first=columns.first + start, limit=limit), logits
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left right, in the type of total: a product of another type is rounded to its own first."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right
+
+
+def _all_reduce_hidden_gradient(
+    share: Tensor, hidden: Tensor, sampled: SampledRows | None, group: ProcessGroup | None
+) -> Tensor:
+    """The gradient [T, H] of the ranks' shares [N, H] in one exchange; without a group this rank's share."""
+    share = share.to(hidden.dtype)
+    if group is not None and group.size() > 1:
+        dist.all_reduce(share, group=group)
+    return share if sampled is None else torch.zeros_like(hidden).index_copy_(0, sampled.rows, share)
+
+
+def _without_meaning(weight: Tensor) -> Tensor:
+    """What autograd gets in place of a gradient that is in main_grad already: its hooks must run all the same."""
+    weight.grad_added_to_main_grad = True
+    zeros = getattr(weight, "zero_out_wgrad", False)
+    return torch.zeros_like(weight) if zeros else torch.empty_like(weight)

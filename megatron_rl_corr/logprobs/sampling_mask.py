@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_rl_corr.logprobs.torch_backend import NEGLIGIBLE, SMALLEST
-from megatron_rl_corr.logprobs.vocab import check_inputs, combine_stats
+from megatron_rl_corr.logprobs.vocab import backend, check_inputs
 from megatron_rl_corr.parallel.collectives import all_gather_stacked
 
 CHUNK_IDS = 1 << 19
@@ -123,15 +123,17 @@ class _SamplingMaskLogProbs(torch.autograd.Function):
         for rows, among in sampling_masks.chunks(chunk_ids):
             chunk = _Chunk(logits[rows], labels[rows], sampling_masks, rows, among, first, temperature)
             _add_stats(chunk, stats[:, rows], with_entropy)
-        logprobs, entropy, top, log_total = combine_stats(all_gather_stacked(stats, tp_group), with_entropy)
-        ctx.save_for_backward(logits, labels, top, log_total, entropy, logprobs)
+        combined = backend(logits).combine_stats(all_gather_stacked(stats, tp_group), with_entropy)
+        logprobs, entropy = combined[0], combined[1]
+        ctx.save_for_backward(logits, labels, combined)
         ctx.sampling_masks, ctx.settings = sampling_masks, (first, temperature, with_entropy, chunk_ids)
         ctx.mark_non_differentiable(*([] if with_entropy else [entropy]))
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropy):
-        logits, labels, top, log_total, entropy, logprobs = ctx.saved_tensors
+        logits, labels, combined = ctx.saved_tensors
+        logprobs, entropy, top, log_total = combined
         first, temperature, with_entropy, chunk_ids = ctx.settings
         # -inf is a constant, as over the whole vocabulary.
         grad_logprobs = grad_logprobs.masked_fill(logprobs == -torch.inf, 0.0)

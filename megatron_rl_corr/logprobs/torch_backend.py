@@ -2,7 +2,8 @@
 
 T tokens, V vocabulary columns (padded), tp tensor-parallel ranks, C tokens a chunk; x = logits / temperature.
 
-triton_backend.py has both functions as Triton kernels, with the same names, arguments and results.
+triton_backend.py has the four functions as Triton kernels, with the same names, arguments and results. N rows are
+worked on: those of sampled tokens, or all T.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from megatron_rl_corr.logprobs.sampled_rows import SampledRows
 
 SMALLEST = torch.finfo(torch.float32).min
 NEGLIGIBLE = -1e4
@@ -39,28 +42,31 @@ class LogitColumns:
     """C, rows that are held in float32 at once."""
 
 
-def label_stats(logits: Tensor, labels: Tensor, columns: LogitColumns) -> Tensor:
+def label_stats(logits: Tensor, labels: Tensor, columns: LogitColumns, sampled: SampledRows | None = None) -> Tensor:
     """Statistics of each token over this rank's columns, from which `combine_stats` makes log-prob and entropy.
 
     Args:
         logits: [T, V/tp] in any float type.
         labels: [T] int64, global ids.
         columns: of this rank.
+        sampled: the rows that are read; None: all.
 
     Returns:
-        [4, T] float32: max of x; sum of e = exp(x - max); x of the label, -inf if it is none of these columns; sum of
+        [4, N] float32: max of x; sum of e = exp(x - max); x of the label, -inf if it is none of these columns; sum of
         e (x - max), 0 unless with_entropy. Without a finite x: -inf, 0, -inf, 0.
     """
     limit, temperature = columns.limit, columns.temperature
-    out = logits.new_zeros(4, logits.shape[0], dtype=torch.float32)
+    labels = labels if sampled is None else labels.index_select(0, sampled.rows)
+    out = logits.new_zeros(4, len(labels), dtype=torch.float32)
     out[0], out[2] = -torch.inf, -torch.inf
-    if limit == 0 or logits.shape[0] == 0:
+    if limit == 0 or len(labels) == 0:
         return out
     logits = logits[:, :limit]
     local, mine = _local(labels, columns.first, limit)
-    out[2] = torch.where(mine, logits.gather(1, local)[:, 0].float() / temperature, -torch.inf)
-    for rows, x, weights in _tiles(logits, columns):
-        chunk = _in_float32(logits[rows], into=x)
+    rows = torch.arange(len(labels), device=labels.device) if sampled is None else sampled.rows
+    out[2] = torch.where(mine, logits[rows, local[:, 0]].float() / temperature, -torch.inf)
+    for rows, x, weights in _tiles(logits, columns, len(labels)):
+        chunk = _in_float32(_read(logits, rows, sampled), into=x)
         # Dividing keeps the order, so the largest x is that of the largest logit.
         out[0, rows] = chunk.amax(dim=1) / temperature
         # -inf less -inf is NaN.
@@ -72,54 +78,96 @@ def label_stats(logits: Tensor, labels: Tensor, columns: LogitColumns) -> Tensor
     return out
 
 
+def merge_stats(stats: Tensor) -> Tensor:
+    """`label_stats` [4, N] of columns of which `stats` [P, 4, N] has those of P parts."""
+    maxima, sums, targets, products = stats.unbind(dim=1)
+    top = maxima.amax(dim=0)
+    drop = maxima - top.clamp(min=SMALLEST)
+    scale = drop.exp()
+    products = (products + sums * drop.clamp(min=NEGLIGIBLE)) * scale
+    return torch.stack([top, (sums * scale).sum(dim=0), targets.amax(dim=0), products.sum(dim=0)])
+
+
+def combine_stats(stats: Tensor, with_entropy: bool, sampled: SampledRows | None = None) -> Tensor:
+    """Combine every rank's `label_stats` [tp, 4, N] over the whole vocabulary.
+
+    Works with differences from the largest logit: of the logits themselves, a log-prob near 0 would lose its digits.
+
+    Returns:
+        [4, T] float32: log-prob of the label, entropy (anything unless with_entropy), top = largest x, log of the sum
+        of exp(x - top). Where no rank has a finite x: -inf, 0, 0 and 0, which gives a gradient of 0; in rows that are
+        not of `sampled`: 0.
+    """
+    maxima, sums, targets, products = stats.unbind(dim=1)
+    top = maxima.amax(dim=0)
+    empty = top == -torch.inf
+    top = top.masked_fill(empty, 0.0)
+    # A rank whose columns are all padding has max -inf and sum 0: its scale, exp(-inf), is 0.
+    drop = maxima - top
+    scale = drop.exp()
+    total = (sums * scale).sum(dim=0).masked_fill(empty, 1.0)
+    log_total = total.log()
+    logprobs = targets.amax(dim=0) - top - log_total
+    entropy = torch.zeros_like(logprobs)
+    if with_entropy:
+        products = products + sums * drop.clamp(min=NEGLIGIBLE)
+        entropy = log_total - (products * scale).sum(dim=0) / total
+    combined = torch.stack([logprobs, entropy, top, log_total])
+    return combined if sampled is None else sampled.spread(combined)
+
+
 def logits_gradient(
     logits: Tensor,
     labels: Tensor,
-    top: Tensor,
-    log_total: Tensor,
-    entropy: Tensor,
+    combined: Tensor,
     grad_logprobs: Tensor,
     grad_entropy: Tensor | None,
     columns: LogitColumns,
     *,
     out: Tensor,
+    sampled: SampledRows | None = None,
 ) -> None:
-    """Write d loss / d logits into `out`; 0 from column limit on.
+    """Write d loss / d logits into `out`; 0 from column limit on, and in rows that are not of `sampled`.
 
     With p = exp(x - top - log_total): (grad_logprobs ([label] - p) - grad_entropy p (log p + entropy)) / temperature.
-    A token whose upstream gradients are 0 gets 0, whatever its logits are.
+    A log-prob of -inf is a constant. A token whose upstream gradients are 0 gets 0, whatever its logits are.
 
     Args:
-        logits, labels: as in `label_stats`.
-        top: [T] float32, the largest x of the whole vocabulary.
-        log_total: [T] float32, log of the sum of exp(x - top) over the whole vocabulary.
-        entropy: [T] float32.
+        logits, labels, sampled: as in `label_stats`.
+        combined: [4, T] float32, from `combine_stats`.
         grad_logprobs: [T] float32.
-        grad_entropy: [T] float32, read only with_entropy.
+        grad_entropy: [T] float32; None where nothing depends on the entropy.
         columns: of this rank.
         out: [T, V/tp] of the logits' type; may be their own storage.
     """
-    limit, temperature, with_entropy = columns.limit, columns.temperature, columns.with_entropy
-    if limit == 0 or logits.shape[0] == 0:
+    limit, temperature = columns.limit, columns.temperature
+    if sampled is not None:
+        out.index_fill_(0, sampled.others, 0)
+        labels, grad_logprobs = labels[sampled.rows], grad_logprobs[sampled.rows]
+        combined = combined[:, sampled.rows]
+        grad_entropy = None if grad_entropy is None else grad_entropy[sampled.rows]
+    if limit == 0 or len(labels) == 0:
         out.zero_()
         return
+    logprobs, entropy, top, log_total = combined
+    grad_logprobs = grad_logprobs.masked_fill(logprobs == -torch.inf, 0.0)
     local, mine = _local(labels, columns.first, limit)
     hit = torch.where(mine, grad_logprobs / temperature, 0.0)[:, None]
     # Every column gets exp(x - top) (constant + slope (x - top)); the label's gets `hit` as well.
     scale = (-log_total).exp() / -temperature
     constant, used = grad_logprobs * scale, grad_logprobs != 0
-    if with_entropy:
+    if grad_entropy is not None:
         used |= grad_entropy != 0
         constant = (grad_logprobs + grad_entropy * (entropy - log_total)) * scale
         slope = grad_entropy * scale
     bits = -used.int()[:, None]
-    for rows, x, weights in _tiles(logits[:, :limit], columns):
-        target = out[rows, :limit]
-        _distances(_in_float32(logits[rows, :limit], into=x), top[rows], temperature, into=x)
-        if out.dtype == torch.float32:
-            weights = target
+    for rows, x, weights in _tiles(logits[:, :limit], columns, len(labels)):
+        chunk = _read(logits[:, :limit], rows, sampled)
+        _distances(_in_float32(chunk, into=x), top[rows], temperature, into=x)
+        if sampled is None and out.dtype == torch.float32:
+            weights = out[rows, :limit]
         torch.exp(x, out=weights)
-        if with_entropy:
+        if grad_entropy is not None:
             x.clamp_(min=NEGLIGIBLE).mul_(slope[rows, None]).add_(constant[rows, None])
             weights.mul_(x)
         else:
@@ -127,8 +175,16 @@ def logits_gradient(
         weights.scatter_add_(1, local[rows], hit[rows])
         # Rows without upstream gradient become 0 (0 times NaN is NaN): masked_fill_, in a quarter of its time on a CPU.
         weights.view(torch.int32).bitwise_and_(bits[rows])
-        target.copy_(weights)  # no copy if it is the same storage
+        if sampled is None:
+            out[rows, :limit].copy_(weights)  # no copy if it is the same storage
+        else:
+            out[:, :limit].index_copy_(0, sampled.rows[rows], weights.to(out.dtype))
     out[:, limit:] = 0
+
+
+def _read(logits: Tensor, rows: slice, sampled: SampledRows | None) -> Tensor:
+    """Rows of the logits: a view, or a copy of the sampled ones."""
+    return logits[rows] if sampled is None else logits.index_select(0, sampled.rows[rows])
 
 
 def _local(labels: Tensor, first: int, limit: int) -> tuple[Tensor, Tensor]:
@@ -137,19 +193,19 @@ def _local(labels: Tensor, first: int, limit: int) -> tuple[Tensor, Tensor]:
     return local.clamp(0, limit - 1)[:, None], (local >= 0) & (local < limit)
 
 
-def _tiles(logits: Tensor, columns: LogitColumns) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """(rows, two float32 scratch tiles for them), which are the same tile without entropy.
+def _tiles(logits: Tensor, columns: LogitColumns, count: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """(some of `count` rows, two float32 scratch tiles for them), which are the same tile without entropy.
 
     The tiles together have chunk_tokens rows, but at least one each.
     """
-    (tokens, width), buffers = logits.shape, 2 if columns.with_entropy else 1
-    height = min(max(columns.chunk_tokens // buffers, 1), tokens)
+    width, buffers = logits.shape[1], 2 if columns.with_entropy else 1
+    height = min(max(columns.chunk_tokens // buffers, 1), count)
     if logits.device.type == "cpu":
         height = min(height, max(CACHED // width, 1))
     scratch = logits.new_empty(buffers, height, width, dtype=torch.float32)
-    for start in range(0, tokens, height):
-        count = min(height, tokens - start)
-        yield slice(start, start + count), scratch[0, :count], scratch[-1, :count]
+    for start in range(0, count, height):
+        size = min(height, count - start)
+        yield slice(start, start + size), scratch[0, :size], scratch[-1, :size]
 
 
 def _in_float32(logits: Tensor, *, into: Tensor) -> Tensor:

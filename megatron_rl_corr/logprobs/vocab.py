@@ -1,6 +1,6 @@
 """Log-prob of the label, and entropy, from logits sharded over the vocabulary.
 
-T tokens, V vocabulary columns (padded), tp tensor-parallel ranks, C tokens a chunk.
+T tokens, N of them sampled, V vocabulary columns (padded), tp tensor-parallel ranks, C tokens a chunk.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_rl_corr.logprobs import torch_backend
+from megatron_rl_corr.logprobs.sampled_rows import SampledRows
 from megatron_rl_corr.logprobs.torch_backend import LogitColumns
 from megatron_rl_corr.parallel.collectives import all_gather_stacked
 
@@ -27,6 +28,7 @@ def vocab_parallel_logprobs(
     with_entropy: bool = False,
     chunk_tokens: int = 1024,
     inplace_gradient: bool = False,
+    sampled: SampledRows | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-prob of each label, log softmax(logits / temperature)[label], and entropy, -sum p log p.
 
@@ -45,6 +47,8 @@ def vocab_parallel_logprobs(
         inplace_gradient: backward writes the gradient over the logits, which saves their size. Nobody may read them
             after that: tensors that autograd saved raise its error about an in-place change, as a second backward
             does; a plain read finds the gradient.
+        sampled: the rows to work on. The others' logits are not read, whatever they hold; their log-prob and entropy
+            are 0, without a gradient. None: all.
 
     Returns:
         (log-probs [T] float32, entropies [T] float32 or None).
@@ -53,9 +57,10 @@ def vocab_parallel_logprobs(
         ValueError: for different lengths, and for a temperature or chunk_tokens that is not positive.
     """
     check_inputs(logits, labels, temperature, chunk_tokens)
+    check_sampled(sampled, labels)
     first, limit = vocab_columns(logits.shape[1], tp_group, vocab_size)
     columns = LogitColumns(first, limit, temperature, with_entropy, chunk_tokens)
-    logprobs, entropy = _VocabParallelLogProbs.apply(logits, labels, tp_group, columns, inplace_gradient)
+    logprobs, entropy = _VocabParallelLogProbs.apply(logits, labels, tp_group, columns, sampled, inplace_gradient)
     return logprobs, entropy if with_entropy else None
 
 
@@ -87,6 +92,16 @@ def check_settings(temperature: float, chunk_tokens: int) -> None:
         raise ValueError(f"chunk_tokens must be positive, got {chunk_tokens}; 1024 is usual")
 
 
+def check_sampled(sampled: SampledRows | None, labels: Tensor) -> None:
+    """Check that the rows are those of the labels.
+
+    Raises:
+        ValueError: they are of another number of tokens.
+    """
+    if sampled is not None and sampled.num_tokens != len(labels):
+        raise ValueError(f"sampled rows of {sampled.num_tokens} tokens do not fit labels of {len(labels)}")
+
+
 def vocab_columns(width: int, tp_group: ProcessGroup | None, vocab_size: int | None) -> tuple[int, int]:
     """This rank's part of the vocabulary.
 
@@ -103,7 +118,7 @@ def vocab_columns(width: int, tp_group: ProcessGroup | None, vocab_size: int | N
 
 
 def backend(logits: Tensor) -> ModuleType:
-    """The module with label_stats and logits_gradient: Triton's on a GPU, torch's without Triton or for float64."""
+    """The module with label_stats, combine_stats, logits_gradient: Triton's on a GPU, torch's without Triton or for float64."""
     if logits.is_cuda and logits.dtype != torch.float64 and find_spec("triton") is not None:
         from megatron_rl_corr.logprobs import triton_backend
 
@@ -113,54 +128,30 @@ def backend(logits: Tensor) -> ModuleType:
 
 class _VocabParallelLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, labels, tp_group, columns, inplace_gradient):
-        stats = backend(logits).label_stats(logits, labels, columns)
+    def forward(ctx, logits, labels, tp_group, columns, sampled, inplace_gradient):
+        kernels = backend(logits)
+        stats = all_gather_stacked(kernels.label_stats(logits, labels, columns, sampled), tp_group)
         # Every rank combines the same numbers in one order, so tensor-parallel ranks agree bit by bit.
-        logprobs, entropy, top, log_total = combine_stats(
-            all_gather_stacked(stats, tp_group), columns.with_entropy
-        )
-        ctx.save_for_backward(logits, labels, top, log_total, entropy, logprobs)
-        ctx.columns, ctx.inplace_gradient = columns, inplace_gradient
+        combined = kernels.combine_stats(stats, columns.with_entropy, sampled)
+        logprobs, entropy = combined[0], combined[1]
+        ctx.save_for_backward(logits, labels, combined)
+        ctx.columns, ctx.sampled, ctx.inplace_gradient = columns, sampled, inplace_gradient
+        ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*([] if columns.with_entropy else [entropy]))
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropy):
-        logits, labels, top, log_total, entropy, logprobs = ctx.saved_tensors
-        grad_logprobs = grad_logprobs.masked_fill(logprobs == -torch.inf, 0.0)
+        logits, labels, combined = ctx.saved_tensors
         if ctx.inplace_gradient:
             out = logits.detach()
             # Autograd does not see a kernel write: this makes any later use of saved logits its error.
             torch.autograd.graph.increment_version(logits)
         else:
             out = torch.empty_like(logits)
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(combined[0])
         backend(logits).logits_gradient(
-            logits, labels, top, log_total, entropy, grad_logprobs, grad_entropy, ctx.columns, out=out
+            logits, labels, combined, grad_logprobs, grad_entropy, ctx.columns, out=out, sampled=ctx.sampled
         )
-        return out, None, None, None, None
-
-
-def combine_stats(stats: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Combine every rank's `label_stats` [tp, 4, T] over the whole vocabulary.
-
-    Works with differences from the largest logit: of the logits themselves, a log-prob near 0 would lose its digits.
-
-    Returns:
-        (log-prob of the label, entropy, top = largest x, log of the sum of exp(x - top)), each [T]. Where no rank has a
-        finite x: -inf, 0, 0 and 0, which gives a gradient of 0.
-    """
-    maxima, sums, targets, products = stats.unbind(dim=1)
-    top = maxima.amax(dim=0)
-    empty = top == -torch.inf
-    top = top.masked_fill(empty, 0.0)
-    # A rank whose columns are all padding has max -inf and sum 0: its scale, exp(-inf), is 0.
-    drop = maxima - top
-    scale = drop.exp()
-    total = (sums * scale).sum(dim=0).masked_fill(empty, 1.0)
-    log_total = total.log()
-    logprobs = targets.amax(dim=0) - top - log_total
-    entropy = torch.empty_like(logprobs)
-    if with_entropy:
-        products = products + sums * drop.clamp(min=torch_backend.NEGLIGIBLE)
-        entropy = log_total - (products * scale).sum(dim=0) / total
-    return logprobs, entropy, top, log_total
+        return out, None, None, None, None, None

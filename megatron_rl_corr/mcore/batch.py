@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from megatron_rl_corr.core.segments import row_ids
 from megatron_rl_corr.engines.trajectory import Trajectory
+from megatron_rl_corr.logprobs.sampled_rows import SampledRows
 from megatron_rl_corr.logprobs.sampling_mask import SamplingMasks
 from megatron_rl_corr.parallel.collectives import all_gather_stacked
 from megatron_rl_corr.parallel.context import zigzag_positions
@@ -217,6 +219,11 @@ class RolloutBatch:
         """A value a sequence [S] -> [T]: each token's, the value of its sequence."""
         return values[self.seq_ids]
 
+    @cached_property
+    def sampled_rows(self) -> SampledRows:
+        """Which of the T labels were sampled: the mask's one read on the host, before the first forward pass."""
+        return SampledRows.of(self.flat(self.loss_mask))
+
     @property
     def flat_turn_ids(self) -> Tensor | None:
         """[T] int64, or None."""
@@ -265,6 +272,8 @@ class Microbatch:
     """[b, L] bool: no token, as in `RolloutBatch.padding`."""
     sampling_masks: SamplingMasks | None = None
     """The ids that each of the b * L labels was drawn from."""
+    sampled: SampledRows | None = None
+    """Which of the b * L labels were sampled; None: all get a log-prob."""
 
     @property
     def num_sequences(self) -> int:
@@ -280,11 +289,12 @@ class Microbatch:
 def microbatches(batch: RolloutBatch, size: int, loss_inputs: LossInputs | None = None) -> Iterator[Microbatch]:
     """Rows in order, `size` at a time; N must be a multiple of it."""
     rows, length = batch.tokens.shape
-    positions, padding = batch.position_ids.expand(size, length), batch.padding
+    positions, padding, sampled = batch.position_ids.expand(size, length), batch.padding, batch.sampled_rows
     for start in range(0, rows, size):
         part, first, last = slice(start, start + size), start * length, (start + size) * length
         yield Microbatch(
             start // size, batch.tokens[part], batch.labels[part], positions,
             None if loss_inputs is None else loss_inputs.tokens(first, last), padding[part],
             None if batch.sampling_masks is None else batch.sampling_masks.tokens(first, last),
+            sampled.tokens(first, last),
         )

@@ -18,11 +18,15 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron_rl_corr.logprobs.linear import linear_logprobs
+from megatron_rl_corr.logprobs.sampled_rows import SampledRows
 from megatron_rl_corr.logprobs.sampling_mask import sampling_mask_logprobs
 from megatron_rl_corr.logprobs.vocab import vocab_parallel_logprobs
 from megatron_rl_corr.mcore.batch import Microbatch, RolloutBatch, microbatches
 from megatron_rl_corr.moe.padding import padding_arguments
 from megatron_rl_corr.moe.routes import Routes
+
+LOGITS_BYTES = 256 * 2**20
+"""Logits that exist at a time where log-probs come from hidden states: fewer, larger multiplications."""
 
 LossOf = Callable[[Microbatch, Tensor], object]
 
@@ -51,7 +55,10 @@ class OutputContext:
     """[b, L] int64."""
     settings: LogprobSettings
     with_entropy: bool = False
-    chunk_tokens: int = 1024
+    sampled: SampledRows | None = None
+    """Which of the b * L labels get a log-prob; None: all."""
+    chunk_tokens: int | None = None
+    """Tokens whose logits exist at a time; None: as many as fill LOGITS_BYTES, but at least 1024."""
 
 
 def make_forward_step(
@@ -139,7 +146,8 @@ def label_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs (and entropy, or None) of a microbatch's labels, flat: [b * L] float32.
 
-    Over the ids that the server sampled from where they are known, else over the whole vocabulary.
+    Over the ids that the server sampled from where they are known, else over the whole vocabulary. A label that was not
+    sampled has 0 (-inf where ids are known), and no gradient: its logits are not read.
 
     Args:
         output: the model's: logits [b, L, V/tp], or with settings.from_hidden the hook's [b, L, 1 or 2].
@@ -158,6 +166,7 @@ def label_logprobs(
     return vocab_parallel_logprobs(
         logits, labels, tp_group=settings.tp_group, temperature=settings.temperature,
         vocab_size=settings.vocab_size, with_entropy=with_entropy, inplace_gradient=settings.inplace_gradient,
+        sampled=micro.sampled,
     )
 
 
@@ -165,7 +174,7 @@ def _output_arguments(micro: Microbatch, settings: LogprobSettings, with_entropy
     """Keyword arguments of the model's forward: the hook behind its last layer, or none."""
     if not settings.from_hidden:
         return {}
-    context = OutputContext(micro.labels, settings, with_entropy=with_entropy)
+    context = OutputContext(micro.labels, settings, with_entropy=with_entropy, sampled=micro.sampled)
     return {"output_processor": label_logprobs_of_hidden, "output_processor_context": context}
 
 
@@ -180,7 +189,8 @@ def label_logprobs_of_hidden(
 ) -> Tensor:
     """GPTModel.forward's output_processor: the model's output becomes log-probs, and no rank ever holds all logits.
 
-    The weight's gradient is its .grad, which DDP's hook adds to main_grad.
+    The weight's gradient is its .grad, which DDP's hook adds to main_grad; under --gradient-accumulation-fusion it is
+    added to main_grad here, as Megatron's output layer does.
 
     Args:
         hidden_states: [L, b, H], or this rank's part of L under sequence parallelism. Parts are gathered whole, because
@@ -196,18 +206,24 @@ def label_logprobs_of_hidden(
 
     Raises:
         ValueError: for what the logits would go through and this does not: a bias, scaled logits (MuP), more heads
-            (MTP), and weight gradients that Megatron defers or has already fused into main_grad.
+            (MTP), and weight gradients that Megatron defers, or has fused into main_grad where this does not.
     """
     weight = output_layer.weight if output_weight is None else output_weight
     _check_output_layer(output_layer, weight, config)
     if output_layer.sequence_parallel:
         hidden_states = gather_from_sequence_parallel_region(hidden_states, group=context.settings.tp_group)
     length, rows, _hidden = hidden_states.shape
+    sampled, chunk_tokens = context.sampled, context.chunk_tokens
+    if chunk_tokens is None:
+        element = 4 if context.settings.fp32_lm_head else hidden_states.element_size()
+        chunk_tokens = max(LOGITS_BYTES // (len(weight) * element), 1024)
     logprobs, entropy = linear_logprobs(
         hidden_states.flatten(0, 1), weight, context.labels.t().reshape(-1), tp_group=context.settings.tp_group,
         temperature=context.settings.temperature, vocab_size=context.settings.vocab_size,
-        with_entropy=context.with_entropy, chunk_tokens=context.chunk_tokens,
+        with_entropy=context.with_entropy, chunk_tokens=chunk_tokens,
         fp32_lm_head=context.settings.fp32_lm_head, reduce_hidden_gradient=not output_layer.sequence_parallel,
+        sampled=None if sampled is None else sampled.column_major(rows),
+        into_main_grad=_is_fused(weight, config) and weight.requires_grad and torch.is_grad_enabled(),
     )  # fmt: skip
     outputs = [logprobs] if entropy is None else [logprobs, entropy]
     return torch.stack([x.view(length, rows).t() for x in outputs], dim=2)
@@ -217,6 +233,11 @@ def split_output(output: Tensor) -> tuple[Tensor, Tensor | None]:
     """The hook's output [b, L, 1 or 2] -> log-probs and entropy (or None), flat: [b * L]."""
     logprobs, *entropy = output.flatten(0, 1).unbind(dim=1)
     return logprobs, entropy[0] if entropy else None
+
+
+def _is_fused(weight: Tensor, config: TransformerConfig) -> bool:
+    """Whether Megatron's output layer would add the weight's gradient to main_grad itself (FSDP makes its own)."""
+    return config.gradient_accumulation_fusion and hasattr(weight, "main_grad") and not hasattr(weight, "__fsdp_param__")
 
 
 def _check_output_layer(output_layer: nn.Module, weight: Tensor, config: TransformerConfig) -> None:
@@ -230,7 +251,7 @@ def _check_output_layer(output_layer: nn.Module, weight: Tensor, config: Transfo
     if config.defer_embedding_wgrad_compute:
         raise ValueError("log-probs from hidden states do not know --defer-embedding-wgrad-compute; leave it out")
     # DDP's hook leaves .grad out where Megatron has added to main_grad in the same step.
-    if getattr(weight, "grad_added_to_main_grad", False):
+    if getattr(weight, "grad_added_to_main_grad", False) and not _is_fused(weight, config):
         raise ValueError(
             "--gradient-accumulation-fusion has added to the output weight's main_grad in this step, so its gradient "
             "from hidden states would be lost: take all microbatches of a step from hidden states, or "

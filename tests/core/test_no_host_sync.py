@@ -16,6 +16,8 @@ from megatron_rl_corr.core.aggregation import token_coefficients
 from megatron_rl_corr.core.correction import compute_correction
 from megatron_rl_corr.core.losses import policy_loss
 from megatron_rl_corr.core.segments import flatten_padded
+from megatron_rl_corr.logprobs.linear import linear_logprobs
+from megatron_rl_corr.logprobs.sampled_rows import SampledRows
 from megatron_rl_corr.logprobs.sampling_mask import SamplingMasks, sampling_mask_logprobs
 from megatron_rl_corr.logprobs.vocab import vocab_parallel_logprobs
 
@@ -75,8 +77,12 @@ def step(config: RolloutCorrectionConfig, device: str, truncated: bool = False) 
     labels = torch.zeros(rows * length, dtype=torch.int64, device=device)
     mask = torch.ones(rows, length, device=device)
     rollout, flat_mask, seq_ids, count = flatten_padded(-torch.rand(rows, length, device=device), mask)
+    # A batch knows its sampled rows on the host: three of four tokens.
+    sampled = SampledRows.of((torch.arange(2 * rows * length) % 4 > 0)).tokens(rows * length, 2 * rows * length)
+    sampled = SampledRows(sampled.order.to(device), sampled.host_counts)
+    settings = {"vocab_size": 10, "with_entropy": True, "chunk_tokens": 5, "sampled": sampled}
     with torch.no_grad():
-        old, _ = vocab_parallel_logprobs(logits, labels, vocab_size=10, with_entropy=True, chunk_tokens=5)
+        old, _ = vocab_parallel_logprobs(logits, labels, **settings)
     rewards, group_ids = torch.rand(rows, device=device), torch.zeros(rows, dtype=torch.int64, device=device)
     kinds = {"num_groups": 2, "kind": config.advantage_kind}
     correction = compute_correction(
@@ -86,13 +92,16 @@ def step(config: RolloutCorrectionConfig, device: str, truncated: bool = False) 
     advantages = group_advantages(
         rewards, group_ids, in_baseline=correction.kept_sequences, **kinds
     ).repeat_interleave(length)
-    now, entropy = vocab_parallel_logprobs(logits, labels, vocab_size=10, with_entropy=True, chunk_tokens=5)
+    now, entropy = vocab_parallel_logprobs(logits, labels, **settings)
     if truncated:
         now, entropy = on_support(logits, labels)
+    # From hidden states: the same labels over the same columns, once more.
+    weight = torch.randn(vocab, vocab, device=device).requires_grad_()
+    again, _ = linear_logprobs(logits, weight, labels, **settings)
     losses = policy_loss(
         config.loss, now, old, advantages, correction, config, seq_ids=seq_ids, num_sequences=count, metrics={}
     )
-    total = (losses * token_coefficients(correction, seq_ids, config)).sum() - 0.01 * entropy.mean()
+    total = (losses * token_coefficients(correction, seq_ids, config)).sum() - 0.01 * entropy.mean() + 0.01 * again.mean()
     total.backward()
     return logits.grad
 

@@ -9,6 +9,7 @@ import re
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,12 +19,16 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from megatron_rl_corr.logprobs import triton_backend as kernels  # noqa: E402
+from megatron_rl_corr.logprobs.sampled_rows import SampledRows  # noqa: E402
 from megatron_rl_corr.logprobs.torch_backend import LogitColumns  # noqa: E402
 
 NAMES = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64", int: "i32",
     float: "fp32",
 }  # fmt: skip
+
+
+KERNELS = ("_stats_kernel", "_merge_kernel", "_combine_kernel", "_gradient_kernel")
 
 
 class Launches:
@@ -51,7 +56,7 @@ class Launches:
 @pytest.fixture
 def launches(monkeypatch, tmp_path) -> dict[str, Launches]:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    stands = {name: Launches(getattr(kernels, name)) for name in ("_stats_kernel", "_merge_kernel", "_gradient_kernel")}
+    stands = {name: Launches(getattr(kernels, name)) for name in KERNELS}
     for name, stand in stands.items():
         monkeypatch.setattr(kernels, name, stand)
     return stands
@@ -62,6 +67,12 @@ def given(dtype: torch.dtype, with_entropy: bool, pitch: int = 151936) -> tuple[
     logits = torch.empty(8192, pitch, dtype=dtype, device="meta")[:, :151936]
     tensors = {"logits": logits, "labels": torch.empty(8192, dtype=torch.int64, device="meta")}
     return tensors, LogitColumns(0, 151936, 0.7, with_entropy, chunk_tokens=1024)
+
+
+def some(sampled: bool) -> SampledRows | None:
+    """Every second of 8192 rows, without storage."""
+    order = torch.empty(8192, dtype=torch.int64, device="meta")
+    return SampledRows(order, np.arange(8193) // 2) if sampled else None
 
 
 def accesses(ptx: str, operation: str) -> tuple[int, int]:
@@ -91,17 +102,18 @@ def assert_registers_suffice(binary, folder: Path):
 
 
 @pytest.mark.parametrize(
-    "dtype, with_entropy", [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, True)], ids=str
+    "dtype, with_entropy, sampled",
+    [(torch.bfloat16, False, True), (torch.bfloat16, True, False), (torch.float32, True, True)], ids=str,
 )
 def test_stats_when_compiled_then_16_byte_loads_and_threads_that_meet_only_at_the_end(
-    launches, dtype, with_entropy, tmp_path
+    launches, dtype, with_entropy, sampled, tmp_path
 ):
     tensors, columns = given(dtype, with_entropy)
-    kernels.label_stats(**tensors, columns=columns)
+    kernels.label_stats(**tensors, columns=columns, sampled=some(sampled))
     (binary,) = launches["_stats_kernel"].binaries
     ptx, loads = binary.asm["ptx"], 32 * dtype.itemsize // 16
-    # 32 elements a thread, in the loop of whole tiles and in the last. Alone: the label, and its logit.
-    assert accesses(ptx, "ld") == (2 * loads, 2)
+    # 32 elements a thread, in the loop of whole tiles and in the last. Alone: the row's number, label and its logit.
+    assert accesses(ptx, "ld") == (2 * loads, 2 + sampled)
     (body,) = loops(ptx)
     assert accesses(body, "ld") == (loads, 0)
     assert "shfl" not in body and "bar.sync" not in body
@@ -129,19 +141,32 @@ def test_merge_when_a_row_has_as_many_parts_as_tiles_then_it_lowers(launches, tm
     assert_registers_suffice(launches["_merge_kernel"].binaries[0], tmp_path)
 
 
+@pytest.mark.parametrize("shards", [1, 8])
+def test_combine_when_of_many_ranks_then_it_lowers_and_its_logarithm_is_exact_near_one(launches, shards, tmp_path):
+    kernels.combine_stats(torch.empty(shards, 4, 8192, device="meta"), True, some(True))
+    (binary,) = launches["_combine_kernel"].binaries
+    # The hardware's lg2 is 2^-22 off near 1, where the log-prob of a token that is almost certain lies.
+    assert "lg2.approx" not in binary.asm["ptx"]
+    assert_registers_suffice(binary, tmp_path)
+
+
 @pytest.mark.parametrize(
-    "dtype, with_entropy", [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, True)], ids=str
+    "dtype, with_entropy, sampled",
+    [(torch.bfloat16, False, True), (torch.bfloat16, True, False), (torch.float32, True, True)], ids=str,
 )
 def test_gradient_when_compiled_then_16_byte_loads_and_stores_and_no_contraction(
-    launches, dtype, with_entropy, tmp_path
+    launches, dtype, with_entropy, sampled, tmp_path
 ):
     tensors, columns = given(dtype, with_entropy)
-    rows = torch.empty(8192, device="meta")
-    kernels.logits_gradient(*tensors.values(), rows, rows, rows, rows, rows, columns, out=tensors["logits"])
+    rows, combined = torch.empty(8192, device="meta"), torch.empty(4, 8192, device="meta")
+    kernels.logits_gradient(
+        *tensors.values(), combined, rows, rows if with_entropy else None, columns, out=tensors["logits"],
+        sampled=some(sampled),
+    )
     (binary,) = launches["_gradient_kernel"].binaries
     ptx, tile = binary.asm["ptx"], 32 * dtype.itemsize // 16
     # A loop that only writes zeros, one of whole tiles, one of what padding is in. Alone: what a token has one of.
-    assert accesses(ptx, "ld") == (2 * tile, 6 if with_entropy else 4)
+    assert accesses(ptx, "ld") == (2 * tile, (7 if with_entropy else 5) + sampled)
     assert accesses(ptx, "st") == (3 * tile, 0)
     assert sorted((accesses(body, "ld")[0], accesses(body, "st")[0]) for body in loops(ptx)) == [
         (0, tile), (tile, tile), (tile, tile),

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from megatron_rl_corr.logprobs import torch_backend as label_stats
-from megatron_rl_corr.logprobs import vocab
 
 INF = float("inf")
 GRADIENT = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -18,8 +17,30 @@ CASES = [
     "bfloat16", "bfloat16, parts, odd rows", "float16", "temperature 0.7", "temperature 300", "no entropy", "padding",
     "padding, parts", "only padding", "a later rank", "rows apart", "rows apart by an odd number", "in place",
     "in place, bfloat16, parts", "one token", "more tokens than the merge has", "no tokens", "32-bit labels",
-    "one upstream for all", "blocks as they are",
+    "one upstream for all", "sampled rows", "sampled rows, bfloat16, parts", "sampled rows, in place, no entropy",
+    "no sampled row", "blocks as they are",
 ]  # fmt: skip
+
+
+SAMPLED = {
+    "sampled rows": [1, 0, 1, 1, 0], "sampled rows, bfloat16, parts": [0, 1, 1, 0, 1, 1, 0],
+    "sampled rows, in place, no entropy": [0, 0, 1, 0, 1, 0], "no sampled row": [0] * 5,
+    "sampled rows, two ranks": [0, 1, 1, 0, 1, 0, 1],
+}  # fmt: skip
+
+
+def of_case(name, inputs):
+    """`reference` of a case: of its sampled rows alone, with 0 for the others; the statistics are of [4, N]."""
+    if name not in SAMPLED:
+        return reference(**inputs)
+    kept = torch.tensor(SAMPLED[name]).bool()
+    of_rows = {name: inputs[name][kept] for name in ("logits", "labels")} | {"grads": inputs["grads"][:, kept]}
+    stats, logprobs, entropy, gradient = reference(**of_rows, settings=inputs["settings"])
+    whole = []
+    for values in (logprobs, entropy, gradient):
+        whole.append(torch.zeros(len(kept), *values.shape[1:], dtype=torch.float64))
+        whole[-1][kept] = values.double()
+    return stats, *whole
 
 
 def reference(logits, labels, grads, settings):
@@ -57,14 +78,14 @@ def rounding_of_x(logits, settings) -> float:
     """An x has two roundings, of 1 / temperature and of their product, each at most 2^-24 of it; at 1 none."""
     if settings["temperature"] == 1:
         return 0
-    largest = logits[:, : settings["limit"]].double().nan_to_num(neginf=0).abs().max().item()
+    largest = logits[:, : settings["limit"]].double().nan_to_num(neginf=0, posinf=0).abs().max().item()
     return 2**-23 * largest / settings["temperature"]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_stats_when_in_one_pass_then_those_of_float64(runs, name):
     inputs, result = runs["cases"][name]
-    stats, logprobs, entropy, _ = reference(**inputs)
+    stats, logprobs, entropy, _ = of_case(name, inputs)
     with_entropy = inputs["settings"]["with_entropy"]
     assert_close(result["stats"][[0, 2]], stats[[0, 2]], 2**-23, 0)
     assert_close(result["stats"][1], stats[1], 1e-6, 0)
@@ -82,9 +103,11 @@ def test_gradient_when_in_one_pass_then_that_of_float64_and_nothing_else_is_writ
     # Upstream gradients here are below 4.
     rounding = 4 * rounding_of_x(inputs["logits"], inputs["settings"])
     assert gradient.dtype == dtype
-    assert_close(gradient, reference(**inputs)[3], GRADIENT[dtype], GRADIENT[dtype] + rounding)
+    assert_close(gradient, of_case(name, inputs)[3], GRADIENT[dtype], GRADIENT[dtype] + rounding)
     assert gradient[:, inputs["settings"]["limit"] :].count_nonzero() == 0
     assert result["untouched"] and result["beyond"]
+    for row, sampled in enumerate(SAMPLED.get(name, ())):
+        assert sampled or torch.equal(gradient[row], torch.zeros_like(gradient[row]))
 
 
 @pytest.mark.parametrize("name", ["temperature 0.7", "five tiles, parts"])
@@ -112,7 +135,7 @@ def test_row_when_not_finite_then_what_torch_makes_of_it(runs, parts):
     logits[:, 0] = torch.tensor([-INF, float("nan"), INF, float("nan"), 1.0])
     columns = label_stats.LogitColumns(0, 1, 0.5, with_entropy=True, chunk_tokens=5)
     torch_stats = label_stats.label_stats(logits, labels, columns)
-    assert vocab.combine_stats(torch_stats[None], True)[1].isnan().tolist() == result["entropy"].isnan().tolist()
+    assert label_stats.combine_stats(torch_stats[None], True)[1].isnan().tolist() == result["entropy"].isnan().tolist()
 
 
 @pytest.mark.parametrize("parts", ["one part", "parts"])
@@ -134,7 +157,7 @@ def test_program_when_tokens_are_few_then_it_gets_fewer_tiles(tokens, tiles):
     kernels = pytest.importorskip("megatron_rl_corr.logprobs.triton_backend")
     # 151936 columns are 37.09 tiles of 4096; with 4 tokens 148, over the 32 programs of the one processor of a CPU: 4.
     logits = torch.empty(tokens, 151936, device="meta")
-    assert kernels.Blocks().span(151936, logits) == 4096 * tiles
+    assert kernels.Blocks().span(151936, tokens, logits) == 4096 * tiles
 
 
 def test_logits_when_of_a_kind_the_kernels_do_not_take_then_refused_with_the_remedy(runs):
@@ -143,7 +166,7 @@ def test_logits_when_of_a_kind_the_kernels_do_not_take_then_refused_with_the_rem
     assert "(1, 2)" in apart and ".contiguous()" in apart
 
 
-@pytest.mark.parametrize("name", ["plain", "inplace", "a rank of padding", "bfloat16"])
+@pytest.mark.parametrize("name", ["plain", "inplace", "a rank of padding", "bfloat16", "sampled rows, two ranks"])
 def test_vocab_parallel_logprobs_when_on_the_kernels_then_value_and_gradient_of_the_whole(runs, name):
     if "sharded" not in runs:
         pytest.skip("two ranks over gloo are run by the interpreter")
@@ -152,7 +175,8 @@ def test_vocab_parallel_logprobs_when_on_the_kernels_then_value_and_gradient_of_
         "first": 0, "limit": options.get("vocab_size", 48), "temperature": options.get("temperature", 1.0),
         "with_entropy": options.get("with_entropy", True),
     }
-    _, logprobs, entropy, gradient = reference(**inputs, settings=settings)
+    inputs["settings"] = settings
+    _, logprobs, entropy, gradient = of_case(name, inputs)
     first, second = (rank[name] for rank in runs["sharded"])
     merged = torch.cat([first["gradient"], second["gradient"]], dim=1)
     tolerance = GRADIENT[inputs["logits"].dtype]

@@ -16,6 +16,7 @@ import torch.multiprocessing as mp
 
 from megatron_rl_corr.logprobs import triton_backend as label_logprobs
 from megatron_rl_corr.logprobs import vocab
+from megatron_rl_corr.logprobs.sampled_rows import SampledRows
 from megatron_rl_corr.logprobs.torch_backend import LogitColumns
 from megatron_rl_corr.logprobs.triton_backend import Blocks
 
@@ -27,7 +28,7 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 class Fixed(Blocks):
     """As many tiles a program, however few tokens there are."""
 
-    def span(self, columns, logits):
+    def span(self, columns, rows, logits):
         return self.tiles * self.columns
 
 
@@ -65,6 +66,14 @@ CASES: dict[str, dict] = {
     "no tokens": {"tokens": 0},
     "32-bit labels": {"labels": torch.int32},
     "one upstream for all": {"expanded": True},
+    "sampled rows": {"sampled": [1, 0, 1, 1, 0], "tokens": 5, "limit": TILE + 13},
+    "sampled rows, bfloat16, parts": {
+        "sampled": [0, 1, 1, 0, 1, 1, 0], "tokens": 7, "width": 5 * TILE, "blocks": PARTS, "dtype": torch.bfloat16,
+    },
+    "sampled rows, in place, no entropy": {
+        "sampled": [0, 0, 1, 0, 1, 0], "tokens": 6, "inplace": True, "with_entropy": False,
+    },
+    "no sampled row": {"sampled": [0] * 5},
     "blocks as they are": {"blocks": label_logprobs.BLOCKS, "width": 4096 + 33},
 }
 """What differs from PLAIN; temperature 1, limit the width, with entropy, first 0."""
@@ -89,6 +98,11 @@ def inputs(name: str) -> dict:
         if not case.get("expanded"):
             labels[4], grads[0, 4] = -100 - first, 0  # a masked token
     logits[:, limit:] = 1e4  # padding holds anything
+    for row, sampled in enumerate(case.get("sampled", ())):
+        if not sampled:
+            # Whatever is there, and whatever comes from upstream.
+            logits[row] = (NAN, INF, -INF)[row % 3]
+            labels[row], grads[:, row] = (-100 - first, 0)[row % 2], (NAN, 2.0)[row % 2]
     settings = {
         "first": first, "limit": limit, "temperature": case.get("temperature", 1.0),
         "with_entropy": case.get("with_entropy", True), "chunk_tokens": 1024,
@@ -106,7 +120,7 @@ def placed(tensor: torch.Tensor, pitch: int | None) -> torch.Tensor:
     return wide[:, : tensor.shape[1]]
 
 
-def run(logits, labels, grads, settings, blocks=ONE_PART, pitch=None, inplace=False, expanded=False) -> dict:
+def run(logits, labels, grads, settings, blocks=ONE_PART, pitch=None, inplace=False, expanded=False, sampled=None) -> dict:
     """One rank alone, as vocab.py calls the two functions, which it does not check."""
     logits, labels, grads = placed(logits, pitch), labels.to(DEVICE), grads.to(DEVICE)
     before = logits.contiguous().clone()
@@ -115,17 +129,16 @@ def run(logits, labels, grads, settings, blocks=ONE_PART, pitch=None, inplace=Fa
         grads[:, 1:] = NAN
         grads = grads[:, :1].expand_as(grads)
     columns, with_entropy = LogitColumns(**settings), settings["with_entropy"]
-    stats = label_logprobs.label_stats(logits, labels, columns, blocks=blocks)
-    logprobs, entropy, top, log_total = vocab.combine_stats(stats[None], with_entropy)
+    sampled = None if sampled is None else SampledRows.of(torch.tensor(sampled, device=DEVICE).bool())
+    stats = label_logprobs.label_stats(logits, labels, columns, sampled, blocks=blocks)
+    combined = label_logprobs.combine_stats(stats[None], with_entropy, sampled)
     # What is there must not matter.
     out = logits if inplace else placed(torch.full(logits.shape, NAN, dtype=logits.dtype), pitch)
-    upstream = grads[0].masked_fill(logprobs == -INF, 0.0)
-    if expanded:
-        upstream = grads[0]
     label_logprobs.logits_gradient(
-        logits, labels, top, log_total, entropy, upstream, grads[1] if with_entropy else None,
-        columns, out=out, blocks=blocks,
+        logits, labels, combined, grads[0], grads[1] if with_entropy else None, columns, out=out,
+        sampled=sampled, blocks=blocks,
     )
+    logprobs, entropy = combined[0], combined[1]
     beyond = out.new_empty(0)
     if pitch is not None:
         beyond = out.as_strided((out.shape[0], pitch - out.shape[1]), out.stride(), out.shape[1])
@@ -138,7 +151,7 @@ def run(logits, labels, grads, settings, blocks=ONE_PART, pitch=None, inplace=Fa
 
 
 def run_case(name: str) -> dict:
-    case = {key: CASES[name][key] for key in ("blocks", "pitch", "inplace", "expanded") if key in CASES[name]}
+    case = {key: CASES[name][key] for key in ("blocks", "pitch", "inplace", "expanded", "sampled") if key in CASES[name]}
     return run(**inputs(name), **case)
 
 
@@ -191,6 +204,7 @@ SHARDED = {
     "inplace": {"inplace_gradient": True, "temperature": 0.7},
     "a rank of padding": {"vocab_size": 20, "with_entropy": False},
     "bfloat16": {"vocab_size": 45},
+    "sampled rows, two ranks": {"vocab_size": 45, "sampled": [0, 1, 1, 0, 1, 0, 1]},
 }
 
 
@@ -201,6 +215,8 @@ def sharded_inputs(name: str) -> dict:
     if name in ("plain", "inplace"):
         labels[3:] += 28
     dtype = torch.bfloat16 if name == "bfloat16" else torch.float32
+    for row, sampled in enumerate(SHARDED[name].get("sampled", ())):
+        logits[row] = logits[row] if sampled else NAN
     return {"logits": logits.to(dtype), "labels": labels, "grads": torch.randn(2, 7, generator=generator)}
 
 
@@ -213,6 +229,8 @@ def sharded(rank: int, folder: str) -> None:
     results = {}
     for name, options in SHARDED.items():
         given, options = sharded_inputs(name), {"with_entropy": True} | options
+        if "sampled" in options:
+            options["sampled"] = SampledRows.of(torch.tensor(options["sampled"]).bool())
         leaf = given["logits"].chunk(2, dim=1)[rank].clone().requires_grad_()
         # The head of a model writes what inplace_gradient overwrites; a leaf is not its to write.
         logits = leaf * 1

@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_rl_corr.logprobs.sampled_rows import SampledRows
 from megatron_rl_corr.logprobs.vocab import vocab_parallel_logprobs
 from megatron_rl_corr.mcore.forward import LogprobSettings, OutputContext, label_logprobs_of_hidden, split_output
 
@@ -56,12 +57,18 @@ def batches():
         yield tokens[:, :-1], tokens[:, 1:], torch.randn(2, ROWS * LENGTH, generator=generator)
 
 
-def forward_step(settings, from_hidden):
+def sampled_of(labels):
+    """About half of the labels, other columns in each row."""
+    return SampledRows.of((labels % 2 == 0).reshape(-1))
+
+
+def forward_step(settings, from_hidden, some_rows):
     positions = torch.arange(LENGTH).expand(ROWS, -1)
 
     def step(iterator, model):
         tokens, labels, (coefficients, entropy_coefficients) = next(iterator)
-        context = OutputContext(labels, settings, with_entropy=True, chunk_tokens=7)
+        sampled = sampled_of(labels) if some_rows else None
+        context = OutputContext(labels, settings, with_entropy=True, sampled=sampled, chunk_tokens=7)
         hook = {"output_processor": label_logprobs_of_hidden, "output_processor_context": context}
         output = model(tokens, positions, None, **(hook if from_hidden else {}))
 
@@ -73,6 +80,9 @@ def forward_step(settings, from_hidden):
                     output.reshape(-1, output.shape[-1]), labels.reshape(-1), tp_group=settings.tp_group,
                     temperature=settings.temperature, vocab_size=settings.vocab_size, with_entropy=True,
                 )  # fmt: skip
+                if some_rows:
+                    kept = (labels % 2 == 0).reshape(-1)
+                    logprobs, entropy = (torch.where(kept, x, 0.0) for x in (logprobs, entropy))
             if non_loss_data:
                 return logprobs
             total = (coefficients * logprobs + entropy_coefficients * entropy).sum()
@@ -83,11 +93,11 @@ def forward_step(settings, from_hidden):
     return step
 
 
-def run_step(config, model, ddp, settings, from_hidden):
+def run_step(config, model, ddp, settings, from_hidden, some_rows=False):
     """The microbatches' losses and log-probs on the last stage, and this rank's gradients."""
     ddp.zero_grad_buffer()
     schedule = {
-        "forward_step_func": forward_step(settings, from_hidden), "model": ddp, "num_microbatches": MICROBATCHES,
+        "forward_step_func": forward_step(settings, from_hidden, some_rows), "model": ddp, "num_microbatches": MICROBATCHES,
         "seq_length": LENGTH, "micro_batch_size": ROWS,
     }  # fmt: skip
     reports = get_forward_backward_func()(data_iterator=batches(), forward_only=False, **schedule)
@@ -100,7 +110,7 @@ def run_step(config, model, ddp, settings, from_hidden):
 
 
 def compare(layout):
-    """The worst relative errors of hidden states against logits, on this rank."""
+    """The worst relative errors of hidden states against logits, on this rank: of all rows, and of some."""
     ps.initialize_model_parallel(
         tensor_model_parallel_size=layout.get("tp", 1), pipeline_model_parallel_size=layout.get("pp", 1)
     )
@@ -108,14 +118,23 @@ def compare(layout):
     torch.manual_seed(ps.get_pipeline_model_parallel_rank())
     config, model, ddp = build(layout)
     settings = LogprobSettings(ps.get_tensor_model_parallel_group(), 0.8, VOCAB)
-    losses, scores, gradients = run_step(config, model, ddp, settings, from_hidden=False)
-    losses2, scores2, gradients2 = run_step(config, model, ddp, settings, from_hidden=True)
-    errors = {name: float((gradients2[name] - g).norm() / g.norm()) for name, g in gradients.items()}
+    whole = errors(*(run_step(config, model, ddp, settings, from_hidden) for from_hidden in (False, True)))
+    expected = run_step(config, model, ddp, settings, from_hidden=False, some_rows=True)
+    # Read by the hook alone now that the layers are made: it adds the weight's gradient to main_grad itself.
+    config.gradient_accumulation_fusion = True
+    some = errors(expected, run_step(config, model, ddp, settings, from_hidden=True, some_rows=True))
     ps.destroy_model_parallel()
+    return whole | {"sampled rows": some}
+
+
+def errors(expected, found):
+    """Of two results of run_step."""
+    (losses, scores, gradients), (losses2, scores2, gradients2) = expected, found
+    worst = {name: float((gradients2[name] - g).norm() / g.norm()) for name, g in gradients.items()}
     return {
         "loss": max((abs(b / a - 1) for a, b in zip(losses, losses2, strict=True)), default=0.0),
         "scores": max((float((a - b).abs().max()) for a, b in zip(scores, scores2, strict=True)), default=0.0),
-        "gradient": max(errors.values()), "parameters": len(errors), "microbatches": len(losses2),
+        "gradient": max(worst.values()), "parameters": len(worst), "microbatches": len(losses2),
     }  # fmt: skip
 
 

@@ -14,7 +14,8 @@ CASES = {
     "deferred": (None, {}, {"defer_embedding_wgrad_compute": True}),
     "fused": (None, {"grad_added_to_main_grad": True}, {}),
 }
-OFF = {"use_mup": False, "mtp_num_layers": None, "defer_embedding_wgrad_compute": False}
+OFF = {"use_mup": False, "mtp_num_layers": None, "defer_embedding_wgrad_compute": False,
+       "gradient_accumulation_fusion": False}
 
 for name, (bias, weight, config) in CASES.items():
     layer = SimpleNamespace(bias=bias, weight=SimpleNamespace(**weight), sequence_parallel=False)

@@ -1,21 +1,34 @@
 """Log-probs from hidden states and weight, sharded: value, both gradients, collectives and memory, against float64."""
 
+from collections import Counter
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.correction import peak_bytes
 from megatron_rl_corr.logprobs import linear
 from megatron_rl_corr.logprobs.linear import linear_logprobs
+from megatron_rl_corr.logprobs.sampled_rows import SampledRows
+from tests.parallel.test_vocab import of_sampled_rows
 
 INF = float("inf")
 CASES = [
     "plain", "temperature, padding", "a rank of padding, no entropy", "share of the caller", "bfloat16",
-    "bfloat16, fp32 head", "float64",
+    "bfloat16, fp32 head", "float64", "sampled rows", "sampled rows, share of the caller",
+    "sampled rows, bfloat16, fp32 head", "no sampled row",
 ]
 
 
-def reference(hidden, weight, labels, grads, *, temperature=1.0, vocab_size=None, with_entropy=True, rounded=False):
+def reference(
+    hidden, weight, labels, grads, *, temperature=1.0, vocab_size=None, with_entropy=True, rounded=False, sampled=None
+):
     """In float64: log-probs, entropy, gradients in hidden and weight; rounded: of logits of hidden's type."""
+    if sampled is not None:
+        return of_sampled_rows(
+            reference, sampled, {"hidden": hidden, "labels": labels, "grads": grads}, weight=weight,
+            temperature=temperature, vocab_size=vocab_size, with_entropy=with_entropy, rounded=rounded,
+        )  # fmt: skip
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     logits = exact[0] @ exact[1].t()
     if rounded:
@@ -50,6 +63,8 @@ def test_linear_when_sharded_then_value_and_both_gradients_of_the_whole(vocab_ra
     # bfloat16: each rank's share, their sum and, without an fp32 head, the gradient of the logits are rounded.
     tolerance = 3e-2 if narrow else 5e-6
     torch.testing.assert_close(found, hidden.expand_as(found), rtol=tolerance, atol=tolerance)
+    for row, sampled in enumerate(options.get("sampled", ())):
+        assert sampled or torch.equal(found[:, row], torch.zeros_like(found[:, row]))
     merged = torch.cat([result["gradients"][1] for result in results[:size]])
     assert merged.dtype == inputs["weight"].dtype
     torch.testing.assert_close(merged.double(), weight, rtol=tolerance, atol=tolerance)
@@ -105,6 +120,48 @@ def test_memory_then_a_chunk_of_logits_not_all():
     # A chunk of logits, another to work in; the weight's gradient and what a chunk adds to it; numbers per token.
     limit = 2 * 4 * chunk * columns + 3 * weight_bytes + rows_bytes + 80 * tokens
     assert peak_bytes(lambda: run(given, chunk_tokens=chunk), "cpu") < limit < 4 * tokens * columns / 3
+
+
+class Products(TorchDispatchMode):
+    """Numbers that matrix products write, and rows of their left factor, by the shape of what they make."""
+
+    def __init__(self):
+        super().__init__()
+        self.written: dict[tuple[int, ...], int] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if func._schema.name in ("aten::mm", "aten::addmm_", "aten::addmm"):
+            self.written[tuple(made.shape)] = self.written.get(tuple(made.shape), 0) + 1
+        return made
+
+
+@pytest.mark.parametrize("tiles", [1, 4])
+def test_products_when_half_of_the_rows_were_sampled_then_of_those_and_each_row_of_the_weight_once(tiles):
+    tokens, size, columns = 48, 8, 40
+    given, mask = inputs(tokens, size, columns, torch.float32), torch.arange(tokens) % 2 == 0
+    with Products() as products:
+        run(given, sampled=SampledRows.of(mask), chunk_tokens=24 // tiles)
+    width = columns // tiles
+    # The logits, forward and backward; hidden's gradient; and the weight's, a tile's rows of it each time.
+    expected = Counter({(24, width): 2 * tiles})
+    expected.update({(24, size): tiles})
+    expected.update({(width, size): tiles})
+    assert products.written == expected
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("wide", [False, True])
+def test_weight_gradient_when_into_main_grad_then_added_there_and_autograd_gets_none_of_it(wide, zeros):
+    given = inputs(dtype=torch.bfloat16)
+    weight, sums = given["weight"], torch.randn(40, 64)
+    expected = sums.double() + reference(**given, rounded=True)[3]
+    weight.main_grad = sums.clone() if wide else sums.bfloat16()
+    weight.grad_added_to_main_grad, weight.zero_out_wgrad = False, zeros
+    found = run(given, into_main_grad=True, chunk_tokens=20)[2]
+    assert weight.grad_added_to_main_grad and found.shape == weight.shape
+    assert not zeros or found.count_nonzero() == 0
+    torch.testing.assert_close(weight.main_grad.double(), expected, rtol=1e-2, atol=3e-2)
 
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])

@@ -13,17 +13,35 @@ CASES = [
     "plain", "temperature", "chunks that do not divide", "one token a chunk", "one padded column", "a rank of padding",
     "a rank of -inf", "rows of -inf", "rows of -inf, no entropy", "labels out of range", "extreme",
     "extreme bfloat16", "no entropy", "bfloat16", "bfloat16, no entropy", "float16", "float64", "in place",
-    "in place, no entropy", "in place, bfloat16", "no tokens",
+    "in place, no entropy", "in place, bfloat16", "no tokens", "sampled rows",
+    "sampled rows, in place", "sampled rows, bfloat16, no entropy", "no sampled row",
 ]
 ROUNDING = {torch.float32: 5e-6, torch.float64: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 """Of a gradient, which has the logits' type."""
 
 
-def reference(logits, labels, grads, *, temperature=1.0, vocab_size=None, with_entropy=True):
+def of_sampled_rows(reference, sampled, by_token, **rest):
+    """A reference's results from the sampled rows of the tensors `by_token` alone, with 0 for the other rows."""
+    kept = torch.tensor(sampled).bool()
+    rows = {name: x[:, kept] if name == "grads" else x[kept] for name, x in by_token.items()}
+    results = []
+    for values in reference(**rows, **rest):
+        if values is not None and len(values) == kept.sum():
+            values = values.new_zeros(len(kept), *values.shape[1:]).index_copy_(0, kept.nonzero()[:, 0], values)
+        results.append(values)
+    return results
+
+
+def reference(logits, labels, grads, *, temperature=1.0, vocab_size=None, with_entropy=True, sampled=None):
     """In float64 without shards: log-probs, entropy and the gradient in the logits, padding included.
 
     A log-prob of -inf is a constant, and the entropy of a row without a finite logit is 0.
     """
+    if sampled is not None:
+        by_token = {"logits": logits, "labels": labels, "grads": grads}
+        return of_sampled_rows(
+            reference, sampled, by_token, temperature=temperature, vocab_size=vocab_size, with_entropy=with_entropy
+        )
     exact = logits.double().clone().requires_grad_()
     columns = exact[:, :vocab_size]
     nothing = (columns == -INF).all(dim=1)
@@ -66,6 +84,8 @@ def test_logprobs_when_sharded_then_value_and_gradient_of_the_whole(vocab_ranks,
     assert_close(merged, gradient, ROUNDING[merged.dtype])
     # Padding gets exactly nothing.
     assert merged[:, options.get("vocab_size") or 12 :].count_nonzero() == 0
+    for row, sampled in enumerate(options.get("sampled", ())):
+        assert sampled or torch.equal(merged[row], torch.zeros_like(merged[row]))
 
 
 def test_cases_then_all_that_were_run(vocab_ranks):
@@ -142,7 +162,7 @@ def test_memory_when_saved_for_backward_then_the_logits_themselves_and_numbers_p
     logits, saved = torch.randn(64, 50).bfloat16().requires_grad_(), []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         vocab_parallel_logprobs(logits, torch.zeros(64, dtype=torch.int64), with_entropy=True, chunk_tokens=8)
-    assert [x.data_ptr() for x in saved if x.numel() > 64] == [logits.data_ptr()]
+    assert [x.data_ptr() for x in saved if x.numel() > 4 * 64] == [logits.data_ptr()]
 
 
 def test_gradient_in_place_when_others_need_the_logits_then_an_error_where_autograd_sees_it():

@@ -17,12 +17,14 @@ import torch.multiprocessing as mp
 from worker import WORLD, Collectives, init_gloo
 
 from megatron_rl_corr.logprobs.linear import linear_logprobs
+from megatron_rl_corr.logprobs.sampled_rows import SampledRows
 from megatron_rl_corr.logprobs.sampling_mask import SamplingMasks, sampling_mask_logprobs
 from megatron_rl_corr.logprobs.vocab import vocab_parallel_logprobs
 
 INF = float("inf")
 TOKENS, COLUMNS, HIDDEN = 10, 12, 6
 SIZES = (1, 2, 4)
+MASK = [0, 1, 1, 1, 0, 1, 0, 0, 1, 0]
 
 VOCAB_CASES = {
     "plain": {},
@@ -46,7 +48,25 @@ VOCAB_CASES = {
     "in place, no entropy": {"vocab_size": 10, "with_entropy": False, "inplace_gradient": True, "chunk_tokens": 3},
     "in place, bfloat16": {"temperature": 0.7, "vocab_size": 10, "inplace_gradient": True},
     "no tokens": {},
+    "sampled rows": {"temperature": 0.5, "vocab_size": 10, "chunk_tokens": 3, "sampled": MASK},
+    "sampled rows, in place": {"vocab_size": 10, "inplace_gradient": True, "sampled": MASK},
+    "sampled rows, bfloat16, no entropy": {"with_entropy": False, "sampled": MASK},
+    "no sampled row": {"sampled": [0] * TOKENS},
 }
+
+
+def spoil(tensor: torch.Tensor, sampled: list[int]) -> None:
+    """Whatever the rows hold that were not sampled."""
+    for row in range(len(sampled)):
+        if not sampled[row]:
+            tensor[row] = (float("nan"), INF, -INF)[row % 3]
+
+
+def as_rows(options: dict) -> dict:
+    """Its mask as the functions take it."""
+    if "sampled" not in options:
+        return options
+    return options | {"sampled": SampledRows.of(torch.tensor(options["sampled"]).bool())}
 
 
 def type_of(name: str) -> torch.dtype:
@@ -78,6 +98,7 @@ def vocab_inputs(name: str) -> dict[str, torch.Tensor]:
         logits[6] *= 30
         logits[7] = torch.arange(COLUMNS) * -9.0  # down to where exp is not a normal number
     logits[:, support:] = 1e4  # padding holds anything
+    spoil(logits, VOCAB_CASES[name].get("sampled", ()))
     grads = torch.randn(2, tokens, generator=generator)
     return {"logits": logits.to(type_of(name)), "labels": labels, "grads": grads}
 
@@ -100,11 +121,11 @@ def run_sharded(inputs: dict[str, torch.Tensor], rank: int, size: int, compute: 
     leaf = inputs["logits"].chunk(size, dim=1)[rank].clone().requires_grad_()
     logits = leaf * 1
     result = run_case(lambda: compute(logits), [leaf], inputs["grads"])
-    return result | {"untouched": torch.equal(logits, leaf)}
+    return result | {"untouched": torch.equal(logits.nan_to_num(), leaf.nan_to_num())}
 
 
 def run_vocab_case(name: str, rank: int, size: int, group) -> dict:
-    inputs, options = vocab_inputs(name), {"with_entropy": True} | VOCAB_CASES[name]
+    inputs, options = vocab_inputs(name), as_rows({"with_entropy": True} | VOCAB_CASES[name])
     return run_sharded(
         inputs, rank, size,
         lambda logits: vocab_parallel_logprobs(logits, inputs["labels"], tp_group=group, **options),
@@ -158,6 +179,10 @@ LINEAR_CASES = {
     "bfloat16": {"temperature": 0.7, "chunk_tokens": 4},
     "bfloat16, fp32 head": {"temperature": 0.7, "vocab_size": 11, "chunk_tokens": 4, "fp32_lm_head": True},
     "float64": {},
+    "sampled rows": {"temperature": 0.7, "vocab_size": 10, "chunk_tokens": 3, "sampled": MASK},
+    "sampled rows, share of the caller": {"reduce_hidden_gradient": False, "chunk_tokens": 4, "sampled": MASK},
+    "sampled rows, bfloat16, fp32 head": {"chunk_tokens": 3, "fp32_lm_head": True, "sampled": MASK},
+    "no sampled row": {"sampled": [0] * TOKENS},
 }
 
 
@@ -165,15 +190,17 @@ def linear_inputs(name: str) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(sum(map(ord, name)))
     labels = torch.arange(TOKENS) % 6
     labels[4] = -100
+    hidden = (torch.randn(TOKENS, HIDDEN, generator=generator) * 2).to(type_of(name))
+    spoil(hidden, LINEAR_CASES[name].get("sampled", ()))
     return {
-        "hidden": (torch.randn(TOKENS, HIDDEN, generator=generator) * 2).to(type_of(name)),
+        "hidden": hidden,
         "weight": torch.randn(COLUMNS, HIDDEN, generator=generator).to(type_of(name)),
         "labels": labels, "grads": torch.randn(2, TOKENS, generator=generator),
     }  # fmt: skip
 
 
 def run_linear_case(name: str, rank: int, size: int, group) -> dict:
-    inputs, options = linear_inputs(name), {"with_entropy": True} | LINEAR_CASES[name]
+    inputs, options = linear_inputs(name), as_rows({"with_entropy": True} | LINEAR_CASES[name])
     hidden = inputs["hidden"].requires_grad_()
     weight = inputs["weight"].chunk(size)[rank].clone().requires_grad_()
     return run_case(

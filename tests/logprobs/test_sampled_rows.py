@@ -1,0 +1,37 @@
+"""Which rows the last layer works on."""
+
+import pytest
+import torch
+
+from megatron_rl_corr.logprobs.sampled_rows import SampledRows
+from megatron_rl_corr.logprobs.vocab import vocab_parallel_logprobs
+
+MASK = torch.tensor([0, 1, 1, 0, 1, 0, 0, 1]).bool()
+
+
+def test_rows_when_of_a_mask_then_the_sampled_ones_before_the_others():
+    rows = SampledRows.of(MASK)
+    assert (len(rows), rows.num_tokens) == (4, 8)
+    assert rows.rows.tolist() == [1, 2, 4, 7] and rows.others.tolist() == [0, 3, 5, 6]
+
+
+@pytest.mark.parametrize("start, stop", [(0, 8), (0, 4), (3, 7), (5, 7), (1, 3), (2, 2)])
+def test_tokens_when_cut_then_the_rows_of_the_cut_mask(start, stop):
+    cut, expected = SampledRows.of(MASK).tokens(start, stop), SampledRows.of(MASK[start:stop])
+    assert len(cut) == len(expected) and torch.equal(cut.order, expected.order)
+    assert cut.host_counts.tolist() == expected.host_counts.tolist()
+
+
+def test_column_major_when_of_two_rows_of_four_then_the_rows_of_the_transposed_mask():
+    turned, mask = SampledRows.of(MASK).column_major(2), MASK.view(2, 4).t().reshape(-1)
+    assert sorted(turned.rows.tolist()) == SampledRows.of(mask).rows.tolist()
+    assert sorted(turned.others.tolist()) == SampledRows.of(mask).others.tolist()
+
+
+def test_spread_then_zero_where_nothing_was_sampled():
+    assert SampledRows.of(MASK).spread(torch.tensor([[1.0, 2.0, 3.0, 4.0]])).tolist() == [[0, 1, 2, 0, 3, 0, 0, 4]]
+
+
+def test_rows_when_of_another_number_of_tokens_then_refused():
+    with pytest.raises(ValueError, match="sampled rows of 8 tokens do not fit labels of 3"):
+        vocab_parallel_logprobs(torch.zeros(3, 5), torch.zeros(3).long(), sampled=SampledRows.of(MASK))
