@@ -3,7 +3,9 @@
 python benchmarks/logprob.py [--tokens 8192] [--vocab 151936] [--dtype bfloat16] [--device cuda] [--repeats 20]
 
 All paths take the same logits in the same run, which fails if a path's log-probs or gradient are not those of float64.
-A second table takes them from hidden states. With a GPU the defaults are the ones above; without, 4096 x 32000 float32.
+A second table takes only some of the tokens, as a loss mask does; a third takes log-probs from hidden states; a fourth
+counts the kernels, exchanges and bytes of the Triton form, which needs no GPU. With a GPU the defaults are the ones
+above; without, 4096 x 32000 float32.
 """
 
 import argparse
@@ -25,15 +27,19 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import logprob_counts
 from benchmarks.correction import machine_name, peak_bytes
 from benchmarks.quiet import only_tables
 from megatron_rl_corr.logprobs import torch_backend as label_stats
 from megatron_rl_corr.logprobs import vocab
 from megatron_rl_corr.logprobs.linear import linear_logprobs
+from megatron_rl_corr.logprobs.sampled_rows import SampledRows
 from megatron_rl_corr.logprobs.vocab import vocab_parallel_logprobs
 
 CHECKED = 64
 """Tokens that are compared with float64."""
+SHARES = (1.0, 0.5, 0.25)
+"""Of the tokens, those that were sampled."""
 
 
 @dataclass
@@ -46,6 +52,8 @@ class Work:
     upstream: list[Tensor]
     torch_backend: bool = False
     """On a GPU, where Triton's is taken otherwise."""
+    kept: Tensor | None = None
+    """[T] bool: the tokens that have a log-prob; None: all."""
 
     def prepare(self) -> None:
         pairs = zip(self.buffers, self.inputs, strict=True)
@@ -89,9 +97,11 @@ def main() -> None:
         labels = torch.randint(0, options.vocab, (options.tokens,), generator=generator, device=device)
         upstream = list(torch.randn(2, options.tokens, generator=generator, device=device))
         logits = torch.randn(options.tokens, options.vocab, generator=generator, device=device).mul_(2).to(dtype)
-        table_of_logits(logits, labels, upstream, options)
+        seconds = table_of_logits(logits, labels, upstream, options)
+        table_of_sampled(logits, labels, upstream, options, seconds)
         del logits
         table_of_hidden(labels, upstream, dtype, generator, options)
+        table_of_counts()
         dist.destroy_process_group()
 
 
@@ -141,7 +151,8 @@ def paths(labels: Tensor, options: argparse.Namespace) -> dict[str, Callable[[Te
     return found
 
 
-def table_of_logits(logits: Tensor, labels: Tensor, upstream: list[Tensor], options: argparse.Namespace) -> None:
+def table_of_logits(logits: Tensor, labels: Tensor, upstream: list[Tensor], options: argparse.Namespace) -> float:
+    """Returns the seconds of a copy of the logits."""
     device = options.device
     given = (logits,), (torch.empty_like(logits),), upstream
     works = {name: Work(path, *given) for name, path in paths(labels, options).items()}
@@ -167,6 +178,56 @@ def table_of_logits(logits: Tensor, labels: Tensor, upstream: list[Tensor], opti
             f"| {name} | {forward:.2f} | {backward:.2f} | {total / first:.2f} | "
             f"{total / 1500 / seconds:.1f} | {peak:.1f} |"
         )
+    return seconds
+
+
+def table_of_sampled(
+    logits: Tensor, labels: Tensor, upstream: list[Tensor], options: argparse.Namespace, seconds: float
+) -> None:
+    """Log-probs of some of the tokens; the floor is to read their logits twice and to write everybody's gradient."""
+    works = {}
+    for share in SHARES:
+        kept = sampled_tokens(labels, share)
+        rows = SampledRows.of(kept.cpu().numpy(), labels.device)
+        works[share] = Work(
+            lambda logits, rows=rows: [vocab_parallel_logprobs(logits, labels, sampled=rows)[0]],
+            (logits,), (torch.empty_like(logits),), upstream, kept=kept,
+        )  # fmt: skip
+    times = measure(works, options.repeats, options.device)
+    print("\nOf the tokens that were sampled alone, without entropy\n")
+    print("| sampled | forward (ms) | backward (ms) | floor (ms) | both / floor |\n|---|---|---|---|---|")
+    for share, work in works.items():
+        work.prepare()
+        work.both()
+        check(f"{share} sampled", work, logits, labels, upstream)
+        work.release()
+        floor, (forward, backward) = 500 * seconds * (1 + 2 * share), times[share]
+        print(f"| {share:.0%} | {forward:.2f} | {backward:.2f} | {floor:.2f} | {(forward + backward) / floor:.1f} |")
+
+
+def sampled_tokens(labels: Tensor, share: float) -> Tensor:
+    """A mask of that share of the tokens, at random."""
+    kept = torch.rand(len(labels), generator=torch.Generator().manual_seed(1)) < share
+    return kept.to(labels.device)
+
+
+def table_of_counts() -> None:
+    """Launches of the Triton form at 8192 tokens, bfloat16: what is read and written against the floor."""
+    print("\nKernels of the Triton form, 8192 tokens of bfloat16, counted and not run\n")
+    print("| columns | tp | sampled | forward | backward | exchanged a rank (KB) | bytes / floor |")
+    print("|---|---|---|---|---|---|---|")
+    for columns, tp in ((151936, 1), (18992, 8)):
+        for share in SHARES:
+            found = logprob_counts.count(8192, columns, sampled=int(8192 * share), tp=tp)
+            forward, backward = (
+                ", ".join(one.kernel.removesuffix("_kernel") for one in launches)
+                for launches in (found.forward, found.backward)
+            )
+            print(
+                f"| {columns} | {tp} | {share:.0%} | {forward} | {backward} | {sum(found.exchanged) / 1000:.0f} | "
+                f"{found.moved / found.floor:.4f} |"
+            )
+
 
 
 def table_of_hidden(
@@ -186,9 +247,13 @@ def table_of_hidden(
     def directly(labels: Tensor, **settings) -> Callable[..., list[Tensor]]:
         return lambda hidden, weight: list(linear_logprobs(hidden, weight, labels, with_entropy=True, **settings))
 
+    def of_half(labels: Tensor) -> Callable[..., list[Tensor]]:
+        return directly(labels, sampled=SampledRows.of(sampled_tokens(labels, 0.5).cpu().numpy(), labels.device))
+
     made = {
         "logits, then log-probs in place": through_logits, "linear_logprobs": directly,
         "linear_logprobs, fp32 head": lambda labels: directly(labels, fp32_lm_head=True),
+        "linear_logprobs, half of the tokens sampled": of_half,
     }  # fmt: skip
     given = (hidden, weight), (torch.empty_like(hidden), torch.empty_like(weight)), upstream
     works = {name: Work(make(labels), *given) for name, make in made.items()}
@@ -204,6 +269,7 @@ def table_of_hidden(
         few = Work(
             made[name](labels[:CHECKED]), (hidden[:CHECKED], weight), (given[1][0][:CHECKED], given[1][1]),
             [x[:CHECKED] for x in upstream],
+            kept=sampled_tokens(labels[:CHECKED], 0.5) if made[name] is of_half else None,
         )  # fmt: skip
         errors = errors_from_hidden(few, labels[:CHECKED])
         print(f"| {name} | {times[name][0]:.1f} | {times[name][1]:.1f} | {peak:.1f} | {' | '.join(errors)} |")
@@ -216,6 +282,9 @@ def errors_from_hidden(work: Work, labels: Tensor) -> list[str]:
     log_p = (exact[0] @ exact[1].t()).log_softmax(dim=1)
     logprobs = log_p.gather(1, labels[:, None])[:, 0]
     outputs = [logprobs, -(log_p.exp() * log_p).sum(dim=1)]
+    if work.kept is not None:
+        outputs = [x.where(work.kept, 0.0) for x in outputs]
+        logprobs = outputs[0]
     expected = torch.autograd.grad(outputs, exact, [x.double() for x in work.upstream])
     errors = [(work.results[0] - logprobs).abs().max()]
     errors += [(a - b).norm() / b.norm() for a, b in zip(work.gradients, expected, strict=True)]
@@ -227,6 +296,8 @@ def check(name: str, work: Work, logits: Tensor, labels: Tensor, upstream: list[
     exact = logits[:CHECKED].double().requires_grad_()
     log_p = exact.log_softmax(dim=1)
     expected = [log_p.gather(1, labels[:CHECKED, None])[:, 0], -(log_p.exp() * log_p).sum(dim=1)][: len(work.results)]
+    if work.kept is not None:
+        expected = [x.where(work.kept[:CHECKED], 0.0) for x in expected]
     [gradient] = torch.autograd.grad(expected, exact, [x[:CHECKED].double() for x in upstream[: len(expected)]])
     for found, value in zip(work.results, expected, strict=True):
         if not torch.allclose(found[:CHECKED].double(), value, rtol=1e-5, atol=1e-5):

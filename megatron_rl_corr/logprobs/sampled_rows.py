@@ -25,13 +25,13 @@ class SampledRows:
     """[T + 1] int64: how many of the first t tokens are sampled."""
 
     @classmethod
-    def of(cls, mask: Tensor) -> SampledRows:
-        """The rows of a mask [T] bool. Reads the mask on the host: once, where a batch is made."""
-        on_host = mask.cpu().numpy().astype(bool)
+    def of(cls, mask: np.ndarray, device: torch.device | str = "cpu") -> SampledRows:
+        """The rows of a mask [T] that is on the host, as it is where a batch is made; `order` is on the device."""
+        on_host = np.asarray(mask, dtype=bool)
         counts = np.zeros(len(on_host) + 1, dtype=np.int64)
         np.cumsum(on_host, out=counts[1:])
         order = np.concatenate([np.flatnonzero(on_host), np.flatnonzero(~on_host)])
-        return cls(torch.from_numpy(order).to(mask.device), counts)
+        return cls(torch.from_numpy(order).to(device), counts)
 
     def __len__(self) -> int:
         """N."""

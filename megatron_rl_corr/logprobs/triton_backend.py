@@ -4,28 +4,24 @@ T tokens, N of them sampled, V vocabulary columns (padded), tp tensor-parallel r
 x = logits / temperature.
 
 One pass over the logits forward, one pass backward that writes the gradient; no other tensor has size [T, V/tp]. Each
-program has a part of a row, and the next program the next part, which lies behind it in memory: each of its threads keeps its own running maximum and sums, rescaled when the maximum grows
-(Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018), and they are merged only at the end.
+program has a part of a row, and the next program the part behind it in memory: each of its threads keeps its own
+running maximum and sums, rescaled when the maximum grows (Milakov and Gimelshein, "Online normalizer calculation for
+softmax", 2018), and they are merged only at the end.
 """
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from megatron_rl_corr.logprobs.sampled_rows import SampledRows
 from megatron_rl_corr.logprobs.torch_backend import LogitColumns
+from megatron_rl_corr.logprobs.triton_kernels import combine_kernel, gradient_kernel, merge_kernel, stats_kernel
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-LOG2E = tl.constexpr(math.log2(math.e))
-SMALLEST = tl.constexpr(torch.finfo(torch.float32).min)
-NEGLIGIBLE = tl.constexpr(-1e30)
-"""Stands for -inf where it is multiplied: 0 times it is 0, not NaN."""
 
 
 class Blocks(NamedTuple):
@@ -84,7 +80,7 @@ def label_stats(
     partial = out if parts == 1 else logits.new_empty(parts, 4, count, dtype=torch.float32)
     inverse, vector = 1 / columns.temperature, _vector(logits)
     with torch.cuda.device_of(logits):
-        _stats_kernel[parts * count,](
+        stats_kernel[parts * count,](
             logits, logits.stride(0), labels.contiguous(), _order(sampled, labels), partial, count, parts,
             columns.first, columns.limit, span, inverse, inverse if parts == 1 else 1.0,
             WITH_ENTROPY=columns.with_entropy, SOME_ROWS=sampled is not None, ROWS=blocks.elements // vector,
@@ -107,7 +103,7 @@ def _merge(partial: Tensor, out: Tensor, inverse: float, with_entropy: bool) -> 
     parts, _, count = partial.shape
     if count:
         with torch.cuda.device_of(partial):
-            _merge_kernel[triton.cdiv(count, 32),](
+            merge_kernel[triton.cdiv(count, 32),](
                 partial, out, count, parts, inverse, WITH_ENTROPY=with_entropy,
                 PARTS=triton.next_power_of_2(parts), TOKENS=32, num_warps=4,
             )  # fmt: skip
@@ -120,7 +116,7 @@ def combine_stats(stats: Tensor, with_entropy: bool, sampled: SampledRows | None
     out = stats.new_empty(4, tokens)
     if tokens:
         with torch.cuda.device_of(stats):
-            _combine_kernel[triton.cdiv(tokens, 128),](
+            combine_kernel[triton.cdiv(tokens, 128),](
                 stats, _order(sampled, stats), out, tokens, count, shards, WITH_ENTROPY=with_entropy,
                 SOME_ROWS=sampled is not None, SHARDS=triton.next_power_of_2(shards), TOKENS=128, num_warps=4,
             )  # fmt: skip
@@ -157,7 +153,7 @@ def logits_gradient(
     parts = triton.cdiv(width, span)
     with torch.cuda.device_of(logits):
         # With fused multiply-add, x - top would not be 0 for the largest x, as top is rounded.
-        _gradient_kernel[parts * tokens,](
+        gradient_kernel[parts * tokens,](
             logits, logits.stride(0), *(tensor.contiguous() for tensor in per_token), combined,
             _order(sampled, labels), out, out.stride(0), tokens, count, parts, columns.first, columns.limit, width,
             span, 1 / columns.temperature, WITH_ENTROPY=with_entropy, SOME_ROWS=sampled is not None,
@@ -187,185 +183,3 @@ def _vector(logits: Tensor) -> int:
     """Columns of one 16-byte load; 1 unless all rows begin at a multiple of 16 bytes."""
     aligned = logits.data_ptr() % 16 == 0 and logits.stride(0) % 16 == 0
     return 16 // logits.element_size() if aligned else 1
-
-
-@triton.jit
-def _absorb(top, total, product, x, inverse, WITH_ENTROPY: tl.constexpr):
-    """Add a tile x [ROWS, LANES, VECTOR] to the lanes' running maxima, sums of e = exp(x - max) and of e (x - max)."""
-    new = tl.maximum(top, tl.max(tl.max(x, 2), 0))
-    # Never -inf - (-inf): the maxima begin finite.
-    distance = x - new[None, :, None]
-    e = tl.exp2(distance * (inverse * LOG2E))
-    drop = top - new
-    scale = tl.exp2(drop * (inverse * LOG2E))
-    if WITH_ENTROPY:
-        here = tl.sum(tl.sum(e * tl.maximum(distance, NEGLIGIBLE), 2), 0)
-        product = (product + total * tl.maximum(drop, NEGLIGIBLE)) * scale + here
-    total = total * scale + tl.sum(tl.sum(e, 2), 0)
-    return new, total, product
-
-
-@triton.jit
-def _merge_lanes(top, total, product, inverse, WITH_ENTROPY: tl.constexpr):
-    """Merge maxima, sums and products of lanes or parts along the first dimension."""
-    largest = tl.maximum(tl.max(top, 0), SMALLEST)
-    drop = top - largest
-    scale = tl.exp2(drop * (inverse * LOG2E))
-    if WITH_ENTROPY:
-        product = tl.sum((product + total * tl.maximum(drop, NEGLIGIBLE)) * scale, 0)
-    else:
-        product = tl.sum(product, 0)
-    return largest, tl.sum(total * scale, 0), product
-
-
-@triton.jit
-def _write(out, tokens, top, total, label, product, unit, mask):
-    """Write one column of out [4, T]."""
-    # The largest x adds 1 to the sum, so 0 means a row of -inf. tl.max skips a NaN, the sum does not.
-    top = tl.where(total == 0, float("-inf"), tl.where(total == total, top * unit, total))
-    tl.store(out, top, mask=mask)
-    tl.store(out + tokens, total, mask=mask)
-    tl.store(out + 2 * tokens, label * unit, mask=mask)
-    tl.store(out + 3 * tokens, product * unit, mask=mask)
-
-
-@triton.jit(do_not_specialize=["count", "parts"])
-def _stats_kernel(
-    logits, stride, labels, order, out, count, parts, first, limit, span, inverse, unit,
-    WITH_ENTROPY: tl.constexpr, SOME_ROWS: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
-):  # fmt: skip
-    """Column `place` of out[part] [4, N], over logits [part * span, (part + 1) * span); in units of x / unit."""
-    COLUMNS: tl.constexpr = ROWS * LANES * VECTOR
-    place, part = tl.program_id(0) // parts, tl.program_id(0) % parts
-    # int64: T * V passes 2^31.
-    token = place.to(tl.int64)
-    if SOME_ROWS:
-        token = tl.load(order + place)
-    logits += token * stride
-    start = part * span
-    stop = tl.minimum(start + span, limit)
-    # A thread has whole vectors of a lane, so only the reduction over lanes crosses threads.
-    columns = (tl.arange(0, ROWS)[:, None, None] * LANES + tl.arange(0, LANES)[None, :, None]) * VECTOR
-    columns += tl.arange(0, VECTOR)[None, None, :]
-    top = tl.full([LANES], SMALLEST, tl.float32)
-    total = tl.zeros([LANES], tl.float32)
-    product = tl.zeros([LANES], tl.float32)
-    whole = start + (stop - start) // COLUMNS * COLUMNS
-    for at in range(start, whole, COLUMNS):
-        x = tl.load(logits + at + columns).to(tl.float32)
-        top, total, product = _absorb(top, total, product, x, inverse, WITH_ENTROPY)
-    if whole < stop:
-        x = tl.load(logits + whole + columns, mask=whole + columns < stop, other=float("-inf")).to(tl.float32)
-        top, total, product = _absorb(top, total, product, x, inverse, WITH_ENTROPY)
-    top, total, product = _merge_lanes(top, total, product, inverse, WITH_ENTROPY)
-    local = tl.load(labels + token) - first
-    mine = (local >= start) & (local < stop)
-    label = tl.load(logits + local, mask=mine, other=float("-inf")).to(tl.float32)
-    _write(out + part.to(tl.int64) * 4 * count + place, count, top, total, label, product, unit, None)
-
-
-@triton.jit(do_not_specialize=["tokens", "parts"])
-def _merge_kernel(
-    partial, out, tokens, parts, inverse, WITH_ENTROPY: tl.constexpr, PARTS: tl.constexpr, TOKENS: tl.constexpr
-):
-    """partial [P, 4, T] -> out [4, T]."""
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    part = tl.arange(0, PARTS)[:, None]
-    partial += part * 4 * tokens + token[None, :]
-    mask = (part < parts) & (token < tokens)[None, :]
-    top = tl.load(partial, mask=mask, other=float("-inf"))
-    total = tl.load(partial + tokens, mask=mask, other=0.0)
-    label = tl.max(tl.load(partial + 2 * tokens, mask=mask, other=float("-inf")), 0)
-    product = tl.load(partial + 3 * tokens, mask=mask, other=0.0)
-    top, total, product = _merge_lanes(top, total, product, inverse, WITH_ENTROPY)
-    _write(out + token, tokens, top, total, label, product, inverse, token < tokens)
-
-
-@triton.jit(do_not_specialize=["tokens", "count", "shards"])
-def _combine_kernel(
-    stats, order, out, tokens, count, shards,
-    WITH_ENTROPY: tl.constexpr, SOME_ROWS: tl.constexpr, SHARDS: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
-    """stats [tp, 4, N] -> column order[place] of out [4, T]: zeros for a place from N on."""
-    place = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    inside, sampled = place < tokens, place < count
-    token = place.to(tl.int64)
-    if SOME_ROWS:
-        token = tl.load(order + place, mask=inside, other=0)
-    shard = tl.arange(0, SHARDS)[:, None]
-    stats += shard * 4 * count + place[None, :]
-    mask = (shard < shards) & sampled[None, :]
-    top = tl.load(stats, mask=mask, other=float("-inf"))
-    total = tl.load(stats + count, mask=mask, other=0.0)
-    label = tl.max(tl.load(stats + 2 * count, mask=mask, other=float("-inf")), 0)
-    # A finite x adds at least 1 to its rank's sum. tl.max skips a NaN, the sum does not.
-    empty = tl.sum(total, 0) == 0
-    largest = tl.where(empty, 0.0, tl.max(top, 0))
-    drop = top - largest[None, :]
-    scale = tl.exp(drop)
-    whole = tl.where(empty, 1.0, tl.sum(total * scale, 0))
-    log_total = tl.log(whole)
-    out += token
-    tl.store(out, tl.where(sampled, label - largest - log_total, 0.0), mask=inside)
-    if WITH_ENTROPY:
-        product = tl.load(stats + 3 * count, mask=mask, other=0.0)
-        product = tl.sum((product + total * tl.maximum(drop, NEGLIGIBLE)) * scale, 0)
-        tl.store(out + tokens, tl.where(sampled, log_total - product / whole, 0.0), mask=inside)
-    tl.store(out + 2 * tokens, tl.where(sampled, largest, 0.0), mask=inside)
-    tl.store(out + 3 * tokens, log_total, mask=inside)
-
-
-@triton.jit(do_not_specialize=["tokens", "count", "parts"])
-def _gradient_kernel(
-    logits, stride, labels, grad_logprobs, grad_entropy, combined, order, out, out_stride,
-    tokens, count, parts, first, limit, width, span, inverse,
-    WITH_ENTROPY: tl.constexpr, SOME_ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Columns [part * span, (part + 1) * span) of row order[place]: zeros for a place from N on."""
-    place, part = tl.program_id(0) // parts, tl.program_id(0) % parts
-    token = place.to(tl.int64)
-    if SOME_ROWS:
-        token = tl.load(order + place)
-    logits += token * stride
-    out += token * out_stride
-    start = part * span
-    stop = tl.minimum(start + span, width)
-    columns = tl.arange(0, COLUMNS)
-    combined += token
-    # A log-prob of -inf is a constant.
-    upstream = tl.where(tl.load(combined) == float("-inf"), 0.0, tl.load(grad_logprobs + token))
-    slope, offset = 0.0, 0.0
-    if WITH_ENTROPY:
-        slope = tl.load(grad_entropy + token)
-    if (place >= count) | ((upstream == 0) & (slope == 0)):
-        for at in range(start, stop, COLUMNS):
-            tl.store(out + at + columns, tl.zeros([COLUMNS], out.dtype.element_ty), mask=at + columns < stop)
-    else:
-        if WITH_ENTROPY:
-            offset = tl.load(combined + tokens)
-        top_here, log_total_here = tl.load(combined + 2 * tokens), tl.load(combined + 3 * tokens)
-        local = tl.load(labels + token) - first
-        hit = tl.where((local >= 0) & (local < limit), local, -1).to(tl.int32)
-        whole = start + tl.maximum(tl.minimum(stop, limit) - start, 0) // COLUMNS * COLUMNS
-        for at in range(start, whole, COLUMNS):
-            x = tl.load(logits + at + columns).to(tl.float32) * inverse
-            slot = at + columns
-            g = _gradient(x, slot == hit, top_here, log_total_here, offset, upstream, slope, inverse, WITH_ENTROPY)
-            tl.store(out + slot, g.to(out.dtype.element_ty))
-        for at in range(whole, stop, COLUMNS):
-            slot = at + columns
-            x = tl.load(logits + slot, mask=slot < limit, other=float("-inf")).to(tl.float32) * inverse
-            g = _gradient(x, slot == hit, top_here, log_total_here, offset, upstream, slope, inverse, WITH_ENTROPY)
-            tl.store(out + slot, tl.where(slot < limit, g, 0.0).to(out.dtype.element_ty), mask=slot < stop)
-
-
-@triton.jit
-def _gradient(x, hit, top, log_total, entropy, upstream, slope, inverse, WITH_ENTROPY: tl.constexpr):
-    """(upstream ([hit] - p) - slope p (log p + entropy)) / temperature."""
-    log_p = x - top - log_total
-    p = tl.exp2(log_p * LOG2E)
-    if WITH_ENTROPY:
-        p *= upstream + slope * (tl.maximum(log_p, NEGLIGIBLE) + entropy)
-    else:
-        p *= upstream
-    return (tl.where(hit, upstream, 0.0) - p) * inverse

@@ -118,7 +118,7 @@ def vocab_columns(width: int, tp_group: ProcessGroup | None, vocab_size: int | N
 
 
 def backend(logits: Tensor) -> ModuleType:
-    """The module with label_stats, combine_stats, logits_gradient: Triton's on a GPU, torch's without Triton or for float64."""
+    """The module with the four functions of torch_backend: Triton's on a GPU, torch's without Triton or for float64."""
     if logits.is_cuda and logits.dtype != torch.float64 and find_spec("triton") is not None:
         from megatron_rl_corr.logprobs import triton_backend
 

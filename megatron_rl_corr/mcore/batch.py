@@ -222,7 +222,7 @@ class RolloutBatch:
     @cached_property
     def sampled_rows(self) -> SampledRows:
         """Which of the T labels were sampled: the mask's one read on the host, before the first forward pass."""
-        return SampledRows.of(self.flat(self.loss_mask))
+        return SampledRows.of(self.flat(self.loss_mask).cpu().numpy(), self.loss_mask.device)
 
     @property
     def flat_turn_ids(self) -> Tensor | None:

@@ -237,7 +237,8 @@ def split_output(output: Tensor) -> tuple[Tensor, Tensor | None]:
 
 def _is_fused(weight: Tensor, config: TransformerConfig) -> bool:
     """Whether Megatron's output layer would add the weight's gradient to main_grad itself (FSDP makes its own)."""
-    return config.gradient_accumulation_fusion and hasattr(weight, "main_grad") and not hasattr(weight, "__fsdp_param__")
+    has_buffer = hasattr(weight, "main_grad") and not hasattr(weight, "__fsdp_param__")
+    return config.gradient_accumulation_fusion and has_buffer
 
 
 def _check_output_layer(output_layer: nn.Module, weight: Tensor, config: TransformerConfig) -> None:

@@ -78,8 +78,7 @@ def step(config: RolloutCorrectionConfig, device: str, truncated: bool = False) 
     mask = torch.ones(rows, length, device=device)
     rollout, flat_mask, seq_ids, count = flatten_padded(-torch.rand(rows, length, device=device), mask)
     # A batch knows its sampled rows on the host: three of four tokens.
-    sampled = SampledRows.of((torch.arange(2 * rows * length) % 4 > 0)).tokens(rows * length, 2 * rows * length)
-    sampled = SampledRows(sampled.order.to(device), sampled.host_counts)
+    sampled = SampledRows.of(np.arange(2 * rows * length) % 4 > 0, device).tokens(rows * length, 2 * rows * length)
     settings = {"vocab_size": 10, "with_entropy": True, "chunk_tokens": 5, "sampled": sampled}
     with torch.no_grad():
         old, _ = vocab_parallel_logprobs(logits, labels, **settings)
@@ -101,7 +100,8 @@ def step(config: RolloutCorrectionConfig, device: str, truncated: bool = False) 
     losses = policy_loss(
         config.loss, now, old, advantages, correction, config, seq_ids=seq_ids, num_sequences=count, metrics={}
     )
-    total = (losses * token_coefficients(correction, seq_ids, config)).sum() - 0.01 * entropy.mean() + 0.01 * again.mean()
+    total = (losses * token_coefficients(correction, seq_ids, config)).sum()
+    total = total - 0.01 * entropy.mean() + 0.01 * again.mean()
     total.backward()
     return logits.grad
 

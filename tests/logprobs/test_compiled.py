@@ -28,7 +28,7 @@ NAMES = {
 }  # fmt: skip
 
 
-KERNELS = ("_stats_kernel", "_merge_kernel", "_combine_kernel", "_gradient_kernel")
+KERNELS = ("stats_kernel", "merge_kernel", "combine_kernel", "gradient_kernel")
 
 
 class Launches:
@@ -110,7 +110,7 @@ def test_stats_when_compiled_then_16_byte_loads_and_threads_that_meet_only_at_th
 ):
     tensors, columns = given(dtype, with_entropy)
     kernels.label_stats(**tensors, columns=columns, sampled=some(sampled))
-    (binary,) = launches["_stats_kernel"].binaries
+    (binary,) = launches["stats_kernel"].binaries
     ptx, loads = binary.asm["ptx"], 32 * dtype.itemsize // 16
     # 32 elements a thread, in the loop of whole tiles and in the last. Alone: the row's number, label and its logit.
     assert accesses(ptx, "ld") == (2 * loads, 2 + sampled)
@@ -120,13 +120,13 @@ def test_stats_when_compiled_then_16_byte_loads_and_threads_that_meet_only_at_th
     # One exponential an element, and one a tile.
     assert body.count("ex2.approx") == 33
     assert_registers_suffice(binary, tmp_path)
-    assert_registers_suffice(launches["_merge_kernel"].binaries[0], tmp_path)
+    assert_registers_suffice(launches["merge_kernel"].binaries[0], tmp_path)
 
 
 def test_stats_when_rows_are_not_aligned_then_threads_meet_only_at_the_end_too(launches, tmp_path):
     tensors, columns = given(torch.bfloat16, True, pitch=151937)
     kernels.label_stats(**tensors, columns=columns)
-    (binary,) = launches["_stats_kernel"].binaries
+    (binary,) = launches["stats_kernel"].binaries
     (body,) = loops(binary.asm["ptx"])
     assert accesses(body, "ld") == (0, 32)
     assert "shfl" not in body and "bar.sync" not in body
@@ -137,14 +137,14 @@ def test_merge_when_a_row_has_as_many_parts_as_tiles_then_it_lowers(launches, tm
     # One token of 151936 columns: 37.1 tiles of 4096, in 64 places.
     tensors, columns = given(torch.bfloat16, True)
     kernels.label_stats(tensors["logits"][:1], tensors["labels"][:1], columns, blocks=kernels.Blocks(programs=1000))
-    assert launches["_merge_kernel"].binaries[0].src.constants[6,] == 64
-    assert_registers_suffice(launches["_merge_kernel"].binaries[0], tmp_path)
+    assert launches["merge_kernel"].binaries[0].src.constants[6,] == 64
+    assert_registers_suffice(launches["merge_kernel"].binaries[0], tmp_path)
 
 
 @pytest.mark.parametrize("shards", [1, 8])
 def test_combine_when_of_many_ranks_then_it_lowers_and_its_logarithm_is_exact_near_one(launches, shards, tmp_path):
     kernels.combine_stats(torch.empty(shards, 4, 8192, device="meta"), True, some(True))
-    (binary,) = launches["_combine_kernel"].binaries
+    (binary,) = launches["combine_kernel"].binaries
     # The hardware's lg2 is 2^-22 off near 1, where the log-prob of a token that is almost certain lies.
     assert "lg2.approx" not in binary.asm["ptx"]
     assert_registers_suffice(binary, tmp_path)
@@ -163,7 +163,7 @@ def test_gradient_when_compiled_then_16_byte_loads_and_stores_and_no_contraction
         *tensors.values(), combined, rows, rows if with_entropy else None, columns, out=tensors["logits"],
         sampled=some(sampled),
     )
-    (binary,) = launches["_gradient_kernel"].binaries
+    (binary,) = launches["gradient_kernel"].binaries
     ptx, tile = binary.asm["ptx"], 32 * dtype.itemsize // 16
     # A loop that only writes zeros, one of whole tiles, one of what padding is in. Alone: what a token has one of.
     assert accesses(ptx, "ld") == (2 * tile, (7 if with_entropy else 5) + sampled)

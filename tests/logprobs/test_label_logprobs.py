@@ -160,6 +160,14 @@ def test_program_when_tokens_are_few_then_it_gets_fewer_tiles(tokens, tiles):
     assert kernels.Blocks().span(151936, tokens, logits) == 4096 * tiles
 
 
+def test_programs_when_in_order_then_the_parts_of_a_row_follow_one_another(runs):
+    if "first programs" not in runs:
+        pytest.skip("run by the interpreter")
+    # Two programs: both parts of the first row, whose columns are neighbours in memory.
+    written = ~runs["first programs"].isnan()
+    assert written[:, :, 0].all() and not written[:, :, 1:].any()
+
+
 def test_logits_when_of_a_kind_the_kernels_do_not_take_then_refused_with_the_remedy(runs):
     wrong_type, apart = runs["refusals"]
     assert "float64" in wrong_type and "torch backend" in wrong_type

@@ -10,6 +10,7 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -120,7 +121,9 @@ def placed(tensor: torch.Tensor, pitch: int | None) -> torch.Tensor:
     return wide[:, : tensor.shape[1]]
 
 
-def run(logits, labels, grads, settings, blocks=ONE_PART, pitch=None, inplace=False, expanded=False, sampled=None) -> dict:
+def run(
+    logits, labels, grads, settings, blocks=ONE_PART, pitch=None, inplace=False, expanded=False, sampled=None
+) -> dict:
     """One rank alone, as vocab.py calls the two functions, which it does not check."""
     logits, labels, grads = placed(logits, pitch), labels.to(DEVICE), grads.to(DEVICE)
     before = logits.contiguous().clone()
@@ -129,7 +132,7 @@ def run(logits, labels, grads, settings, blocks=ONE_PART, pitch=None, inplace=Fa
         grads[:, 1:] = NAN
         grads = grads[:, :1].expand_as(grads)
     columns, with_entropy = LogitColumns(**settings), settings["with_entropy"]
-    sampled = None if sampled is None else SampledRows.of(torch.tensor(sampled, device=DEVICE).bool())
+    sampled = None if sampled is None else SampledRows.of(np.array(sampled), DEVICE)
     stats = label_logprobs.label_stats(logits, labels, columns, sampled, blocks=blocks)
     combined = label_logprobs.combine_stats(stats[None], with_entropy, sampled)
     # What is there must not matter.
@@ -151,7 +154,8 @@ def run(logits, labels, grads, settings, blocks=ONE_PART, pitch=None, inplace=Fa
 
 
 def run_case(name: str) -> dict:
-    case = {key: CASES[name][key] for key in ("blocks", "pitch", "inplace", "expanded", "sampled") if key in CASES[name]}
+    keys = ("blocks", "pitch", "inplace", "expanded", "sampled")
+    case = {key: CASES[name][key] for key in keys if key in CASES[name]}
     return run(**inputs(name), **case)
 
 
@@ -181,6 +185,17 @@ def far_rows() -> dict:
     labels, grads = torch.tensor([0, 1, 2]), torch.randn(2, 3, generator=torch.Generator().manual_seed(5))
     given = {"logits": logits.cpu().clone(), "labels": labels, "grads": grads, "settings": settings}
     return {"inputs": given, "result": run(logits, labels, grads, settings, inplace=True)}
+
+
+def first_programs() -> torch.Tensor:
+    """[2, 4, 3] of what the first two of six programs write of three rows of two parts; NaN elsewhere."""
+    logits, labels = torch.randn(3, 2 * TILE), torch.zeros(3, dtype=torch.int64)
+    partial = torch.full((2, 4, 3), NAN)
+    label_logprobs.stats_kernel[2,](
+        logits, logits.stride(0), labels, labels, partial, 3, 2, 0, 2 * TILE, TILE, 1.0, 1.0,
+        WITH_ENTROPY=True, SOME_ROWS=False, ROWS=ONE_PART.elements, LANES=ONE_PART.lanes, VECTOR=1,
+    )  # fmt: skip
+    return partial
 
 
 def refusals() -> list[str]:
@@ -230,7 +245,7 @@ def sharded(rank: int, folder: str) -> None:
     for name, options in SHARDED.items():
         given, options = sharded_inputs(name), {"with_entropy": True} | options
         if "sampled" in options:
-            options["sampled"] = SampledRows.of(torch.tensor(options["sampled"]).bool())
+            options["sampled"] = SampledRows.of(np.array(options["sampled"]))
         leaf = given["logits"].chunk(2, dim=1)[rank].clone().requires_grad_()
         # The head of a model writes what inplace_gradient overwrites; a leaf is not its to write.
         logits = leaf * 1
@@ -251,6 +266,7 @@ def main(file: Path) -> None:
         "strange": strange_rows(), "far": far_rows(), "refusals": refusals(),
     }
     if INTERPRETED:
+        results["first programs"] = first_programs()
         mp.start_processes(sharded, args=(str(file.parent),), nprocs=2, start_method="fork")
         results["sharded"] = [torch.load(file.parent / f"{rank}.pt") for rank in range(2)]
         results["sharded options"] = SHARDED

@@ -59,7 +59,7 @@ def batches():
 
 def sampled_of(labels):
     """About half of the labels, other columns in each row."""
-    return SampledRows.of((labels % 2 == 0).reshape(-1))
+    return SampledRows.of((labels % 2 == 0).reshape(-1).numpy())
 
 
 def forward_step(settings, from_hidden, some_rows):
@@ -97,8 +97,8 @@ def run_step(config, model, ddp, settings, from_hidden, some_rows=False):
     """The microbatches' losses and log-probs on the last stage, and this rank's gradients."""
     ddp.zero_grad_buffer()
     schedule = {
-        "forward_step_func": forward_step(settings, from_hidden, some_rows), "model": ddp, "num_microbatches": MICROBATCHES,
-        "seq_length": LENGTH, "micro_batch_size": ROWS,
+        "forward_step_func": forward_step(settings, from_hidden, some_rows), "model": ddp,
+        "num_microbatches": MICROBATCHES, "seq_length": LENGTH, "micro_batch_size": ROWS,
     }  # fmt: skip
     reports = get_forward_backward_func()(data_iterator=batches(), forward_only=False, **schedule)
     gradients = {name: p.main_grad.clone() for name, p in model.named_parameters()}

@@ -141,7 +141,7 @@ def test_products_when_half_of_the_rows_were_sampled_then_of_those_and_each_row_
     tokens, size, columns = 48, 8, 40
     given, mask = inputs(tokens, size, columns, torch.float32), torch.arange(tokens) % 2 == 0
     with Products() as products:
-        run(given, sampled=SampledRows.of(mask), chunk_tokens=24 // tiles)
+        run(given, sampled=SampledRows.of(mask.numpy()), chunk_tokens=24 // tiles)
     width = columns // tiles
     # The logits, forward and backward; hidden's gradient; and the weight's, a tile's rows of it each time.
     expected = Counter({(24, width): 2 * tiles})

@@ -24,7 +24,9 @@ def test_command_when_tiny_then_a_row_for_each_path():
     rows = [line.split(" | ")[0].removeprefix("| ") for line in run.stdout.splitlines() if line.startswith("| ")]
     assert rows == [
         "path", "ours", "ours, in place", "ours with entropy", "Megatron", "log_softmax and gather",
+        "sampled", "100%", "50%", "25%",
         "path", "logits, then log-probs in place", "linear_logprobs", "linear_logprobs, fp32 head",
+        "linear_logprobs, half of the tokens sampled", "columns", *["151936"] * 3, *["18992"] * 3,
     ]  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch._dynamo  # what a backward pass imports: once, before the forks
 import torch.distributed as dist
@@ -66,7 +67,7 @@ def as_rows(options: dict) -> dict:
     """Its mask as the functions take it."""
     if "sampled" not in options:
         return options
-    return options | {"sampled": SampledRows.of(torch.tensor(options["sampled"]).bool())}
+    return options | {"sampled": SampledRows.of(np.array(options["sampled"]))}
 
 
 def type_of(name: str) -> torch.dtype:
