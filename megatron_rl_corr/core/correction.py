@@ -24,7 +24,7 @@ from megatron_rl_corr.core.rejection import (
     span_columns,
     token_verdicts,
 )
-from megatron_rl_corr.core.segments import Columns, constant
+from megatron_rl_corr.core.segments import Columns, constant, padded_at
 from megatron_rl_corr.core.weights import ImportanceWeights, importance_weights
 
 if TYPE_CHECKING:
@@ -79,6 +79,11 @@ class Correction:
         return replace(
             self, weights=self.weights[part], mask=self.mask[part], valid=self.valid[part], metrics={}
         )
+
+    def at(self, places: Tensor, padding: int) -> Correction:
+        """As `rows`, of the tokens at these places [T'], with so many that are no token behind them."""
+        weights, mask, valid = (padded_at(x, places, padding) for x in (self.weights, self.mask, self.valid))
+        return replace(self, weights=weights, mask=mask, valid=valid, metrics={})
 
     def denominator(self, kind: str) -> Tensor:
         """Tokens the loss is divided by (config.loss_denominator), at least 1: float64 scalar.

@@ -68,6 +68,12 @@ def flatten_padded(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor
     return values.reshape(-1), mask.reshape(-1).bool(), row_ids(rows, length, values.device), rows
 
 
+def padded_at(values: Tensor, places: Tensor, padding: int) -> Tensor:
+    """The values [T] at places [T'], and `padding` zeros behind them: [T' + padding]."""
+    found = values[places]
+    return torch.cat([found, found.new_zeros(padding)]) if padding else found
+
+
 @lru_cache(maxsize=256)
 def constant(values: float | tuple, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A small constant tensor, copied to the device once: a copy at every step would make the host wait."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megatron_rl_corr.core.segments import row_ids
@@ -275,10 +276,18 @@ class Microbatch:
     sampled: SampledRows | None = None
     """Which of the b * L labels were sampled; None: all get a log-prob."""
 
+    packed_seq_params: PackedSeqParams | None = None
+    """Where each sequence begins, in a pack of several; None: sequences are rows."""
+
     @property
     def num_sequences(self) -> int:
         """b."""
         return len(self.tokens)
+
+    @property
+    def counted(self) -> int:
+        """What it counts in the sum that --calculate-per-token-loss divides the gradient by: its b * L positions."""
+        return self.tokens.numel()
 
     @property
     def seq_ids(self) -> Tensor:

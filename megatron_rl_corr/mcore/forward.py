@@ -22,6 +22,7 @@ from megatron_rl_corr.logprobs.sampled_rows import SampledRows
 from megatron_rl_corr.logprobs.sampling_mask import sampling_mask_logprobs
 from megatron_rl_corr.logprobs.vocab import vocab_parallel_logprobs
 from megatron_rl_corr.mcore.batch import Microbatch, RolloutBatch, microbatches
+from megatron_rl_corr.mcore.packed_batch import PackedBatch, Packs
 from megatron_rl_corr.moe.padding import padding_arguments
 from megatron_rl_corr.moe.routes import Routes
 
@@ -85,6 +86,8 @@ def make_forward_step(
         micro = next(data_iterator)
         routes.before_forward(model, micro.index, micro.num_sequences)
         arguments = _output_arguments(micro, settings, with_entropy) | padding_arguments(model, micro.padding)
+        if micro.packed_seq_params is not None:
+            arguments["packed_seq_params"] = micro.packed_seq_params
         output = model(micro.tokens, micro.position_ids, None, **arguments)
 
         def loss_func(output: Tensor, non_loss_data: bool = False):
@@ -97,8 +100,8 @@ def make_forward_step(
 
 @torch.no_grad()
 def compute_log_probs(
-    model: list, batch: RolloutBatch, settings: LogprobSettings, *, micro_batch_size: int, seq_length: int,
-    routes: Routes,
+    model: list, batch: RolloutBatch | PackedBatch, settings: LogprobSettings, *, micro_batch_size: int,
+    seq_length: int, routes: Routes, packs: Packs | None = None,
 ) -> tuple[Tensor, Tensor] | None:
     """Log-probs of the batch's labels under the current weights, by Megatron's forward-only schedule.
 
@@ -111,6 +114,7 @@ def compute_log_probs(
         micro_batch_size: b.
         seq_length: tokens of a whole row.
         routes: steers the routers, within its `scoring`.
+        packs: the microbatches of a packed batch, in place of rows of micro_batch_size; None: rows.
 
     Returns:
         (log-probs, entropies), [T] float32 each, on the last pipeline stage; None on the others.
@@ -119,7 +123,7 @@ def compute_log_probs(
         lambda micro, output: label_logprobs(output, micro, settings, with_entropy=True), settings, with_entropy=True,
         routes=routes,
     )
-    iterators = [microbatches(batch, micro_batch_size) for _ in model]
+    iterators = [microbatches(batch, micro_batch_size) if packs is None else packs.microbatches() for _ in model]
     for chunk in model:
         chunk.eval()
     try:
@@ -127,7 +131,7 @@ def compute_log_probs(
             forward_step_func=forward_step,
             data_iterator=iterators if len(model) > 1 else iterators[0],
             model=model,
-            num_microbatches=batch.num_sequences // micro_batch_size,
+            num_microbatches=batch.num_sequences // micro_batch_size if packs is None else packs.count,
             seq_length=seq_length,
             micro_batch_size=micro_batch_size,
             forward_only=True,
@@ -138,7 +142,8 @@ def compute_log_probs(
             chunk.train()
     if not results:
         return None
-    return torch.cat([logprobs for logprobs, _ in results]), torch.cat([entropy for _, entropy in results])
+    join = torch.cat if packs is None else packs.join
+    return join([logprobs for logprobs, _ in results]), join([entropy for _, entropy in results])
 
 
 def label_logprobs(

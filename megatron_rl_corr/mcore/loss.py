@@ -20,6 +20,7 @@ from megatron_rl_corr.core.losses import policy_loss
 from megatron_rl_corr.core.losses.penalties import mean_entropy
 from megatron_rl_corr.core.losses.ratio import as_exponent
 from megatron_rl_corr.core.metrics import Max, Mean, Metric, Min, Std, Sum
+from megatron_rl_corr.core.segments import padded_at
 from megatron_rl_corr.mcore.batch import Microbatch, RolloutBatch
 from megatron_rl_corr.mcore.forward import LogprobSettings, label_logprobs
 from megatron_rl_corr.parallel.collectives import ParallelGroups
@@ -51,6 +52,12 @@ class LossInputs:
         """Those of tokens [start, stop)."""
         part = {name: value[start:stop] for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **part, correction=self.correction.rows(start, stop))
+
+    def at(self, places: Tensor, padding: int) -> LossInputs:
+        """Those of the tokens at these places [T'], and behind them of so many that are no token: 0, masked."""
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        part = {name: padded_at(value, places, padding) for name, value in tensors.items()}
+        return replace(self, **part, correction=self.correction.at(places, padding))
 
 
 def make_loss_inputs(
@@ -155,7 +162,7 @@ class LossScale:
     num_microbatches: int
     dp_size: int
     global_positions: int
-    """All positions of the global batch, padding included."""
+    """The sum of `Microbatch.counted` over the global batch: of rows, all positions, padding included."""
     per_token: bool
     """Megatron's calculate_per_token_loss."""
 
@@ -212,7 +219,7 @@ class CorrectedLoss:
         self.metrics[micro.index] = {
             f"{prefix}/{name}": metric for prefix, part in parts.items() for name, metric in part.items()
         }
-        return self.scale.schedule_result((losses * inputs.coefficients).sum(), losses.numel())
+        return self.scale.schedule_result((losses * inputs.coefficients).sum(), micro.counted)
 
     def _old_logprobs(self, inputs: LossInputs, current: Tensor) -> Tensor:
         """Log pi_old of each label [T]."""

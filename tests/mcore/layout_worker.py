@@ -38,6 +38,8 @@ from megatron_rl_corr.mcore.loss import (
     make_bypass_loss_inputs,
     make_loss_inputs,
 )
+from megatron_rl_corr.mcore.packed_batch import PackedBatch, Packs, broadcast_lengths, sequence_multiple
+from megatron_rl_corr.mcore.packing import PackLimits
 from megatron_rl_corr.mcore.sampling_masks import cut_sampling_masks, scatter_sampling_masks
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.models.names import NameTable
@@ -45,6 +47,7 @@ from megatron_rl_corr.models.shards import load_shards, local_parameters
 from megatron_rl_corr.moe.routes import Routes
 from megatron_rl_corr.parallel.collectives import ParallelGroups, all_reduce_metrics, merge
 from megatron_rl_corr.weight_sync.export import StageExporter
+from tools.cpu.cp_attention import ContextParallelAttention
 from tools.local_server import free_port
 
 GROUP_SIZE, PADDED_VOCAB = 4, 96
@@ -75,14 +78,17 @@ def transformer_config(hf, layout, **settings):
         virtual_pipeline_model_parallel_size=layout.get("vpp"), **moe,
         **({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
            if layout.get("recompute") else {}),
-    ), **settings})  # fmt: skip
+    ), **({"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"} if "packed" in layout else {}),
+    **settings})  # fmt: skip
 
 
-def build(hf, config):
-    """The model's chunks on this rank."""
+def build(hf, config, *, packed=False):
+    """The model's chunks on this rank. packed: with an attention that takes packed sequences."""
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm"
     )
+    if packed:
+        spec.submodules.self_attention.submodules.core_attention = ContextParallelAttention
     virtual = config.virtual_pipeline_model_parallel_size
     stages = range(virtual) if virtual else [None]
     return [
@@ -96,8 +102,8 @@ def build(hf, config):
     ]  # fmt: skip
 
 
-def replica_batch(samples, layout):
-    """This data-parallel replica's rows, as the collector would make them."""
+def replica_batch(samples, layout, *, packed=False):
+    """This data-parallel replica's rows, as the collector would make them; or its sequences packed."""
     share = len(samples) // layout.dp_size
     mine = samples[layout.dp_rank * share : (layout.dp_rank + 1) * share]
     first_group = mine[0]["group"]
@@ -111,6 +117,8 @@ def replica_batch(samples, layout):
         for s in mine
     ]
     rewards = torch.tensor([s["reward"] for s in mine], dtype=torch.float32)
+    if packed:
+        return packed_batch(trajectories, rewards, mine, layout)
     batch = RolloutBatch.from_trajectories(trajectories, rewards, length=LENGTH, version=0)
     shift = torch.zeros(len(mine), LENGTH)
     for row, s in enumerate(mine):
@@ -123,6 +131,27 @@ def replica_batch(samples, layout):
             sampling_masks = scatter_sampling_masks(parts, len(trajectories), LENGTH, layout=layout)
         mine, Traffic.seen = replace(mine, sampling_masks=sampling_masks), traffic.bytes
     return mine, shift[:, mine.position_ids].reshape(-1)
+
+
+def packed_batch(trajectories, rewards, samples, layout):
+    multiple, batch = sequence_multiple(layout.cp_size), None
+    if layout.is_data_leader:
+        batch = PackedBatch.from_trajectories(trajectories, rewards, length=LENGTH, version=0, multiple=multiple)
+    batch = broadcast_lengths(batch, len(samples), layout, multiple=multiple)
+    batch = batch.broadcast(layout).context_slice(layout.cp_group.rank(), layout.cp_size)
+    shift = torch.zeros(len(samples), LENGTH)
+    for row, s in enumerate(samples):
+        start = len(s["prompt"]) - 1
+        shift[row, start : start + len(s["output"])] = s["old_shift"].float()
+    return batch, shift[batch.seq_ids, batch.positions]
+
+
+def packs_of(batch, layout, spec):
+    """None for padded rows."""
+    if "packed" not in spec:
+        return None
+    limits = PackLimits(spec["packed"], 0.01, count_multiple=spec["pp"] if "vpp" in spec else 1)
+    return Packs.all_reduce(batch, limits, layout)
 
 
 def support_of(sample):
@@ -159,7 +188,7 @@ def set_up(model_dir, samples, spec, **settings):
     model_parallel_cuda_manual_seed(1)
     layout, checkpoint = compat.layout(sequence_parallel=spec.get("sp", False)), HFCheckpoint(model_dir)
     config = transformer_config(checkpoint.config, spec, **settings)
-    chunks = build(checkpoint.config, config)
+    chunks = build(checkpoint.config, config, packed="packed" in spec)
     table = NameTable(checkpoint.config, padded_vocab_size=PADDED_VOCAB)
     parameters = local_parameters(chunks, table, experts_per_rank=(config.num_moe_experts or 0) // spec.get("ep", 1))
     load_shards(parameters, checkpoint, layout.shard)
@@ -168,7 +197,7 @@ def set_up(model_dir, samples, spec, **settings):
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)
     ]
     config.finalize_model_grads_func = finalize_model_grads
-    batch, shift = replica_batch(samples, layout)
+    batch, shift = replica_batch(samples, layout, packed="packed" in spec)
     vocab_size, from_hidden = checkpoint.config["vocab_size"], spec.get("hidden", False)
     logprobs = LogprobSettings(layout.tp_group, 1.0, vocab_size, from_hidden=from_hidden)
     return model, parameters, layout, config, batch, shift, logprobs
@@ -177,9 +206,10 @@ def set_up(model_dir, samples, spec, **settings):
 def run(model_dir, reference, spec):
     """(case, number of microbatches, metrics on the last stage, this rank's share of the gradients) of each run."""
     model, parameters, layout, config, batch, shift, settings = set_up(model_dir, reference["samples"], spec)
+    packs = packs_of(batch, layout, spec)
     scored = compute_log_probs(
-        model, batch, settings, micro_batch_size=len(batch.tokens) // spec["runs"][0][1], seq_length=LENGTH,
-        routes=Routes(),
+        model, batch, settings, micro_batch_size=batch.num_sequences // spec["runs"][0][1], seq_length=LENGTH,
+        routes=Routes(), packs=packs,
     )
     for case, microbatch_count in spec["runs"]:
         name, _, how = case.partition("/")
@@ -188,14 +218,15 @@ def run(model_dir, reference, spec):
         shifted = scored if scored is None or once else (scored[0] + shift, scored[1])
         metrics = step(
             model, layout, CONFIGS[name], batch, shifted, settings, microbatch_count, config,
-            updates=1 if once else 2, in_loss=once and how != "scored",
+            updates=1 if once else 2, in_loss=once and how != "scored", packs=packs,
         )
         numbers = all_reduce_metrics(metrics, layout.dp_cp_group) if layout.is_last_stage else {}
         yield case, microbatch_count, numbers, whole_gradients(parameters, layout)
 
 
 def step(
-    model, layout, correction, batch, scored, settings, microbatch_count, config, *, updates=2, in_loss=False
+    model, layout, correction, batch, scored, settings, microbatch_count, config, *, updates=2, in_loss=False,
+    packs=None,
 ):
     """Correct, and one forward and backward pass into the gradient buffers; the metrics of the step.
 
@@ -203,7 +234,7 @@ def step(
     """
     groups = ParallelGroups(cp=layout.cp_group, dp_cp=layout.dp_cp_group)
     in_loss = in_loss or correction.bypass_mode
-    micro = len(batch.tokens) // microbatch_count
+    micro = batch.num_sequences // microbatch_count
     inputs, metrics = None, {}
     if scored is not None and in_loss:
         inputs = make_bypass_loss_inputs(batch, correction, groups, group_size=GROUP_SIZE)
@@ -211,14 +242,17 @@ def step(
     elif scored is not None:
         inputs = make_loss_inputs(batch, scored[0], correction, groups, group_size=GROUP_SIZE)
         metrics = batch_metrics(batch, inputs.correction, scored[1], groups)
+    positions = layout.dp_size * len(batch.tokens) * LENGTH
+    if packs is not None:
+        microbatch_count, positions = packs.count, packs.count * layout.dp_cp_group.size()
     scale = LossScale(
         num_microbatches=microbatch_count, dp_size=layout.dp_size, per_token=config.calculate_per_token_loss,
-        global_positions=layout.dp_size * len(batch.tokens) * LENGTH,
+        global_positions=positions,
     )
     loss = CorrectedLoss(correction, settings, scale, scored=not in_loss, groups=groups, updates=updates)
     for chunk in model:
         chunk.zero_grad_buffer()
-    iterators = [microbatches(batch, micro, inputs) for _ in model]
+    iterators = [microbatches(batch, micro, inputs) if packs is None else packs.microbatches(inputs) for _ in model]
     get_forward_backward_func()(
         forward_step_func=make_forward_step(loss, settings, with_entropy=loss.with_entropy, routes=Routes()),
         model=model,

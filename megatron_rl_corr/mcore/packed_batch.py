@@ -1,0 +1,331 @@
+"""A step's samples packed one behind the other instead of padded to rows, and its microbatches: packs of them.
+
+S sequences of this replica, T tokens of them on this context-parallel rank, cp such ranks, tp tensor-parallel ones.
+Each sequence is padded to a multiple of 2 * cp, of which every rank takes its two chunks; each pack to one of tp more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from megatron_rl_corr.engines.trajectory import Trajectory
+from megatron_rl_corr.mcore.batch import Microbatch, broadcast_to_replica
+from megatron_rl_corr.mcore.packing import PackLimits, all_reduce_pack_count, balanced_packs, first_fit
+from megatron_rl_corr.parallel.collectives import all_gather_stacked
+from megatron_rl_corr.parallel.context import zigzag_positions
+from megatron_rl_corr.parallel.failure import communication_device
+from megatron_rl_corr.parallel.layout import Layout
+from megatron_rl_corr.rollout import versions
+
+if TYPE_CHECKING:
+    from megatron_rl_corr.mcore.loss import LossInputs
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """One replica's sequences, one behind the other; under context parallelism, this rank's tokens of each.
+
+    Example of sequences of 3 and 2 tokens, cp 1: positions [0, 1, 2, 0, 1], seq_ids [0, 0, 0, 1, 1], cu_seqlens
+    [0, 3, 5]. With cp 2 they are padded to 4 each (cu_seqlens [0, 4, 8]); rank 0 has positions [0, 3, 0, 3].
+    """
+
+    tokens: Tensor
+    """[T] int64, input ids; 0 in padding."""
+    labels: Tensor
+    """[T] int64: the next token of the sequence."""
+    loss_mask: Tensor
+    """[T] bool: the label was sampled by the policy."""
+    rollout_logprobs: Tensor
+    """[T] float32 of the label; 0 outside the mask, NaN where the server gave none."""
+    positions: Tensor
+    """[T] int64, in the whole sequence."""
+    seq_ids: Tensor
+    """[T] int64 in [0, S)."""
+    cu_seqlens: np.ndarray
+    """[S + 1] int64 on the host: where each whole sequence begins, its padding included, over all of cp."""
+    lengths: np.ndarray
+    """[S] int64 on the host: tokens of each whole sequence, without padding."""
+    rewards: Tensor
+    """[S] float32."""
+    group_ids: Tensor
+    """[S] int64, numbers the prompts of this replica."""
+    version_lags: Tensor
+    """[S] float32: the trainer's weight version minus the one that sampled the first token."""
+    turn_ids: Tensor | None = None
+    """[T] int64: the policy's turn that sampled the label, from 0; 0 outside the mask. None: sequences of one turn."""
+    num_turns: int | None = None
+    """Larger than every turn id, the same on all ranks; None without turn_ids."""
+    cp: tuple[int, int] = (0, 1)
+    """(rank, size) of the context-parallel ranks that share the tokens; (0, 1) for whole sequences."""
+
+    @classmethod
+    def empty(cls, lengths: Sequence[int], multiple: int, *, num_turns: int | None = None) -> PackedBatch:
+        """Zeros of the right shapes, on the communication device.
+
+        Args:
+            lengths: [S] tokens of each sequence.
+            multiple: each is padded to one.
+            num_turns: as the field.
+        """
+        device, real = communication_device(), np.asarray(lengths, dtype=np.int64)
+        padded = -(-real // multiple) * multiple
+        starts = np.concatenate([[0], np.cumsum(padded)])
+        ids, total = np.repeat(np.arange(len(real)), padded), int(starts[-1])
+        long = torch.zeros(total, dtype=torch.int64, device=device)
+        rows = torch.zeros(len(real), device=device)
+        return cls(
+            tokens=long, labels=long.clone(), loss_mask=long.bool(), rollout_logprobs=long.float(),
+            positions=torch.from_numpy(np.arange(total) - starts[ids]).to(device),
+            seq_ids=torch.from_numpy(ids).to(device),
+            cu_seqlens=starts, lengths=real, rewards=rows, group_ids=rows.long(), version_lags=rows.clone(),
+            turn_ids=None if num_turns is None else long.clone(), num_turns=num_turns,
+        )
+
+    @classmethod
+    def from_trajectories(
+        cls, trajectories: Sequence[Trajectory], rewards: Tensor, *, length: int, version: int, multiple: int = 1,
+        num_turns: int | None = None,
+    ) -> PackedBatch:
+        """The samples' tokens in their order, on the communication device.
+
+        Args:
+            trajectories: of one replica.
+            rewards: [S] float32.
+            length: the longest that a sequence may be, --seq-length.
+            version: of the trainer's weights.
+            multiple: each sequence is padded to one, 2 * cp.
+            num_turns: the largest number of turns of a sample; None without an environment.
+
+        Raises:
+            ValueError: for a sample of more than length + 1 tokens (the last one is a label only).
+        """
+        whole = cls.empty([_real_length(sample, length) for sample in trajectories], multiple, num_turns=num_turns)
+        host = {name: value.cpu() for name, value in vars(whole).items() if isinstance(value, Tensor)}
+        for sample, start in zip(trajectories, whole.cu_seqlens[:-1], strict=True):
+            ids = torch.cat([sample.prompt_ids, sample.output_ids])
+            own, sampled = slice(start, start + len(ids) - 1), sample.sampled
+            response = slice(start + len(sample.prompt_ids) - 1, start + len(ids) - 1)
+            host["tokens"][own], host["labels"][own] = ids[:-1], ids[1:]
+            host["loss_mask"][response] = sampled
+            host["rollout_logprobs"][response] = sample.rollout_logprobs.where(sampled, 0.0)
+            if num_turns is not None and sample.turn_ids is not None:
+                assert (sample.turn_ids < num_turns).all(), "more turns than num_turns"
+                host["turn_ids"][response] = sample.turn_ids.where(sampled, 0)
+        host["group_ids"] = torch.tensor([sample.prompt_index for sample in trajectories])
+        lags = [version - versions.number(sample.oldest_version) for sample in trajectories]
+        host["version_lags"], host["rewards"] = torch.tensor(lags, dtype=torch.float32), rewards.float()
+        return replace(whole, **{name: value.to(whole.tokens.device) for name, value in host.items()})
+
+    def broadcast(self, layout: Layout, *, num_turns: int | None = None) -> PackedBatch:
+        """The data leader's batch on its whole replica: two tensors over tensor x context, then pipeline.
+
+        Every rank passes a batch of the same lengths (`broadcast_lengths`); only the leader's values count.
+        """
+        integers = [self.tokens, self.labels, self.loss_mask.long()]
+        if num_turns is not None:
+            integers.append(torch.zeros_like(self.tokens) if self.turn_ids is None else self.turn_ids)
+        whole = torch.stack(integers)
+        rows = torch.stack([self.rewards, self.group_ids.float(), self.version_lags])
+        real = torch.cat([self.rollout_logprobs, rows.reshape(-1)])
+        broadcast_to_replica([whole, real], layout)
+        logprobs, rows = real.split([len(self.rollout_logprobs), rows.numel()])
+        rewards, group_ids, lags = rows.view(3, -1)
+        return replace(
+            self, tokens=whole[0], labels=whole[1], loss_mask=whole[2].bool(), rollout_logprobs=logprobs,
+            rewards=rewards, group_ids=group_ids.long(), version_lags=lags,
+            turn_ids=None if num_turns is None else whole[3], num_turns=num_turns,
+        )
+
+    def context_slice(self, rank: int, size: int) -> PackedBatch:
+        """Of each sequence, chunks rank and 2 * size - 1 - rank of 2 * size: context-parallel rank `rank`'s."""
+        if size == 1:
+            return self
+        return replace(
+            self, **self._tokens_at(zigzag_positions(rank, size, self.cu_seqlens.tolist(), self.tokens.device)),
+            cp=(rank, size),
+        )
+
+    def _tokens_at(self, places: Tensor) -> dict[str, Tensor]:
+        names = ("tokens", "labels", "loss_mask", "rollout_logprobs", "positions", "seq_ids", "turn_ids")
+        return {name: getattr(self, name)[places] for name in names if getattr(self, name) is not None}
+
+    @property
+    def num_sequences(self) -> int:
+        """S."""
+        return len(self.rewards)
+
+    def flat(self, values: Tensor) -> Tensor:
+        """One of this batch's tensors with a value a token: [T] already."""
+        return values
+
+    def spread(self, values: Tensor) -> Tensor:
+        """A value a sequence [S] -> [T]: each token's, the value of its sequence."""
+        return values[self.seq_ids]
+
+    @property
+    def flat_turn_ids(self) -> Tensor | None:
+        """[T] int64, or None."""
+        return self.turn_ids
+
+    @property
+    def padding(self) -> Tensor:
+        """[T] bool: positions behind the sequence's last token."""
+        ends = torch.from_numpy(self.lengths).to(self.positions.device, non_blocking=True)
+        return self.positions >= ends[self.seq_ids]
+
+    def part(self, samples: Sequence[int]) -> PackedBatch:
+        """These samples of the batch, by their places in it, in this order."""
+        places, rows = self.places_of(samples)
+        padded = np.diff(self.cu_seqlens)[np.asarray(samples, dtype=np.int64)]
+        numbers = np.repeat(np.arange(len(samples)), padded // self.cp[1])
+        cut = self._tokens_at(places) | {"seq_ids": torch.from_numpy(numbers).to(places.device, non_blocking=True)}
+        by_row = {name: getattr(self, name)[rows] for name in ("rewards", "group_ids", "version_lags")}
+        return replace(
+            self, **cut, **by_row, cu_seqlens=np.concatenate([[0], np.cumsum(padded)]),
+            lengths=self.lengths[np.asarray(samples, dtype=np.int64)],
+        )
+
+    def places_of(self, samples: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """(the places of these samples' tokens among the T, [T'], the samples' own [S']), int64 on the device."""
+        starts, size = self.cu_seqlens // self.cp[1], np.asarray(samples, dtype=np.int64)
+        spans = [np.arange(starts[sample], starts[sample + 1]) for sample in size]
+        places = torch.from_numpy(np.concatenate([np.empty(0, dtype=np.int64), *spans]))
+        device = self.tokens.device
+        return places.to(device, non_blocking=True), torch.from_numpy(size).to(device, non_blocking=True)
+
+    def all_gather_rows(self, values: Tensor, cp_group: dist.ProcessGroup) -> Tensor:
+        """Values [K, T] of each context-parallel rank's tokens -> [K, S, longest sequence]; 0 behind the ends."""
+        size, total = cp_group.size(), int(self.cu_seqlens[-1])
+        whole = values
+        if size > 1:
+            whole = values.new_empty(len(values), total)
+            for rank, part in enumerate(all_gather_stacked(values, cp_group)):
+                whole[:, zigzag_positions(rank, size, self.cu_seqlens.tolist(), values.device)] = part
+        rows = np.repeat(np.arange(self.num_sequences), np.diff(self.cu_seqlens))
+        columns = np.arange(total) - self.cu_seqlens[rows]
+        made = values.new_zeros(len(values), self.num_sequences, int(np.diff(self.cu_seqlens).max()))
+        made[:, torch.from_numpy(rows).to(values.device), torch.from_numpy(columns).to(values.device)] = whole
+        return made
+
+
+def sequence_multiple(cp: int) -> int:
+    """What the length of a sequence is a multiple of, with its padding: 2 * cp chunks of one token or more."""
+    return 2 * cp if cp > 1 else 1
+
+
+def _real_length(sample: Trajectory, length: int) -> int:
+    """Positions of a sample. One without a response has a token too: a prompt of one is input and label of nothing."""
+    prompt, ids = len(sample.prompt_ids), len(sample.prompt_ids) + len(sample.output_ids)
+    if ids - 1 > length:
+        raise ValueError(
+            f"--seq-length {length} is too short for a sample of {ids} tokens ({prompt} of them prompt); use "
+            f"--seq-length {ids - 1} or more, or a smaller --rollout-max-new-tokens"
+        )
+    return max(ids - 1, 1)
+
+
+def broadcast_lengths(batch: PackedBatch | None, sequences: int, layout: Layout, *, multiple: int) -> PackedBatch:
+    """The leader's batch, or on other ranks (None) an empty one of its lengths; every rank of a replica calls it."""
+    device = communication_device()
+    lengths = torch.zeros(sequences, dtype=torch.int64, device=device)
+    if batch is not None:
+        lengths = torch.from_numpy(batch.lengths).to(device)
+    broadcast_to_replica([lengths], layout)
+    return PackedBatch.empty(lengths.cpu().numpy(), multiple) if batch is None else batch
+
+
+@dataclass(frozen=True)
+class PackedMicrobatch(Microbatch):
+    """One pack: as `Microbatch` with b = 1 and L the pack's tokens on this rank."""
+
+    own_seq_ids: Tensor | None = None
+    """[L] int64: the sequence of each token, from 0; the pack's padding counts to the last."""
+    sequences: int = 1
+
+    @property
+    def num_sequences(self) -> int:
+        return self.sequences
+
+    @property
+    def counted(self) -> int:
+        """1 a pack and rank: their sum is known on every rank without asking the others for their tokens."""
+        return 1
+
+    @property
+    def seq_ids(self) -> Tensor:
+        return self.own_seq_ids
+
+
+@dataclass(frozen=True)
+class Packs:
+    """The microbatches of a batch, or of one update's part of it."""
+
+    batch: PackedBatch
+    samples: tuple[tuple[int, ...], ...]
+    """Of each pack, by their places in the batch."""
+    multiple: int
+    """Tokens of a pack, over all of cp, are a multiple of it."""
+
+    @classmethod
+    def all_reduce(cls, batch: PackedBatch, limits: PackLimits, layout: Layout) -> Packs:
+        """Packs of a batch, the same number on every replica: one all-reduce over data-parallel ranks.
+
+        Args:
+            batch: this rank's tokens.
+            limits: of a pack.
+            layout: this rank's process groups.
+        """
+        lengths = np.diff(batch.cu_seqlens).tolist()
+        needed = len(first_fit(lengths, limits.max_tokens))
+        count = all_reduce_pack_count(needed, limits, layout.dp_cp_group)
+        packs = balanced_packs(lengths, count, limits)
+        cp, tp = batch.cp[1], layout.tp_group.size()
+        return cls(batch, tuple(map(tuple, packs)), sequence_multiple(cp) * tp)
+
+    @property
+    def count(self) -> int:
+        """Microbatches, on every rank alike."""
+        return len(self.samples)
+
+    def microbatches(self, loss_inputs: LossInputs | None = None) -> Iterator[PackedMicrobatch]:
+        """The packs in order, with the loss inputs of their tokens."""
+        for index, samples in enumerate(self.samples):
+            yield self._pack(index, samples, loss_inputs)
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """A value a token of each pack -> [T], in the batch's order."""
+        whole = parts[0].new_zeros(len(self.batch.tokens))
+        for samples, part in zip(self.samples, parts, strict=True):
+            places, _ = self.batch.places_of(samples)
+            whole[places] = part[: len(places)]
+        return whole
+
+    def _pack(self, index: int, samples: Sequence[int], loss_inputs: LossInputs | None) -> PackedMicrobatch:
+        part, places = self.batch.part(samples), self.batch.places_of(samples)[0]
+        total = int(part.cu_seqlens[-1])
+        padded = max(-(-total // self.multiple), 1) * self.multiple
+        rest, device = (padded - total) // self.batch.cp[1], part.tokens.device
+        boundaries = part.cu_seqlens if padded == total else np.append(part.cu_seqlens, padded)
+        cu_seqlens = torch.from_numpy(boundaries.astype(np.int32)).to(device, non_blocking=True)
+        longest = int(np.diff(boundaries).max())
+
+        def filled(values: Tensor, value: float = 0) -> Tensor:
+            return torch.cat([values, values.new_full((rest,), value)])
+
+        return PackedMicrobatch(
+            index, filled(part.tokens)[None], filled(part.labels)[None], filled(part.positions)[None],
+            None if loss_inputs is None else loss_inputs.at(places, rest), filled(part.padding, True)[None],
+            packed_seq_params=PackedSeqParams(
+                qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=longest,
+                max_seqlen_kv=longest,
+            ),
+            own_seq_ids=filled(part.seq_ids, max(len(samples) - 1, 0)), sequences=max(len(samples), 1),
+        )
