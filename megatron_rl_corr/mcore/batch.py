@@ -29,6 +29,7 @@ from megatron_rl_corr.rollout import versions
 
 if TYPE_CHECKING:
     from megatron_rl_corr.mcore.loss import LossInputs
+    from megatron_rl_corr.mcore.packing import PackLimits
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class BatchShape:
     """Samples of a microbatch."""
     seq_length: int
     """Positions of a whole row."""
+    packing: PackLimits | None = None
+    """Of packed sequences; None: padded rows."""
 
     @property
     def positions(self) -> int:
@@ -59,6 +62,12 @@ class BatchShape:
             raise ValueError(
                 f"--global-batch-size {self.global_batch_size} must be a multiple of --rollout-group-size "
                 f"{self.group_size} times the data-parallel size {dp_size}: a prompt's samples stay on one replica"
+            )
+        several = 1 if self.packing is None else self.packing.count_multiple
+        if share % several:
+            raise ValueError(
+                f"--rollout-pack-sequences: --global-batch-size {self.global_batch_size} over {dp_size} data-parallel "
+                f"ranks must be a multiple of {several}, as interleaved stages take so many microbatches at a time"
             )
         return share
 

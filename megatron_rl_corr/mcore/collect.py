@@ -17,6 +17,7 @@ from megatron_rl_corr.data.rewards import Rewards
 from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
 from megatron_rl_corr.mcore.batch import BatchShape, RolloutBatch, broadcast_to_replica
 from megatron_rl_corr.mcore.collect_metrics import COUNTED, collection_metrics, count_samples
+from megatron_rl_corr.mcore.packed_batch import PackedBatch, broadcast_lengths, sequence_multiple
 from megatron_rl_corr.mcore.sampling_masks import Part, cut_sampling_masks, scatter_sampling_masks
 from megatron_rl_corr.moe.routes import Routes
 from megatron_rl_corr.parallel.failure import (
@@ -66,6 +67,7 @@ class Collector:
         check_they_fit(prompts, "--rollout-prompts", options.max_new_tokens, shape.seq_length)
         check_vocabulary(prompts, "--rollout-prompts", client.vocab_size)
         self._options, self._layout, self._length = options, layout, shape.seq_length
+        self._packed, self._multiple = shape.packing is not None, sequence_multiple(layout.cp_size)
         self._client, self._loop, self._rewards = client, source.loop, source.rewards
         self._groups = self._rows // shape.group_size
         self.sampling = SamplingParams(
@@ -101,7 +103,7 @@ class Collector:
         self.metrics: dict[str, Metric] = {}
         """Metrics of how the last step was collected, this replica's share."""
 
-    def collect(self, step: int) -> RolloutBatch:
+    def collect(self, step: int) -> RolloutBatch | PackedBatch:
         """This rank's share of a step's batch; every rank calls it. step: also the version of the trainer's weights."""
         batch, counted = self._all_reduce_taken(step)
         self._all_reduce_failed()
@@ -112,7 +114,7 @@ class Collector:
             counted if self._layout.cp_group.rank() == 0 else torch.zeros_like(counted),
             with_routes=self._routes.server_shape is not None,
         )
-        whole = batch.broadcast(self._layout, num_turns=self._options.max_turns)
+        whole = self._broadcast(batch)
         own = whole.context_slice(self._layout.cp_group.rank(), self._layout.cp_group.size())
         if self.sampling.truncated:
             parts, self._sampling_masks = self._sampling_masks, None
@@ -162,24 +164,30 @@ class Collector:
             if self._failed_prompts.add(row, number) and dist.get_rank() == 0:
                 warn(f"row {row} of --rollout-prompts is left out for an epoch: its groups failed {NAMED_AFTER} times")
 
-    def _all_reduce_taken(self, step: int) -> tuple[RolloutBatch, torch.Tensor]:
-        """A leader's batch and its counts, zeros on other ranks; returns when every leader has its own.
+    def _broadcast(self, batch: RolloutBatch | PackedBatch | None) -> RolloutBatch | PackedBatch:
+        """The leader's batch (None on others) on every rank of its replica."""
+        if self._packed:
+            batch = broadcast_lengths(batch, self._rows, self._layout, multiple=self._multiple)
+        elif batch is None:
+            batch = RolloutBatch.empty(self._rows, self._length)
+        return batch.broadcast(self._layout, num_turns=self._options.max_turns)
+
+    def _all_reduce_taken(self, step: int) -> tuple[RolloutBatch | PackedBatch | None, torch.Tensor]:
+        """A leader's batch and its counts, None and zeros on other ranks; returns when every leader has its own.
 
         All ranks meet at least every MEETING_INTERVAL_S, however long the slowest leader waits for its samples.
         """
         taking = self._loop.submit(self._stream.take(step)) if self._layout.is_data_leader else None
         started = time.monotonic()
 
-        def read(taken: Taken) -> tuple[RolloutBatch, torch.Tensor]:
+        def read(taken: Taken) -> tuple[RolloutBatch | PackedBatch, torch.Tensor]:
             batch = self._batch(taken, step)
             if self.sampling.truncated:
                 self._sampling_masks = cut_sampling_masks(self.trajectories, self._length, self._layout.cp_size)
             return batch, torch.tensor(self._count(taken, step), dtype=torch.float64)
 
         own = all_reduce_results(taking, read, lambda taking: self._has_arrived(taking, step, started))
-        if own is None:
-            return RolloutBatch.empty(self._rows, self._length), torch.zeros(len(COUNTED), dtype=torch.float64)
-        return own
+        return (None, torch.zeros(len(COUNTED), dtype=torch.float64)) if own is None else own
 
     def _has_arrived(self, taking: concurrent.futures.Future, step: int, started: float) -> bool:
         """Whether the samples arrive within MEETING_INTERVAL_S; progress is printed every PROGRESS_EVERY_S."""
@@ -193,15 +201,16 @@ class Collector:
                   f"{self._stream.running} are running, {speed:.0f} tokens/s", flush=True)  # fmt: skip
         return False
 
-    def _batch(self, taken: Taken, version: int) -> RolloutBatch:
+    def _batch(self, taken: Taken, version: int) -> RolloutBatch | PackedBatch:
         self.trajectories = [
             replace(trajectory, prompt_index=place)
             for place, group in enumerate(taken.groups) for trajectory in group.trajectories
         ]
         rewards = torch.tensor([reward for group in taken.groups for reward in group.rewards], dtype=torch.float32)
-        return RolloutBatch.from_trajectories(
-            self.trajectories, rewards, length=self._length, version=version, num_turns=self._options.max_turns
-        )
+        settings = {"length": self._length, "version": version, "num_turns": self._options.max_turns}
+        if self._packed:
+            return PackedBatch.from_trajectories(self.trajectories, rewards, multiple=self._multiple, **settings)
+        return RolloutBatch.from_trajectories(self.trajectories, rewards, **settings)
 
     def _count(self, taken: Taken, version: int) -> list[float]:
         """Values in the order of COUNTED."""

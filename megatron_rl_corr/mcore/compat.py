@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -172,6 +173,24 @@ def _persistent_buffers(chunk: torch.nn.Module) -> Iterator[torch.Tensor]:
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 yield buffer
+
+
+def with_microbatches(train_step: Callable, count: int) -> Callable:
+    """Megatron's `train_step`, whose schedule runs so many microbatches whatever Megatron's calculator says.
+
+    The calculator itself is left alone: consumed samples and the learning rate follow from it.
+    """
+    signature = inspect.signature(train_step)
+    check_parameters(train_step, ("forward_backward_func",))
+
+    @functools.wraps(train_step)
+    def step(*args: Any, **kwargs: Any) -> tuple:
+        given = signature.bind(*args, **kwargs)
+        schedule = given.arguments["forward_backward_func"]
+        given.arguments["forward_backward_func"] = lambda **named: schedule(**(named | {"num_microbatches": count}))
+        return train_step(*given.args, **given.kwargs)
+
+    return step
 
 
 def grad_norm_of(result: tuple) -> float | None:

@@ -96,6 +96,8 @@ class CorrectedTraining:
                     logger.warning("what the step before the restart had open was not all closed: %s", error)
             settings = training.get_args()
             all_reduce_startup(lambda: run_flags.check_megatron_arguments(settings))
+            if self._options.pack_sequences:
+                run_flags.set_packed(settings)
             model, optimizer, scheduler = original(*args, **kwargs)
             megatron = session.MegatronRun(settings, model, optimizer, _encode)
             self.session = session.start(self._config, self._options, megatron, self._numbers.update)
@@ -110,10 +112,9 @@ class CorrectedTraining:
         def train_step(
             forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config, *args, **kwargs
         ):
-            def uncorrected(forward_step: Callable, iterator: Any) -> tuple:
-                return original(
-                    forward_step, iterator, model, optimizer, opt_param_scheduler, config, *args, **kwargs
-                )
+            def uncorrected(forward_step: Callable, iterator: Any, microbatches: int | None = None) -> tuple:
+                step = original if microbatches is None else compat.with_microbatches(original, microbatches)
+                return step(forward_step, iterator, model, optimizer, opt_param_scheduler, config, *args, **kwargs)
 
             iteration = training.get_args().curr_iteration
             self._numbers.clear()

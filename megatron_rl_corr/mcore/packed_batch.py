@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron_rl_corr.engines.trajectory import Trajectory
 from megatron_rl_corr.mcore.batch import Microbatch, broadcast_to_replica
 from megatron_rl_corr.mcore.packing import PackLimits, all_reduce_pack_count, balanced_packs, first_fit
+from megatron_rl_corr.moe.padding import PackedShare
 from megatron_rl_corr.parallel.collectives import all_gather_stacked
 from megatron_rl_corr.parallel.context import zigzag_positions
 from megatron_rl_corr.parallel.failure import communication_device
@@ -295,6 +296,19 @@ class Packs:
         """Microbatches, on every rank alike."""
         return len(self.samples)
 
+    def all_reduce_share(self, layout: Layout, *, known: int) -> PackedShare:
+        """How routers' own losses weigh microbatches: by their real tokens. One all-reduce over data-parallel ranks.
+
+        Args:
+            layout: this rank's process groups.
+            known: microbatches of this replica that Megatron's calculator knows.
+        """
+        total = torch.tensor(float(self.batch.lengths.sum()), dtype=torch.float64, device=self.batch.tokens.device)
+        # Each context-parallel rank counts whole sequences.
+        dist.all_reduce(total, group=layout.dp_cp_group)
+        microbatches = self.count * layout.dp_size * layout.cp_size
+        return PackedShare(total / microbatches, known / self.count, layout.cp_size)
+
     def microbatches(self, loss_inputs: LossInputs | None = None) -> Iterator[PackedMicrobatch]:
         """The packs in order, with the loss inputs of their tokens."""
         for index, samples in enumerate(self.samples):
@@ -311,7 +325,7 @@ class Packs:
     def _pack(self, index: int, samples: Sequence[int], loss_inputs: LossInputs | None) -> PackedMicrobatch:
         part, places = self.batch.part(samples), self.batch.places_of(samples)[0]
         total = int(part.cu_seqlens[-1])
-        padded = max(-(-total // self.multiple), 1) * self.multiple
+        padded = -(-total // self.multiple) * self.multiple
         rest, device = (padded - total) // self.batch.cp[1], part.tokens.device
         boundaries = part.cu_seqlens if padded == total else np.append(part.cu_seqlens, padded)
         cu_seqlens = torch.from_numpy(boundaries.astype(np.int32)).to(device, non_blocking=True)
@@ -327,5 +341,5 @@ class Packs:
                 qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=longest,
                 max_seqlen_kv=longest,
             ),
-            own_seq_ids=filled(part.seq_ids, max(len(samples) - 1, 0)), sequences=max(len(samples), 1),
+            own_seq_ids=filled(part.seq_ids, len(samples) - 1), sequences=len(samples),
         )

@@ -6,6 +6,7 @@ the replica.
 
 from __future__ import annotations
 
+import argparse
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,6 +34,22 @@ class PackLimits:
         return length + self.attention_share * length * length / 2
 
 
+def attention_share(args: argparse.Namespace) -> float:
+    """`PackLimits.attention_share` of Megatron's model: 2 A / P with A the width of all heads, P a layer's weights.
+
+    A token costs 2 P operations forward, a pair of tokens 4 A (its product of query and key, and of weight and value).
+    Experts count that a token goes to.
+    """
+    heads = args.num_attention_heads * args.kv_channels
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    matrices = 3 if args.swiglu else 2
+    width = args.ffn_hidden_size
+    if args.num_experts:
+        width = args.moe_router_topk * args.moe_ffn_hidden_size + (args.moe_shared_expert_intermediate_size or 0)
+    layer = args.hidden_size * (2 * heads + 2 * groups * args.kv_channels + matrices * width)
+    return 2 * heads / (layer + args.hidden_size * args.padded_vocab_size / args.num_layers)
+
+
 def karmarkar_karp(costs: Sequence[float], parts: int) -> list[list[int]]:
     """Indices of the costs in so many parts of about equal sums, by the largest differencing method.
 
@@ -55,8 +72,7 @@ def karmarkar_karp(costs: Sequence[float], parts: int) -> list[list[int]]:
         joined = [(a + b, x + y) for (a, x), (b, y) in zip(one, reversed(other), strict=True)]
         joined.sort(key=lambda part: -part[0])
         heapq.heappush(heap, (joined[-1][0] - joined[0][0], min(first, second), joined))
-    found = [sorted(items) for _, items in heap[0][2]] if heap else [[] for _ in range(parts)]
-    return sorted(found, key=lambda items: items[:1] or [len(costs)])
+    return sorted(sorted(items) for _, items in heap[0][2]) if heap else [[] for _ in range(parts)]
 
 
 def first_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -78,26 +94,24 @@ def first_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 def balanced_packs(lengths: Sequence[int], count: int, limits: PackLimits) -> list[list[int]]:
-    """Indices of the lengths in `count` packs within the limit; packs are empty where there are fewer sequences.
+    """Indices of the lengths in `count` packs within the limit, none of them empty.
 
     Balanced by cost where the limit allows it, else by tokens, else first fit with its largest packs cut in two.
 
     Args:
         lengths: tokens of each sequence, with its padding.
-        count: at least `len(first_fit(...))`.
+        count: at least `len(first_fit(...))`, and at most the number of lengths.
         limits: of a pack.
     """
+    assert count <= len(lengths), f"{count} packs of {len(lengths)} sequences"
     for costs in ([limits.cost(length) for length in lengths], lengths):
         packs = karmarkar_karp(costs, count)
-        if all(sum(lengths[i] for i in pack) <= limits.max_tokens or len(pack) == 1 for pack in packs):
+        if all(len(pack) == 1 or 0 < sum(lengths[i] for i in pack) <= limits.max_tokens for pack in packs):
             return packs
     packs = first_fit(lengths, limits.max_tokens)
     assert len(packs) <= count, "more packs than there may be"
     while len(packs) < count:
         largest = max(packs, key=lambda pack: (len(pack) > 1, sum(lengths[i] for i in pack)))
-        if len(largest) < 2:
-            packs.append([])
-            continue
         packs.remove(largest)
         halves = karmarkar_karp([lengths[i] for i in largest], 2)
         packs += [[largest[i] for i in half] for half in halves]

@@ -24,6 +24,7 @@ from megatron_rl_corr.mcore.batch import BatchShape
 from megatron_rl_corr.mcore.collect import Collector, SampleSource, check_they_fit, check_vocabulary
 from megatron_rl_corr.mcore.evaluate import Evaluation
 from megatron_rl_corr.mcore.forward import LogprobSettings
+from megatron_rl_corr.mcore.packing import PackLimits, attention_share
 from megatron_rl_corr.mcore.policy_check import check_model, naming_checkpoint
 from megatron_rl_corr.mcore.sample_log import SampleLog
 from megatron_rl_corr.mcore.server_check import broadcast_first_step, check_servers
@@ -124,7 +125,7 @@ def start(
     args, layout = megatron.args, compat.layout(sequence_parallel=megatron.args.sequence_parallel)
     if options.linear_logprobs:
         all_reduce_startup(lambda: compat.check_output_processor(compat.unwrapped(megatron.model)))
-    shape = BatchShape(group_size=options.group_size, **megatron.shape)
+    shape = BatchShape(group_size=options.group_size, packing=_packing(options, args), **megatron.shape)
     routes = _routes(options, megatron, layout)
     saved = checkpoint_cursor.broadcast_saved(args)
     parts = all_reduce_startup(lambda: _prepare(options, megatron, layout, shape, routes, saved))
@@ -221,6 +222,14 @@ def _evaluation(
     check_vocabulary(prompts, "--rollout-eval-prompts", source.client.vocab_size)
     held_out = SampleSource(source.client, source.loop, prompts, source.rewards, source.episodes)
     return Evaluation(layout, held_out, collector.sampling, every=megatron.args.eval_interval)
+
+
+def _packing(options: RunConfig, args: argparse.Namespace) -> PackLimits | None:
+    if not options.pack_sequences:
+        return None
+    tokens = options.max_tokens_per_microbatch or args.seq_length * args.micro_batch_size
+    stages = args.virtual_pipeline_model_parallel_size and args.pipeline_model_parallel_size
+    return PackLimits(tokens, attention_share(args), args.microbatch_group_size_per_vp_stage or stages or 1)
 
 
 def _logprobs(options: RunConfig, layout: Layout, vocab_size: int) -> LogprobSettings:

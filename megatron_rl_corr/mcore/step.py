@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from megatron_rl_corr.config.rules import inputs_of
 from megatron_rl_corr.config.run import UPDATES_PER_BATCH
 from megatron_rl_corr.core.metrics import Metric
 from megatron_rl_corr.mcore import compat
-from megatron_rl_corr.mcore.batch import BatchShape, RolloutBatch, microbatches
+from megatron_rl_corr.mcore.batch import BatchShape, Microbatch, RolloutBatch, microbatches
 from megatron_rl_corr.mcore.collect import Collector
 from megatron_rl_corr.mcore.first_step import FirstStep
 from megatron_rl_corr.mcore.forward import LogprobSettings, compute_log_probs, make_forward_step
@@ -30,7 +30,9 @@ from megatron_rl_corr.mcore.loss import (
     make_bypass_loss_inputs,
     make_loss_inputs,
 )
+from megatron_rl_corr.mcore.packed_batch import PackedBatch, Packs
 from megatron_rl_corr.mcore.sample_log import SampleLog
+from megatron_rl_corr.moe.padding import set_packed_share
 from megatron_rl_corr.moe.routes import Routes
 from megatron_rl_corr.moe.statistics import token_values
 from megatron_rl_corr.parallel.collectives import all_reduce_metrics, merge
@@ -137,7 +139,8 @@ class CorrectedStep:
         batch = self.collector.collect(iteration)
         self.routes.begin_step(batch.num_sequences, self.shape.seq_length, compare_in_training=not scored)
         times.mark("collect")
-        inputs, metrics = self._all_reduce_loss_inputs(batch, model, optimizer)
+        packs = self._packs(batch)
+        inputs, metrics = self._all_reduce_loss_inputs(batch, packs, model, optimizer)
         if scored:
             metrics |= self.routes.all_reduce_agreement(iteration + 1, self.shape.group_size)
             metrics |= self._all_gather_expert_statistics(batch, inputs, iteration)
@@ -145,9 +148,12 @@ class CorrectedStep:
         if self.log is not None:
             self.log.all_reduce_write(iteration, batch, self.collector.trajectories, inputs, with_train=scored)
             times.mark("save")
-        loss, numbers = self._loss(batch, per_token, iteration), {}
-        iterators = [RerunDataIterator(microbatches(batch, self.shape.micro_batch_size, inputs)) for _ in model]
+        loss, numbers = self._loss(batch, packs, per_token, iteration), {}
+        iterators = [RerunDataIterator(self._microbatches(batch, packs, inputs)) for _ in model]
         forward_step = make_forward_step(loss, self.logprobs, with_entropy=loss.with_entropy, routes=self.routes)
+        if packs is not None:
+            known = batch.num_sequences // self.shape.micro_batch_size
+            set_packed_share(model, packs.all_reduce_share(self.layout, known=known))
         routers = compat.RouterState(model)
 
         def may_update() -> bool:
@@ -163,7 +169,8 @@ class CorrectedStep:
             return updates
 
         with compat.asked_before_update(optimizer, may_update), self.routes.training():
-            result = train_step(forward_step, iterators if len(model) > 1 else iterators[0])
+            count = () if packs is None else (packs.count,)
+            result = train_step(forward_step, iterators if len(model) > 1 else iterators[0], *count)
         if compat.was_skipped(result):
             routers.restore()
         if compat.is_leaving(result):
@@ -175,8 +182,19 @@ class CorrectedStep:
         self._report(iteration, numbers, result, times)
         return result
 
+    def _packs(self, batch: RolloutBatch | PackedBatch) -> Packs | None:
+        """The microbatches of packed sequences; None for rows."""
+        return None if self.shape.packing is None else Packs.all_reduce(batch, self.shape.packing, self.layout)
+
+    def _microbatches(
+        self, batch: RolloutBatch | PackedBatch, packs: Packs | None, inputs: LossInputs | None
+    ) -> Iterator[Microbatch]:
+        if packs is not None:
+            return packs.microbatches(inputs)
+        return microbatches(batch, self.shape.micro_batch_size, inputs)
+
     def _all_reduce_loss_inputs(
-        self, batch: RolloutBatch, model: list, optimizer: Any
+        self, batch: RolloutBatch | PackedBatch, packs: Packs | None, model: list, optimizer: Any
     ) -> tuple[LossInputs | None, dict[str, Metric]]:
         """What the loss needs, and the batch's metrics, on the last stage; (None, {}) on others, which call it too."""
         group_size, groups = self.shape.group_size, self.layout.groups
@@ -188,7 +206,7 @@ class CorrectedStep:
         with compat.gathered_parameters(model, optimizer), self.routes.scoring():
             scored = compute_log_probs(
                 model, batch, self.logprobs, micro_batch_size=self.shape.micro_batch_size,
-                seq_length=self.shape.seq_length, routes=self.routes,
+                seq_length=self.shape.seq_length, routes=self.routes, packs=packs,
             )
         by_routing = "routing" in inputs_of(self.config.rollout_rs)
         routing = self.routes.all_gather_disagreement() if by_routing else None
@@ -210,10 +228,14 @@ class CorrectedStep:
             values = token_values(correction.valid, log_ratio, correction.weights, correction.mask)
         return self.routes.all_gather_statistics(iteration + 1, values, batch.num_columns)
 
-    def _loss(self, batch: RolloutBatch, per_token: bool, iteration: int) -> CorrectedLoss:
+    def _loss(
+        self, batch: RolloutBatch | PackedBatch, packs: Packs | None, per_token: bool, iteration: int
+    ) -> CorrectedLoss:
+        count, counted = batch.num_sequences // self.shape.micro_batch_size, self.shape.positions
+        if packs is not None:
+            count, counted = packs.count, packs.count * self.layout.dp_cp_group.size()
         scale = LossScale(
-            num_microbatches=batch.num_sequences // self.shape.micro_batch_size, dp_size=self.layout.dp_size,
-            global_positions=self.shape.positions, per_token=per_token,
+            num_microbatches=count, dp_size=self.layout.dp_size, global_positions=counted, per_token=per_token
         )
         return CorrectedLoss(
             self.config, self.logprobs, scale, scored=bool(self.scoring_reasons), groups=self.layout.groups,

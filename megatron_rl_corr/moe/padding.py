@@ -14,6 +14,7 @@ T tokens of a microbatch on this rank, E experts.
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -27,6 +28,57 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from megatron_rl_corr.moe.routers import takes_padding_mask
+
+
+@dataclass(frozen=True)
+class PackedShare:
+    """Weighs the losses of routers by a microbatch's real tokens, where microbatches have other numbers of them."""
+
+    mean_tokens: Tensor
+    """float64 scalar: real tokens of a microbatch, in the mean over all microbatches of all replicas."""
+    logged: float
+    """Microbatches that Megatron's calculator knows, by whose number the logged losses are divided, over those run."""
+    cp_size: int
+
+    def factors(self, real: Tensor, router: TopKRouter) -> tuple[Tensor, Tensor]:
+        """(factor of the logged loss, factor of its gradient) of a microbatch.
+
+        With --calculate-per-token-loss Megatron multiplies by the microbatch's tokens, and divides the gradient by the
+        sum of `Microbatch.counted`, 1 a pack and rank.
+
+        Args:
+            real: [T] bool, this rank's real tokens.
+            router: whose groups share the microbatch.
+        """
+        group, tp = router.tp_cp_group, parallel_state.get_tensor_model_parallel_world_size()
+        count = real.sum(dtype=torch.float64)
+        dist.all_reduce(count, group=group)
+        copies = 1 if router.config.sequence_parallel else tp
+        weight = count / (copies * self.mean_tokens)
+        gradient = weight
+        if router.calculate_per_token_loss:
+            gradient = weight * (self.cp_size / (len(real) * group.size()))
+        return (weight * self.logged).float(), gradient.float()
+
+
+def set_packed_share(model: list, share: PackedShare | None) -> None:
+    """Weigh the losses of all routers of the model's chunks; None: as Megatron does, every microbatch alike.
+
+    Raises:
+        ValueError: routers learn from tokens, and can't be told which of them are padding.
+    """
+    for chunk in unwrap_model(model):
+        if share is not None and learning_flags(chunk.config):
+            reason = why_not(chunk)
+            if reason is not None:
+                raise ValueError(
+                    f"--rollout-pack-sequences with {', '.join(learning_flags(chunk.config))}: routers would learn "
+                    f"alike from packs of other lengths, as {reason}; set it to 0, or train on rows"
+                )
+            use_masked_routers(chunk)
+        for module in chunk.modules():
+            if isinstance(module, MaskedRouter):
+                module.packed_share = share
 
 
 def padding_arguments(model: nn.Module, padding: Tensor | None) -> dict[str, Any]:
@@ -105,12 +157,19 @@ def use_masked_routers(chunk: nn.Module) -> None:
 class MaskedRouter(TopKRouter):
     """Megatron's router, with a padding mask that is right in every layout."""
 
+    packed_share: PackedShare | None = None
+    _factors: tuple[Tensor, Tensor] | None = None
+    """Of the microbatch in this pass, with packed_share."""
+
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """logits [s, b, E]; the mask [s, b], or that of whole rows, [s * tp, b]."""
         if padding_mask is not None and padding_mask.shape[0] != logits.shape[0]:
             group = parallel_state.get_tensor_model_parallel_group()
             padding_mask = padding_mask.chunk(group.size())[group.rank()]
             assert padding_mask.shape[0] == logits.shape[0], "a mask of other rows"
+        self._factors = None
+        if self.packed_share is not None and self.training and torch.is_grad_enabled():
+            self._factors = self.packed_share.factors(~padding_mask.reshape(-1), self)
         return super().routing(logits, padding_mask=padding_mask, **kwargs)
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
@@ -124,7 +183,12 @@ class MaskedRouter(TopKRouter):
         real = (~padding_mask).to(torch.float32)
         count = self._all_reduce_count(real)
         root = (real * (len(real) * self.tp_cp_group.size() / count)).sqrt()
-        weighted = logits + ((root - 1) * logits.float().logsumexp(-1)).unsqueeze(-1).to(logits.dtype)
+        own = logits.float().logsumexp(-1)
+        wanted = root * own
+        if self._factors is not None:  # the square has the one factor, its gradient the other
+            value, gradient = self._factors
+            wanted = root * (value.sqrt() * own.detach() + gradient * value.rsqrt() * (own - own.detach()))
+        weighted = logits + (wanted - own).unsqueeze(-1).to(logits.dtype)
         # Megatron attaches the loss to its result, which must stay in the graph without changing the logits.
         return logits + 0 * super().apply_z_loss(weighted)
 
@@ -134,10 +198,15 @@ class MaskedRouter(TopKRouter):
         dist.all_reduce(count, group=self.tp_cp_group)
         return count
 
-    def attach_and_log_load_balancing_loss(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Scale by all tokens, as without a mask."""
+    def attach_and_log_load_balancing_loss(
+        self, activation: Tensor, aux_loss_coeff: float, aux_loss: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Scale by all tokens, as without a mask; of packs by their real tokens, in gradient and log."""
         kwargs.pop("valid_token_count", None)
-        return super().attach_and_log_load_balancing_loss(*args, **kwargs)
+        if self._factors is not None:
+            value, gradient = self._factors
+            aux_loss = value * aux_loss.detach() + gradient * (aux_loss - aux_loss.detach())
+        return super().attach_and_log_load_balancing_loss(activation, aux_loss_coeff, aux_loss, *args, **kwargs)
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
         """routing_map [T, E], the mask [T]."""
