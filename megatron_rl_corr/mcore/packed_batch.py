@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from megatron_rl_corr.core.metrics import Max, Mean, Metric
 from megatron_rl_corr.engines.trajectory import Trajectory
 from megatron_rl_corr.mcore.batch import Microbatch, broadcast_to_replica
 from megatron_rl_corr.mcore.packing import PackLimits, all_reduce_pack_count, balanced_packs, first_fit
@@ -295,6 +296,16 @@ class Packs:
     def count(self) -> int:
         """Microbatches, on every rank alike."""
         return len(self.samples)
+
+    def metrics(self) -> dict[str, Metric]:
+        """What this rank's microbatches hold."""
+        lengths = np.diff(self.batch.cu_seqlens)
+        tokens = [-(-sum(lengths[i] for i in pack) // self.multiple) * self.multiple for pack in self.samples]
+        values = [[self.batch.lengths.sum(), sum(tokens)], [self.count], [max(tokens)]]
+        device = self.batch.tokens.device
+        real, count, most = (torch.tensor(value, dtype=torch.float64).to(device, non_blocking=True) for value in values)
+        made = {"real_fraction": Mean(real), "microbatches": Max(count), "tokens_max": Max(most)}
+        return {f"packing/{name}": metric for name, metric in made.items()}
 
     def all_reduce_share(self, layout: Layout, *, known: int) -> PackedShare:
         """How routers' own losses weigh microbatches: by their real tokens. One all-reduce over data-parallel ranks.

@@ -144,6 +144,8 @@ class CorrectedStep:
         if scored:
             metrics |= self.routes.all_reduce_agreement(iteration + 1, self.shape.group_size)
             metrics |= self._all_gather_expert_statistics(batch, inputs, iteration)
+        if packs is not None and self.layout.is_last_stage:
+            metrics |= packs.metrics()
         times.mark("score")
         if self.log is not None:
             self.log.all_reduce_write(iteration, batch, self.collector.trajectories, inputs, with_train=scored)

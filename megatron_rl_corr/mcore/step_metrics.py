@@ -42,6 +42,21 @@ SPEED = in_group(
         "tokens_per_s", "response tokens per second of the whole step", label="tokens/s",
         column=Column(9, "{:,.0f}".format),
     ),
+    MetricSpec(
+        "packing/real_fraction", "share of the positions that went through the model that were tokens of samples",
+        "tokens / (tokens + padding)", only_with="--rollout-pack-sequences",
+        usual=UsualRange(
+            "much of a microbatch is padding",
+            "Packs are padded to the tensor-parallel size times twice the context-parallel size: take larger "
+            "microbatches with --rollout-max-tokens-per-microbatch.", low=0.8,
+        ),
+    ),
+    MetricSpec(
+        "packing/microbatches", "microbatches of a step on each replica", only_with="--rollout-pack-sequences"
+    ),
+    MetricSpec(
+        "packing/tokens_max", "tokens of the largest microbatch", only_with="--rollout-pack-sequences"
+    ),
     MetricSpec("time/collect_s", "seconds waiting for samples and rewards"),
     MetricSpec(
         "time/score_s", "seconds from samples to training: advantages, and the log-prob pass if there is one"

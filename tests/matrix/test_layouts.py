@@ -19,6 +19,9 @@ LAYOUTS = [
     {"tp": 2, "pp": 2, "vpp": 2, "sp": True, "ep": 2, "runs": [["token", 4]]},
     {"tp": 2, "cp": 2, "sp": True, "ep": 2, "per_token": True, "runs": [["sequence", 4]]},
     {"pp": 2, "cp": 2, "runs": [["bypass", 4]]},
+    {"packed": 64, "tp": 2, "pp": 2, "vpp": 2, "sp": True, "ep": 2, "runs": [["token", 4]]},
+    {"packed": 64, "tp": 2, "cp": 2, "sp": True, "ep": 2, "per_token": True, "runs": [["sequence", 4]]},
+    {"packed": 64, "pp": 2, "cp": 2, "runs": [["bypass", 4]]},
 ]
 OLDER = [release for release in OVERLAID if release != OVERLAID[-1]] if len(chosen()) == len(OVERLAID) else []
 

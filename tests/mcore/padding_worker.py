@@ -1,7 +1,8 @@
 """Gradients of MoE's auxiliary losses and the balancing bias's token counts, of padded rows and of unpadded ones.
 
 padding_worker.py PROCESSES MODEL_DIR OUT.pt '{"tp": 2, "sp": true, "length": 48, "lengths": [6, 12]}' ...  saves a list
-with, for each layout, its ranks' (gradients, {layer: counts}); a microbatch is a group of samples of so many tokens.
+with, for each layout, its ranks' (gradients, {layer: counts}, {logged loss: sum}); a microbatch is a group of
+samples of so many tokens.
 "old": as of a Megatron whose models take no mask.
 """
 
@@ -13,11 +14,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from torch.multiprocessing import start_processes
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.mcore.forward import compute_log_probs
+from megatron_rl_corr.mcore.packed_batch import Packs, sequence_multiple
 from megatron_rl_corr.moe import padding
 from megatron_rl_corr.moe.routers import moe_routers
 from megatron_rl_corr.moe.routes import Routes
@@ -66,15 +69,24 @@ def learned(model_dir, spec):
         finalize(*args, **kwargs)
 
     config.finalize_model_grads_func = counted
+    packs = None
+    if "packed" in spec:  # one microbatch a group, so of other lengths
+        samples = tuple(tuple(range(at, at + GROUP_SIZE)) for at in range(0, batch.num_sequences, GROUP_SIZE))
+        packs = Packs(batch, samples, sequence_multiple(layout.cp_size) * layout.tp_group.size())
     scored = compute_log_probs(
-        model, batch, logprobs, micro_batch_size=GROUP_SIZE, seq_length=spec["length"], routes=Routes()
+        model, batch, logprobs, micro_batch_size=GROUP_SIZE, seq_length=spec["length"], routes=Routes(), packs=packs
     )
-    step(model, layout, RolloutCorrectionConfig(), batch, scored, logprobs, len(spec["lengths"]), config)
+    if packs is not None:
+        padding.set_packed_share(model, packs.all_reduce_share(layout, known=spec.get("known", packs.count)))
+    get_moe_metrics_tracker().clear()
+    groups = len(spec["lengths"])
+    step(model, layout, RolloutCorrectionConfig(), batch, scored, logprobs, groups, config, packs=packs)
+    logged = {name: metric.values.sum() for name, metric in get_moe_metrics_tracker().metrics.items()}
     for tokens in counts.values():
         dist.all_reduce(tokens, group=layout.tp_cp_group)
     gradients = whole_gradients(parameters, layout)
     ps.destroy_model_parallel()
-    return gradients, counts
+    return gradients, counts, logged
 
 
 def rank_main(rank, size, port, model_dir, spec, out):

@@ -71,6 +71,15 @@ EXTRA = {
 }
 """More experts' ranks; and log-probs from hidden states instead of logits."""
 
+PACKED = {
+    1: [{"packed": 64}],
+    2: [{"packed": 64, "cp": 2, "hidden": True}, {"packed": 64, "pp": 2, "vpp": 2, "per_token": True}],
+    4: [{"packed": 64, "tp": 2, "pp": 2, "ep": 2, "sp": True, "recompute": True},
+        {"packed": 64, "tp": 2, "cp": 2, "ep": 2, "sp": True, "per_token": True}, {"packed": 64, "cp": 2, "pp": 2},
+        {"packed": 32, "tp": 2, "ep": 2, "etp": 2, "sp": True}],
+}
+"""Sequences packed into microbatches of at most so many tokens; a number of microbatches is not theirs to choose."""
+
 TRUNCATED = {
     1: [{"recompute": True}],
     2: [{"cp": 2}, {"pp": 2}, {"tp": 2, "sp": True}],
@@ -165,6 +174,8 @@ def test_corrected_step_of_moe_in_every_layout_then_gradients_and_metrics_equal_
     chosen = some(specs([*moe_layouts(processes), *EXTRA[processes]]), processes)
     for layout in TRUNCATED[processes]:
         chosen.append(layout | {"truncated": True, "runs": [["token", 4], ["bypass", 2]]})
+    for layout in PACKED[processes]:
+        chosen.append(layout | {"runs": [["token", 4], ["bypass" if "per_token" in layout else "once sequence", 4]]})
     found = results(processes, tiny_moe_dir, path, chosen)
     check(found, reference, parameters=135)  # 3 outside the layers; 4 x (9 + 8 experts x 3) inside
     for one in found:

@@ -1,0 +1,60 @@
+"""Which sequences share a microbatch: the arithmetic, by hand and on many draws."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_rl_corr.mcore.packing import PackLimits, attention_share, balanced_packs, first_fit, karmarkar_karp
+
+
+def test_karmarkar_karp_when_two_parts_then_the_largest_difference_first():
+    # 8 and 7 part (spread 1), 6 and 5 part (spread 1), 4 joins the smaller side of 8|7: 8 | 7+4; ... by hand: 16 | 14.
+    parts = karmarkar_karp([8, 7, 6, 5, 4], 2)
+    assert sorted(sum(parts, [])) == [0, 1, 2, 3, 4]
+    assert sorted(sum([8, 7, 6, 5, 4][i] for i in part) for part in parts) == [14, 16]
+
+
+def test_karmarkar_karp_when_many_lengths_then_parts_are_equal_to_a_few_percent_and_nothing_is_lost():
+    draw = random.Random(0)
+    costs = [draw.lognormvariate(5, 1) for _ in range(64)]
+    parts = karmarkar_karp(costs, 4)
+    sums = [sum(costs[i] for i in part) for part in parts]
+    assert sorted(sum(parts, [])) == list(range(64))
+    assert max(sums) / (sum(sums) / 4) < 1.01
+    assert karmarkar_karp(costs, 4) == parts
+
+
+def test_first_fit_when_lengths_are_unequal_then_longest_first_into_the_first_pack_with_room():
+    # 7 opens a pack of 10; 6 does not fit, opens another; 4 fits behind 6; 3 behind 7; 2 opens the third.
+    assert first_fit([3, 7, 4, 6, 2], 10) == [[0, 1], [2, 3], [4]]
+
+
+def test_balanced_packs_when_cost_and_limit_disagree_then_the_limit_holds():
+    draw = random.Random(1)
+    for _ in range(200):
+        lengths = [draw.randint(1, 30) for _ in range(draw.randint(1, 40))]
+        limits = PackLimits(draw.randint(30, 60), attention_share=draw.choice([0.0, 0.1, 10.0]))
+        needed = len(first_fit(lengths, limits.max_tokens))
+        for count in {needed, min(needed + 3, len(lengths)), len(lengths)}:
+            packs = balanced_packs(lengths, count, limits)
+            assert sorted(sum(packs, [])) == list(range(len(lengths))) and len(packs) == count
+            assert all(0 < sum(lengths[i] for i in pack) <= limits.max_tokens for pack in packs)
+
+
+def test_balanced_packs_when_there_is_room_then_by_cost_and_not_by_tokens():
+    # One sequence of 8 costs 8 + 64 / 2 = 40, as much as eight of 2 (2 + 4 / 2 = 4 each) and two more.
+    lengths, limits = [8, *[2] * 10], PackLimits(20, attention_share=1.0)
+    assert balanced_packs(lengths, 2, limits) == [[0], list(range(1, 11))]
+    assert limits.cost(8) == 40 and limits.cost(2) == 4
+
+
+@pytest.mark.parametrize(("experts", "width"), [(None, 10), (8, 2 * 3 + 5)])
+def test_attention_share_when_heads_and_layers_are_known_then_by_their_operations(experts, width):
+    args = SimpleNamespace(
+        num_attention_heads=4, kv_channels=2, group_query_attention=True, num_query_groups=2, swiglu=True,
+        ffn_hidden_size=10, num_experts=experts, moe_router_topk=2, moe_ffn_hidden_size=3, num_layers=2,
+        moe_shared_expert_intermediate_size=5, hidden_size=4, padded_vocab_size=20,
+    )  # fmt: skip
+    # Queries and output 4 x 16, keys and values 4 x 8, three matrices 4 x width; half of the vocabulary's 4 x 20.
+    assert attention_share(args) == pytest.approx(2 * 8 / (4 * (16 + 8 + 3 * width) + 40))
