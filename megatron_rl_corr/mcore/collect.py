@@ -67,7 +67,7 @@ class Collector:
         check_they_fit(prompts, "--rollout-prompts", options.max_new_tokens, shape.seq_length)
         check_vocabulary(prompts, "--rollout-prompts", client.vocab_size)
         self._options, self._layout, self._length = options, layout, shape.seq_length
-        self._packed, self._multiple = shape.packing is not None, sequence_multiple(layout.cp_size)
+        self._packed = shape.packing is not None
         self._client, self._loop, self._rewards = client, source.loop, source.rewards
         self._groups = self._rows // shape.group_size
         self.sampling = SamplingParams(
@@ -167,7 +167,8 @@ class Collector:
     def _broadcast(self, batch: RolloutBatch | PackedBatch | None) -> RolloutBatch | PackedBatch:
         """The leader's batch (None on others) on every rank of its replica."""
         if self._packed:
-            batch = broadcast_lengths(batch, self._rows, self._layout, multiple=self._multiple)
+            multiple = sequence_multiple(self._layout.cp_size)
+            batch = broadcast_lengths(batch, self._rows, self._layout, multiple=multiple)
         elif batch is None:
             batch = RolloutBatch.empty(self._rows, self._length)
         return batch.broadcast(self._layout, num_turns=self._options.max_turns)
@@ -209,7 +210,8 @@ class Collector:
         rewards = torch.tensor([reward for group in taken.groups for reward in group.rewards], dtype=torch.float32)
         settings = {"length": self._length, "version": version, "num_turns": self._options.max_turns}
         if self._packed:
-            return PackedBatch.from_trajectories(self.trajectories, rewards, multiple=self._multiple, **settings)
+            multiple = sequence_multiple(self._layout.cp_size)
+            return PackedBatch.from_trajectories(self.trajectories, rewards, multiple=multiple, **settings)
         return RolloutBatch.from_trajectories(self.trajectories, rewards, **settings)
 
     def _count(self, taken: Taken, version: int) -> list[float]:

@@ -259,6 +259,7 @@ def flags(interval, prompts="held_out.jsonl", **run):
         context_parallel_size=1, yaml_cfg=None, finetune=False, pretrained_checkpoint=None,
         load=None, iterations_to_skip=None, eval_iters=0, rollout_eval_prompts=prompts, eval_interval=interval, **run,
         num_experts=None, router_replay="off", expert_statistics=False, expert_tensor_parallel_size=None,
+        rollout_pack_sequences=False,
         tensor_model_parallel_size=1, expert_model_parallel_size=1, seq_length=32, calculate_per_token_loss=False,
     )
 def refused(args):
@@ -359,6 +360,70 @@ def test_per_token_loss_when_half_precision_or_32_bits_could_not_hold_it_then_re
     assert "--global-batch-size 32768 x --seq-length 65536 = 2147483648 positions" in found["many"]
     assert "leave --calculate-per-token-loss out (the gradient is the same)" in found["many"]
     assert found["taken"] == [None] * 3
+
+
+CASES["packed"] = """
+from megatron_rl_corr.mcore import compat
+def said(**given):
+    args = {"transformer_impl": "transformer_engine", "cuda_graph_impl": "none", "num_experts": 8, "fp8": None,
+            "moe_token_dispatcher_type": "alltoall", "moe_router_load_balancing_type": "aux_loss", "seq_length": 32,
+            "rollout_max_tokens_per_microbatch": None} | given
+    try:
+        run_flags.check_packed(types.SimpleNamespace(**args))
+    except ValueError as error:
+        return str(error)
+def packed(stages):
+    args = types.SimpleNamespace(
+        pipeline_model_parallel_size=stages, moe_token_dispatcher_type="allgather", variable_seq_lengths=False,
+    )
+    run_flags.set_packed(args)
+    return [args.variable_seq_lengths, args.moe_token_dispatcher_type]
+def train_step(forward_step_func, config, forward_backward_func, iteration=None):
+    return forward_backward_func(num_microbatches=4, seq_length=8), iteration
+seven = compat.with_microbatches(train_step, 7)
+def schedule(**named):
+    return named
+try:
+    compat.with_microbatches(lambda forward_step_func: None, 7)
+    unknown = None
+except versions.UnsupportedMegatron as error:
+    unknown = str(error)
+say(
+    refused=[said(transformer_impl="local"), said(moe_token_dispatcher_type="allgather"), said(cuda_graph_impl="local"),
+             said(fp8="hybrid"), said(moe_router_load_balancing_type=["aux_loss", "seq_aux_loss"]),
+             said(rollout_max_tokens_per_microbatch=31)],
+    taken=[said(), said(num_experts=None, moe_token_dispatcher_type="allgather"),
+           said(rollout_max_tokens_per_microbatch=32)],
+    lengths=[packed(1), packed(2)], unknown=unknown,
+    counts=[seven(None, None, schedule, 3), seven(None, None, forward_backward_func=schedule)],
+)
+"""
+
+
+def test_packed_when_something_does_not_go_with_it_then_refused_with_the_remedy(results):
+    found, flag = results["packed"], "--rollout-pack-sequences"
+    with_flag = [
+        "--transformer-impl local: its attention takes whole rows only; use --transformer-impl transformer_engine",
+        "--moe-token-dispatcher-type allgather: it is not proven with microbatches of other lengths; use "
+        "--moe-token-dispatcher-type alltoall",
+        "--cuda-graph-impl local: it would repeat one microbatch's boundaries; use --cuda-graph-impl none",
+    ]
+    assert found["refused"] == [
+        *[f"{flag} with {text}, or leave {flag} out" for text in with_flag],
+        f"{flag} with --fp8-format hybrid: sequences are not padded to the multiples that it needs; drop one",
+        f"{flag} with --moe-router-load-balancing-type seq_aux_loss: it balances rows or batches, which packs are not; "
+        f"use aux_loss or none, or leave {flag} out",
+        "--rollout-max-tokens-per-microbatch 31 must be at least --seq-length 32: a sequence is not cut",
+    ]
+    assert found["taken"] == [None] * 3
+    assert found["lengths"] == [[False, "allgather"], [True, "alltoall"]]
+
+
+def test_packed_when_it_has_other_microbatches_than_megatron_counts_then_only_the_schedule_hears_of_them(results):
+    found = results["packed"]
+    assert found["counts"] == [[{"num_microbatches": 7, "seq_length": 8}, 3], [{"num_microbatches": 7, "seq_length": 8},
+                                                                              None]]  # fmt: skip
+    assert "does not take forward_backward_func" in found["unknown"]
 
 
 CASES["asked"] = """
