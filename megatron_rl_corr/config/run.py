@@ -217,11 +217,6 @@ class RunConfig(*reversed(TOPICS)):
             )
         if self.pack_sequences and self.expert_statistics:
             raise ValueError("`pack_sequences` with `expert_statistics`: experts are counted by rows; drop one")
-        if self.pack_sequences and (self.top_p < 1 or self.top_k > 0):
-            raise ValueError(
-                f"`pack_sequences` with `top_p` {self.top_p} and `top_k` {self.top_k}: the ids that the server kept "
-                "are sent by rows; drop the one or the others"
-            )
         if self.linear_logprobs and (self.top_p < 1 or self.top_k > 0):
             raise ValueError(
                 f"`linear_logprobs` with `top_p` {self.top_p} and `top_k` {self.top_k}: the ids that the server kept "

@@ -62,6 +62,17 @@ class SamplingMasks:
         own = self.host_offsets[start : stop + 1]
         return SamplingMasks(self.ids[own[0] : own[-1]], self.offsets[start : stop + 1] - int(own[0]), own - own[0])
 
+    def at(self, tokens: np.ndarray) -> SamplingMasks:
+        """The masks of these tokens, in this order. tokens: [T'] int64, on the host."""
+        lengths = np.diff(self.host_offsets)[tokens]
+        before = np.cumsum(lengths) - lengths
+        places = np.repeat(self.host_offsets[tokens] - before, lengths) + np.arange(lengths.sum())
+        return SamplingMasks.of(self.ids[torch.from_numpy(places).to(self.ids.device)], lengths)
+
+    def padded(self, tokens: int) -> SamplingMasks:
+        """These, and behind them so many tokens without any."""
+        return SamplingMasks.of(self.ids, np.append(np.diff(self.host_offsets), np.zeros(tokens, dtype=np.int64)))
+
     def chunks(self, most_ids: int) -> Iterator[tuple[slice, slice]]:
         """Slices of adjacent tokens and of their ids: at most `most_ids` of either, but at least one token."""
         start = 0

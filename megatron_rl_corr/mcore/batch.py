@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -210,6 +211,11 @@ class RolloutBatch:
     def num_sequences(self) -> int:
         """S."""
         return len(self.tokens)
+
+    @property
+    def cu_seqlens(self) -> np.ndarray:
+        """[N + 1] int64 on the host: where each row begins, in a batch that no context-parallel rank has cut."""
+        return np.arange(len(self.tokens) + 1) * self.tokens.shape[1]
 
     @property
     def num_columns(self) -> int:

@@ -118,7 +118,7 @@ class Collector:
         own = whole.context_slice(self._layout.cp_group.rank(), self._layout.cp_group.size())
         if self.sampling.truncated:
             parts, self._sampling_masks = self._sampling_masks, None
-            masks = scatter_sampling_masks(parts, self._rows, self._length, layout=self._layout)
+            masks = scatter_sampling_masks(parts, own.tokens.numel(), layout=self._layout)
             own = replace(own, sampling_masks=masks)
         experts = [sample.routed_experts for sample in self.trajectories] if self._layout.is_data_leader else None
         self._routes.scatter(experts, self._rows, self._length)
@@ -184,7 +184,7 @@ class Collector:
         def read(taken: Taken) -> tuple[RolloutBatch | PackedBatch, torch.Tensor]:
             batch = self._batch(taken, step)
             if self.sampling.truncated:
-                self._sampling_masks = cut_sampling_masks(self.trajectories, self._length, self._layout.cp_size)
+                self._sampling_masks = cut_sampling_masks(self.trajectories, batch.cu_seqlens, self._layout.cp_size)
             return batch, torch.tensor(self._count(taken, step), dtype=torch.float64)
 
         own = all_reduce_results(taking, read, lambda taking: self._has_arrived(taking, step, started))

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_rl_corr.core.metrics import Max, Mean, Metric
 from megatron_rl_corr.engines.trajectory import Trajectory
+from megatron_rl_corr.logprobs.sampling_mask import SamplingMasks
 from megatron_rl_corr.mcore.batch import Microbatch, broadcast_to_replica
 from megatron_rl_corr.mcore.packing import PackLimits, all_reduce_pack_count, balanced_packs, first_fit
 from megatron_rl_corr.moe.padding import PackedShare
@@ -65,6 +66,8 @@ class PackedBatch:
     """[T] int64: the policy's turn that sampled the label, from 0; 0 outside the mask. None: sequences of one turn."""
     num_turns: int | None = None
     """Larger than every turn id, the same on all ranks; None without turn_ids."""
+    sampling_masks: SamplingMasks | None = None
+    """The ids that each of the T labels was drawn from, on the last stage. None: the whole vocabulary."""
     cp: tuple[int, int] = (0, 1)
     """(rank, size) of the context-parallel ranks that share the tokens; (0, 1) for whole sequences."""
 
@@ -164,6 +167,11 @@ class PackedBatch:
         """S."""
         return len(self.rewards)
 
+    @property
+    def num_columns(self) -> int:
+        """Positions that this rank holds: one row of all sequences."""
+        return len(self.tokens)
+
     def flat(self, values: Tensor) -> Tensor:
         """One of this batch's tensors with a value a token: [T] already."""
         return values
@@ -185,7 +193,7 @@ class PackedBatch:
 
     def part(self, samples: Sequence[int]) -> PackedBatch:
         """These samples of the batch, by their places in it, in this order."""
-        places, rows = self.places_of(samples)
+        (places, rows), masks = self.places_of(samples), self.sampling_masks
         padded = np.diff(self.cu_seqlens)[np.asarray(samples, dtype=np.int64)]
         numbers = np.repeat(np.arange(len(samples)), padded // self.cp[1])
         cut = self._tokens_at(places) | {"seq_ids": torch.from_numpy(numbers).to(places.device, non_blocking=True)}
@@ -193,15 +201,18 @@ class PackedBatch:
         return replace(
             self, **cut, **by_row, cu_seqlens=np.concatenate([[0], np.cumsum(padded)]),
             lengths=self.lengths[np.asarray(samples, dtype=np.int64)],
+            sampling_masks=None if masks is None else masks.at(self._host_places_of(samples)),
         )
 
     def places_of(self, samples: Sequence[int]) -> tuple[Tensor, Tensor]:
         """(the places of these samples' tokens among the T, [T'], the samples' own [S']), int64 on the device."""
-        starts, size = self.cu_seqlens // self.cp[1], np.asarray(samples, dtype=np.int64)
-        spans = [np.arange(starts[sample], starts[sample + 1]) for sample in size]
-        places = torch.from_numpy(np.concatenate([np.empty(0, dtype=np.int64), *spans]))
-        device = self.tokens.device
-        return places.to(device, non_blocking=True), torch.from_numpy(size).to(device, non_blocking=True)
+        host, device = (self._host_places_of(samples), np.asarray(samples, dtype=np.int64)), self.tokens.device
+        places, rows = (torch.from_numpy(numbers).to(device, non_blocking=True) for numbers in host)
+        return places, rows
+
+    def _host_places_of(self, samples: Sequence[int]) -> np.ndarray:
+        starts = self.cu_seqlens // self.cp[1]
+        return np.concatenate([np.arange(starts[sample], starts[sample + 1]) for sample in samples])
 
     def all_gather_rows(self, values: Tensor, cp_group: dist.ProcessGroup) -> Tensor:
         """Values [K, T] of each context-parallel rank's tokens -> [K, S, longest sequence]; 0 behind the ends."""
@@ -348,6 +359,7 @@ class Packs:
         return PackedMicrobatch(
             index, filled(part.tokens)[None], filled(part.labels)[None], filled(part.positions)[None],
             None if loss_inputs is None else loss_inputs.at(places, rest), filled(part.padding, True)[None],
+            None if part.sampling_masks is None else part.sampling_masks.padded(rest),
             packed_seq_params=PackedSeqParams(
                 qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=longest,
                 max_seqlen_kv=longest,

@@ -1,6 +1,6 @@
 """Sends a step's sampling masks from the data leader to the last pipeline stage: each rank gets those of its tokens.
 
-N samples of this replica, L = --seq-length, cp context-parallel ranks, t = L / cp tokens of a row that one of them has.
+N samples of this replica, cp context-parallel ranks, T tokens (with padding) that each of them has.
 """
 
 from __future__ import annotations
@@ -19,19 +19,18 @@ from megatron_rl_corr.parallel.failure import communication_device
 from megatron_rl_corr.parallel.layout import Layout
 
 Part = tuple[Tensor, Tensor]
-"""(how many ids each token has [N * t] int32, the ids int32)."""
+"""(how many ids each token has [T] int32, the ids int32)."""
 
 
-def scatter_sampling_masks(parts: list[Part] | None, rows: int, length: int, *, layout: Layout) -> SamplingMasks | None:
-    """The sampling masks of each rank's N * t tokens on the last stage; None on other stages, which never see an id.
+def scatter_sampling_masks(parts: list[Part] | None, tokens: int, *, layout: Layout) -> SamplingMasks | None:
+    """The sampling masks of each rank's tokens on the last stage; None on other stages, which never see an id.
 
     Every rank of a replica calls it. The leader sends all masks to the last stage's first rank; that rank sends each
     context-parallel rank its own, once, and tensor-parallel ranks, which hold the same tokens, get them from the first.
 
     Args:
         parts: `cut_sampling_masks` on the data leader; None on others.
-        rows: N.
-        length: L.
+        tokens: T.
         layout: this rank's process groups.
     """
     device, stage, last = communication_device(), layout.tp_cp_group, layout.pp_size - 1
@@ -44,11 +43,10 @@ def scatter_sampling_masks(parts: list[Part] | None, rows: int, length: int, *, 
             parts = None
         elif layout.is_last_stage and stage.rank() == 0:
             leader = dist.get_global_rank(layout.pp_group, 0)
-            tokens = rows * length // layout.cp_size
             parts = [_receive(tokens, device, leader, layout.pp_group) for _ in range(layout.cp_size)]
     if not layout.is_last_stage:
         return None
-    tp, tokens, own = layout.tp_group, rows * length // layout.cp_size, None
+    tp, own = layout.tp_group, None
     if parts is not None:
         for cp in range(1, layout.cp_size):
             _send(parts[cp], device, dist.get_global_rank(stage, cp * tp.size()), stage)
@@ -58,31 +56,35 @@ def scatter_sampling_masks(parts: list[Part] | None, rows: int, length: int, *, 
     return _broadcast_from_first(own, tokens, device, tp)
 
 
-def cut_sampling_masks(samples: Sequence[Trajectory], length: int, cp: int) -> list[Part]:
+def cut_sampling_masks(samples: Sequence[Trajectory], boundaries: Sequence[int], cp: int) -> list[Part]:
     """The sampling masks of samples, for each of cp context-parallel ranks.
 
     A token outside a response (of a prompt, or behind the end) has no ids.
+
+    Args:
+        samples: of this replica, N.
+        boundaries: [N + 1], where each begins among the tokens, its padding included: a batch's `cu_seqlens`.
+        cp: context-parallel ranks.
 
     Raises:
         ValueError: for a sample without sampling masks, and for a token that is not in its own: the loss would silently
             leave both out, as their log-prob under the trainer is -inf.
     """
-    lengths = np.zeros((len(samples), length), dtype=np.int32)
-    for row, sample in enumerate(samples):
+    lengths = np.zeros(boundaries[-1], dtype=np.int32)
+    for start, sample in zip(boundaries[:-1], samples, strict=True):
         if sample.output_ids.numel():
-            first = sample.prompt_ids.numel() - 1
-            lengths[row, first : first + sample.output_ids.numel()] = _checked_lengths(sample)
-    starts = np.zeros((len(samples), length + 1), dtype=np.int64)
-    np.cumsum(lengths, axis=1, out=starts[:, 1:])
+            first = start + sample.prompt_ids.numel() - 1
+            lengths[first : first + sample.output_ids.numel()] = _checked_lengths(sample)
+    starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     none = torch.empty(0, dtype=torch.int32)
-    ids = [none if sample.support is None else sample.support.ids for sample in samples]
+    ids = torch.cat([none, *[sample.support.ids for sample in samples if sample.support is not None]])
     parts = []
     for rank in range(cp):
-        positions = zigzag_positions(rank, cp, (0, length)).numpy()
-        # Its positions are two runs of neighbours, whose ids are neighbours too.
+        positions = zigzag_positions(rank, cp, boundaries).numpy()
+        # Its positions are runs of neighbours, two a sample, whose ids are neighbours too.
         runs = np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1)
-        own = [ids[row][starts[row, run[0]] : starts[row, run[-1] + 1]] for row in range(len(samples)) for run in runs]
-        parts.append((torch.from_numpy(lengths[:, positions].reshape(-1)), torch.cat([none, *own])))
+        own = [ids[starts[run[0]] : starts[run[-1] + 1]] for run in runs]
+        parts.append((torch.from_numpy(lengths[positions]), torch.cat([none, *own])))
     return parts
 
 

@@ -79,7 +79,7 @@ def support_errors() -> list[str]:
     found = []
     for bad in (EPISODES[0], drawn_from(EPISODES[0], [21, 5], [23, 24], [91], [23])):
         try:
-            cut_sampling_masks([*TRUNCATED[1:], bad], 8, 1)
+            cut_sampling_masks([*TRUNCATED[1:], bad], range(0, 41, 8), 1)
         except ValueError as error:
             found.append(str(error))
     return found
@@ -119,8 +119,8 @@ def two_ranks(rank: int, port: int, path: str) -> None:
     sampling_masks = {}
     # Of the last two no token is on the second rank.
     for name, samples in (("all", TRUNCATED), ("last", TRUNCATED[3:])):
-        parts = cut_sampling_masks(samples, 8, 2) if rank == 0 else None
-        mine = scatter_sampling_masks(parts, len(samples), 8, layout=layout)
+        parts = cut_sampling_masks(samples, range(0, 8 * len(samples) + 1, 8), 2) if rank == 0 else None
+        mine = scatter_sampling_masks(parts, 4 * len(samples), layout=layout)
         sampling_masks[name] = {"ids": mine.ids, "offsets": mine.offsets, "host": torch.from_numpy(mine.host_offsets)}
     torch.save(turns(layout, cp) | {"sampling_masks": sampling_masks}, f"{path}.{rank}")
     dist.barrier()
@@ -189,7 +189,7 @@ def main(path: str) -> None:
         "fits": error_of(3), "too long": error_of(4), "microbatches": cut(batch),
         "without targets": [micro.loss_inputs for micro in microbatches(batch, 1)], "targets": targets(batch),
         "turns": turns(layout), "support errors": support_errors(),
-        "cut": {cp: plain(cut_sampling_masks(TRUNCATED, 8, cp)) for cp in (1, 2, 4)},
+        "cut": {cp: plain(cut_sampling_masks(TRUNCATED, range(0, 41, 8), cp)) for cp in (1, 2, 4)},
     }, path)
     start_processes(two_ranks, (free_port(), path), 2, start_method="fork")
 

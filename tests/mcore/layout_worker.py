@@ -118,19 +118,25 @@ def replica_batch(samples, layout, *, packed=False):
     ]
     rewards = torch.tensor([s["reward"] for s in mine], dtype=torch.float32)
     if packed:
-        return packed_batch(trajectories, rewards, mine, layout)
+        mine, shift, whole = packed_batch(trajectories, rewards, mine, layout)
+        return with_sampling_masks(mine, trajectories, whole, layout), shift
     batch = RolloutBatch.from_trajectories(trajectories, rewards, length=LENGTH, version=0)
     shift = torch.zeros(len(mine), LENGTH)
     for row, s in enumerate(mine):
         start = len(s["prompt"]) - 1
         shift[row, start : start + len(s["output"])] = s["old_shift"].float()
     mine = batch.broadcast(layout).context_slice(layout.cp_group.rank(), layout.cp_group.size())
-    if "support" in samples[0]:
-        parts = cut_sampling_masks(trajectories, LENGTH, layout.cp_size) if layout.is_data_leader else None
-        with Traffic() as traffic:
-            sampling_masks = scatter_sampling_masks(parts, len(trajectories), LENGTH, layout=layout)
-        mine, Traffic.seen = replace(mine, sampling_masks=sampling_masks), traffic.bytes
-    return mine, shift[:, mine.position_ids].reshape(-1)
+    return with_sampling_masks(mine, trajectories, batch, layout), shift[:, mine.position_ids].reshape(-1)
+
+
+def with_sampling_masks(mine, trajectories, whole, layout):
+    if trajectories[0].support is None:
+        return mine
+    parts = cut_sampling_masks(trajectories, whole.cu_seqlens, layout.cp_size) if layout.is_data_leader else None
+    with Traffic() as traffic:
+        sampling_masks = scatter_sampling_masks(parts, mine.tokens.numel(), layout=layout)
+    Traffic.seen = traffic.bytes
+    return replace(mine, sampling_masks=sampling_masks)
 
 
 def packed_batch(trajectories, rewards, samples, layout):
@@ -138,12 +144,13 @@ def packed_batch(trajectories, rewards, samples, layout):
     if layout.is_data_leader:
         batch = PackedBatch.from_trajectories(trajectories, rewards, length=LENGTH, version=0, multiple=multiple)
     batch = broadcast_lengths(batch, len(samples), layout, multiple=multiple)
-    batch = batch.broadcast(layout).context_slice(layout.cp_group.rank(), layout.cp_size)
+    whole = batch.broadcast(layout)
+    batch = whole.context_slice(layout.cp_group.rank(), layout.cp_size)
     shift = torch.zeros(len(samples), LENGTH)
     for row, s in enumerate(samples):
         start = len(s["prompt"]) - 1
         shift[row, start : start + len(s["output"])] = s["old_shift"].float()
-    return batch, shift[batch.seq_ids, batch.positions]
+    return batch, shift[batch.seq_ids, batch.positions], whole
 
 
 def packs_of(batch, layout, spec):
