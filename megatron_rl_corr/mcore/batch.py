@@ -1,13 +1,13 @@
-"""How a step's samples lie in tensors: the one file that knows. Whole rows, a rank's part of them, microbatches.
+"""How a step's samples lie in tensors: the one file that knows. Whole rows, and a rank's part of them.
 
-N samples of this replica, each a row of L = --seq-length positions (or a context-parallel rank's share of them);
-b = --micro-batch-size. Position t of a row predicts token t + 1. Other files see T = N * L tokens and S = N sequences:
+N samples of this replica, each a row of L = --seq-length positions (or a context-parallel rank's share of them).
+Position t of a row predicts token t + 1. Other files see T = N * L tokens and S = N sequences:
 `flat` and `spread` make [T] of a value a token and a value a sequence, `seq_ids` says which token is whose.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megatron_rl_corr.core.segments import row_ids
@@ -29,7 +28,6 @@ from megatron_rl_corr.parallel.layout import Layout
 from megatron_rl_corr.rollout import versions
 
 if TYPE_CHECKING:
-    from megatron_rl_corr.mcore.loss import LossInputs
     from megatron_rl_corr.mcore.packing import PackLimits
 
 
@@ -268,57 +266,3 @@ def _broadcast_from_first(tensors: list[Tensor], group: dist.ProcessGroup) -> No
         source = dist.get_process_group_ranks(group)[0]
         for tensor in tensors:
             dist.broadcast(tensor, source, group=group)
-
-
-@dataclass(frozen=True)
-class Microbatch:
-    """b rows: the model's inputs and, in training on the last stage, the loss's."""
-
-    index: int
-    """Its number in the step."""
-    tokens: Tensor
-    """[b, L] int64."""
-    labels: Tensor
-    """[b, L] int64."""
-    position_ids: Tensor
-    """[b, L] int64."""
-    loss_inputs: LossInputs | None = None
-    """The loss inputs of the b * L tokens, flat."""
-    padding: Tensor | None = None
-    """[b, L] bool: no token, as in `RolloutBatch.padding`."""
-    sampling_masks: SamplingMasks | None = None
-    """The ids that each of the b * L labels was drawn from."""
-    sampled: SampledRows | None = None
-    """Which of the b * L labels were sampled; None: all get a log-prob."""
-
-    packed_seq_params: PackedSeqParams | None = None
-    """Where each sequence begins, in a pack of several; None: sequences are rows."""
-
-    @property
-    def num_sequences(self) -> int:
-        """b."""
-        return len(self.tokens)
-
-    @property
-    def counted(self) -> int:
-        """What it counts in the sum that --calculate-per-token-loss divides the gradient by: its b * L positions."""
-        return self.tokens.numel()
-
-    @property
-    def seq_ids(self) -> Tensor:
-        """[b * L] int64: the sequence of each token, from 0."""
-        return row_ids(*self.tokens.shape, self.tokens.device)
-
-
-def microbatches(batch: RolloutBatch, size: int, loss_inputs: LossInputs | None = None) -> Iterator[Microbatch]:
-    """Rows in order, `size` at a time; N must be a multiple of it."""
-    rows, length = batch.tokens.shape
-    positions, padding, sampled = batch.position_ids.expand(size, length), batch.padding, batch.sampled_rows
-    for start in range(0, rows, size):
-        part, first, last = slice(start, start + size), start * length, (start + size) * length
-        yield Microbatch(
-            start // size, batch.tokens[part], batch.labels[part], positions,
-            None if loss_inputs is None else loss_inputs.tokens(first, last), padding[part],
-            None if batch.sampling_masks is None else batch.sampling_masks.tokens(first, last),
-            sampled.tokens(first, last),
-        )

@@ -21,8 +21,10 @@ from megatron_rl_corr.logprobs.linear import linear_logprobs
 from megatron_rl_corr.logprobs.sampled_rows import SampledRows
 from megatron_rl_corr.logprobs.sampling_mask import sampling_mask_logprobs
 from megatron_rl_corr.logprobs.vocab import vocab_parallel_logprobs
-from megatron_rl_corr.mcore.batch import Microbatch, RolloutBatch, microbatches
-from megatron_rl_corr.mcore.packed_batch import PackedBatch, Packs
+from megatron_rl_corr.mcore.batch import RolloutBatch
+from megatron_rl_corr.mcore.microbatches import Microbatch, microbatches
+from megatron_rl_corr.mcore.packed_batch import PackedBatch
+from megatron_rl_corr.mcore.packs import Packs
 from megatron_rl_corr.moe.padding import padding_arguments
 from megatron_rl_corr.moe.routes import Routes
 

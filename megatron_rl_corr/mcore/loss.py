@@ -21,8 +21,9 @@ from megatron_rl_corr.core.losses.penalties import mean_entropy
 from megatron_rl_corr.core.losses.ratio import as_exponent
 from megatron_rl_corr.core.metrics import Max, Mean, Metric, Min, Std, Sum
 from megatron_rl_corr.core.segments import padded_at
-from megatron_rl_corr.mcore.batch import Microbatch, RolloutBatch
+from megatron_rl_corr.mcore.batch import RolloutBatch
 from megatron_rl_corr.mcore.forward import LogprobSettings, label_logprobs
+from megatron_rl_corr.mcore.microbatches import Microbatch
 from megatron_rl_corr.parallel.collectives import ParallelGroups
 
 

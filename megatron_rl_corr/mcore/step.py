@@ -18,7 +18,7 @@ from megatron_rl_corr.config.rules import inputs_of
 from megatron_rl_corr.config.run import UPDATES_PER_BATCH
 from megatron_rl_corr.core.metrics import Metric
 from megatron_rl_corr.mcore import compat
-from megatron_rl_corr.mcore.batch import BatchShape, Microbatch, RolloutBatch, microbatches
+from megatron_rl_corr.mcore.batch import BatchShape, RolloutBatch
 from megatron_rl_corr.mcore.collect import Collector
 from megatron_rl_corr.mcore.first_step import FirstStep
 from megatron_rl_corr.mcore.forward import LogprobSettings, compute_log_probs, make_forward_step
@@ -30,7 +30,9 @@ from megatron_rl_corr.mcore.loss import (
     make_bypass_loss_inputs,
     make_loss_inputs,
 )
-from megatron_rl_corr.mcore.packed_batch import PackedBatch, Packs
+from megatron_rl_corr.mcore.microbatches import Microbatch, microbatches
+from megatron_rl_corr.mcore.packed_batch import PackedBatch
+from megatron_rl_corr.mcore.packs import Packs
 from megatron_rl_corr.mcore.sample_log import SampleLog
 from megatron_rl_corr.moe.padding import set_packed_share
 from megatron_rl_corr.moe.routes import Routes

@@ -40,7 +40,7 @@ class PackedShare:
     """Microbatches that Megatron's calculator knows, by whose number the logged losses are divided, over those run."""
     cp_size: int
 
-    def factors(self, real: Tensor, router: TopKRouter) -> tuple[Tensor, Tensor]:
+    def all_reduce_factors(self, real: Tensor, router: TopKRouter) -> tuple[Tensor, Tensor]:
         """(factor of the logged loss, factor of its gradient) of a microbatch.
 
         With --calculate-per-token-loss Megatron multiplies by the microbatch's tokens, and divides the gradient by the
@@ -169,7 +169,7 @@ class MaskedRouter(TopKRouter):
             assert padding_mask.shape[0] == logits.shape[0], "a mask of other rows"
         self._factors = None
         if self.packed_share is not None and self.training and torch.is_grad_enabled():
-            self._factors = self.packed_share.factors(~padding_mask.reshape(-1), self)
+            self._factors = self.packed_share.all_reduce_factors(~padding_mask.reshape(-1), self)
         return super().routing(logits, padding_mask=padding_mask, **kwargs)
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:

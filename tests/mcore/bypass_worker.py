@@ -6,9 +6,10 @@ from dataclasses import replace
 import torch
 
 from megatron_rl_corr.config.correction import RejectionRule, RolloutCorrectionConfig
-from megatron_rl_corr.mcore.batch import RolloutBatch, microbatches
+from megatron_rl_corr.mcore.batch import RolloutBatch
 from megatron_rl_corr.mcore.forward import LogprobSettings
 from megatron_rl_corr.mcore.loss import CorrectedLoss, LossScale, make_bypass_loss_inputs
+from megatron_rl_corr.mcore.microbatches import microbatches
 from megatron_rl_corr.parallel.collectives import ParallelGroups, merge
 
 CONFIGS = {

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl_corr.engines.trajectory import Support, Trajectory, VersionSpan
 from megatron_rl_corr.mcore import compat
-from megatron_rl_corr.mcore.batch import RolloutBatch, microbatches
+from megatron_rl_corr.mcore.batch import RolloutBatch
 from megatron_rl_corr.mcore.forward import LogprobSettings, compute_log_probs, make_forward_step
 from megatron_rl_corr.mcore.loss import (
     CorrectedLoss,
@@ -38,8 +38,10 @@ from megatron_rl_corr.mcore.loss import (
     make_bypass_loss_inputs,
     make_loss_inputs,
 )
-from megatron_rl_corr.mcore.packed_batch import PackedBatch, Packs, broadcast_lengths, sequence_multiple
+from megatron_rl_corr.mcore.microbatches import microbatches
+from megatron_rl_corr.mcore.packed_batch import PackedBatch, broadcast_lengths, sequence_multiple
 from megatron_rl_corr.mcore.packing import PackLimits
+from megatron_rl_corr.mcore.packs import Packs
 from megatron_rl_corr.mcore.sampling_masks import cut_sampling_masks, scatter_sampling_masks
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.models.names import NameTable

@@ -20,7 +20,8 @@ from torch.multiprocessing import start_processes
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.mcore.forward import compute_log_probs
-from megatron_rl_corr.mcore.packed_batch import Packs, sequence_multiple
+from megatron_rl_corr.mcore.packed_batch import sequence_multiple
+from megatron_rl_corr.mcore.packs import Packs
 from megatron_rl_corr.moe import padding
 from megatron_rl_corr.moe.routers import moe_routers
 from megatron_rl_corr.moe.routes import Routes
