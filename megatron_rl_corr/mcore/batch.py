@@ -216,6 +216,11 @@ class RolloutBatch:
         return np.arange(len(self.tokens) + 1) * self.tokens.shape[1]
 
     @property
+    def parted_groups(self) -> int:
+        """0: a group's rows are all on this replica."""
+        return 0
+
+    @property
     def num_columns(self) -> int:
         """Positions of a row that this rank holds."""
         return self.tokens.shape[1]

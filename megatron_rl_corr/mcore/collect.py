@@ -17,6 +17,7 @@ from megatron_rl_corr.data.rewards import Rewards
 from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
 from megatron_rl_corr.mcore.batch import BatchShape, RolloutBatch, broadcast_to_replica
 from megatron_rl_corr.mcore.collect_metrics import COUNTED, collection_metrics, count_samples
+from megatron_rl_corr.mcore.deal import Scored, all_gather_dealt
 from megatron_rl_corr.mcore.packed_batch import PackedBatch, broadcast_lengths, sequence_multiple
 from megatron_rl_corr.mcore.sampling_masks import Part, cut_sampling_masks, scatter_sampling_masks
 from megatron_rl_corr.moe.routes import Routes
@@ -67,7 +68,9 @@ class Collector:
         check_they_fit(prompts, "--rollout-prompts", options.max_new_tokens, shape.seq_length)
         check_vocabulary(prompts, "--rollout-prompts", client.vocab_size)
         self._options, self._layout, self._length = options, layout, shape.seq_length
-        self._packed = shape.packing is not None
+        self._packing = shape.packing
+        self._scored: list[Scored] | None = None
+        """To be packed: on a data leader its samples of the step and their rewards, until they are dealt out."""
         self._client, self._loop, self._rewards = client, source.loop, source.rewards
         self._groups = self._rows // shape.group_size
         self.sampling = SamplingParams(
@@ -107,12 +110,14 @@ class Collector:
         """This rank's share of a step's batch; every rank calls it. step: also the version of the trainer's weights."""
         batch, counted = self._all_reduce_taken(step)
         self._all_reduce_failed()
+        if self._packing is not None:
+            batch, counted[COUNTED.index("moved_bytes")] = self._all_reduce_dealt(step)
         counted = counted.to(self.device)
         broadcast_to_replica([counted], self._layout)
         # Of the ranks that share a replica's rows, one contributes what is counted once.
         self.metrics = collection_metrics(
             counted if self._layout.cp_group.rank() == 0 else torch.zeros_like(counted),
-            with_routes=self._routes.server_shape is not None,
+            with_routes=self._routes.server_shape is not None, packed=self._packing is not None,
         )
         whole = self._broadcast(batch)
         own = whole.context_slice(self._layout.cp_group.rank(), self._layout.cp_group.size())
@@ -166,14 +171,45 @@ class Collector:
 
     def _broadcast(self, batch: RolloutBatch | PackedBatch | None) -> RolloutBatch | PackedBatch:
         """The leader's batch (None on others) on every rank of its replica."""
-        if self._packed:
+        if self._packing is not None:
             multiple = sequence_multiple(self._layout.cp_size)
             batch = broadcast_lengths(batch, self._rows, self._layout, multiple=multiple)
         elif batch is None:
             batch = RolloutBatch.empty(self._rows, self._length)
-        return batch.broadcast(self._layout, num_turns=self._options.max_turns)
+        whole = batch.broadcast(self._layout, num_turns=self._options.max_turns)
+        if self._packing is None or self._layout.dp_size == 1:
+            return whole
+        return replace(whole, parted_groups=self._groups * self._layout.dp_size)
 
-    def _all_reduce_taken(self, step: int) -> tuple[RolloutBatch | PackedBatch | None, torch.Tensor]:
+    def _all_reduce_dealt(self, version: int) -> tuple[PackedBatch | None, int]:
+        """The batch of the samples that this replica trains, and the bytes that its leader sent; (None, 0) on others.
+
+        Samples are dealt out over replicas by what they cost. Every rank calls it.
+
+        Raises:
+            ValueError: as `PackedBatch.from_trajectories` and `cut_sampling_masks`, on one rank.
+            PeerFailure: then, on the other ranks.
+        """
+        layout, batch, error = self._layout, None, None
+        (scored, self._scored), sent = (self._scored, None), 0
+        if layout.pp_rank == 0 and layout.tp_group.rank() == 0:
+            scored, sent = all_gather_dealt(scored, self._rows, self._packing, layout)
+        if scored is not None:
+            self.trajectories = [sample for sample, _ in scored]
+            try:
+                batch = PackedBatch.from_trajectories(
+                    self.trajectories, torch.tensor([reward for _, reward in scored], dtype=torch.float32),
+                    length=self._length, version=version, multiple=sequence_multiple(layout.cp_size),
+                    num_turns=self._options.max_turns,
+                )
+                if self.sampling.truncated:
+                    self._sampling_masks = cut_sampling_masks(self.trajectories, batch.cu_seqlens, layout.cp_size)
+            except ValueError as failure:
+                error = failure
+        all_reduce_failure(error)
+        return batch, sent
+
+    def _all_reduce_taken(self, step: int) -> tuple[RolloutBatch | None, torch.Tensor]:
         """A leader's batch and its counts, None and zeros on other ranks; returns when every leader has its own.
 
         All ranks meet at least every MEETING_INTERVAL_S, however long the slowest leader waits for its samples.
@@ -181,9 +217,11 @@ class Collector:
         taking = self._loop.submit(self._stream.take(step)) if self._layout.is_data_leader else None
         started = time.monotonic()
 
-        def read(taken: Taken) -> tuple[RolloutBatch | PackedBatch, torch.Tensor]:
-            batch = self._batch(taken, step)
-            if self.sampling.truncated:
+        def read(taken: Taken) -> tuple[RolloutBatch | None, torch.Tensor]:
+            batch = None if self._packing else self._batch(taken, step)
+            if self._packing is not None:
+                self._scored = self._numbered(taken, self._layout.dp_rank * self._groups)
+            elif self.sampling.truncated:
                 self._sampling_masks = cut_sampling_masks(self.trajectories, batch.cu_seqlens, self._layout.cp_size)
             return batch, torch.tensor(self._count(taken, step), dtype=torch.float64)
 
@@ -202,17 +240,22 @@ class Collector:
                   f"{self._stream.running} are running, {speed:.0f} tokens/s", flush=True)  # fmt: skip
         return False
 
-    def _batch(self, taken: Taken, version: int) -> RolloutBatch | PackedBatch:
-        self.trajectories = [
-            replace(trajectory, prompt_index=place)
-            for place, group in enumerate(taken.groups) for trajectory in group.trajectories
+    def _batch(self, taken: Taken, version: int) -> RolloutBatch:
+        scored = self._numbered(taken)
+        self.trajectories = [trajectory for trajectory, _ in scored]
+        rewards = torch.tensor([reward for _, reward in scored], dtype=torch.float32)
+        return RolloutBatch.from_trajectories(
+            self.trajectories, rewards, length=self._length, version=version, num_turns=self._options.max_turns
+        )
+
+    @staticmethod
+    def _numbered(taken: Taken, first: int = 0) -> list[Scored]:
+        """The samples and their rewards; prompts are numbered from `first`."""
+        return [
+            (replace(trajectory, prompt_index=place), reward)
+            for place, group in enumerate(taken.groups, first)
+            for trajectory, reward in zip(group.trajectories, group.rewards, strict=True)
         ]
-        rewards = torch.tensor([reward for group in taken.groups for reward in group.rewards], dtype=torch.float32)
-        settings = {"length": self._length, "version": version, "num_turns": self._options.max_turns}
-        if self._packed:
-            multiple = sequence_multiple(self._layout.cp_size)
-            return PackedBatch.from_trajectories(self.trajectories, rewards, multiple=multiple, **settings)
-        return RolloutBatch.from_trajectories(self.trajectories, rewards, **settings)
 
     def _count(self, taken: Taken, version: int) -> list[float]:
         """Values in the order of COUNTED."""

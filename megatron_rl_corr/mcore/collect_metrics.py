@@ -18,6 +18,7 @@ COUNTED = (
     "samples", "tokens", "token_lags", "mixed", "length", "abort", "ready", "running", "dropped", "retries",
     "continuations", "left_out", "route_tokens", "route_bytes", "unrouted", "equal_groups", "duplicates", "ended",
     *(f"failed_{cause}" for cause in CAUSES), "replaced", "lost_samples", "lost_tokens",
+    "moved_bytes",
 )  # fmt: skip
 """Names of the counts, in the order in which they are broadcast."""
 
@@ -43,7 +44,7 @@ def count_samples(taken: Taken, version: int, experts: int | None) -> dict[str, 
         "length": sum(sample.finish_reason == "length" for sample in samples),
         "abort": sum(sample.finish_reason == "abort" for sample in samples),
         "ready": taken.ready, "running": taken.running, "dropped": taken.dropped,
-        "route_tokens": 0, "route_bytes": 0, "unrouted": 0,
+        "route_tokens": 0, "route_bytes": 0, "unrouted": 0, "moved_bytes": 0,
         "equal_groups": sum(len(set(group.rewards)) == 1 for group in taken.groups),
         "duplicates": sum(_duplicates(group) for group in taken.groups),
     }  # fmt: skip
@@ -66,8 +67,16 @@ def _count_routes(samples: Sequence[Trajectory], experts: int) -> dict[str, int]
     }
 
 
-def collection_metrics(counted: torch.Tensor, *, with_routes: bool = False) -> dict[str, Metric]:
-    """Metrics by logged name, from a replica's counts [len(COUNTED)]. with_routes: samples have routed experts."""
+def collection_metrics(
+    counted: torch.Tensor, *, with_routes: bool = False, packed: bool = False
+) -> dict[str, Metric]:
+    """Metrics by logged name, from a replica's counts [len(COUNTED)].
+
+    Args:
+        counted: the counts.
+        with_routes: samples have routed experts.
+        packed: samples are packed, and so dealt out over replicas.
+    """
     values = dict(zip(COUNTED, counted, strict=True))
 
     def mean(total: str, count: str) -> Mean:
@@ -77,8 +86,9 @@ def collection_metrics(counted: torch.Tensor, *, with_routes: bool = False) -> d
         "router_replay/bytes_per_token": mean("route_bytes", "route_tokens"),
         "router_replay/tokens_without_routes": Sum(values["unrouted"][None]),
     }
+    dealt = {"packing/moved_bytes": Sum(values["moved_bytes"][None])}
     values["failed"] = sum(values[f"failed_{cause}"] for cause in CAUSES)
-    return (routes if with_routes else {}) | {
+    return (routes if with_routes else {}) | (dealt if packed else {}) | {
         "weight_lag_token_mean": mean("token_lags", "tokens"),
         "rollout/mixed_version_fraction": mean("mixed", "samples"),
         "rollout/length_fraction": mean("length", "samples"),
@@ -153,6 +163,13 @@ METRICS = (
         ),
         MetricSpec(
             "rollout/failed/", "samples that failed for good since the step before, by cause", ", ".join(CAUSES)
+        ),
+    ),
+    *in_group(
+        "Speed",
+        MetricSpec(
+            "packing/moved_bytes", "bytes of samples that went to another replica, for an equal share of the work",
+            "sum over replicas", only_with="--rollout-pack-sequences",
         ),
     ),
     *in_group(

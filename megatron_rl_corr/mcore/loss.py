@@ -6,6 +6,7 @@ S sequences of this replica, T tokens of this context-parallel rank; a microbatc
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from megatron_rl_corr.core.segments import padded_at
 from megatron_rl_corr.mcore.batch import RolloutBatch
 from megatron_rl_corr.mcore.forward import LogprobSettings, label_logprobs
 from megatron_rl_corr.mcore.microbatches import Microbatch
+from megatron_rl_corr.mcore.packed_batch import PackedBatch
 from megatron_rl_corr.parallel.collectives import ParallelGroups
 
 
@@ -62,7 +64,7 @@ class LossInputs:
 
 
 def make_loss_inputs(
-    batch: RolloutBatch, old_logprobs: Tensor, config: RolloutCorrectionConfig, groups: ParallelGroups,
+    batch: RolloutBatch | PackedBatch, old_logprobs: Tensor, config: RolloutCorrectionConfig, groups: ParallelGroups,
     *, group_size: int, routing: Tensor | None = None,
 ) -> LossInputs:
     """Correct pi_old against pi_rollout, then take advantages over the sequences that were not rejected.
@@ -77,7 +79,7 @@ def make_loss_inputs(
         group_size: samples of a prompt.
         routing: [T], share of a token's experts that only the server chose; for a rule by routing.
     """
-    group = {"num_groups": batch.num_sequences // group_size, "kind": config.advantage_kind}
+    group = _groups_of(batch, groups, group_size) | {"kind": config.advantage_kind}
     inputs = {}
     for name in inputs_of(config.rollout_rs):
         if name == "advantages":
@@ -94,7 +96,7 @@ def make_loss_inputs(
 
 
 def make_bypass_loss_inputs(
-    batch: RolloutBatch, config: RolloutCorrectionConfig, groups: ParallelGroups, *, group_size: int
+    batch: RolloutBatch | PackedBatch, config: RolloutCorrectionConfig, groups: ParallelGroups, *, group_size: int
 ) -> LossInputs:
     """Without a pass for old log-probs: the loss corrects the current policy against pi_rollout.
 
@@ -106,14 +108,26 @@ def make_bypass_loss_inputs(
         config=RolloutCorrectionConfig(), groups=groups,
     )
     advantages = group_advantages(
-        batch.rewards, batch.group_ids, num_groups=batch.num_sequences // group_size, kind=config.advantage_kind,
-        in_baseline=whole.kept_sequences,
+        batch.rewards, batch.group_ids, kind=config.advantage_kind, in_baseline=whole.kept_sequences,
+        **_groups_of(batch, groups, group_size),
     )
     return _loss_inputs(batch, replace(whole, metrics={}), advantages, config)
 
 
+def _groups_of(batch: RolloutBatch | PackedBatch, groups: ParallelGroups, group_size: int) -> dict[str, Any]:
+    """How `group_advantages` finds the groups: this replica's, whole, or those of all, of which it has some rows."""
+    if not batch.parted_groups:
+        return {"num_groups": batch.num_sequences // group_size}
+
+    def all_reduce_table(table: Tensor) -> Tensor:
+        # Context-parallel ranks share whole sequences: one of them counts.
+        return groups.all_reduce_dp_cp(table if groups.cp_rank == 0 else torch.zeros_like(table))
+
+    return {"num_groups": batch.parted_groups, "all_reduce": all_reduce_table}
+
+
 def _loss_inputs(
-    batch: RolloutBatch, correction: Correction, advantages: Tensor, config: RolloutCorrectionConfig,
+    batch: RolloutBatch | PackedBatch, correction: Correction, advantages: Tensor, config: RolloutCorrectionConfig,
     *, old_logprobs: Tensor | None = None,
 ) -> LossInputs:
     """advantages [S]."""
@@ -126,7 +140,7 @@ def _loss_inputs(
 
 
 def batch_metrics(
-    batch: RolloutBatch, correction: Correction, entropy: Tensor | None, groups: ParallelGroups
+    batch: RolloutBatch | PackedBatch, correction: Correction, entropy: Tensor | None, groups: ParallelGroups
 ) -> dict[str, Metric]:
     """Rewards, lengths, staleness, entropy (if there was a pass for it) and the correction's own, by logged name."""
     rewards, lags = batch.rewards.double(), batch.version_lags.double()

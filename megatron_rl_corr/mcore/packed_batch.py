@@ -51,7 +51,7 @@ class PackedBatch:
     rewards: Tensor
     """[S] float32."""
     group_ids: Tensor
-    """[S] int64, numbers the prompts of this replica."""
+    """[S] int64, numbers the prompts of this replica; with parted_groups, of all."""
     version_lags: Tensor
     """[S] float32: the trainer's weight version minus the one that sampled the first token."""
     turn_ids: Tensor | None = None
@@ -60,6 +60,8 @@ class PackedBatch:
     """Larger than every turn id, the same on all ranks; None without turn_ids."""
     sampling_masks: SamplingMasks | None = None
     """The ids that each of the T labels was drawn from, on the last stage. None: the whole vocabulary."""
+    parted_groups: int = 0
+    """Groups of all replicas, where one may have samples on several; 0: a group is whole on this replica."""
     cp: tuple[int, int] = (0, 1)
     """(rank, size) of the context-parallel ranks that share the tokens; (0, 1) for whole sequences."""
 

@@ -11,6 +11,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -50,7 +51,7 @@ def attention_share(args: argparse.Namespace) -> float:
     return 2 * heads / (layer + args.hidden_size * args.padded_vocab_size / args.num_layers)
 
 
-def karmarkar_karp(costs: Sequence[float], parts: int) -> list[list[int]]:
+def karmarkar_karp(costs: Sequence[float], parts: int, *, equal_sizes: bool = False) -> list[list[int]]:
     """Indices of the costs in so many parts of about equal sums, by the largest differencing method.
 
     Partial solutions start as one cost beside zeros. The two of the widest spread are joined, the largest part of one
@@ -61,10 +62,16 @@ def karmarkar_karp(costs: Sequence[float], parts: int) -> list[list[int]]:
     Args:
         costs: nonnegative, one an item.
         parts: at least 1.
+        equal_sizes: parts have equal numbers of items, of which there is a multiple of `parts`. Partial solutions then
+            start as one item in each part, with costs next to each other.
     """
+    step = parts if equal_sizes else 1
+    assert len(costs) % step == 0, f"{len(costs)} items in {parts} equal parts"
+    order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
     heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
-    for index, cost in enumerate(costs):
-        heap.append((-cost, index, [(cost, [index])] + [(0.0, [])] * (parts - 1)))
+    for start in range(0, len(order), step):
+        items = [(costs[i], [i]) for i in order[start : start + step]] + [(0.0, [])] * (parts - step)
+        heap.append((items[-1][0] - items[0][0], start, items))
     heapq.heapify(heap)
     while len(heap) > 1:
         _, first, one = heapq.heappop(heap)
@@ -72,7 +79,29 @@ def karmarkar_karp(costs: Sequence[float], parts: int) -> list[list[int]]:
         joined = [(a + b, x + y) for (a, x), (b, y) in zip(one, reversed(other), strict=True)]
         joined.sort(key=lambda part: -part[0])
         heapq.heappush(heap, (joined[-1][0] - joined[0][0], min(first, second), joined))
-    return sorted(sorted(items) for _, items in heap[0][2]) if heap else [[] for _ in range(parts)]
+    if not heap:
+        return [[] for _ in range(parts)]
+    found = [items for _, items in heap[0][2]]
+    if equal_sizes:
+        _swap(np.asarray(costs, dtype=np.float64), found)
+    return sorted(map(sorted, found))
+
+
+def _swap(costs: np.ndarray, parts: list[list[int]]) -> None:
+    """Swap an item of the largest part with one of the smallest, in place, for as long as that narrows the two.
+
+    Parts of equal sizes need it: with few items in each, differencing alone leaves them some percent apart.
+    """
+    for _ in range(len(costs)):
+        sums = [costs[part].sum() for part in parts]
+        high, low = int(np.argmax(sums)), int(np.argmin(sums))
+        gap = sums[high] - sums[low]
+        moved = costs[parts[high]][:, None] - costs[parts[low]][None]
+        left = np.abs(gap - 2 * moved)
+        at, other = np.unravel_index(int(left.argmin()), left.shape)
+        if left[at, other] >= gap * (1 - 1e-9):
+            return
+        parts[high][at], parts[low][other] = parts[low][other], parts[high][at]
 
 
 def first_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from megatron_rl_corr.core.advantages import group_advantages
+from megatron_rl_corr.core.advantages import KINDS, group_advantages
 
 NAN = float("nan")
 # Group 1: rewards 1, 2, 6; group 0: rewards 3, 5.
@@ -87,3 +87,29 @@ def test_advantages_when_all_rewards_of_a_group_are_equal_then_exactly_0_whateve
         advantages = group_advantages(rewards, ids, num_groups=2, kind=kind)
         assert not advantages[:size].any(), (size, reward)
         assert advantages[size] > 0 > advantages[size + 1], "the smallest difference of float32 is one"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_advantages_when_a_group_is_parted_and_a_row_rejected_then_those_of_one_process(kind):
+    # Group 0 has rows on both ranks, and one of them is rejected; group 1 is on the second alone.
+    rewards = torch.tensor([1.0, 0.25, 0.5, float("nan"), 2.0, 3.0])
+    ids, kept = torch.tensor([0, 0, 0, 0, 1, 1]), torch.tensor([True, True, True, False, True, True])
+    whole = group_advantages(rewards, ids, num_groups=2, kind=kind, in_baseline=kept)
+    halves = [slice(0, 2), slice(2, 6)]
+    tables = []
+
+    def keep(table):
+        tables.append(table)
+        return table
+
+    for half in halves:
+        group_advantages(rewards[half], ids[half], num_groups=2, kind=kind, in_baseline=kept[half], all_reduce=keep)
+    assert len(tables) == (0 if kind == "raw" else 2)
+    parts = [
+        group_advantages(
+            rewards[half], ids[half], num_groups=2, kind=kind, in_baseline=kept[half],
+            all_reduce=lambda table: sum(tables),
+        )
+        for half in halves
+    ]  # fmt: skip
+    torch.testing.assert_close(torch.cat(parts), whole, equal_nan=True, rtol=1e-6, atol=1e-7)

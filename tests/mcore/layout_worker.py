@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_rl_corr.engines.trajectory import Support, Trajectory, VersionSpan
 from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.mcore.batch import RolloutBatch
+from megatron_rl_corr.mcore.deal import all_gather_dealt
 from megatron_rl_corr.mcore.forward import LogprobSettings, compute_log_probs, make_forward_step
 from megatron_rl_corr.mcore.loss import (
     CorrectedLoss,
@@ -108,7 +109,7 @@ def replica_batch(samples, layout, *, packed=False):
     """This data-parallel replica's rows, as the collector would make them; or its sequences packed."""
     share = len(samples) // layout.dp_size
     mine = samples[layout.dp_rank * share : (layout.dp_rank + 1) * share]
-    first_group = mine[0]["group"]
+    first_group = 0 if packed else mine[0]["group"]
     trajectories = [
         Trajectory(
             prompt_index=s["group"] - first_group, sample_index=0, prompt_ids=s["prompt"], output_ids=s["output"],
@@ -120,7 +121,7 @@ def replica_batch(samples, layout, *, packed=False):
     ]
     rewards = torch.tensor([s["reward"] for s in mine], dtype=torch.float32)
     if packed:
-        mine, shift, whole = packed_batch(trajectories, rewards, mine, layout)
+        mine, shift, whole, trajectories = packed_batch(trajectories, rewards, samples, layout)
         return with_sampling_masks(mine, trajectories, whole, layout), shift
     batch = RolloutBatch.from_trajectories(trajectories, rewards, length=LENGTH, version=0)
     shift = torch.zeros(len(mine), LENGTH)
@@ -142,17 +143,29 @@ def with_sampling_masks(mine, trajectories, whole, layout):
 
 
 def packed_batch(trajectories, rewards, samples, layout):
-    multiple, batch = sequence_multiple(layout.cp_size), None
+    """As the collector makes it of this replica's trajectories: dealt out over replicas, then packed."""
+    multiple, batch, scored = sequence_multiple(layout.cp_size), None, None
     if layout.is_data_leader:
+        scored = list(zip(trajectories, rewards.tolist(), strict=True))
+    if layout.pp_rank == 0 and layout.tp_group.rank() == 0:
+        scored, sent = all_gather_dealt(scored, len(trajectories), PackLimits(0, 0.01), layout)
+        assert scored is None or sent > 0 or layout.dp_size == 1, "nothing moved"
+    if layout.is_data_leader:
+        trajectories, rewards = [one for one, _ in scored], torch.tensor([reward for _, reward in scored])
         batch = PackedBatch.from_trajectories(trajectories, rewards, length=LENGTH, version=0, multiple=multiple)
-    batch = broadcast_lengths(batch, len(samples), layout, multiple=multiple)
+    batch = broadcast_lengths(batch, len(trajectories), layout, multiple=multiple)
     whole = batch.broadcast(layout)
+    if layout.dp_size > 1:
+        groups = len(samples) // GROUP_SIZE
+        whole = replace(whole, parted_groups=groups)
     batch = whole.context_slice(layout.cp_group.rank(), layout.cp_size)
-    shift = torch.zeros(len(samples), LENGTH)
-    for row, s in enumerate(samples):
+    shift = torch.zeros(whole.num_sequences, LENGTH)
+    for row, start in enumerate(whole.cu_seqlens[:-1]):
+        labels = whole.labels[start : start + whole.lengths[row]].tolist()
+        s = next(s for s in samples if torch.cat([s["prompt"], s["output"]])[1:].tolist() == labels)
         start = len(s["prompt"]) - 1
         shift[row, start : start + len(s["output"])] = s["old_shift"].float()
-    return batch, shift[batch.seq_ids, batch.positions], whole
+    return batch, shift[batch.seq_ids, batch.positions], whole, trajectories
 
 
 def packs_of(batch, layout, spec):

@@ -1,0 +1,106 @@
+"""Deals a step's samples out over replicas, so that each has about as much to compute; a prompt's may be parted.
+
+R replicas, S samples of each, before and after.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl_corr.engines.trajectory import Trajectory
+from megatron_rl_corr.mcore.packing import PackLimits, karmarkar_karp
+from megatron_rl_corr.parallel.collectives import all_gather_stacked
+from megatron_rl_corr.parallel.failure import communication_device
+from megatron_rl_corr.parallel.layout import Layout
+
+Scored = tuple[Trajectory, float]
+"""A sample and its reward."""
+
+
+def destinations(lengths: Sequence[Sequence[int]], limits: PackLimits) -> list[list[int]]:
+    """The replica that each sample goes to, [R][S]: equal numbers of samples, about equal cost, few tokens moved.
+
+    Args:
+        lengths: [R][S] tokens of the samples, by the replica that has them.
+        limits: what a sequence costs.
+    """
+    replicas, share = len(lengths), len(lengths[0])
+    flat = [length for row in lengths for length in row]
+    parts = karmarkar_karp([limits.cost(length) for length in flat], replicas, equal_sizes=True)
+    at_home = [
+        (sum(flat[i] for i in part if i // share == replica), -number, -replica)
+        for number, part in enumerate(parts) for replica in range(replicas)
+    ]
+    found, taken = [0] * len(flat), set()
+    for _, number, replica in sorted(at_home, reverse=True):  # the part goes where most of it is
+        if ("part", -number) in taken or ("replica", -replica) in taken:
+            continue
+        taken |= {("part", -number), ("replica", -replica)}
+        for i in parts[-number]:
+            found[i] = -replica
+    return [found[replica * share : (replica + 1) * share] for replica in range(replicas)]
+
+
+def all_gather_dealt(
+    samples: list[Scored] | None, share: int, limits: PackLimits, layout: Layout
+) -> tuple[list[Scored] | None, int]:
+    """(this replica's samples after dealing, the bytes that its leader sent); (None, 0) on ranks that are no leader.
+
+    Every rank of the leaders' data-parallel groups calls it: one all-gather of lengths, then each leader sends what
+    moves to the leader that gets it. Samples that stay keep their order, those that come are behind them.
+
+    Args:
+        samples: on a data leader its S samples; None on others.
+        share: S.
+        limits: what a sequence costs.
+        layout: this rank's process groups.
+    """
+    group, device = layout.dp_cp_group, communication_device()
+    if layout.dp_size == 1:
+        return samples, 0
+    lengths = torch.zeros(share, dtype=torch.int64, device=device)
+    if samples is not None:
+        lengths.copy_(torch.tensor([_length(sample) for sample, _ in samples]))
+    # A leader is the first context-parallel rank of its replica, and those are numbered before replicas.
+    every = all_gather_stacked(lengths, group)[:: layout.cp_size].tolist()
+    if samples is None:
+        return None, 0
+    assert group.rank() == layout.dp_rank * layout.cp_size
+    goes = destinations(every, limits)
+    parts = {
+        other: pickle.dumps([one for one, to in zip(samples, goes[layout.dp_rank], strict=True) if to == other])
+        for other in range(layout.dp_size) if other != layout.dp_rank and other in goes[layout.dp_rank]
+    }  # fmt: skip
+    sources = [
+        other for other in range(layout.dp_size) if other != layout.dp_rank and layout.dp_rank in goes[other]
+    ]
+    ranks = {other: dist.get_global_rank(group, other * layout.cp_size) for other in range(layout.dp_size)}
+    sizes = {other: torch.zeros(1, dtype=torch.int64, device=device) for other in sources}
+    _all_gather_from(sizes, {other: torch.tensor([len(x)]).to(device) for other, x in parts.items()}, ranks, layout)
+    come = {other: torch.empty(int(size), dtype=torch.uint8, device=device) for other, size in sizes.items()}
+    sent = {other: torch.frombuffer(bytearray(x), dtype=torch.uint8).to(device) for other, x in parts.items()}
+    _all_gather_from(come, sent, ranks, layout)
+    own = [one for one, to in zip(samples, goes[layout.dp_rank], strict=True) if to == layout.dp_rank]
+    for other in sources:
+        own += pickle.loads(come[other].cpu().numpy().tobytes())
+    return own, sum(map(len, parts.values()))
+
+
+def _all_gather_from(
+    come: dict[int, torch.Tensor], go: dict[int, torch.Tensor], ranks: dict[int, int], layout: Layout
+) -> None:
+    """Receive a tensor from some leaders and send one to some, all at once."""
+    group = layout.dp_cp_group
+    operations = [dist.P2POp(dist.irecv, tensor, ranks[other], group) for other, tensor in come.items()]
+    operations += [dist.P2POp(dist.isend, tensor, ranks[other], group) for other, tensor in go.items()]
+    if operations:
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
+
+def _length(sample: Trajectory) -> int:
+    return len(sample.prompt_ids) + len(sample.output_ids) - 1
