@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -174,6 +175,11 @@ class PackedBatch:
         """A value a sequence [S] -> [T]: each token's, the value of its sequence."""
         return values[self.seq_ids]
 
+    @cached_property
+    def sampled(self) -> np.ndarray:
+        """[T] bool on the host: the mask's one read, before the first forward pass."""
+        return self.loss_mask.cpu().numpy()
+
     @property
     def flat_turn_ids(self) -> Tensor | None:
         """[T] int64, or None."""
@@ -195,16 +201,17 @@ class PackedBatch:
         return replace(
             self, **cut, **by_row, cu_seqlens=np.concatenate([[0], np.cumsum(padded)]),
             lengths=self.lengths[np.asarray(samples, dtype=np.int64)],
-            sampling_masks=None if masks is None else masks.at(self._host_places_of(samples)),
+            sampling_masks=None if masks is None else masks.at(self.host_places_of(samples)),
         )
 
     def places_of(self, samples: Sequence[int]) -> tuple[Tensor, Tensor]:
         """(the places of these samples' tokens among the T, [T'], the samples' own [S']), int64 on the device."""
-        host, device = (self._host_places_of(samples), np.asarray(samples, dtype=np.int64)), self.tokens.device
+        host, device = (self.host_places_of(samples), np.asarray(samples, dtype=np.int64)), self.tokens.device
         places, rows = (torch.from_numpy(numbers).to(device, non_blocking=True) for numbers in host)
         return places, rows
 
-    def _host_places_of(self, samples: Sequence[int]) -> np.ndarray:
+    def host_places_of(self, samples: Sequence[int]) -> np.ndarray:
+        """The first of `places_of`, on the host."""
         starts = self.cu_seqlens // self.cp[1]
         return np.concatenate([np.arange(starts[sample], starts[sample + 1]) for sample in samples])
 

@@ -16,6 +16,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megatron_rl_corr.core.metrics import Max, Mean, Metric
+from megatron_rl_corr.logprobs.sampled_rows import SampledRows
 from megatron_rl_corr.mcore.microbatches import Microbatch
 from megatron_rl_corr.mcore.packed_batch import PackedBatch, sequence_multiple
 from megatron_rl_corr.mcore.packing import PackLimits, all_reduce_pack_count, balanced_packs, first_fit
@@ -116,7 +117,8 @@ class Packs:
         return whole
 
     def _pack(self, index: int, samples: Sequence[int], loss_inputs: LossInputs | None) -> PackedMicrobatch:
-        part, places = self.batch.part(samples), self.batch.places_of(samples)[0]
+        part, host_places = self.batch.part(samples), self.batch.host_places_of(samples)
+        places = torch.from_numpy(host_places).to(part.tokens.device, non_blocking=True)
         total = int(part.cu_seqlens[-1])
         padded = -(-total // self.multiple) * self.multiple
         rest, device = (padded - total) // self.batch.cp[1], part.tokens.device
@@ -131,6 +133,7 @@ class Packs:
             index, filled(part.tokens)[None], filled(part.labels)[None], filled(part.positions)[None],
             None if loss_inputs is None else loss_inputs.at(places, rest), filled(part.padding, True)[None],
             None if part.sampling_masks is None else part.sampling_masks.padded(rest),
+            SampledRows.of(np.append(self.batch.sampled[host_places], np.zeros(rest, dtype=bool)), device),
             packed_seq_params=PackedSeqParams(
                 qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=longest,
                 max_seqlen_kv=longest,
