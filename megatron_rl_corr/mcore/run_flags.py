@@ -22,6 +22,7 @@ def check_megatron_arguments(args: argparse.Namespace) -> None:
             "every row is cut into so many chunks"
         )
     compat.check_expert_layout(args)
+    check_latent_attention(args)
     if args.rollout_pack_sequences:
         check_packed(args)
     check_per_token_loss(args)
@@ -63,6 +64,19 @@ def check_megatron_arguments(args: argparse.Namespace) -> None:
             f"evaluation to the next, must be from 1 to the run's {steps} steps, by --train-iters or --train-samples"
         )
     check_policy(args)
+
+
+def check_latent_attention(args: argparse.Namespace) -> None:
+    """ValueError for latent attention whose gradients Megatron's local spec gets wrong."""
+    ranks = args.tensor_model_parallel_size
+    if ranks > 1 and args.multi_latent_attention and args.transformer_impl == "local":
+        # multi_latent_attention.py gathers the positional key with a backward that cuts and does not sum: each
+        # rank keeps what its own heads give.
+        raise ValueError(
+            f"--transformer-impl local with --multi-latent-attention and --tensor-model-parallel-size {ranks}: "
+            "Megatron does not sum the positional key's gradient over the ranks; "
+            "use --transformer-impl transformer_engine, or --tensor-model-parallel-size 1"
+        )
 
 
 def check_packed(args: argparse.Namespace) -> None:

@@ -261,6 +261,7 @@ def flags(interval, prompts="held_out.jsonl", **run):
         num_experts=None, router_replay="off", expert_statistics=False, expert_tensor_parallel_size=None,
         rollout_pack_sequences=False,
         tensor_model_parallel_size=1, expert_model_parallel_size=1, seq_length=32, calculate_per_token_loss=False,
+        multi_latent_attention=False, transformer_impl="local",
     )
 def refused(args):
     return said(lambda: run_flags.check_megatron_arguments(args))
@@ -274,6 +275,12 @@ say(
     batches=[refused(flags(1, **{name: given}))
              for name, given in (("rampup_batch_size", ["4", "4", "9"]), ("step_batch_size_schedule", "0:8 9:16"))],
     offloaded=[refused(flags(1, optimizer_cpu_offload=True, fp16=False, bf16=b)) for b in (False, True)],
+    latent=[
+        said(lambda: run_flags.check_latent_attention(types.SimpleNamespace(
+            tensor_model_parallel_size=ranks, multi_latent_attention=latent, transformer_impl=spec)))
+        for ranks, latent, spec in ((2, True, "local"), (1, True, "local"), (2, False, "local"),
+                                    (2, True, "transformer_engine"))
+    ],
     ids=[said(lambda: check_vocabulary(PromptDataset([Prompt(0, [1]), Prompt(1, [n, 4])]), "--rollout-prompts", 10))
          for n in (9, 10)],
     lengths=[said(lambda: check_they_fit(prompts(n), "--rollout-eval-prompts", 8, 32)) for n in (26, 25)],
@@ -303,6 +310,16 @@ def test_evaluation_when_it_would_never_come_or_its_prompts_are_too_long_then_re
 def test_offloaded_optimizer_in_float32_when_its_copies_would_stay_the_initial_weights_then_refused(results):
     refused, taken = results["evaluation"]["offloaded"]
     assert refused.startswith("--optimizer-cpu-offload in float32: ") and taken is None
+
+
+def test_latent_attention_when_the_local_spec_cuts_it_over_ranks_then_refused(results):
+    refused, *taken = results["evaluation"]["latent"]
+    assert refused == (
+        "--transformer-impl local with --multi-latent-attention and --tensor-model-parallel-size 2: Megatron does not "
+        "sum the positional key's gradient over the ranks; use --transformer-impl transformer_engine, or "
+        "--tensor-model-parallel-size 1"
+    )
+    assert taken == [None, None, None]
 
 
 CASES["begin"] = """
