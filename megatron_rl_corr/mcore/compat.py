@@ -35,6 +35,14 @@ def check_output_processor(model: list) -> None:
         check_parameters(chunk.forward, ("output_processor", "output_processor_context"))
 
 
+def has_output_processor(model: list) -> bool:
+    """Whether the model's forward has the hook behind the last layer, and nothing scales logits after that layer."""
+    names = {"output_processor", "output_processor_context"}
+    return release() >= OUTPUT_PROCESSOR_SINCE and all(
+        names <= set(inspect.signature(chunk.forward).parameters) and not chunk.config.use_mup for chunk in model
+    )
+
+
 def check_expert_layout(args: argparse.Namespace) -> None:
     """Raises ValueError for a layout whose expert gradients are silently wrong in Megatron before 0.19.
 

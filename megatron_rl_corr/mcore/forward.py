@@ -44,6 +44,9 @@ class LogprobSettings:
     """V without the padding of the embedding."""
     from_hidden: bool = False
     """Without ever holding all logits, through Megatron's output_processor hook."""
+    before_copies: bool = False
+    """From the output layer's own logits, through that hook: Megatron otherwise copies them into rows of the microbatch
+    (where it has several), and of a 16-bit model into float32."""
     fp32_lm_head: bool = False
     """Logits in float32, from float32 copies of hidden states and weight; with from_hidden."""
     inplace_gradient: bool = False
@@ -157,12 +160,12 @@ def label_logprobs(
     sampled has 0 (-inf where ids are known), and no gradient: its logits are not read.
 
     Args:
-        output: the model's: logits [b, L, V/tp], or with settings.from_hidden the hook's [b, L, 1 or 2].
+        output: the model's: logits [b, L, V/tp], or the hook's [b, L, 1 or 2].
         micro: the microbatch.
         settings: those of `make_forward_step`.
         with_entropy: as there.
     """
-    if settings.from_hidden:
+    if _processor(micro, settings) is not None:
         return split_output(output)
     logits, labels = output.reshape(-1, output.shape[-1]), micro.labels.reshape(-1)
     if micro.sampling_masks is not None:
@@ -179,10 +182,44 @@ def label_logprobs(
 
 def _output_arguments(micro: Microbatch, settings: LogprobSettings, with_entropy: bool) -> dict[str, Any]:
     """Keyword arguments of the model's forward: the hook behind its last layer, or none."""
-    if not settings.from_hidden:
+    processor = _processor(micro, settings)
+    if processor is None:
         return {}
     context = OutputContext(micro.labels, settings, with_entropy=with_entropy, sampled=micro.sampled)
-    return {"output_processor": label_logprobs_of_hidden, "output_processor_context": context}
+    return {"output_processor": processor, "output_processor_context": context}
+
+
+def _processor(micro: Microbatch, settings: LogprobSettings) -> Callable[..., Tensor] | None:
+    """The hook that makes log-probs of the microbatch, or None for Megatron's logits."""
+    if settings.from_hidden:
+        return label_logprobs_of_hidden
+    # Sampling masks are in the order of the microbatch's rows.
+    return label_logprobs_of_layer if settings.before_copies and micro.sampling_masks is None else None
+
+
+def label_logprobs_of_layer(
+    *, hidden_states: Tensor, output_layer: nn.Module, output_weight: Tensor | None, context: OutputContext, **_: Any
+) -> Tensor:
+    """GPTModel.forward's output_processor: log-probs of the output layer's logits, where and of the type that they are.
+
+    Args:
+        hidden_states: [L, b, H], or this rank's part of L under sequence parallelism, which the layer gathers.
+        output_layer: Megatron's; its logits must not be scaled after it (MuP).
+        output_weight: a shared embedding's, or None for the layer's own.
+        context: labels and settings.
+
+    Returns:
+        [b, L, 1] float32, or [b, L, 2] with the entropy.
+    """
+    logits, _bias = output_layer(hidden_states, weight=output_weight)
+    settings, rows = context.settings, logits.shape[1]
+    logprobs, entropy = vocab_parallel_logprobs(
+        logits.flatten(0, 1), context.labels.t().reshape(-1), tp_group=settings.tp_group,
+        temperature=settings.temperature, vocab_size=settings.vocab_size, with_entropy=context.with_entropy,
+        inplace_gradient=settings.inplace_gradient,
+        sampled=None if context.sampled is None else context.sampled.column_major(rows),
+    )  # fmt: skip
+    return _in_rows(logprobs, entropy, rows)
 
 
 def label_logprobs_of_hidden(
@@ -219,7 +256,7 @@ def label_logprobs_of_hidden(
     _check_output_layer(output_layer, weight, config)
     if output_layer.sequence_parallel:
         hidden_states = gather_from_sequence_parallel_region(hidden_states, group=context.settings.tp_group)
-    length, rows, _hidden = hidden_states.shape
+    rows = hidden_states.shape[1]
     sampled, chunk_tokens = context.sampled, context.chunk_tokens
     if chunk_tokens is None:
         element = 4 if context.settings.fp32_lm_head else hidden_states.element_size()
@@ -232,8 +269,13 @@ def label_logprobs_of_hidden(
         sampled=None if sampled is None else sampled.column_major(rows),
         into_main_grad=_is_fused(weight, config) and weight.requires_grad and torch.is_grad_enabled(),
     )  # fmt: skip
+    return _in_rows(logprobs, entropy, rows)
+
+
+def _in_rows(logprobs: Tensor, entropy: Tensor | None, rows: int) -> Tensor:
+    """Values a token [L * b], position after position -> [b, L, 1 or 2]."""
     outputs = [logprobs] if entropy is None else [logprobs, entropy]
-    return torch.stack([x.view(length, rows).t() for x in outputs], dim=2)
+    return torch.stack([x.view(-1, rows).t() for x in outputs], dim=2)
 
 
 def split_output(output: Tensor) -> tuple[Tensor, Tensor | None]:

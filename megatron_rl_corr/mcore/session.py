@@ -149,7 +149,7 @@ def start(
         raise
     step = CorrectedStep(
         config=config, layout=layout, shape=shape, collector=collector, push=push, report=report, routes=routes,
-        logprobs=_logprobs(options, layout, client.vocab_size), log=parts.log, first_step=first_step,
+        logprobs=_logprobs(options, layout, client.vocab_size, megatron.model), log=parts.log, first_step=first_step,
     )
     if dist.get_rank() == 0:
         for line in describe_start(config, step.scoring_reasons):
@@ -232,10 +232,11 @@ def _packing(options: RunConfig, args: argparse.Namespace) -> PackLimits | None:
     return PackLimits(tokens, attention_share(args), args.microbatch_group_size_per_vp_stage or stages or 1)
 
 
-def _logprobs(options: RunConfig, layout: Layout, vocab_size: int) -> LogprobSettings:
+def _logprobs(options: RunConfig, layout: Layout, vocab_size: int, model: list) -> LogprobSettings:
     return LogprobSettings(
         layout.tp_group, options.temperature, vocab_size, from_hidden=options.linear_logprobs,
         fp32_lm_head=options.fp32_lm_head, inplace_gradient=options.inplace_gradient,
+        before_copies=not options.linear_logprobs and compat.has_output_processor(compat.unwrapped(model)),
     )
 
 

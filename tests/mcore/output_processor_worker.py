@@ -19,12 +19,20 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl_corr.logprobs.sampled_rows import SampledRows
 from megatron_rl_corr.logprobs.vocab import vocab_parallel_logprobs
-from megatron_rl_corr.mcore.forward import LogprobSettings, OutputContext, label_logprobs_of_hidden, split_output
+from megatron_rl_corr.mcore.forward import (
+    LogprobSettings,
+    OutputContext,
+    label_logprobs_of_hidden,
+    label_logprobs_of_layer,
+    split_output,
+)
 
-VOCAB, PADDED, LENGTH, ROWS, MICROBATCHES = 60, 64, 12, 2, 2
+HOOKS = {"hidden": label_logprobs_of_hidden, "layer": label_logprobs_of_layer}
+VOCAB, PADDED, LENGTH, ROWS, MICROBATCHES = 60, 76, 12, 2, 2
 
 
 def build(layout):
@@ -62,18 +70,32 @@ def sampled_of(labels):
     return SampledRows.of((labels % 2 == 0).reshape(-1).numpy())
 
 
-def forward_step(settings, from_hidden, some_rows):
+class LogitCopies(TorchDispatchMode):
+    """Counts copies of a microbatch's logits, in any type and order; nothing else here has as many columns."""
+
+    def __init__(self, columns):
+        super().__init__()
+        self.columns, self.count = columns, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if func._schema.name in ("aten::clone", "aten::copy_", "aten::_to_copy"):
+            self.count += made.dim() == 3 and made.shape[2] == self.columns
+        return made
+
+
+def forward_step(settings, way, some_rows):
     positions = torch.arange(LENGTH).expand(ROWS, -1)
 
     def step(iterator, model):
         tokens, labels, (coefficients, entropy_coefficients) = next(iterator)
         sampled = sampled_of(labels) if some_rows else None
         context = OutputContext(labels, settings, with_entropy=True, sampled=sampled, chunk_tokens=7)
-        hook = {"output_processor": label_logprobs_of_hidden, "output_processor_context": context}
-        output = model(tokens, positions, None, **(hook if from_hidden else {}))
+        hook = {"output_processor": HOOKS.get(way), "output_processor_context": context}
+        output = model(tokens, positions, None, **(hook if way in HOOKS else {}))
 
         def loss(output, non_loss_data=False):
-            if from_hidden:
+            if way in HOOKS:
                 logprobs, entropy = split_output(output)
             else:
                 logprobs, entropy = vocab_parallel_logprobs(
@@ -93,11 +115,11 @@ def forward_step(settings, from_hidden, some_rows):
     return step
 
 
-def run_step(config, model, ddp, settings, from_hidden, some_rows=False):
+def run_step(config, model, ddp, settings, way, some_rows=False):
     """The microbatches' losses and log-probs on the last stage, and this rank's gradients."""
     ddp.zero_grad_buffer()
     schedule = {
-        "forward_step_func": forward_step(settings, from_hidden, some_rows), "model": ddp,
+        "forward_step_func": forward_step(settings, way, some_rows), "model": ddp,
         "num_microbatches": MICROBATCHES, "seq_length": LENGTH, "micro_batch_size": ROWS,
     }  # fmt: skip
     reports = get_forward_backward_func()(data_iterator=batches(), forward_only=False, **schedule)
@@ -118,13 +140,19 @@ def compare(layout):
     torch.manual_seed(ps.get_pipeline_model_parallel_rank())
     config, model, ddp = build(layout)
     settings = LogprobSettings(ps.get_tensor_model_parallel_group(), 0.8, VOCAB)
-    whole = errors(*(run_step(config, model, ddp, settings, from_hidden) for from_hidden in (False, True)))
-    expected = run_step(config, model, ddp, settings, from_hidden=False, some_rows=True)
+    whole = errors(*(run_step(config, model, ddp, settings, way) for way in ("logits", "hidden")))
+    columns = PADDED // layout.get("tp", 1)
+    with LogitCopies(columns) as copies:
+        expected = run_step(config, model, ddp, settings, "logits", some_rows=True)
+    with LogitCopies(columns) as copies_of_layer:
+        of_layer = run_step(config, model, ddp, settings, "layer", some_rows=True)
     # Read by the hook alone now that the layers are made: it adds the weight's gradient to main_grad itself.
     config.gradient_accumulation_fusion = True
-    some = errors(expected, run_step(config, model, ddp, settings, from_hidden=True, some_rows=True))
+    some = errors(expected, run_step(config, model, ddp, settings, "hidden", some_rows=True))
     ps.destroy_model_parallel()
-    return whole | {"sampled rows": some}
+    return whole | {
+        "sampled rows": some, "layer": errors(expected, of_layer), "copies": [copies.count, copies_of_layer.count],
+    }  # fmt: skip
 
 
 def errors(expected, found):

@@ -25,7 +25,10 @@ def test_hidden_states_when_instead_of_logits_then_the_same_loss_scores_and_ever
         narrow = "bf16" in result["layout"]
         assert sum(rank["microbatches"] for rank in result["ranks"]) == 2 * processes // result["layout"].get("pp", 1)
         for rank in result["ranks"]:
-            for errors in (rank, rank["sampled rows"]):
+            # Megatron copies the logits, and their gradient: into rows, and in 16 bits into float32.
+            before, after = rank["copies"]
+            assert after == 0 and (before > 0 or rank["microbatches"] == 0), result
+            for errors in (rank, rank["sampled rows"], rank["layer"]):
                 assert errors["parameters"] >= 7
                 assert errors["loss"] < 1e-5 and errors["scores"] < (1e-4 if narrow else 1e-5), result
                 # bfloat16: shares and tiles of a gradient are rounded before they are summed, to 2^-9 each.
