@@ -221,7 +221,8 @@ def set_up(model_dir, samples, spec, **settings):
     config.finalize_model_grads_func = finalize_model_grads
     batch, shift = replica_batch(samples, layout, packed="packed" in spec)
     vocab_size, from_hidden = checkpoint.config["vocab_size"], spec.get("hidden", False)
-    logprobs = LogprobSettings(layout.tp_group, 1.0, vocab_size, from_hidden=from_hidden)
+    copies = not from_hidden and compat.has_output_processor(compat.unwrapped(model))
+    logprobs = LogprobSettings(layout.tp_group, 1.0, vocab_size, from_hidden=from_hidden, before_copies=copies)
     return model, parameters, layout, config, batch, shift, logprobs
 
 
