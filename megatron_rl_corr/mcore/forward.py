@@ -45,8 +45,7 @@ class LogprobSettings:
     from_hidden: bool = False
     """Without ever holding all logits, through Megatron's output_processor hook."""
     before_copies: bool = False
-    """From the output layer's own logits, through that hook: Megatron otherwise copies them into rows of the microbatch
-    (where it has several), and of a 16-bit model into float32."""
+    """From the output layer's own logits, through that hook, before Megatron copies them into rows and into float32."""
     fp32_lm_head: bool = False
     """Logits in float32, from float32 copies of hidden states and weight; with from_hidden."""
     inplace_gradient: bool = False
@@ -182,8 +181,7 @@ def label_logprobs(
 
 def _output_arguments(micro: Microbatch, settings: LogprobSettings, with_entropy: bool) -> dict[str, Any]:
     """Keyword arguments of the model's forward: the hook behind its last layer, or none."""
-    processor = _processor(micro, settings)
-    if processor is None:
+    if (processor := _processor(micro, settings)) is None:
         return {}
     context = OutputContext(micro.labels, settings, with_entropy=with_entropy, sampled=micro.sampled)
     return {"output_processor": processor, "output_processor_context": context}
@@ -202,14 +200,7 @@ def label_logprobs_of_layer(
 ) -> Tensor:
     """GPTModel.forward's output_processor: log-probs of the output layer's logits, where and of the type that they are.
 
-    Args:
-        hidden_states: [L, b, H], or this rank's part of L under sequence parallelism, which the layer gathers.
-        output_layer: Megatron's; its logits must not be scaled after it (MuP).
-        output_weight: a shared embedding's, or None for the layer's own.
-        context: labels and settings.
-
-    Returns:
-        [b, L, 1] float32, or [b, L, 2] with the entropy.
+    Arguments and result are those of `label_logprobs_of_hidden`; nothing may scale the logits after the layer (MuP).
     """
     logits, _bias = output_layer(hidden_states, weight=output_weight)
     settings, rows = context.settings, logits.shape[1]
