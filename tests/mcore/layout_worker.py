@@ -20,7 +20,10 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -63,6 +66,7 @@ def transformer_config(hf, layout, **settings):
         "moe_ffn_hidden_size": hf["moe_intermediate_size"], "moe_token_dispatcher_type": "alltoall",
         "moe_router_load_balancing_type": "none", "moe_router_dtype": "fp32",
         "expert_model_parallel_size": layout.get("ep", 1), "expert_tensor_parallel_size": layout.get("etp", 1),
+        "moe_grouped_gemm": not layout.get("local"), "moe_permute_fusion": not layout.get("local"),
     }  # fmt: skip
     return TransformerConfig(**{**dict(
         num_layers=hf["num_hidden_layers"], hidden_size=hf["hidden_size"], ffn_hidden_size=hf["intermediate_size"],
@@ -72,7 +76,7 @@ def transformer_config(hf, layout, **settings):
         activation_func=F.silu, add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0,
         attention_softmax_in_fp32=True, use_cpu_initialization=True, pipeline_dtype=torch.float32,
         bias_dropout_fusion=False, bias_activation_fusion=False, masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False, apply_rope_fusion=False,
+        gradient_accumulation_fusion=not layout.get("local", False), apply_rope_fusion=not layout.get("local", False),
         # As Megatron's own arguments demand: in one batch, two stages would take each other's sends for one another.
         overlap_p2p_comm="vpp" in layout, batch_p2p_comm="vpp" not in layout,
         calculate_per_token_loss=layout.get("per_token", False),
@@ -85,13 +89,18 @@ def transformer_config(hf, layout, **settings):
     **settings})  # fmt: skip
 
 
-def build(hf, config, *, packed=False):
-    """The model's chunks on this rank. packed: with an attention that takes packed sequences."""
-    spec = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm"
-    )
-    if packed:
-        spec.submodules.self_attention.submodules.core_attention = ContextParallelAttention
+def build(hf, config, layout):
+    """The model's chunks on this rank."""
+    if layout.get("local"):
+        spec = get_gpt_layer_local_spec(
+            num_experts=config.num_moe_experts, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm"
+        )
+        if "packed" in layout:  # the local spec's own attention does not take packed sequences
+            spec.submodules.self_attention.submodules.core_attention = ContextParallelAttention
+    else:
+        spec = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts, moe_grouped_gemm=config.num_moe_experts is not None, qk_layernorm=True
+        )
     virtual = config.virtual_pipeline_model_parallel_size
     stages = range(virtual) if virtual else [None]
     return [
@@ -210,7 +219,7 @@ def set_up(model_dir, samples, spec, **settings):
     model_parallel_cuda_manual_seed(1)
     layout, checkpoint = compat.layout(sequence_parallel=spec.get("sp", False)), HFCheckpoint(model_dir)
     config = transformer_config(checkpoint.config, spec, **settings)
-    chunks = build(checkpoint.config, config, packed="packed" in spec)
+    chunks = build(checkpoint.config, config, spec)
     table = NameTable(checkpoint.config, padded_vocab_size=PADDED_VOCAB)
     parameters = local_parameters(chunks, table, experts_per_rank=(config.num_moe_experts or 0) // spec.get("ep", 1))
     load_shards(parameters, checkpoint, layout.shard)

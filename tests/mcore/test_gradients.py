@@ -64,12 +64,12 @@ def some(specs, processes):
 
 EXTRA = {
     1: [],
-    2: [{"cp": 2, "hidden": True}],
+    2: [{"cp": 2, "hidden": True}, {"tp": 2, "sp": True, "ep": 2, "local": True}],
     4: [{"tp": 2, "ep": 2, "etp": 2, "sp": True}, {"ep": 4}, {"cp": 4},
         {"tp": 2, "cp": 2, "ep": 2, "sp": True, "hidden": True},
-        {"tp": 2, "pp": 2, "vpp": 2, "sp": True, "hidden": True}],
+        {"tp": 2, "pp": 2, "vpp": 2, "sp": True, "hidden": True}, {"cp": 2, "pp": 2, "ep": 2, "local": True}],
 }
-"""More experts' ranks; and log-probs from hidden states instead of logits."""
+"""More experts' ranks; log-probs from hidden states instead of logits; and the local spec, not Transformer Engine's."""
 
 PACKED = {
     1: [{"packed": 64}],

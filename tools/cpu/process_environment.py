@@ -4,14 +4,18 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Mapping
 from functools import cache
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 VARIABLE = "MEGATRON_RL_CORR_CPU"
 ENGINES = ("megatron", "sglang")
 SITE = Path(__file__).resolve().parent / "site"
 PACKAGE_ROOT = SITE.parents[2]
+TRANSFORMER_ENGINE = SITE.with_name("te")
+"""Holds the stand-in for Transformer Engine."""
 
 _ENGINE_VARIABLES = {
     # Megatron checks it for tensor parallelism; it has no effect on a CPU.
@@ -43,12 +47,19 @@ def gpu_available(base: Mapping[str, str] = os.environ) -> bool:
     return _nvidia_device_present()
 
 
+@cache
+def real_transformer_engine() -> bool:
+    """Whether Transformer Engine itself is installed, and not its stand-in alone; does not import it."""
+    elsewhere = [path for path in sys.path if Path(path or ".").resolve() != TRANSFORMER_ENGINE]
+    return PathFinder.find_spec("transformer_engine", elsewhere) is not None
+
+
 def environment(engine: str, base: Mapping[str, str] = os.environ) -> dict[str, str]:
     """`base` with what a process of `engine` ("megatron" or "sglang") needs on the CPU.
 
     With a GPU it is `base` unchanged, so a caller need not ask. PYTHONPATH gets the `site` folder and the
-    repository's root in front of what it held; OMP_NUM_THREADS is 1 unless `base` sets it, since ranks share the
-    cores.
+    repository's root in front of what it held and, for Megatron, a stand-in for Transformer Engine behind it, where
+    that is not installed; OMP_NUM_THREADS is 1 unless `base` sets it, since ranks share the cores.
 
     Raises:
         ValueError: `engine` is neither of the two.
@@ -59,8 +70,10 @@ def environment(engine: str, base: Mapping[str, str] = os.environ) -> dict[str, 
     if gpu_available(base):
         return variables
     first = [str(SITE), str(PACKAGE_ROOT)]
-    kept = [p for p in variables.get("PYTHONPATH", "").split(os.pathsep) if p and p not in first]
-    variables["PYTHONPATH"] = os.pathsep.join(first + kept)
+    last = [str(TRANSFORMER_ENGINE)] if engine == "megatron" and not real_transformer_engine() else []
+    given = variables.get("PYTHONPATH", "").split(os.pathsep)
+    kept = [path for path in given if path and path not in (*first, str(TRANSFORMER_ENGINE))]
+    variables["PYTHONPATH"] = os.pathsep.join(first + kept + last)
     variables[VARIABLE] = engine
     variables.setdefault("OMP_NUM_THREADS", "1")
     variables.update(_ENGINE_VARIABLES[engine])

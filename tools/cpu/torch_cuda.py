@@ -104,7 +104,7 @@ _TABLE = [
     (_DEVICE, _answering(CPU), ["current_device"]),
     (_DEVICE, _answering(1), ["device_count"]),
     (_DEVICE, _answering(None), ["set_device", "init", "_lazy_init"]),
-    (_DEVICE, _answering((0, 0)), ["get_device_capability"]),
+    (_DEVICE, _answering((9, 0)), ["get_device_capability"]),
     (_DEVICE, _answering(_PROPERTIES), ["get_device_properties"]),
     (_ORDER, _answering(None), ["synchronize", "set_stream"]),
     (_ORDER, _answering(_ONLY_STREAM), ["current_stream", "default_stream"]),

@@ -1,0 +1,3 @@
+"""What both frameworks share: recipes of lower precision."""
+
+from transformer_engine.common import recipe  # noqa: F401
