@@ -74,6 +74,7 @@ def training_command(out, folder, model, url, options, *ahead):
     flags = [
         # As `megatron-rl-corr model-flags` prints them.
         *model_flags(json.loads((model / "config.json").read_text())), *cpu.megatron_arguments(),
+        "--moe-grouped-gemm", "--moe-permute-fusion",
         "--tensor-model-parallel-size", 2, "--pipeline-model-parallel-size", 2, "--sequence-parallel",
         "--expert-model-parallel-size", 2, "--expert-tensor-parallel-size", 1,
         "--seq-length", 32, "--micro-batch-size", 16, "--global-batch-size", 64, "--train-iters", options.steps,

@@ -9,16 +9,22 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.training import arguments, get_args, get_tokenizer, pretrain
 
 
 def model_provider(pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):
     args = get_args()
-    spec = get_gpt_layer_local_spec(
-        num_experts=args.num_experts, moe_grouped_gemm=args.moe_grouped_gemm, qk_layernorm=args.qk_layernorm,
-        normalization=args.normalization,
-    )  # fmt: skip
+    shape = {
+        "num_experts": args.num_experts, "moe_grouped_gemm": args.moe_grouped_gemm, "qk_layernorm": args.qk_layernorm,
+    }  # fmt: skip
+    if args.transformer_impl == "local":
+        spec = get_gpt_layer_local_spec(normalization=args.normalization, **shape)
+    else:
+        spec = get_gpt_layer_with_transformer_engine_spec(**shape)
     return GPTModel(
         config=config or arguments.core_transformer_config_from_args(args), transformer_layer_spec=spec,
         vocab_size=args.padded_vocab_size, max_sequence_length=args.max_position_embeddings, pre_process=pre_process,

@@ -15,7 +15,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.training.argument_utils import core_transformer_config_from_args
@@ -39,18 +43,24 @@ from megatron_rl_corr.weight_sync.verify import make_verifier
 from tools.cpu.cp_attention import ContextParallelAttention
 from tools.local_server import free_port
 
-LOCAL = (
-    "--transformer-impl local --distributed-backend gloo --use-cpu-initialization --no-gradient-accumulation-fusion "
-    "--no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion "
-    "--no-persist-layer-norm --attention-softmax-in-fp32 --lr 1e-3 --train-iters 1 --micro-batch-size 1 "
+RUN = (
+    "--distributed-backend gloo --use-cpu-initialization --lr 1e-3 --train-iters 1 --micro-batch-size 1 "
     f"--seq-length {LENGTH} --global-batch-size {ROWS} --tokenizer-type NullTokenizer --make-vocab-size-divisible-by 32"
 ).split()
+TE = ["--transformer-impl", "transformer_engine", "--moe-grouped-gemm", "--moe-permute-fusion"]
+LOCAL = [
+    "--transformer-impl", "local", "--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion",
+    "--no-bias-swiglu-fusion", "--no-bias-dropout-fusion", "--no-rope-fusion", "--no-persist-layer-norm",
+    "--attention-softmax-in-fp32",
+]  # fmt: skip
+NO_FUSED_ROPE = "--no-rope-fusion"
+"""Latent attention's fused rotary embedding is a kernel of Megatron's own, which needs a GPU."""
 TP2 = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 PP2 = ["--pipeline-model-parallel-size", "2"]
 EP2 = ["--expert-model-parallel-size", "2", "--expert-tensor-parallel-size", "1"]
 
 
-def arguments(config, without=(), extra=()):
+def arguments(config, without=(), extra=(), spec=TE):
     """Megatron's own, from the flags of config.json (but those of `without`, and their values) and the layout's."""
     flags, dropped = [], False
     for word in model_flags(config):
@@ -60,7 +70,9 @@ def arguments(config, without=(), extra=()):
         flags += PP2
     if dist.get_world_size() == 4:
         flags += [*TP2, *(EP2 if "--num-experts" in flags else [])]
-    sys.argv = ["worker", *flags, *LOCAL, *extra]
+    if spec == TE and "--multi-latent-attention" in flags:
+        flags.append(NO_FUSED_ROPE)
+    sys.argv = ["worker", *flags, *spec, *RUN, *extra]
     args = parse_args()
     validate_args(args)
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
@@ -80,9 +92,15 @@ def build(args, config=None, **positions):
     """As Megatron's pretrain_gpt.py does, and with the rotary flags that it does not hand on."""
     config = config or core_transformer_config_from_args(args)
     if args.num_experts:
-        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=args.normalization)
-        for layer in spec.layer_specs if args.multi_latent_attention else ():
+        te = args.transformer_impl == "transformer_engine"
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=te, normalization=args.normalization)
+        for layer in spec.layer_specs if args.multi_latent_attention and not te else ():
             layer.submodules.self_attention.submodules.core_attention = LatentCoreAttention
+    elif args.transformer_impl == "transformer_engine":
+        spec = get_gpt_layer_with_transformer_engine_spec(
+            qk_layernorm=args.qk_layernorm, qk_l2_norm=args.qk_l2_norm,
+            multi_latent_attention=args.multi_latent_attention,
+        )
     else:
         spec = get_gpt_layer_local_spec(
             qk_layernorm=args.qk_layernorm, qk_l2_norm=args.qk_l2_norm, normalization=args.normalization,

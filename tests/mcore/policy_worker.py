@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from hf_models_worker import all_gather_logits, arguments, build
+from hf_models_worker import LOCAL, all_gather_logits, arguments, build
 from megatron.core import parallel_state as ps
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import MLATransformerConfig
@@ -38,7 +38,7 @@ class Flipper:
     def __init__(self, path):
         self.checkpoint, self.before = HFCheckpoint(path), {}
         self.tokens = torch.load(path / "reference.pt", weights_only=True)["tokens"]
-        self.expected = parameters(build(arguments(self.checkpoint.config)))
+        self.expected = parameters(build(arguments(self.checkpoint.config, spec=LOCAL)))
 
     def logprobs(self, args, training=False):
         """[ROWS, LENGTH, VOCAB] float32; None where the model has not the checkpoint's parameters."""
@@ -58,8 +58,8 @@ class Flipper:
         """The largest change of a log-prob; infinite where the model has other parameters."""
         config, both = self.checkpoint.config, flip["both"].split()
         if flip["both"] not in self.before:
-            self.before[flip["both"]] = self.logprobs(arguments(config, (), both))
-        args = arguments(config, flip["without"].split(), [*both, *flip["words"].split()])
+            self.before[flip["both"]] = self.logprobs(arguments(config, (), both, spec=LOCAL))
+        args = arguments(config, flip["without"].split(), [*both, *flip["words"].split()], spec=LOCAL)
         after = self.logprobs(args, training=kind != "compared")
         return args, math.inf if after is None else (after - self.before[flip["both"]]).abs().max().item()
 
@@ -108,7 +108,7 @@ def said(check, *arguments):
 
 def run_arguments(path, words="", without="", **changed):
     """A run's: Megatron's, and ours."""
-    args = arguments(HFCheckpoint(path).config, without.split(), words.split())
+    args = arguments(HFCheckpoint(path).config, without.split(), words.split(), spec=LOCAL)
     ours = add_flags(argparse.ArgumentParser()).parse_args(["--rollout-hf-checkpoint", str(path)])
     vars(args).update(vars(ours) | {"eval_iters": 0} | changed)
     return args

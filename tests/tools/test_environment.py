@@ -21,7 +21,11 @@ def no_gpu(monkeypatch):
 def test_environment_when_there_is_no_gpu_then_the_site_folder_comes_first(no_gpu):
     base = {"PYTHONPATH": "/mine", "HOME": "/home/me"}
     variables = environment("megatron", base)
-    assert variables["PYTHONPATH"].split(os.pathsep) == [str(module.SITE), str(module.PACKAGE_ROOT), "/mine"]
+    first, last = [str(module.SITE), str(module.PACKAGE_ROOT)], str(module.TRANSFORMER_ENGINE)
+    assert variables["PYTHONPATH"].split(os.pathsep) == [*first, "/mine", last]
+    assert environment("sglang", base)["PYTHONPATH"].split(os.pathsep) == [*first, "/mine"]
+    again = environment("megatron", variables)["PYTHONPATH"]
+    assert again == variables["PYTHONPATH"]
     assert (module.SITE / "sitecustomize.py").is_file() and (
         module.PACKAGE_ROOT / "megatron_rl_corr"
     ).is_dir()
@@ -35,6 +39,20 @@ def test_environment_when_made_from_another_engines_then_only_the_new_one_is_on(
     assert variables["MEGATRON_RL_CORR_CPU"] == "sglang"
     assert variables["PYTHONPATH"].split(os.pathsep).count(str(module.SITE)) == 1
     assert variables["SGLANG_USE_CPU_ENGINE"] == "1"
+
+
+def test_environment_when_transformer_engine_is_installed_then_its_stand_in_is_not_on_the_path(
+    no_gpu, monkeypatch, tmp_path
+):
+    (tmp_path / "transformer_engine").mkdir()
+    (tmp_path / "transformer_engine/__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module.real_transformer_engine.cache_clear()
+    try:
+        path = environment("megatron", {})["PYTHONPATH"].split(os.pathsep)
+    finally:
+        module.real_transformer_engine.cache_clear()
+    assert str(module.TRANSFORMER_ENGINE) not in path
 
 
 @pytest.mark.parametrize("given, expected", [({}, "1"), ({"OMP_NUM_THREADS": "4"}, "4")])

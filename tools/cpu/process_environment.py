@@ -102,19 +102,11 @@ def sglang_arguments(base: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def megatron_arguments() -> list[str]:
-    """The flags for Megatron's own layers over gloo: no fused kernel, no Transformer Engine, no GPU."""
+    """The flags for Transformer Engine's spec over gloo, without a GPU; all fusions are Megatron's defaults."""
     return [
-        "--transformer-impl", "local",
+        "--transformer-impl", "transformer_engine",
         "--distributed-backend", "gloo",
         "--use-cpu-initialization",
-        "--no-gradient-accumulation-fusion",
-        "--no-masked-softmax-fusion",
-        "--no-bias-gelu-fusion",
-        "--no-bias-swiglu-fusion",
-        "--no-bias-dropout-fusion",
-        "--no-rope-fusion",
-        "--no-persist-layer-norm",
-        "--attention-softmax-in-fp32",
     ]  # fmt: skip
 
 

@@ -4,6 +4,7 @@ t positions of this rank, T = cp * t of all context-parallel ranks, batch b, hea
 """
 
 import math
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -34,10 +35,10 @@ class DotProductAttention(TransformerEngineBaseModule):
         refuse_on_a_cpu(
             window_size=window_size not in (None, (-1, -1), (-1, 0)), softcap=softcap,
             softmax_type=softmax_type != "vanilla", return_max_logit=return_max_logit,
-            attention_dropout=attention_dropout,
         )  # fmt: skip
         self._join(tp_group, tp_size)
         self.qkv_format, self.attn_mask_type, self.layer_number = qkv_format, attn_mask_type, layer_number
+        self.attention_dropout, self.get_rng_state_tracker = attention_dropout, get_rng_state_tracker
         self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
         channels = kv_channels if isinstance(kv_channels, int) else kv_channels[0]
         self.softmax_scale = 1 / math.sqrt(channels) if softmax_scale is None else softmax_scale
@@ -73,11 +74,14 @@ class DotProductAttention(TransformerEngineBaseModule):
         visible, real = self._visible(starts, lengths, len(q), len(k), causal="causal" in kind)
         if not packed and kind in ("padding", "padding_causal", "arbitrary"):
             visible = visible & ~attention_mask  # True is masked; [b, 1, 1 or t, T]
-        out = scaled_dot_product_attention(
-            *(x.permute(1, 2, 0, 3) for x in (q, k, v)),
-            attn_mask=visible | ~real[:, None],  # a row that sees nothing would be NaN
-            scale=self.softmax_scale, enable_gqa=q.shape[2] != k.shape[2],
-        )  # fmt: skip
+        dropped = self.attention_dropout if self.training else 0.0
+        states = self.get_rng_state_tracker().fork() if dropped and self.get_rng_state_tracker else nullcontext()
+        with states:
+            out = scaled_dot_product_attention(
+                *(x.permute(1, 2, 0, 3) for x in (q, k, v)),
+                attn_mask=visible | ~real[:, None],  # a row that sees nothing would be NaN
+                dropout_p=dropped, scale=self.softmax_scale, enable_gqa=q.shape[2] != k.shape[2],
+            )  # fmt: skip
         out = torch.where(real[:, None], out, 0.0).permute(2, 0, 1, 3).flatten(2)
         return out[:, 0] if packed else out
 

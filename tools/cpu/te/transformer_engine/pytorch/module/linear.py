@@ -68,7 +68,8 @@ class Linear(TransformerEngineBaseModule):
         if cut and self.parallel_mode == "column":
             x = Exchange.apply(x, self.tp_group, gather_along_first_dim if self.sequence_parallel else copy_to_ranks)
         fused = self.fuse_wgrad_accumulation and torch.is_grad_enabled()
-        y = WeightGradient.apply(x.reshape(-1, x.shape[-1]), self.weight, fused).view(*x.shape[:-1], -1)
+        y = WeightGradient.apply(x.reshape(-1, x.shape[-1]), self.weight, fused)
+        y = y.view(*x.shape[:-1], self.out_features)
         if cut and self.parallel_mode == "row":
             exchange = reduce_scatter_along_first_dim if self.sequence_parallel else allreduce
             y = Exchange.apply(y, self.tp_group, exchange)
