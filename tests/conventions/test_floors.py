@@ -254,8 +254,11 @@ def test_package_when_checked_then_no_file_breaks_the_rule(rule):
 
 
 def test_tools_when_checked_then_no_file_breaks_the_rules_of_style():
-    rules = (broad_excepts, guessed_arguments, vague_names, too_long, undocumented)
+    rules = (broad_excepts, guessed_arguments, too_long, undocumented)
     assert [line for module in TOOLS for rule in rules for line in rule(module, source(module))] == []
+    # The stand-in has Transformer Engine's names.
+    own = [module for module in TOOLS if not module.startswith("tools/cpu/te/")]
+    assert [line for module in own for line in vague_names(module)] == []
 
 
 def test_files_when_they_import_each_other_then_in_no_circle():
