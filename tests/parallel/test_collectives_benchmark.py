@@ -47,7 +47,7 @@ def test_step_when_counted_then_number_and_bytes_of_every_collective_are_those_b
     assert laws["dp_cp", "M2PO's histogram", "M2PO"] == ["all-reduce", "1", "65536"]
     # Three int64 and a float32 a token, three float32 a row; 28 float64 of how the samples came.
     for group in ("tp_cp", "pp"):
-        assert laws[group, "the batch", "all"] == ["broadcast", "3", "224 + 12 S + 28 T"]
+        assert laws[group, "the batch", "all"] == ["broadcast", "3", "232 + 12 S + 28 T"]
     # What is kept, what has a gradient, and the first step's KL.
     assert laws["pp", "may the step update", "all"] == ["broadcast", "1", "24"]
     assert laws["world", "did a replica fail", "all"] == ["all-reduce", "1", "16"]
