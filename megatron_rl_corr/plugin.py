@@ -53,6 +53,8 @@ def prepare(arguments: Sequence[str]) -> Install:
         versions.check_training()  # before the hooks import it, as errors of two mixed releases are hard to read
         from megatron_rl_corr.mcore import hooks
 
+        if os.environ.get("RANK", "0") == "0":
+            print(f"[rollout] Transformer Engine: {versions.transformer_engine()}", flush=True)
         report = StepReport(log_dir, settings)
         if megatrons_own_rl:
             return megatron_rl_hooks.install(config, report)

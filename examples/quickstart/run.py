@@ -34,6 +34,7 @@ from tools.process_group import (  # noqa: E402
 
 SHOWN = ("[rl-corr]", "[rollout]", "megatron_rl_corr")
 PROMPTS_A_KIND = 4
+HIDDEN_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 
 def parse_arguments(argv):
@@ -57,7 +58,7 @@ def parse_arguments(argv):
 
 def environment(engine):
     """Variables of a process that uses no GPU, since the model is tiny: the same run works everywhere."""
-    base = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    base = {**os.environ, **HIDDEN_GPU, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     base["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return cpu.environment(engine, base)
 
@@ -71,10 +72,11 @@ def training_command(out, folder, model, url, options, *ahead):
     """torchrun's command line; folder: for the run's logs, ahead: flags for sampling ahead of training."""
     from megatron_rl_corr.models.megatron_flags import model_flags
 
+    layers = cpu.megatron_arguments()
+    grouped = ["--moe-grouped-gemm", "--moe-permute-fusion"] if "transformer_engine" in layers else []
     flags = [
         # As `megatron-rl-corr model-flags` prints them.
-        *model_flags(json.loads((model / "config.json").read_text())), *cpu.megatron_arguments(),
-        "--moe-grouped-gemm", "--moe-permute-fusion",
+        *model_flags(json.loads((model / "config.json").read_text())), *layers, *grouped,
         "--tensor-model-parallel-size", 2, "--pipeline-model-parallel-size", 2, "--sequence-parallel",
         "--expert-model-parallel-size", 2, "--expert-tensor-parallel-size", 1,
         "--seq-length", 32, "--micro-batch-size", 16, "--global-batch-size", 64, "--train-iters", options.steps,
@@ -136,7 +138,7 @@ def run(options, out, running):
     say(f"2/4 starting SGLang in {options.server_dtype}; its log is {out / 'server.log'}")
     server = LocalServer(
         model, dtype=options.server_dtype, log_path=out / "server.log", environment=environment("sglang"),
-        extra_arguments=[*cpu.sglang_arguments({"CUDA_VISIBLE_DEVICES": ""}), "--max-running-requests", "64",
+        extra_arguments=[*cpu.sglang_arguments(HIDDEN_GPU), "--max-running-requests", "64",
                          "--random-seed", str(options.seed),
                          *(["--enable-return-routed-experts"] if options.router_replay == "R3" else [])],
     )  # fmt: skip
@@ -146,10 +148,12 @@ def run(options, out, running):
         started = time.monotonic()
         server.wait_ready(on_wait=print_wait)
         print_wait.done(f"{server.url} is ready after {time.monotonic() - started:.0f} s")
+        used = cpu.transformer_engine(HIDDEN_GPU)
         for folder, ahead in runs(out, options).items():
             folder.mkdir(exist_ok=True)
             how, log = ", samples made during the step before" if ahead else "", folder / "train.log"
-            say(f"3/4 training with 4 processes, TP 2 x PP 2 x EP 2{how}; their log is {log}")
+            say(f"3/4 training with 4 processes, TP 2 x PP 2 x EP 2, Transformer Engine: {used}{how}; "
+                f"their log is {log}")  # fmt: skip
             status = train(training_command(out, folder, model, server.url, options, *ahead), log, running, server.pid)
             if status:
                 say(f"training ended with status {status}: see {log} and {out / 'server.log'}")

@@ -197,7 +197,8 @@ def wrap_pretrain(wrap: Callable[[Callable], Callable]) -> None:
 
 def describe() -> str:
     """What `install` would replace in this Megatron, and where; nothing is replaced."""
-    lines = [f"megatron-core {versions.megatron_version} in {versions.tree()}; supported are {versions.SUPPORTED}"]
+    lines = [f"megatron-core {versions.megatron_version} in {versions.tree()}; supported are {versions.SUPPORTED}; "
+             f"Transformer Engine: {versions.transformer_engine()}"]  # fmt: skip
     for hook in HOOKS:
         original = checked(hook.module, hook.name, hook.parameters)
         places = [f"{module.__name__}.{name}" for module, name in _holders(original)]

@@ -59,6 +59,16 @@ def check_training() -> None:
     )
 
 
+def transformer_engine() -> str:
+    """Which Transformer Engine Megatron's layers are made of in this process, in a few words."""
+    try:
+        import transformer_engine
+    except ImportError:
+        return "none"
+    version = transformer_engine.__version__
+    return f"stand-in for the CPU ({version})" if vars(transformer_engine).get("STAND_IN") else version
+
+
 def check_parameters(function: Callable, names: tuple[str, ...]) -> None:
     """Raises UnsupportedMegatron if a function that is about to be replaced does not take these arguments."""
     found = inspect.signature(function).parameters

@@ -1,6 +1,8 @@
 """The environment and flags of a process without a GPU, and that a GPU leaves both as they were."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -41,18 +43,56 @@ def test_environment_when_made_from_another_engines_then_only_the_new_one_is_on(
     assert variables["SGLANG_USE_CPU_ENGINE"] == "1"
 
 
-def test_environment_when_transformer_engine_is_installed_then_its_stand_in_is_not_on_the_path(
-    no_gpu, monkeypatch, tmp_path
+def installed(folder):
+    """A folder for PYTHONPATH that has a package of Transformer Engine's name."""
+    (folder / "transformer_engine").mkdir()
+    (folder / "transformer_engine/__init__.py").write_text("__version__ = '2.20.2'\n")
+    return {"PYTHONPATH": str(folder)}
+
+
+def test_environment_when_transformer_engine_is_installed_then_there_is_no_stand_in_and_megatron_does_not_find_it(
+    no_gpu, tmp_path
 ):
-    (tmp_path / "transformer_engine").mkdir()
-    (tmp_path / "transformer_engine/__init__.py").touch()
-    monkeypatch.syspath_prepend(str(tmp_path))
-    module.real_transformer_engine.cache_clear()
-    try:
-        path = environment("megatron", {})["PYTHONPATH"].split(os.pathsep)
-    finally:
-        module.real_transformer_engine.cache_clear()
-    assert str(module.TRANSFORMER_ENGINE) not in path
+    there = installed(tmp_path)
+    inherited = environment("megatron", {})["PYTHONPATH"]
+    assert str(module.TRANSFORMER_ENGINE) in inherited.split(os.pathsep)
+    variables = environment("megatron", os.environ | {"PYTHONPATH": f"{inherited}:{tmp_path}"})
+    assert str(module.TRANSFORMER_ENGINE) not in variables["PYTHONPATH"].split(os.pathsep)
+    assert module.transformer_engine(there) == "none: the installed package needs a GPU"
+    assert module.transformer_engine({}) == "stand-in for the CPU"
+    assert module.megatron_arguments(there)[:2] == ["--transformer-impl", "local"]
+    assert module.megatron_arguments({})[:2] == ["--transformer-impl", "transformer_engine"]
+    code = "from megatron_rl_corr.mcore.versions import transformer_engine; print('FOUND', transformer_engine())"
+    assert "FOUND none\n" in python(code, variables).stdout
+    assert "FOUND stand-in for the CPU (2.20.2)\n" in python(code, environment("megatron")).stdout
+
+
+def test_environment_when_there_is_a_gpu_then_no_stand_in_whether_transformer_engine_is_installed_or_not(gpu, tmp_path):
+    there = installed(tmp_path)
+    for base, used in ((there, "the installed package"), ({}, "none")):
+        assert environment("megatron", base) == base
+        assert module.transformer_engine(base) == used
+    assert module.transformer_engine({"CUDA_VISIBLE_DEVICES": ""}) == "stand-in for the CPU"
+
+
+@pytest.mark.parametrize("case, words", [
+    ("", "IMPORTED"), ("gpu", "torch finds a GPU"), ("installed", "the real transformer_engine is installed"),
+])  # fmt: skip
+def test_stand_in_when_on_a_path_where_the_real_one_could_run_then_its_import_ends_with_the_folder_to_take_off(
+    case, words, tmp_path
+):
+    there = installed(tmp_path)["PYTHONPATH"] if case == "installed" else ""
+    path = os.pathsep.join(filter(None, [str(module.TRANSFORMER_ENGINE), there]))
+    code = f"import torch; torch.cuda.is_available = lambda: {case == 'gpu'}; import transformer_engine as te; "
+    run = python(code + "print('IMPORTED', te.STAND_IN)", os.environ | {"PYTHONPATH": path})
+    assert words in run.stdout + run.stderr
+    assert (run.returncode == 0) is (not case)
+    told = f"RuntimeError: a stand-in for Transformer Engine is on the path, and {words}: take "
+    assert not case or told in run.stderr
+
+
+def python(code, variables):
+    return subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=variables, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("given, expected", [({}, "1"), ({"OMP_NUM_THREADS": "4"}, "4")])

@@ -12,6 +12,14 @@ from tools.cpu.process_environment import (
     megatron_arguments,
     replacements,
     sglang_arguments,
+    transformer_engine,
 )
 
-__all__ = ["environment", "gpu_available", "megatron_arguments", "replacements", "sglang_arguments"]
+__all__ = [
+    "environment",
+    "gpu_available",
+    "megatron_arguments",
+    "replacements",
+    "sglang_arguments",
+    "transformer_engine",
+]

@@ -2,8 +2,10 @@
 
 import importlib.machinery
 from collections import defaultdict
+from pathlib import Path
 from types import ModuleType
 
+from tools.cpu.process_environment import TRANSFORMER_ENGINE
 from tools.cpu.replacement import Replacement
 
 # `megatron` itself is a namespace without code; these are the modules through which it is entered.
@@ -24,10 +26,13 @@ class ReplacingFinder:
         self.early: list[Replacement] = []
         self.late: dict[str, list[Replacement]] = defaultdict(list)
         self.stub: str | None = None
+        self.hidden: str | None = None
         if torch.cuda.is_available():
             return
         if engine == "megatron":
             from tools.cpu.megatron_replacements import EARLY, LATE
+
+            self.hidden = "transformer_engine"
         else:
             from tools.cpu.sglang_replacements import EARLY, LATE, STUB
 
@@ -37,6 +42,8 @@ class ReplacingFinder:
             self.late[replacement.module].append(replacement)
 
     def find_spec(self, name: str, path=None, target=None) -> importlib.machinery.ModuleSpec | None:
+        if name == self.hidden:
+            return _without_gpu(name)
         if name not in self.entries and name not in self.late:
             return self._stub_spec(name, path)
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
@@ -65,3 +72,20 @@ class ReplacingFinder:
         from tools.cpu.stub import StubLoader
 
         return importlib.machinery.ModuleSpec(name, StubLoader(), is_package=True)
+
+
+class _NeedsGPU:
+    """Loads nothing, so that Megatron takes the package for one that is not installed."""
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
+        raise ModuleNotFoundError(f"{spec.name} needs a GPU, and there is none", name=spec.name)
+
+    def exec_module(self, module: ModuleType) -> None: ...
+
+
+def _without_gpu(name: str) -> importlib.machinery.ModuleSpec | None:
+    """The stand-in's spec, if it is on the path; a package that needs a GPU is as good as none."""
+    spec = importlib.machinery.PathFinder.find_spec(name)
+    if spec is not None and spec.origin is not None and TRANSFORMER_ENGINE in Path(spec.origin).resolve().parents:
+        return spec
+    return importlib.machinery.ModuleSpec(name, _NeedsGPU())

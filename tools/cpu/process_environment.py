@@ -16,6 +16,7 @@ SITE = Path(__file__).resolve().parent / "site"
 PACKAGE_ROOT = SITE.parents[2]
 TRANSFORMER_ENGINE = SITE.with_name("te")
 """Holds the stand-in for Transformer Engine."""
+_TE = "transformer_engine"
 
 _ENGINE_VARIABLES = {
     # Megatron checks it for tensor parallelism; it has no effect on a CPU.
@@ -47,19 +48,39 @@ def gpu_available(base: Mapping[str, str] = os.environ) -> bool:
     return _nvidia_device_present()
 
 
+def real_transformer_engine(base: Mapping[str, str] = os.environ) -> bool:
+    """Whether a process with environment `base` can import Transformer Engine itself; does not import it.
+
+    The stand-in does not count.
+    """
+    return _finds_transformer_engine(base.get("PYTHONPATH", ""))
+
+
 @cache
-def real_transformer_engine() -> bool:
-    """Whether Transformer Engine itself is installed, and not its stand-in alone; does not import it."""
-    elsewhere = [path for path in sys.path if Path(path or ".").resolve() != TRANSFORMER_ENGINE]
-    return PathFinder.find_spec("transformer_engine", elsewhere) is not None
+def _finds_transformer_engine(pythonpath: str) -> bool:
+    path = [*filter(None, pythonpath.split(os.pathsep)), *sys.path]
+    elsewhere = [folder for folder in path if Path(folder or ".").resolve() != TRANSFORMER_ENGINE]
+    if PathFinder.find_spec(_TE, elsewhere) is not None:
+        return True
+    # An editable install has a finder of its own, which does not look at the path.
+    others = (finder for finder in sys.meta_path if finder is not PathFinder)
+    return any(finder.find_spec(_TE, None) is not None for finder in others)
+
+
+def transformer_engine(base: Mapping[str, str] = os.environ) -> str:
+    """Which Transformer Engine a Megatron process of `environment("megatron", base)` runs, in a few words."""
+    if gpu_available(base):
+        return "the installed package" if real_transformer_engine(base) else "none"
+    return "none: the installed package needs a GPU" if real_transformer_engine(base) else "stand-in for the CPU"
 
 
 def environment(engine: str, base: Mapping[str, str] = os.environ) -> dict[str, str]:
     """`base` with what a process of `engine` ("megatron" or "sglang") needs on the CPU.
 
     With a GPU it is `base` unchanged, so a caller need not ask. PYTHONPATH gets the `site` folder and the
-    repository's root in front of what it held and, for Megatron, a stand-in for Transformer Engine behind it, where
-    that is not installed; OMP_NUM_THREADS is 1 unless `base` sets it, since ranks share the cores.
+    repository's root in front of what it held and, for Megatron, a stand-in for Transformer Engine behind it. Where
+    that itself can be imported, there is no stand-in, and Megatron does not find the package, which needs a GPU.
+    OMP_NUM_THREADS is 1 unless `base` sets it, since ranks share the cores.
 
     Raises:
         ValueError: `engine` is neither of the two.
@@ -70,7 +91,7 @@ def environment(engine: str, base: Mapping[str, str] = os.environ) -> dict[str, 
     if gpu_available(base):
         return variables
     first = [str(SITE), str(PACKAGE_ROOT)]
-    last = [str(TRANSFORMER_ENGINE)] if engine == "megatron" and not real_transformer_engine() else []
+    last = [str(TRANSFORMER_ENGINE)] if engine == "megatron" and not real_transformer_engine(base) else []
     given = variables.get("PYTHONPATH", "").split(os.pathsep)
     kept = [path for path in given if path and path not in (*first, str(TRANSFORMER_ENGINE))]
     variables["PYTHONPATH"] = os.pathsep.join(first + kept + last)
@@ -101,13 +122,26 @@ def sglang_arguments(base: Mapping[str, str] = os.environ) -> list[str]:
     ]  # fmt: skip
 
 
-def megatron_arguments() -> list[str]:
-    """The flags for Transformer Engine's spec over gloo, without a GPU; all fusions are Megatron's defaults."""
-    return [
-        "--transformer-impl", "transformer_engine",
-        "--distributed-backend", "gloo",
-        "--use-cpu-initialization",
-    ]  # fmt: skip
+def megatron_arguments(base: Mapping[str, str] = os.environ) -> list[str]:
+    """The flags for Transformer Engine's spec over gloo, without a GPU; all fusions are Megatron's defaults.
+
+    Where Transformer Engine itself is installed, which needs a GPU, those for Megatron's own layers without fusions.
+    """
+    layers = _OWN_LAYERS if real_transformer_engine(base) else ["--transformer-impl", "transformer_engine"]
+    return [*layers, "--distributed-backend", "gloo", "--use-cpu-initialization"]
+
+
+_OWN_LAYERS = [
+    "--transformer-impl", "local",
+    "--no-gradient-accumulation-fusion",
+    "--no-masked-softmax-fusion",
+    "--no-bias-gelu-fusion",
+    "--no-bias-swiglu-fusion",
+    "--no-bias-dropout-fusion",
+    "--no-rope-fusion",
+    "--no-persist-layer-norm",
+    "--attention-softmax-in-fp32",
+]  # fmt: skip
 
 
 def replacements(engine: str) -> list[tuple[str, str]]:
