@@ -47,7 +47,7 @@ def measure(options: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     from benchmarks.correction import machine_name
-    from megatron_rl_corr.engines.routes import pack
+    from megatron_rl_corr.engines.routes import no_routes, pack
     from megatron_rl_corr.engines.sglang.routed_experts import decode
     from megatron_rl_corr.mcore import compat
     from megatron_rl_corr.moe.replay import ReplayedRouters
@@ -71,7 +71,8 @@ def measure(options: argparse.Namespace) -> None:
     started = time.process_time()
     decoded = [decode(one, tokens=options.length + 1, shape=shape) for one in sent]
     decoding = time.process_time() - started
-    routed.given = pack(decoded, options.length, shape)
+    boundaries = [sample * options.length for sample in range(options.samples + 1)]
+    routed.given = torch.cat([pack(decoded, boundaries, shape), no_routes(shape, 1)])
     times = {kind: [] for kind in steps}
     for _ in range(options.repeats):
         for kind, step in steps.items():

@@ -211,12 +211,6 @@ class RunConfig(*reversed(TOPICS)):
                 "`inplace_gradient` has no effect with `linear_logprobs`, which holds no logits, nor with `top_k`, "
                 "whose gradient is sparse; drop it"
             )
-        if self.pack_sequences and self.router_replay != "off":
-            raise ValueError(
-                f"`pack_sequences` with `router_replay` {self.router_replay}: experts are replayed by rows; drop one"
-            )
-        if self.pack_sequences and self.expert_statistics:
-            raise ValueError("`pack_sequences` with `expert_statistics`: experts are counted by rows; drop one")
         if self.linear_logprobs and (self.top_p < 1 or self.top_k > 0):
             raise ValueError(
                 f"`linear_logprobs` with `top_p` {self.top_p} and `top_k` {self.top_k}: the ids that the server kept "

@@ -3,6 +3,7 @@
 T tokens of prompt and response, H hidden layers, M of them with experts, k experts a token.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -74,19 +75,20 @@ def first_without_routes(routes: Tensor, experts: int) -> int:
     return len(known) if known.all() else int(known.int().argmin())
 
 
-def pack(routes: list[Tensor | None], length: int, shape: ExpertShape) -> Tensor:
-    """Routes of several samples in rows of one length, without routes behind each one's end.
+def pack(routes: Sequence[Tensor | None], boundaries: Sequence[int], shape: ExpertShape) -> Tensor:
+    """Routes of several samples one behind the other, without routes between each one's end and the next.
 
     Args:
         routes: for each of N samples [T - 1, M, k], or None.
-        length: at least the longest T - 1.
+        boundaries: [N + 1] rising from 0, where each sample begins: at least T - 1 apart.
         shape: the model's.
 
     Returns:
-        [N, length, M, k].
+        [boundaries[-1], M, k].
     """
-    packed = no_routes(shape, len(routes), length)
-    for row, own in enumerate(routes):
+    packed = no_routes(shape, boundaries[-1])
+    for start, end, own in zip(boundaries[:-1], boundaries[1:], routes, strict=True):
         if own is not None:
-            packed[row, : len(own)] = own
+            assert len(own) <= end - start, f"routes of {len(own)} tokens in the place of {end - start}"
+            packed[start : start + len(own)] = own
     return packed

@@ -221,9 +221,13 @@ class RolloutBatch:
         return 0
 
     @property
-    def num_columns(self) -> int:
-        """Positions of a row that this rank holds."""
-        return self.tokens.shape[1]
+    def flat_positions(self) -> Tensor:
+        """[T] int64: where each token stands in its row."""
+        return self.position_ids.repeat(len(self.tokens))
+
+    def name_of(self, sample: int, group_size: int) -> str:
+        """What a sample is called in an error."""
+        return f"sample {sample % group_size} of prompt {sample // group_size}"
 
     @property
     def seq_ids(self) -> Tensor:

@@ -126,7 +126,7 @@ class Collector:
             masks = scatter_sampling_masks(parts, own.tokens.numel(), layout=self._layout)
             own = replace(own, sampling_masks=masks)
         experts = [sample.routed_experts for sample in self.trajectories] if self._layout.is_data_leader else None
-        self._routes.scatter(experts, self._rows, self._length)
+        self._routes.scatter(experts, whole.cu_seqlens.tolist())
         return own
 
     def all_gather_cursor(self) -> SavedCursor | None:

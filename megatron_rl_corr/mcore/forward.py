@@ -88,7 +88,7 @@ def make_forward_step(
                 "--overlap-moe-expert-parallel-comm is not supported with rollout correction; leave it out"
             )
         micro = next(data_iterator)
-        routes.before_forward(model, micro.index, micro.num_sequences)
+        routes.before_forward(model, micro.places)
         arguments = _output_arguments(micro, settings, with_entropy) | padding_arguments(model, micro.padding)
         if micro.packed_seq_params is not None:
             arguments["packed_seq_params"] = micro.packed_seq_params

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
@@ -42,6 +43,8 @@ class Microbatch:
     sampled: SampledRows | None = None
     """Which of the b * L labels were sampled; None: all get a log-prob."""
 
+    places: Tensor | None = None
+    """[L, b] int64: each token's place among the batch's T; T in a pack's padding. As routers see tokens, L first."""
     packed_seq_params: PackedSeqParams | None = None
     """Where each sequence begins, in a pack of several; None: sequences are rows."""
 
@@ -65,11 +68,12 @@ def microbatches(batch: RolloutBatch, size: int, loss_inputs: LossInputs | None 
     """Rows in order, `size` at a time; N must be a multiple of it."""
     rows, length = batch.tokens.shape
     positions, padding, sampled = batch.position_ids.expand(size, length), batch.padding, batch.sampled_rows
+    places = torch.arange(rows * length, device=batch.tokens.device).view(rows, length)
     for start in range(0, rows, size):
         part, first, last = slice(start, start + size), start * length, (start + size) * length
         yield Microbatch(
             start // size, batch.tokens[part], batch.labels[part], positions,
             None if loss_inputs is None else loss_inputs.tokens(first, last), padding[part],
             None if batch.sampling_masks is None else batch.sampling_masks.tokens(first, last),
-            sampled.tokens(first, last),
+            sampled.tokens(first, last), places[part].t(),
         )

@@ -163,9 +163,13 @@ class PackedBatch:
         return len(self.rewards)
 
     @property
-    def num_columns(self) -> int:
-        """Positions that this rank holds: one row of all sequences."""
-        return len(self.tokens)
+    def flat_positions(self) -> Tensor:
+        """[T] int64: where each token stands in its sequence."""
+        return self.positions
+
+    def name_of(self, sample: int, group_size: int) -> str:
+        """What a sample is called in an error: a prompt's samples may be on several replicas."""
+        return f"sample {sample}, which is of prompt {int(self.group_ids[sample])} of the step,"
 
     def flat(self, values: Tensor) -> Tensor:
         """One of this batch's tensors with a value a token: [T] already."""

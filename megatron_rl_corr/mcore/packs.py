@@ -134,6 +134,7 @@ class Packs:
             None if loss_inputs is None else loss_inputs.at(places, rest), filled(part.padding, True)[None],
             None if part.sampling_masks is None else part.sampling_masks.padded(rest),
             SampledRows.of(np.append(self.batch.sampled[host_places], np.zeros(rest, dtype=bool)), device),
+            filled(places, len(self.batch.tokens))[:, None],
             packed_seq_params=PackedSeqParams(
                 qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=longest,
                 max_seqlen_kv=longest,

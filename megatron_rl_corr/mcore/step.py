@@ -139,13 +139,15 @@ class CorrectedStep:
         """The step after `iteration` others; train_step(forward_step, data_iterator) is Megatron's own."""
         times, scored = StepTimes(), bool(self.scoring_reasons)
         batch = self.collector.collect(iteration)
-        self.routes.begin_step(batch.num_sequences, self.shape.seq_length, compare_in_training=not scored)
+        self.routes.begin_step(
+            batch.seq_ids, batch.flat_positions, samples=batch.num_sequences, compare_in_training=not scored
+        )
         times.mark("collect")
         packs = self._packs(batch)
         inputs, metrics = self._all_reduce_loss_inputs(batch, packs, model, optimizer)
         if scored:
-            metrics |= self.routes.all_reduce_agreement(iteration + 1, self.shape.group_size)
-            metrics |= self._all_gather_expert_statistics(batch, inputs, iteration)
+            metrics |= self._all_reduce_agreement(batch, iteration)
+            metrics |= self._all_gather_expert_statistics(inputs, iteration)
         if packs is not None and self.layout.is_last_stage:
             metrics |= packs.metrics()
         times.mark("score")
@@ -162,7 +164,7 @@ class CorrectedStep:
 
         def may_update() -> bool:
             # Only the training pass knows it all, so the step's one exchange of metrics comes before the update.
-            agreement = {} if scored else self.routes.all_reduce_agreement(iteration + 1, self.shape.group_size)
+            agreement = {} if scored else self._all_reduce_agreement(batch, iteration)
             numbers.update(self._all_gather_numbers(metrics | agreement, loss))
             decision = {name: numbers.pop(f"decision/{name}", 0.0) for name in DECISION}
             if inputs is not None and scored:  # the whole batch may have been filtered out
@@ -212,25 +214,28 @@ class CorrectedStep:
                 model, batch, self.logprobs, micro_batch_size=self.shape.micro_batch_size,
                 seq_length=self.shape.seq_length, routes=self.routes, packs=packs,
             )
+        self.routes.all_reduce_recorded()
         by_routing = "routing" in inputs_of(self.config.rollout_rs)
-        routing = self.routes.all_gather_disagreement() if by_routing else None
+        routing = self.routes.all_reduce_disagreement() if by_routing else None
         if scored is None:
             return None, {}
         old_logprobs, entropy = scored
         inputs = make_loss_inputs(
-            batch, old_logprobs, self.config, groups, group_size=group_size,
-            routing=None if routing is None else batch.flat(routing),
+            batch, old_logprobs, self.config, groups, group_size=group_size, routing=routing
         )
         return inputs, batch_metrics(batch, inputs.correction, entropy, groups)
 
-    def _all_gather_expert_statistics(
-        self, batch: RolloutBatch, inputs: LossInputs | None, iteration: int
-    ) -> dict[str, Metric]:
+    def _all_reduce_agreement(self, batch: RolloutBatch | PackedBatch, iteration: int) -> dict[str, Metric]:
+        return self.routes.all_reduce_agreement(
+            iteration + 1, lambda sample: batch.name_of(sample, self.shape.group_size)
+        )
+
+    def _all_gather_expert_statistics(self, inputs: LossInputs | None, iteration: int) -> dict[str, Metric]:
         values = None
         if inputs is not None:
             correction, log_ratio = inputs.correction, inputs.old_logprobs - inputs.rollout_logprobs
             values = token_values(correction.valid, log_ratio, correction.weights, correction.mask)
-        return self.routes.all_gather_statistics(iteration + 1, values, batch.num_columns)
+        return self.routes.all_gather_statistics(iteration + 1, values)
 
     def _loss(
         self, batch: RolloutBatch | PackedBatch, packs: Packs | None, per_token: bool, iteration: int

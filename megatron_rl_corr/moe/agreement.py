@@ -7,8 +7,8 @@ frequencies of experts. So 1 means the same choices and 0 unrelated ones, howeve
 with the same set of experts repeat each other, so a set weighs no more than a few tokens: one near tie in long repeated
 text, or in a router that uses few experts, can't decide alone.
 
-S samples of this replica, t tokens of a row on this rank, b rows of a microbatch, L layers with experts of this rank,
-K experts a token, E experts a layer.
+S samples of this replica, T tokens of them on this context-parallel rank, [t, b] of them those of a microbatch that this
+rank's routers see, L layers with experts of this rank, K experts a token, E experts a layer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MIN_EVIDENCE = 32
 """Experts on which independent choices would differ, before anything is judged: at a kappa of 0.8, 6 are expected to
 differ, and a refusal takes 24."""
 MAX_SET_WEIGHT = 8
-"""Tokens that one set of Megatron's experts weighs at most, in a row and layer."""
+"""Tokens that one set of Megatron's experts weighs at most, in a sample and layer."""
 MIN_PAIRS = 16
 """Pairs of adjacent tokens, times layers, before a shift is judged."""
 SHIFT_MARGIN = 0.1
@@ -40,73 +40,92 @@ class RoutesRefused(StartupError):
 
 
 class RouteAgreement:
-    """Collects, pass by pass and without reading from the device, what `judge` needs of every row and layer."""
+    """Collects, pass by pass and without reading from the device, what `judge` needs of every sample and layer."""
 
     def __init__(
-        self, rows: int, layers: int, experts: int, positions: Tensor, *, softmax: bool = True, parts: int = 1
+        self, seq_ids: Tensor, positions: Tensor, *, samples: int, layers: int, experts: int, softmax: bool = True,
+        parts: int = 1,
     ):
         """Start with no tokens.
 
         Args:
-            rows: S.
+            seq_ids: [T] int64, the sample of each token.
+            positions: [T] int64, where it stands in its sample.
+            samples: S.
             layers: L.
             experts: E.
-            positions: [t] int64, where this rank's tokens stand in the row.
             softmax: the chosen experts' weights are the softmax of their scores; else the scores' shares of their sum.
-            parts: number of ranks that share a row's tokens.
+            parts: number of ranks that share a sample's tokens.
         """
-        self.sums = torch.zeros(rows, layers, 10, device=positions.device)
-        """[S, L, 10] float32, columns TOKENS to WEIGHTED_OVERLAP."""
+        device = positions.device
+        # What is no token belongs to a sample behind the last one, and nothing follows it.
+        self._seq_ids = torch.cat([seq_ids, seq_ids.new_full((1,), samples)])
+        self._positions = torch.cat([positions, positions.new_full((1,), -2)])
+        self._sums = torch.zeros(layers, samples + 1, 10, device=device)
+        self._counts = torch.zeros(layers, 2, samples + 1, experts, device=device)
         self._max_set_weight = max(1, MAX_SET_WEIGHT / parts)
-        codes = torch.randint(2**62, (experts,), generator=torch.Generator().manual_seed(0))
-        self._codes = codes.to(positions.device)
+        codes = torch.randint(2**62, (experts + samples + 1,), generator=torch.Generator().manual_seed(0)).to(device)
+        self._codes, self._sample_codes = codes[:experts], codes[experts:]
         self._softmax = softmax
-        self.apart = torch.zeros(rows, len(positions), device=positions.device)
-        """[S, t]: how many experts of a token, over this rank's layers, only the server chose."""
-        self.counts = torch.zeros(rows, layers, 2, experts, device=positions.device)
-        """[S, L, 2, E]: how often the server, and Megatron, chose each expert, by the tokens' weights."""
-        self._follows = (positions[1:] == positions[:-1] + 1)[:, None]
+        self._apart = torch.zeros(len(seq_ids) + 1, device=device)
 
-    def observe(self, first_row: int, place: int, given: Tensor, own: Tensor, scores: Tensor) -> None:
-        """Add the pass of one layer over one microbatch.
+    @property
+    def sums(self) -> Tensor:
+        """[S, L, 10] float32, columns TOKENS to WEIGHTED_OVERLAP."""
+        return self._sums[:, :-1].transpose(0, 1)
+
+    @property
+    def counts(self) -> Tensor:
+        """[S, L, 2, E]: how often the server, and Megatron, chose each expert, by the tokens' weights."""
+        return self._counts[:, :, :-1].permute(2, 0, 1, 3)
+
+    @property
+    def apart(self) -> Tensor:
+        """[T]: how many experts of a token, over this rank's layers, only the server chose."""
+        return self._apart[:-1]
+
+    def observe(self, places: Tensor, layer: int, given: Tensor, own: Tensor, scores: Tensor) -> None:
+        """Add the pass of one layer over one microbatch, which has all that this rank sees of its samples.
 
         Args:
-            first_row: of the microbatch.
-            place: of the layer among this rank's L.
+            places: [t, b] int64, the tokens' places among the T; T for one that is no token.
+            layer: its place among this rank's L.
             given: [t, b, K], the server's experts.
             own: [t, b, K], Megatron's.
             scores: [t, b, E], Megatron's.
         """
-        experts = scores.shape[-1]
-        known = has_routes(given, experts)
+        experts, top_k = scores.shape[-1], given.shape[-1]
+        ids, positions = self._seq_ids[places], self._positions[places]
+        known = has_routes(given, experts) & (positions >= 0)
         given = given.long().where(known[..., None], 0)
-        shared, top_k = overlap(given, own), given.shape[-1]
-        weight = known * self._weights(known, own)
-        pairs = known[1:] & known[:-1] & self._follows
-        values = [
+        shared = overlap(given, own)
+        weight = known * self._weights(known, own, ids)
+        pairs = known[1:] & known[:-1] & (ids[1:] == ids[:-1]) & (positions[1:] == positions[:-1] + 1)
+        both = [
             (known, None), (known, shared), (known, shared == top_k), (pairs, None),
             (pairs, (shared[1:] + shared[:-1]) / 2), (pairs, overlap(given[1:], own[:-1])),
             (pairs, overlap(given[:-1], own[1:])),
             (known, self._gates_apart(given, own, scores)), (weight, None), (weight, shared),
         ]  # fmt: skip
-        part = slice(first_row, first_row + given.shape[1])
-        self.sums[part, place] = torch.stack(
-            [(mask if value is None else mask * value).sum(dim=0) for mask, value in values], dim=1
-        ).float()
-        self.apart[part] += (known * (top_k - shared)).float().t()
-        weight = weight[..., None].expand_as(given)
-        for side, ids in enumerate((given, own)):
-            table = self.counts.new_zeros(given.shape[1], experts)
-            table.scatter_add_(1, ids.transpose(0, 1).flatten(1), weight.transpose(0, 1).flatten(1))
-            self.counts[part, place, side] = table
+        values = torch.zeros(*places.shape, len(both), device=given.device)
+        for column, (mask, value) in enumerate(both):
+            values[: len(mask), :, column] = mask if value is None else mask * value
+        flat = ids.flatten()
+        # Put there, not added to: Megatron may run a microbatch again.
+        self._sums[layer].index_fill_(0, flat, 0).index_add_(0, flat, values.flatten(0, 1))
+        self._apart.index_add_(0, places.flatten(), (known * (top_k - shared)).float().flatten())
+        for table, chosen in zip(self._counts[layer], (given, own), strict=True):
+            table.index_fill_(0, flat, 0)
+            cells = (ids[..., None] * experts + chosen).flatten()
+            table.view(-1).scatter_add_(0, cells, weight[..., None].expand_as(chosen).float().flatten())
 
-    def _weights(self, known: Tensor, own: Tensor) -> Tensor:
-        """[t, b] float32: 1, or less for tokens of a set that is frequent in the row: together MAX_SET_WEIGHT."""
-        # A sum of random 62-bit numbers identifies a set.
-        sets = self._codes[own].sum(dim=-1).where(known, -1).t().contiguous()
-        ordered = sets.sort(dim=1).values
+    def _weights(self, known: Tensor, own: Tensor, ids: Tensor) -> Tensor:
+        """[t, b] float32: 1, or less for tokens of a set that is frequent in its sample: together MAX_SET_WEIGHT."""
+        # A sum of random 62-bit numbers identifies a set of experts and the sample.
+        sets = (self._codes[own].sum(dim=-1) + self._sample_codes[ids]).where(known, -1).flatten()
+        ordered = sets.sort().values
         alike = torch.searchsorted(ordered, sets, right=True) - torch.searchsorted(ordered, sets)
-        return (self._max_set_weight / alike.t()).clamp(max=1.0)
+        return (self._max_set_weight / alike.view_as(ids)).clamp(max=1.0)
 
     def _gates_apart(self, given: Tensor, own: Tensor, scores: Tensor) -> Tensor:
         """[t, b]: the weight that Megatron would give to experts that the server did not choose."""
@@ -115,15 +134,15 @@ class RouteAgreement:
         return (gates * ~(own[..., None] == given[..., None, :]).any(dim=-1)).sum(dim=-1)
 
     def all_reduce(self, group: ProcessGroup | None) -> None:
-        """Sum over the ranks that hold other tokens of the same rows: one collective."""
+        """Sum over the ranks that hold other tokens of the same samples: one collective."""
         if group is not None and group.size() > 1:
-            both = torch.cat([self.sums.flatten(), self.counts.flatten()])
+            both = torch.cat([self._sums.flatten(), self._counts.flatten()])
             dist.all_reduce(both, group=group)
-            sums, counts = both.split([self.sums.numel(), self.counts.numel()])
-            self.sums, self.counts = sums.view_as(self.sums), counts.view_as(self.counts)
+            sums, counts = both.split([self._sums.numel(), self._counts.numel()])
+            self._sums, self._counts = sums.view_as(self._sums), counts.view_as(self._counts)
 
     def totals(self, layers: tuple[int, ...], num_layers: int) -> Tensor:
-        """[num_layers, 4] float64 over all rows: TOKENS, OVERLAP, SAME_SET, GATES_APART of `layers`, 0 elsewhere."""
+        """[num_layers, 4] float64 over all samples: TOKENS, OVERLAP, SAME_SET, GATES_APART of `layers`, 0 elsewhere."""
         own = self.sums[..., [TOKENS, OVERLAP, SAME_SET, GATES_APART]].double().sum(dim=0)
         by_layer = own.new_zeros(num_layers, 4)
         by_layer[list(layers)] = own
@@ -152,10 +171,10 @@ def kappa(agreeing: Tensor, counts: Tensor, tokens: Tensor, top_k: int) -> tuple
 def judge(
     agreement: RouteAgreement, layers: tuple[int, ...], top_k: int, minimum: float
 ) -> tuple[int, str] | None:
-    """The first row whose experts can't be right, and why; None if there is none. Reads from the device, once.
+    """The first sample whose experts can't be right, and why; None if there is none. Reads from the device, once.
 
     Args:
-        agreement: of all tokens of the rows.
+        agreement: of all tokens of the samples.
         layers: the numbers of the L layers.
         top_k: K.
         minimum: the smallest kappa, --router-replay-min-agreement.

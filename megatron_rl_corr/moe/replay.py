@@ -1,8 +1,8 @@
 """Makes Megatron's routers take given experts: a server's (R3), or those recorded in the pass for old log-probs (R2).
 
-S samples of this replica, b of them a microbatch, t tokens of a row that this rank's routers see (after the
-context-parallel slice and, under sequence parallelism, the tensor-parallel one), L layers with experts of this rank,
-K experts a token, E experts a layer.
+T tokens of this replica's batch on this context-parallel rank; a microbatch has [C, b] of them, b rows of C or one pack
+of C, of which this rank's routers see [t, b]: all, or a part under sequence parallelism. L layers with experts of this
+rank, K experts a token, E experts a layer.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from megatron_rl_corr.parallel.layout import Layout
 
 Observe = Callable[[Tensor, Tensor, Tensor], None]
 """observe(given experts [t, b, K], Megatron's own choice [t, b, K], its scores [t, b, E])."""
-ObserveLayer = Callable[[int, int, Tensor, Tensor, Tensor], None]
-"""observe(first row of the microbatch, place of the layer on this rank, and the three of `Observe`)."""
+ObserveLayer = Callable[[Tensor, int, Tensor, Tensor, Tensor], None]
+"""observe(the tokens' places in the batch [t, b], place of the layer on this rank, and the three of `Observe`)."""
 
 
 class ReplayedRouter(RouterReplay):
@@ -156,25 +156,45 @@ class ReplayedRouters:
             raise ValueError(f"{flag_of(kind)} has no effect on a model without experts; {remedy(kind, watch)}")
         top_k, experts = _all_reduce_sizes(self.layers and (self._top_k, self._experts), layout)
         self.shape = ExpertShape(num_layers, tuple(every), top_k, experts)
-        self._phase, self._rows = "", 0
+        self._phase, self._tp = "", layout.tp_group
+        self._cut = layout.sequence_parallel and self._tp.size() > 1
         self._given: Tensor | None = None
         self._observe: ObserveLayer | None = None
-        self._recorded: dict[int, dict[int, Tensor]] = {}
         self.chosen: Tensor | None = None
-        """[S, t, L, K]: with `watch`, where each token went in the last pass for old log-probs."""
+        """[T + 1, L, K]: with R2 or `watch`, where each token went in the last pass for old log-probs; behind them a
+        row of what is no token."""
+        self.seen: Tensor | None = None
+        """[T + 1] bool: the tokens of `chosen` that this rank's routers saw."""
 
     @contextmanager
-    def scoring(self, given: Tensor | None, observe: ObserveLayer | None = None, *, rows: int) -> Iterator[None]:
+    def scoring(self, given: Tensor | None, observe: ObserveLayer | None = None, *, tokens: int) -> Iterator[None]:
         """Context of the forward passes for old log-probs.
 
         Args:
-            given: [S, t, L, K], the servers' experts, which R3 replays; None for the other kinds.
+            given: [T + 1, L, K], the servers' experts, which R3 replays; None for the other kinds.
             observe: called with every layer's pass, with R3.
-            rows: S.
+            tokens: T.
         """
-        self._recorded, self._rows = {}, rows
+        if self.kind == "R2" or self.watch:
+            sizes, device = (tokens + 1, len(self.layers), self.shape.top_k), communication_device()
+            self.chosen = torch.zeros(sizes, dtype=self.shape.dtype, device=device)
+            self.seen = torch.zeros(tokens + 1, dtype=torch.bool, device=device)
         with self._passes("score", given, observe):
             yield
+
+    def all_reduce_recorded(self) -> None:
+        """Give R2 what the tensor-parallel ranks' routers chose in `scoring`, where each saw other tokens.
+
+        In training a rank's routers may see those of another: microbatches are not the same.
+        """
+        if self.kind != "R2" or not self.layers:
+            return
+        if self._cut:
+            # A token's bytes are 0 on all ranks but one; no backend sends int16.
+            chosen = self.chosen.masked_fill(~self.seen[:, None, None], 0).view(torch.uint8)
+            dist.all_reduce(chosen, group=self._tp)
+            self.chosen = chosen.view(self.shape.dtype)
+        self.chosen[-1] = torch.iinfo(self.shape.dtype).max  # what is no token is routed as without replay
 
     @contextmanager
     def training(self, given: Tensor | None, observe: ObserveLayer | None = None) -> Iterator[None]:
@@ -194,48 +214,42 @@ class ReplayedRouters:
             for router in self._all():
                 router.reset()
 
-    def before_forward(self, chunk: nn.Module, index: int, rows: int) -> None:
+    def before_forward(self, chunk: nn.Module, places: Tensor) -> None:
         """Set up the routers for a chunk's forward pass over one microbatch.
 
         Args:
             chunk: of the model.
-            index: number of the microbatch, from 0.
-            rows: b.
+            places: [C, b] int64, where its tokens stand in the batch; T for one that is no token.
         """
-        part = slice(index * rows, (index + 1) * rows)
-        for place, router in self._routers[chunk]:
-            if self.kind == "R3":
-                on_chosen = self._keeper(part, place) if self.watch and self._phase == "score" else None
-                router.replay(self._given[part, :, place].transpose(0, 1), self._observer(part.start, place), on_chosen)
-            elif self._phase == "score":
-                router.record(lambda ids, place=place: self._record(place, index, ids, rows))
-            elif self.kind == "R2":
-                router.replay(self._recorded[place][index], None)
+        routers = self._routers[chunk]
+        if not routers or (self.kind == "off" and self._phase != "score"):
+            return
+        if self._cut:
+            places = places.chunk(self._tp.size())[self._tp.rank()]
+        given = None
+        if self.kind == "R3" or (self.kind == "R2" and self._phase == "train"):
+            given = (self._given if self.kind == "R3" else self.chosen)[places]
+        keeps = self._phase == "score" and self.chosen is not None
+        if keeps:
+            self.seen[places] = True
+        for place, router in routers:
+            keep = self._keeper(places, place) if keeps else None
+            if given is None:
+                router.record(keep)
+            else:
+                router.replay(given[:, :, place], self._observer(places, place), keep)
 
-    def _keeper(self, part: slice, place: int) -> Callable[[Tensor], None]:
-        rows = part.stop - part.start
-
+    def _keeper(self, places: Tensor, place: int) -> Callable[[Tensor], None]:
         def keep(ids: Tensor) -> None:
-            by_row = ids.detach().to(self.shape.dtype).view(-1, rows, ids.shape[1]).transpose(0, 1)
-            if self.chosen is None or self.chosen.shape[:2] != (self._rows, by_row.shape[1]):
-                sizes = (self._rows, by_row.shape[1], len(self.layers), by_row.shape[2])
-                self.chosen = by_row.new_empty(sizes)
-            self.chosen[part, :, place] = by_row
+            self.chosen[places.reshape(-1), place] = ids.detach().to(self.shape.dtype)
 
         return keep
 
-    def _observer(self, first_row: int, place: int) -> Observe | None:
+    def _observer(self, places: Tensor, place: int) -> Observe | None:
         if self._observe is None:
             return None
         observe = self._observe
-        return lambda given, own, scores: observe(first_row, place, given, own, scores)
-
-    def _record(self, place: int, index: int, ids: Tensor, rows: int) -> None:
-        if self.watch:
-            self._keeper(slice(index * rows, (index + 1) * rows), place)(ids)
-        if self.kind == "R2":
-            recorded = ids.detach().to(self.shape.dtype).view(-1, rows, ids.shape[1])
-            self._recorded.setdefault(place, {})[index] = recorded
+        return lambda given, own, scores: observe(places, place, given, own, scores)
 
     def _all(self) -> list[ReplayedRouter]:
         return [router for pairs in self._routers.values() for _, router in pairs]

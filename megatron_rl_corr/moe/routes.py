@@ -3,13 +3,13 @@
 `Routes` is the null form, for --router-replay off without --expert-statistics: every method does nothing. A step calls
 the same methods in the same order whatever the flags are.
 
-S samples of this replica, C columns of this context-parallel rank, t of them that this rank's routers see, L layers
-with experts of this rank, K experts a token.
+S samples of this replica, T tokens of them on this context-parallel rank, L layers with experts of this rank, K experts
+a token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from megatron_rl_corr.core.metrics import Metric, Sum
 from megatron_rl_corr.engines.routes import ExpertShape, pack
 from megatron_rl_corr.moe.agreement import RouteAgreement, RoutesRefused, agreement_metrics, judge
-from megatron_rl_corr.moe.scatter import router_positions, scatter_routed_experts
+from megatron_rl_corr.moe.scatter import scatter_routed_experts
 from megatron_rl_corr.moe.statistics import COLUMNS, ExpertLog, all_gather_expert_table, means, summary
-from megatron_rl_corr.parallel.collectives import all_gather_stacked
 from megatron_rl_corr.parallel.failure import all_reduce_failure, communication_device
 from megatron_rl_corr.parallel.layout import Layout
 
@@ -38,23 +37,25 @@ class Routes:
     needs_scoring: tuple[str, ...] = ()
     """The flags that need the pass for old log-probs."""
 
-    def scatter(self, samples: Sequence[Tensor | None] | None, rows: int, length: int) -> None:
+    def scatter(self, samples: Sequence[Tensor | None] | None, boundaries: Sequence[int]) -> None:
         """Hand out the servers' experts of a step's samples; every rank of a replica calls it.
 
         Args:
             samples: on the data leader each sample's [tokens - 1, all layers with experts, K], or None; None on others.
-            rows: S.
-            length: tokens of a whole row.
+            boundaries: [S + 1] where each sample begins in the whole batch: `cu_seqlens`.
         """
 
-    def begin_step(self, rows: int, length: int, *, compare_in_training: bool) -> None:
+    def begin_step(
+        self, seq_ids: Tensor, positions: Tensor, *, samples: int, compare_in_training: bool
+    ) -> None:
         """Start a step.
 
         The servers' experts are compared in the first pass that replays them.
 
         Args:
-            rows: S.
-            length: tokens of a whole row.
+            seq_ids: [T] int64, the sample of each token.
+            positions: [T] int64, where it stands in its sample.
+            samples: S.
             compare_in_training: there is no pass for old log-probs, so the training pass compares, and the update waits
                 for `all_reduce_agreement`.
         """
@@ -67,24 +68,26 @@ class Routes:
         """Context of Megatron's train step."""
         return nullcontext()
 
-    def before_forward(self, chunk: nn.Module, index: int, rows: int) -> None:
+    def before_forward(self, chunk: nn.Module, places: Tensor) -> None:
         """Call it before a model chunk's forward pass, inside `scoring` or `training`.
 
         Args:
             chunk: of the model.
-            index: number of the microbatch, from 0.
-            rows: samples of the microbatch.
+            places: [C, b] int64, where the microbatch's tokens stand among the T; T for one that is no token.
         """
 
-    def all_reduce_agreement(self, step: int, group_size: int) -> dict[str, Metric]:
+    def all_reduce_recorded(self) -> None:
+        """With R2, call it on every rank after `scoring`: one all-reduce over ranks that see other tokens."""
+
+    def all_reduce_agreement(self, step: int, name_of: Callable[[int], str]) -> dict[str, Metric]:
         """Metrics of how far the servers' experts are Megatron's own choice; every rank calls it after that pass.
 
-        With experts of servers it takes three all-reduces: over the ranks that hold other tokens of the same rows, over
-        all ranks for a failure, and over the pipeline.
+        With experts of servers it takes three all-reduces: over the ranks that hold other tokens of the same samples,
+        over all ranks for a failure, and over the pipeline.
 
         Args:
             step: counted from 1, for the error.
-            group_size: samples of each prompt, for the error.
+            name_of: what a sample, by its number among the S, is called in the error.
 
         Returns:
             This replica's share, on the last stage; {} on other stages.
@@ -95,21 +98,20 @@ class Routes:
         """
         return {}
 
-    def all_gather_disagreement(self) -> Tensor | None:
-        """[S, C]: share of each token's experts that only the server chose. None without experts of servers.
+    def all_reduce_disagreement(self) -> Tensor | None:
+        """[T]: share of each token's experts that only the server chose. None without experts of servers.
 
-        Every rank calls it, where a rule needs it: one all-gather over tensor ranks that hold other tokens, and one
-        all-reduce over the pipeline, which holds other layers.
+        Every rank calls it, where a rule needs it: one all-reduce over tensor ranks that see other tokens, and one over
+        the pipeline, which holds other layers.
         """
         return None
 
-    def all_gather_statistics(self, step: int, values: Tensor | None, columns: int) -> dict[str, Metric]:
+    def all_gather_statistics(self, step: int, values: Tensor | None) -> dict[str, Metric]:
         """--expert-statistics: write the experts' tables, return their curves on the last stage; every rank calls it.
 
         Args:
             step: counted from 1.
-            values: `statistics.token_values` of the S * C tokens on the last stage, None on others.
-            columns: C.
+            values: `statistics.token_values` of the T tokens on the last stage, None on others.
         """
         return {}
 
@@ -134,50 +136,54 @@ class ReplayedRoutes(Routes):
         self.server_shape = routers.shape if routers.kind == "R3" else None
         self.needs_scoring = tuple(flag for flag, needs in flags.items() if needs)
         self.given: Tensor | None = None
-        """[S, t, L, K]: the servers' experts of the step's tokens and layers that this rank's routers see."""
-        self._rows = 0
+        """[T + 1, L, K]: the servers' experts of the step's tokens, in this rank's layers; the last row has none."""
+        self._tokens = 0
         self._compare_in_training = False
         self._agreement: RouteAgreement | None = None
 
-    def scatter(self, samples: Sequence[Tensor | None] | None, rows: int, length: int) -> None:
+    def scatter(self, samples: Sequence[Tensor | None] | None, boundaries: Sequence[int]) -> None:
         if self.server_shape is None:
             return
-        packed = None if samples is None else pack(samples, length, self.server_shape)
+        packed = None if samples is None else pack(samples, boundaries, self.server_shape)
         self.given = scatter_routed_experts(
-            packed, rows, length, shape=self.server_shape, stage_layers=self.routers.stage_layers, layout=self._layout
+            packed, boundaries, shape=self.server_shape, stage_layers=self.routers.stage_layers, layout=self._layout
         )
 
-    def begin_step(self, rows: int, length: int, *, compare_in_training: bool) -> None:
-        self._rows, self._compare_in_training, self._agreement = rows, compare_in_training, None
+    def begin_step(
+        self, seq_ids: Tensor, positions: Tensor, *, samples: int, compare_in_training: bool
+    ) -> None:
+        self._tokens, self._compare_in_training, self._agreement = len(seq_ids), compare_in_training, None
         if self.given is not None:
-            positions = router_positions(length, self._layout).to(self.given.device)
             self._agreement = RouteAgreement(
-                rows, len(self.routers.layers), self.routers.shape.experts, positions, softmax=self.routers.softmax,
+                seq_ids, positions, samples=samples, layers=len(self.routers.layers),
+                experts=self.routers.shape.experts, softmax=self.routers.softmax,
                 parts=self._layout.router_group.size(),
             )
 
     def scoring(self) -> AbstractContextManager:
         observe = self._agreement and self._agreement.observe
-        return self.routers.scoring(self.given, observe, rows=self._rows)
+        return self.routers.scoring(self.given, observe, tokens=self._tokens)
 
     def training(self) -> AbstractContextManager:
         observe = self._agreement.observe if self._agreement and self._compare_in_training else None
         return self.routers.training(self.given, observe)
 
-    def before_forward(self, chunk: nn.Module, index: int, rows: int) -> None:
-        self.routers.before_forward(chunk, index, rows)
+    def before_forward(self, chunk: nn.Module, places: Tensor) -> None:
+        self.routers.before_forward(chunk, places)
 
-    def all_reduce_agreement(self, step: int, group_size: int) -> dict[str, Metric]:
+    def all_reduce_recorded(self) -> None:
+        self.routers.all_reduce_recorded()
+
+    def all_reduce_agreement(self, step: int, name_of: Callable[[int], str]) -> dict[str, Metric]:
         if self._agreement is None:
             return {}
         self._agreement.all_reduce(self._layout.router_group)
         found = judge(self._agreement, self.routers.layers, self.routers.shape.top_k, self._min_agreement)
         error = None
         if found is not None:
-            prompt, sample = divmod(found[0], group_size)
             error = RoutesRefused(
-                f"routed_experts of sample {sample} of prompt {prompt} of replica {self._layout.dp_rank} in step "
-                f"{step} are not those of its tokens, so nothing was trained on them: {found[1]}"
+                f"routed_experts of {name_of(found[0])} of replica {self._layout.dp_rank} in step {step} are not those "
+                f"of its tokens, so nothing was trained on them: {found[1]}"
             )
         all_reduce_failure(error)
         by_layer = self._agreement.totals(self.routers.layers, self.routers.shape.num_layers)
@@ -189,26 +195,25 @@ class ReplayedRoutes(Routes):
             by_layer = torch.zeros_like(by_layer)
         return agreement_metrics(by_layer, self.routers.shape.layers, self.routers.shape.top_k)
 
-    def all_gather_disagreement(self) -> Tensor | None:
+    def all_reduce_disagreement(self) -> Tensor | None:
         if self._agreement is None:
             return None
         apart, layout = self._agreement.apart, self._layout
-        if layout.sequence_parallel:
-            apart = torch.cat(all_gather_stacked(apart, layout.tp_group).unbind(), dim=1)
+        if layout.sequence_parallel and layout.tp_group.size() > 1:
+            dist.all_reduce(apart, group=layout.tp_group)
         if layout.pp_size > 1:
             dist.all_reduce(apart, group=layout.pp_group)
         return apart / (len(self.routers.shape.layers) * self.routers.shape.top_k)
 
-    def all_gather_statistics(self, step: int, values: Tensor | None, columns: int) -> dict[str, Metric]:
+    def all_gather_statistics(self, step: int, values: Tensor | None) -> dict[str, Metric]:
         if not self.routers.watch:
             return {}
         layout, shape = self._layout, self.routers.shape
-        sizes = (self._rows, columns, len(COLUMNS))
         if values is None:
-            values = torch.empty(sizes, device=communication_device())
+            values = torch.empty(self._tokens, len(COLUMNS), device=communication_device())
         table = all_gather_expert_table(
-            values.view(sizes), self.routers.chosen, layers=self.routers.layers, num_layers=shape.num_layers,
-            num_experts=shape.experts, layout=layout,
+            values, self.routers.chosen[:-1], self.routers.seen[:-1], layers=self.routers.layers,
+            num_layers=shape.num_layers, num_experts=shape.experts, layout=layout,
         )
         if not layout.is_last_stage:
             return {}

@@ -1,7 +1,7 @@
 """A step's table of every expert: its tokens, their mismatch, their weights and their rejections.
 
-S samples of this replica, C columns of this context-parallel rank, t of them that this rank's routers see, L layers
-with experts of this rank, H layers of the model, K experts a token, E experts a layer.
+T tokens of this context-parallel rank, L layers with experts of this rank, H layers of the model, K experts a token,
+E experts a layer.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def token_values(valid: Tensor, log_ratio: Tensor, weights: Tensor, mask: Tensor
 
 
 def all_gather_expert_table(
-    values: Tensor, chosen: Tensor, *, layers: tuple[int, ...], num_layers: int, num_experts: int, layout: Layout
+    values: Tensor, chosen: Tensor, seen: Tensor, *, layers: tuple[int, ...], num_layers: int, num_experts: int,
+    layout: Layout,
 ) -> Tensor:
     """Sums of the tokens' values over every expert of the model; every rank calls it.
 
@@ -49,8 +50,9 @@ def all_gather_expert_table(
     which are gathered only here, to be logged.
 
     Args:
-        values: [S, C, 4] float32, `token_values` on the last stage; on others anything of this shape.
-        chosen: [S, t, L, K], the experts that this rank's tokens went to.
+        values: [T, 4] float32, `token_values` on the last stage; on others anything of this shape.
+        chosen: [T, L, K], the experts that the tokens went to.
+        seen: [T] bool, the tokens that this rank's routers saw; the others are another tensor-parallel rank's.
         layers: this rank's L layers, numbered in the whole model.
         num_layers: H.
         num_experts: E.
@@ -63,12 +65,9 @@ def all_gather_expert_table(
         dist.broadcast(values, layout.last_stage_rank, group=layout.pp_group)
     table = values.new_zeros(num_layers, num_experts, len(COLUMNS), dtype=torch.float64)
     if layers:  # none on every rank of the groups, where a stage's layers are all dense
-        tp = layout.tp_group
-        if layout.sequence_parallel:
-            values = values.chunk(tp.size(), dim=1)[tp.rank()]
-        elif tp.rank() > 0:
-            values = torch.zeros_like(values)  # tensor ranks hold the same tokens
-        sums = expert_sums(chosen.flatten(0, 1), values.flatten(0, 1), num_experts)
+        # Without sequence parallelism tensor ranks see the same tokens.
+        mine = seen if layout.sequence_parallel or layout.tp_group.rank() == 0 else torch.zeros_like(seen)
+        sums = expert_sums(chosen, torch.where(mine[:, None], values, 0), num_experts)
         own = all_reduce_scatter_experts(sums, layout.expert_groups)
         table[list(layers)] = all_gather_experts(own, layout.expert_groups)
     if layout.pp_size > 1:

@@ -19,6 +19,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.multiprocessing import start_processes
 
+from megatron_rl_corr.engines.routes import no_routes
 from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.moe import routes as routes_module
 from megatron_rl_corr.moe.replay import ReplayedRouters
@@ -30,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from replay_worker import keeping
 
 LENGTH, ROWS, EXPERTS, TOP_K = 8, 2, 8, 2
+PLACES = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH).t()
 
 
 def made_model(layer_freq, *, rank=0, stages=1, mtp=False):
@@ -67,8 +69,8 @@ def several_tokens():
         if isinstance(module, TopKRouter):
             module.register_forward_hook(lambda _, inputs, output, name=name: used.update({name: output[1]}))
     ids = torch.randint(0, 64, (ROWS, LENGTH))
-    with replay.training(routes):
-        replay.before_forward(model, 0, ROWS)
+    with replay.training(torch.cat([routes.flatten(0, 1), no_routes(replay.shape, 1)])):
+        replay.before_forward(model, PLACES)
         model(ids, torch.arange(LENGTH).expand(ROWS, LENGTH), None, labels=ids)
     expected = torch.zeros(ROWS, LENGTH, 2, EXPERTS, dtype=torch.bool).scatter(3, routes.long(), True)
     same = {
@@ -90,16 +92,17 @@ def dense_stage(rank, port):
     for kind in ("R3", "off"):
         replay = ReplayedRouters(kind, [model], layout, num_layers=4, watch=True)
         routes = ReplayedRoutes(replay, layout, min_agreement=-1.0)
-        routes.scatter(list(packed) if rank == 0 else None, ROWS, LENGTH)
-        routes.begin_step(ROWS, LENGTH, compare_in_training=False)
+        routes.scatter(list(packed) if rank == 0 else None, [0, LENGTH, 2 * LENGTH])
+        seq_ids, positions = torch.arange(ROWS).repeat_interleave(LENGTH), torch.arange(LENGTH).repeat(ROWS)
+        routes.begin_step(seq_ids, positions, samples=ROWS, compare_in_training=False)
         with torch.no_grad(), routes.scoring():
-            routes.before_forward(model, 0, ROWS)
+            routes.before_forward(model, PLACES)
             forward(model, rank)
-        metrics = routes.all_reduce_agreement(1, group_size=1)
-        apart = routes.all_gather_disagreement()
+        metrics = routes.all_reduce_agreement(1, str)
+        apart = routes.all_reduce_disagreement()
         tables = []
         with keeping(routes_module, "all_gather_expert_table", tables.append):
-            routes.all_gather_statistics(1, values, LENGTH)
+            routes.all_gather_statistics(1, values)
         [table] = tables
         results[kind] = {
             "layers": replay.layers, "stages": replay.stage_layers, "table": table.tolist(), "metrics": sorted(metrics),

@@ -57,6 +57,8 @@ from tools.cpu.cp_attention import ContextParallelAttention
 from tools.local_server import free_port
 
 GROUP_SIZE, PADDED_VOCAB = 4, 96
+DEALT = []
+"""Numbers of the last packed batch's samples in its order, on a data leader."""
 
 
 def transformer_config(hf, layout, **settings):
@@ -121,12 +123,12 @@ def replica_batch(samples, layout, *, packed=False):
     first_group = 0 if packed else mine[0]["group"]
     trajectories = [
         Trajectory(
-            prompt_index=s["group"] - first_group, sample_index=0, prompt_ids=s["prompt"], output_ids=s["output"],
+            prompt_index=s["group"] - first_group, sample_index=number, prompt_ids=s["prompt"], output_ids=s["output"],
             rollout_logprobs=s["rollout"].float(), finish_reason="length",
             weight_versions=(VersionSpan("0", 0, len(s["output"])),), cached_tokens=0, server="http://none",
             support=support_of(s),
         )
-        for s in mine
+        for number, s in enumerate(mine, layout.dp_rank * share)
     ]
     rewards = torch.tensor([s["reward"] for s in mine], dtype=torch.float32)
     if packed:
@@ -161,6 +163,7 @@ def packed_batch(trajectories, rewards, samples, layout):
         assert scored is None or sent > 0 or layout.dp_size == 1, "nothing moved"
     if layout.is_data_leader:
         trajectories, rewards = [one for one, _ in scored], torch.tensor([reward for _, reward in scored])
+        DEALT[:] = [one.sample_index for one in trajectories]
         batch = PackedBatch.from_trajectories(trajectories, rewards, length=LENGTH, version=0, multiple=multiple)
     batch = broadcast_lengths(batch, len(trajectories), layout, multiple=multiple)
     whole = batch.broadcast(layout)
@@ -181,8 +184,14 @@ def packs_of(batch, layout, spec):
     """None for padded rows."""
     if "packed" not in spec:
         return None
-    limits = PackLimits(spec["packed"], 0.01, count_multiple=spec["pp"] if "vpp" in spec else 1)
-    return Packs.all_reduce(batch, limits, layout)
+    return Packs.all_reduce(batch, limits_of(spec), layout)
+
+
+def limits_of(spec):
+    """None for padded rows."""
+    if "packed" not in spec:
+        return None
+    return PackLimits(spec["packed"], 0.01, count_multiple=spec["pp"] if "vpp" in spec else 1)
 
 
 def support_of(sample):

@@ -18,16 +18,17 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron_rl_corr.config.correction import RejectionRule, RolloutCorrectionConfig
 from megatron_rl_corr.mcore import step as step_module
 from megatron_rl_corr.mcore.batch import BatchShape
+from megatron_rl_corr.mcore.packed_batch import PackedBatch
 from megatron_rl_corr.mcore.step import CorrectedStep
 from megatron_rl_corr.moe import routes as routes_module
 from megatron_rl_corr.moe.replay import ReplayedRouters
 from megatron_rl_corr.moe.routes import ReplayedRoutes, Routes
-from megatron_rl_corr.moe.scatter import router_positions
+from megatron_rl_corr.parallel.context import zigzag_positions
 from megatron_rl_corr.parallel.failure import PeerFailure, StartupError
 
 sys.path.insert(0, str(Path(__file__).parent))
 from forked_layouts import save_results
-from layout_worker import LENGTH, set_up, whole_gradients
+from layout_worker import DEALT, LENGTH, limits_of, set_up, whole_gradients
 
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 BIASED = {
@@ -68,24 +69,28 @@ def one_run(model_dir, samples, spec, *, kind="R3", config=WATCHED, settings=Non
         replayed = ReplayedRouters(kind, model, layout, num_layers=4, watch=watch)
         minimum = 0.25 if routes != "routes" else -1.0
         routed = ReplayedRoutes(replayed, layout, min_agreement=minimum, log=KeptLog(tables) if watch else None)
-    share = len(samples) // layout.dp_size
-    own = [s.get(routes) for s in samples[layout.dp_rank * share : (layout.dp_rank + 1) * share]]
-    routed.scatter(own if layout.is_data_leader else None, share, LENGTH)
+    trained = samples_of(batch, samples, layout)
+    boundaries = batch.cu_seqlens.tolist() if "packed" in spec else range(0, LENGTH * len(trained) + 1, LENGTH)
+    own = [samples[number].get(routes) for number in trained]
+    routed.scatter(own if layout.is_data_leader else None, boundaries)
     given = routed.given if kind == "R3" else None
     corrected = CorrectedStep(
         config=config, layout=layout, logprobs=logprobs, push=lambda version: None,
         report=reports.append, routes=routed,
         collector=SimpleNamespace(device="cpu", collect=lambda step: batch, metrics={}),
-        shape=BatchShape(global_batch_size=len(samples), group_size=4, micro_batch_size=ROWS, seq_length=LENGTH),
+        shape=BatchShape(
+            global_batch_size=len(samples), group_size=4, micro_batch_size=ROWS, seq_length=LENGTH,
+            packing=limits_of(spec),
+        ),
     )  # fmt: skip
     optimizer = SimpleNamespace(step=lambda: updates.append(1) or (True, 1.0, 0))
 
-    def train_step(forward_step, iterators):
+    def train_step(forward_step, iterators, count=None):
         for chunk in model:
             chunk.zero_grad_buffer()
         get_forward_backward_func()(
             forward_step_func=forward_step, data_iterator=iterators, model=model,
-            num_microbatches=len(batch.tokens) // ROWS, seq_length=LENGTH, micro_batch_size=ROWS, forward_only=False,
+            num_microbatches=count or len(trained) // ROWS, seq_length=LENGTH, micro_batch_size=ROWS, forward_only=False,
         )
         optimizer.step()
         return {}, 0, False, False, 0, 1.0, None, 0
@@ -101,7 +106,7 @@ def one_run(model_dir, samples, spec, *, kind="R3", config=WATCHED, settings=Non
         refused = str(error) if isinstance(error, StartupError) else "by another rank"
     result = {
         "refused": refused, "updates": len(updates), "passes": passes, "dp": (layout.dp_rank, layout.dp_size),
-        "positions": router_positions(LENGTH, layout),
+        "positions": None if "packed" in spec else row_positions(layout), "trained": trained,
         "gradients": {} if refused else whole_gradients(parameters, layout), "metrics": (reports or [None])[-1],
         "held": None if given is None else tuple(given.shape),
         "layers": None if type(routed) is Routes else replayed.layers,
@@ -109,6 +114,21 @@ def one_run(model_dir, samples, spec, *, kind="R3", config=WATCHED, settings=Non
     }  # fmt: skip
     ps.destroy_model_parallel()
     return result
+
+
+def samples_of(batch, samples, layout):
+    """The numbers of this replica's samples: of packed ones, on the leader, in the order in which they were dealt."""
+    if isinstance(batch, PackedBatch):
+        return list(DEALT) if layout.is_data_leader else [0] * batch.num_sequences
+    share = len(samples) // layout.dp_size
+    return list(range(layout.dp_rank * share, (layout.dp_rank + 1) * share))
+
+
+def row_positions(layout):
+    """Where the tokens of a row stand that this rank's routers see."""
+    positions = zigzag_positions(layout.cp_group.rank(), layout.cp_size, (0, LENGTH))
+    tp = layout.tp_group
+    return positions.chunk(tp.size())[tp.rank()] if layout.sequence_parallel else positions
 
 
 @contextmanager

@@ -25,6 +25,14 @@ FOUR = [
     {"tp": 2, "cp": 2, "ep": 2, "sp": True, "runs": ["R3", "bias"]},
     {"tp": 2, "ep": 2, "etp": 2, "sp": True, "runs": ["R3"]}, {"ep": 4, "runs": ["R3", "off"]},
 ]  # fmt: skip
+PACKED = {
+    1: [{"packed": 64, "runs": ["R3", "recompute", "bypass", "R2", "off", "shift", "other"]}],
+    2: [{"packed": 64, "cp": 2, "runs": ["R3", "R2"]}, {"packed": 48, "pp": 2, "vpp": 2, "runs": ["recompute"]},
+        {"packed": 64, "tp": 2, "sp": True, "runs": ["R2", "shift"]}],
+    4: [{"packed": 64, "tp": 2, "cp": 2, "ep": 2, "sp": True, "runs": ["R3", "R2 recompute", "off"]},
+        {"packed": 64, "tp": 2, "pp": 2, "ep": 2, "sp": True, "runs": ["R3"]}],
+}  # fmt: skip
+"""Sequences packed into microbatches of at most so many tokens."""
 ALONE = [{"runs": [
     "R3", "recompute", "selective", "bias", "bypass", "R2", "R2 recompute", "off", *REFUSED, "bypass shift",
 ]}]  # fmt: skip
@@ -100,17 +108,22 @@ def results(tiny_moe_dir, tmp_path_factory, samples):
     """(layout, run) -> the ranks' results."""
     folder, found = tmp_path_factory.mktemp("replay"), {}
     for processes, specs in ((1, ALONE), (2, TWO), (4, FOUR)):
+        specs = specs + PACKED[processes]
         for spec, ranks in zip(specs, worked(processes, tiny_moe_dir, folder, samples, specs), strict=True):
             layout = json.dumps({name: value for name, value in spec.items() if name != "runs"})
             found |= {(layout, run): [rank[run] for rank in ranks] for run in spec["runs"]}
     return found
 
 
-def cases(*runs):
+def cases(*runs, specs=ALONE + TWO + FOUR):
     return [
         (json.dumps({name: value for name, value in spec.items() if name != "runs"}), run)
-        for spec in ALONE + TWO + FOUR for run in spec["runs"] if run in runs
+        for spec in specs for run in spec["runs"] if run in runs
     ]
+
+
+def packed_cases(*runs):
+    return cases(*runs, specs=[spec for specs in PACKED.values() for spec in specs])
 
 
 def assert_replayed(rank, samples, name):
@@ -155,8 +168,11 @@ def test_r2_when_read_back_from_the_routers_then_the_scoring_pass_is_natural_and
         assert {training for _, training, _ in passes} == {False, True}
 
 
-@pytest.mark.parametrize(("layout", "run"), [c for c in cases("R3", "recompute", "bias", "bypass", "R2", "R2 recompute")
-                                             if c[0] != "{}"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("layout", "run"),
+    [c for c in cases("R3", "recompute", "bias", "bypass", "R2", "R2 recompute") if c[0] != "{}"]
+    + packed_cases("R3", "recompute", "bypass", "R2", "R2 recompute"),
+)
 def test_replayed_step_in_every_layout_then_gradients_and_metrics_are_those_of_one_process(results, layout, run):
     ranks, [alone] = results[layout, run], results["{}", run]
     found = {name: gradient for rank in ranks for name, gradient in rank["gradients"].items()}
@@ -199,7 +215,8 @@ def test_tokens_without_routes_when_one_sample_has_none_then_they_go_where_megat
 def test_routes_when_scattered_then_each_rank_holds_its_own_layers_and_tokens(results, layout, run):
     ranks = results[layout, run]
     for rank in ranks:
-        assert rank["held"] == (16 // rank["dp"][1], len(rank["positions"]), len(rank["layers"]), TOP_K)
+        tokens = 16 // rank["dp"][1] * 24 // json.loads(layout).get("cp", 1)
+        assert rank["held"] == (tokens + 1, len(rank["layers"]), TOP_K)  # and a row without routes
     spec = json.loads(layout)
     assert all(len(rank["layers"]) == LAYERS // spec.get("pp", 1) for rank in ranks)
     apart = spec.get("cp", 1) * (spec.get("tp", 1) if spec.get("sp") else 1)
@@ -231,6 +248,15 @@ def test_routes_when_those_of_other_tokens_layers_or_weights_then_refused_by_nam
     assert ("rule shift" if "shift" in run else "rule agreement") in said
     assert all((layer, True) not in {p[:2] for p in rank["passes"]} for rank in ranks for layer in range(LAYERS)
                if not run.startswith("bypass"))  # fmt: skip
+
+
+@pytest.mark.parametrize(("layout", "run"), packed_cases("shift", "other"))
+def test_routes_of_packs_when_those_of_other_tokens_or_weights_then_refused_by_the_samples_prompt(results, layout, run):
+    ranks = results[layout, run]
+    assert all(rank["refused"] and rank["updates"] == 0 for rank in ranks)
+    [said] = {rank["refused"] for rank in ranks} - {"by another rank"}
+    assert "which is of prompt 2 of the step, of replica 0" in said
+    assert ("rule shift" if run == "shift" else "rule agreement") in said
 
 
 def naive_table(rank, samples):
@@ -266,7 +292,9 @@ def test_expert_table_of_one_process_then_that_of_a_loop_over_tokens(results, sa
     assert rank["metrics"]["experts/load_max"] == pytest.approx((tokens.amax(1) / tokens.mean(1)).max())
 
 
-@pytest.mark.parametrize(("layout", "run"), [c for c in cases("R3", "off") if c[0] != "{}"])
+@pytest.mark.parametrize(
+    ("layout", "run"), [c for c in cases("R3", "off") if c[0] != "{}"] + packed_cases("R3", "off")
+)
 def test_expert_table_in_every_layout_then_that_of_one_process_on_every_rank(results, layout, run):
     [alone], ranks = results["{}", run], results[layout, run]
     for rank in ranks:

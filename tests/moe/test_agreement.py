@@ -15,17 +15,26 @@ def choices(tokens, *, stays=1, seed=0):
     return scores.topk(TOP_K).indices.repeat_interleave(stays, dim=0)[:tokens]
 
 
+def of_rows(rows, layers, experts, positions, **settings):
+    """A RouteAgreement of samples whose tokens stand at these positions, row by row; their places [t, rows]."""
+    seq_ids = torch.arange(rows).repeat_interleave(len(positions))
+    agreement = RouteAgreement(
+        seq_ids, positions.repeat(rows), samples=rows, layers=layers, experts=experts, **settings
+    )
+    return agreement, torch.arange(len(seq_ids)).view(rows, -1).t()
+
+
 def found(routes, natural, *, minimum=0.25, known=None, positions=None):
     """What `judge` says of two samples: a right one, then this one [t, M, k] each."""
     tokens = len(natural)
-    agreement = RouteAgreement(2, LAYERS, EXPERTS, torch.arange(tokens) if positions is None else positions)
+    agreement, places = of_rows(2, LAYERS, EXPERTS, torch.arange(tokens) if positions is None else positions)
     routes = routes.clone()
     if known is not None:
         routes[known:] = 255
     for layer in range(LAYERS):
         both = torch.stack([natural[:, layer], routes[:, layer]], dim=1).to(torch.uint8)
         own = torch.stack([natural[:, layer]] * 2, dim=1)
-        agreement.observe(0, layer, both, own, torch.zeros(tokens, 2, EXPERTS))
+        agreement.observe(places, layer, both, own, torch.zeros(tokens, 2, EXPERTS))
     return judge(agreement, (4, 7, 9), TOP_K, minimum)
 
 
@@ -82,18 +91,18 @@ def test_judge_when_all_tokens_take_the_same_experts_then_nothing_can_be_told():
 def test_judge_when_this_rank_has_two_parts_of_the_row_then_tokens_at_the_seam_are_no_neighbours():
     natural = choices(60, stays=3)
     positions = torch.cat([torch.arange(30), torch.arange(90, 120)])
-    agreement = RouteAgreement(1, 1, EXPERTS, positions)
+    agreement, places = of_rows(1, 1, EXPERTS, positions)
     routes = natural[:, :1].to(torch.uint8)
-    agreement.observe(0, 0, routes, natural[:, :1], torch.zeros(60, 1, EXPERTS))
+    agreement.observe(places, 0, routes, natural[:, :1], torch.zeros(60, 1, EXPERTS))
     assert agreement.sums[0, 0, 3] == 58 and agreement.sums[0, 0, 0] == 60
 
 
 @pytest.mark.parametrize("softmax", [True, False])
 def test_gates_apart_of_two_tokens_by_hand(softmax):
-    agreement = RouteAgreement(1, 1, 4, torch.arange(2), softmax=softmax)
+    agreement, places = of_rows(1, 1, 4, torch.arange(2), softmax=softmax)
     scores = torch.tensor([[0.6, 0.2, 0.1, 0.0], [0.1, 0.3, 0.1, 0.4]])[:, None]
     natural, routes = torch.tensor([[0, 1], [3, 1]])[:, None], torch.tensor([[2, 1], [1, 3]])[:, None]
-    agreement.observe(0, 0, routes.to(torch.uint8), natural, scores)
+    agreement.observe(places, 0, routes.to(torch.uint8), natural, scores)
     # Of the first token expert 0 is in one choice only; the second token's sets are the same, in another order.
     expected = 1 / (1 + torch.exp(torch.tensor(-0.4))) if softmax else 0.75
     assert float(agreement.sums[0, 0, 7]) == pytest.approx(float(expected))
@@ -105,10 +114,10 @@ def judged(routes, natural, *, experts=8, parts=1):
     routes, natural = (ids.transpose(0, 1) if ids.ndim == 4 else ids.transpose(0, 1)[:, :, None]
                        for ids in (routes, natural))  # fmt: skip
     tokens, rows, layers, top_k = natural.shape
-    agreement = RouteAgreement(rows, layers, experts, torch.arange(tokens), parts=parts)
+    agreement, places = of_rows(rows, layers, experts, torch.arange(tokens), parts=parts)
     for layer in range(layers):
         ids, scores = routes[:, :, layer].to(torch.uint8), torch.zeros(tokens, rows, experts)
-        agreement.observe(0, layer, ids, natural[:, :, layer], scores)
+        agreement.observe(places, layer, ids, natural[:, :, layer], scores)
     return judge(agreement, tuple(range(layers)), top_k, 0.25)
 
 
@@ -170,11 +179,35 @@ def test_sums_of_repeated_sets_by_hand():
     natural = torch.tensor([[0, 1], [1, 0], [2, 3]] + [[0, 1]] * 18)[:, None]  # 20 of one set, 1 of another
     routes = natural.clone()
     routes[0] = torch.tensor([0, 4])
-    agreement = RouteAgreement(1, 1, 8, torch.arange(21), parts=2)
-    agreement.observe(0, 0, routes.to(torch.uint8), natural, torch.zeros(21, 1, 8))
+    agreement, places = of_rows(1, 1, 8, torch.arange(21), parts=2)
+    agreement.observe(places, 0, routes.to(torch.uint8), natural, torch.zeros(21, 1, 8))
     # On each of two ranks 20 tokens weigh as 4, so 0.2 each; one expert of a token differs.
     assert agreement.sums[0, 0, 8:].tolist() == pytest.approx([5, 9.8])
     assert agreement.counts[0, 0].flatten().tolist() == pytest.approx(
         [4, 3.8, 1, 1, 0.2, 0, 0, 0, 4, 4, 1, 1, 0, 0, 0, 0]
     )
     assert agreement.sums[0, 0, :2].tolist() == [21, 41]
+
+
+def test_observe_when_samples_are_packed_then_sums_are_those_of_rows_and_padding_counts_nowhere():
+    natural = choices(30)
+    routes = natural.clone().to(torch.uint8)
+    routes[::3, :, 0] = (routes[::3, :, 0] + 3) % EXPERTS
+    scores = torch.rand(30, 1, EXPERTS, generator=torch.Generator().manual_seed(4))
+    rows, sizes = [], (12, 18)
+    for ids, chosen, values in zip(routes.split(sizes), natural.split(sizes), scores.split(sizes), strict=True):
+        agreement, places = of_rows(1, 1, EXPERTS, torch.arange(len(ids)))
+        agreement.observe(places, 0, ids[:, :1], chosen[:, :1], values)
+        rows.append(agreement)
+    # Sample 1 lies in front of sample 0, and 3 places without a token behind them.
+    positions = torch.cat([torch.arange(12), torch.arange(18)])
+    packed = RouteAgreement(
+        torch.arange(2).repeat_interleave(torch.tensor(sizes)), positions, samples=2, layers=1, experts=EXPERTS
+    )
+    order = torch.cat([torch.arange(12, 30), torch.arange(12), torch.full((3,), 30)])[:, None]
+    behind = order.clamp(max=29)[:, 0]
+    for _ in range(2):  # run again, as Megatron may: put there once
+        packed.observe(order, 0, routes[behind, :1], natural[behind, :1], scores[behind])
+    for sample, alone in enumerate(rows):
+        torch.testing.assert_close(packed.sums[sample], alone.sums[0])
+        torch.testing.assert_close(packed.counts[sample], alone.counts[0])

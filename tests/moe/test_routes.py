@@ -12,12 +12,14 @@ from megatron_rl_corr.moe.statistics import COLUMNS, FILE_NAME, ExpertLog, means
 def test_routes_when_nothing_is_asked_of_the_routers_then_every_call_of_a_step_does_nothing():
     routes = make_routes("off", [], None, num_layers=4)
     assert type(routes) is Routes and routes.server_shape is None and routes.needs_scoring == ()
-    routes.scatter(None, 4, 8)
-    routes.begin_step(4, 8, compare_in_training=True)
+    nothing = torch.zeros(0, dtype=torch.int64)
+    routes.scatter(None, [0])
+    routes.begin_step(nothing, nothing, samples=0, compare_in_training=True)
     with routes.scoring(), routes.training():
-        routes.before_forward(torch.nn.Linear(1, 1), 0, 2)
-    assert routes.all_reduce_agreement(1, 2) == {} and routes.all_gather_disagreement() is None
-    assert routes.all_gather_statistics(1, None, 8) == {}
+        routes.before_forward(torch.nn.Linear(1, 1), nothing[:, None])
+    routes.all_reduce_recorded()
+    assert routes.all_reduce_agreement(1, str) == {} and routes.all_reduce_disagreement() is None
+    assert routes.all_gather_statistics(1, None) == {}
 
 
 def test_token_values_when_a_token_is_not_valid_then_all_are_0_whatever_its_log_ratio_is():
