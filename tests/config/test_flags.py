@@ -123,10 +123,6 @@ def test_parse_when_a_value_is_wrong_then_flag_rule_and_value(flag, value, words
         (["--rollout-max-tokens-per-microbatch", "64"],
          "--rollout-max-tokens-per-microbatch 64 has no effect without --rollout-pack-sequences; drop it, or add "
          "--rollout-pack-sequences"),
-        (["--rollout-pack-sequences", "--router-replay", "R3"],
-         "--rollout-pack-sequences with --router-replay R3: experts are replayed by rows; drop one"),
-        (["--rollout-pack-sequences", "--expert-statistics"],
-         "--rollout-pack-sequences with --expert-statistics: experts are counted by rows; drop one"),
         (["--rollout-linear-logprobs", "--rollout-top-k", "5"],
          "--rollout-linear-logprobs with --rollout-top-p 1.0 and --rollout-top-k 5: the ids that the server kept are "
          "looked up in the logits; drop the one or the others"),

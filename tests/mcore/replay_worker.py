@@ -89,8 +89,8 @@ def one_run(model_dir, samples, spec, *, kind="R3", config=WATCHED, settings=Non
         for chunk in model:
             chunk.zero_grad_buffer()
         get_forward_backward_func()(
-            forward_step_func=forward_step, data_iterator=iterators, model=model,
-            num_microbatches=count or len(trained) // ROWS, seq_length=LENGTH, micro_batch_size=ROWS, forward_only=False,
+            forward_step_func=forward_step, data_iterator=iterators, model=model, seq_length=LENGTH,
+            num_microbatches=count or len(trained) // ROWS, micro_batch_size=ROWS, forward_only=False,
         )
         optimizer.step()
         return {}, 0, False, False, 0, 1.0, None, 0
