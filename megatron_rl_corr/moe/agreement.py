@@ -7,8 +7,8 @@ frequencies of experts. So 1 means the same choices and 0 unrelated ones, howeve
 with the same set of experts repeat each other, so a set weighs no more than a few tokens: one near tie in long repeated
 text, or in a router that uses few experts, can't decide alone.
 
-S samples of this replica, T tokens of them on this context-parallel rank, [t, b] of those a microbatch's that this rank's
-routers see, L layers with experts of this rank, K experts a token, E experts a layer.
+S samples of this replica, T tokens of them on this context-parallel rank, [t, b] of those of a microbatch that this
+rank's routers see, L layers with experts of this rank, K experts a token, E experts a layer.
 """
 
 from __future__ import annotations
