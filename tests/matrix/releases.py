@@ -41,28 +41,33 @@ def release_folder(release):
     """The folder for PYTHONPATH, fetched where it is not there yet; None for the release that is installed."""
     if release == OVERLAID[-1]:
         return None
-    folder = cache() / f"megatron-core-{release}-py{sys.version_info.major}.{sys.version_info.minor}"
+    return wheel_folder(f"megatron-core=={release}")
+
+
+def wheel_folder(requirement):
+    """The folder for PYTHONPATH with the wheel of "NAME==VERSION" alone, fetched where it is not there yet."""
+    folder = cache() / f"{requirement.replace('==', '-')}-py{sys.version_info.major}.{sys.version_info.minor}"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(f"{folder}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.is_dir():
-            fetch(release, folder)
+            fetch(requirement, folder)
     return folder
 
 
-def fetch(release, folder):
+def fetch(requirement, folder):
     """Unpack the wheel next to `folder`, and rename it once it is whole."""
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     pip = subprocess.run(
         [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input", "--no-deps",
-         "--only-binary", ":all:", "--target", partial, f"megatron-core=={release}"],
+         "--only-binary", ":all:", "--target", partial, requirement],
         env={name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PIP_USER", "PIP_TARGET")},
         capture_output=True, text=True,
     )  # fmt: skip
     if pip.returncode:
         raise RuntimeError(
-            f"megatron-core {release} could not be fetched into {folder}; this test needs pip's package index once, "
+            f"{requirement} could not be fetched into {folder}; this test needs pip's package index once, "
             f"and the folder afterwards. pip said:\n{pip.stderr[-1500:]}"
         )
     partial.rename(folder)

@@ -10,8 +10,8 @@ class FusedAdam(torch.optim.Optimizer):
     """AdamW (adam_w_mode) or Adam with weight decay in the gradient."""
 
     def __init__(
-        self, params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, adam_w_mode=True, weight_decay=0.0,
-        amsgrad=False, *, capturable=False, master_weights=False, store_param_remainders=False,
+        self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, amsgrad=False, *, bias_correction=True,
+        adam_w_mode=True, capturable=False, master_weights=False, store_param_remainders=False,
         use_decoupled_grad=False, exp_avg_dtype=torch.float32, exp_avg_sq_dtype=torch.float32,
         master_weight_dtype=torch.float32, set_grad_none=None,
     ):  # fmt: skip

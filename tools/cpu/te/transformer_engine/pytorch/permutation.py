@@ -12,7 +12,7 @@ def _chosen(routing_map: Tensor, num_out_tokens) -> Tensor:
     return places if num_out_tokens in (None, -1) else places[:num_out_tokens]
 
 
-def moe_permute(inp: Tensor, routing_map: Tensor, num_out_tokens=-1, max_token_num=-1, map_type="mask"):
+def moe_permute(inp: Tensor, routing_map: Tensor, num_out_tokens, max_token_num=-1, map_type="mask"):
     """[t, H] -> [t', H], expert by expert; and row_id_map."""
     assert map_type == "mask"
     places = _chosen(routing_map, num_out_tokens)

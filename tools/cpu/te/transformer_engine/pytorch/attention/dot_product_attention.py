@@ -49,12 +49,13 @@ class DotProductAttention(TransformerEngineBaseModule):
         self.cp_stream, self.cp_comm_type = cp_stream, cp_comm_type
 
     def forward(
-        self, query_layer, key_layer, value_layer, attention_mask=None, qkv_format=None, cu_seqlens_q=None,
-        cu_seqlens_kv=None, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, max_seqlen_q=None, max_seqlen_kv=None,
-        attn_mask_type=None, window_size=None, bottom_right_diagonal=None, softcap=None,
-        checkpoint_core_attention=False, core_attention_bias_type="no_bias", core_attention_bias=None,
-        alibi_slopes=None, fast_zero_fill=True, inference_params=None, pad_between_seqs=None, fp8_output=False,
-        bf16_backward=False, num_splits=1, **others,
+        self, query_layer=None, key_layer=None, value_layer=None, attention_mask=None, qkv_format=None,
+        cu_seqlens_q=None, cu_seqlens_kv=None, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None,
+        max_seqlen_q=None, max_seqlen_kv=None, attn_mask_type=None, window_size=None,
+        bottom_right_diagonal=None, softcap=None, checkpoint_core_attention=False,
+        core_attention_bias_type="no_bias", core_attention_bias=None, alibi_slopes=None, fast_zero_fill=True,
+        inference_params=None, pad_between_seqs=None, fp8_output=False, bf16_backward=False, num_splits=1,
+        **others,
     ) -> Tensor:  # fmt: skip
         kind, layout = attn_mask_type or self.attn_mask_type, qkv_format or self.qkv_format
         refuse_on_a_cpu(

@@ -112,6 +112,9 @@ class LayerNormLinear(Linear):
             del self.layer_norm_bias
             shift = self._add_parameter("layer_norm_bias", (in_features,), torch.nn.init.zeros_, **place)
             shift.sequence_parallel = self.sequence_parallel
+        for name in ("weight", "bias"):  # the norm comes first, which an optimizer's and a bucket's order follow
+            if name in self._parameters:
+                self._parameters[name] = self._parameters.pop(name)
 
     def forward(self, inp: Tensor, is_first_microbatch=None, fp8_output=False, fp8_grad=False):
         x = normalised(
