@@ -13,14 +13,15 @@ from typing import Annotated, Any, Literal
 
 from megatron_rl_corr.config import notation
 from megatron_rl_corr.config.checks import NO_WEIGHTS, check_bounds, nearest, plain
-from megatron_rl_corr.config.fields import Between, Options, Positive, option
-from megatron_rl_corr.config.losses import ADVANTAGES, AGGREGATIONS, DUAL_CLIP, KL_TYPES, LOSS_KINDS, LOSSES, LossKind
+from megatron_rl_corr.config.fields import Between, Positive, option
+from megatron_rl_corr.config.kl import KLPenalties
+from megatron_rl_corr.config.losses import ADVANTAGES, AGGREGATIONS, DUAL_CLIP, LOSS_KINDS, LOSSES, LossKind
 from megatron_rl_corr.config.presets import PRESET_FIELDS
 from megatron_rl_corr.config.rules import RejectionRule, rules_help
 
 
 @dataclass(frozen=True)
-class RolloutCorrectionConfig(Options):
+class RolloutCorrectionConfig(KLPenalties):
     """Correction: importance weights, rejection rules, policy loss and how it is averaged.
 
     None in a setting of the loss means the loss's own value (config/losses.py); read it through `clip`, `aggregation`
@@ -93,12 +94,6 @@ class RolloutCorrectionConfig(Options):
 
     loss_denominator: Literal["valid", "kept"] = "valid"
     """Tokens (and sequences) that the loss is divided by: valid (before rejection) or kept (after it)."""
-
-    kl_loss_coef: Annotated[float, Between(0, remedy="0 turns it off", finite=True)] = option(0.0, flag=None)
-    """Coefficient of the KL penalty against the reference policy; 0 turns it off."""
-
-    kl_loss_type: str = option("k3", choices=KL_TYPES, flag=None)
-    """Estimator of the KL penalty; k3 has low variance and is clamped to +-10."""
 
     entropy_coef: Annotated[float, Between(0, remedy="0 turns it off", finite=True)] = option(0.0, metavar="X")
     """Coefficient of the entropy bonus, which is subtracted from the loss; 0 turns it off."""
@@ -185,8 +180,6 @@ class RolloutCorrectionConfig(Options):
                 f"`loss_scale_length` has no effect with `loss_aggregation` {self.aggregation}; use "
                 "seq-mean-token-sum-norm, or drop it"
             )
-        if self.kl_loss_coef == 0 and self.kl_loss_type != "k3":
-            raise ValueError("`kl_loss_type` has no effect without `kl_loss_coef`; give it, or drop both")
 
     def _check_bypass(self) -> None:
         if self.rollout_is is not None and self.kind.has_ratio:

@@ -15,11 +15,7 @@ _CLIPS = ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
 
 def check_together(config: RolloutCorrectionConfig, run: RunConfig) -> None:
     """ValueError for settings of the one that the other leaves without effect or without what they need."""
-    if config.kl_loss_coef:
-        raise ValueError(
-            f"`kl_loss_coef` {config.kl_loss_coef} needs a reference policy, which the launcher does not load; set it "
-            "to 0, or call policy_loss with ref_logprobs from your own loop"
-        )
+    _check_reference(config, run)
     by_turn = [rule.name for rule in config.rollout_rs if rule.level == "turn_mean"]
     by_turn += ["`rollout_is` turn"] if config.rollout_is == "turn" else []
     if by_turn and not run.environment:
@@ -33,6 +29,15 @@ def check_together(config: RolloutCorrectionConfig, run: RunConfig) -> None:
             "`expert_statistics` watches the pass that computes old log-probs, which bypass mode leaves out; drop it"
         )
     _check_one_update(config, run)
+
+
+def _check_reference(config: RolloutCorrectionConfig, run: RunConfig) -> None:
+    """ValueError for a reference policy without a penalty."""
+    if run.reference_checkpoint is not None and not config.needs_reference:
+        raise ValueError(
+            f"`reference_checkpoint` {run.reference_checkpoint} has no effect without a penalty; add `kl_loss_coef` or "
+            "`kl_reward_coef`, or drop it"
+        )
 
 
 def _check_one_update(config: RolloutCorrectionConfig, run: RunConfig) -> None:

@@ -29,7 +29,7 @@ RENAMED = {
     "reference_policy_kl_penalty": ("kl_loss_coef", "NeMo-RL"),
     "reference_policy_kl_type": ("kl_loss_type", "NeMo-RL"),
 }
-_KL_NAMES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
+_KL_NAMES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3", "low_var_kl+": "k3+"}
 _SWIFT = "rollout_importance_sampling_mode"
 _SLIME_LEVELS = {"token": "token", "sequence": "seq_sum", "geometric": "seq_mean"}
 _NEMO = "truncated_importance_sampling_ratio"

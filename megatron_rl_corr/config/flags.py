@@ -189,7 +189,7 @@ def _run_config(given: Mapping[str, Any]) -> RunConfig:
     for name, one in options_of(RunConfig).items():
         if one.required and not values.get(name):
             raise ValueError(f"{one.flag} is required; see --help")
-        if one.kind is tuple:
+        if one.kind is tuple and name in values:
             values[name] = tuple(values[name])
     return RunConfig(**values)
 

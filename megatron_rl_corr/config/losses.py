@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 ADVANTAGES = ("grpo", "group_mean", "rloo", "raw")
-KL_TYPES = ("k1", "k2", "k3")
+KL_TYPES = ("k1", "k2", "k3", "k3+", "unbiased")
 DUAL_CLIP = 3.0
 
 

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 from megatron_rl_corr.config.fields import Between, Options, Positive, option
 from megatron_rl_corr.config.policy import ExpertsConfig, ModelConfig, WeightSyncConfig
+from megatron_rl_corr.config.reference import ReferenceConfig
 
 ENGINES = {"sglang": "megatron_rl_corr.engines.sglang"}
 """The programs that servers may run, and the module that speaks to each."""
@@ -195,8 +196,8 @@ class LogsConfig(Options):
     replica. It needs the pass that computes old log-probs, except in bypass mode."""
 
 
-TOPICS = (ServersConfig, SamplesConfig, RewardsConfig, EnvironmentConfig, ModelConfig, WeightSyncConfig, ExpertsConfig,
-          LogsConfig)  # fmt: skip
+TOPICS = (ServersConfig, SamplesConfig, RewardsConfig, EnvironmentConfig, ModelConfig, ReferenceConfig,
+          WeightSyncConfig, ExpertsConfig, LogsConfig)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -252,9 +252,31 @@ LOSSES = in_group(
     ),
     MetricSpec("loss/entropy", "entropy of the policy per token; a fall to 0 is collapse", "mean(-sum p log p)"),
     MetricSpec(
-        "loss/reference_kl", "KL to the reference policy that the penalty is made of", "mean over kept tokens",
-        only_with="kl_loss_coef",
+        "loss/reference_kl", "KL to the reference policy, as the penalty estimates it; 0 before the first update",
+        "mean over kept tokens", "reference KL",
+        UsualRange(
+            "the policy is far from its reference, or the penalty is in a fight with the reward",
+            "Up to 0.1 a token is usual. If the reward does not rise any more, raise "
+            "--rollout-kl-loss-coef, or lower the learning rate.", high=0.5,
+        ),
+        only_with="--rollout-kl-loss-coef",
     ),
-)
+    MetricSpec(
+        "loss/reference_missing", "kept tokens that the reference gave no finite log-prob for: they have no penalty",
+        "count", only_with="--rollout-kl-loss-coef",
+        usual=UsualRange(
+            "tokens train without the penalty", "Look for overflow in the reference's logits.", low=0, high=0,
+        ),
+    ),
+    MetricSpec(
+        "loss/sampler_kl", "distance to the policy that sampled, as the pull to it estimates it",
+        "mean over kept tokens of D^2, or of e^D - 1 - D", only_with="--rollout-sampler-kl-coef",
+        usual=UsualRange(
+            "the policy that is trained is far from the one that sampled",
+            "The train-infer mismatch remains in it whatever is trained: see KL(k3). Above that: fewer updates of a "
+            "batch, a smaller --rollout-max-lag, or a larger --rollout-sampler-kl-coef.", high=0.1,
+        ),
+    ),
+)  # fmt: skip
 
 METRICS = TOKENS + SEQUENCES + WEIGHTS + REJECTION + LOSSES

@@ -47,6 +47,8 @@ class LossInputs:
     """[T] float32: the loss of the global batch is the sum of coefficients x token losses."""
     old_logprobs: Tensor | None = None
     """[T] float32, log pi_old of the label; None without a pass for it."""
+    ref_logprobs: Tensor | None = None
+    """[T] float32, log pi_ref of the label; None without a reference policy."""
     turn_ids: Tensor | None = None
     """[T] int64, in [0, num_turns); None where sequences have one turn."""
     num_turns: int | None = None
@@ -135,7 +137,7 @@ def _loss_inputs(
     return LossInputs(
         batch.flat(batch.rollout_logprobs), mask, mask & batch.spread(batch.version_lags == 0),
         batch.spread(advantages), correction, token_coefficients(correction, batch.seq_ids, config), old_logprobs,
-        batch.flat_turn_ids, batch.num_turns,
+        turn_ids=batch.flat_turn_ids, num_turns=batch.num_turns,
     )
 
 
@@ -228,7 +230,7 @@ class CorrectedLoss:
         losses = policy_loss(
             config.loss, logprobs, self._old_logprobs(inputs, current), inputs.advantages, correction, config,
             entropy=entropy, metrics=metrics, seq_ids=micro.seq_ids, num_sequences=micro.num_sequences,
-            groups=self.groups,
+            groups=self.groups, ref_logprobs=inputs.ref_logprobs, rollout_logprobs=inputs.rollout_logprobs,
         )
         parts = {"loss": metrics, "rollout_corr": corrected, "decision": self._decision(inputs, correction, current)}
         self.metrics[micro.index] = {
@@ -258,11 +260,16 @@ class CorrectedLoss:
         """What decides whether the step updates the weights.
 
         kept: tokens in the loss. pulling: those of them that have a gradient, as weight x advantage is not 0 (with an
-        entropy bonus each has). first_step_kl: mean k3 over the tokens that were sampled by the trainer's own weights.
+        entropy bonus each has, with a KL penalty those that are not where it pulls them). first_step_kl: mean k3 over
+        the tokens that were sampled by the trainer's own weights.
         """
-        pulling = correction.mask
-        if not self.config.entropy_coef:
-            pulling = pulling & (correction.weights * inputs.advantages != 0)
+        pulling, config = correction.mask, self.config
+        if not config.entropy_coef:
+            moved = correction.weights * inputs.advantages != 0
+            penalties = (config.kl_loss_coef, inputs.ref_logprobs), (config.sampler_kl_coef, inputs.rollout_logprobs)
+            for coefficient, other in penalties:
+                moved = moved | (current != other) if coefficient else moved
+            pulling = pulling & moved
         decision: dict[str, Metric] = {
             "kept": Sum(correction.mask.sum(dtype=torch.float64)[None]),
             "pulling": Sum(pulling.sum(dtype=torch.float64)[None]),

@@ -63,17 +63,18 @@ class MegatronParser:
 
 
 @contextmanager
-def naming_checkpoint(path: str) -> Iterator[None]:
+def naming_checkpoint(path: str, flag: str | None = None) -> Iterator[None]:
     """Put the flag and the folder before a ValueError about a checkpoint, which names its file or tensor alone.
 
     Args:
-        path: --rollout-hf-checkpoint.
+        path: of the folder.
+        flag: that names it; None: --rollout-hf-checkpoint.
     """
     try:
         yield
     except ValueError as error:
         folder = "" if str(path) in str(error).split() else f" {path}"
-        raise ValueError(f"--rollout-hf-checkpoint{folder}: {error}") from error
+        raise ValueError(f"{flag or '--rollout-hf-checkpoint'}{folder}: {error}") from error
 
 
 def check_policy(args: argparse.Namespace) -> None:

@@ -26,6 +26,7 @@ from megatron_rl_corr.mcore.evaluate import Evaluation
 from megatron_rl_corr.mcore.forward import LogprobSettings
 from megatron_rl_corr.mcore.packing import PackLimits, attention_share
 from megatron_rl_corr.mcore.policy_check import check_model, naming_checkpoint
+from megatron_rl_corr.mcore.reference_start import make_reference
 from megatron_rl_corr.mcore.sample_log import SampleLog
 from megatron_rl_corr.mcore.server_check import broadcast_first_step, check_servers
 from megatron_rl_corr.mcore.step import CorrectedStep, describe_scoring
@@ -131,6 +132,7 @@ def start(
     parts = all_reduce_startup(lambda: _prepare(options, megatron, layout, shape, routes, saved))
     if args.iteration == 0:
         megatron.optimizer.reload_model_params()
+    reference = all_reduce_startup(lambda: make_reference(config, options, args, parts.parameters, layout.shard))
     collector, client, loop = parts.collector, parts.source.client, parts.source.loop
     run_id = _broadcast_reached(client, loop)
     exporter = StageExporter(
@@ -150,6 +152,7 @@ def start(
     step = CorrectedStep(
         config=config, layout=layout, shape=shape, collector=collector, push=push, report=report, routes=routes,
         logprobs=_logprobs(options, layout, client.vocab_size, megatron.model), log=parts.log, first_step=first_step,
+        reference=reference,
     )
     if dist.get_rank() == 0:
         for line in describe_start(config, step.scoring_reasons):
@@ -187,8 +190,7 @@ def _prepare(
     if args.iteration == 0:
         with naming_checkpoint(options.hf_checkpoint):
             load_shards(parameters, checkpoint, layout.shard)
-    folder = options.save_trajectories
-    log = None if folder is None else SampleLog(Path(folder), layout, collector.sampling)
+    log = None if (folder := options.save_trajectories) is None else SampleLog(Path(folder), layout, collector.sampling)
     return _Parts(source, collector, evaluation, parameters, log)
 
 
@@ -244,7 +246,6 @@ def _routes(options: RunConfig, megatron: MegatronRun, layout: Layout) -> Routes
     log = None
     if options.expert_statistics:
         from megatron.training import training
-
         log = ExpertLog(options.log_dir, training.get_tensorboard_writer)
     return make_routes(
         options.router_replay, megatron.model, layout, num_layers=megatron.args.num_layers,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import sys
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.rerun_state_machine import RerunDataIterator
+from torch import Tensor
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.config.rules import inputs_of
@@ -33,7 +33,9 @@ from megatron_rl_corr.mcore.loss import (
 from megatron_rl_corr.mcore.microbatches import Microbatch, microbatches
 from megatron_rl_corr.mcore.packed_batch import PackedBatch
 from megatron_rl_corr.mcore.packs import Packs
+from megatron_rl_corr.mcore.reference import Reference, ReferencePass, less_reference_kl
 from megatron_rl_corr.mcore.sample_log import SampleLog
+from megatron_rl_corr.mcore.step_metrics import StepTimes
 from megatron_rl_corr.moe.padding import set_packed_share
 from megatron_rl_corr.moe.routes import Routes
 from megatron_rl_corr.moe.statistics import token_values
@@ -79,6 +81,7 @@ def scoring_reasons(
         "--rollout-is-batch-normalize": config.rollout_is_batch_normalize,
         "--rollout-loss-denominator kept": config.loss_denominator == "kept",
         "--rollout-save-trajectories": saves,
+        "--rollout-kl-reward-coef": config.kl_reward_coef > 0,
         **dict.fromkeys(routes, True),
         f"{UPDATES_PER_BATCH} updates a batch": UPDATES_PER_BATCH > 1,
     }
@@ -92,20 +95,6 @@ def describe_scoring(config: RolloutCorrectionConfig, reasons: tuple[str, ...]) 
     if config.bypass_mode:
         return "scoring pass: left out (bypass mode: pi_rollout stands in for pi_old)"
     return "scoring pass: left out (with one update a batch pi_old is the policy that is trained, known in the loss)"
-
-
-@dataclass
-class StepTimes:
-    """Wall seconds of a step's parts on this rank, in order."""
-
-    last: float = field(default_factory=time.perf_counter)
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    def mark(self, name: str) -> None:
-        """Count the time since the last mark as `name`."""
-        now = time.perf_counter()
-        self.seconds[f"time/{name}_s"] = now - self.last
-        self.last = now
 
 
 @dataclass(frozen=True)
@@ -125,6 +114,8 @@ class CorrectedStep:
     """--router-replay and --expert-statistics."""
     log: SampleLog | None = None
     """--rollout-save-trajectories."""
+    reference: Reference = field(default_factory=Reference)
+    """The policy of the KL penalties."""
     first_step: FirstStep | None = None
     """The bound of the KL in the first step after the start; None: no bound."""
 
@@ -144,7 +135,11 @@ class CorrectedStep:
         )
         times.mark("collect")
         packs = self._packs(batch)
-        inputs, metrics = self._all_reduce_loss_inputs(batch, packs, model, optimizer)
+        reference = self.reference.log_probs(ReferencePass(
+            model, optimizer, batch, self.logprobs, self.shape.micro_batch_size, self.shape.seq_length, packs
+        ))  # fmt: skip
+        times.mark("reference")
+        inputs, metrics = self._all_reduce_loss_inputs(batch, packs, model, optimizer, reference)
         if scored:
             metrics |= self._all_reduce_agreement(batch, iteration)
             metrics |= self._all_gather_expert_statistics(inputs, iteration)
@@ -184,6 +179,7 @@ class CorrectedStep:
         times.mark("train")
         with compat.gathered_parameters(model, optimizer):
             self.push(iteration + 1)
+            self.reference.end_batch(iteration + 1)
         times.mark("push")
         self._report(iteration, numbers, result, times)
         return result
@@ -200,15 +196,18 @@ class CorrectedStep:
         return microbatches(batch, self.shape.micro_batch_size, inputs)
 
     def _all_reduce_loss_inputs(
-        self, batch: RolloutBatch | PackedBatch, packs: Packs | None, model: list, optimizer: Any
+        self, batch: RolloutBatch | PackedBatch, packs: Packs | None, model: list, optimizer: Any,
+        reference: Tensor | None,
     ) -> tuple[LossInputs | None, dict[str, Metric]]:
         """What the loss needs, and the batch's metrics, on the last stage; (None, {}) on others, which call it too."""
         group_size, groups = self.shape.group_size, self.layout.groups
         if not self.scoring_reasons:
             if not self.layout.is_last_stage:
                 return None, {}
-            inputs = make_bypass_loss_inputs(batch, self.config, groups, group_size=group_size)
-            return inputs, batch_metrics(batch, inputs.correction, None, groups)
+            rollout = batch.flat(batch.rollout_logprobs)  # bypass mode's pi_old
+            lowered, kl = less_reference_kl(batch, rollout, reference, self.config, groups)
+            inputs = make_bypass_loss_inputs(lowered, self.config, groups, group_size=group_size)
+            return replace(inputs, ref_logprobs=reference), batch_metrics(batch, inputs.correction, None, groups) | kl
         with compat.gathered_parameters(model, optimizer), self.routes.scoring():
             scored = compute_log_probs(
                 model, batch, self.logprobs, micro_batch_size=self.shape.micro_batch_size,
@@ -220,10 +219,11 @@ class CorrectedStep:
         if scored is None:
             return None, {}
         old_logprobs, entropy = scored
+        lowered, kl = less_reference_kl(batch, old_logprobs, reference, self.config, groups)
         inputs = make_loss_inputs(
-            batch, old_logprobs, self.config, groups, group_size=group_size, routing=routing
+            lowered, old_logprobs, self.config, groups, group_size=group_size, routing=routing
         )
-        return inputs, batch_metrics(batch, inputs.correction, entropy, groups)
+        return replace(inputs, ref_logprobs=reference), batch_metrics(batch, inputs.correction, entropy, groups) | kl
 
     def _all_reduce_agreement(self, batch: RolloutBatch | PackedBatch, iteration: int) -> dict[str, Metric]:
         return self.routes.all_reduce_agreement(

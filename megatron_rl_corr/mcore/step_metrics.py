@@ -1,6 +1,24 @@
-"""What a step's own metrics mean: rewards, lengths, staleness, gradient and time."""
+"""What a step's own metrics mean: rewards, lengths, staleness, gradient and time; and the clock of the last."""
+
+import time
+from dataclasses import dataclass, field
 
 from megatron_rl_corr.core.metric_spec import Column, MetricSpec, UsualRange, in_group
+
+
+@dataclass
+class StepTimes:
+    """Wall seconds of a step's parts on this rank, in order."""
+
+    last: float = field(default_factory=time.perf_counter)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def mark(self, name: str) -> None:
+        """Count the time since the last mark as `name`."""
+        now = time.perf_counter()
+        self.seconds[f"time/{name}_s"] = now - self.last
+        self.last = now
+
 
 RUN = in_group("Run", MetricSpec("step", "training step", column=Column(6)))
 
@@ -13,6 +31,16 @@ REWARDS = in_group(
     MetricSpec("reward/std", "standard deviation of the rewards; with 0 there is nothing to learn from", "std(r)"),
     MetricSpec("reward/max", "best reward of the step", "max(r)"),
     MetricSpec("reward/min", "worst reward of the step", "min(r)"),
+    MetricSpec(
+        "reward/reference_kl", "what the KL to the reference takes from a reward; reward/mean is before that",
+        "kl_reward_coef * mean over samples of the sum of their tokens' estimates",
+        only_with="--rollout-kl-reward-coef",
+        usual=UsualRange(
+            "the KL takes more from a reward than many rewards are",
+            "Lower --rollout-kl-reward-coef: the KL is summed over a response, so that long ones pay more.",
+            low=-1, high=1,
+        ),
+    ),
     MetricSpec("response_length/mean", "tokens per response", label="response length"),
     MetricSpec(
         "eval/", "reward, response_length, length_fraction of held-out prompts; failed: how many failed",
@@ -60,6 +88,9 @@ SPEED = in_group(
     MetricSpec("time/collect_s", "seconds waiting for samples and rewards"),
     MetricSpec(
         "time/score_s", "seconds from samples to training: advantages, and the log-prob pass if there is one"
+    ),
+    MetricSpec(
+        "time/reference_s", "seconds getting the reference policy's log-probs; 0 without one"
     ),
     MetricSpec("time/save_s", "seconds writing samples", only_with="--rollout-save-trajectories"),
     MetricSpec("time/train_s", "seconds in forward, backward and optimizer"),

@@ -238,7 +238,8 @@ EVERYTHING = RolloutCorrectionConfig(
     rollout_m2_threshold=0.04, rollout_batch_filter_kl=0.01, diagnostics_only=True,
     loss="dapo", clip_ratio_low=0.1, clip_ratio_high=0.3, clip_ratio_c=None,
     loss_aggregation="seq-mean-token-sum-norm", loss_scale_length=512.0, loss_denominator="kept",
-    entropy_coef=1e-3, advantage="group_mean",
+    entropy_coef=1e-3, advantage="group_mean", kl_loss_coef=0.01, kl_loss_type="k3+", kl_reward_coef=0.02,
+    kl_reward_type="k2", sampler_kl_coef=0.03, sampler_kl_type="k3",
 )
 YAML_OURS = """
 rollout_is: geometric
@@ -261,6 +262,12 @@ loss_scale_length: 512
 loss_denominator: kept
 entropy_coef: 1e-3
 advantage: group_mean
+kl_loss_coef: 1e-2
+kl_loss_type: k3+
+kl_reward_coef: 0.02
+kl_reward_type: k2
+sampler_kl_coef: 0.03
+sampler_kl_type: k3
 """
 YAML_MIXED = """
 rollout_correction:
@@ -283,6 +290,12 @@ rollout_correction:
   loss_denominator: kept
   entropy_coeff: 0.001
   advantage: group_mean
+  reference_policy_kl_penalty: 0.01
+  reference_policy_kl_type: low_var_kl+
+  kl_reward_coef: 0.02
+  kl_reward_type: k2
+  sampler_kl_coef: 0.03
+  sampler_kl_type: k3
 """
 FLAGS = (
     "--rollout-is", "geometric", "--rollout-is-mode", "clip", "--rollout-is-threshold", "0.25_4",
@@ -292,6 +305,8 @@ FLAGS = (
     "--rollout-clip-ratio-high", "0.3", "--rollout-clip-ratio-c", "none",
     "--rollout-loss-aggregation", "seq-mean-token-sum-norm", "--rollout-loss-scale-length", "512",
     "--rollout-loss-denominator", "kept", "--rollout-entropy-coef", "0.001", "--rollout-advantage", "group_mean",
+    "--rollout-kl-loss-coef", "0.01", "--rollout-kl-loss-type", "k3+", "--rollout-kl-reward-coef", "0.02",
+    "--rollout-kl-reward-type", "k2", "--rollout-sampler-kl-coef", "0.03", "--rollout-sampler-kl-type", "k3",
 )
 
 
@@ -299,8 +314,7 @@ def test_every_field_when_set_from_yaml_flags_or_python_then_one_configuration(t
     # No field may keep its default here, or the comparison would say nothing about it.
     default = dataclasses.asdict(RolloutCorrectionConfig())
     same = [name for name, value in dataclasses.asdict(EVERYTHING).items() if default[name] == value]
-    # Two policies exclude what needs the whole batch; the launcher has no reference policy for a KL.
-    assert same == ["bypass_mode", "kl_loss_coef", "kl_loss_type"]
+    assert same == ["bypass_mode"]  # two policies exclude what needs the whole batch
     assert from_yaml(tmp_path, YAML_OURS) == EVERYTHING
     assert from_yaml(tmp_path, YAML_MIXED) == EVERYTHING
     assert from_flags(*FLAGS) == EVERYTHING
@@ -610,7 +624,7 @@ def test_setting_when_wrong_then_flag_rule_value_and_remedy(settings, words):
         ),
         (
             {"kl_loss_type": "k1"},
-            "`kl_loss_type` has no effect without `kl_loss_coef`; give it, or drop both",
+            "`kl_loss_type` k1 has no effect without `kl_loss_coef`; drop it, or add `kl_loss_coef`",
         ),
         (
             {"bypass_mode": True, "rollout_is": "token"},

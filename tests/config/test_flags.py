@@ -39,6 +39,7 @@ DEFAULTS = CLIENT | {
     "save_trajectories": None,
     "router_replay": "off", "router_replay_min_agreement": None, "expert_statistics": False,
     "weight_transport": "distributed", "weight_dir": None, "verify_push": "checksum",
+    "reference_checkpoint": None,
     "reward_function": "reward.py:reward", "reward_workers": None, "reward_timeout_s": 120.0,
     "on_failed_reward": None, "max_failed_fraction": 0.05,
 }  # fmt: skip
@@ -54,6 +55,24 @@ def test_parse_when_only_what_is_required_is_given_then_the_defaults():
     config, options = parse(REQUIRED)
     assert config == RolloutCorrectionConfig()
     assert asdict(options) == DEFAULTS
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (("--rollout-reference-checkpoint", "other"),
+         "--rollout-reference-checkpoint other has no effect without a penalty; add --rollout-kl-loss-coef or "
+         "--rollout-kl-reward-coef, or drop it"),
+        (("--rollout-kl-reward-type", "k2"),
+         "--rollout-kl-reward-type k2 has no effect without --rollout-kl-reward-coef; drop it, or add "
+         "--rollout-kl-reward-coef"),
+        (("--rollout-kl-reward-coef", "1", "--rollout-kl-reward-type", "unbiased"),
+         "--rollout-kl-reward-type must be one of k1, k2, k3; got 'unbiased'"),
+        (("--rollout-sampler-kl-coef", "-1"), "--rollout-sampler-kl-coef must be at least 0, got -1; 0 turns it off"),
+    ],
+)  # fmt: skip
+def test_kl_flags_when_they_can_not_act_then_refused(given, told):
+    assert refusal(*REQUIRED, *given) == told
 
 
 def test_parse_when_mixed_with_megatrons_flags_then_only_ours_are_taken():

@@ -1,6 +1,7 @@
 """Every policy loss by hand: where it cuts and where it does not, weights, masks, penalties, metrics, gradients."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from megatron_rl_corr.config.losses import AGGREGATIONS, LOSSES
 from megatron_rl_corr.core.aggregation import token_coefficients
 from megatron_rl_corr.core.correction import Correction, Lengths
 from megatron_rl_corr.core.losses import policy_loss
-from megatron_rl_corr.core.losses.penalties import reference_kl
+from megatron_rl_corr.core.losses.kl import reference_kl, reward_kl, sampler_kl
+from megatron_rl_corr.parallel.collectives import ParallelGroups
 
 NAN, INF = float("nan"), float("inf")
 CONFIG = RolloutCorrectionConfig(clip_ratio_low=0.2, clip_ratio_high=0.3, clip_ratio_c=None)
@@ -279,11 +281,16 @@ def test_ppo_clip_when_there_is_no_dual_clip_then_the_ratio_stops_at_e20():
         ("k1", -100.0, -100.0, 1.0),
         ("k2", -29.0, 420.5, -29.0),
         ("k3", 29.0, 10.0, 0.0),  # 28: clamped
+        ("k3+", 0.5, math.exp(-0.5) - 1 + 0.5, 0.5),  # the value of k3, the gradient of k2
+        ("k3+", -3.0, 10.0, -3.0),
+        # ratio 2: twice k3, and the gradient of r k3 = 2 (k3 + 1 - e^-d) = 2 d
+        ("unbiased", 0.5, 2 * (math.exp(-0.5) - 1 + 0.5), 1.0),
+        ("unbiased", -19.0, 20.0, -38.0),  # where k3 + 1 - e^-d in float32 would be nothing but rounding
     ],
 )
 def test_reference_kl_when_policies_differ_then_by_hand(kind, difference, value, gradient):
     logprobs = torch.tensor([difference - 1.0], requires_grad=True)
-    kl = reference_kl(logprobs, torch.tensor([-1.0]), torch.tensor([True]), kind)
+    kl = reference_kl(logprobs, torch.tensor([-1.0]), torch.tensor([True]), kind, ratio=torch.tensor([2.0]))
     kl.sum().backward()
     assert kl.tolist() == pytest.approx([value], rel=1e-5)
     assert logprobs.grad.tolist() == pytest.approx([gradient], rel=1e-5, abs=1e-6)
@@ -302,6 +309,69 @@ def test_penalties_when_coefficients_are_set_then_added_unweighted():
         policy_loss("ppo_clip", *arguments, entropy=torch.tensor([5.0]))
     with pytest.raises(ValueError, match="`entropy_coef` needs the entropy of each token"):
         policy_loss("ppo_clip", *arguments, ref_logprobs=torch.tensor([-3.0]))
+
+
+@pytest.mark.parametrize(
+    "kind, difference, value, gradient",
+    [("squared", 0.5, 0.25, 1.0), ("squared", -30.0, 900.0, -60.0), ("k3", 0.5, math.exp(0.5) - 1.5, math.exp(0.5) - 1),
+     ("k3", -2.0, math.exp(-2.0) + 1, math.exp(-2.0) - 1), ("k3", 3.0, 10.0, 0.0)],
+)  # fmt: skip
+def test_sampler_kl_when_the_policy_has_moved_then_by_hand(kind, difference, value, gradient):
+    logprobs = torch.tensor([difference - 1.0, 0.0], requires_grad=True)  # D = log pi_theta - log pi_rollout
+    kl = sampler_kl(logprobs, torch.tensor([-1.0, math.nan]), torch.tensor([True, False]), kind)
+    kl.sum().backward()
+    assert kl.tolist() == pytest.approx([value, 0.0], rel=1e-5)
+    assert logprobs.grad.tolist() == pytest.approx([gradient, 0.0], rel=1e-5)
+
+
+def test_unbiased_kl_when_older_weights_have_sampled_then_weighed_by_the_whole_ratio():
+    # r = e^0.2, w = 3, d = 0.5; one token is rejected, one has no log-prob under the reference.
+    given = [torch.tensor([x] * 3) for x in (-1.0, -1.2, 0.0)]
+    config = RolloutCorrectionConfig(kl_loss_coef=0.1, kl_loss_type="unbiased")
+    reference, k3 = torch.tensor([-1.5, -1.5, math.nan]), math.exp(-0.5) - 0.5
+    for settings, weight in ((config, 3.0), (replace(config, bypass_mode=True), 1.0)):
+        metrics, now = {}, given[0].clone().requires_grad_()
+        losses = policy_loss(
+            "ppo_clip", now, *given[1:], correction_of([3.0] * 3, [True, False, True]), settings,
+            ref_logprobs=reference, metrics=metrics,
+        )  # fmt: skip
+        losses.sum().backward()
+        ratio = math.exp(0.2) * weight
+        assert losses.tolist() == pytest.approx([0.1 * ratio * k3, 0.0, 0.0], rel=1e-5)
+        assert now.grad.tolist() == pytest.approx([0.1 * ratio * 0.5, 0.0, 0.0], rel=1e-5)
+        assert metrics["reference_kl"].value() == pytest.approx(ratio * k3, rel=1e-5)
+        assert metrics["reference_missing"].value() == 1
+
+
+def test_k3_plus_when_the_policy_samples_itself_then_its_mean_gradient_is_that_of_the_kl():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(7, generator=generator, dtype=torch.float64)
+    theirs = torch.randn(7, generator=generator, dtype=torch.float64).log_softmax(0)
+
+    def gradient(value_of):
+        leaf = logits.clone().requires_grad_()
+        value_of(leaf.log_softmax(0)).backward()
+        return leaf.grad
+
+    def mean_of(kind):  # the mean over the policy's own samples, of which id i comes with its probability
+        share, all_ids = logits.softmax(0), torch.ones(7, dtype=torch.bool)
+        return gradient(lambda own: (share * reference_kl(own, theirs, all_ids, kind)).sum())
+
+    kl = gradient(lambda own: (own.exp() * (own - theirs)).sum())
+    other_way = gradient(lambda own: (theirs.exp() * (theirs - own)).sum())
+    for kind, expected in (("k1", torch.zeros(7)), ("k2", kl), ("k3+", kl), ("k3", other_way)):
+        assert mean_of(kind).tolist() == pytest.approx(expected.tolist(), rel=1e-5, abs=1e-6)
+
+
+def test_reward_kl_when_log_probs_are_missing_then_the_rest_is_summed():
+    # d: 0.5, 1 | -0.2, and three tokens that do not count: not sampled, or not finite on one side
+    old = torch.tensor([-1.0, -1.0, -1.2, -1.0, math.nan, -1.0])
+    reference = torch.tensor([-1.5, -2.0, -1.0, -3.0, -1.0, -math.inf])
+    mask, ids = torch.tensor([True, True, True, False, True, True]), torch.tensor([0, 0, 1, 1, 1, 1])
+    for kind, expected in (("k1", [1.5, -0.2]), ("k2", [0.625, 0.02])):
+        config = RolloutCorrectionConfig(kl_reward_coef=0.1, kl_reward_type=kind)
+        taken = reward_kl(old, reference, mask, ids, num_sequences=2, config=config, groups=ParallelGroups())
+        assert taken.tolist() == pytest.approx([0.1 * kl for kl in expected])
 
 
 def test_policy_loss_when_the_name_is_unknown_or_sequences_are_missing_then_told():

@@ -46,6 +46,7 @@ from megatron_rl_corr.mcore.microbatches import microbatches
 from megatron_rl_corr.mcore.packed_batch import PackedBatch, broadcast_lengths, sequence_multiple
 from megatron_rl_corr.mcore.packing import PackLimits
 from megatron_rl_corr.mcore.packs import Packs
+from megatron_rl_corr.mcore.reference import less_reference_kl
 from megatron_rl_corr.mcore.sampling_masks import cut_sampling_masks, scatter_sampling_masks
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.models.names import NameTable
@@ -267,11 +268,12 @@ def run(model_dir, reference, spec):
 
 def step(
     model, layout, correction, batch, scored, settings, microbatch_count, config, *, updates=2, in_loss=False,
-    packs=None,
+    packs=None, reference=None,
 ):
     """Correct, and one forward and backward pass into the gradient buffers; the metrics of the step.
 
-    updates: of the batch; with more than one pi_old is `scored`. in_loss: the loss makes the correction.
+    updates: of the batch; with more than one pi_old is `scored`. in_loss: the loss makes the correction. reference:
+    log pi_ref of the labels.
     """
     groups = ParallelGroups(cp=layout.cp_group, dp_cp=layout.dp_cp_group)
     in_loss = in_loss or correction.bypass_mode
@@ -281,8 +283,10 @@ def step(
         inputs = make_bypass_loss_inputs(batch, correction, groups, group_size=GROUP_SIZE)
         metrics = batch_metrics(batch, inputs.correction, None, groups)
     elif scored is not None:
-        inputs = make_loss_inputs(batch, scored[0], correction, groups, group_size=GROUP_SIZE)
-        metrics = batch_metrics(batch, inputs.correction, scored[1], groups)
+        lowered, kl = less_reference_kl(batch, scored[0], reference, correction, groups)
+        inputs = make_loss_inputs(lowered, scored[0], correction, groups, group_size=GROUP_SIZE)
+        inputs = replace(inputs, ref_logprobs=reference)
+        metrics = batch_metrics(batch, inputs.correction, scored[1], groups) | kl
     positions = layout.dp_size * len(batch.tokens) * LENGTH
     if packs is not None:
         microbatch_count, positions = packs.count, packs.count * layout.dp_cp_group.size()

@@ -12,15 +12,14 @@ from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.config.losses import LOSS_KINDS
 from megatron_rl_corr.core.correction import Correction
-from megatron_rl_corr.core.losses.penalties import entropy_bonus, reference_kl
+from megatron_rl_corr.core.losses.penalties import entropy_bonus, kl_penalties
 from megatron_rl_corr.core.losses.ratio import PolicyLossInputs
-from megatron_rl_corr.core.metrics import Mean, Metric
+from megatron_rl_corr.core.metrics import Metric
 
 if TYPE_CHECKING:
     from megatron_rl_corr.parallel.collectives import ParallelGroups
@@ -44,6 +43,7 @@ def policy_loss(
     num_sequences: int | None = None,
     groups: ParallelGroups | None = None,
     ref_logprobs: Tensor | None = None,
+    rollout_logprobs: Tensor | None = None,
     entropy: Tensor | None = None,
     metrics: dict[str, Metric] | None = None,
 ) -> Tensor:
@@ -52,7 +52,7 @@ def policy_loss(
     Args:
         name: one of config.losses.LOSSES.
         logprobs: [T] log pi_theta, with the gradient.
-        old_logprobs, advantages, ref_logprobs: [T], without gradient.
+        old_logprobs, advantages, ref_logprobs, rollout_logprobs: [T], without gradient.
         seq_ids, num_sequences: [T] int64 in [0, num_sequences), for a loss about whole sequences (gspo).
         groups: for such a loss, where sequences are split over cp.
         entropy: [T] with gradient, for an entropy bonus.
@@ -67,14 +67,11 @@ def policy_loss(
         raise ValueError(f"`loss` {name} looks at whole sequences; pass seq_ids and num_sequences")
     inputs = PolicyLossInputs(logprobs, old_logprobs, advantages, correction, seq_ids, num_sequences, groups)
     loss = _formula(LOSS_KINDS[name].formula)(inputs, config, metrics=metrics)
-    if config.kl_loss_coef:
-        if ref_logprobs is None:
-            raise ValueError("`kl_loss_coef` needs a reference policy; pass ref_logprobs")
-        kl = reference_kl(logprobs, ref_logprobs, correction.mask, config.kl_loss_type)
-        loss = loss + config.kl_loss_coef * kl
-        if metrics is not None:
-            sums = torch.stack([kl.detach(), correction.mask.float()]).sum(dim=1, dtype=torch.float64)
-            metrics["reference_kl"] = Mean(sums)
+    kl = kl_penalties(
+        inputs, config, ref_logprobs=ref_logprobs, rollout_logprobs=rollout_logprobs, metrics=metrics
+    )
+    if kl is not None:
+        loss = loss + kl
     if config.entropy_coef:
         if entropy is None:
             raise ValueError("`entropy_coef` needs the entropy of each token's distribution; pass entropy")

@@ -1,0 +1,192 @@
+"""The reference policy on the trainer's own ranks: weights on the host that take the live ones' place for one pass.
+
+T tokens of this rank's batch, S sequences of this replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rl_corr.config.correction import RolloutCorrectionConfig
+from megatron_rl_corr.core.losses.kl import reward_kl
+from megatron_rl_corr.core.metrics import Mean, Metric
+from megatron_rl_corr.mcore import compat
+from megatron_rl_corr.mcore.batch import RolloutBatch
+from megatron_rl_corr.mcore.forward import LogprobSettings, compute_log_probs
+from megatron_rl_corr.mcore.packed_batch import PackedBatch
+from megatron_rl_corr.mcore.packs import Packs
+from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
+from megatron_rl_corr.models.shards import LocalParameter, ShardRanks, load_shards
+from megatron_rl_corr.moe.routes import Routes
+from megatron_rl_corr.parallel.collectives import ParallelGroups
+
+HOST = torch.device("cpu")
+
+
+class ReferenceWeights:
+    """This rank's weights of the reference policy, on the host.
+
+    Where `in_place`, the model has the reference's weights and the host the live ones: each pair is exchanged through a
+    copy of one tensor, so that the device holds one model and the host one more. Tensors stay where they are: a
+    parameter may be a view of the distributed optimizer's buffer, or be known to a graph by its address.
+
+    Args:
+        parameters: of this rank, all of them; whole and current, as within `compat.gathered_parameters`.
+    """
+
+    def __init__(self, parameters: Sequence[LocalParameter]):
+        self._live = list(parameters)
+        self._kept = [_on_host(parameter.tensor) for parameter in self._live]
+        self.are_in_place = False
+        """The model has the reference's weights: nothing may be pushed, saved or trained."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the host's memory."""
+        return sum(kept.nbytes for kept in self._kept)
+
+    def load(self, checkpoint: HFCheckpoint, ranks: ShardRanks) -> None:
+        """Take a Hugging Face checkpoint's weights. Raises ValueError as `load_shards`."""
+        pairs = zip(self._live, self._kept, strict=True)
+        loaded = [replace(parameter, tensor=kept) for parameter, kept in pairs]
+        load_shards(loaded, checkpoint, ranks)
+        # An expert bias is float32 from here on, in a tensor of its own.
+        self._kept = [parameter.tensor for parameter in loaded]
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Become the live weights, which must be whole and current."""
+        assert not self.are_in_place
+        for i, parameter in enumerate(self._live):
+            if self._kept[i].dtype == parameter.tensor.dtype:
+                self._kept[i].copy_(parameter.tensor)
+            else:  # an expert bias, which Megatron makes float32 in its first pass
+                self._kept[i] = _on_host(parameter.tensor)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within, the model has the reference's weights; after, byte for byte its own again, whatever was raised."""
+        assert not self.are_in_place
+        self.are_in_place, exchanged = True, 0
+        try:
+            for i in range(len(self._live)):
+                self._exchange(i)
+                exchanged += 1
+            yield
+        finally:
+            for i in range(exchanged):
+                self._exchange(i)
+            self.are_in_place = False
+
+    @torch.no_grad()
+    def _exchange(self, i: int) -> None:
+        live, kept = self._live[i].tensor, self._kept[i]
+        held = live.detach().clone()
+        live.copy_(kept)
+        if kept.dtype == held.dtype:
+            kept.copy_(held)
+        else:
+            self._kept[i] = _on_host(held)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """A copy on the host, in memory that a GPU copies from without a detour."""
+    kept = torch.empty_like(tensor, device=HOST, pin_memory=tensor.is_cuda)
+    return kept.copy_(tensor.detach())
+
+
+@dataclass(frozen=True)
+class ReferencePass:
+    """A forward-only pass of the model over a batch, under whatever weights it has then."""
+
+    model: list
+    optimizer: Any
+    batch: RolloutBatch | PackedBatch
+    settings: LogprobSettings
+    micro_batch_size: int
+    seq_length: int
+    packs: Packs | None = None
+
+    def gathered(self) -> AbstractContextManager:
+        """Context in which every rank holds whole, current parameters."""
+        return compat.gathered_parameters(self.model, self.optimizer)
+
+    def run(self) -> Tensor | None:
+        """Log-probs of the labels [T] on the last stage, of the distribution that was sampled; None on the others.
+
+        Routers choose by themselves, whatever --router-replay says: they are a part of the reference policy, and the
+        experts that the servers' policy chose are not those that it would choose.
+        """
+        scored = compute_log_probs(
+            self.model, self.batch, self.settings, micro_batch_size=self.micro_batch_size, seq_length=self.seq_length,
+            routes=Routes(), packs=self.packs,
+        )
+        return None if scored is None else scored[0]
+
+
+class Reference:
+    """The null form, without a KL penalty that needs a reference policy."""
+
+    def log_probs(self, forward: ReferencePass) -> Tensor | None:
+        """Log pi_ref of the batch's labels, [T] on the last stage, None on the others; every rank calls it."""
+
+    def end_batch(self, number: int) -> None:
+        """Reset the reference if it is time; the live weights must be whole and current.
+
+        Args:
+            number: batches trained so far, from the run's first start on.
+        """
+
+
+class LocalReference(Reference):
+    """A reference policy on the trainer's ranks.
+
+    Args:
+        weights: this rank's.
+        reset_every: batches after which it becomes the live policy; None: it stays.
+        reset_after: the batch after which it was last reset; 0: never.
+    """
+
+    def __init__(self, weights: ReferenceWeights, *, reset_every: int | None = None, reset_after: int = 0):
+        self.weights, self._every, self.reset_after = weights, reset_every, reset_after
+
+    def log_probs(self, forward: ReferencePass) -> Tensor | None:
+        with forward.gathered(), self.weights.in_place():
+            return forward.run()
+
+    def end_batch(self, number: int) -> None:
+        if self._every is not None and number % self._every == 0:
+            self.weights.take()
+            self.reset_after = number
+
+
+def less_reference_kl(
+    batch: RolloutBatch | PackedBatch, logprobs: Tensor, ref_logprobs: Tensor | None, config: RolloutCorrectionConfig,
+    groups: ParallelGroups,
+) -> tuple[RolloutBatch | PackedBatch, dict[str, Metric]]:
+    """The batch with its rewards lowered by the KL to the reference, and the metric of that; with no coefficient as is.
+
+    Args:
+        batch: this rank's tokens.
+        logprobs: [T] log pi_old (pi_rollout in bypass mode).
+        ref_logprobs: [T] log pi_ref.
+        config: kl_reward_coef and kl_reward_type.
+        groups: the ranks of the batch.
+    """
+    if not config.kl_reward_coef:
+        return batch, {}
+    taken = reward_kl(
+        logprobs, ref_logprobs, batch.flat(batch.loss_mask), batch.seq_ids, num_sequences=batch.num_sequences,
+        config=config, groups=groups,
+    )
+    sums = torch.stack([taken.sum(), torch.ones_like(taken).sum()])
+    if groups.cp_rank > 0:  # one of the ranks that share a sequence counts it
+        sums = torch.zeros_like(sums)
+    lowered = (batch.rewards.double() - taken).float()
+    return replace(batch, rewards=lowered), {"reward/reference_kl": Mean(sums)}
