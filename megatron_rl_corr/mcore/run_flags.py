@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from megatron.core import dist_checkpointing
 from megatron.training import checkpointing
 
 from megatron_rl_corr.mcore import compat
@@ -46,6 +47,7 @@ def check_megatron_arguments(args: argparse.Namespace) -> None:
             "are loaded over theirs; convert the checkpoint to Hugging Face format, or leave the flag out"
         )
     check_begin(args)
+    check_layers(args)
     if args.iterations_to_skip:
         raise ValueError(
             f"--iterations-to-skip {args.iterations_to_skip}: samples of a step that is skipped would train a later "
@@ -143,6 +145,29 @@ def check_begin(args: argparse.Namespace) -> None:
         )
     if named is not None and vars(args).get("override_ckpt_iteration") == 0:
         raise ValueError(f"--override-ckpt-iteration 0 begins at iteration 0, where {over}; give 1 or more")
+
+
+def check_layers(args: argparse.Namespace) -> None:
+    """ValueError for a checkpoint whose layers have other names for their norms than the run's.
+
+    Megatron maps the names of one implementation to those of the other for dense layers with plain attention alone.
+    """
+    if not args.load or not (args.num_experts or args.multi_latent_attention):
+        return
+    tracker = Path(checkpointing.get_checkpoint_tracker_filename(args.load))
+    named = args.ckpt_step or (tracker.is_file() and tracker.read_text().strip())
+    folder = Path(checkpointing.get_checkpoint_name(args.load, int(named or 0), return_base_dir=True))
+    # Another format than Megatron's sharded one is loaded by torch, which names what is missing.
+    if not named or not dist_checkpointing.check_is_distributed_checkpoint(str(folder)):
+        return
+    saved = vars(dist_checkpointing.load_common_state_dict(str(folder))["args"])["transformer_impl"]
+    if saved != args.transformer_impl:
+        raise ValueError(
+            f"--transformer-impl {args.transformer_impl}: the checkpoint {folder} was saved with {saved}, whose layers "
+            "have other names, and Megatron does not load one into the other with experts or latent attention; give "
+            f"--transformer-impl {saved}, or convert the checkpoint to Hugging Face format for --rollout-hf-checkpoint "
+            "and leave --load out"
+        )
 
 
 def check_per_token_loss(args: argparse.Namespace) -> None:

@@ -355,6 +355,40 @@ def test_checkpoint_when_it_would_begin_at_iteration_0_then_refused_as_the_first
     assert found["taken"] == [None] * 6
 
 
+CASES["layers"] = """
+import pathlib, tempfile
+folder = pathlib.Path(tempfile.mkdtemp())
+pathlib.Path(checkpointing.get_checkpoint_tracker_filename(str(folder))).write_text("40")
+saved = {"iter_0000020": "local", "iter_0000040": "transformer_engine"}
+run_flags.dist_checkpointing = types.SimpleNamespace(
+    check_is_distributed_checkpoint=lambda path: pathlib.Path(path).name in saved,
+    load_common_state_dict=lambda path: {"args": types.SimpleNamespace(transformer_impl=saved[pathlib.Path(path).name])},
+)
+def said(impl, **given):
+    plain = {"load": str(folder), "ckpt_step": None, "num_experts": 8, "multi_latent_attention": False}
+    try:
+        run_flags.check_layers(types.SimpleNamespace(transformer_impl=impl, **(plain | given)))
+    except ValueError as error:
+        return str(error).replace(str(folder), "DIR")
+latent = {"num_experts": None, "multi_latent_attention": True}
+say(
+    refused=[said("local"), said("transformer_engine", ckpt_step=20), said("local", **latent)],
+    taken=[said("transformer_engine"), said("local", ckpt_step=20), said("local", num_experts=None),
+           said("local", ckpt_step=30), said("local", load=None)],
+)
+"""
+
+
+def test_checkpoint_when_its_layers_name_their_norms_otherwise_then_refused_with_the_remedy(results):
+    found = results["layers"]
+    expected = [("local", "DIR/iter_0000040", "transformer_engine"), ("transformer_engine", "DIR/iter_0000020", "local"),
+                ("local", "DIR/iter_0000040", "transformer_engine")]  # fmt: skip
+    for said, (impl, path, saved) in zip(found["refused"], expected, strict=True):
+        assert said.startswith(f"--transformer-impl {impl}: the checkpoint {path} was saved with {saved}, whose layers ")
+        assert f"give --transformer-impl {saved}, or convert the checkpoint to Hugging Face format" in said
+    assert found["taken"] == [None] * 5
+
+
 CASES["per token"] = """
 def said(per_token, fp16, batch, length):
     args = types.SimpleNamespace(
