@@ -28,7 +28,8 @@ def check_together(config: RolloutCorrectionConfig, run: RunConfig) -> None:
         raise ValueError(
             "`expert_statistics` watches the pass that computes old log-probs, which bypass mode leaves out; drop it"
         )
-    _check_one_update(config, run)
+    _check_recorded_routes(config, run)
+    _check_age(config, run)
 
 
 def _check_reference(config: RolloutCorrectionConfig, run: RunConfig) -> None:
@@ -40,14 +41,25 @@ def _check_reference(config: RolloutCorrectionConfig, run: RunConfig) -> None:
         )
 
 
-def _check_one_update(config: RolloutCorrectionConfig, run: RunConfig) -> None:
-    """ValueError for what has no effect while a batch makes one update (run.UPDATES_PER_BATCH)."""
-    if run.router_replay == "R2":
+def _check_recorded_routes(config: RolloutCorrectionConfig, run: RunConfig) -> None:
+    """ValueError for --router-replay R2 where no pass records routes, or their repetition has no effect."""
+    if run.router_replay != "R2":
+        return
+    if run.updates_of_batch == 1:
         raise ValueError(
             "`router_replay` R2 has no effect: it repeats the routes of the pass for old log-probs, and with one "
             "update a batch those are of the very weights that train; use R3, the servers' routes, or `router_replay` "
-            "off"
+            "off, or several updates with `updates_per_batch`"
         )
+    if config.bypass_mode:
+        raise ValueError(
+            "`router_replay` R2 repeats the routes of the pass that computes old log-probs, which bypass mode leaves "
+            "out; use R3, the servers' routes, or `router_replay` off"
+        )
+
+
+def _check_age(config: RolloutCorrectionConfig, run: RunConfig) -> None:
+    """ValueError for samples of older weights that nothing corrects."""
     corrected = config.changes_gradient or (config.bypass_mode and config.kind.has_ratio)
     if run.max_lag > 0 and not corrected:
         raise ValueError(
@@ -57,30 +69,32 @@ def _check_one_update(config: RolloutCorrectionConfig, run: RunConfig) -> None:
         )
 
 
-def check_given_clips(config: RolloutCorrectionConfig, given: Mapping[str, Any]) -> None:
+def check_given_clips(config: RolloutCorrectionConfig, given: Mapping[str, Any], updates: int) -> None:
     """ValueError for a clip given as a flag where it can't act.
 
     Args:
         config: the whole correction.
         given: the options of the command line, by field, as `flags.given_flags` returns them.
+        updates: that a batch makes, `RunConfig.updates_of_batch`.
 
     With three policies and one update a batch pi_old is the policy that is trained: r = 1, and no bound on r acts.
     Clips of a YAML file pass, as a peer's file describes its whole run, where they always stand; `idle_clips` names
     them.
     """
-    for name in _CLIPS if not config.bypass_mode else ():
+    for name in _CLIPS if updates == 1 and not config.bypass_mode else ():
         if name in given:
             raise ValueError(
                 f"`{name}` {given[name]} has no effect: a batch makes one update, so pi_old is the policy that is "
-                "trained, its ratio is 1 and nothing is clipped. Drop it; `bypass_mode` clips the ratio to pi_rollout, "
-                "and `rollout_is` with `rollout_is_threshold` bounds the weights"
+                "trained, its ratio is 1 and nothing is clipped. Drop it, or make several updates with "
+                "`updates_per_batch`; `bypass_mode` clips the ratio to pi_rollout, and `rollout_is` with "
+                "`rollout_is_threshold` bounds the weights"
             )
 
 
-def idle_clips(config: RolloutCorrectionConfig) -> str | None:
-    """One line for the user about clips of a YAML file that can't act; None where there are none."""
+def idle_clips(config: RolloutCorrectionConfig, updates: int) -> str | None:
+    """One line for the user about clips of a YAML file that can't act, with so many updates a batch; None: all can."""
     usual = RolloutCorrectionConfig()
     given = [f"`{name}` {getattr(config, name)}" for name in _CLIPS if getattr(config, name) != getattr(usual, name)]
-    if config.bypass_mode or not given:
+    if updates > 1 or config.bypass_mode or not given:
         return None
     return f"{', '.join(given)} of the configuration can't act: with one update a batch r = 1, and nothing is clipped"

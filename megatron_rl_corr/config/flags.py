@@ -141,8 +141,8 @@ def parse(arguments: Sequence[str]) -> tuple[RolloutCorrectionConfig, RunConfig]
     refuse_unknown(parser, others)
     try:
         config = correction_config(given)
-        check_given_clips(config, given)
         run = _run_config(given)
+        check_given_clips(config, given, run.updates_of_batch)
         check_together(config, run)
     except ValueError as error:
         raise ValueError(name_flags(error)) from error

@@ -79,8 +79,7 @@ class ExpertsConfig(Options):
 
     router_replay: Literal["off", "R2", "R3"] = option("off", flag="--router-replay")
     """Experts of a token in training: off as Megatron's routers choose, R3 as the servers did (start them with
-    --enable-return-routed-experts). R2, as they chose for the old log-probs, needs several updates a batch, which
-    there are not yet."""
+    --enable-return-routed-experts), R2 as they chose for the old log-probs, in each of several updates of a batch."""
 
     router_replay_min_agreement: Annotated[float | None, Between(-1, 1)] = option(
         None, flag="--router-replay-min-agreement", metavar="K", needs="router_replay=R3", usual=0.25

@@ -16,12 +16,10 @@ from typing import Annotated, Any, Literal
 from megatron_rl_corr.config.fields import Between, Options, Positive, option
 from megatron_rl_corr.config.policy import ExpertsConfig, ModelConfig, WeightSyncConfig
 from megatron_rl_corr.config.reference import ReferenceConfig
+from megatron_rl_corr.config.updates import UpdatesConfig
 
 ENGINES = {"sglang": "megatron_rl_corr.engines.sglang"}
 """The programs that servers may run, and the module that speaks to each."""
-
-UPDATES_PER_BATCH = 1
-"""Optimizer steps that a batch of samples makes. With one, pi_old is the policy that is trained: r = 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +34,7 @@ class SamplesConfig(Options):
     as eval/*."""
 
     group_size: Annotated[int, Positive()] = option(8, metavar="G")
-    """Samples of each prompt; --global-batch-size counts samples."""
+    """Samples of each prompt; --global-batch-size counts samples, those of one update."""
 
     max_new_tokens: Annotated[int, Positive()] = option(1024, metavar="N")
     """Longest response, in tokens; what an environment answers counts too."""
@@ -53,7 +51,7 @@ class SamplesConfig(Options):
 
     max_lag: Annotated[int, Between(0)] = option(0, metavar="K")
     """Sample ahead of training, from weights up to K versions old: servers and trainer work at the same time, and the
-    correction takes the age into account. 0: on-policy, one after the other."""
+    correction takes the age into account. 0: on-policy, one after the other. A version is a push, one a batch."""
 
     stale_samples: Literal["keep", "drop"] = option("keep", needs="max_lag")
     """Samples that took so long that they are more than `max_lag` versions old: keep corrects them like the others,
@@ -196,7 +194,7 @@ class LogsConfig(Options):
     replica. It needs the pass that computes old log-probs, except in bypass mode."""
 
 
-TOPICS = (ServersConfig, SamplesConfig, RewardsConfig, EnvironmentConfig, ModelConfig, ReferenceConfig,
+TOPICS = (ServersConfig, SamplesConfig, RewardsConfig, EnvironmentConfig, UpdatesConfig, ModelConfig, ReferenceConfig,
           WeightSyncConfig, ExpertsConfig, LogsConfig)  # fmt: skip
 
 

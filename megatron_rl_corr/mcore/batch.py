@@ -36,7 +36,7 @@ class BatchShape:
     """Sizes of a step's batch, on every rank alike. Example: 64 samples, 8 a prompt, 2 a microbatch, 4096 positions."""
 
     global_batch_size: int
-    """Samples of all replicas."""
+    """Samples of an update, of all replicas."""
     group_size: int
     """Samples of a prompt."""
     micro_batch_size: int
@@ -45,25 +45,33 @@ class BatchShape:
     """Positions of a whole row."""
     packing: PackLimits | None = None
     """Of packed sequences; None: padded rows."""
+    updates: int = 1
+    """--rollout-updates-per-batch: parts that the collected samples are cut into."""
 
     @property
     def positions(self) -> int:
-        """All positions of the global batch, padding included."""
+        """All positions of an update's global batch, padding included."""
         return self.global_batch_size * self.seq_length
 
+    @property
+    def collected(self) -> int:
+        """Samples of a batch, of all replicas."""
+        return self.global_batch_size * self.updates
+
     def rows(self, dp_size: int) -> int:
-        """Samples of one of dp_size replicas.
+        """Samples of a batch on one of dp_size replicas.
 
         Raises ValueError where a prompt's samples would not stay on one replica.
         """
-        share = self.global_batch_size // dp_size
+        share = self.collected // dp_size
         if self.global_batch_size % dp_size or share % self.group_size:
+            times = f" x --rollout-updates-per-batch {self.updates}" if self.updates > 1 else ""
             raise ValueError(
-                f"--global-batch-size {self.global_batch_size} must be a multiple of --rollout-group-size "
+                f"--global-batch-size {self.global_batch_size}{times} must be a multiple of --rollout-group-size "
                 f"{self.group_size} times the data-parallel size {dp_size}: a prompt's samples stay on one replica"
             )
         several = 1 if self.packing is None else self.packing.count_multiple
-        if share % several:
+        if (self.global_batch_size // dp_size) % several:
             raise ValueError(
                 f"--rollout-pack-sequences: --global-batch-size {self.global_batch_size} over {dp_size} data-parallel "
                 f"ranks must be a multiple of {several}, as interleaved stages take so many microbatches at a time"
@@ -192,6 +200,19 @@ class RolloutBatch:
         by_column += [] if self.turn_ids is None else ["turn_ids"]
         cut = {name: getattr(self, name).index_select(1, columns) for name in by_column}
         return replace(self, **cut, position_ids=self.position_ids[columns], ends=self._ends())
+
+    def part(self, samples: Sequence[int] | np.ndarray) -> RolloutBatch:
+        """These rows of the batch, by their places in it, in this order."""
+        rows, masks = torch.as_tensor(samples, device=self.tokens.device), self.sampling_masks
+        names = ("tokens", "labels", "loss_mask", "rollout_logprobs", "rewards", "group_ids", "version_lags",
+                 "turn_ids", "ends")  # fmt: skip
+        cut = {name: getattr(self, name)[rows] for name in names if getattr(self, name) is not None}
+        return replace(self, **cut, sampling_masks=masks and masks.at(self.host_places_of(samples)))
+
+    def host_places_of(self, samples: Sequence[int] | np.ndarray) -> np.ndarray:
+        """The places of these samples' tokens among the T, [T'] int64, on the host."""
+        length = self.tokens.shape[1]
+        return (np.asarray(samples, dtype=np.int64)[:, None] * length + np.arange(length)).reshape(-1)
 
     @property
     def padding(self) -> Tensor:

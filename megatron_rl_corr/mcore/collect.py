@@ -82,7 +82,7 @@ class Collector:
         self._failed_fraction = FailedFraction(options.max_failed_fraction)
         self._prompts = prompts
         # Without failures, a step's groups are those of one slice of the sequence.
-        first = steps[0] * shape.global_batch_size // shape.group_size
+        first = steps[0] * shape.collected // shape.group_size
         cursor = Cursor(first) if saved is None else saved.cursor_of(prompts)
         self._failed_prompts = FailedPrompts(len(prompts)) if saved is None else saved.failed_of(prompts)
         self._sampler = sampler = GroupSampler(

@@ -212,9 +212,46 @@ def was_skipped(result: tuple) -> bool:
     return bool(result[1])
 
 
+def without_losses(result: tuple) -> tuple:
+    """The result of a skipped step, for another one that was not made: no losses to average, the rest as it is."""
+    return ({}, *result[1:])
+
+
 def is_leaving(result: tuple) -> bool:
     """Whether `train_step` ends the run before its update, as the rerun state machine asks for."""
     return bool(result[3])
+
+
+def asks_for_checkpoint(result: tuple) -> bool:
+    """Whether `train_step` ends the run with a checkpoint of the weights that its update would have changed."""
+    return bool(result[2])
+
+
+def stays(result: tuple) -> tuple:
+    """The result of a step that would leave with a checkpoint, as that of a skipped one; the exit code stays.
+
+    The rerun state machine goes on as if it had found nothing: what it would run again is not in a later checkpoint.
+    """
+    from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
+
+    get_rerun_state_machine().state = RerunState.NOT_RUNNING_YET
+    losses, _, _, _, *rest = result
+    return (losses, 1, False, False, *rest)
+
+
+@contextlib.contextmanager
+def leaving(leaves: bool) -> Iterator[None]:
+    """Within, `checkpoint_and_decide_exit` saves and leaves, if `leaves`, as at an --exit-interval."""
+    from megatron.training import training
+
+    args = training.get_args()
+    interval = args.exit_interval
+    if leaves:
+        args.exit_interval = 1
+    try:
+        yield
+    finally:
+        args.exit_interval = interval
 
 
 def unwrapped(model: list) -> list:

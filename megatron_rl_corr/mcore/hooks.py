@@ -1,12 +1,13 @@
 """Puts the corrected step into an unmodified Megatron: what is replaced, where, and by what.
 
-Five functions: those that add arguments, set up the model and save it, the train step, and the one that names the file
-which makes a checkpoint a finished one.
+Six functions: those that add arguments, set up the model and save it, the train step, the one that decides behind it
+whether to save or leave, and the one that names the file which makes a checkpoint a finished one.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import math
 import sys
@@ -60,7 +61,11 @@ TRACKER = Hook(
     checkpointing, "get_checkpoint_tracker_filename", ("checkpoints_path",),
     "within a save, the places are written first; then the original",
 )
-HOOKS = (ARGUMENTS, SET_UP, TRAIN_STEP, SAVE, TRACKER)
+DECIDE_EXIT = Hook(
+    training, "checkpoint_and_decide_exit", ("iteration",),
+    "within a batch of several updates nobody saves or leaves; else the original",
+)
+HOOKS = (ARGUMENTS, SET_UP, TRAIN_STEP, SAVE, TRACKER, DECIDE_EXIT)
 
 CONSOLE = {
     "reward/mean": "rollout reward",
@@ -83,6 +88,8 @@ class CorrectedTraining:
         self.session: session.Session | None = None
         self._numbers: dict[str, float] = {}
         """The last step's, on the rank that reports; empty on others."""
+        self._shown: dict[str, float] = {}
+        """The last batch's numbers in Megatron's own log line, which averages over steps."""
 
     def wrap_set_up(self, original: Callable) -> Callable:
         """Wraps `setup_model_and_optimizer`: the run starts after it."""
@@ -99,6 +106,7 @@ class CorrectedTraining:
             if self._options.pack_sequences:
                 run_flags.set_packed(settings)
             model, optimizer, scheduler = original(*args, **kwargs)
+            all_reduce_startup(lambda: run_flags.check_loaded_iteration(settings))
             megatron = session.MegatronRun(settings, model, optimizer, _encode)
             self.session = session.start(self._config, self._options, megatron, self._numbers.update)
             return model, optimizer, scheduler
@@ -124,7 +132,8 @@ class CorrectedTraining:
             losses, *rest = result
             self._all_reduce_evaluation(iteration + 1)
             self._write_report()
-            return (losses | _console_losses(self._numbers), *rest)
+            self._shown |= {name: self._numbers[name] for name in CONSOLE if name in self._numbers}
+            return (losses | _console_losses(self._shown), *rest)
 
         return train_step
 
@@ -139,6 +148,25 @@ class CorrectedTraining:
                 return original(iteration, *args, **kwargs)
 
         return save_checkpoint
+
+    def wrap_decide_exit(self, original: Callable) -> Callable:
+        """Wraps `checkpoint_and_decide_exit`: what a signal or a time limit asks for within a batch waits for its end.
+
+        A checkpoint does not hold a batch, and what is left of it would be lost.
+        """
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def checkpoint_and_decide_exit(*args, **kwargs):
+            iteration = signature.bind(*args, **kwargs).arguments["iteration"]
+            if self.session is None:
+                return original(*args, **kwargs)
+            if iteration % self._options.updates_of_batch:
+                return False
+            with compat.leaving(self.session.step.leaves_after_batch):
+                return original(*args, **kwargs)
+
+        return checkpoint_and_decide_exit
 
     def close(self) -> None:
         """Leave the servers, if they were reached."""
@@ -184,7 +212,8 @@ def install(config: RolloutCorrectionConfig, options: RunConfig, report: Report)
     for hook in HOOKS:
         checked(hook.module, hook.name, hook.parameters)
     run = CorrectedTraining(config, options, report)
-    wraps = (with_our_flags, run.wrap_set_up, run.wrap_train_step, run.wrap_save, checkpoint_cursor.written_before)
+    wraps = (with_our_flags, run.wrap_set_up, run.wrap_train_step, run.wrap_save, checkpoint_cursor.written_before,
+             run.wrap_decide_exit)  # fmt: skip
     for hook, wrap in zip(HOOKS, wraps, strict=True):
         replace(hook.module, hook.name, hook.parameters, wrap)
     return run.close

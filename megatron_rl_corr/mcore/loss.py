@@ -13,7 +13,6 @@ from torch import Tensor
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.config.rules import RULE_INPUTS, inputs_of
-from megatron_rl_corr.config.run import UPDATES_PER_BATCH
 from megatron_rl_corr.core.advantages import group_advantages
 from megatron_rl_corr.core.aggregation import token_coefficients
 from megatron_rl_corr.core.correction import Correction, compute_correction
@@ -203,9 +202,11 @@ class CorrectedLoss:
     """A pass for old log-probs has made the batch's correction; else each microbatch's is made here."""
     groups: ParallelGroups | None = None
     """For a loss or a correction of whole sequences."""
-    updates: int = UPDATES_PER_BATCH
+    updates: int = 1
     """Optimizer steps that the batch makes. With one, pi_old is the current policy, taken here: it has the dropout,
     the kernels and the rounding of this very pass, so r = 1 exactly."""
+    bounds_kl: bool = False
+    """Measure the KL to pi_old for the decision whether the batch goes on."""
     first_step: bool = False
     """Measure the KL to the servers' log-probs on tokens that were sampled by the weights that are trained."""
     metrics: dict[int, dict[str, Metric]] = field(default_factory=dict)
@@ -227,12 +228,14 @@ class CorrectedLoss:
             correction = self._correct(micro, current)
             corrected = correction.metrics
             metrics["entropy"] = mean_entropy(entropy, correction.valid)
+        old = self._old_logprobs(inputs, current)
         losses = policy_loss(
-            config.loss, logprobs, self._old_logprobs(inputs, current), inputs.advantages, correction, config,
+            config.loss, logprobs, old, inputs.advantages, correction, config,
             entropy=entropy, metrics=metrics, seq_ids=micro.seq_ids, num_sequences=micro.num_sequences,
             groups=self.groups, ref_logprobs=inputs.ref_logprobs, rollout_logprobs=inputs.rollout_logprobs,
         )
-        parts = {"loss": metrics, "rollout_corr": corrected, "decision": self._decision(inputs, correction, current)}
+        decision = self._decision(inputs, correction, current, old)
+        parts = {"loss": metrics, "rollout_corr": corrected, "decision": decision}
         self.metrics[micro.index] = {
             f"{prefix}/{name}": metric for prefix, part in parts.items() for name, metric in part.items()
         }
@@ -256,12 +259,15 @@ class CorrectedLoss:
         )
 
     @torch.no_grad()
-    def _decision(self, inputs: LossInputs, correction: Correction, current: Tensor) -> dict[str, Metric]:
+    def _decision(
+        self, inputs: LossInputs, correction: Correction, current: Tensor, old: Tensor
+    ) -> dict[str, Metric]:
         """What decides whether the step updates the weights.
 
         kept: tokens in the loss. pulling: those of them that have a gradient, as weight x advantage is not 0 (with an
         entropy bonus each has, with a KL penalty those that are not where it pulls them). first_step_kl: mean k3 over
         the tokens that were sampled by the trainer's own weights.
+        kl_to_old: mean k3 between pi_old and the policy over the tokens in the loss.
         """
         pulling, config = correction.mask, self.config
         if not config.entropy_coef:
@@ -276,15 +282,17 @@ class CorrectedLoss:
         }
         if self.first_step:
             decision["first_step_kl"] = mean_k3(current, inputs.rollout_logprobs, inputs.own_weights)
+        if self.bounds_kl:
+            decision["kl_to_old"] = mean_k3(current, old, correction.mask)
         return decision
 
 
-def mean_k3(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Mean:
-    """Mean of e^D - 1 - D over the tokens [T] of the mask that the server gave a log-prob for; D = log-ratio.
+def mean_k3(logprobs: Tensor, sampled_logprobs: Tensor, mask: Tensor) -> Mean:
+    """Mean of e^D - 1 - D over the tokens [T] of the mask whose sampled_logprobs are finite; D = log-ratio of the two.
 
     NaN where one of `logprobs` is NaN, or where no token is left.
     """
-    mask = mask & rollout_logprobs.isfinite()
-    d = torch.where(mask, logprobs.double() - rollout_logprobs.double(), 0.0)
+    mask = mask & sampled_logprobs.isfinite()
+    d = torch.where(mask, logprobs.double() - sampled_logprobs.double(), 0.0)
     k3 = as_exponent(d).expm1() - d
     return Mean(torch.stack([k3.sum(), mask.sum(dtype=torch.float64)]))

@@ -27,6 +27,7 @@ def check_megatron_arguments(args: argparse.Namespace) -> None:
     if args.rollout_pack_sequences:
         check_packed(args)
     check_per_token_loss(args)
+    check_updates(args)
     if args.yaml_cfg is not None:
         raise ValueError(
             "--yaml-cfg replaces every flag, the rollout ones too; give Megatron's settings as flags"
@@ -58,8 +59,7 @@ def check_megatron_arguments(args: argparse.Namespace) -> None:
             f"--eval-iters {args.eval_iters}: evaluation would score the script's data set, not rollouts; "
             "use --eval-iters 0, and --rollout-eval-prompts for rollouts on held-out prompts"
         )
-    # With --train-samples Megatron works out the iterations later, while it sets up the optimizer.
-    steps = args.train_iters if args.train_samples is None else args.train_samples // args.global_batch_size
+    steps = _steps(args)
     if args.rollout_eval_prompts and not 0 < (args.eval_interval or 0) <= steps:
         raise ValueError(
             f"--rollout-eval-prompts would never be asked: --eval-interval {args.eval_interval}, the steps from one "
@@ -126,6 +126,47 @@ def set_packed(args: argparse.Namespace) -> None:
         args.variable_seq_lengths = True
         # Megatron refuses its default with that, also for dense models, which dispatch nothing.
         args.moe_token_dispatcher_type = "alltoall"
+
+
+def _steps(args: argparse.Namespace) -> int:
+    """Iterations of the run; with --train-samples Megatron works them out later, while it sets up the optimizer."""
+    return args.train_iters if args.train_samples is None else args.train_samples // args.global_batch_size
+
+
+def check_updates(args: argparse.Namespace) -> None:
+    """ValueError for a run that would end, save or evaluate within a batch: a checkpoint does not hold the batch."""
+    updates = args.rollout_updates_per_batch * args.rollout_epochs_per_batch
+    values = vars(args)
+    steps = "--train-iters" if args.train_samples is None else "--train-samples / --global-batch-size"
+    counted = [(steps, _steps(args)), ("--exit-interval", args.exit_interval)]
+    if args.save:
+        names = ("save_interval", "non_persistent_save_interval")
+        counted += [(f"--{name.replace('_', '-')}", values[name]) for name in names]
+    if args.rollout_eval_prompts:
+        counted.append(("--eval-interval", args.eval_interval))
+    if args.adlr_autoresume:
+        counted.append(("--adlr-autoresume-interval", args.adlr_autoresume_interval))
+    # From 0.16 on.
+    counted += [("--phase-transition-iterations", at) for at in values.get("phase_transition_iterations") or ()]
+    for name, value in counted:
+        if value and value % updates:
+            raise ValueError(
+                f"{name} {value} must be a multiple of {updates}, the updates that a batch makes "
+                f"(--rollout-updates-per-batch {args.rollout_updates_per_batch} x --rollout-epochs-per-batch "
+                f"{args.rollout_epochs_per_batch}): a run saves, evaluates and ends between two batches"
+            )
+
+
+def check_loaded_iteration(args: argparse.Namespace) -> None:
+    """ValueError for a checkpoint that lies within a batch of this run: it was made with other updates a batch."""
+    updates = args.rollout_updates_per_batch * args.rollout_epochs_per_batch
+    if args.iteration % updates:
+        raise ValueError(
+            f"--load {args.load}: iteration {args.iteration} of the checkpoint is not a multiple of {updates}, the "
+            f"updates that a batch makes (--rollout-updates-per-batch {args.rollout_updates_per_batch} x "
+            f"--rollout-epochs-per-batch {args.rollout_epochs_per_batch}); give what it was trained with, or another "
+            "--ckpt-step"
+        )
 
 
 def check_begin(args: argparse.Namespace) -> None:

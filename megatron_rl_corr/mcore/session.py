@@ -12,8 +12,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
-from megatron_rl_corr.config.cross_checks import idle_clips
-from megatron_rl_corr.config.flags import name_flags
 from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.data.prompts import PromptDataset
 from megatron_rl_corr.data.rewards import Rewards
@@ -28,8 +26,10 @@ from megatron_rl_corr.mcore.packing import PackLimits, attention_share
 from megatron_rl_corr.mcore.policy_check import check_model, naming_checkpoint
 from megatron_rl_corr.mcore.reference_start import make_reference
 from megatron_rl_corr.mcore.sample_log import SampleLog
+from megatron_rl_corr.mcore.scoring import describe_start
 from megatron_rl_corr.mcore.server_check import broadcast_first_step, check_servers
-from megatron_rl_corr.mcore.step import CorrectedStep, describe_scoring
+from megatron_rl_corr.mcore.step import CorrectedStep
+from megatron_rl_corr.mcore.updates import Updates
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.models.names import NameTable
 from megatron_rl_corr.models.shards import LocalParameter, load_shards, local_parameters
@@ -126,7 +126,10 @@ def start(
     args, layout = megatron.args, compat.layout(sequence_parallel=megatron.args.sequence_parallel)
     if options.linear_logprobs:
         all_reduce_startup(lambda: compat.check_output_processor(compat.unwrapped(megatron.model)))
-    shape = BatchShape(group_size=options.group_size, packing=_packing(options, args), **megatron.shape)
+    shape = BatchShape(
+        group_size=options.group_size, packing=_packing(options, args), updates=options.updates_per_batch,
+        **megatron.shape,
+    )
     routes = _routes(options, megatron, layout)
     saved = checkpoint_cursor.broadcast_saved(args)
     parts = all_reduce_startup(lambda: _prepare(options, megatron, layout, shape, routes, saved))
@@ -142,7 +145,7 @@ def start(
         exporter, _weight_servers(options, exporter, client, loop), run_id, int(options.bucket_mib * 2**20)
     )
     with compat.gathered_parameters(megatron.model, megatron.optimizer):
-        push(args.iteration)
+        push(args.iteration // options.updates_of_batch)
     try:
         check_servers(options.server_check, collector.sampling, client, loop)
         first_step = broadcast_first_step(options.max_first_step_kl, args, client, loop)
@@ -151,19 +154,14 @@ def start(
         raise
     step = CorrectedStep(
         config=config, layout=layout, shape=shape, collector=collector, push=push, report=report, routes=routes,
+        updates=Updates(options.updates_per_batch, options.epochs_per_batch, options.max_kl_to_old, args.seed),
         logprobs=_logprobs(options, layout, client.vocab_size, megatron.model), log=parts.log, first_step=first_step,
         reference=reference,
     )
     if dist.get_rank() == 0:
-        for line in describe_start(config, step.scoring_reasons):
+        for line in describe_start(config, step.scoring_reasons, step.updates.count):
             print(f"[rollout] {line}", flush=True)
     return Session(step, parts.evaluation, parts.source, push.servers)
-
-
-def describe_start(config: RolloutCorrectionConfig, reasons: tuple[str, ...]) -> list[str]:
-    """Lines for the user: whether steps have a scoring pass and for what (reasons), and settings that can't act."""
-    lines = describe_scoring(config, reasons), idle_clips(config)
-    return [name_flags(line) for line in lines if line is not None]
 
 
 def _close(collector: Collector, servers: WeightServers, source: SampleSource) -> None:
@@ -182,9 +180,8 @@ def _prepare(
     with naming_checkpoint(options.hf_checkpoint):
         checkpoint = HFCheckpoint(options.hf_checkpoint)
     source = _source(options, megatron, layout, checkpoint.config["vocab_size"], routes)
-    collector = Collector(
-        options, layout, shape, source, steps=(args.iteration, args.train_iters), saved=saved, routes=routes
-    )
+    batches = (args.iteration // options.updates_of_batch, args.train_iters // options.updates_of_batch)
+    collector = Collector(options, layout, shape, source, steps=batches, saved=saved, routes=routes)
     evaluation = _evaluation(options, megatron, collector, source, layout)
     parameters = _parameters(checkpoint, args, megatron.model)
     if args.iteration == 0:

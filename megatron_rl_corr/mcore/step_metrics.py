@@ -57,10 +57,20 @@ UPDATE = in_group(
     MetricSpec(
         "skipped", "1 when the optimizer step was left out", label="skip",
         usual=UsualRange(
-            "all tokens rejected, all advantages 0, or a gradient not finite",
+            "all tokens rejected, all advantages 0, a gradient not finite, or a batch that ended early",
             "Widen the rejection bounds if the kept fraction is 0; look for prompts whose samples all have one reward "
-            "if reward/std is small; otherwise find the first NaN in the losses.", low=0, high=0,
+            "if reward/std is small; a batch that ended early (left_out) asks for fewer updates or a "
+            "smaller learning rate; otherwise find the first NaN in the losses.", low=0, high=0,
         ),
+    ),
+    MetricSpec(
+        "update", "which of its batch's updates the step is, from 1; rewards and correction are logged with the first",
+        only_with="--rollout-updates-per-batch",
+    ),
+    MetricSpec(
+        "left_out", "1 when the step was left out, as the policy was too far from pi_old",
+        "KL to pi_old (k3) > --rollout-max-kl-to-old, in this update or an earlier one of the batch",
+        only_with="--rollout-max-kl-to-old",
     ),
 )
 
@@ -107,6 +117,10 @@ STALENESS = in_group(
         "weight_lag", "weight versions that the oldest sample is behind the trained weights; 0 is on-policy",
         "max(version trained - version sampled)", "lag",
         column=Column(4, lambda lag: f"{lag:.1f}".removesuffix(".0")),
+    ),
+    MetricSpec(
+        "weight_lag_updates", "updates that the oldest sample is behind the trained weights",
+        "weight_lag x updates a batch + updates of this batch before the step", only_with="--rollout-updates-per-batch",
     ),
     MetricSpec("weight_lag_mean", "weight_lag averaged over samples", "mean(version trained - version sampled)"),
 )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -59,6 +60,9 @@ class Routes:
             compare_in_training: there is no pass for old log-probs, so the training pass compares, and the update waits
                 for `all_reduce_agreement`.
         """
+
+    def begin_update(self) -> None:
+        """Start an update of the step's samples, before `training`: what is compared there is counted anew."""
 
     def scoring(self) -> AbstractContextManager:
         """Context of the pass for old log-probs."""
@@ -152,13 +156,16 @@ class ReplayedRoutes(Routes):
     def begin_step(
         self, seq_ids: Tensor, positions: Tensor, *, samples: int, compare_in_training: bool
     ) -> None:
-        self._tokens, self._compare_in_training, self._agreement = len(seq_ids), compare_in_training, None
-        if self.given is not None:
-            self._agreement = RouteAgreement(
-                seq_ids, positions, samples=samples, layers=len(self.routers.layers),
-                experts=self.routers.shape.experts, softmax=self.routers.softmax,
-                parts=self._layout.router_group.size(),
-            )
+        self._tokens, self._compare_in_training = len(seq_ids), compare_in_training
+        self._new_agreement = partial(
+            RouteAgreement, seq_ids, positions, samples=samples, layers=len(self.routers.layers),
+            experts=self.routers.shape.experts, softmax=self.routers.softmax, parts=self._layout.router_group.size(),
+        )
+        self._agreement = None if self.given is None else self._new_agreement()
+
+    def begin_update(self) -> None:
+        if self._compare_in_training and self.given is not None:
+            self._agreement = self._new_agreement()
 
     def scoring(self) -> AbstractContextManager:
         observe = self._agreement and self._agreement.observe

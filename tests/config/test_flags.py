@@ -31,6 +31,7 @@ DEFAULTS = CLIENT | {
     "urls": ("http://a:30000", "http://b:30000"), "api_key_env": None,
     "hf_checkpoint": "model", "prompts": "prompts.jsonl", "eval_prompts": None,
     "allow_model_differences": False, "environment": None, "max_turns": None, "environment_timeout_s": None,
+    "updates_per_batch": 1, "epochs_per_batch": 1, "max_kl_to_old": None,
     "group_size": 8, "max_new_tokens": 1024, "temperature": 1.0, "max_lag": 0, "stale_samples": "keep",
     "pause_mode": "retract",
     "top_p": 1.0, "top_k": -1, "linear_logprobs": False, "fp32_lm_head": False, "inplace_gradient": False,
@@ -349,8 +350,8 @@ def test_clip_flags_when_the_ratio_is_1_then_refused_unless_it_is_the_ratio_to_t
     (tmp_path / "peer.yaml").write_text(f"{flag.removeprefix('--rollout-').replace('-', '_')}: {value}\n")
     config, _ = parse([*REQUIRED, "--rollout-correction-config", str(tmp_path / "peer.yaml")])
     assert float(value) in (config.clip_ratio_low, config.clip_ratio_high, config.clip_ratio_c)
-    assert name_flags(idle_clips(config)).startswith(f"{flag} {float(value)} of the configuration can't act")
-    assert idle_clips(replace(config, bypass_mode=True)) is None and idle_clips(RolloutCorrectionConfig()) is None
+    assert name_flags(idle_clips(config, 1)).startswith(f"{flag} {float(value)} of the configuration can't act")
+    assert idle_clips(replace(config, bypass_mode=True), 1) is None and idle_clips(RolloutCorrectionConfig(), 1) is None
 
 
 LAG = ["--rollout-max-lag", "2"]

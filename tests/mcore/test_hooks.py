@@ -10,14 +10,15 @@ START = """
 import json, sys, types
 from megatron_rl_corr.config.flags import parse
 from megatron.training import arguments, checkpointing, training
-from megatron_rl_corr.mcore import hooks, run_flags, session, versions
+from megatron_rl_corr.mcore import hooks, run_flags, scoring, session, versions
 FLAGS = ["--rollout-url", "http://127.0.0.1:9", "--rollout-hf-checkpoint", "m", "--rollout-prompts", "p",
          "--rollout-reward-function", "r.py:r"]
 def install():
     return hooks.install(*parse(FLAGS), lambda metrics, writer: None)
 def bound():
     return [arguments.add_megatron_arguments, training.setup_model_and_optimizer, training.train_step,
-            checkpointing.save_checkpoint, checkpointing.get_checkpoint_tracker_filename]
+            checkpointing.save_checkpoint, checkpointing.get_checkpoint_tracker_filename,
+            training.checkpoint_and_decide_exit]
 def say(**values):
     print("RESULT " + json.dumps({"case": name, **values}))
 """
@@ -98,7 +99,7 @@ say(
 
 def test_install_when_a_function_was_imported_before_then_every_name_of_it_is_bound_anew(results):
     found = results["imported before"]
-    assert found == {"case": "imported before", "renewed": [True] * 5, "names": [True] * 2, "left": True, "stale": []}
+    assert found == {"case": "imported before", "renewed": [True] * 6, "names": [True] * 2, "left": True, "stale": []}
 
 
 CASES["restart"] = """
@@ -110,7 +111,7 @@ class Step:
     def close(self):
         log.append(["close", self.number])
 session.start = lambda *args: Step()
-run_flags.check_megatron_arguments = lambda args: None
+run_flags.check_megatron_arguments = run_flags.check_loaded_iteration = lambda args: None
 hooks.all_reduce_startup = lambda prepare: prepare()
 training.get_args = lambda: None
 def setup_model_and_optimizer(model_provider_func, model_type):
@@ -177,7 +178,7 @@ def save_checkpoint(iteration, model, optimizer, *rest):
     checkpointing.get_checkpoint_tracker_filename(str(folder))
     seen.append(path.exists())
 session.start = lambda *args: Step()
-run_flags.check_megatron_arguments = lambda args: None
+run_flags.check_megatron_arguments = run_flags.check_loaded_iteration = lambda args: None
 hooks.all_reduce_startup = lambda prepare: prepare()
 training.get_args = lambda: None
 training.setup_model_and_optimizer = lambda model_type: (0, 0, 0)
@@ -259,7 +260,8 @@ def flags(interval, prompts="held_out.jsonl", **run):
         context_parallel_size=1, yaml_cfg=None, finetune=False, pretrained_checkpoint=None,
         load=None, iterations_to_skip=None, eval_iters=0, rollout_eval_prompts=prompts, eval_interval=interval, **run,
         num_experts=None, router_replay="off", expert_statistics=False, expert_tensor_parallel_size=None,
-        rollout_pack_sequences=False,
+        rollout_pack_sequences=False, rollout_updates_per_batch=1, rollout_epochs_per_batch=1, exit_interval=None,
+        save=None, adlr_autoresume=False,
         tensor_model_parallel_size=1, expert_model_parallel_size=1, seq_length=32, calculate_per_token_loss=False,
         multi_latent_attention=False, transformer_impl="local",
     )
@@ -509,7 +511,7 @@ class Step:
     evaluation = types.SimpleNamespace(is_due=lambda step: True, all_reduce_metrics=fails)
     step = types.SimpleNamespace(run=lambda train_step, *args: train_step(None, None))
 session.start = lambda *args: Step()
-run_flags.check_megatron_arguments = lambda args: None
+run_flags.check_megatron_arguments = run_flags.check_loaded_iteration = lambda args: None
 hooks.all_reduce_startup = lambda prepare: prepare()
 training.get_args = lambda: types.SimpleNamespace(curr_iteration=3)
 training.setup_model_and_optimizer = lambda model_provider_func, model_type: ("model", "optimizer", "scheduler")
@@ -582,7 +584,7 @@ with contextlib.redirect_stderr(errors):
 idle = RolloutCorrectionConfig(clip_ratio_low=0.3)
 say(
     undescribed=[name for name in hooks.CONSOLE if spec_of(name) is None],
-    printed=errors.getvalue().splitlines(), start=session.describe_start(idle, ()),
+    printed=errors.getvalue().splitlines(), start=scoring.describe_start(idle, (), 1),
 )
 """
 
@@ -625,7 +627,7 @@ def test_weights_when_they_can_not_be_loaded_then_the_flag_and_the_folder_are_na
 
 
 CASES["scoring"] = """
-from megatron_rl_corr.mcore.step import describe_scoring, scoring_reasons
+from megatron_rl_corr.mcore.scoring import describe_scoring, scoring_reasons
 lines = {}
 for flags in json.loads(FLAG_SETS):
     config, options = parse([*FLAGS, *flags.split()])

@@ -1,0 +1,38 @@
+"""How many optimizer steps a batch of samples makes, and when the rest of them is left out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from megatron_rl_corr.config.fields import Options, Positive, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdatesConfig(Options):
+    """Updates: how many optimizer steps the samples of one collection make."""
+
+    updates_per_batch: Annotated[int, Positive()] = option(1, metavar="K")
+    """Updates that a collected batch is cut into, each of --global-batch-size samples: K times as many are collected at
+    once. An update is one iteration of Megatron; weights are pushed after the batch's last one."""
+
+    epochs_per_batch: Annotated[int, Positive()] = option(1, metavar="E")
+    """Times that each sample of a collected batch is trained on, in another order each time: `updates_per_batch` x E
+    updates in all."""
+
+    max_kl_to_old: Annotated[float | None, Positive(finite=True)] = option(None, metavar="X")
+    """Leave out the rest of a batch's updates, the present one too, where the KL (k3) of the policy to pi_old is above
+    X on an update's samples (bypass mode: to pi_rollout); they count as skipped iterations. Not judged at a batch's
+    first update."""
+
+    def check(self) -> None:
+        if self.max_kl_to_old is not None and self.updates_of_batch == 1:
+            raise ValueError(
+                f"`max_kl_to_old` {self.max_kl_to_old:g} has no effect while a batch makes one update; give "
+                "`updates_per_batch` or `epochs_per_batch`, or drop it"
+            )
+
+    @property
+    def updates_of_batch(self) -> int:
+        """U: all updates that a batch makes. With one, pi_old is the policy that is trained: r = 1."""
+        return self.updates_per_batch * self.epochs_per_batch

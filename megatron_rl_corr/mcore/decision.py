@@ -1,0 +1,69 @@
+"""Whether an update is made: what the training pass found, learnt by all ranks between backward pass and update."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import astuple, dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl_corr.parallel.layout import Layout
+
+NO_TOKEN = (
+    "no token of the batch is left: no update in this step. See rollout_corr/rejected_fraction/* for the rule that "
+    "took them, and widen its --rollout-rs-threshold; or the step's train-infer KL was above --rollout-batch-filter-kl "
+    "(rollout_corr/batch_filtered)"
+)
+NO_GRADIENT = (
+    "no token of the batch has a gradient, as every advantage or weight is 0: no update in this step. If the rewards "
+    "of each prompt's samples are equal (rollout/groups_without_spread), the prompts are too easy or too hard, or the "
+    "servers gave one sample many times (rollout/duplicate_samples)"
+)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What `CorrectedLoss` counts for it, over the update's global batch."""
+
+    kept: float = 0.0
+    """Tokens in the loss."""
+    pulling: float = 0.0
+    """Those of them that have a gradient."""
+    first_step_kl: float = 0.0
+    """Mean k3 to the servers' log-probs, in the first step after a start."""
+    kl_to_old: float = 0.0
+    """Mean k3 between pi_old and the policy, where --rollout-max-kl-to-old bounds it."""
+
+    @classmethod
+    def broadcast(
+        cls, found: Decision, layout: Layout, device: torch.device | str, *, agreed: bool = False
+    ) -> Decision:
+        """The last stage's, on every rank, which all call; a host read.
+
+        Args:
+            found: of the last stage; others give any.
+            layout: this rank's process groups.
+            device: for the exchange.
+            agreed: the largest of all ranks, as a bound may divide tensor-parallel ranks that round otherwise.
+        """
+        values = torch.tensor(astuple(found), dtype=torch.float64, device=device)
+        if layout.pp_size > 1:
+            dist.broadcast(values, layout.last_stage_rank, group=layout.pp_group)
+        if agreed:
+            dist.all_reduce(values, dist.ReduceOp.MAX)
+        return cls(*values.tolist())
+
+    @property
+    def updates(self) -> bool:
+        """Without a token, or without a gradient, all must skip the update.
+
+        Adam's momentum and weight decay, or MoE's auxiliary losses, would still move the weights.
+        """
+        return self.kept > 0 and self.pulling > 0
+
+    def print_why_not(self, layout: Layout, left_out: str | None) -> None:
+        """Tell the user, on the rank that reports, why no update is made. left_out: of a batch that ends early."""
+        if layout.is_job_reporter:
+            why = left_out or (NO_GRADIENT if self.kept > 0 else NO_TOKEN)
+            print(f"[rollout] {why}", file=sys.stderr, flush=True)

@@ -1,0 +1,162 @@
+"""Several updates of a batch: which samples each takes, what of the batch it goes on with, and what it counts anew.
+
+A batch of S samples of this replica makes U = K * E updates of S / K samples each: E epochs, each in an order of its
+own, cut into K parts. One update is one iteration of Megatron, so batch b makes iterations b * U to b * U + U - 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from megatron_rl_corr.config.correction import RolloutCorrectionConfig
+from megatron_rl_corr.core.aggregation import token_coefficients
+from megatron_rl_corr.core.metrics import Metric
+from megatron_rl_corr.mcore.batch import RolloutBatch
+from megatron_rl_corr.mcore.loss import LossInputs
+from megatron_rl_corr.mcore.microbatches import Microbatch, microbatches
+from megatron_rl_corr.mcore.packed_batch import PackedBatch
+from megatron_rl_corr.mcore.packs import Packs
+from megatron_rl_corr.parallel.collectives import ParallelGroups
+
+
+@dataclass(frozen=True)
+class Updates:
+    """How a batch is trained on. Example: K = 2 parts in E = 3 epochs, the iterations 6 to 11 are those of batch 1."""
+
+    parts: int = 1
+    """K, --rollout-updates-per-batch."""
+    epochs: int = 1
+    """E, --rollout-epochs-per-batch."""
+    max_kl: float | None = None
+    """--rollout-max-kl-to-old."""
+    seed: int = 0
+    """Of the orders of samples."""
+
+    @property
+    def count(self) -> int:
+        """U."""
+        return self.parts * self.epochs
+
+    def bounds_kl(self, iteration: int) -> bool:
+        """Whether the batch may end before this step: at its first update the policy has not moved yet."""
+        return self.max_kl is not None and iteration % self.count > 0
+
+    def too_far(self, iteration: int, kl: float) -> str | None:
+        """Why the step after `iteration` others and the rest of its batch are left out; None: they are not.
+
+        kl: mean k3 between pi_old and the policy.
+        """
+        if not kl > self.max_kl:
+            return None
+        return (
+            f"step {iteration + 1} and what is left of its batch are left out, updates {iteration % self.count + 1} to "
+            f"{self.count}: the KL to pi_old is {kl:.3g}, above --rollout-max-kl-to-old {self.max_kl:g}"
+        )
+
+    def samples(self, batch: int, update: int, rows: int, replica: int) -> np.ndarray | None:
+        """The samples of one update, by their places in the replica's batch: [S / K] int64. None: all, in their order.
+
+        Drawn from the seed and these numbers alone, so every rank of the replica has the same, and a resumed run too.
+
+        Args:
+            batch: number of the batch since the run's beginning.
+            update: in [0, U).
+            rows: S.
+            replica: data-parallel rank.
+        """
+        if self.parts == 1:
+            return None
+        epoch, part = divmod(update, self.parts)
+        order = np.random.default_rng([self.seed, batch, epoch, replica]).permutation(rows)
+        return order.reshape(self.parts, -1)[part]
+
+
+@dataclass
+class BatchInTraining:
+    """A batch from its collection to its last update."""
+
+    number: int
+    """Of the batch since the run's beginning: the version of the weights that it began with."""
+    batch: RolloutBatch | PackedBatch
+    packs: Packs | None
+    """Of the whole batch; None for rows."""
+    inputs: LossInputs | None
+    """Of the whole batch, on the last stage."""
+    metrics: dict[str, Metric]
+    """Of the whole batch, on the last stage: they are reported with its first update."""
+    response_length: float = 0.0
+    """Mean, on the rank that reports."""
+    weight_lag: float = 0.0
+    """Largest, in pushes, on the rank that reports."""
+    ends_early: bool = False
+    """Its last updates are left out, as the policy is too far from pi_old."""
+    left_out: tuple | None = None
+    """Then the result of Megatron's train step for them."""
+
+    def places_of(self, samples: np.ndarray) -> torch.Tensor:
+        """[T' + 1] int64: the places of these samples' tokens among the batch's T, and behind them T, of no token."""
+        tokens = self.batch.tokens
+        return torch.from_numpy(np.append(self.batch.host_places_of(samples), tokens.numel())).to(tokens.device)
+
+
+@dataclass(frozen=True)
+class UpdatePart:
+    """What one update trains on."""
+
+    batch: RolloutBatch | PackedBatch
+    packs: Packs | None
+    """None for rows."""
+    inputs: LossInputs | None
+    """On the last stage."""
+    places: torch.Tensor | None = None
+    """`BatchInTraining.places_of` its samples; None: it is the whole batch."""
+
+    def microbatches(self, micro_batch_size: int) -> Iterator[Microbatch]:
+        """Of rows, so many each; packs have their own sizes. Tokens' places are those in the whole batch."""
+        made = microbatches(self.batch, micro_batch_size, self.inputs)
+        if self.packs is not None:
+            made = self.packs.microbatches(self.inputs)
+        return made if self.places is None else (replace(one, places=self.places[one.places]) for one in made)
+
+
+@torch.no_grad()
+def all_reduce_update_inputs(
+    whole: LossInputs, batch: RolloutBatch | PackedBatch, part: RolloutBatch | PackedBatch, samples: np.ndarray,
+    config: RolloutCorrectionConfig, groups: ParallelGroups,
+) -> LossInputs:
+    """The loss inputs of an update's samples: weights, masks and advantages of the batch, denominators of its own.
+
+    One all-reduce over dp_cp, of three numbers.
+
+    Args:
+        whole: of the batch.
+        batch: the batch.
+        part: the update's samples of it.
+        samples: their places in the batch.
+        config: the correction.
+        groups: the ranks of the batch.
+    """
+    device = batch.tokens.device
+    places, rows = (
+        torch.from_numpy(numbers).to(device, non_blocking=True) for numbers in (batch.host_places_of(samples), samples)
+    )
+    inputs = whole.at(places, 0)
+    correction, lengths = inputs.correction, inputs.correction.lengths
+    tokens = lengths.tokens[rows]
+    counted = (tokens > 0).sum(dtype=torch.float64)
+    if groups.cp_rank > 0:  # the ranks that share sequences hold whole lengths: one of them counts
+        counted = torch.zeros_like(counted)
+    totals = torch.stack([correction.valid.sum(dtype=torch.float64), correction.mask.sum(dtype=torch.float64), counted])
+    valid, kept, sequences = groups.all_reduce_dp_cp(totals).unbind()
+    kept = torch.where(correction.kept_tokens > 0, kept, torch.zeros_like(kept))  # the whole batch may be filtered out
+    correction = replace(
+        correction, valid_tokens=valid, kept_tokens=kept, kept_sequences=correction.kept_sequences[rows],
+        lengths=replace(lengths, tokens=tokens, sequences=sequences),
+    )
+    return replace(
+        inputs, correction=correction, coefficients=token_coefficients(correction, part.seq_ids, config)
+    )

@@ -1,0 +1,131 @@
+"""Several updates of one batch by Hugging Face autograd in float64 and plain gradient descent, one sample at a time.
+
+Shares no code with the package. python updates_reference.py MODEL_DIR REFERENCE.pt OUT.pt  saves, of each loss, the
+metrics of every update and the weights after the last one.
+"""
+
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parent))
+from hf_reference import advantages_of, logprobs_of
+
+PARTS, EPOCHS, SEED, BATCH = 2, 2, 7, 3
+"""Updates of an epoch, epochs, and what the order of the samples is drawn from."""
+RATE = 0.2
+CLIP = {"ppo_clip": (0.02, 0.03), "gspo": (0.01, 0.008), "cispo": (0.02, 0.03), "dppo_tv": (4e-4, 3e-4)}
+WEIGHT = 1.05
+"""Upper bound of a token's weight, or for gspo of a sequence's."""
+
+
+def sample_part(update, replicas):
+    """The samples of an update: of each replica's share, in an order of its own, a half."""
+    epoch, part = divmod(update, PARTS)
+    share = 16 // replicas
+    chosen = []
+    for replica in range(replicas):
+        order = np.random.default_rng([SEED, BATCH, epoch, replica]).permutation(share)
+        chosen += (replica * share + order[part * share // PARTS : (part + 1) * share // PARTS]).tolist()
+    return chosen
+
+
+def near(samples):
+    """The samples, sampled by a policy near the one that is trained first."""
+    return [s | {"rollout": s["rollout"] - s["old_shift"]} for s in samples]
+
+
+def update_loss(name, samples, advantages, now, old, weights):
+    """(loss with gradient, metrics) of one update's samples."""
+    low, high = CLIP[name]
+    total, by_token, clipped, k3, count = 0.0, 0.0, 0, 0.0, sum(map(len, now))
+    for i, row in enumerate(now):
+        sequence = (row.detach() - old[i]).mean().exp().item()
+        row_total = 0.0
+        for t, p in enumerate(row):
+            a, w, q = advantages[i], weights[i][t], old[i][t]
+            r = (p - q).exp()
+            k3 += r.item() - 1 - math.log(r.item())
+            if name == "gspo":
+                r = sequence * (p - p.detach()).exp()
+            if name in ("ppo_clip", "gspo"):
+                free, bounded = r * a, r.clamp(1 - low, 1 + high) * a
+                loss, clips = -w * torch.minimum(free, bounded), bool(bounded < free)
+            elif name == "cispo":
+                bounded = min(max(r.item(), 1 - low), 1 + high)
+                loss, clips = -w * bounded * a * p, bounded != r.item()
+            else:
+                gain = p.exp().item() - q.exp().item()
+                clips = gain > high if a > 0 else gain < -low
+                loss = -w * r.item() * a * p * (not clips)
+            row_total, by_token, clipped = row_total + loss, by_token + loss.item(), clipped + clips
+        total = total + (row_total / len(row) if name == "gspo" else row_total)
+    mean = total / (len(now) if name == "gspo" else count)
+    return mean, {"policy": by_token / count, "clip_fraction": clipped / count, "old_new_k3_kl": k3 / count}
+
+
+def weights_of(name, samples, old):
+    """Truncated weights pi_old / pi_rollout of each token: its own, or its sequence's."""
+    d = [(o - s["rollout"]).tolist() for o, s in zip(old, samples, strict=True)]
+    if name == "gspo":
+        return [[min(math.exp(sum(row)), WEIGHT)] * len(row) for row in d]
+    return [[min(math.exp(x), WEIGHT) for x in row] for row in d]
+
+
+def trained(name, model_dir, samples, replicas):
+    model = AutoModelForCausalLM.from_pretrained(
+        model_dir, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
+    with torch.no_grad():
+        old = [logprobs_of(model, sample)[0] for sample in samples]
+    weights, advantages, steps = weights_of(name, samples, old), advantages_of(samples, [True] * 16), []
+    for update in range(PARTS * EPOCHS):
+        part = sample_part(update, replicas)
+        model.zero_grad()
+        now = [logprobs_of(model, samples[i])[0] for i in part]
+        loss, metrics = update_loss(
+            name, [samples[i] for i in part], [advantages[i] for i in part], now, [old[i] for i in part],
+            [weights[i] for i in part],
+        )
+        loss.backward()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        metrics["grad_norm"] = math.sqrt(sum(g.square().sum().item() for g in grads))
+        with torch.no_grad():
+            for p in model.parameters():
+                if p.grad is not None:
+                    p -= RATE * p.grad
+        steps.append(metrics)
+    return {"steps": steps, "weights": named(model)}
+
+
+def named(model):
+    """Weights under checkpoint names, as hf_reference.hf_named_grads has gradients."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        tensor = parameter.detach().clone()
+        if name.endswith("experts.gate_up_proj"):
+            for expert, both in enumerate(tensor):
+                base = name.removesuffix("gate_up_proj") + str(expert)
+                found[f"{base}.gate_proj.weight"], found[f"{base}.up_proj.weight"] = both.chunk(2, dim=0)
+        elif name.endswith("experts.down_proj"):
+            for expert, down in enumerate(tensor):
+                found[f"{name.removesuffix('down_proj')}{expert}.down_proj.weight"] = down
+        else:
+            found[name] = tensor
+    return found
+
+
+def main(model_dir, reference, out):
+    torch.set_default_dtype(torch.float64)
+    samples = near(torch.load(reference, weights_only=True)["samples"])
+    torch.save({
+        (name, replicas): trained(name, model_dir, samples, replicas) for name in CLIP for replicas in (1, 2)
+    }, out)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
