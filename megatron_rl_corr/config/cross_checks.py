@@ -34,11 +34,12 @@ def check_together(config: RolloutCorrectionConfig, run: RunConfig) -> None:
 
 def _check_reference(config: RolloutCorrectionConfig, run: RunConfig) -> None:
     """ValueError for a reference policy without a penalty."""
-    if run.reference_checkpoint is not None and not config.needs_reference:
-        raise ValueError(
-            f"`reference_checkpoint` {run.reference_checkpoint} has no effect without a penalty; add `kl_loss_coef` or "
-            "`kl_reward_coef`, or drop it"
-        )
+    for name in ("reference_checkpoint", "reference_reset"):
+        value = getattr(run, name)
+        if value is not None and not config.needs_reference:
+            raise ValueError(
+                f"`{name}` {value} has no effect without a penalty; add `kl_loss_coef` or `kl_reward_coef`, or drop it"
+            )
 
 
 def _check_recorded_routes(config: RolloutCorrectionConfig, run: RunConfig) -> None:

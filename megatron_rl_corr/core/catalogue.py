@@ -256,7 +256,8 @@ LOSSES = in_group(
         "mean over kept tokens", "reference KL",
         UsualRange(
             "the policy is far from its reference, or the penalty is in a fight with the reward",
-            "Up to 0.1 a token is usual. If the reward does not rise any more, raise "
+            "Up to 0.1 a token is usual. If the reward still rises, the reference may be too old: "
+            "--rollout-reference-reset N makes it the policy of every N-th batch. If it does not, raise "
             "--rollout-kl-loss-coef, or lower the learning rate.", high=0.5,
         ),
         only_with="--rollout-kl-loss-coef",

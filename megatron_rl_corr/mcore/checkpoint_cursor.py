@@ -47,10 +47,7 @@ def broadcast_saved(args: argparse.Namespace) -> SavedCursor | None:
 
 
 def _read(args: argparse.Namespace) -> SavedCursor | None:
-    folders = [args.load, args.non_persistent_global_ckpt_dir]
-    folders += [args.save and os.path.join(args.save, "non_persistent")]
-    paths = [_folder(folder, args.iteration) / FILE_NAME for folder in folders if folder]
-    for path in paths:
+    for path in (folder / FILE_NAME for folder in folders_to_load(args)):
         if path.is_file():
             saved = SavedCursor.parse(path.read_text())
             print(f"[rollout] prompts go on at place {saved.next} of their sequence, and {len(saved.again)} that were "
@@ -61,7 +58,19 @@ def _read(args: argparse.Namespace) -> SavedCursor | None:
     return None
 
 
-def _folder(checkpoints: str, iteration: int) -> Path:
+def folders_to_load(args: argparse.Namespace) -> list[Path]:
+    """Where the checkpoint that Megatron has loaded may be."""
+    parents = [args.load, args.non_persistent_global_ckpt_dir, args.save and os.path.join(args.save, "non_persistent")]
+    return [folder_of(parent, args.iteration) for parent in parents if parent]
+
+
+def folder_of(checkpoints: str, iteration: int) -> Path:
+    """The folder of an iteration's checkpoint.
+
+    Args:
+        checkpoints: the folder of all of them.
+        iteration: of this one.
+    """
     from megatron.training import checkpointing  # wheels have it from 0.17 on; a run with the launcher has it always
 
     return Path(checkpointing.get_checkpoint_name(checkpoints, iteration, return_base_dir=True))
@@ -92,7 +101,7 @@ def written_before(get_tracker_filename: Callable[[str], str]) -> Callable[[str]
     def get_checkpoint_tracker_filename(checkpoints_path: str) -> str:
         if _saving:
             iteration, cursor = _saving[0]
-            folder = _folder(checkpoints_path, iteration)
+            folder = folder_of(checkpoints_path, iteration)
             if folder.is_dir():
                 write_atomically(folder / FILE_NAME, json.dumps(asdict(cursor)).encode())
                 _saving.clear()

@@ -23,7 +23,7 @@ from megatron.training import checkpointing, global_vars, training
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.config.flags import add_flags
 from megatron_rl_corr.config.run import RunConfig
-from megatron_rl_corr.mcore import checkpoint_cursor, compat, run_flags, session, versions
+from megatron_rl_corr.mcore import checkpoint_cursor, compat, reference_checkpoint, run_flags, session, versions
 from megatron_rl_corr.parallel.failure import all_reduce_startup, communication_device
 
 logger = logging.getLogger(__name__)
@@ -144,7 +144,11 @@ class CorrectedTraining:
         def save_checkpoint(iteration, *args, **kwargs):
             if self.session is None:
                 return original(iteration, *args, **kwargs)
-            with checkpoint_cursor.saved_with(iteration, self.session.step.collector.all_gather_cursor()):
+            step, source = self.session.step, self._options.hf_checkpoint
+            with (
+                checkpoint_cursor.saved_with(iteration, step.collector.all_gather_cursor()),
+                reference_checkpoint.saved_with(iteration, step.reference, training.get_args(), source),
+            ):
                 return original(iteration, *args, **kwargs)
 
         return save_checkpoint
@@ -212,11 +216,17 @@ def install(config: RolloutCorrectionConfig, options: RunConfig, report: Report)
     for hook in HOOKS:
         checked(hook.module, hook.name, hook.parameters)
     run = CorrectedTraining(config, options, report)
-    wraps = (with_our_flags, run.wrap_set_up, run.wrap_train_step, run.wrap_save, checkpoint_cursor.written_before,
+    wraps = (with_our_flags, run.wrap_set_up, run.wrap_train_step, run.wrap_save, _tracker_after_ours,
              run.wrap_decide_exit)  # fmt: skip
     for hook, wrap in zip(HOOKS, wraps, strict=True):
         replace(hook.module, hook.name, hook.parameters, wrap)
     return run.close
+
+
+def _tracker_after_ours(get_tracker_filename: Callable[[str], str]) -> Callable[[str], str]:
+    """Wraps the function for the name of the file that finishes a checkpoint: what is ours is in the folder by then."""
+    ours = checkpoint_cursor.written_before(reference_checkpoint.moved_before(get_tracker_filename))
+    return functools.update_wrapper(ours, get_tracker_filename)
 
 
 def wrap_pretrain(wrap: Callable[[Callable], Callable]) -> None:

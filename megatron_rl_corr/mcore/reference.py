@@ -25,6 +25,7 @@ from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.models.shards import LocalParameter, ShardRanks, load_shards
 from megatron_rl_corr.moe.routes import Routes
 from megatron_rl_corr.parallel.collectives import ParallelGroups
+from megatron_rl_corr.weight_sync.export import StageExporter
 
 HOST = torch.device("cpu")
 
@@ -50,6 +51,19 @@ class ReferenceWeights:
     def nbytes(self) -> int:
         """Of the host's memory."""
         return sum(kept.nbytes for kept in self._kept)
+
+    def on_device(self) -> Sequence[LocalParameter]:
+        """The reference's parameters for an exporter; each is copied to the device when it is read."""
+        return _OnDevice(self)
+
+    def parameter(self, i: int) -> LocalParameter:
+        """The i-th, with the reference's values on the device."""
+        assert not self.are_in_place
+        live = self._live[i]
+        return replace(live, tensor=self._kept[i].to(live.tensor.device))
+
+    def __len__(self) -> int:
+        return len(self._live)
 
     def load(self, checkpoint: HFCheckpoint, ranks: ShardRanks) -> None:
         """Take a Hugging Face checkpoint's weights. Raises ValueError as `load_shards`."""
@@ -95,6 +109,19 @@ class ReferenceWeights:
             self._kept[i] = _on_host(held)
 
 
+class _OnDevice(Sequence):
+    def __init__(self, weights: ReferenceWeights):
+        self._weights = weights
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+    def __getitem__(self, i: int) -> LocalParameter:
+        if i >= len(self):
+            raise IndexError(i)
+        return self._weights.parameter(i)
+
+
 def _on_host(tensor: Tensor) -> Tensor:
     """A copy on the host, in memory that a GPU copies from without a detour."""
     kept = torch.empty_like(tensor, device=HOST, pin_memory=tensor.is_cuda)
@@ -133,6 +160,11 @@ class ReferencePass:
 class Reference:
     """The null form, without a KL penalty that needs a reference policy."""
 
+    reset_after = 0
+    """The batch after which it last became the live policy; 0: never."""
+    exporter: StageExporter | None = None
+    """Gathers its weights, which must be saved with checkpoints; None: it is the same at every start."""
+
     def log_probs(self, forward: ReferencePass) -> Tensor | None:
         """Log pi_ref of the batch's labels, [T] on the last stage, None on the others; every rank calls it."""
 
@@ -151,10 +183,14 @@ class LocalReference(Reference):
         weights: this rank's.
         reset_every: batches after which it becomes the live policy; None: it stays.
         reset_after: the batch after which it was last reset; 0: never.
+        exporter: with reset_every, what gathers the weights on the host (`ReferenceWeights.on_device`).
     """
 
-    def __init__(self, weights: ReferenceWeights, *, reset_every: int | None = None, reset_after: int = 0):
-        self.weights, self._every, self.reset_after = weights, reset_every, reset_after
+    def __init__(
+        self, weights: ReferenceWeights, *, reset_every: int | None = None, reset_after: int = 0,
+        exporter: StageExporter | None = None,
+    ):
+        self.weights, self._every, self.reset_after, self.exporter = weights, reset_every, reset_after, exporter
 
     def log_probs(self, forward: ReferencePass) -> Tensor | None:
         with forward.gathered(), self.weights.in_place():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -11,46 +12,76 @@ from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.mcore.policy_check import naming_checkpoint
 from megatron_rl_corr.mcore.reference import LocalReference, Reference, ReferenceWeights
+from megatron_rl_corr.mcore.reference_checkpoint import broadcast_saved
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint, read_config
 from megatron_rl_corr.models.megatron_flags import model_flags
 from megatron_rl_corr.models.shards import LocalParameter, ShardRanks
+from megatron_rl_corr.parallel.failure import all_reduce_startup
+from megatron_rl_corr.parallel.layout import Layout
+from megatron_rl_corr.weight_sync.export import StageExporter
 
 
-def make_reference(
+def broadcast_reference(
     config: RolloutCorrectionConfig, options: RunConfig, args: argparse.Namespace,
-    parameters: Sequence[LocalParameter], ranks: ShardRanks,
+    parameters: Sequence[LocalParameter], layout: Layout,
 ) -> Reference:
-    """The reference policy that the KL penalties ask for.
+    """The reference policy that the KL penalties ask for; every rank calls it. Rank 0 looks for a saved reset.
 
     Args:
         config: the correction.
         options: of the run.
         args: Megatron's.
         parameters: of this rank; at iteration 0 they hold the start's weights.
-        ranks: this rank's coordinates.
+        layout: this rank's process groups.
 
     Raises:
-        ValueError: the checkpoint is of another model, or a flag of Megatron's does not go with a reference.
-        OSError: it can't be read.
+        StartupError: on one rank: a checkpoint is of another model or can't be read, or a flag of Megatron's does not
+            go with a reference.
+        PeerFailure: then, on the others.
     """
+    resets = options.reference_reset is not None
     if not config.needs_reference:
         return Reference()
-    check_arguments(args)
-    weights = ReferenceWeights(parameters)
-    source = options.reference_checkpoint
+    saved, reset_after = broadcast_saved(args, resets=resets)
+    weights = all_reduce_startup(lambda: _weights(options, args, parameters, layout.shard, saved))
+    exporter = None
+    if resets:
+        exporter = StageExporter(
+            weights.on_device(), layout.shard, layout.stage_groups, stage=layout.pp_rank, num_stages=layout.pp_size
+        )
+    if dist.get_rank() == 0:
+        source = saved or options.reference_checkpoint or options.hf_checkpoint
+        print(f"[rollout] reference policy: {source}, {weights.nbytes / 2**20:.0f} MiB of the host's memory on each "
+              "rank", flush=True)  # fmt: skip
+    return LocalReference(
+        weights, reset_every=options.reference_reset, reset_after=reset_after, exporter=exporter
+    )
+
+
+def _weights(
+    options: RunConfig, args: argparse.Namespace, parameters: Sequence[LocalParameter], ranks: ShardRanks,
+    saved: Path | None,
+) -> ReferenceWeights:
+    """Of the saved reset, else of the checkpoint that a flag names, else of the start."""
+    check_arguments(args, resets=options.reference_reset is not None)
+    weights, source = ReferenceWeights(parameters), options.reference_checkpoint
     if source is not None:
         _check_same_model(source, options.hf_checkpoint)
-    if source is not None or args.iteration > 0:
+    if saved is not None:
+        weights.load(HFCheckpoint(saved), ranks)
+    elif source is not None or args.iteration > 0:
         with naming_checkpoint(source or options.hf_checkpoint, "--rollout-reference-checkpoint" if source else None):
             weights.load(HFCheckpoint(source or options.hf_checkpoint), ranks)
-    if dist.get_rank() == 0:
-        print(f"[rollout] reference policy: {source or options.hf_checkpoint}, {weights.nbytes / 2**20:.0f} MiB of the "
-              "host's memory on each rank", flush=True)  # fmt: skip
-    return LocalReference(weights)
+    return weights
 
 
-def check_arguments(args: argparse.Namespace) -> None:
-    """ValueError for flags of Megatron's whose effect on an exchange of weights is not known."""
+def check_arguments(args: argparse.Namespace, *, resets: bool = False) -> None:
+    """ValueError for flags of Megatron's that a reference policy does not go with; resets: nor one that is reset."""
+    if resets and vars(args).get("non_persistent_ckpt_type") == "local":
+        raise ValueError(
+            "--non-persistent-ckpt-type local with --rollout-reference-reset: such a checkpoint has no folder that a "
+            "reference policy could be saved in; use global, or leave one of them out"
+        )
     for name in ("fp8", "fp4"):
         if vars(args).get(name):
             raise ValueError(

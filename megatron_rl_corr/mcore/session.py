@@ -24,7 +24,7 @@ from megatron_rl_corr.mcore.evaluate import Evaluation
 from megatron_rl_corr.mcore.forward import LogprobSettings
 from megatron_rl_corr.mcore.packing import PackLimits, attention_share
 from megatron_rl_corr.mcore.policy_check import check_model, naming_checkpoint
-from megatron_rl_corr.mcore.reference_start import make_reference
+from megatron_rl_corr.mcore.reference_start import broadcast_reference
 from megatron_rl_corr.mcore.sample_log import SampleLog
 from megatron_rl_corr.mcore.scoring import describe_start
 from megatron_rl_corr.mcore.server_check import broadcast_first_step, check_servers
@@ -135,7 +135,7 @@ def start(
     parts = all_reduce_startup(lambda: _prepare(options, megatron, layout, shape, routes, saved))
     if args.iteration == 0:
         megatron.optimizer.reload_model_params()
-    reference = all_reduce_startup(lambda: make_reference(config, options, args, parts.parameters, layout.shard))
+    reference = broadcast_reference(config, options, args, parts.parameters, layout)
     collector, client, loop = parts.collector, parts.source.client, parts.source.loop
     run_id = _broadcast_reached(client, loop)
     exporter = StageExporter(

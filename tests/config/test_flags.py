@@ -40,7 +40,7 @@ DEFAULTS = CLIENT | {
     "save_trajectories": None,
     "router_replay": "off", "router_replay_min_agreement": None, "expert_statistics": False,
     "weight_transport": "distributed", "weight_dir": None, "verify_push": "checksum",
-    "reference_checkpoint": None,
+    "reference_checkpoint": None, "reference_reset": None,
     "reward_function": "reward.py:reward", "reward_workers": None, "reward_timeout_s": 120.0,
     "on_failed_reward": None, "max_failed_fraction": 0.05,
 }  # fmt: skip

@@ -1,14 +1,18 @@
 """KL to a reference policy under the launcher: exactly 0 at the start, never on the servers, kept over a restart."""
 
+import asyncio
 import json
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
+from megatron_rl_corr.rollout import RolloutClient
 from tests.forked_torchrun import forking
 from tests.matrix.patched import cpu_flags, process_environment, unchanged
 from tests.matrix.releases import OVERLAID, chosen
+from tests.matrix.replaying_server import ReplayingServer
 from tests.matrix.test_launcher_step import REWARD
 from tests.mcore.test_reference import MORE, check, kl_reference  # noqa: F401
 from tests.preloaded import run_preloaded
@@ -21,13 +25,17 @@ REPLICAS = [
 ]  # fmt: skip
 """Two, whose parameters are views of the distributed optimizer's buffers and are gathered late."""
 
+SHARDS = ["--tensor-model-parallel-size", 2, "--sequence-parallel", "--expert-model-parallel-size", 2,
+          "--expert-tensor-parallel-size", 1]  # fmt: skip
+"""Of one model. Megatron can't load the state of a distributed optimizer of float32 parameters."""
+
 
 @pytest.mark.parametrize("processes", MORE)
 def test_kl_penalties_in_more_layouts_then_gradients_equal_hf_autograd(processes, tiny_moe_dir, kl_reference):  # noqa: F811
     check(processes, MORE[processes], tiny_moe_dir, kl_reference)
 
 
-def launch(folder, model, url, *flags, ranks=2, script=HERE / "pretrain_any.py"):
+def launch(folder, model, url, *flags, ranks=2, kill_in=0):
     """One run of the launcher; what its process ended with."""
     folder.mkdir(parents=True)
     (folder / "reward.py").write_text(REWARD)
@@ -40,10 +48,13 @@ def launch(folder, model, url, *flags, ranks=2, script=HERE / "pretrain_any.py")
     ]  # fmt: skip
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master-addr", "127.0.0.1",
-        "--master-port", str(free_port()), "-m", "megatron_rl_corr.launch", script, *cpu_flags(model),
+        "--master-port", str(free_port()), "-m", "megatron_rl_corr.launch",
+        HERE / "killed_pretrain.py", *cpu_flags(model),
         *map(str, [*ours, *flags]),
     ]  # fmt: skip
-    return run_preloaded(forking(list(map(str, command)))[1:], env=process_environment() | {"CUDA_VISIBLE_DEVICES": ""})
+    return run_preloaded(forking(list(map(str, command)))[1:], env=process_environment() | {
+        "CUDA_VISIBLE_DEVICES": "", "KILL_IN_REFERENCE_PASS": str(kill_in),
+    })  # fmt: skip
 
 
 def steps_of(folder):
@@ -64,3 +75,57 @@ def test_reference_when_it_is_the_start_then_its_kl_is_0_until_the_first_update_
     assert all(step["loss/reference_kl"] > 1e-5 for step in later)
     # Of the same weights after every push: the reference's never got there.
     assert all(0 <= step["rollout_corr/k3_kl"] < 1e-6 for step in (first, *later))
+
+
+def held_by(server, model):
+    """Checksums of the weights that a server has."""
+    vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
+
+    async def asked():
+        async with RolloutClient([server.url], vocab_size=vocab_size) as client:
+            [answer] = await client.weights_checker()
+            return answer["ranks"][0]["checksums"]
+
+    return asyncio.run(asked())
+
+
+def numbers_of(step):
+    return {name: value for name, value in step.items() if not name.startswith("time/") and name != "tokens_per_s"}
+
+
+def test_run_when_killed_with_the_reference_in_place_then_servers_have_the_live_weights_and_it_resumes_bit_for_bit(
+    tmp_path, tiny_moe_dir, sglang_server_fp32
+):
+    """Reset after batch 2, killed in the pass of step 4: reference, live weights and start are three policies."""
+    server, flags = sglang_server_fp32, [
+        *SHARDS, "--rollout-kl-loss-coef", 0.1, "--rollout-reference-reset", 2, "--save-interval", 1
+    ]  # fmt: skip
+    with unchanged(server, tiny_moe_dir), ReplayingServer(server.url) as door:
+
+        def run(name, iterations, *more, save=None, kill_in=0):
+            door.replay()
+            done = launch(
+                tmp_path / name, tiny_moe_dir, door.url, *flags, "--train-iters", iterations, "--save",
+                tmp_path / (save or f"{name}/checkpoints"), *more, kill_in=kill_in,
+            )  # fmt: skip
+            assert (done.returncode == 0) == (kill_in == 0), done.stderr[-4000:]
+            return done, held_by(server, tiny_moe_dir)
+
+        _, at_the_end = run("whole", 4)
+        whole = steps_of(tmp_path / "whole")
+        assert [step["loss/reference_kl"] == 0 for step in whole] == [True, False, True, False]
+        _, after_three = run("three", 3)
+        _, at_the_kill = run("killed", 4, kill_in=4)
+        assert at_the_kill == after_three != at_the_end
+        assert (tmp_path / "killed/checkpoints/latest_checkpointed_iteration.txt").read_text() == "3"
+        load = ["--load", tmp_path / "killed/checkpoints"]
+        done, resumed = run("resumed", 4, *load, save="killed/checkpoints")
+        assert f"reference policy: {tmp_path}/killed/checkpoints/iter_0000003/rollout_reference, " in done.stdout
+        [step] = steps_of(tmp_path / "resumed")
+        assert numbers_of(step) == numbers_of(whole[3]) and resumed == at_the_end
+        # The same without the saved reset: the reference is the start, and that is told.
+        shutil.rmtree(tmp_path / "killed/checkpoints/iter_0000003/rollout_reference")
+        (tmp_path / "killed/checkpoints/latest_checkpointed_iteration.txt").write_text("3")
+        done, _ = run("lost", 4, *load, save="killed/checkpoints")
+        assert "the checkpoint has no rollout_reference: the reference policy is the run's first one" in done.stderr
+        assert steps_of(tmp_path / "lost")[0]["loss/reference_kl"] > 2 * step["loss/reference_kl"]

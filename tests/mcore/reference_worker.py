@@ -7,7 +7,11 @@ layout and case of hf_kl.py: the gradients' worst error, the metrics, and what t
 import json
 import os
 import sys
+import tempfile
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -18,9 +22,11 @@ from torch.multiprocessing import start_processes
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.mcore.forward import compute_log_probs
 from megatron_rl_corr.mcore.reference import LocalReference, ReferencePass, ReferenceWeights
+from megatron_rl_corr.mcore.reference_checkpoint import FOLDER, saved_with
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.moe.routes import Routes
 from megatron_rl_corr.parallel.collectives import all_reduce_metrics
+from megatron_rl_corr.weight_sync.export import StageExporter
 from tools.local_server import free_port
 
 BASE = RolloutCorrectionConfig(
@@ -40,8 +46,6 @@ class Ungathered(ReferencePass):
     """Without Megatron's optimizer, whose gathers tests/matrix/test_reference.py has."""
 
     def gathered(self):
-        from contextlib import nullcontext
-
         return nullcontext()
 
 
@@ -51,6 +55,26 @@ def bytes_of(parameters):
 
 def same(before, parameters):
     return all(torch.equal(was, now.tensor) for was, now in zip(before, parameters, strict=True))
+
+
+def saved_and_loaded(weights, parameters, layout, model_dir):
+    """Whether a reset reference is the same, bit for bit, when a checkpoint's folder has given it back."""
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder, src=0)
+    exporter = StageExporter(
+        weights.on_device(), layout.shard, layout.stage_groups, stage=layout.pp_rank, num_stages=layout.pp_size
+    )
+    reference = LocalReference(weights, reset_every=2, reset_after=2, exporter=exporter)
+    again = ReferenceWeights(parameters)
+    with saved_with(3, reference, SimpleNamespace(save=folder[0]), model_dir):
+        again.load(HFCheckpoint(Path(folder[0]) / f".{FOLDER}-3"), layout.shard)
+        dist.barrier()
+    kept = [(weights.parameter(i), again.parameter(i)) for i in range(len(weights))]
+    # Rows that pad the vocabulary are no part of a Hugging Face model, and of no log-prob.
+    words = {"embedding.word_embeddings.weight", "output_layer.weight"}
+    return all(torch.equal(a.tensor, b.tensor) for a, b in kept if a.local_name not in words) and all(
+        torch.equal(a.tensor[:16], b.tensor[:16]) for a, b in kept if a.local_name in words
+    )
 
 
 def run(model_dir, other_dir, samples, cases, spec):
@@ -78,6 +102,7 @@ def run(model_dir, other_dir, samples, cases, spec):
         left["after_failure"] = same(before, parameters) and not weights.are_in_place
     again = LocalReference(weights).log_probs(forward)
     left["again"] = again is None or torch.equal(again, ref)
+    left["saved"] = saved_and_loaded(weights, parameters, layout, model_dir)
     weights.take()
     taken = LocalReference(weights).log_probs(forward)
     left["taken"] = taken is None or torch.equal(taken, scored[0])

@@ -166,7 +166,8 @@ path = folder / "iter_0000040/rollout_cursor.json"
 class Step:
     close = staticmethod(lambda: None)
     evaluation = None
-    step = types.SimpleNamespace(collector=types.SimpleNamespace(all_gather_cursor=lambda: cursor))
+    step = types.SimpleNamespace(collector=types.SimpleNamespace(all_gather_cursor=lambda: cursor),
+                                 reference=types.SimpleNamespace(exporter=None))
 prompts, failed = PromptDataset([Prompt(i, [1]) for i in range(9)], seed=4), FailedPrompts(9)
 failed.add(3, 2), failed.add(3, 10), failed.add(5, 4)
 cursor = SavedCursor.of(Cursor(330, (321, 328)), prompts, failed)

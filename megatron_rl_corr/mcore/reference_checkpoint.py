@@ -1,0 +1,160 @@
+"""A reference policy that is reset, in Megatron's checkpoints: a Hugging Face folder that any layout of ranks can load.
+
+The folder (iter_0000040/rollout_reference) is written beside the checkpoints before Megatron saves, and moved into the
+checkpoint by rank 0 just before Megatron finishes it, as the data cursor is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from megatron_rl_corr.files import write_atomically
+from megatron_rl_corr.mcore.checkpoint_cursor import folder_of, folders_to_load
+from megatron_rl_corr.mcore.reference import Reference
+from megatron_rl_corr.parallel.failure import StartupError, all_reduce_failure
+from megatron_rl_corr.weight_sync.export import StageExporter, buckets
+from megatron_rl_corr.weight_sync.transports.disk import copy_model_files, write_index
+
+FOLDER = "rollout_reference"
+STATE = "reference.json"
+BUCKET_BYTES = 2**30
+
+_written: list[tuple[int, Path]] = []
+"""On rank 0: the iteration that is being saved, and its reference's folder until that is moved."""
+
+
+def broadcast_saved(args: argparse.Namespace, *, resets: bool) -> tuple[Path | None, int]:
+    """(the reference's folder in the checkpoint that Megatron has loaded, the batch after which it was reset).
+
+    (None, 0) where the reference is still the run's first one: at iteration 0, before the first reset, and for a
+    checkpoint without a reference, of which rank 0 prints so. Every rank calls it.
+
+    Args:
+        args: Megatron's.
+        resets: --rollout-reference-reset is given.
+
+    Raises:
+        StartupError: on rank 0, and PeerFailure on others, for a file that can't be read.
+    """
+    found, error = [(None, 0)], None
+    if dist.get_rank() == 0 and args.iteration > 0:
+        try:
+            found[0] = _read(args, resets=resets)
+        except (OSError, ValueError, KeyError) as failure:
+            error = StartupError(f"--load: {FOLDER} of iteration {args.iteration} cannot be read: {failure!r}")
+    all_reduce_failure(error)
+    dist.broadcast_object_list(found, src=0)
+    return found[0]
+
+
+def _read(args: argparse.Namespace, *, resets: bool) -> tuple[Path | None, int]:
+    for checkpoints in folders_to_load(args):
+        folder = checkpoints / FOLDER
+        if not (folder / STATE).is_file():
+            continue
+        after = int(json.loads((folder / STATE).read_text())["reset_after"])
+        if after and not resets:
+            print(f"[rollout] the checkpoint's reference policy, reset after batch {after}, is left out: without "
+                  "--rollout-reference-reset the reference is frozen", file=sys.stderr, flush=True)  # fmt: skip
+        return (folder, after) if after and resets else (None, 0)
+    if resets:
+        print(f"[rollout] the checkpoint has no {FOLDER}: the reference policy is the run's first one until its next "
+              "reset", file=sys.stderr, flush=True)  # fmt: skip
+    return None, 0
+
+
+@contextlib.contextmanager
+def saved_with(iteration: int, reference: Reference, args: argparse.Namespace, source: str) -> Iterator[None]:
+    """Within, Megatron saves this iteration; a reference that is reset is written first. Every rank enters it.
+
+    Args:
+        iteration: of the checkpoint.
+        reference: of the run.
+        args: Megatron's.
+        source: the Hugging Face folder whose config and tokenizer files are copied.
+
+    Raises:
+        OSError: on a rank that can't write.
+        PeerFailure: then, on the others.
+    """
+    if reference.exporter is None or args.save is None:
+        yield
+        return
+    folder = Path(args.save) / f".{FOLDER}-{iteration}"
+    all_reduce_failure(_attempt(lambda: _clear(Path(args.save), folder)))
+    if reference.reset_after:
+        all_reduce_failure(_attempt(lambda: _write_weights(folder, reference.exporter)))
+    all_reduce_failure(_attempt(lambda: _finish(folder, reference.reset_after, Path(source))))
+    if dist.get_rank() == 0:
+        _written.append((iteration, folder))
+    try:
+        yield
+        if _written:
+            print(f"[rollout] no {FOLDER} was written for iteration {iteration}, as its checkpoint has no folder here; "
+                  "a run that loads it begins with the run's first reference policy", file=sys.stderr, flush=True)
+    finally:
+        for _, unused in _written:
+            shutil.rmtree(unused, ignore_errors=True)
+        _written.clear()
+
+
+def _attempt(write: Callable[[], None]) -> Exception | None:
+    try:
+        write()
+    except (OSError, SafetensorError) as error:
+        return error
+    return None
+
+
+def _clear(checkpoints: Path, folder: Path) -> None:
+    """Rank 0 makes the folder, and removes what a save left that was broken off."""
+    if dist.get_rank() == 0:
+        for left in checkpoints.glob(f".{FOLDER}-*"):
+            shutil.rmtree(left)
+        folder.mkdir(parents=True)
+
+
+def _write_weights(folder: Path, exporter: StageExporter) -> None:
+    """Every rank gathers, each stage's sender writes."""
+    for number, bucket in enumerate(buckets(exporter.units(), BUCKET_BYTES)):
+        if exporter.sends:
+            tensors = {name: tensor.detach().contiguous() for name, tensor in bucket}
+            file = folder / f"model-stage{exporter.stage:03d}-{number:05d}.safetensors"
+            save_file(tensors, file, metadata={"format": "pt"})
+
+
+def _finish(folder: Path, reset_after: int, source: Path) -> None:
+    if dist.get_rank() != 0:
+        return
+    if reset_after:
+        copy_model_files(source, folder)
+        write_index(folder)
+    write_atomically(folder / STATE, json.dumps({"reset_after": reset_after}).encode())
+
+
+def moved_before(get_tracker_filename: Callable[[str], str]) -> Callable[[str], str]:
+    """Wraps Megatron's function for the name of the file that finishes a checkpoint: the reference goes in first."""
+
+    @functools.wraps(get_tracker_filename)
+    def get_checkpoint_tracker_filename(checkpoints_path: str) -> str:
+        if _written:
+            iteration, written = _written[0]
+            folder = folder_of(checkpoints_path, iteration)
+            if folder.is_dir():
+                shutil.rmtree(folder / FOLDER, ignore_errors=True)
+                written.rename(folder / FOLDER)
+                _written.clear()
+        return get_tracker_filename(checkpoints_path)
+
+    return get_checkpoint_tracker_filename
