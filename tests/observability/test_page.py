@@ -63,7 +63,7 @@ def test_page_when_written_then_every_metric_its_meaning_and_the_summary_are_on_
 def test_page_when_written_then_it_loads_nothing_and_leaves_nothing_else_behind(write_run, make_steps):
     folder = write_run(make_steps(3))
     document = read(write_page(folder))
-    assert len(document.loads) == 11
+    assert len(document.loads) == 11 and "Experts" not in document.text
     assert all(url.startswith("data:image/svg+xml;base64,") for url in document.loads)
     assert not {"script", "link", "iframe"} & set(document.tags)
     assert sorted(file.name for file in folder.iterdir()) == ["metrics.jsonl", "overview.png", "report.html"]
@@ -116,16 +116,18 @@ def test_page_when_run_json_is_bad_then_the_error_names_the_file_and_the_old_pag
     write_run, make_steps, content, words
 ):
     folder = write_run(make_steps(1))
-    old = write_page(folder).read_bytes()
+    (folder / "report.html").write_text("the old page")
     (folder / "run.json").write_text(content)
     with pytest.raises(ValueError, match=f"run.json .*{words}"):
         write_page(folder)
-    assert (folder / "report.html").read_bytes() == old
+    assert (folder / "report.html").read_text() == "the old page"
+    assert not (folder / "overview.png").exists()
 
 
 def test_page_when_the_rename_fails_then_the_old_page_stays_alone(write_run, make_steps, monkeypatch):
     folder = write_run(make_steps(1))
-    old = write_page(folder).read_bytes()
+    for name in ("report.html", "overview.png"):
+        (folder / name).write_text("old")
 
     def fail(source, target):
         raise OSError("disk full")
@@ -133,5 +135,5 @@ def test_page_when_the_rename_fails_then_the_old_page_stays_alone(write_run, mak
     monkeypatch.setattr("megatron_rl_corr.files.os.replace", fail)
     with pytest.raises(OSError, match="disk full"):
         write_page(folder)
-    assert (folder / "report.html").read_bytes() == old
+    assert (folder / "report.html").read_text() == (folder / "overview.png").read_text() == "old"
     assert sorted(file.name for file in folder.iterdir()) == ["metrics.jsonl", "overview.png", "report.html"]
