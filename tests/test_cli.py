@@ -1,4 +1,4 @@
-"""The command line as a user meets it, each time in a fresh process."""
+"""The command line as a user meets it, in a fresh process; its errors in this one, which has imported what it needs."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl_corr import __version__
+from megatron_rl_corr import __version__, cli
 from megatron_rl_corr.config.correction import PRESETS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -20,6 +20,20 @@ def run(*arguments: str, code: str | None = None) -> subprocess.CompletedProcess
     return subprocess.run(
         [sys.executable, *command], capture_output=True, text=True, env=environment, timeout=120
     )
+
+
+@pytest.fixture
+def run_here(capsys):
+    """run_here(*arguments): as `run`, by a call."""
+
+    def called(*arguments: str) -> subprocess.CompletedProcess:
+        try:
+            status = cli.main(list(arguments))
+        except SystemExit as left:
+            status = left.code
+        return subprocess.CompletedProcess(arguments, status, *capsys.readouterr())
+
+    return called
 
 
 @pytest.mark.parametrize("argument, words", [("--help", ("report", "presets")), ("presets", ("slime_mis", "m2po"))])
@@ -68,9 +82,9 @@ def test_model_flags_of_a_folder_then_one_line_that_a_shell_can_split(tmp_path):
     assert result.stdout.count("\n") == 1 and "'" not in result.stdout
 
 
-def test_model_flags_when_there_is_no_such_model_then_status_2_and_what_is_supported(tmp_path):
+def test_model_flags_when_there_is_no_such_model_then_status_2_and_what_is_supported(run_here, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    result = run("model-flags", str(tmp_path))
+    result = run_here("model-flags", str(tmp_path))
     assert result.returncode == 2 and "supported: deepseek_v3, llama" in result.stderr
 
 
@@ -91,10 +105,10 @@ def test_report_when_the_folder_holds_a_run_then_one_line_says_where_the_page_is
         ('{"step": 1}\nnonsense\n{"step": 3}\n', "metrics.jsonl:2: not a step's metrics"),
     ],
 )
-def test_report_when_the_metrics_are_unusable_then_status_2_and_one_line_of_reason(tmp_path, content, words):
+def test_report_when_the_metrics_are_unusable_then_status_2_and_one_line_of_reason(run_here, tmp_path, content, words):
     if content is not None:
         (tmp_path / "metrics.jsonl").write_text(content)
-    result = run("report", str(tmp_path))
+    result = run_here("report", str(tmp_path))
     assert result.returncode == 2 and result.stdout == ""
     assert result.stderr.startswith("megatron-rl-corr report: error: ") and words in result.stderr
     assert result.stderr.count("\n") == 1

@@ -167,9 +167,9 @@ def assert_sampled_and_drawn(quickstart, runs):
 
 
 def test_quickstart_when_asynchronous_then_trained_twice_and_the_second_run_is_ahead(tmp_path):
-    with Quickstart(tmp_path / "run", "--steps", "3", "--asynchronous", program=[FORKED]) as quickstart:
+    with Quickstart(tmp_path / "run", "--steps", "2", "--asynchronous", program=[FORKED]) as quickstart:
         assert quickstart.finish() == 0, quickstart.text
-    assert_ahead(read_metrics(quickstart.out / "asynchronous/metrics.jsonl"), steps_wanted=3)
+    assert_ahead(read_metrics(quickstart.out / "asynchronous/metrics.jsonl"), steps_wanted=2)
     assert "asynchronous sampled and trained " in quickstart.text
     assert (quickstart.out / "comparison.png").stat().st_size > 10_000
 
@@ -226,7 +226,7 @@ def test_server_killed_in_mid_run_then_training_ends_naming_it_and_a_new_run_goe
     ]  # fmt: skip
     with RouterProcess(tmp_path / "router.log") as router:  # the new run knows the server by its router alone
         load += ["--rollout-url", router.url]
-        with Quickstart(tmp_path / "again", *IN_FLOAT32, *sampling, *load, program=PRELOADED) as quickstart:
+        with Quickstart(tmp_path / "again", *IN_FLOAT32, *sampling, *load, program=[FORKED]) as quickstart:
             quickstart.read_until("is ready after")
             router.add(re.search(r"(http://127.0.0.1:\d+) is ready", quickstart.text)[1])
             quickstart.read_until(f"[rl-corr] {saved + 2:6} ")

@@ -1,11 +1,13 @@
 """The import hook: inert unless asked for, cheap at the start, and changing just what its list says."""
 
 import json
+import runpy
 import subprocess
 import sys
 
 import pytest
 
+from tests.preloaded import run_preloaded
 from tools.cpu.process_environment import VARIABLE, environment, gpu_available, replacements
 
 pytestmark = pytest.mark.skipif(gpu_available(), reason="the hook is inert where there is a GPU")
@@ -23,6 +25,14 @@ def run(code: str, variables: dict[str, str]) -> subprocess.CompletedProcess:
 
 def output(code: str, variables: dict[str, str]):
     answer = run(code, variables)
+    assert answer.returncode == 0, answer.stderr
+    return json.loads(answer.stdout.splitlines()[-1])
+
+
+def preloaded_output(code: str, engine: str, folder):
+    """What `output` reads, of a process that has imported the engine under the hook."""
+    (folder / "code.py").write_text(code)
+    answer = run_preloaded([folder / "code.py"], engine=engine)
     assert answer.returncode == 0, answer.stderr
     return json.loads(answer.stdout.splitlines()[-1])
 
@@ -109,7 +119,7 @@ def test_finder_when_torch_sees_a_gpu_then_it_replaces_nothing(monkeypatch):
         assert finder.early == [] and not finder.late and finder.stub is None
 
 
-def test_sglang_when_imported_under_the_hook_then_the_list_is_what_is_replaced():
+def test_sglang_when_imported_under_the_hook_then_the_list_is_what_is_replaced(tmp_path):
     code = """
 import json, sys
 import sglang.srt.mem_cache.pool_host.common
@@ -126,7 +136,7 @@ seeds = torch.tensor([0, 2**32 + 1, 2**62 + 1, 2**63 - 1, -7]).to(torch.uint64)
 hashed = murmur_hash32(seeds, torch.tensor([0, 5, 100, 2**31 - 1, 7]), torch.tensor([0, 501, 151002])).tolist()
 print(json.dumps({"missing": [r.target for r in (*EARLY, *LATE) if not r.is_applied()], "said": said, "hash": hashed}))
 """
-    report = output(code, environment("sglang"))
+    report = preloaded_output(code, "sglang", tmp_path)
     assert report["hash"] == [  # of SGLang's Triton kernel, run by Triton's interpreter
         [2167721464, 4176715095, 3842988096], [1883961327, 2072097339, 1608137182],
         [3622880924, 1197178069, 440920767], [1367382394, 1966476278, 266885461], [3714741056, 1455808999, 3730616299],
@@ -143,16 +153,16 @@ print(json.dumps({"missing": [r.target for r in (*EARLY, *LATE) if not r.is_appl
     ]  # fmt: skip
 
 
-def test_list_when_printed_then_every_target_and_reason_is_there():
-    answer = subprocess.run(
-        [sys.executable, "-m", "tools.cpu"], capture_output=True, text=True, check=True
-    )
+def test_list_when_printed_then_every_target_and_reason_is_there(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["tools.cpu"])
+    runpy.run_module("tools.cpu", run_name="__main__")
+    printed = capsys.readouterr().out
     for engine in ("megatron", "sglang"):
         for target, why in replacements(engine):
-            assert f"    {target}\n" in answer.stdout and f"  {why}:\n" in answer.stdout
+            assert f"    {target}\n" in printed and f"  {why}:\n" in printed
 
 
-def test_devices_when_megatron_is_imported_then_cuda_is_the_cpu_and_other_devices_are_themselves():
+def test_devices_when_megatron_is_imported_then_cuda_is_the_cpu_and_other_devices_are_themselves(tmp_path):
     code = """
 import json, torch, megatron.core
 with torch.device("meta"):
@@ -163,14 +173,14 @@ made = [torch.zeros(2, device="cuda"), torch.ones(2, device=torch.device("cuda")
 print(json.dumps([str(t.device) for t in made] + [str(made[4].dtype), made[0].type()]))
 """
     expected = ["cpu"] * 5 + ["meta"] * 2 + ["cpu", "torch.float64", "torch.cuda.FloatTensor"]
-    assert output(code, environment("megatron")) == expected
+    assert preloaded_output(code, "megatron", tmp_path) == expected
 
 
-def test_transformers_when_megatron_is_imported_before_then_its_rotary_frequencies_are_right(tiny_moe_dir):
+def test_transformers_when_megatron_is_imported_before_then_its_rotary_frequencies_are_right(tiny_moe_dir, tmp_path):
     code = f"""
 import json, megatron.core, transformers
 model = transformers.AutoModelForCausalLM.from_pretrained({str(tiny_moe_dir)!r})
 print(json.dumps(model.model.rotary_emb.inv_freq.tolist()))
 """
     # 10000 ** (-2 i / 16) for head size 16
-    assert output(code, environment("megatron")) == pytest.approx([10 ** (-i / 2) for i in range(8)])
+    assert preloaded_output(code, "megatron", tmp_path) == pytest.approx([10 ** (-i / 2) for i in range(8)])
