@@ -180,9 +180,11 @@ def main(engine: str, folder: str) -> None:
     for module in MODULES[engine]:
         importlib.import_module(module)
     gc.freeze()  # or each fork would walk all that was imported, again and again
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a keeper
     while True:
         asker, _ = listener.accept()
+        with contextlib.suppress(ChildProcessError):  # keepers that have ended
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
         arm = die_with_parent()
         if not os.fork():
             arm()
@@ -194,7 +196,6 @@ def main(engine: str, folder: str) -> None:
 def _keep(asker: socket.socket) -> None:
     """In a fork: the process between a job and who asked for it, until either ends."""
     try:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         message, files, *_ = socket.recv_fds(asker, LARGEST, 3)
         arm = die_with_parent()
         pid = os.fork()

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_rl_corr.models.megatron_flags import model_flags
+from tests.preloaded import run_preloaded
 from tools.cpu import environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,10 +70,10 @@ def words(tmp_path):
     return found[found.index("$MEGATRON/pretrain_gpt.py") + 1 :]
 
 
-def test_training_flags_of_the_page_then_our_parser_and_megatrons_take_them(words):
+def test_training_flags_of_the_page_then_our_parser_and_megatrons_take_them(words, tmp_path):
     variables = environment("megatron") | {"WORLD_SIZE": "4", "RANK": "0", "LOCAL_RANK": "0"}
-    run = subprocess.run([sys.executable, "-W", "ignore", "-c", MEGATRON, *words], capture_output=True, text=True,
-                         env=variables, cwd=ROOT, timeout=120)  # fmt: skip
+    (tmp_path / "parse.py").write_text(MEGATRON)
+    run = run_preloaded([tmp_path / "parse.py", *words], env=variables, cwd=ROOT)
     assert run.returncode == 0, run.stderr[-2000:]
     assert "accepted 5120 8" in run.stdout
 
@@ -92,10 +93,10 @@ def test_every_flag_of_the_page_then_a_table_explains_it(words):
     assert given - explained - of_the_model == set()
 
 
-def test_server_flags_of_the_page_then_sglang_has_them():
+def test_server_flags_of_the_page_then_sglang_has_them(tmp_path):
     line = command("--model-path").replace("$((30000 + i)) ", "30000 ").removesuffix(" &")
-    run = subprocess.run([sys.executable, "-c", SGLANG, *shlex.split(line.replace("$MODEL", "MODEL"))], cwd=ROOT,
-                         env=environment("sglang"), capture_output=True, text=True, timeout=120)  # fmt: skip
+    (tmp_path / "parse.py").write_text(SGLANG)
+    run = run_preloaded([tmp_path / "parse.py", *shlex.split(line.replace("$MODEL", "MODEL"))], engine="sglang")
     assert run.returncode == 0, run.stderr[-2000:]
     assert "MODEL bfloat16 30000" in run.stdout
 

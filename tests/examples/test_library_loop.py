@@ -1,13 +1,13 @@
 """The plain-library example: short, and the same training on one process and on TP 2 x DP 2."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.forked_torchrun import TORCHRUN, forking
 from tests.megatron_forks import run_megatron
-from tools.cpu import environment
+from tests.preloaded import run_preloaded
 from tools.local_server import free_port
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples/library_loop/train.py"
@@ -18,11 +18,11 @@ def steps(processes, tensor_parallel):
     if processes == 1:
         done = run_megatron(EXAMPLE, tensor_parallel, ranks=1)
     else:
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc_per_node", str(processes),
-             "--master-addr", "127.0.0.1", "--master-port", str(free_port()), EXAMPLE, str(tensor_parallel)],
-            env=environment("megatron"), capture_output=True, text=True, timeout=200,
-        )  # fmt: skip
+        command = [
+            sys.executable, *TORCHRUN, "--nproc_per_node", str(processes), "--master-addr", "127.0.0.1",
+            "--master-port", str(free_port()), str(EXAMPLE), str(tensor_parallel),
+        ]  # fmt: skip
+        done = run_preloaded(forking(command)[1:], timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [line.split() for line in done.stdout.splitlines() if line.startswith("step ")]
     assert [int(line[1]) for line in lines] == [0, 1, 2, 3, 4]
