@@ -7,6 +7,7 @@ import sys
 import pytest
 
 import tools.cpu.process_environment as module
+from tests.preloaded import run_preloaded
 from tools.cpu import environment, gpu_available, sglang_arguments
 
 
@@ -117,3 +118,9 @@ def test_environment_when_engine_is_unknown_then_error_names_the_known_ones():
         environment("vllm", {})
     with pytest.raises(ValueError, match="one of megatron, sglang, got 'vllm'"):
         module.replacements("vllm")
+
+
+def test_transformer_engine_when_asked_under_the_hook_with_the_stand_in_on_the_path_then_found(tmp_path):
+    (tmp_path / "ask.py").write_text("from tools.cpu import process_environment as p; print(p.transformer_engine())")
+    answer = run_preloaded([tmp_path / "ask.py"])
+    assert answer.stdout == "stand-in for the CPU\n", answer.stderr

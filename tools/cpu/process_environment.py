@@ -62,9 +62,9 @@ def _finds_transformer_engine(pythonpath: str) -> bool:
     elsewhere = [folder for folder in path if Path(folder or ".").resolve() != TRANSFORMER_ENGINE]
     if PathFinder.find_spec(_TE, elsewhere) is not None:
         return True
-    # An editable install has a finder of its own, which does not look at the path.
-    others = (finder for finder in sys.meta_path if finder is not PathFinder)
-    return any(finder.find_spec(_TE, None) is not None for finder in others)
+    # An editable install has a finder of its own, which does not look at the path; the import hook's looks everywhere.
+    found = (finder.find_spec(_TE, None) for finder in sys.meta_path if finder is not PathFinder)
+    return any(spec is not None and TRANSFORMER_ENGINE not in Path(spec.origin or "").parents for spec in found)
 
 
 def transformer_engine(base: Mapping[str, str] = os.environ) -> str:
