@@ -365,7 +365,9 @@ pathlib.Path(checkpointing.get_checkpoint_tracker_filename(str(folder))).write_t
 saved = {"iter_0000020": "local", "iter_0000040": "transformer_engine"}
 run_flags.dist_checkpointing = types.SimpleNamespace(
     check_is_distributed_checkpoint=lambda path: pathlib.Path(path).name in saved,
-    load_common_state_dict=lambda path: {"args": types.SimpleNamespace(transformer_impl=saved[pathlib.Path(path).name])},
+    load_common_state_dict=lambda path: {
+        "args": types.SimpleNamespace(transformer_impl=saved[pathlib.Path(path).name]),
+    },
 )
 def said(impl, **given):
     plain = {"load": str(folder), "ckpt_step": None, "num_experts": 8, "multi_latent_attention": False}
@@ -384,10 +386,13 @@ say(
 
 def test_checkpoint_when_its_layers_name_their_norms_otherwise_then_refused_with_the_remedy(results):
     found = results["layers"]
-    expected = [("local", "DIR/iter_0000040", "transformer_engine"), ("transformer_engine", "DIR/iter_0000020", "local"),
-                ("local", "DIR/iter_0000040", "transformer_engine")]  # fmt: skip
+    expected = [
+        ("local", "DIR/iter_0000040", "transformer_engine"), ("transformer_engine", "DIR/iter_0000020", "local"),
+        ("local", "DIR/iter_0000040", "transformer_engine"),
+    ]  # fmt: skip
     for said, (impl, path, saved) in zip(found["refused"], expected, strict=True):
-        assert said.startswith(f"--transformer-impl {impl}: the checkpoint {path} was saved with {saved}, whose layers ")
+        start = f"--transformer-impl {impl}: the checkpoint {path} was saved with {saved}, whose layers "
+        assert said.startswith(start)
         assert f"give --transformer-impl {saved}, or convert the checkpoint to Hugging Face format" in said
     assert found["taken"] == [None] * 5
 
