@@ -32,6 +32,8 @@ def check_output_processor(model: list) -> None:
             f"newer, and this is {megatron_version}; leave it out"
         )
     for chunk in model:
+        if vars(chunk).get("hybrid_layer_pattern") is not None:
+            raise ValueError("--rollout-linear-logprobs: HybridModel has no hook behind its last layer; leave it out")
         check_parameters(chunk.forward, ("output_processor", "output_processor_context"))
 
 

@@ -48,7 +48,8 @@ def attention_share(args: argparse.Namespace) -> float:
     if args.num_experts:
         width = args.moe_router_topk * args.moe_ffn_hidden_size + (args.moe_shared_expert_intermediate_size or 0)
     layer = args.hidden_size * (2 * heads + 2 * groups * args.kv_channels + matrices * width)
-    return 2 * heads / (layer + args.hidden_size * args.padded_vocab_size / args.num_layers)
+    blocks = args.num_layers if vars(args).get("hybrid_layer_pattern") is None else args.num_layers / 2
+    return 2 * heads / (layer + args.hidden_size * args.padded_vocab_size / blocks)
 
 
 def karmarkar_karp(costs: Sequence[float], parts: int, *, equal_sizes: bool = False) -> list[list[int]]:

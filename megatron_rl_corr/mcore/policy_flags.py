@@ -10,6 +10,8 @@ import argparse
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from megatron_rl_corr.models.hybrid import expert_layers
+
 ALLOW = "--rollout-allow-model-differences"
 
 
@@ -139,8 +141,16 @@ def _expert_layers(args: argparse.Namespace) -> list[int] | None:
     """1 for each layer with experts, 0 for a dense one; None without experts."""
     if not args.num_experts:
         return None
+    if _hybrid_layers(args) is not None:
+        return _hybrid_layers(args)
     pattern = args.moe_layer_freq
     return pattern if isinstance(pattern, list) else [int(i % pattern == 0) for i in range(args.num_layers)]
+
+
+def _hybrid_layers(args: argparse.Namespace) -> list[int] | None:
+    """1 for each layer with experts of a HybridModel that is GPTModel's in other layers; None for other models."""
+    pattern = vars(args).get("hybrid_layer_pattern")  # from 0.17 on
+    return None if pattern is None else expert_layers(pattern)
 
 
 def _dense_size(args: argparse.Namespace) -> int | None:
@@ -149,6 +159,10 @@ def _dense_size(args: argparse.Namespace) -> int | None:
 
 
 EFFECTIVE: dict[str, Callable[[argparse.Namespace], Any]] = {
+    # A hybrid pattern of pairs is GPTModel's layers; what its --spec makes of them, the names of parameters tell.
+    "--num-layers": lambda args: args.num_layers if _hybrid_layers(args) is None else len(_hybrid_layers(args)),
+    "--hybrid-layer-pattern": lambda args: args.hybrid_layer_pattern if _hybrid_layers(args) is None else None,
+    "--spec": lambda args: args.spec if _hybrid_layers(args) is None else None,
     "--num-query-groups": _query_groups,
     "--kv-channels": _head_size,
     "--ffn-hidden-size": _dense_size,

@@ -189,11 +189,11 @@ def check_begin(args: argparse.Namespace) -> None:
 
 
 def check_layers(args: argparse.Namespace) -> None:
-    """ValueError for a checkpoint whose layers have other names for their norms than the run's.
+    """ValueError for a checkpoint whose layers have other numbers than the run's, or other names for their norms.
 
     Megatron maps the names of one implementation to those of the other for dense layers with plain attention alone.
     """
-    if not args.load or not (args.num_experts or args.multi_latent_attention):
+    if not args.load:
         return
     tracker = Path(checkpointing.get_checkpoint_tracker_filename(args.load))
     named = args.ckpt_step or (tracker.is_file() and tracker.read_text().strip())
@@ -201,8 +201,16 @@ def check_layers(args: argparse.Namespace) -> None:
     # Another format than Megatron's sharded one is loaded by torch, which names what is missing.
     if not named or not dist_checkpointing.check_is_distributed_checkpoint(str(folder)):
         return
-    saved = vars(dist_checkpointing.load_common_state_dict(str(folder))["args"])["transformer_impl"]
-    if saved != args.transformer_impl:
+    arguments = vars(dist_checkpointing.load_common_state_dict(str(folder))["args"])
+    saved = arguments["transformer_impl"]
+    patterns = [(found.get("hybrid_layer_pattern") or "").replace("|", "") for found in (vars(args), arguments)]
+    if patterns[0] != patterns[1]:
+        raise ValueError(
+            f"--hybrid-layer-pattern: the checkpoint {folder} was saved with {patterns[1] or 'none'}, and this run has "
+            f"{patterns[0] or 'none'}, whose layers have other numbers; give that of the checkpoint, or convert it to "
+            "Hugging Face format for --rollout-hf-checkpoint and leave --load out"
+        )
+    if saved != args.transformer_impl and (args.num_experts or args.multi_latent_attention):
         raise ValueError(
             f"--transformer-impl {args.transformer_impl}: the checkpoint {folder} was saved with {saved}, whose layers "
             "have other names, and Megatron does not load one into the other with experts or latent attention; give "

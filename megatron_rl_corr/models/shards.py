@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
+from megatron_rl_corr.models.hybrid import gpt_name, layers_per_block
 from megatron_rl_corr.models.layouts import RowsOrWhole
 from megatron_rl_corr.models.names import NameTable, ParameterRule, global_name
 
@@ -37,6 +38,8 @@ class LocalParameter:
     layer_offset: int
     experts_per_rank: int
     table: NameTable
+    is_hybrid: bool = False
+    """Of a HybridModel, whose layers have other numbers."""
 
     def rule(self, ep_rank: int) -> ParameterRule:
         """The layout and the Hugging Face tensors of this parameter on one expert-parallel rank.
@@ -46,7 +49,7 @@ class LocalParameter:
         """
         offset = ep_rank * self.experts_per_rank
         name = global_name(self.local_name, layer_offset=self.layer_offset, expert_offset=offset)
-        rule = self.table.find(name)
+        rule = self.table.find(gpt_name(name) if self.is_hybrid else name)
         if isinstance(rule.layout, RowsOrWhole):
             return replace(rule, layout=rule.layout.resolve(self.tensor))
         return rule
@@ -58,21 +61,23 @@ def local_parameters(
     """All parameters of this rank in the model's order, the routers' expert biases included.
 
     Args:
-        chunks: unwrapped GPT model chunks.
+        chunks: unwrapped chunks of a GPTModel or a HybridModel.
         table: the rules of the checkpoint that the model comes from.
         experts_per_rank: experts of a layer that one expert-parallel rank holds.
 
     Raises:
-        ValueError: the model has another number of layers than the checkpoint, or ties its embeddings otherwise.
+        ValueError: the model has another number of layers than the checkpoint, ties its embeddings otherwise, or is a
+            HybridModel of other layers.
     """
     found = []
     for chunk in chunks:
-        table.check_model(num_layers=chunk.config.num_layers, tied=chunk.share_embeddings_and_output_weights)
+        block = layers_per_block(chunk)
+        table.check_model(num_layers=chunk.config.num_layers // block, tied=chunk.share_embeddings_and_output_weights)
         layers = chunk.decoder.layers
         offset = layers[0].layer_number - 1 if len(layers) else 0
         biases = [(name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(EXPERT_BIAS)]
         for name, tensor in [*chunk.named_parameters(), *biases]:
-            found.append(LocalParameter(tensor, name, offset, experts_per_rank, table))
+            found.append(LocalParameter(tensor, name, offset, experts_per_rank, table, block == 2))
     return found
 
 

@@ -14,9 +14,11 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.router_replay import RouterReplay
+from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from megatron_rl_corr.engines.routes import ExpertShape, has_routes
+from megatron_rl_corr.models.hybrid import layers_per_block
 from megatron_rl_corr.moe.routers import check_choice, flag_of, moe_routers, remedy
 from megatron_rl_corr.parallel.collectives import all_gather_stacked
 from megatron_rl_corr.parallel.failure import communication_device
@@ -125,7 +127,7 @@ class ReplayedRouters:
             kind: --router-replay's: R2 or R3, or off, which only watches.
             model: this rank's chunks.
             layout: this rank's process groups.
-            num_layers: of the whole model.
+            num_layers: of the whole model, as Megatron counts them.
             watch: keep in `chosen` where the tokens went in the pass for old log-probs.
 
         Raises:
@@ -136,6 +138,8 @@ class ReplayedRouters:
         layers: list[int] = []
         self.softmax = True
         """The weights of a token's experts are the softmax of their scores alone."""
+        block = max(map(layers_per_block, unwrap_model(model)))
+        num_layers //= block
         for chunk in model:
             self._routers[chunk] = []
             for router in moe_routers(chunk):
@@ -144,7 +148,7 @@ class ReplayedRouters:
                 replayed.layer_number = router.layer_number
                 router.router_replay = replayed
                 self._routers[chunk].append((len(layers), replayed))
-                layers.append(router.layer_number - 1)
+                layers.append((router.layer_number - 1) // block)
                 self._top_k, self._experts = router.topk, router.config.num_moe_experts
                 self.softmax = router.score_function == "softmax" and not router.config.moe_router_pre_softmax
         self.layers = tuple(layers)

@@ -16,8 +16,38 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.training import arguments, get_args, get_tokenizer, pretrain
 
 
+def hybrid_spec():
+    """HybridModel's layers as --spec of pretrain_hybrid.py may name them, with Qwen3's norms of queries and keys."""
+    from megatron.core.extensions.transformer_engine import TENorm
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+
+    attention = hybrid_stack_spec.submodules.attention_layer.submodules.self_attention.submodules
+    attention.q_layernorm = attention.k_layernorm = TENorm
+    return hybrid_stack_spec
+
+
+def hybrid_model(args, config, **arguments):
+    """As pretrain_hybrid.py builds it."""
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    print("a HybridModel", flush=True)
+    return HybridModel(
+        config=config, hybrid_stack_spec=hybrid_spec(), hybrid_layer_pattern=args.hybrid_layer_pattern, **arguments
+    )
+
+
 def model_provider(pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):
     args = get_args()
+    config = config or arguments.core_transformer_config_from_args(args)
+    common = {
+        "vocab_size": args.padded_vocab_size, "max_sequence_length": args.max_position_embeddings,
+        "pre_process": pre_process, "post_process": post_process, "parallel_output": True,
+        "share_embeddings_and_output_weights": not args.untie_embeddings_and_output_weights,
+        "position_embedding_type": args.position_embedding_type, "rotary_base": args.rotary_base, "vp_stage": vp_stage,
+        "pg_collection": pg_collection,
+    }  # fmt: skip
+    if vars(args).get("hybrid_layer_pattern") is not None:
+        return hybrid_model(args, config, **common)
     shape = {
         "num_experts": args.num_experts, "moe_grouped_gemm": args.moe_grouped_gemm, "qk_layernorm": args.qk_layernorm,
     }  # fmt: skip
@@ -25,14 +55,7 @@ def model_provider(pre_process=True, post_process=True, vp_stage=None, config=No
         spec = get_gpt_layer_local_spec(normalization=args.normalization, **shape)
     else:
         spec = get_gpt_layer_with_transformer_engine_spec(**shape)
-    return GPTModel(
-        config=config or arguments.core_transformer_config_from_args(args), transformer_layer_spec=spec,
-        vocab_size=args.padded_vocab_size, max_sequence_length=args.max_position_embeddings, pre_process=pre_process,
-        post_process=post_process, parallel_output=True,
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        position_embedding_type=args.position_embedding_type, rotary_base=args.rotary_base, vp_stage=vp_stage,
-        pg_collection=pg_collection,
-    )  # fmt: skip
+    return GPTModel(config=config, transformer_layer_spec=spec, **common)
 
 
 def loss_func(mask, output):

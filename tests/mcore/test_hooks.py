@@ -365,10 +365,11 @@ pathlib.Path(checkpointing.get_checkpoint_tracker_filename(str(folder))).write_t
 saved = {"iter_0000020": "local", "iter_0000040": "transformer_engine"}
 run_flags.dist_checkpointing = types.SimpleNamespace(
     check_is_distributed_checkpoint=lambda path: pathlib.Path(path).name in saved,
-    load_common_state_dict=lambda path: {
-        "args": types.SimpleNamespace(transformer_impl=saved[pathlib.Path(path).name]),
-    },
+    load_common_state_dict=lambda path: {"args": types.SimpleNamespace(
+        transformer_impl=saved[pathlib.Path(path).name], hybrid_layer_pattern=pattern,
+    )},
 )
+pattern = None
 def said(impl, **given):
     plain = {"load": str(folder), "ckpt_step": None, "num_experts": 8, "multi_latent_attention": False}
     try:
@@ -376,25 +377,34 @@ def said(impl, **given):
     except ValueError as error:
         return str(error).replace(str(folder), "DIR")
 latent = {"num_experts": None, "multi_latent_attention": True}
+hybrid = [said("transformer_engine", hybrid_layer_pattern="*E|*E")]
+pattern = "*E*E"
+hybrid += [said("transformer_engine"), said("transformer_engine", hybrid_layer_pattern="*E|*E")]
+pattern = None
 say(
     refused=[said("local"), said("transformer_engine", ckpt_step=20), said("local", **latent)],
     taken=[said("transformer_engine"), said("local", ckpt_step=20), said("local", num_experts=None),
            said("local", ckpt_step=30), said("local", load=None)],
+    hybrid=hybrid,
 )
 """
 
 
 def test_checkpoint_when_its_layers_name_their_norms_otherwise_then_refused_with_the_remedy(results):
     found = results["layers"]
-    expected = [
-        ("local", "DIR/iter_0000040", "transformer_engine"), ("transformer_engine", "DIR/iter_0000020", "local"),
-        ("local", "DIR/iter_0000040", "transformer_engine"),
-    ]  # fmt: skip
+    te = "transformer_engine"
+    expected = [("local", "DIR/iter_0000040", te), (te, "DIR/iter_0000020", "local"), ("local", "DIR/iter_0000040", te)]
     for said, (impl, path, saved) in zip(found["refused"], expected, strict=True):
-        start = f"--transformer-impl {impl}: the checkpoint {path} was saved with {saved}, whose layers "
-        assert said.startswith(start)
+        assert said.startswith(f"--transformer-impl {impl}: the checkpoint {path} was saved with {saved}, whose ")
         assert f"give --transformer-impl {saved}, or convert the checkpoint to Hugging Face format" in said
     assert found["taken"] == [None] * 5
+    gpt, hybrid, same = found["hybrid"]
+    assert same is None and gpt == (
+        "--hybrid-layer-pattern: the checkpoint DIR/iter_0000040 was saved with none, and this run has *E*E, whose "
+        "layers have other numbers; give that of the checkpoint, or convert it to Hugging Face format for "
+        "--rollout-hf-checkpoint and leave --load out"
+    )
+    assert "was saved with *E*E, and this run has none" in hybrid
 
 
 CASES["per token"] = """

@@ -1,4 +1,4 @@
-"""Saving and going on, on Transformer Engine's spec: bit for bit in the same layout, nearly so in another one."""
+"""Whole runs on Transformer Engine's spec: one that goes on from a checkpoint, and one of HybridModel."""
 
 import asyncio
 import json
@@ -29,6 +29,8 @@ LAYOUT = [
 OTHER_LAYOUT = [
     *GROUPED, "--context-parallel-size", 2, "--expert-model-parallel-size", 2, "--expert-tensor-parallel-size", 1,
 ]  # fmt: skip
+HYBRID = ["--hybrid-layer-pattern", "*E*E|*E*E", "--spec", "pretrain_any", "hybrid_spec"]
+"""Of four layers, the middle of which is where a stage ends."""
 NEAR = 1e-4  # of float32
 
 
@@ -42,6 +44,7 @@ def runs(sglang_server_fp32, tiny_moe_dir, tmp_path_factory):
     wanted = {
         "whole": LAYOUT, "resumed": [*LAYOUT, *again], "elsewhere": [*OTHER_LAYOUT, *again],
         "local": [*again, "--transformer-impl", "local", "--pipeline-model-parallel-size", 2],
+        "hybrid": [*LAYOUT, *HYBRID],
     }  # fmt: skip
     with unchanged(sglang_server_fp32, tiny_moe_dir), ReplayingServer(sglang_server_fp32.url) as door:
         for name, flags in wanted.items():
@@ -111,3 +114,14 @@ def test_run_when_resumed_on_layers_of_other_names_then_refused_with_the_remedy(
         f"megatron_rl_corr: --transformer-impl local: the checkpoint {saved} was saved with transformer_engine, whose "
         "layers have other names"
     ) in done.stderr
+
+
+def test_hybrid_model_of_the_same_layers_then_its_steps_and_weights_are_those_of_gpt_model(runs):
+    (_, gpt, weights, _), (hybrid_run, hybrid, hybrid_weights, sampled) = runs["whole"], runs["hybrid"]
+    wanted, steps = steps_of(gpt), steps_of(hybrid)
+    assert [step["step"] for step in steps] == [1, 2, 3, 4] and sampled == 0
+    assert hybrid_run.stdout.count("a HybridModel") == 4, "another model was built"
+    for step, expected in zip(steps, wanted, strict=True):
+        for name in ("loss/policy", "loss/entropy", "grad_norm", "rollout_corr/k3_kl"):
+            assert step[name] == pytest.approx(expected[name], rel=1e-6, abs=1e-12), name
+    assert hybrid_weights == weights
