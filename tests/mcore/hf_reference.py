@@ -166,7 +166,7 @@ CASES = {
 
 def main(model_dir, out):
     torch.set_default_dtype(torch.float64)
-    sparse = AutoConfig.from_pretrained(model_dir).model_type == "qwen3_moe"
+    sparse = AutoConfig.from_pretrained(model_dir).model_type in ("qwen3_moe", "deepseek_v3")
     experts = {"experts_implementation": "eager"} if sparse else {}
     model = AutoModelForCausalLM.from_pretrained(
         model_dir, dtype=torch.float64, attn_implementation="eager", **experts

@@ -268,12 +268,12 @@ def run(model_dir, reference, spec):
 
 def step(
     model, layout, correction, batch, scored, settings, microbatch_count, config, *, updates=2, in_loss=False,
-    packs=None, reference=None,
+    packs=None, reference=None, routes=None,
 ):
     """Correct, and one forward and backward pass into the gradient buffers; the metrics of the step.
 
     updates: of the batch; with more than one pi_old is `scored`. in_loss: the loss makes the correction. reference:
-    log pi_ref of the labels.
+    log pi_ref of the labels. routes: replay experts, within their `training`.
     """
     groups = ParallelGroups(cp=layout.cp_group, dp_cp=layout.dp_cp_group)
     in_loss = in_loss or correction.bypass_mode
@@ -299,7 +299,7 @@ def step(
         chunk.zero_grad_buffer()
     iterators = [microbatches(batch, micro, inputs) if packs is None else packs.microbatches(inputs) for _ in model]
     get_forward_backward_func()(
-        forward_step_func=make_forward_step(loss, settings, with_entropy=loss.with_entropy, routes=Routes()),
+        forward_step_func=make_forward_step(loss, settings, with_entropy=loss.with_entropy, routes=routes or Routes()),
         model=model,
         data_iterator=iterators if len(model) > 1 else iterators[0], num_microbatches=microbatch_count,
         seq_length=LENGTH, micro_batch_size=micro, forward_only=False,
