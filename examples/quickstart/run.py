@@ -73,7 +73,9 @@ def training_command(out, folder, model, url, options, *ahead):
     from megatron_rl_corr.models.megatron_flags import model_flags
 
     layers = cpu.megatron_arguments()
-    grouped = ["--moe-grouped-gemm", "--moe-permute-fusion"] if "transformer_engine" in layers else []
+    # The local spec's attention takes padded rows only.
+    te = "transformer_engine" in layers
+    grouped = ["--moe-grouped-gemm", "--moe-permute-fusion"] if te else ["--rollout-pad-sequences"]
     flags = [
         # As `megatron-rl-corr model-flags` prints them.
         *model_flags(json.loads((model / "config.json").read_text())), *layers, *grouped,

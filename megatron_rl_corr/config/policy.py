@@ -34,15 +34,20 @@ class ModelConfig(Options):
     inplace_gradient: bool = False
     """Write the gradient of the logits over the logits, which saves one copy; nothing else may read them."""
 
-    pack_sequences: bool = False
-    """Train on sequences packed one behind the other instead of rows padded to --seq-length; needs
-    --transformer-impl transformer_engine."""
+    pad_sequences: bool = False
+    """Train on rows padded to --seq-length, instead of sequences packed one behind the other: for
+    --transformer-impl local, and for what else packing is refused with."""
 
-    max_tokens_per_microbatch: Annotated[int | None, Positive()] = option(None, metavar="N", needs="pack_sequences")
+    max_tokens_per_microbatch: Annotated[int | None, Positive()] = option(None, metavar="N")
     """Tokens of a packed microbatch, at most, and at least --seq-length (default: --seq-length times
     --micro-batch-size). Microbatches are balanced; their number is what the longest batch of a replica needs."""
 
     def check(self) -> None:
+        if self.pad_sequences and self.max_tokens_per_microbatch is not None:
+            raise ValueError(
+                f"`max_tokens_per_microbatch` {self.max_tokens_per_microbatch} has no effect with `pad_sequences`; "
+                "drop one"
+            )
         if self.fp32_lm_head and not self.linear_logprobs:
             raise ValueError("`fp32_lm_head` has no effect on Megatron's own logits; add `linear_logprobs`")
 

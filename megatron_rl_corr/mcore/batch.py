@@ -73,8 +73,8 @@ class BatchShape:
         several = 1 if self.packing is None else self.packing.count_multiple
         if (self.global_batch_size // dp_size) % several:
             raise ValueError(
-                f"--rollout-pack-sequences: --global-batch-size {self.global_batch_size} over {dp_size} data-parallel "
-                f"ranks must be a multiple of {several}, as interleaved stages take so many microbatches at a time"
+                f"--global-batch-size {self.global_batch_size} over {dp_size} data-parallel ranks must be a multiple "
+                f"of {several}, as interleaved stages take so many microbatches at a time"
             )
         return share
 

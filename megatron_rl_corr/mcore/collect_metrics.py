@@ -169,7 +169,7 @@ METRICS = (
         "Speed",
         MetricSpec(
             "packing/moved_bytes", "bytes of samples that went to another replica, for an equal share of the work",
-            "sum over replicas", only_with="--rollout-pack-sequences",
+            "sum over replicas", only_with="packed sequences",
         ),
     ),
     *in_group(

@@ -24,6 +24,7 @@ from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.config.flags import add_flags
 from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.mcore import checkpoint_cursor, compat, reference_checkpoint, run_flags, session, versions
+from megatron_rl_corr.mcore.packed_flags import set_packed
 from megatron_rl_corr.parallel.failure import all_reduce_startup, communication_device
 
 logger = logging.getLogger(__name__)
@@ -103,8 +104,8 @@ class CorrectedTraining:
                     logger.warning("what the step before the restart had open was not all closed: %s", error)
             settings = training.get_args()
             all_reduce_startup(lambda: run_flags.check_megatron_arguments(settings))
-            if self._options.pack_sequences:
-                run_flags.set_packed(settings)
+            if not self._options.pad_sequences:
+                set_packed(settings)
             model, optimizer, scheduler = original(*args, **kwargs)
             all_reduce_startup(lambda: run_flags.check_loaded_iteration(settings))
             megatron = session.MegatronRun(settings, model, optimizer, _encode)

@@ -52,6 +52,15 @@ def attention_share(args: argparse.Namespace) -> float:
     return 2 * heads / (layer + args.hidden_size * args.padded_vocab_size / blocks)
 
 
+def pack_limits(args: argparse.Namespace) -> PackLimits | None:
+    """The run's, from all its flags; None with --rollout-pad-sequences."""
+    if args.rollout_pad_sequences:
+        return None
+    tokens = args.rollout_max_tokens_per_microbatch or args.seq_length * args.micro_batch_size
+    stages = args.virtual_pipeline_model_parallel_size and args.pipeline_model_parallel_size
+    return PackLimits(tokens, attention_share(args), args.microbatch_group_size_per_vp_stage or stages or 1)
+
+
 def karmarkar_karp(costs: Sequence[float], parts: int, *, equal_sizes: bool = False) -> list[list[int]]:
     """Indices of the costs in so many parts of about equal sums, by the largest differencing method.
 

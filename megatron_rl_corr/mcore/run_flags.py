@@ -9,6 +9,7 @@ from megatron.core import dist_checkpointing
 from megatron.training import checkpointing
 
 from megatron_rl_corr.mcore import compat
+from megatron_rl_corr.mcore.packed_flags import check_packed
 from megatron_rl_corr.mcore.policy_check import check_policy
 from megatron_rl_corr.moe.routers import check_router_replay
 
@@ -24,7 +25,7 @@ def check_megatron_arguments(args: argparse.Namespace) -> None:
         )
     compat.check_expert_layout(args)
     check_latent_attention(args)
-    if args.rollout_pack_sequences:
+    if not args.rollout_pad_sequences:
         check_packed(args)
     check_per_token_loss(args)
     check_updates(args)
@@ -79,53 +80,6 @@ def check_latent_attention(args: argparse.Namespace) -> None:
             "Megatron does not sum the positional key's gradient over the ranks; "
             "use --transformer-impl transformer_engine, or --tensor-model-parallel-size 1"
         )
-
-
-def check_packed(args: argparse.Namespace) -> None:
-    """ValueError for what --rollout-pack-sequences does not go with."""
-    flag = "--rollout-pack-sequences"
-    most = args.rollout_max_tokens_per_microbatch
-    if most is not None and most < args.seq_length:
-        raise ValueError(
-            f"--rollout-max-tokens-per-microbatch {most} must be at least --seq-length {args.seq_length}: "
-            "a sequence is not cut"
-        )
-    values = vars(args)
-    refused = {
-        "--transformer-impl": ("transformer_impl", ("local",), "its attention takes whole rows only",
-                               "transformer_engine"),
-        "--cuda-graph-impl": ("cuda_graph_impl", ("local", "transformer_engine", "full_iteration"),
-                              "it would repeat one microbatch's boundaries", "none"),
-    }  # fmt: skip
-    if args.num_experts:
-        refused["--moe-token-dispatcher-type"] = (
-            "moe_token_dispatcher_type", ("allgather", "flex"), "it is not proven with microbatches of other lengths",
-            "alltoall",
-        )
-    for name, (field, bad, why, remedy) in refused.items():
-        if values.get(field) in bad:
-            raise ValueError(f"{flag} with {name} {values[field]}: {why}; use {name} {remedy}, or leave {flag} out")
-    for name in ("fp8", "fp4"):
-        if values.get(name):
-            raise ValueError(
-                f"{flag} with --{name}-format {values[name]}: sequences are not padded to the multiples that it needs; "
-                "drop one"
-            )
-    kinds = args.moe_router_load_balancing_type
-    for kind in kinds if isinstance(kinds, (list, tuple)) else [kinds]:
-        if args.num_experts and kind not in ("none", "aux_loss"):
-            raise ValueError(
-                f"{flag} with --moe-router-load-balancing-type {kind}: it balances rows or batches, which packs are "
-                f"not; use aux_loss or none, or leave {flag} out"
-            )
-
-
-def set_packed(args: argparse.Namespace) -> None:
-    """Let pipeline stages send microbatches of any length, which Megatron has no flag for."""
-    if args.pipeline_model_parallel_size > 1:
-        args.variable_seq_lengths = True
-        # Megatron refuses its default with that, also for dense models, which dispatch nothing.
-        args.moe_token_dispatcher_type = "alltoall"
 
 
 def _steps(args: argparse.Namespace) -> int:

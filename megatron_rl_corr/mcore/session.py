@@ -22,7 +22,7 @@ from megatron_rl_corr.mcore.batch import BatchShape
 from megatron_rl_corr.mcore.collect import Collector, SampleSource, check_they_fit, check_vocabulary
 from megatron_rl_corr.mcore.evaluate import Evaluation
 from megatron_rl_corr.mcore.forward import LogprobSettings
-from megatron_rl_corr.mcore.packing import PackLimits, attention_share
+from megatron_rl_corr.mcore.packing import pack_limits
 from megatron_rl_corr.mcore.policy_check import check_model, naming_checkpoint
 from megatron_rl_corr.mcore.reference_start import broadcast_reference
 from megatron_rl_corr.mcore.sample_log import SampleLog
@@ -33,6 +33,7 @@ from megatron_rl_corr.mcore.updates import Updates
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.models.names import NameTable
 from megatron_rl_corr.models.shards import LocalParameter, load_shards, local_parameters
+from megatron_rl_corr.moe.padding import check_packed_routers
 from megatron_rl_corr.moe.routes import Routes, make_routes
 from megatron_rl_corr.moe.statistics import ExpertLog
 from megatron_rl_corr.parallel.failure import WATCH, StartupError, all_reduce_failure, all_reduce_startup
@@ -127,9 +128,10 @@ def start(
     if options.linear_logprobs:
         all_reduce_startup(lambda: compat.check_output_processor(compat.unwrapped(megatron.model)))
     shape = BatchShape(
-        group_size=options.group_size, packing=_packing(options, args), updates=options.updates_per_batch,
-        **megatron.shape,
+        group_size=options.group_size, packing=pack_limits(args), updates=options.updates_per_batch, **megatron.shape
     )
+    if shape.packing is not None:
+        all_reduce_startup(lambda: check_packed_routers(megatron.model))
     routes = _routes(options, megatron, layout)
     saved = checkpoint_cursor.broadcast_saved(args)
     parts = all_reduce_startup(lambda: _prepare(options, megatron, layout, shape, routes, saved))
@@ -221,14 +223,6 @@ def _evaluation(
     check_vocabulary(prompts, "--rollout-eval-prompts", source.client.vocab_size)
     held_out = SampleSource(source.client, source.loop, prompts, source.rewards, source.episodes)
     return Evaluation(layout, held_out, collector.sampling, every=megatron.args.eval_interval)
-
-
-def _packing(options: RunConfig, args: argparse.Namespace) -> PackLimits | None:
-    if not options.pack_sequences:
-        return None
-    tokens = options.max_tokens_per_microbatch or args.seq_length * args.micro_batch_size
-    stages = args.virtual_pipeline_model_parallel_size and args.pipeline_model_parallel_size
-    return PackLimits(tokens, attention_share(args), args.microbatch_group_size_per_vp_stage or stages or 1)
 
 
 def _logprobs(options: RunConfig, layout: Layout, vocab_size: int, model: list) -> LogprobSettings:

@@ -82,7 +82,7 @@ SPEED = in_group(
     ),
     MetricSpec(
         "packing/real_fraction", "share of the positions that went through the model that were tokens of samples",
-        "tokens / (tokens + padding)", only_with="--rollout-pack-sequences",
+        "tokens / (tokens + padding)", only_with="packed sequences",
         usual=UsualRange(
             "much of a microbatch is padding",
             "Packs are padded to the tensor-parallel size times twice the context-parallel size: take larger "
@@ -90,10 +90,10 @@ SPEED = in_group(
         ),
     ),
     MetricSpec(
-        "packing/microbatches", "microbatches of a step on each replica", only_with="--rollout-pack-sequences"
+        "packing/microbatches", "microbatches of a step on each replica", only_with="packed sequences"
     ),
     MetricSpec(
-        "packing/tokens_max", "tokens of the largest microbatch", only_with="--rollout-pack-sequences"
+        "packing/tokens_max", "tokens of the largest microbatch", only_with="packed sequences"
     ),
     MetricSpec("time/collect_s", "seconds waiting for samples and rewards"),
     MetricSpec(

@@ -1,4 +1,4 @@
-"""Keeps the padding of rows out of what MoE's routers learn from: auxiliary losses, z loss and balancing bias.
+"""Keeps padding out of what MoE's routers learn from: auxiliary losses, z loss and balancing bias.
 
 From 0.16 on Megatron hands a `padding_mask` down to its routers. `MaskedRouter` corrects what they do with it:
 
@@ -61,20 +61,23 @@ class PackedShare:
         return (weight * self.logged).float(), gradient.float()
 
 
-def set_packed_share(model: list, share: PackedShare | None) -> None:
-    """Weigh the losses of all routers of the model's chunks; None: as Megatron does, every microbatch alike.
+def check_packed_routers(model: list) -> None:
+    """ValueError where routers learn from the tokens of packs and can't be told which of them are padding."""
+    for chunk in unwrap_model(model):
+        flags = learning_flags(chunk.config)
+        reason = why_not(chunk) if flags else None
+        if reason is not None:
+            remedy = " and ".join(f"{flag.split()[0]} 0" for flag in flags)
+            raise ValueError(
+                f"{', '.join(flags)} with packed sequences: routers would learn from padding, and alike from packs of "
+                f"other lengths, as {reason}; use {remedy}, or give --rollout-pad-sequences"
+            )
 
-    Raises:
-        ValueError: routers learn from tokens, and can't be told which of them are padding.
-    """
+
+def set_packed_share(model: list, share: PackedShare | None) -> None:
+    """Weigh the losses of all routers of the model's chunks; None: as Megatron does, every microbatch alike."""
     for chunk in unwrap_model(model):
         if share is not None and learning_flags(chunk.config):
-            reason = why_not(chunk)
-            if reason is not None:
-                raise ValueError(
-                    f"--rollout-pack-sequences with {', '.join(learning_flags(chunk.config))}: routers would learn "
-                    f"alike from packs of other lengths, as {reason}; set it to 0, or train on rows"
-                )
             use_masked_routers(chunk)
         for module in chunk.modules():
             if isinstance(module, MaskedRouter):

@@ -35,7 +35,7 @@ DEFAULTS = CLIENT | {
     "group_size": 8, "max_new_tokens": 1024, "temperature": 1.0, "max_lag": 0, "stale_samples": "keep",
     "pause_mode": "retract",
     "top_p": 1.0, "top_k": -1, "linear_logprobs": False, "fp32_lm_head": False, "inplace_gradient": False,
-    "pack_sequences": False, "max_tokens_per_microbatch": None,
+    "pad_sequences": False, "max_tokens_per_microbatch": None,
     "server_check": "semantic", "max_first_step_kl": None, "bucket_mib": 256.0, "log_dir": None,
     "save_trajectories": None,
     "router_replay": "off", "router_replay_min_agreement": None, "expert_statistics": False,
@@ -140,9 +140,8 @@ def test_parse_when_a_value_is_wrong_then_flag_rule_and_value(flag, value, words
     [
         (["--rollout-fp32-lm-head"],
          "--rollout-fp32-lm-head has no effect on Megatron's own logits; add --rollout-linear-logprobs"),
-        (["--rollout-max-tokens-per-microbatch", "64"],
-         "--rollout-max-tokens-per-microbatch 64 has no effect without --rollout-pack-sequences; drop it, or add "
-         "--rollout-pack-sequences"),
+        (["--rollout-max-tokens-per-microbatch", "64", "--rollout-pad-sequences"],
+         "--rollout-max-tokens-per-microbatch 64 has no effect with --rollout-pad-sequences; drop one"),
         (["--rollout-linear-logprobs", "--rollout-top-k", "5"],
          "--rollout-linear-logprobs with --rollout-top-p 1.0 and --rollout-top-k 5: the ids that the server kept are "
          "looked up in the logits; drop the one or the others"),

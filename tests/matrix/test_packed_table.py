@@ -14,12 +14,12 @@ pytestmark = pytest.mark.skipif(chosen() != OVERLAID, reason="make test-matrix r
 CASES = ["token", "sequence", "bypass", "once token", "once sequence"]
 LAYOUTS = {
     1: [{}],
-    2: [{"tp": 2, "sp": True, "ep": 2}, {"cp": 2}, {"pp": 2}, {"pp": 2, "vpp": 2}],
+    2: [{"tp": 2, "sp": True, "ep": 2}, {"cp": 2}, {"ep": 2}, {"pp": 2}, {"pp": 2, "vpp": 2}],
     4: [{"tp": 2, "pp": 2, "ep": 2, "sp": True}, {"tp": 2, "cp": 2, "ep": 2, "sp": True}, {"cp": 2, "pp": 2},
         {"tp": 2, "ep": 2, "etp": 2, "sp": True}, {"tp": 2, "pp": 2, "vpp": 2, "sp": True}],
 }  # fmt: skip
 LATENT = {
-    1: [{}], 2: [{"tp": 2, "sp": True, "ep": 2}, {"pp": 2}], 4: [{"tp": 2, "pp": 2, "ep": 2, "sp": True}],
+    1: [{}], 2: [{"tp": 2, "sp": True, "ep": 2}, {"pp": 2}, {"cp": 2}], 4: [{"tp": 2, "pp": 2, "ep": 2, "sp": True}],
 }  # fmt: skip
 """Multi-latent attention."""
 

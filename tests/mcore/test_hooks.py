@@ -261,7 +261,7 @@ def flags(interval, prompts="held_out.jsonl", **run):
         context_parallel_size=1, yaml_cfg=None, finetune=False, pretrained_checkpoint=None,
         load=None, iterations_to_skip=None, eval_iters=0, rollout_eval_prompts=prompts, eval_interval=interval, **run,
         num_experts=None, router_replay="off", expert_statistics=False, expert_tensor_parallel_size=None,
-        rollout_pack_sequences=False, rollout_updates_per_batch=1, rollout_epochs_per_batch=1, exit_interval=None,
+        rollout_pad_sequences=True, rollout_updates_per_batch=1, rollout_epochs_per_batch=1, exit_interval=None,
         save=None, adlr_autoresume=False,
         tensor_model_parallel_size=1, expert_model_parallel_size=1, seq_length=32, calculate_per_token_loss=False,
         multi_latent_attention=False, transformer_impl="local",
@@ -432,20 +432,20 @@ def test_per_token_loss_when_half_precision_or_32_bits_could_not_hold_it_then_re
 
 
 CASES["packed"] = """
-from megatron_rl_corr.mcore import compat
+from megatron_rl_corr.mcore import compat, packed_flags
 def said(**given):
     args = {"transformer_impl": "transformer_engine", "cuda_graph_impl": "none", "num_experts": 8, "fp8": None,
             "moe_token_dispatcher_type": "alltoall", "moe_router_load_balancing_type": "aux_loss", "seq_length": 32,
             "rollout_max_tokens_per_microbatch": None} | given
     try:
-        run_flags.check_packed(types.SimpleNamespace(**args))
+        packed_flags.check_packed(types.SimpleNamespace(**args))
     except ValueError as error:
         return str(error)
 def packed(stages):
     args = types.SimpleNamespace(
         pipeline_model_parallel_size=stages, moe_token_dispatcher_type="allgather", variable_seq_lengths=False,
     )
-    run_flags.set_packed(args)
+    packed_flags.set_packed(args)
     return [args.variable_seq_lengths, args.moe_token_dispatcher_type]
 def train_step(forward_step_func, config, forward_backward_func, iteration=None):
     return forward_backward_func(num_microbatches=4, seq_length=8), iteration
@@ -460,7 +460,7 @@ except versions.UnsupportedMegatron as error:
 say(
     refused=[said(transformer_impl="local"), said(moe_token_dispatcher_type="allgather"), said(cuda_graph_impl="local"),
              said(fp8="hybrid"), said(moe_router_load_balancing_type=["aux_loss", "seq_aux_loss"]),
-             said(rollout_max_tokens_per_microbatch=31)],
+             said(tp_comm_overlap=True), said(rollout_max_tokens_per_microbatch=31)],
     taken=[said(), said(num_experts=None, moe_token_dispatcher_type="allgather"),
            said(rollout_max_tokens_per_microbatch=32)],
     lengths=[packed(1), packed(2)], unknown=unknown,
@@ -470,18 +470,18 @@ say(
 
 
 def test_packed_when_something_does_not_go_with_it_then_refused_with_the_remedy(results):
-    found, flag = results["packed"], "--rollout-pack-sequences"
-    with_flag = [
-        "--transformer-impl local: its attention takes whole rows only; use --transformer-impl transformer_engine",
-        "--moe-token-dispatcher-type allgather: it is not proven with microbatches of other lengths; use "
-        "--moe-token-dispatcher-type alltoall",
-        "--cuda-graph-impl local: it would repeat one microbatch's boundaries; use --cuda-graph-impl none",
-    ]
+    found, but, rows = results["packed"], "does not go with packed sequences, as", "or give --rollout-pad-sequences"
     assert found["refused"] == [
-        *[f"{flag} with {text}, or leave {flag} out" for text in with_flag],
-        f"{flag} with --fp8-format hybrid: sequences are not padded to the multiples that it needs; drop one",
-        f"{flag} with --moe-router-load-balancing-type seq_aux_loss: it balances rows or batches, which packs are not; "
-        f"use aux_loss or none, or leave {flag} out",
+        f"--transformer-impl local {but} its attention takes whole rows only; use --transformer-impl "
+        f"transformer_engine, {rows}",
+        f"--moe-token-dispatcher-type allgather {but} it is not proven with microbatches of other lengths; use "
+        f"--moe-token-dispatcher-type alltoall, {rows}",
+        f"--cuda-graph-impl local {but} it would repeat one microbatch's boundaries; use --cuda-graph-impl none, "
+        f"{rows}",
+        f"--fp8-format hybrid {but} sequences are not padded to the multiples that it needs; leave it out, {rows}",
+        f"--moe-router-load-balancing-type aux_loss seq_aux_loss {but} it balances rows or batches, which packs are "
+        f"not; use --moe-router-load-balancing-type aux_loss, {rows}",
+        f"--tp-comm-overlap {but} its buffers have the size of rows; leave it out, {rows}",
         "--rollout-max-tokens-per-microbatch 31 must be at least --seq-length 32: a sequence is not cut",
     ]
     assert found["taken"] == [None] * 3

@@ -1,0 +1,80 @@
+"""Megatron's flags that packed sequences do not go with, each with what to give instead."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+ROWS = "--rollout-pad-sequences"
+"""The flag that trains on padded rows instead."""
+
+
+class Unpacked(NamedTuple):
+    """A flag with values that need padded rows."""
+
+    flag: str
+    field: str
+    why: str
+    instead: str
+    where: Callable[[Any, argparse.Namespace], bool] = lambda value, args: bool(value)
+    """where(value, all arguments): whether this value of the flag is meant."""
+
+
+def _balances_rows(kinds: str | list[str], args: argparse.Namespace) -> bool:
+    known = {kinds} if isinstance(kinds, str) else set(kinds)
+    return bool(args.num_experts) and not known <= {"none", "aux_loss"}
+
+
+UNPACKED = (
+    Unpacked(
+        "--transformer-impl", "transformer_impl", "its attention takes whole rows only", "transformer_engine",
+        lambda value, args: value == "local",
+    ),
+    Unpacked(
+        "--moe-token-dispatcher-type", "moe_token_dispatcher_type",
+        "it is not proven with microbatches of other lengths", "alltoall",
+        lambda value, args: bool(args.num_experts) and value != "alltoall",
+    ),
+    Unpacked(
+        "--moe-router-load-balancing-type", "moe_router_load_balancing_type",
+        "it balances rows or batches, which packs are not", "aux_loss", _balances_rows,
+    ),
+    Unpacked(
+        "--cuda-graph-impl", "cuda_graph_impl", "it would repeat one microbatch's boundaries", "none",
+        lambda value, args: value not in (None, "none"),
+    ),
+    Unpacked("--fp8-format", "fp8", "sequences are not padded to the multiples that it needs", ""),
+    Unpacked("--fp4-format", "fp4", "sequences are not padded to the multiples that it needs", ""),
+    Unpacked("--tp-comm-overlap", "tp_comm_overlap", "its buffers have the size of rows", ""),
+    Unpacked(
+        "--experimental-attention-variant", "experimental_attention_variant",
+        "it is not proven to keep sequences apart", "",
+    ),
+)  # fmt: skip
+
+
+def check_packed(args: argparse.Namespace) -> None:
+    """ValueError for what packed sequences do not go with."""
+    most = args.rollout_max_tokens_per_microbatch
+    if most is not None and most < args.seq_length:
+        raise ValueError(
+            f"--rollout-max-tokens-per-microbatch {most} must be at least --seq-length {args.seq_length}: "
+            "a sequence is not cut"
+        )
+    for one in UNPACKED:
+        value = vars(args).get(one.field)  # not every release has every flag
+        if one.where(value, args):
+            remedy = f"use {one.flag} {one.instead}" if one.instead else "leave it out"
+            shown = "" if value is True else f" {' '.join(value) if isinstance(value, list) else value}"
+            raise ValueError(
+                f"{one.flag}{shown} does not go with packed sequences, as {one.why}; {remedy}, or give {ROWS}"
+            )
+
+
+def set_packed(args: argparse.Namespace) -> None:
+    """Let pipeline stages send microbatches of any length, which Megatron has no flag for."""
+    if args.pipeline_model_parallel_size > 1:
+        args.variable_seq_lengths = True
+        # Megatron refuses its default with that, also for dense models, which dispatch nothing.
+        args.moe_token_dispatcher_type = "alltoall"
