@@ -12,7 +12,7 @@ from megatron_rl_corr.config.flags import parse
 from megatron.training import arguments, checkpointing, training
 from megatron_rl_corr.mcore import hooks, run_flags, scoring, session, versions
 FLAGS = ["--rollout-url", "http://127.0.0.1:9", "--rollout-hf-checkpoint", "m", "--rollout-prompts", "p",
-         "--rollout-reward-function", "r.py:r"]
+         "--rollout-reward-function", "r.py:r", "--rollout-pad-sequences"]
 def install():
     return hooks.install(*parse(FLAGS), lambda metrics, writer: None)
 def bound():
