@@ -66,7 +66,7 @@ def test_reference_when_it_is_the_start_then_its_kl_is_0_until_the_first_update_
     packed, tmp_path, tiny_moe_dir, sglang_server_fp32
 ):
     flags = [*REPLICAS, "--rollout-kl-loss-coef", 0.1, "--rollout-sampler-kl-coef", 0.1]
-    flags += ["--rollout-pack-sequences"] if packed else []
+    flags += [] if packed else ["--rollout-pad-sequences"]
     with unchanged(sglang_server_fp32, tiny_moe_dir):
         done = launch(tmp_path / "run", tiny_moe_dir, sglang_server_fp32.url, *flags, "--train-iters", 3)
     assert done.returncode == 0, done.stderr[-4000:]
