@@ -9,14 +9,11 @@ import json
 import os
 import sys
 
-import hf_models_worker
 import layout_worker
 import torch
 import torch.distributed as dist
 from layout_cases import CONFIGS, LENGTH
 from layout_worker import gradient_error, packs_of, replica_batch, set_up, step, whole_gradients
-from megatron.training.argument_utils import core_transformer_config_from_args
-from megatron.training.arguments import parse_args, validate_args
 from torch.multiprocessing import start_processes
 
 from megatron_rl_corr.engines.routes import no_routes
@@ -36,6 +33,10 @@ FLAGS = {
 
 def latent_config(hf, spec, **settings):
     """A model with latent attention, from its flags."""
+    import hf_models_worker  # which needs megatron.training
+    from megatron.training.argument_utils import core_transformer_config_from_args
+    from megatron.training.arguments import parse_args, validate_args
+
     layout = [word for name, flag in FLAGS.items() for word in (flag, str(spec.get(name, 1)))]
     layout += ["--sequence-parallel"] if spec.get("sp") else []
     layout += ["--calculate-per-token-loss"] if spec.get("per_token") else []
@@ -52,12 +53,15 @@ def latent_config(hf, spec, **settings):
     return config
 
 
+def latent_model(hf, config, spec):
+    from hf_models_worker import build
+
+    return [build(config.from_arguments, config).train()]
+
+
 def run(model_dir, reference, spec):
     if "latent" in spec:
-        layout_worker.transformer_config = latent_config
-        layout_worker.build = lambda hf, config, layout: [
-            hf_models_worker.build(config.from_arguments, config).train()
-        ]
+        layout_worker.transformer_config, layout_worker.build = latent_config, latent_model
     samples = reference["samples"]
     model, parameters, layout, config, packed, packed_shift, settings = set_up(model_dir, samples, spec)
     trained = [one for one in parameters if one.tensor.requires_grad]  # routers' biases are buffers

@@ -447,6 +447,22 @@ def packed(stages):
     )
     packed_flags.set_packed(args)
     return [args.variable_seq_lengths, args.moe_token_dispatcher_type]
+import torch
+from megatron_rl_corr.moe.padding import check_packed_routers
+class WithoutMask(torch.nn.Module):
+    def __init__(self, coefficient):
+        super().__init__()
+        self.config = types.SimpleNamespace(
+            num_moe_experts=8, moe_aux_loss_coeff=coefficient, moe_router_load_balancing_type="aux_loss",
+            moe_z_loss_coeff=None, moe_router_enable_expert_bias=False, moe_router_bias_update_rate=1e-3,
+        )
+    def forward(self, input_ids):
+        pass
+def learning(coefficient):
+    try:
+        check_packed_routers([WithoutMask(coefficient)])
+    except ValueError as error:
+        return str(error)
 def train_step(forward_step_func, config, forward_backward_func, iteration=None):
     return forward_backward_func(num_microbatches=4, seq_length=8), iteration
 seven = compat.with_microbatches(train_step, 7)
@@ -463,7 +479,7 @@ say(
              said(tp_comm_overlap=True), said(rollout_max_tokens_per_microbatch=31)],
     taken=[said(), said(num_experts=None, moe_token_dispatcher_type="allgather"),
            said(rollout_max_tokens_per_microbatch=32)],
-    lengths=[packed(1), packed(2)], unknown=unknown,
+    lengths=[packed(1), packed(2)], unknown=unknown, learning=[learning(0.0), learning(0.01)],
     counts=[seven(None, None, schedule, 3), seven(None, None, forward_backward_func=schedule)],
 )
 """
@@ -486,6 +502,11 @@ def test_packed_when_something_does_not_go_with_it_then_refused_with_the_remedy(
     ]
     assert found["taken"] == [None] * 3
     assert found["lengths"] == [[False, "allgather"], [True, "alltoall"]]
+    assert found["learning"] == [None, (
+        "--moe-aux-loss-coeff 0.01 with packed sequences: routers would learn from padding, and alike from packs of "
+        "other lengths, as megatron-core 0.19.2 can't leave it out; use --moe-aux-loss-coeff 0, or give "
+        "--rollout-pad-sequences"
+    )]
 
 
 def test_packed_when_it_has_other_microbatches_than_megatron_counts_then_only_the_schedule_hears_of_them(results):
