@@ -49,7 +49,7 @@ def specs(layouts):
 
 def some(specs, processes):
     """All of one process; of more, which take minutes, each layout in one of its two ways, and of four ranks only those
-    whose experts are cut too.
+    whose experts are cut too, as are their layers' matrices or their stages.
 
     tests/matrix/test_all_layouts.py runs the others.
     """
@@ -59,7 +59,11 @@ def some(specs, processes):
     pairs = enumerate(zip(specs[::2], specs[1::2], strict=True))
     # Ways 0, 1, 1, 0, ...: neighbours differ in their experts' ranks, which both ways must see.
     chosen = [pair[(at + at // 2) % 2] for at, pair in pairs]
-    return [spec for spec in chosen if processes == 2 or spec.get("ep") != 1]
+    cut = {"tp", "vpp"}
+    return [
+        spec for spec in chosen
+        if processes == 2 or spec.get("ep") != 1 and any(spec.get(name, 1) > 1 for name in cut) or "local" in spec
+    ]  # fmt: skip
 
 
 EXTRA = {
