@@ -43,7 +43,9 @@ def runs(sglang_server_fp32, tiny_moe_dir, tmp_path_factory):
     again = ["--load", folder / "whole/checkpoints", "--ckpt-step", 2]
     wanted = {
         "whole": LAYOUT, "resumed": [*LAYOUT, *again], "elsewhere": [*OTHER_LAYOUT, *again],
-        "local": [*again, "--transformer-impl", "local", "--pipeline-model-parallel-size", 2],
+        "local": [
+            *again, "--transformer-impl", "local", "--pipeline-model-parallel-size", 2, "--rollout-pad-sequences",
+        ],
         "hybrid": [*LAYOUT, *HYBRID],
     }  # fmt: skip
     with unchanged(sglang_server_fp32, tiny_moe_dir), ReplayingServer(sglang_server_fp32.url) as door:
