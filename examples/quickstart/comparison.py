@@ -15,8 +15,10 @@ class Run:
     def __init__(self, name: str, folder: Path):
         self.name, self.steps = name, read_metrics(folder / FILE_NAME)
         self.seconds = [step["time/step_s"] for step in self.steps]
-        self.rewards = [step["reward/mean"] for step in self.steps]
-        self.speeds = [step["tokens_per_s"] for step in self.steps]
+        # With several updates a batch, rewards and staleness are in the line of its first one.
+        self.batches = [step for step in self.steps if "reward/mean" in step]
+        self.rewards = [step["reward/mean"] for step in self.batches]
+        self.speeds = [step.get("tokens_per_s", 0.0) for step in self.steps]
 
     @property
     def tokens_per_s(self) -> float:
@@ -30,10 +32,10 @@ class Run:
 
     @property
     def lag(self) -> float:
-        return max(step["weight_lag"] for step in self.steps)
+        return max(step["weight_lag"] for step in self.batches)
 
     def row(self) -> str:
-        lag = sum(step["weight_lag_token_mean"] for step in self.steps) / len(self.steps)
+        lag = sum(step["weight_lag_token_mean"] for step in self.batches) / len(self.batches)
         reached = f"{self.last_reward:>8.3f}{self.tokens_per_s:>11.0f}{sum(self.seconds):>9.0f}"
         return f"{self.name:14}{reached}{lag:>10.2f}{self.lag:>9.0f}"
 
@@ -53,7 +55,7 @@ def draw(runs: list[Run], path: Path) -> Path:
     figure = Figure(figsize=INCHES, dpi=DPI, layout="constrained")
     reward, speed = figure.subplots(1, 2)
     for run, color in zip(runs, COLORS, strict=True):
-        ends = [sum(run.seconds[: step + 1]) for step in range(len(run.seconds))]
+        ends = [sum(run.seconds[: at + 1]) for at, step in enumerate(run.steps) if step in run.batches]
         reward.plot(ends, run.rewards, color=color, label=run.name)
         speed.plot([step["step"] for step in run.steps], run.speeds, color=color, label=run.name)
     reward.set(title="Mean reward", xlabel="seconds of training", ylim=(0, 1.02))

@@ -382,3 +382,34 @@ def test_first_step_bound_when_not_positive_then_refused():
             *REQUIRED, "--rollout-max-first-step-kl", value
         )
     assert parse([*REQUIRED, "--rollout-max-first-step-kl", "inf"])[1].max_first_step_kl == float("inf")
+
+
+SEVERAL = ["--rollout-updates-per-batch", "4"]
+
+
+def test_updates_of_a_batch_when_several_then_clips_old_routes_and_a_bound_on_the_kl_have_an_effect():
+    clips = ["--rollout-clip-ratio-low", "0.3", "--rollout-clip-ratio-c", "2"]
+    config, options = parse([*REQUIRED, *SEVERAL, *clips, "--router-replay", "R2", "--rollout-max-kl-to-old", "0.05"])
+    assert (config.clip_ratio_low, config.clip_ratio_c, options.router_replay) == (0.3, 2.0, "R2")
+    assert (options.updates_of_batch, options.max_kl_to_old) == (4, 0.05)
+    assert idle_clips(replace(config), 4) is None
+    _, options = parse([*REQUIRED, *SEVERAL, "--rollout-epochs-per-batch", "3"])
+    assert options.updates_of_batch == 12
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--rollout-max-kl-to-old", "0.05"],
+         "--rollout-max-kl-to-old 0.05 has no effect while a batch makes one update; give --rollout-updates-per-batch"),
+        (["--rollout-updates-per-batch", "0"], "--rollout-updates-per-batch must be positive, got 0"),
+        (["--rollout-epochs-per-batch", "0"], "--rollout-epochs-per-batch must be positive, got 0"),
+        ([*SEVERAL, "--rollout-max-kl-to-old", "0"], "--rollout-max-kl-to-old must be positive, got 0"),
+        ([*SEVERAL, "--router-replay", "R2", "--rollout-bypass-mode"],
+         "--router-replay R2 repeats the routes of the pass that computes old log-probs, which bypass mode leaves out"),
+        ([*SEVERAL, "--rollout-max-lag", "1"],
+         "--rollout-max-lag 1 trains on samples of older weights, and nothing corrects them"),
+    ],
+)
+def test_updates_of_a_batch_when_they_make_no_sense_then_refused_with_the_remedy(flags, message):
+    assert refusal(*REQUIRED, *flags).startswith(message)

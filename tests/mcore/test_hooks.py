@@ -689,3 +689,76 @@ def test_scoring_pass_when_something_needs_the_whole_batch_then_it_is_named_else
         "scoring pass: kept for --rollout-is-batch-normalize, --expert-statistics",
         "scoring pass: kept for --rollout-m2-threshold, --rollout-batch-filter-kl, --rollout-loss-denominator kept",
     ]
+
+
+CASES["updates"] = """
+def said(check, **given):
+    args = {"rollout_updates_per_batch": 2, "rollout_epochs_per_batch": 2, "train_iters": 16, "train_samples": None,
+            "global_batch_size": 8, "exit_interval": None, "save": None, "save_interval": None,
+            "non_persistent_save_interval": None, "rollout_eval_prompts": None, "eval_interval": 1000,
+            "adlr_autoresume": False, "adlr_autoresume_interval": 1000, "iteration": 8, "load": "DIR"} | given
+    try:
+        check(types.SimpleNamespace(**args))
+    except ValueError as error:
+        return str(error)
+check, loaded = run_flags.check_updates, run_flags.check_loaded_iteration
+say(
+    refused=[said(check, **given) for given in (
+        {"train_iters": 18}, {"train_iters": None, "train_samples": 8 * 17}, {"exit_interval": 6},
+        {"save": "S", "save_interval": 2}, {"save": "S", "non_persistent_save_interval": 1},
+        {"rollout_eval_prompts": "p", "eval_interval": 1002}, {"adlr_autoresume": True, "adlr_autoresume_interval": 2},
+        {"phase_transition_iterations": [4, 7]})],
+    taken=[said(check), said(check, save_interval=3), said(check, eval_interval=1001),
+           said(check, train_iters=None, train_samples=8 * 16 + 7), said(check, save="S", save_interval=12),
+           said(check, train_iters=17, rollout_updates_per_batch=1, rollout_epochs_per_batch=1)],
+    loaded=[said(loaded), said(loaded, iteration=10)],
+)
+"""
+
+
+def test_updates_of_a_batch_when_a_run_would_save_or_end_within_one_then_refused_with_the_flag(results):
+    found = results["updates"]
+    flags = ["--train-iters 18", "--train-samples / --global-batch-size 17", "--exit-interval 6", "--save-interval 2",
+             "--non-persistent-save-interval 1", "--eval-interval 1002", "--adlr-autoresume-interval 2",
+             "--phase-transition-iterations 7"]  # fmt: skip
+    for said, flag in zip(found["refused"], flags, strict=True):
+        assert said == (
+            f"{flag} must be a multiple of 4, the updates that a batch makes (--rollout-updates-per-batch 2 x "
+            "--rollout-epochs-per-batch 2): a run saves, evaluates and ends between two batches"
+        )
+    assert found["taken"] == [None] * 6
+    taken, refused = found["loaded"]
+    assert taken is None
+    assert refused.startswith("--load DIR: iteration 10 of the checkpoint is not a multiple of 4, the updates that a ")
+
+
+CASES["end of a batch"] = """
+asked = []
+args = types.SimpleNamespace(curr_iteration=3, exit_interval=None)
+class Step:
+    evaluation, step = None, types.SimpleNamespace(leaves_after_batch=False)
+session.start = lambda *args: Step()
+run_flags.check_megatron_arguments = run_flags.check_loaded_iteration = lambda args: None
+hooks.all_reduce_startup = lambda prepare: prepare()
+training.get_args = lambda: args
+training.setup_model_and_optimizer = lambda model_provider_func, model_type: ("model", "optimizer", "scheduler")
+def checkpoint_and_decide_exit(model, optimizer, opt_param_scheduler, iteration, *rest):
+    asked.append([iteration, args.exit_interval])
+    return True
+training.checkpoint_and_decide_exit = checkpoint_and_decide_exit
+FLAGS += ["--rollout-updates-per-batch", "4"]
+install()
+before = training.checkpoint_and_decide_exit(None, None, None, 2)
+training.setup_model_and_optimizer("provider", "type")
+found = [training.checkpoint_and_decide_exit(None, None, None, iteration) for iteration in (5, 6, 7, 8)]
+Step.step.leaves_after_batch = True
+found += [training.checkpoint_and_decide_exit(None, None, None, iteration=iteration) for iteration in (10, 12)]
+say(before=before, found=found, asked=asked, interval=args.exit_interval)
+"""
+
+
+def test_end_when_asked_for_within_a_batch_then_it_waits_for_the_batchs_last_update(results):
+    found = results["end of a batch"]
+    assert found["before"] is True and found["found"] == [False, False, False, True, False, True]
+    # Where the rerun state machine asked to leave, as at an --exit-interval.
+    assert found["asked"] == [[2, None], [8, None], [12, 1]] and found["interval"] is None

@@ -6,16 +6,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.mcore.updates_cases import sample_part
 from tests.megatron_forks import run_megatron
 from tests.preloaded import run_preloaded
 
 HERE = Path(__file__).resolve().parent
 ALL = ["ppo_clip", "gspo", "cispo", "dppo_tv"]
 LAYOUTS = {
-    1: [{"losses": ALL}, {"packed": 64, "losses": ALL}],
+    1: [{"losses": ALL, "ends": 0.02, "replays": ["R2", "R3"]}, {"packed": 64, "losses": ALL}],
     2: [{"ep": 2, "losses": ["ppo_clip"]}, {"cp": 2, "losses": ["gspo"]}],
     4: [{"tp": 2, "pp": 2, "ep": 2, "sp": True, "losses": ["gspo", "cispo"]},
-        {"tp": 2, "pp": 2, "ep": 2, "sp": True, "packed": 64, "losses": ["ppo_clip", "gspo"]}],
+        {"tp": 2, "pp": 2, "ep": 2, "sp": True, "packed": 64, "losses": ["ppo_clip", "gspo"],
+         "ends": 0.02}],
 }  # fmt: skip
 RUNS = [
     (size, at, loss) for size, layouts in LAYOUTS.items() for at, one in enumerate(layouts) for loss in one["losses"]
@@ -75,3 +77,73 @@ def test_updates_of_a_batch_when_the_policy_moves_then_they_are_those_of_plain_d
     assert weights.keys() == wanted["weights"].keys()
     for name, tensor in wanted["weights"].items():
         assert (weights[name].double() - tensor).norm() < 1e-6 * tensor.norm(), name
+
+
+def test_batch_when_the_policy_is_too_far_from_pi_old_then_its_last_updates_are_left_out(results, expected):
+    for processes, at in ((1, 0), (4, 1)):
+        ranks = results[processes][at]
+        reports, pushed, _ = ranks[-1]["early"]
+        kl = [step["old_new_k3_kl"] for step in expected["ppo_clip", 1]["steps"]]
+        assert kl[1] > LAYOUTS[processes][at]["ends"]
+        assert [report["left_out"] for report in reports] == [0, 1, 1, 1] == [report["skipped"] for report in reports]
+        # The update that is not made has measured; those behind it were not begun.
+        assert reports[1]["loss/old_new_k3_kl"] == pytest.approx(kl[1], rel=2e-4) and "grad_norm" not in reports[1]
+        assert not [name for report in reports[2:] for name in report if name.startswith("loss/")]
+        assert [report["weight_version"] for report in reports] == [3, 3, 3, 4] and pushed == [4]
+        whole = {name: tensor for rank in ranks for name, tensor in rank["ppo_clip"][2].items()}
+        assert any((tensor != whole[name]).any() for rank in ranks for name, tensor in rank["early"][2].items())
+
+
+@pytest.mark.parametrize(("processes", "at"), [(1, 0), (4, 1)])
+def test_batch_when_megatron_would_save_and_leave_within_it_then_its_end_is_reached_first(results, processes, at):
+    for rank in results[processes][at]:
+        for leaves_in, (reports, pushed, _, codes, leaves) in zip((1, 3), rank["leaving"], strict=True):
+            # (skipped, to save, to leave, exit code) of every update.
+            assert codes == [(0, False, False, 0)] * leaves_in + [(1, False, False, 17)] * (4 - leaves_in)
+            assert leaves and pushed == [4] and len(reports) in (0, 4)
+
+
+@pytest.mark.parametrize("kind", ["R2", "R3"])
+def test_routes_when_a_batch_makes_several_updates_then_they_are_replayed_in_each(results, kind):
+    [rank] = results[1][0]
+    *_, chosen, padding = rank[kind]
+    layers, rows = 4, 2
+    first = chosen[: layers * 16 // rows]
+    # The experts of each sample's tokens in the pass for old log-probs: sample -> [layers, L, E].
+    scored = {}
+    for at in range(0, len(first), layers):
+        for row in range(rows):
+            scored[at // layers * rows + row] = torch.stack([ids[:, row] for _, ids in first[at : at + layers]])
+    order = [sample for update in range(4) for sample in sample_part(update, 1)]
+    passes = chosen[len(first) :]
+    assert len(passes) == layers * len(order) // rows
+    for at, sample in enumerate(order):
+        found = passes[at // rows * layers : (at // rows + 1) * layers]
+        assert [layer for layer, _ in found] == [1, 2, 3, 4]
+        real = ~padding[sample]
+        for layer, (_, ids) in enumerate(found):
+            assert torch.equal(ids[:, at % rows][real], scored[sample][layer][real]), (at, layer)
+
+
+ORDERS = """
+import json
+from megatron_rl_corr.mcore.updates import Updates
+def orders(parts, epochs, batch, replica):
+    updates = Updates(parts, epochs, seed=5)
+    drawn = [updates.samples(batch, update, 16, replica) for update in range(updates.count)]
+    return [None if samples is None else samples.tolist() for samples in drawn]
+places = ((0, 0), (0, 0), (1, 0), (0, 1))
+print(json.dumps([[orders(*parts, *at) for at in places] for parts in ((1, 3), (4, 1), (2, 3))]))
+"""
+
+
+def test_samples_of_updates_then_each_epoch_has_all_of_them_once_in_an_order_of_its_own(tmp_path):
+    script = tmp_path / "orders.py"
+    script.write_text(ORDERS)
+    whole, *found = json.loads(run_megatron(script).stdout.splitlines()[-1])
+    assert whole == [[None] * 3] * 4
+    for (parts, epochs), (first, same, other_batch, other_replica) in zip(((4, 1), (2, 3)), found, strict=True):
+        assert first == same != other_batch and first != other_replica
+        orders = [sum(first[epoch * parts : (epoch + 1) * parts], []) for epoch in range(epochs)]
+        assert all(sorted(order) == list(range(16)) for order in orders)
+        assert len({tuple(order) for order in orders}) == epochs

@@ -8,35 +8,12 @@ import math
 import sys
 from pathlib import Path
 
-import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent))
 from hf_reference import advantages_of, logprobs_of
-
-PARTS, EPOCHS, SEED, BATCH = 2, 2, 7, 3
-"""Updates of an epoch, epochs, and what the order of the samples is drawn from."""
-RATE = 0.2
-CLIP = {"ppo_clip": (0.02, 0.03), "gspo": (0.01, 0.008), "cispo": (0.02, 0.03), "dppo_tv": (4e-4, 3e-4)}
-WEIGHT = 1.05
-"""Upper bound of a token's weight, or for gspo of a sequence's."""
-
-
-def sample_part(update, replicas):
-    """The samples of an update: of each replica's share, in an order of its own, a half."""
-    epoch, part = divmod(update, PARTS)
-    share = 16 // replicas
-    chosen = []
-    for replica in range(replicas):
-        order = np.random.default_rng([SEED, BATCH, epoch, replica]).permutation(share)
-        chosen += (replica * share + order[part * share // PARTS : (part + 1) * share // PARTS]).tolist()
-    return chosen
-
-
-def near(samples):
-    """The samples, sampled by a policy near the one that is trained first."""
-    return [s | {"rollout": s["rollout"] - s["old_shift"]} for s in samples]
+from updates_cases import CLIP, EPOCHS, PARTS, RATE, WEIGHT, near, sample_part
 
 
 def update_loss(name, samples, advantages, now, old, weights):

@@ -13,18 +13,20 @@ import torch
 from megatron.core import parallel_state as ps
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.mcore.batch import BatchShape
 from megatron_rl_corr.mcore.packing import PackLimits
 from megatron_rl_corr.mcore.step import CorrectedStep
 from megatron_rl_corr.mcore.updates import Updates
+from megatron_rl_corr.moe.routes import Routes, make_routes
 from megatron_rl_corr.weight_sync.export import StageExporter
 
 sys.path.insert(0, str(Path(__file__).parent))
 from forked_layouts import save_results
 from layout_worker import LENGTH, set_up
-from updates_reference import BATCH, CLIP, EPOCHS, PARTS, RATE, SEED, WEIGHT, near
+from updates_cases import BATCH, CLIP, EPOCHS, PARTS, RATE, SEED, WEIGHT, near
 
 ROWS = 2
 """Of a microbatch."""
@@ -38,8 +40,8 @@ def config_of(loss):
     )
 
 
-def megatrons(model, optimizer, rows):
-    """Megatron's `train_step` on so many rows, or on as many packs as it is told."""
+def megatrons(model, optimizer, rows, leaves=False):
+    """Megatron's `train_step` on so many rows, or on as many packs as it is told; `leaves`: to write a checkpoint."""
 
     def train_step(forward_step, iterators, microbatches=rows // ROWS):
         for chunk in model:
@@ -49,15 +51,22 @@ def megatrons(model, optimizer, rows):
             forward_step_func=forward_step, data_iterator=iterators, model=model, num_microbatches=microbatches,
             seq_length=LENGTH, micro_batch_size=ROWS, forward_only=False,
         )
+        if leaves:
+            return {}, True, True, True, 17, None, None, 0
         updated, grad_norm, _ = optimizer.step()
         return {}, int(not updated), False, False, 0, grad_norm, None, 0
 
     return train_step
 
 
-def trained(model_dir, samples, spec, loss, max_kl=None, config=None):
-    """One batch of all samples: (reports, pushed versions, weights) of this rank."""
+def trained(model_dir, samples, spec, loss, *, max_kl=None, replay="off", leaves_in=None):
+    """One batch of all samples: (reports, pushed versions, weights) of this rank; with replay, the routers' choices."""
     model, parameters, layout, _, batch, _, logprobs = set_up(model_dir, samples, spec)
+    routes, chosen = Routes(), []
+    if replay != "off":
+        routes = make_routes(replay, model, layout, num_layers=4, min_agreement=-1.0)
+        routes.scatter([random_routes(s) for s in samples], batch.cu_seqlens)
+        chosen = routers_choices(model)
     optimizer = get_megatron_optimizer(
         OptimizerConfig(optimizer="sgd", lr=RATE, sgd_momentum=0.0, weight_decay=0.0, clip_grad=0.0), model
     )
@@ -69,26 +78,60 @@ def trained(model_dir, samples, spec, loss, max_kl=None, config=None):
 
     limits = PackLimits(spec["packed"], 0.01) if "packed" in spec else None
     corrected = CorrectedStep(
-        config=config or config_of(loss), layout=layout, logprobs=logprobs, push=pushed.append, report=reports.append,
+        config=config_of(loss), layout=layout, logprobs=logprobs, push=pushed.append, report=reports.append,
+        routes=routes,
         collector=SimpleNamespace(device="cpu", collect=collect, metrics={}),
         shape=BatchShape(16 // PARTS, 4, ROWS, LENGTH, packing=limits, updates=PARTS),
         updates=Updates(PARTS, EPOCHS, max_kl, SEED),
     )  # fmt: skip
-    train_step = megatrons(model, optimizer, 16 // PARTS // layout.dp_size)
+    results = []
     for update in range(PARTS * EPOCHS):
+        train_step = megatrons(model, optimizer, 16 // PARTS // layout.dp_size, leaves=update == leaves_in)
         iteration = BATCH * PARTS * EPOCHS + update
-        corrected.run(train_step, iteration, model, optimizer, per_token=spec.get("per_token", False))
+        results.append(corrected.run(train_step, iteration, model, optimizer, per_token=False))
     exporter = StageExporter(
         parameters, layout.shard, layout.stage_groups, stage=layout.pp_rank, num_stages=layout.pp_size
     )
     weights = {name: tensor.clone() for unit in exporter.units() for name, tensor in unit}
     ps.destroy_model_parallel()
     assert collected == [BATCH]
-    return reports, pushed, weights if exporter.sends else {}
+    found = reports, pushed, weights if exporter.sends else {}
+    if replay != "off":
+        return *found, chosen, batch.padding
+    if leaves_in is not None:
+        return *found, [result[1:5] for result in results], corrected.leaves_after_batch
+    return found
+
+
+def random_routes(sample):
+    """[tokens - 1, 4 layers, 2] distinct experts."""
+    tokens = len(sample["prompt"]) + len(sample["output"]) - 1
+    generator = torch.Generator().manual_seed(tokens)
+    return torch.rand(tokens, 4, 8, generator=generator).argsort(dim=2)[..., :2].to(torch.uint8)
+
+
+def routers_choices(model):
+    """Filled, pass after pass, with (layer, the experts of each token: [L, b, E] bool)."""
+    found = []
+
+    def hook(module, inputs, output):
+        found.append((module.layer_number, output[1].detach().view(*inputs[0].shape[:2], -1).clone()))
+
+    for chunk in model:
+        for router in (m for m in chunk.modules() if isinstance(m, TopKRouter)):
+            router.register_forward_hook(hook)
+    return found
 
 
 def every_loss(model_dir, samples, spec):
-    return {loss: trained(model_dir, near(samples), spec, loss) for loss in spec["losses"]}
+    samples = near(samples)
+    found = {loss: trained(model_dir, samples, spec, loss) for loss in spec["losses"]}
+    if spec.get("ends"):
+        found["early"] = trained(model_dir, samples, spec, "ppo_clip", max_kl=spec["ends"])
+        found["leaving"] = [trained(model_dir, samples, spec, "ppo_clip", leaves_in=update) for update in (1, 3)]
+    for replay in spec.get("replays", ()):
+        found[replay] = trained(model_dir, samples, spec, "ppo_clip", replay=replay)
+    return found
 
 
 def main(processes, model_dir, reference_path, out, *specs):

@@ -1,0 +1,26 @@
+"""The batch of test_updates.py: how its updates are made, and which samples each takes."""
+
+import numpy as np
+
+PARTS, EPOCHS, SEED, BATCH = 2, 2, 7, 3
+"""Updates of an epoch, epochs, and what the order of the samples is drawn from."""
+RATE = 0.2
+CLIP = {"ppo_clip": (0.02, 0.03), "gspo": (0.01, 0.008), "cispo": (0.02, 0.03), "dppo_tv": (4e-4, 3e-4)}
+WEIGHT = 1.05
+"""Upper bound of a token's weight, or for gspo of a sequence's."""
+
+
+def sample_part(update, replicas):
+    """The samples of an update: of each replica's share, in an order of its own, a half."""
+    epoch, part = divmod(update, PARTS)
+    share = 16 // replicas
+    chosen = []
+    for replica in range(replicas):
+        order = np.random.default_rng([SEED, BATCH, epoch, replica]).permutation(share)
+        chosen += (replica * share + order[part * share // PARTS : (part + 1) * share // PARTS]).tolist()
+    return chosen
+
+
+def near(samples):
+    """The samples, sampled by a policy near the one that is trained first."""
+    return [s | {"rollout": s["rollout"] - s["old_shift"]} for s in samples]
