@@ -33,12 +33,27 @@ def check_together(config: RolloutCorrectionConfig, run: RunConfig) -> None:
 
 
 def _check_reference(config: RolloutCorrectionConfig, run: RunConfig) -> None:
-    """ValueError for a reference policy without a penalty."""
-    for name in ("reference_checkpoint", "reference_reset"):
+    """ValueError for a reference policy without a penalty, and for servers that can't score what was sampled."""
+    for name in ("reference_checkpoint", "reference_urls", "reference_reset"):
         value = getattr(run, name)
-        if value is not None and not config.needs_reference:
+        if value and not config.needs_reference:
+            given = " ".join(value) if isinstance(value, tuple) else value
             raise ValueError(
-                f"`{name}` {value} has no effect without a penalty; add `kl_loss_coef` or `kl_reward_coef`, or drop it"
+                f"`{name}` {given} has no effect without a penalty; add `kl_loss_coef` or `kl_reward_coef`, or drop it"
+            )
+    sampled = {"temperature": run.temperature != 1, "top_p": run.top_p < 1, "top_k": run.top_k > 0}
+    for name, changed in sampled.items():
+        if run.reference_urls and changed:
+            raise ValueError(
+                f"`reference_urls` with `{name}` {getattr(run, name)}: servers score tokens under the whole "
+                "distribution at temperature 1, which is not the one that was sampled; use `reference_checkpoint`, "
+                f"whose log-probs are of the sampled one, or drop `{name}`"
+            )
+    for url in run.reference_urls:
+        if url.rstrip("/") in [other.rstrip("/") for other in run.urls]:
+            raise ValueError(
+                f"`reference_urls` {url} is one of `urls` too, to which the trained weights are pushed; start a server "
+                "of its own for the reference"
             )
 
 

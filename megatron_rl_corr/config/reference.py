@@ -20,5 +20,23 @@ class ReferenceConfig(Options):
     memory of the host and take the place of the trained ones for one forward pass a step (default: those of
     `hf_checkpoint`)."""
 
+    reference_urls: tuple[str, ...] = option((), flag="--rollout-reference-url", metavar="URL")
+    """Servers that score the samples under the reference policy, instead of a pass of the trainer; nothing is ever
+    pushed to them. How far they are from the trainer's own start weights is measured in the first step."""
+
     reference_reset: Annotated[int | None, Positive()] = option(None, metavar="N")
     """After every N batches the reference becomes the policy of then; it is saved with each checkpoint."""
+
+    def check(self) -> None:
+        if not self.reference_urls:
+            return
+        if self.reference_checkpoint is not None:
+            raise ValueError(
+                f"`reference_checkpoint` {self.reference_checkpoint} has no effect with `reference_urls`, whose "
+                "servers score the samples; drop one"
+            )
+        if self.reference_reset is not None:
+            raise ValueError(
+                f"`reference_reset` {self.reference_reset} can't reset the weights of `reference_urls`, to which "
+                "nothing is pushed; drop one"
+            )

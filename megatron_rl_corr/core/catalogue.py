@@ -258,15 +258,28 @@ LOSSES = in_group(
             "the policy is far from its reference, or the penalty is in a fight with the reward",
             "Up to 0.1 a token is usual. If the reward still rises, the reference may be too old: "
             "--rollout-reference-reset N makes it the policy of every N-th batch. If it does not, raise "
-            "--rollout-kl-loss-coef, or lower the learning rate.", high=0.5,
+            "--rollout-kl-loss-coef, or lower the learning rate. With --rollout-reference-url it can't fall below "
+            "reference/floor.", high=0.5,
         ),
         only_with="--rollout-kl-loss-coef",
+    ),
+    MetricSpec(
+        "reference/floor", "k3 of the start's weights against the servers of the reference, over the first step",
+        "mean(e^-d - 1 + d) over sampled tokens, d = log pi_start - log pi_server",
+        only_with="--rollout-reference-url",
+        usual=UsualRange(
+            "the servers are not the policy that the run started from, or compute it otherwise",
+            "If they are meant to be the start: the same checkpoint, number type and lm_head as the trainer, and see "
+            "KL(k3), which has the same causes. If they are another policy, the value says how far it is.", high=1e-2,
+        ),
     ),
     MetricSpec(
         "loss/reference_missing", "kept tokens that the reference gave no finite log-prob for: they have no penalty",
         "count", only_with="--rollout-kl-loss-coef",
         usual=UsualRange(
-            "tokens train without the penalty", "Look for overflow in the reference's logits.", low=0, high=0,
+            "tokens train without the penalty",
+            "With --rollout-reference-url look at the log of those servers, else for overflow in the reference's "
+            "logits.", low=0, high=0,
         ),
     ),
     MetricSpec(

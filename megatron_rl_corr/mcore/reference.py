@@ -5,9 +5,10 @@ T tokens of this rank's batch, S sequences of this replica.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.core.losses.kl import reward_kl
 from megatron_rl_corr.core.metrics import Mean, Metric
+from megatron_rl_corr.engines.trajectory import Trajectory
 from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.mcore.batch import RolloutBatch
 from megatron_rl_corr.mcore.forward import LogprobSettings, compute_log_probs
@@ -139,6 +141,8 @@ class ReferencePass:
     micro_batch_size: int
     seq_length: int
     packs: Packs | None = None
+    samples: Sequence[Trajectory] = ()
+    """The batch's, on the replica's data leader."""
 
     def gathered(self) -> AbstractContextManager:
         """Context in which every rank holds whole, current parameters."""
@@ -164,6 +168,8 @@ class Reference:
     """The batch after which it last became the live policy; 0: never."""
     exporter: StageExporter | None = None
     """Gathers its weights, which must be saved with checkpoints; None: it is the same at every start."""
+    metrics: Mapping[str, Metric] = MappingProxyType({})
+    """Of the reference itself, on the last stage."""
 
     def log_probs(self, forward: ReferencePass) -> Tensor | None:
         """Log pi_ref of the batch's labels, [T] on the last stage, None on the others; every rank calls it."""
@@ -174,6 +180,9 @@ class Reference:
         Args:
             number: batches trained so far, from the run's first start on.
         """
+
+    def close(self) -> None:
+        """Leave its servers, if it has any."""
 
 
 class LocalReference(Reference):

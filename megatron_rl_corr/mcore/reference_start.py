@@ -10,20 +10,26 @@ import torch.distributed as dist
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.config.run import RunConfig
+from megatron_rl_corr.engines.errors import RolloutError
+from megatron_rl_corr.mcore.collect import SampleSource
 from megatron_rl_corr.mcore.policy_check import naming_checkpoint
 from megatron_rl_corr.mcore.reference import LocalReference, Reference, ReferenceWeights
 from megatron_rl_corr.mcore.reference_checkpoint import broadcast_saved
+from megatron_rl_corr.mcore.reference_server import ServedReference
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint, read_config
 from megatron_rl_corr.models.megatron_flags import model_flags
 from megatron_rl_corr.models.shards import LocalParameter, ShardRanks
-from megatron_rl_corr.parallel.failure import all_reduce_startup
+from megatron_rl_corr.parallel.failure import all_reduce_failure, all_reduce_startup
 from megatron_rl_corr.parallel.layout import Layout
+from megatron_rl_corr.rollout.scorer import Scorer
 from megatron_rl_corr.weight_sync.export import StageExporter
+
+HEALTHY_WITHIN_S = 60.0
 
 
 def broadcast_reference(
     config: RolloutCorrectionConfig, options: RunConfig, args: argparse.Namespace,
-    parameters: Sequence[LocalParameter], layout: Layout,
+    parameters: Sequence[LocalParameter], layout: Layout, source: SampleSource,
 ) -> Reference:
     """The reference policy that the KL penalties ask for; every rank calls it. Rank 0 looks for a saved reset.
 
@@ -33,15 +39,19 @@ def broadcast_reference(
         args: Megatron's.
         parameters: of this rank; at iteration 0 they hold the start's weights.
         layout: this rank's process groups.
+        source: has the event loop of servers, and the size of the vocabulary.
 
     Raises:
         StartupError: on one rank: a checkpoint is of another model or can't be read, or a flag of Megatron's does not
             go with a reference.
+        RolloutError: on rank 0: a server of the reference does not answer.
         PeerFailure: then, on the others.
     """
     resets = options.reference_reset is not None
     if not config.needs_reference:
         return Reference()
+    if options.reference_urls:
+        return _broadcast_served(options, args, parameters, layout, source)
     saved, reset_after = broadcast_saved(args, resets=resets)
     weights = all_reduce_startup(lambda: _weights(options, args, parameters, layout.shard, saved))
     exporter = None
@@ -50,12 +60,36 @@ def broadcast_reference(
             weights.on_device(), layout.shard, layout.stage_groups, stage=layout.pp_rank, num_stages=layout.pp_size
         )
     if dist.get_rank() == 0:
-        source = saved or options.reference_checkpoint or options.hf_checkpoint
-        print(f"[rollout] reference policy: {source}, {weights.nbytes / 2**20:.0f} MiB of the host's memory on each "
-              "rank", flush=True)  # fmt: skip
+        taken_from = saved or options.reference_checkpoint or options.hf_checkpoint
+        print(f"[rollout] reference policy: {taken_from}, {weights.nbytes / 2**20:.0f} MiB of the host's memory on "
+              "each rank", flush=True)  # fmt: skip
     return LocalReference(
         weights, reset_every=options.reference_reset, reset_after=reset_after, exporter=exporter
     )
+
+
+def _broadcast_served(
+    options: RunConfig, args: argparse.Namespace, parameters: Sequence[LocalParameter], layout: Layout,
+    source: SampleSource,
+) -> ServedReference:
+    """A reference that servers score; where the run goes on, the start's weights are loaded to measure its floor."""
+
+    def made() -> tuple[Scorer, ReferenceWeights | None]:
+        known = ("engine", "max_concurrency", "timeout_s", "max_retries", "api_key", "ca_file")
+        given = {name: value for name, value in options.client_arguments().items() if name in known}
+        scorer = Scorer(options.reference_urls, vocab_size=source.client.vocab_size, **given)
+        return scorer, _weights(options, args, parameters, layout.shard, None) if args.iteration > 0 else None
+
+    scorer, start = all_reduce_startup(made)
+    error = None
+    if dist.get_rank() == 0:
+        try:
+            source.loop.call(scorer.wait_healthy(HEALTHY_WITHIN_S))
+        except RolloutError as failure:
+            failure.add_note("it is a server of --rollout-reference-url")
+            error = failure
+    all_reduce_failure(error)
+    return ServedReference(scorer, source.loop, layout, start=start)
 
 
 def _weights(

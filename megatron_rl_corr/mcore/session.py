@@ -112,6 +112,7 @@ class Session:
 
     def close(self) -> None:
         """Stop sampling and leave the servers."""
+        self.step.reference.close()
         _close(self.step.collector, self.servers, self.source)
 
 
@@ -137,7 +138,7 @@ def start(
     parts = all_reduce_startup(lambda: _prepare(options, megatron, layout, shape, routes, saved))
     if args.iteration == 0:
         megatron.optimizer.reload_model_params()
-    reference = broadcast_reference(config, options, args, parts.parameters, layout)
+    reference = broadcast_reference(config, options, args, parts.parameters, layout, parts.source)
     collector, client, loop = parts.collector, parts.source.client, parts.source.loop
     run_id = _broadcast_reached(client, loop)
     exporter = StageExporter(

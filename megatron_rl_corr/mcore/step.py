@@ -123,7 +123,8 @@ class CorrectedStep:
         times.mark("collect")
         packs = self._packs(batch)
         reference = self.reference.log_probs(ReferencePass(
-            model, optimizer, batch, self.logprobs, self.shape.micro_batch_size, self.shape.seq_length, packs
+            model, optimizer, batch, self.logprobs, self.shape.micro_batch_size, self.shape.seq_length, packs,
+            self.collector.trajectories,
         ))  # fmt: skip
         times.mark("reference")
         inputs, metrics = self._all_reduce_loss_inputs(batch, packs, model, optimizer, reference)
@@ -134,7 +135,7 @@ class CorrectedStep:
         if self.log is not None:
             self.log.all_reduce_write(iteration, batch, self.collector.trajectories, inputs, with_train=scored)
             times.mark("save")
-        return BatchInTraining(number, batch, packs, inputs, metrics | self.collector.metrics)
+        return BatchInTraining(number, batch, packs, inputs, metrics | self.collector.metrics | self.reference.metrics)
 
     def _all_reduce_part(self, whole: BatchInTraining, update: int) -> UpdatePart:
         """The samples of one update, with denominators and packs of their own."""

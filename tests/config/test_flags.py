@@ -22,6 +22,7 @@ REQUIRED = [
     "--rollout-url", "http://a:30000", "http://b:30000", "--rollout-hf-checkpoint", "model",
     "--rollout-prompts", "prompts.jsonl", "--rollout-reward-function", "reward.py:reward",
 ]
+SERVED = ("--rollout-kl-loss-coef", "1", "--rollout-reference-url", "http://c:1")
 CLIENT = {
     "max_concurrency": 64, "max_per_server": None, "timeout_s": 600.0, "read_timeout_s": 60.0,
     "outage_timeout_s": 10.0, "update_timeout_s": 3600.0, "max_retries": 3, "max_continuations": 8, "ca_file": None,
@@ -40,7 +41,7 @@ DEFAULTS = CLIENT | {
     "save_trajectories": None,
     "router_replay": "off", "router_replay_min_agreement": None, "expert_statistics": False,
     "weight_transport": "distributed", "weight_dir": None, "verify_push": "checksum",
-    "reference_checkpoint": None, "reference_reset": None,
+    "reference_checkpoint": None, "reference_reset": None, "reference_urls": (),
     "reward_function": "reward.py:reward", "reward_workers": None, "reward_timeout_s": 120.0,
     "on_failed_reward": None, "max_failed_fraction": 0.05,
 }  # fmt: skip
@@ -64,6 +65,22 @@ def test_parse_when_only_what_is_required_is_given_then_the_defaults():
         (("--rollout-reference-checkpoint", "other"),
          "--rollout-reference-checkpoint other has no effect without a penalty; add --rollout-kl-loss-coef or "
          "--rollout-kl-reward-coef, or drop it"),
+        (("--rollout-reference-reset", "4"),
+         "--rollout-reference-reset 4 has no effect without a penalty; add --rollout-kl-loss-coef or "
+         "--rollout-kl-reward-coef, or drop it"),
+        ((*SERVED, "--rollout-reference-reset", "4"),
+         "--rollout-reference-reset 4 can't reset the weights of --rollout-reference-url, to which nothing is pushed; "
+         "drop one"),
+        ((*SERVED, "--rollout-reference-checkpoint", "d"),
+         "--rollout-reference-checkpoint d has no effect with --rollout-reference-url, whose servers score the "
+         "samples; drop one"),
+        (("--rollout-kl-loss-coef", "1", "--rollout-reference-url", "http://a:30000/"),
+         "--rollout-reference-url http://a:30000/ is one of --rollout-url too, to which the trained weights are "
+         "pushed; start a server of its own for the reference"),
+        ((*SERVED, "--rollout-temperature", "0.5"),
+         "--rollout-reference-url with --rollout-temperature 0.5: servers score tokens under the whole distribution at "
+         "temperature 1, which is not the one that was sampled; use --rollout-reference-checkpoint, whose log-probs "
+         "are of the sampled one, or drop --rollout-temperature"),
         (("--rollout-kl-reward-type", "k2"),
          "--rollout-kl-reward-type k2 has no effect without --rollout-kl-reward-coef; drop it, or add "
          "--rollout-kl-reward-coef"),

@@ -15,7 +15,8 @@ from tests.matrix.releases import OVERLAID, chosen
 from tests.matrix.replaying_server import ReplayingServer
 from tests.matrix.test_launcher_step import REWARD
 from tests.mcore.test_reference import MORE, check, kl_reference  # noqa: F401
-from tests.preloaded import run_preloaded
+from tests.preloaded import PreloadedServer, run_preloaded
+from tools.cpu import environment, sglang_arguments
 from tools.local_server import free_port
 
 pytestmark = pytest.mark.skipif(chosen() != OVERLAID, reason="make test-matrix runs it; tests/mcore has the gradients")
@@ -129,3 +130,47 @@ def test_run_when_killed_with_the_reference_in_place_then_servers_have_the_live_
         done, _ = run("lost", 4, *load, save="killed/checkpoints")
         assert "the checkpoint has no rollout_reference: the reference policy is the run's first one" in done.stderr
         assert steps_of(tmp_path / "lost")[0]["loss/reference_kl"] > 2 * step["loss/reference_kl"]
+
+
+@pytest.fixture(scope="module")
+def reference_server(tiny_moe_dir, tmp_path_factory):
+    """A server of the start's weights in float32, which no trainer may push to."""
+    log = tmp_path_factory.mktemp("reference") / "server.log"
+    arguments = [*sglang_arguments(), "--random-seed", "5"]
+    with PreloadedServer(
+        tiny_moe_dir, dtype="float32", log_path=log, extra_arguments=arguments, environment=environment("sglang")
+    ) as server:
+        yield server
+
+
+@pytest.mark.parametrize(
+    "layout", [["--context-parallel-size", 2], [*SHARDS, "--rollout-pack-sequences"]], ids=["cp rows", "tp packed"]
+)
+def test_reference_when_servers_score_it_then_as_the_trainers_own_pass_and_its_floor_is_measured_at_each_start(
+    layout, tmp_path, tiny_moe_dir, sglang_server_fp32, reference_server
+):
+    server, flags = sglang_server_fp32, [*layout, "--rollout-kl-loss-coef", 0.1, "--save-interval", 3]
+    before = held_by(reference_server, tiny_moe_dir)
+    with unchanged(server, tiny_moe_dir), ReplayingServer(server.url) as door:
+
+        def run(name, iterations, *more):
+            door.replay()
+            save = ["--save", tmp_path / "checkpoints"] if iterations == 3 else []
+            done = launch(
+                tmp_path / name, tiny_moe_dir, door.url, *flags, *save, "--train-iters", iterations, *more
+            )
+            assert done.returncode == 0, done.stderr[-4000:]
+            return steps_of(tmp_path / name), done.stdout
+
+        own, _ = run("own", 4)
+        by_url = ["--rollout-reference-url", reference_server.url]
+        served, printed = run("served", 3, *by_url)
+        resumed, _ = run(
+            "resumed", 4, *by_url, "--load", tmp_path / "checkpoints", "--override-opt-param-scheduler"
+        )
+    assert printed.count("k3 of the start's weights against them is ") == 1
+    for step, other in zip([*served, *resumed], own, strict=True):
+        assert step["loss/reference_missing"] == 0 and 0 <= step["reference/floor"] < 1e-7
+        assert step["loss/reference_kl"] == pytest.approx(other["loss/reference_kl"], rel=2e-2, abs=1e-7)
+    assert own[3]["loss/reference_kl"] > 1e-4
+    assert held_by(reference_server, tiny_moe_dir) == before

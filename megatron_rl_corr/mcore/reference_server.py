@@ -1,0 +1,98 @@
+"""The reference policy behind servers of its own: they score the samples, and their distance to the start is measured.
+
+S samples of this replica, T tokens of this rank's batch.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl_corr.core.losses.kl import kl_estimate
+from megatron_rl_corr.core.losses.ratio import inside
+from megatron_rl_corr.core.metrics import Mean, Metric
+from megatron_rl_corr.mcore.batch import broadcast_to_replica
+from megatron_rl_corr.mcore.packed_batch import PackedBatch
+from megatron_rl_corr.mcore.reference import Reference, ReferencePass, ReferenceWeights
+from megatron_rl_corr.parallel.context import zigzag_positions
+from megatron_rl_corr.parallel.failure import all_reduce_results, communication_device
+from megatron_rl_corr.parallel.layout import Layout
+from megatron_rl_corr.rollout.blocking import LoopThread
+from megatron_rl_corr.rollout.scorer import Scorer
+
+
+class ServedReference(Reference):
+    """A reference policy whose servers score each step's samples.
+
+    In the first step after a start the trainer's start weights score the same samples: what the two differ by then, the
+    floor, is in `loss/reference_kl` from the first step to the last, whatever is trained.
+
+    Args:
+        scorer: of the servers.
+        loop: its event loop.
+        layout: this rank's process groups.
+        start: the weights that the run started from; None: the live ones are those.
+    """
+
+    def __init__(self, scorer: Scorer, loop: LoopThread, layout: Layout, *, start: ReferenceWeights | None):
+        self._scorer, self._loop, self._layout, self._start = scorer, loop, layout, start
+        self._measured = False
+
+    def log_probs(self, forward: ReferencePass) -> Tensor | None:
+        served = self._all_reduce_scores(forward)
+        if not self._measured:
+            self._all_reduce_floor(forward, served)
+            self._measured, self._start = True, None
+        return served if self._layout.is_last_stage else None
+
+    def close(self) -> None:
+        self._loop.call(self._scorer.close())
+
+    def _all_reduce_scores(self, forward: ReferencePass) -> Tensor:
+        """The servers' log-probs of this rank's tokens, [T]; NaN for a response that was not scored.
+
+        Raises:
+            RolloutError: on a leader none of whose samples were scored.
+            PeerFailure: then, on the other ranks.
+        """
+        layout, batch = self._layout, forward.batch
+        packed = isinstance(batch, PackedBatch)
+        boundaries = batch.cu_seqlens if packed else np.arange(batch.num_sequences + 1) * forward.seq_length
+        scoring = self._loop.submit(self._scorer.score(forward.samples)) if layout.is_data_leader else None
+
+        def laid_out(scores: list[np.ndarray | None]) -> Tensor:
+            whole = np.zeros(boundaries[-1], dtype=np.float32)
+            for start, sample, logprobs in zip(boundaries[:-1], forward.samples, scores, strict=True):
+                first = start + sample.prompt_ids.numel() - 1
+                whole[first : first + sample.output_ids.numel()] = np.nan if logprobs is None else logprobs
+            return torch.from_numpy(whole)
+
+        own = all_reduce_results(scoring, laid_out)
+        values = torch.zeros(int(boundaries[-1])) if own is None else own
+        values = values.to(communication_device())
+        broadcast_to_replica([values], layout)
+        if layout.cp_size == 1:
+            return values
+        return values[zigzag_positions(layout.cp_group.rank(), layout.cp_size, boundaries, values.device)]
+
+    def _all_reduce_floor(self, forward: ReferencePass, served: Tensor) -> None:
+        """Measure the k3 of the start's weights against the servers, and print it on the job's last rank."""
+        with forward.gathered():
+            if self._start is None:
+                scored = forward.run()
+            else:
+                with self._start.in_place():
+                    scored = forward.run()
+        if scored is None:
+            return
+        known = forward.batch.flat(forward.batch.loss_mask) & served.isfinite() & scored.isfinite()
+        k3 = kl_estimate(inside(known, scored - served), "k3")
+        floor = Mean(torch.stack([k3.sum(dtype=torch.float64), known.sum(dtype=torch.float64)]))
+        self.metrics: dict[str, Metric] = {"reference/floor": floor}
+        total = floor.values.clone()
+        dist.all_reduce(total, group=self._layout.dp_cp_group)
+        if self._layout.is_job_reporter:
+            print(f"[rollout] reference servers: k3 of the start's weights against them is {Mean(total).value():.3g}; "
+                  "loss/reference_kl does not fall below it", flush=True)  # fmt: skip

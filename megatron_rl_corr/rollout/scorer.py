@@ -1,0 +1,88 @@
+"""Log-probs of samples under the policy of other servers, which nothing is ever pushed to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from megatron_rl_corr.config.run import ENGINES
+from megatron_rl_corr.engines import load_engine
+from megatron_rl_corr.engines.control import ServerControl
+from megatron_rl_corr.engines.errors import RolloutError
+from megatron_rl_corr.engines.trajectory import Trajectory
+
+
+class Scorer:
+    """Several servers of one policy, which score given tokens at temperature 1, each sample in one prefill.
+
+    The HTTP session belongs to the event loop of the first call.
+
+    Args:
+        urls: addresses of the servers.
+        vocab_size: of the model.
+        engine: what the servers run.
+        max_concurrency: samples in flight.
+        timeout_s: limit of a sample, from its request to the end of the answer.
+        max_retries: failed requests of a sample after which it has no log-probs.
+        api_key, ca_file: as `RolloutClient`'s.
+
+    Raises:
+        ValueError: no address, or a key or file that can't be used.
+    """
+
+    def __init__(
+        self, urls: Sequence[str], *, vocab_size: int, engine: str = next(iter(ENGINES)), max_concurrency: int = 64,
+        timeout_s: float = 600.0, max_retries: int = 3, api_key: str | None = None, ca_file: str | Path | None = None,
+    ):  # fmt: skip
+        self._engine = load_engine(engine)
+        self.urls = self._engine.checked_urls(urls)
+        self._transport = self._engine.open_transport(
+            self.urls, timeout_s=timeout_s, connect_timeout_s=10.0, api_key=api_key, ca_file=ca_file
+        )
+        self._control = ServerControl(self._engine, self.urls, self._transport, update_timeout_s=timeout_s)
+        self._vocab_size, self._max_retries, self._in_flight = vocab_size, max_retries, max_concurrency
+        self._waiting = dict.fromkeys(self.urls, 0)
+
+    async def wait_healthy(self, timeout_s: float) -> None:
+        """Return once every server can score. Raises RolloutServerError for one that can't in time."""
+        await self._control.wait_healthy(timeout_s)
+
+    async def score(self, samples: Sequence[Trajectory]) -> list[np.ndarray | None]:
+        """Log-probs of each sample's response, in the order of the samples; None for one that no server scored.
+
+        Raises:
+            RolloutError: none of the samples was scored; the last failure.
+        """
+        places = asyncio.Semaphore(self._in_flight)
+        answers = await asyncio.gather(*[self._one(sample, places) for sample in samples])
+        if samples and all(isinstance(answer, RolloutError) for answer in answers):
+            raise answers[-1]
+        return [None if isinstance(answer, RolloutError) else answer for answer in answers]
+
+    async def close(self) -> None:
+        """Close the HTTP session."""
+        await self._transport.close()
+
+    async def _one(self, sample: Trajectory, places: asyncio.Semaphore) -> np.ndarray | RolloutError:
+        prompt, output, failed, error = sample.prompt_ids.tolist(), sample.output_ids.tolist(), [], None
+        async with places:
+            for _ in range(self._max_retries + 1):
+                # The least busy of those that this sample has failed at least often.
+                url = min(self.urls, key=lambda url: (failed.count(url), self._waiting[url]))
+                self._waiting[url] += 1
+                try:
+                    return await self._scored(url, prompt, output)
+                except RolloutError as failure:
+                    error = failure
+                    failed.append(url)
+                finally:
+                    self._waiting[url] -= 1
+        return error
+
+    async def _scored(self, url: str, prompt: list[int], output: list[int]) -> np.ndarray:
+        answer = await self._control.ask(url, self._engine.score(prompt, output, cached=False, likeliest=1))
+        scores = self._engine.parse_scores(answer, server=url, output_ids=output, vocab_size=self._vocab_size)
+        return scores.logprobs

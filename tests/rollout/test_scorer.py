@@ -1,0 +1,46 @@
+"""Log-probs of given samples from real servers, some of which are not there."""
+
+import asyncio
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_rl_corr.engines.errors import RolloutServerError
+from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory, VersionSpan
+from megatron_rl_corr.rollout import RolloutClient
+from megatron_rl_corr.rollout.scorer import Scorer
+from tools.local_server import free_port
+
+
+def sample_of(prompt, output):
+    return Trajectory(
+        prompt_index=0, sample_index=0, prompt_ids=torch.tensor(prompt), output_ids=torch.tensor(output),
+        rollout_logprobs=torch.zeros(len(output)), finish_reason="length",
+        weight_versions=(VersionSpan("0", 0, len(output)),), cached_tokens=0, server="http://none",
+    )  # fmt: skip
+
+
+def test_scorer_when_a_server_is_gone_then_the_other_scores_what_the_sampler_said(sglang_server_fp32, tiny_moe_dir):
+    config = json.loads((tiny_moe_dir / "config.json").read_text())
+    vocab_size, too_many = config["vocab_size"], config["max_position_embeddings"] + 1
+    gone = f"http://127.0.0.1:{free_port()}"
+
+    async def run():
+        async with RolloutClient([sglang_server_fp32.url], vocab_size=vocab_size) as client:
+            samples = await client.generate([[3, 1, 4], [1, 5, 9, 2]], SamplingParams(6), samples_per_prompt=2)
+        scorer = Scorer([gone, sglang_server_fp32.url], vocab_size=vocab_size, max_concurrency=2)
+        found = await scorer.score(samples)
+        # One that no server takes has no log-probs, and the others have theirs.
+        mixed = await scorer.score([sample_of([3], [4] * too_many), samples[0]])
+        with pytest.raises(RolloutServerError, match=gone):
+            await Scorer([gone], vocab_size=vocab_size, max_retries=1).score(samples[:1])
+        nothing = await scorer.score([])
+        await scorer.close()
+        return samples, found, mixed, nothing
+
+    samples, found, mixed, nothing = asyncio.run(run())
+    for sample, logprobs in zip(samples, found, strict=True):
+        np.testing.assert_allclose(logprobs, sample.rollout_logprobs.numpy(), atol=2e-5)
+    assert mixed[0] is None and np.array_equal(mixed[1], found[0]) and nothing == []
