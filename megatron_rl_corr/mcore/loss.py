@@ -274,7 +274,7 @@ class CorrectedLoss:
             moved = correction.weights * inputs.advantages != 0
             penalties = (config.kl_loss_coef, inputs.ref_logprobs), (config.sampler_kl_coef, inputs.rollout_logprobs)
             for coefficient, other in penalties:
-                moved = moved | (current != other) if coefficient else moved
+                moved = moved | (current != other) & other.isfinite() if coefficient else moved
             pulling = pulling & moved
         decision: dict[str, Metric] = {
             "kept": Sum(correction.mask.sum(dtype=torch.float64)[None]),

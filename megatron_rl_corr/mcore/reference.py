@@ -96,7 +96,7 @@ class ReferenceWeights:
                 exchanged += 1
             yield
         finally:
-            for i in range(exchanged):
+            for i in reversed(range(exchanged)):
                 self._exchange(i)
             self.are_in_place = False
 
@@ -104,11 +104,10 @@ class ReferenceWeights:
     def _exchange(self, i: int) -> None:
         live, kept = self._live[i].tensor, self._kept[i]
         held = live.detach().clone()
+        # What may fail for want of memory comes before the live weights are touched.
+        store = kept if kept.dtype == held.dtype else torch.empty_like(held, device=HOST, pin_memory=held.is_cuda)
         live.copy_(kept)
-        if kept.dtype == held.dtype:
-            kept.copy_(held)
-        else:
-            self._kept[i] = _on_host(held)
+        self._kept[i] = store.copy_(held)
 
 
 class _OnDevice(Sequence):
@@ -217,6 +216,9 @@ def less_reference_kl(
 ) -> tuple[RolloutBatch | PackedBatch, dict[str, Metric]]:
     """The batch with its rewards lowered by the KL to the reference, and the metric of that; with no coefficient as is.
 
+    A token that the reference has no finite log-prob for is left out, as one without a rollout log-prob: a sample whose
+    KL is not known would pay nothing, and look better than the others of its group.
+
     Args:
         batch: this rank's tokens.
         logprobs: [T] log pi_old (pi_rollout in bypass mode).
@@ -233,5 +235,7 @@ def less_reference_kl(
     sums = torch.stack([taken.sum(), torch.ones_like(taken).sum()])
     if groups.cp_rank > 0:  # one of the ranks that share a sequence counts it
         sums = torch.zeros_like(sums)
-    lowered = (batch.rewards.double() - taken).float()
-    return replace(batch, rewards=lowered), {"reward/reference_kl": Mean(sums)}
+    lowered, mask = (batch.rewards.double() - taken).float(), batch.loss_mask
+    unknown = mask & ~ref_logprobs.isfinite().view_as(mask)
+    rollout = batch.rollout_logprobs.masked_fill(unknown, torch.nan)
+    return replace(batch, rewards=lowered, rollout_logprobs=rollout), {"reward/reference_kl": Mean(sums)}

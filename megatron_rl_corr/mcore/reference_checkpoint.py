@@ -153,7 +153,7 @@ def moved_before(get_tracker_filename: Callable[[str], str]) -> Callable[[str], 
             folder = folder_of(checkpoints_path, iteration)
             if folder.is_dir():
                 shutil.rmtree(folder / FOLDER, ignore_errors=True)
-                written.rename(folder / FOLDER)
+                shutil.move(written, folder / FOLDER)  # a checkpoint may be on another file system
                 _written.clear()
         return get_tracker_filename(checkpoints_path)
 

@@ -5,12 +5,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.mcore.test_checkpoints import REWARD, checksums, steps_of
 
 from tests.forked_torchrun import forking
 from tests.matrix.patched import cpu_flags, unchanged
 from tests.matrix.releases import OVERLAID, release_environment
 from tests.matrix.replaying_server import ReplayingServer
-from tests.mcore.test_checkpoints import REWARD, checksums, steps_of
 from tests.preloaded import run_preloaded
 from tools.local_server import free_port
 

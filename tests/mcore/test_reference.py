@@ -60,3 +60,37 @@ def test_kl_penalties_in_every_layout_then_gradients_equal_hf_autograd_and_weigh
     processes, tiny_moe_dir, kl_reference
 ):
     check(processes, LAYOUTS[processes], tiny_moe_dir, kl_reference)
+
+
+UNKNOWN = """
+import dataclasses, json, torch
+from megatron_rl_corr.config.correction import RolloutCorrectionConfig
+from megatron_rl_corr.mcore.batch import RolloutBatch
+from megatron_rl_corr.mcore.loss import make_loss_inputs
+from megatron_rl_corr.mcore.reference import less_reference_kl
+from megatron_rl_corr.parallel.collectives import ParallelGroups
+
+# A group of three samples of two tokens. What the reference has of the last one is not known.
+batch = dataclasses.replace(
+    RolloutBatch.empty(3, 2), loss_mask=torch.ones(3, 2, dtype=torch.bool), rewards=torch.tensor([1.0, 0.0, 1.0]),
+    rollout_logprobs=torch.full((3, 2), -1.0),
+)
+config = RolloutCorrectionConfig(kl_reward_coef=0.5, kl_reward_type="k1", advantage="group_mean")
+old, reference = torch.full((6,), -1.0), torch.tensor([-1.5, -1.5, -1.0, -1.0, torch.nan, torch.nan])
+lowered, metrics = less_reference_kl(batch, old, reference, config, ParallelGroups())
+inputs = make_loss_inputs(lowered, old, config, ParallelGroups(), group_size=3)
+print("RESULT", json.dumps({
+    "advantages": inputs.advantages.tolist(), "mask": inputs.correction.mask.tolist(),
+    "missing": inputs.correction.metrics["nonfinite_tokens"].value(),
+}))
+"""
+
+
+def test_reward_kl_when_a_samples_is_not_known_then_it_is_left_out_of_loss_and_baseline_and_counted(tmp_path):
+    (tmp_path / "unknown.py").write_text(UNKNOWN)
+    run = run_preloaded([tmp_path / "unknown.py"])
+    assert run.returncode == 0, run.stderr[-3000:]
+    found = json.loads(run.stdout.splitlines()[-1].removeprefix("RESULT "))
+    # 1 - 0.5 x (0.5 + 0.5) = 0.5 and 0, of mean 0.25; the third sample's 1 would have made it 0.5.
+    assert found["advantages"][:4] == [0.25, 0.25, -0.25, -0.25]
+    assert found["mask"] == [True] * 4 + [False] * 2 and found["missing"] == 2

@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.mcore.updates_cases import sample_part
+from tests.mcore.updates_cases import REJECTING, sample_part
 from tests.megatron_forks import run_megatron
 from tests.preloaded import run_preloaded
 
 HERE = Path(__file__).resolve().parent
 ALL = ["ppo_clip", "gspo", "cispo", "dppo_tv"]
 LAYOUTS = {
-    1: [{"losses": ALL, "ends": 0.02, "replays": ["R2", "R3"]}, {"packed": 64, "losses": ALL}],
-    2: [{"ep": 2, "losses": ["ppo_clip"]}, {"cp": 2, "losses": ["gspo"]}],
+    1: [{"losses": [*ALL, *REJECTING], "ends": 0.02, "replays": ["R2", "R3"]}, {"packed": 64, "losses": ALL}],
+    2: [{"ep": 2, "losses": ["ppo_clip", "ppo_clip kept"]}, {"cp": 2, "losses": ["gspo", "gspo kept"]}],
     4: [{"tp": 2, "pp": 2, "ep": 2, "sp": True, "losses": ["gspo", "cispo"]},
         {"tp": 2, "pp": 2, "ep": 2, "sp": True, "packed": 64, "losses": ["ppo_clip", "gspo"],
          "ends": 0.02}],

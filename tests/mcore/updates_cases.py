@@ -8,6 +8,10 @@ RATE = 0.2
 CLIP = {"ppo_clip": (0.02, 0.03), "gspo": (0.01, 0.008), "cispo": (0.02, 0.03), "dppo_tv": (4e-4, 3e-4)}
 WEIGHT = 1.05
 """Upper bound of a token's weight, or for gspo of a sequence's."""
+REJECTING = {"ppo_clip rejected": "valid", "ppo_clip kept": "kept", "gspo kept": "kept"}
+"""Cases with a rule, which leaves 11 of the 16 samples: what their losses are divided by."""
+KEPT = (0.95, 1.03)
+"""The rule: bounds of the mean ratio pi_old / pi_rollout of a sample's tokens, on a logarithmic scale."""
 
 
 def sample_part(update, replicas):

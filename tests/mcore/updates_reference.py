@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent))
 from hf_reference import advantages_of, logprobs_of
-from updates_cases import CLIP, EPOCHS, PARTS, RATE, WEIGHT, near, sample_part
+from updates_cases import CLIP, EPOCHS, KEPT, PARTS, RATE, REJECTING, WEIGHT, near, sample_part
 
 
-def update_loss(name, samples, advantages, now, old, weights):
-    """(loss with gradient, metrics) of one update's samples."""
+def update_loss(name, advantages, now, old, weights, *, rows=None, tokens=None):
+    """(loss with gradient, metrics) of the samples of one update that are left; rows, tokens: what divides the loss."""
     low, high = CLIP[name]
     total, by_token, clipped, k3, count = 0.0, 0.0, 0, 0.0, sum(map(len, now))
     for i, row in enumerate(now):
@@ -41,7 +41,7 @@ def update_loss(name, samples, advantages, now, old, weights):
                 loss = -w * r.item() * a * p * (not clips)
             row_total, by_token, clipped = row_total + loss, by_token + loss.item(), clipped + clips
         total = total + (row_total / len(row) if name == "gspo" else row_total)
-    mean = total / (len(now) if name == "gspo" else count)
+    mean = total / (rows if name == "gspo" else tokens)
     return mean, {"policy": by_token / count, "clip_fraction": clipped / count, "old_new_k3_kl": k3 / count}
 
 
@@ -53,20 +53,25 @@ def weights_of(name, samples, old):
     return [[min(math.exp(x), WEIGHT) for x in row] for row in d]
 
 
-def trained(name, model_dir, samples, replicas):
+def trained(case, model_dir, samples, replicas):
+    name = case.split()[0]
     model = AutoModelForCausalLM.from_pretrained(
         model_dir, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
     ).eval()
     with torch.no_grad():
         old = [logprobs_of(model, sample)[0] for sample in samples]
-    weights, advantages, steps = weights_of(name, samples, old), advantages_of(samples, [True] * 16), []
+    ratios = [(o - s["rollout"]).mean().exp().item() for o, s in zip(old, samples, strict=True)]
+    left = [case not in REJECTING or KEPT[0] <= ratio <= KEPT[1] for ratio in ratios]
+    weights, advantages, steps = weights_of(name, samples, old), advantages_of(samples, left), []
     for update in range(PARTS * EPOCHS):
-        part = sample_part(update, replicas)
+        whole = sample_part(update, replicas)
+        part = [i for i in whole if left[i]]
+        counted = whole if REJECTING.get(case) == "valid" else part
         model.zero_grad()
         now = [logprobs_of(model, samples[i])[0] for i in part]
         loss, metrics = update_loss(
-            name, [samples[i] for i in part], [advantages[i] for i in part], now, [old[i] for i in part],
-            [weights[i] for i in part],
+            name, [advantages[i] for i in part], now, [old[i] for i in part], [weights[i] for i in part],
+            rows=len(counted), tokens=sum(len(old[i]) for i in counted),
         )
         loss.backward()
         grads = [p.grad for p in model.parameters() if p.grad is not None]
@@ -100,7 +105,8 @@ def main(model_dir, reference, out):
     torch.set_default_dtype(torch.float64)
     samples = near(torch.load(reference, weights_only=True)["samples"])
     torch.save({
-        (name, replicas): trained(name, model_dir, samples, replicas) for name in CLIP for replicas in (1, 2)
+        (case, replicas): trained(case, model_dir, samples, replicas)
+        for case in (*CLIP, *REJECTING) for replicas in (1, 2)
     }, out)  # fmt: skip
 
 

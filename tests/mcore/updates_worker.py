@@ -15,7 +15,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe.router import TopKRouter
 
-from megatron_rl_corr.config.correction import RolloutCorrectionConfig
+from megatron_rl_corr.config.correction import RejectionRule, RolloutCorrectionConfig
 from megatron_rl_corr.mcore.batch import BatchShape
 from megatron_rl_corr.mcore.packing import PackLimits
 from megatron_rl_corr.mcore.step import CorrectedStep
@@ -26,17 +26,22 @@ from megatron_rl_corr.weight_sync.export import StageExporter
 sys.path.insert(0, str(Path(__file__).parent))
 from forked_layouts import save_results
 from layout_worker import LENGTH, set_up
-from updates_cases import BATCH, CLIP, EPOCHS, PARTS, RATE, SEED, WEIGHT, near
+from updates_cases import BATCH, CLIP, EPOCHS, KEPT, PARTS, RATE, REJECTING, SEED, WEIGHT, near
 
 ROWS = 2
 """Of a microbatch."""
 
 
-def config_of(loss):
+def config_of(case):
+    loss = case.split()[0]
     low, high = CLIP[loss]
+    rejecting = {}
+    if case in REJECTING:
+        rule = RejectionRule("seq_mean", "ratio", *KEPT)
+        rejecting = {"rollout_rs": (rule,), "loss_denominator": REJECTING[case]}
     return RolloutCorrectionConfig(
         loss=loss, clip_ratio_low=low, clip_ratio_high=high, rollout_is="sequence" if loss == "gspo" else "token",
-        rollout_is_upper=WEIGHT, **({"clip_ratio_c": None} if loss == "ppo_clip" else {}),
+        rollout_is_upper=WEIGHT, **({"clip_ratio_c": None} if loss == "ppo_clip" else {}), **rejecting,
     )
 
 
