@@ -185,7 +185,7 @@ def one_step(model: list, batch, limits, layout, options: argparse.Namespace) ->
         return {}, 0, False, False, 0, 1.0, None, 0
 
     optimizer = SimpleNamespace(step=lambda: (True, 1.0, 0))
-    collector = SimpleNamespace(device="cpu", metrics={}, collect=lambda iteration: batch)
+    collector = SimpleNamespace(device="cpu", metrics={}, trajectories=[], collect=lambda iteration: batch)
     step = CorrectedStep(
         config=RolloutCorrectionConfig(), layout=layout, logprobs=LogprobSettings(layout.tp_group, 1.0, VOCAB_SIZE),
         collector=collector, push=lambda version: None, report=lambda metrics: None, shape=shape,

@@ -155,7 +155,8 @@ def corrected_step(routes, layout, options: argparse.Namespace, scored: bool):
     return CorrectedStep(
         config=RolloutCorrectionConfig(rollout_rs=rules), layout=layout,
         logprobs=LogprobSettings(layout.tp_group, 1.0, VOCAB_SIZE),
-        collector=SimpleNamespace(device="cpu", metrics={}), push=lambda version: None, report=lambda metrics: None,
+        collector=SimpleNamespace(device="cpu", metrics={}, trajectories=[]), push=lambda version: None,
+        report=lambda metrics: None,
         shape=BatchShape(
             global_batch_size=options.samples, group_size=4, micro_batch_size=ROWS, seq_length=options.length
         ), routes=routes,

@@ -77,7 +77,7 @@ def one_run(model_dir, samples, spec, *, kind="R3", config=WATCHED, settings=Non
     corrected = CorrectedStep(
         config=config, layout=layout, logprobs=logprobs, push=lambda version: None,
         report=reports.append, routes=routed,
-        collector=SimpleNamespace(device="cpu", collect=lambda step: batch, metrics={}),
+        collector=SimpleNamespace(device="cpu", collect=lambda step: batch, metrics={}, trajectories=[]),
         shape=BatchShape(
             global_batch_size=len(samples), group_size=4, micro_batch_size=ROWS, seq_length=LENGTH,
             packing=limits_of(spec),

@@ -85,7 +85,7 @@ def trained(model_dir, samples, spec, loss, *, max_kl=None, replay="off", leaves
     corrected = CorrectedStep(
         config=config_of(loss), layout=layout, logprobs=logprobs, push=pushed.append, report=reports.append,
         routes=routes,
-        collector=SimpleNamespace(device="cpu", collect=collect, metrics={}),
+        collector=SimpleNamespace(device="cpu", collect=collect, metrics={}, trajectories=[]),
         shape=BatchShape(16 // PARTS, 4, ROWS, LENGTH, packing=limits, updates=PARTS),
         updates=Updates(PARTS, EPOCHS, max_kl, SEED),
     )  # fmt: skip
