@@ -5,12 +5,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.mcore.test_checkpoints import REWARD, checksums, steps_of
 
 from tests.forked_torchrun import forking
 from tests.matrix.patched import cpu_flags, unchanged
 from tests.matrix.releases import OVERLAID, release_environment
 from tests.matrix.replaying_server import ReplayingServer
+from tests.mcore.test_runs import REWARD, checksums, steps_of
 from tests.preloaded import run_preloaded
 from tools.local_server import free_port
 
@@ -22,10 +22,10 @@ RUN = [
     "--exit-signal-handler", "--moe-grouped-gemm",
     "--moe-permute-fusion", "--pipeline-model-parallel-size", 2,
 ]  # fmt: skip
-PACKED = ["--rollout-pack-sequences", "--transformer-impl", "transformer_engine"]
+ROWS = ["--rollout-pad-sequences"]
 ENDING = ["--rollout-max-kl-to-old", 1e-9]
 CASES = {
-    "signal": ("signal:2", [], True), "signal, packed": ("signal:2", PACKED, True),
+    "signal": ("signal:2", [], True), "signal, rows": ("signal:2", ROWS, True),
     "signal, replayed": ("signal:2", ["--router-replay", "R2"], True),
     "overflow": ("overflow:2", ["--fp16", "--initial-loss-scale", 1024, "--rollout-max-first-step-kl", 1.0], False),
     "early end": ("none:0", ENDING, False),
