@@ -144,7 +144,7 @@ def reference_server(tiny_moe_dir, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "layout", [["--context-parallel-size", 2], [*SHARDS, "--rollout-pack-sequences"]], ids=["cp rows", "tp packed"]
+    "layout", [["--context-parallel-size", 2, "--rollout-pad-sequences"], SHARDS], ids=["cp rows", "tp packed"]
 )
 def test_reference_when_servers_score_it_then_as_the_trainers_own_pass_and_its_floor_is_measured_at_each_start(
     layout, tmp_path, tiny_moe_dir, sglang_server_fp32, reference_server
