@@ -8,6 +8,8 @@ import runpy
 import signal
 from pathlib import Path
 
+import psutil
+
 from megatron_rl_corr.mcore.reference import ReferencePass
 
 passes = 0
@@ -19,6 +21,8 @@ def killing(self):
     passes += 1
     scored = run(self)
     if str(passes) == os.environ.get("KILL_IN_REFERENCE_PASS"):
+        for writer in psutil.Process().children(recursive=True):  # of checkpoints: they would outlive it
+            writer.kill()
         os.kill(os.getpid(), signal.SIGKILL)
     return scored
 
