@@ -20,6 +20,7 @@ from megatron_rl_corr.mcore import step as step_module
 from megatron_rl_corr.mcore.batch import BatchShape
 from megatron_rl_corr.mcore.packed_batch import PackedBatch
 from megatron_rl_corr.mcore.step import CorrectedStep
+from megatron_rl_corr.mcore.updates import Updates
 from megatron_rl_corr.moe import routes as routes_module
 from megatron_rl_corr.moe.replay import ReplayedRouters
 from megatron_rl_corr.moe.routes import ReplayedRoutes, Routes
@@ -49,6 +50,7 @@ RUNS = {
     "bias": {"settings": BIASED}, "bypass": {"config": BYPASS}, "R2": {"kind": "R2", "config": NO_ROUTES},
     "off": {"kind": "off", "watch": True, "config": NO_ROUTES},
     "off bias": {"kind": "off", "settings": BIASED, "config": NO_ROUTES},
+    "R2 updates": {"kind": "R2", "config": NO_ROUTES, "parts": 2},
     "R2 recompute": {"kind": "R2", "settings": RECOMPUTE, "config": NO_ROUTES},
     "shift": {"routes": "shift"}, "layers": {"routes": "layers"}, "other": {"routes": "other"},
     "bypass shift": {"config": BYPASS, "routes": "shift"},
@@ -57,8 +59,13 @@ ROWS = 2
 """Of a microbatch."""
 
 
-def one_run(model_dir, samples, spec, *, kind="R3", config=WATCHED, settings=None, routes="routes", watch=False):
-    """What is replayed, read back by hooks on the routers, of one step; its gradients and metrics, or its refusal."""
+def one_run(
+    model_dir, samples, spec, *, kind="R3", config=WATCHED, settings=None, routes="routes", watch=False, parts=1
+):
+    """What is replayed, read back by hooks on the routers, of one step; its gradients and metrics, or its refusal.
+
+    parts: updates of the batch; before the last one the routers' weights change their sign.
+    """
     model, parameters, layout, _, batch, _, logprobs = set_up(model_dir, samples, spec, **(settings or {}))
     for chunk in model:
         for router in (m for m in chunk.modules() if isinstance(m, TopKRouter) and settings == BIASED):
@@ -79,9 +86,10 @@ def one_run(model_dir, samples, spec, *, kind="R3", config=WATCHED, settings=Non
         report=reports.append, routes=routed,
         collector=SimpleNamespace(device="cpu", collect=lambda step: batch, metrics={}, trajectories=[]),
         shape=BatchShape(
-            global_batch_size=len(samples), group_size=4, micro_batch_size=ROWS, seq_length=LENGTH,
-            packing=limits_of(spec),
+            global_batch_size=len(samples) // parts, group_size=4, micro_batch_size=ROWS, seq_length=LENGTH,
+            packing=limits_of(spec), updates=parts,
         ),
+        updates=Updates(parts),
     )  # fmt: skip
     optimizer = SimpleNamespace(step=lambda: updates.append(1) or (True, 1.0, 0))
 
@@ -90,7 +98,7 @@ def one_run(model_dir, samples, spec, *, kind="R3", config=WATCHED, settings=Non
             chunk.zero_grad_buffer()
         get_forward_backward_func()(
             forward_step_func=forward_step, data_iterator=iterators, model=model, seq_length=LENGTH,
-            num_microbatches=count or len(trained) // ROWS, micro_batch_size=ROWS, forward_only=False,
+            num_microbatches=count or len(trained) // parts // ROWS, micro_batch_size=ROWS, forward_only=False,
         )
         optimizer.step()
         return {}, 0, False, False, 0, 1.0, None, 0
@@ -101,13 +109,16 @@ def one_run(model_dir, samples, spec, *, kind="R3", config=WATCHED, settings=Non
             keeping(step_module, "make_loss_inputs", lambda inputs: tables.update(values=values_of(inputs, batch))),
             keeping(routes_module, "all_gather_expert_table", lambda table: tables.update(table=table)),
         ):
-            corrected.run(train_step, 0, model, optimizer, per_token=False)
+            for update in range(parts):
+                for router in (m for chunk in model for m in chunk.modules() if isinstance(m, TopKRouter) and update):
+                    router.weight.data.neg_()
+                corrected.run(train_step, update, model, optimizer, per_token=False)
     except (StartupError, PeerFailure) as error:
         refused = str(error) if isinstance(error, StartupError) else "by another rank"
     result = {
         "refused": refused, "updates": len(updates), "passes": passes, "dp": (layout.dp_rank, layout.dp_size),
         "positions": None if "packed" in spec else row_positions(layout), "trained": trained,
-        "gradients": {} if refused else whole_gradients(parameters, layout), "metrics": (reports or [None])[-1],
+        "gradients": {} if refused else whole_gradients(parameters, layout), "metrics": (reports or [None])[0],
         "held": None if given is None else tuple(given.shape),
         "layers": None if type(routed) is Routes else replayed.layers,
         "tables": tables,

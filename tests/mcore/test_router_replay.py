@@ -28,13 +28,14 @@ FOUR = [
 PACKED = {
     1: [{"packed": 64, "runs": ["R3", "recompute", "bypass", "R2", "off", "shift", "other"]}],
     2: [{"packed": 64, "cp": 2, "runs": ["R3", "R2"]}, {"packed": 48, "pp": 2, "vpp": 2, "runs": ["recompute"]},
-        {"packed": 64, "tp": 2, "sp": True, "runs": ["R2", "shift"]}],
+        {"packed": 64, "tp": 2, "sp": True, "runs": ["R2", "R2 updates", "shift"]}],
     4: [{"packed": 64, "tp": 2, "cp": 2, "ep": 2, "sp": True, "runs": ["R3", "R2 recompute", "off"]},
         {"packed": 64, "tp": 2, "pp": 2, "ep": 2, "sp": True, "runs": ["R3"]}],
 }  # fmt: skip
 """Sequences packed into microbatches of at most so many tokens."""
 ALONE = [{"runs": [
-    "R3", "recompute", "selective", "bias", "bypass", "R2", "R2 recompute", "off", *REFUSED, "bypass shift",
+    "R3", "recompute", "selective", "bias", "bypass", "R2", "R2 updates", "R2 recompute", "off", *REFUSED,
+    "bypass shift",
 ]}]  # fmt: skip
 
 
@@ -171,7 +172,7 @@ def test_r2_when_read_back_from_the_routers_then_the_scoring_pass_is_natural_and
 @pytest.mark.parametrize(
     ("layout", "run"),
     [c for c in cases("R3", "recompute", "bias", "bypass", "R2", "R2 recompute") if c[0] != "{}"]
-    + packed_cases("R3", "recompute", "bypass", "R2", "R2 recompute"),
+    + packed_cases("R3", "recompute", "bypass", "R2", "R2 updates", "R2 recompute"),
 )
 def test_replayed_step_in_every_layout_then_gradients_and_metrics_are_those_of_one_process(results, layout, run):
     ranks, [alone] = results[layout, run], results["{}", run]
