@@ -255,7 +255,7 @@ LOSSES = in_group(
         "loss/reference_kl", "KL to the reference policy, as the penalty estimates it; 0 before the first update",
         "mean over kept tokens", "reference KL",
         UsualRange(
-            "the policy is far from its reference, or the penalty is in a fight with the reward",
+            "the policy is far from its reference, or reward pulls it away",
             "Up to 0.1 a token is usual. If the reward still rises, the reference may be too old: "
             "--rollout-reference-reset N makes it the policy of every N-th batch. If it does not, raise "
             "--rollout-kl-loss-coef, or lower the learning rate. With --rollout-reference-url it can't fall below "

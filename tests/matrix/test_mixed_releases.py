@@ -59,6 +59,6 @@ def test_release_when_the_index_does_not_answer_then_the_folder_and_pips_words_a
         monkeypatch.delenv(name)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    with pytest.raises(RuntimeError, match=r"(?s)megatron-core 0\.14\.0 could not be fetched into .*pip said"):
+    with pytest.raises(RuntimeError, match=r"(?s)megatron-core==0\.14\.0 could not be fetched into .*pip said"):
         releases.release_folder("0.14.0")
     assert not [path for path in tmp_path.iterdir() if path.is_dir() and "partial" not in path.name]

@@ -49,7 +49,7 @@ def test_step_when_counted_then_number_and_bytes_of_every_collective_are_those_b
     for group in ("tp_cp", "pp"):
         assert laws[group, "the batch", "all"] == ["broadcast", "3", "232 + 12 S + 28 T"]
     # What is kept, what has a gradient, and the first step's KL.
-    assert laws["pp", "may the step update", "all"] == ["broadcast", "1", "24"]
+    assert laws["pp", "may the step update", "all"] == ["broadcast", "1", "32"]
     assert laws["world", "did a replica fail", "all"] == ["all-reduce", "1", "16"]
     # Samples that ended and groups that were replaced, and seven causes, in float64.
     assert laws["world", "samples that failed", "all"] == ["all-reduce", "1", "72"]
