@@ -268,7 +268,7 @@ LOSSES = in_group(
         "mean(e^-d - 1 + d) over sampled tokens, d = log pi_start - log pi_server",
         only_with="--rollout-reference-url",
         usual=UsualRange(
-            "the servers are not the policy that the run started from, or compute it otherwise",
+            "the servers have other weights than the start or compute otherwise",
             "If they are meant to be the start: the same checkpoint, number type and lm_head as the trainer, and see "
             "KL(k3), which has the same causes. If they are another policy, the value says how far it is.", high=1e-2,
         ),

@@ -57,14 +57,14 @@ UPDATE = in_group(
     MetricSpec(
         "skipped", "1 when the optimizer step was left out", label="skip",
         usual=UsualRange(
-            "all tokens rejected, all advantages 0, a gradient not finite, or a batch that ended early",
+            "nothing to learn from, a gradient not finite, or an early end",
             "Widen the rejection bounds if the kept fraction is 0; look for prompts whose samples all have one reward "
             "if reward/std is small; a batch that ended early (left_out) asks for fewer updates or a "
             "smaller learning rate; otherwise find the first NaN in the losses.", low=0, high=0,
         ),
     ),
     MetricSpec(
-        "update", "which of its batch's updates the step is, from 1; rewards and correction are logged with the first",
+        "update", "the step's place in its batch, from 1; rewards and correction are logged with the first",
         only_with="--rollout-updates-per-batch",
     ),
     MetricSpec(

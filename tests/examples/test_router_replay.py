@@ -26,8 +26,8 @@ def replayed(tmp_path_factory):
     (folder / "routes").mkdir()
     run = run_preloaded(
         [HERE / "recording_pretrain.py", "--out", folder / "run", "--server-dtype", "bfloat16", "--steps", STEPS,
-         "--router-replay", "R3", "--", *RECOMPUTE, "--rollout-pad-sequences", "--expert-statistics", "--rollout-save-trajectories",
-         folder / "samples"],
+         "--router-replay", "R3", "--", *RECOMPUTE, "--rollout-pad-sequences", "--expert-statistics",
+         "--rollout-save-trajectories", folder / "samples"],
         env=environment("megatron") | {"RECORDED_ROUTES": str(folder / "routes")}, timeout=600,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout + run.stderr

@@ -140,7 +140,7 @@ def checks(dense, moe, latent):
     args = run_arguments(dense, "--add-qkv-bias")
     yield "unknown parameter", said(Flipper(dense).load, build(args), args)
     # As a run calls them.
-    args = run_arguments(dense, "--hidden-dropout 0.5")
+    args = run_arguments(dense, "--hidden-dropout 0.5", rollout_pad_sequences=True)
     yield "run's arguments", said(run_flags.check_megatron_arguments, args)
     args = run_arguments(dense, "--rope-scaling-factor 32")
     yield "run's model", said(session._parameters, HFCheckpoint(dense), args, [build(args, rope_scaling_factor=8.0)])
