@@ -13,6 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.quiet import only_tables  # noqa: E402
 from megatron_rl_corr.observability.metrics_file import FILE_NAME, read_metrics  # noqa: E402
 
 SAMPLES = 64
@@ -56,4 +57,5 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    with only_tables():
+        main()

@@ -43,4 +43,6 @@ def test_scorer_when_a_server_is_gone_then_the_other_scores_what_the_sampler_sai
     samples, found, mixed, nothing = asyncio.run(run())
     for sample, logprobs in zip(samples, found, strict=True):
         np.testing.assert_allclose(logprobs, sample.rollout_logprobs.numpy(), atol=2e-5)
-    assert mixed[0] is None and np.array_equal(mixed[1], found[0]) and nothing == []
+    # Not bit for bit: the server batches by what arrives together.
+    np.testing.assert_allclose(mixed[1], samples[0].rollout_logprobs.numpy(), atol=2e-5)
+    assert mixed[0] is None and nothing == []
