@@ -23,7 +23,15 @@ from megatron.training import checkpointing, global_vars, training
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.config.flags import add_flags
 from megatron_rl_corr.config.run import RunConfig
-from megatron_rl_corr.mcore import checkpoint_cursor, compat, reference_checkpoint, run_flags, session, versions
+from megatron_rl_corr.mcore import (
+    checkpoint_cursor,
+    checkpoint_files,
+    compat,
+    reference_checkpoint,
+    run_flags,
+    session,
+    versions,
+)
 from megatron_rl_corr.mcore.packed_flags import set_packed
 from megatron_rl_corr.parallel.failure import all_reduce_startup, communication_device
 
@@ -217,17 +225,11 @@ def install(config: RolloutCorrectionConfig, options: RunConfig, report: Report)
     for hook in HOOKS:
         checked(hook.module, hook.name, hook.parameters)
     run = CorrectedTraining(config, options, report)
-    wraps = (with_our_flags, run.wrap_set_up, run.wrap_train_step, run.wrap_save, _tracker_after_ours,
+    wraps = (with_our_flags, run.wrap_set_up, run.wrap_train_step, run.wrap_save, checkpoint_files.with_ours_first,
              run.wrap_decide_exit)  # fmt: skip
     for hook, wrap in zip(HOOKS, wraps, strict=True):
         replace(hook.module, hook.name, hook.parameters, wrap)
     return run.close
-
-
-def _tracker_after_ours(get_tracker_filename: Callable[[str], str]) -> Callable[[str], str]:
-    """Wraps the function for the name of the file that finishes a checkpoint: what is ours is in the folder by then."""
-    ours = checkpoint_cursor.written_before(reference_checkpoint.moved_before(get_tracker_filename))
-    return functools.update_wrapper(ours, get_tracker_filename)
 
 
 def wrap_pretrain(wrap: Callable[[Callable], Callable]) -> None:

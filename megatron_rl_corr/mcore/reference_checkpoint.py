@@ -1,14 +1,13 @@
 """A reference policy that is reset, in Megatron's checkpoints: a Hugging Face folder that any layout of ranks can load.
 
-The folder (iter_0000040/rollout_reference) is written beside the checkpoints before Megatron saves, and moved into the
-checkpoint by rank 0 just before Megatron finishes it, as the data cursor is.
+The folder (iter_0000040/rollout_reference) is written beside the checkpoints before Megatron saves, and then moved into
+the checkpoint by rank 0.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import json
 import shutil
 import sys
@@ -20,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from megatron_rl_corr.files import write_atomically
-from megatron_rl_corr.mcore.checkpoint_cursor import folder_of, folders_to_load
+from megatron_rl_corr.mcore.checkpoint_files import folders_to_load, put_in
 from megatron_rl_corr.mcore.reference import Reference
 from megatron_rl_corr.parallel.failure import StartupError, all_reduce_failure
 from megatron_rl_corr.weight_sync.export import StageExporter, buckets
@@ -29,9 +28,6 @@ from megatron_rl_corr.weight_sync.transports.disk import copy_model_files, write
 FOLDER = "rollout_reference"
 STATE = "reference.json"
 BUCKET_BYTES = 2**30
-
-_written: list[tuple[int, Path]] = []
-"""On rank 0: the iteration that is being saved, and its reference's folder until that is moved."""
 
 
 def broadcast_saved(args: argparse.Namespace, *, resets: bool) -> tuple[Path | None, int]:
@@ -96,17 +92,20 @@ def saved_with(iteration: int, reference: Reference, args: argparse.Namespace, s
     if reference.reset_after:
         all_reduce_failure(_attempt(lambda: _write_weights(folder, reference.exporter)))
     all_reduce_failure(_attempt(lambda: _finish(folder, reference.reset_after, Path(source))))
-    if dist.get_rank() == 0:
-        _written.append((iteration, folder))
+
+    def put(checkpoint: Path) -> None:
+        shutil.rmtree(checkpoint / FOLDER, ignore_errors=True)
+        shutil.move(folder, checkpoint / FOLDER)  # a checkpoint may be on another file system
+
+    writes = dist.get_rank() == 0
     try:
-        yield
-        if _written:
-            print(f"[rollout] no {FOLDER} was written for iteration {iteration}, as its checkpoint has no folder here; "
-                  "a run that loads it begins with the run's first reference policy", file=sys.stderr, flush=True)
+        with put_in(
+            iteration, put if writes else None, name=FOLDER, without="begins with the run's first reference policy"
+        ):
+            yield
     finally:
-        for _, unused in _written:
-            shutil.rmtree(unused, ignore_errors=True)
-        _written.clear()
+        if writes:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _attempt(write: Callable[[], None]) -> Exception | None:
@@ -141,20 +140,3 @@ def _finish(folder: Path, reset_after: int, source: Path) -> None:
         copy_model_files(source, folder)
         write_index(folder)
     write_atomically(folder / STATE, json.dumps({"reset_after": reset_after}).encode())
-
-
-def moved_before(get_tracker_filename: Callable[[str], str]) -> Callable[[str], str]:
-    """Wraps Megatron's function for the name of the file that finishes a checkpoint: the reference goes in first."""
-
-    @functools.wraps(get_tracker_filename)
-    def get_checkpoint_tracker_filename(checkpoints_path: str) -> str:
-        if _written:
-            iteration, written = _written[0]
-            folder = folder_of(checkpoints_path, iteration)
-            if folder.is_dir():
-                shutil.rmtree(folder / FOLDER, ignore_errors=True)
-                shutil.move(written, folder / FOLDER)  # a checkpoint may be on another file system
-                _written.clear()
-        return get_tracker_filename(checkpoints_path)
-
-    return get_checkpoint_tracker_filename
