@@ -31,7 +31,7 @@ PURPOSES = {
     "forward": "log-probs of labels", "all_reduce_sums": "sums over sequences",
     "_all_reduce_batch_totals": "counts of the batch", "all_reduce_second_moment_mask": "M2PO's histogram",
     "gspo": "GSPO's ratios",
-    "broadcast": "may the step update", "all_reduce_metrics": "metrics",
+    "broadcast_found": "may the step update", "all_reduce_metrics": "metrics",
 }  # fmt: skip
 """By the function that asks; one that is not here ends the run."""
 SHOWN = ("tp 2, cp 2", "cp 2, dp 2", "dp 4")

@@ -41,7 +41,7 @@ class Engine(Inspection, Protocol):
     """As users write it, for instance "SGLang"."""
     limits: EngineLimits
     generate_endpoint: str
-    """Of the request that `generate` builds, for messages."""
+    """The path that `generate` sends its request to, for messages."""
 
     # Addresses and connections
 

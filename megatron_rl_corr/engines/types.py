@@ -42,7 +42,7 @@ class Request:
     """
 
     method: str
-    """Of HTTP."""
+    """The HTTP method."""
     endpoint: str
     """Path and query."""
     json: dict[str, Any] | None = None

@@ -44,7 +44,7 @@ class BatchShape:
     seq_length: int
     """Positions of a whole row."""
     packing: PackLimits | None = None
-    """Of packed sequences; None: padded rows."""
+    """How sequences are packed; None: padded rows."""
     updates: int = 1
     """--rollout-updates-per-batch: parts that the collected samples are cut into."""
 

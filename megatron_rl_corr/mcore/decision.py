@@ -36,7 +36,7 @@ class Decision:
     """Mean k3 between pi_old and the policy, where --rollout-max-kl-to-old bounds it."""
 
     @classmethod
-    def broadcast(
+    def broadcast_found(
         cls, found: Decision, layout: Layout, device: torch.device | str, *, agreed: bool = False
     ) -> Decision:
         """The last stage's, on every rank, which all call; a host read.

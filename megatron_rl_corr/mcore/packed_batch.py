@@ -145,7 +145,7 @@ class PackedBatch:
         )
 
     def context_slice(self, rank: int, size: int) -> PackedBatch:
-        """Of each sequence, chunks rank and 2 * size - 1 - rank of 2 * size: context-parallel rank `rank`'s."""
+        """Context-parallel rank `rank`'s part: of each sequence the chunks rank and 2 * size - 1 - rank of 2 * size."""
         if size == 1:
             return self
         return replace(

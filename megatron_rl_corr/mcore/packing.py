@@ -31,7 +31,7 @@ class PackLimits:
     """The number of packs is a multiple of it: interleaved pipeline stages take microbatches in groups."""
 
     def cost(self, length: int) -> float:
-        """Of a sequence, in tokens without attention: n + attention_share * n^2 / 2 (each token sees those before)."""
+        """n + attention_share * n^2 / 2 (each token sees those before), in tokens without attention."""
         return length + self.attention_share * length * length / 2
 
 

@@ -55,7 +55,7 @@ class Packs:
 
     batch: PackedBatch
     samples: tuple[tuple[int, ...], ...]
-    """Of each pack, by their places in the batch."""
+    """The samples of each pack, by their places in the batch."""
     multiple: int
     """Tokens of a pack, over all of cp, are a multiple of it."""
 

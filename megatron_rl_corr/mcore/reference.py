@@ -51,7 +51,7 @@ class ReferenceWeights:
 
     @property
     def nbytes(self) -> int:
-        """Of the host's memory."""
+        """Bytes of host memory."""
         return sum(kept.nbytes for kept in self._kept)
 
     def on_device(self) -> Sequence[LocalParameter]:
@@ -168,7 +168,7 @@ class Reference:
     exporter: StageExporter | None = None
     """Gathers its weights, which must be saved with checkpoints; None: it is the same at every start."""
     metrics: Mapping[str, Metric] = MappingProxyType({})
-    """Of the reference itself, on the last stage."""
+    """About the reference itself, on the last stage."""
 
     def log_probs(self, forward: ReferencePass) -> Tensor | None:
         """Log pi_ref of the batch's labels, [T] on the last stage, None on the others; every rank calls it."""

@@ -96,7 +96,7 @@ def _weights(
     options: RunConfig, args: argparse.Namespace, parameters: Sequence[LocalParameter], ranks: ShardRanks,
     saved: Path | None,
 ) -> ReferenceWeights:
-    """Of the saved reset, else of the checkpoint that a flag names, else of the start."""
+    """The weights of the saved reset, else those of the checkpoint that a flag names, else those of the start."""
     check_arguments(args, resets=options.reference_reset is not None)
     weights, source = ReferenceWeights(parameters), options.reference_checkpoint
     if source is not None:

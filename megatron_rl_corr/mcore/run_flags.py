@@ -87,9 +87,16 @@ def _steps(args: argparse.Namespace) -> int:
     return args.train_iters if args.train_samples is None else args.train_samples // args.global_batch_size
 
 
+def _updates_of_batch(args: argparse.Namespace) -> tuple[int, str]:
+    """(the updates that a batch makes, the words for them in an error)."""
+    parts, epochs = args.rollout_updates_per_batch, args.rollout_epochs_per_batch
+    product = f"--rollout-updates-per-batch {parts} x --rollout-epochs-per-batch {epochs}"
+    return parts * epochs, f"{parts * epochs}, the updates that a batch makes ({product})"
+
+
 def check_updates(args: argparse.Namespace) -> None:
     """ValueError for a run that would end, save or evaluate within a batch: a checkpoint does not hold the batch."""
-    updates = args.rollout_updates_per_batch * args.rollout_epochs_per_batch
+    updates, words = _updates_of_batch(args)
     values = vars(args)
     steps = "--train-iters" if args.train_samples is None else "--train-samples / --global-batch-size"
     counted = [(steps, _steps(args)), ("--exit-interval", args.exit_interval)]
@@ -105,21 +112,17 @@ def check_updates(args: argparse.Namespace) -> None:
     for name, value in counted:
         if value and value % updates:
             raise ValueError(
-                f"{name} {value} must be a multiple of {updates}, the updates that a batch makes "
-                f"(--rollout-updates-per-batch {args.rollout_updates_per_batch} x --rollout-epochs-per-batch "
-                f"{args.rollout_epochs_per_batch}): a run saves, evaluates and ends between two batches"
+                f"{name} {value} must be a multiple of {words}: a run saves, evaluates and ends between two batches"
             )
 
 
 def check_loaded_iteration(args: argparse.Namespace) -> None:
     """ValueError for a checkpoint that lies within a batch of this run: it was made with other updates a batch."""
-    updates = args.rollout_updates_per_batch * args.rollout_epochs_per_batch
+    updates, words = _updates_of_batch(args)
     if args.iteration % updates:
         raise ValueError(
-            f"--load {args.load}: iteration {args.iteration} of the checkpoint is not a multiple of {updates}, the "
-            f"updates that a batch makes (--rollout-updates-per-batch {args.rollout_updates_per_batch} x "
-            f"--rollout-epochs-per-batch {args.rollout_epochs_per_batch}); give what it was trained with, or another "
-            "--ckpt-step"
+            f"--load {args.load}: iteration {args.iteration} of the checkpoint is not a multiple of {words}; give what "
+            "it was trained with, or another --ckpt-step"
         )
 
 

@@ -90,7 +90,7 @@ class WeightPush:
     exporter: StageExporter
     servers: WeightServers
     run_id: str
-    """Of this start, in the names of its weight versions."""
+    """The name of this start within the names of its weight versions."""
     bucket_bytes: int
 
     def __call__(self, version: int) -> None:

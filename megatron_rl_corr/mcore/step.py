@@ -144,10 +144,10 @@ class CorrectedStep:
         self.routes.begin_update()
         if samples is None:
             return UpdatePart(batch, whole.packs, inputs)
-        part = batch.part(samples)
+        part, places = batch.part(samples), whole.places_of(samples)
         if inputs is not None:
-            inputs = all_reduce_update_inputs(inputs, batch, part, samples, self.config, self.layout.groups)
-        return UpdatePart(part, self._packs(part), inputs, whole.places_of(samples))
+            inputs = all_reduce_update_inputs(inputs, part, samples, places[:-1], self.config, self.layout.groups)
+        return UpdatePart(part, self._packs(part), inputs, places)
 
     def _train(
         self, train_step: TrainStep, whole: BatchInTraining, part: UpdatePart, iteration: int, model: list,
@@ -197,29 +197,25 @@ class CorrectedStep:
         reference: Tensor | None,
     ) -> tuple[LossInputs | None, dict[str, Metric]]:
         """What the loss needs, and the batch's metrics, on the last stage; (None, {}) on others, which call it too."""
-        group_size, groups = self.shape.group_size, self.layout.groups
-        if not self.scoring_reasons:
-            if not self.layout.is_last_stage:
-                return None, {}
-            rollout = batch.flat(batch.rollout_logprobs)  # bypass mode's pi_old
-            lowered, kl = less_reference_kl(batch, rollout, reference, self.config, groups)
-            inputs = make_bypass_loss_inputs(lowered, self.config, groups, group_size=group_size)
-            return replace(inputs, ref_logprobs=reference), batch_metrics(batch, inputs.correction, None, groups) | kl
-        with compat.gathered_parameters(model, optimizer), self.routes.scoring():
-            scored = compute_log_probs(
-                model, batch, self.logprobs, micro_batch_size=self.shape.micro_batch_size,
-                seq_length=self.shape.seq_length, routes=self.routes, packs=packs,
-            )
-        self.routes.all_reduce_recorded()
-        by_routing = "routing" in inputs_of(self.config.rollout_rs)
-        routing = self.routes.all_reduce_disagreement() if by_routing else None
-        if scored is None:
+        groups, scored, routing = self.layout.groups, None, None
+        if self.scoring_reasons:
+            with compat.gathered_parameters(model, optimizer), self.routes.scoring():
+                scored = compute_log_probs(
+                    model, batch, self.logprobs, micro_batch_size=self.shape.micro_batch_size,
+                    seq_length=self.shape.seq_length, routes=self.routes, packs=packs,
+                )
+            self.routes.all_reduce_recorded()
+            if "routing" in inputs_of(self.config.rollout_rs):
+                routing = self.routes.all_reduce_disagreement()
+        if not self.layout.is_last_stage:
             return None, {}
-        old_logprobs, entropy = scored
+        old_logprobs, entropy = scored or (batch.flat(batch.rollout_logprobs), None)  # bypass mode: pi_rollout
         lowered, kl = less_reference_kl(batch, old_logprobs, reference, self.config, groups)
-        inputs = make_loss_inputs(
-            lowered, old_logprobs, self.config, groups, group_size=group_size, routing=routing
-        )
+        size = self.shape.group_size
+        if scored is None:
+            inputs = make_bypass_loss_inputs(lowered, self.config, groups, group_size=size)
+        else:
+            inputs = make_loss_inputs(lowered, old_logprobs, self.config, groups, group_size=size, routing=routing)
         return replace(inputs, ref_logprobs=reference), batch_metrics(batch, inputs.correction, entropy, groups) | kl
 
     def _all_reduce_agreement(self, batch: RolloutBatch | PackedBatch, iteration: int) -> dict[str, Metric]:
@@ -258,7 +254,7 @@ class CorrectedStep:
             PeerFailure: then, on the other ranks.
         """
         bounded, device = self.updates.bounds_kl(iteration), self.collector.device
-        decision = Decision.broadcast(found, self.layout, device, agreed=bounded)
+        decision = Decision.broadcast_found(found, self.layout, device, agreed=bounded)
         if self._is_first(iteration):
             all_reduce_failure(self.first_step.judge(decision.first_step_kl))
         left_out = self.updates.too_far(iteration, decision.kl_to_old) if bounded else None

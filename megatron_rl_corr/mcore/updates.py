@@ -34,7 +34,7 @@ class Updates:
     max_kl: float | None = None
     """--rollout-max-kl-to-old."""
     seed: int = 0
-    """Of the orders of samples."""
+    """Samples are put in order with it."""
 
     @property
     def count(self) -> int:
@@ -80,14 +80,14 @@ class BatchInTraining:
     """A batch from its collection to its last update."""
 
     number: int
-    """Of the batch since the run's beginning: the version of the weights that it began with."""
+    """Batches that the run trained before it, which is the version of the weights that it began with."""
     batch: RolloutBatch | PackedBatch
     packs: Packs | None
-    """Of the whole batch; None for rows."""
+    """The whole batch in packs; None for rows."""
     inputs: LossInputs | None
-    """Of the whole batch, on the last stage."""
+    """The whole batch's, on the last stage."""
     metrics: dict[str, Metric]
-    """Of the whole batch, on the last stage: they are reported with its first update."""
+    """The whole batch's, on the last stage: they are reported with its first update."""
     response_length: float = 0.0
     """Mean, on the rank that reports."""
     weight_lag: float = 0.0
@@ -116,7 +116,10 @@ class UpdatePart:
     """`BatchInTraining.places_of` its samples; None: it is the whole batch."""
 
     def microbatches(self, micro_batch_size: int) -> Iterator[Microbatch]:
-        """Of rows, so many each; packs have their own sizes. Tokens' places are those in the whole batch."""
+        """The microbatches of this part: rows by `micro_batch_size`, packs as they were made.
+
+        Their tokens' places are those in the whole batch.
+        """
         made = microbatches(self.batch, micro_batch_size, self.inputs)
         if self.packs is not None:
             made = self.packs.microbatches(self.inputs)
@@ -125,7 +128,7 @@ class UpdatePart:
 
 @torch.no_grad()
 def all_reduce_update_inputs(
-    whole: LossInputs, batch: RolloutBatch | PackedBatch, part: RolloutBatch | PackedBatch, samples: np.ndarray,
+    whole: LossInputs, part: RolloutBatch | PackedBatch, samples: np.ndarray, places: torch.Tensor,
     config: RolloutCorrectionConfig, groups: ParallelGroups,
 ) -> LossInputs:
     """The loss inputs of an update's samples: weights, masks and advantages of the batch, denominators of its own.
@@ -134,16 +137,13 @@ def all_reduce_update_inputs(
 
     Args:
         whole: of the batch.
-        batch: the batch.
-        part: the update's samples of it.
-        samples: their places in the batch.
+        part: the update's samples.
+        samples: their places in the batch, [S / K].
+        places: of their tokens among the batch's T, [T'] int64.
         config: the correction.
         groups: the ranks of the batch.
     """
-    device = batch.tokens.device
-    places, rows = (
-        torch.from_numpy(numbers).to(device, non_blocking=True) for numbers in (batch.host_places_of(samples), samples)
-    )
+    rows = torch.from_numpy(samples).to(places.device, non_blocking=True)
     inputs = whole.at(places, 0)
     correction, lengths = inputs.correction, inputs.correction.lengths
     tokens = lengths.tokens[rows]

@@ -39,7 +39,7 @@ class LocalParameter:
     experts_per_rank: int
     table: NameTable
     is_hybrid: bool = False
-    """Of a HybridModel, whose layers have other numbers."""
+    """It belongs to a HybridModel, whose layers have other numbers."""
 
     def rule(self, ep_rank: int) -> ParameterRule:
         """The layout and the Hugging Face tensors of this parameter on one expert-parallel rank.

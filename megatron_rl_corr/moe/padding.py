@@ -162,7 +162,7 @@ class MaskedRouter(TopKRouter):
 
     packed_share: PackedShare | None = None
     _factors: tuple[Tensor, Tensor] | None = None
-    """Of the microbatch in this pass, with packed_share."""
+    """With packed_share: `PackedShare.factors` of the microbatch in this pass."""
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """logits [s, b, E]; the mask [s, b], or that of whole rows, [s * tp, b]."""

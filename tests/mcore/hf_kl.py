@@ -8,7 +8,7 @@ pi_old and pi_rollout off pi_theta, and truncated token weights; each case adds 
 import sys
 
 import torch
-from hf_reference import advantages_of, hf_named_grads, logprobs_of, make_samples, truncated
+from hf_reference import advantages_of, hf_named_grads, load, logprobs_of, make_samples, truncated
 from transformers import AutoModelForCausalLM
 
 CASES = {
@@ -62,12 +62,6 @@ def case(samples, now, kinds):
     metrics |= {"loss/sampler_kl": sampler / count} if "sampler" in kinds else {}
     metrics |= {"reward/reference_kl": sum(taken) / len(taken)} if "reward" in kinds else {}
     return total / count, metrics
-
-
-def load(path):
-    return AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
-    ).eval()
 
 
 def results(model, other, samples, names, generator):

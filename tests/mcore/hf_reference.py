@@ -166,17 +166,21 @@ CASES = {
 
 def main(model_dir, out):
     torch.set_default_dtype(torch.float64)
-    sparse = AutoConfig.from_pretrained(model_dir).model_type in ("qwen3_moe", "deepseek_v3")
-    experts = {"experts_implementation": "eager"} if sparse else {}
-    model = AutoModelForCausalLM.from_pretrained(
-        model_dir, dtype=torch.float64, attn_implementation="eager", **experts
-    ).eval()
-    generator = torch.Generator().manual_seed(5)
+    model, generator = load(model_dir), torch.Generator().manual_seed(5)
     samples = make_samples(generator)
     found = results(model, samples, generator, CASES)
     generator = torch.Generator().manual_seed(TRUNCATED_SEED)
     few = results(model, truncated(samples, generator), generator, ("token", "bypass"))
     torch.save(found | {"truncated": few}, out)
+
+
+def load(folder):
+    """The model in float64, in the plainest code that transformers has."""
+    sparse = AutoConfig.from_pretrained(folder).model_type in ("qwen3_moe", "deepseek_v3")
+    experts = {"experts_implementation": "eager"} if sparse else {}
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, attn_implementation="eager", **experts
+    ).eval()
 
 
 def results(model, samples, generator, names):
@@ -204,22 +208,28 @@ def results(model, samples, generator, names):
 
 
 def hf_named_grads(model):
-    """Gradients under checkpoint names: transformers keeps all experts of a layer in one tensor in memory."""
-    grads = {}
-    for name, parameter in model.named_parameters():
-        # An expert that no token chose has no gradient at all.
-        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+    """Gradients under checkpoint names."""
+    # An expert that no token chose has no gradient at all.
+    return hf_named(
+        (name, torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone())
+        for name, parameter in model.named_parameters()
+    )
+
+
+def hf_named(named):
+    """(name, tensor) pairs under checkpoint names: transformers keeps all experts of a layer in one tensor."""
+    found = {}
+    for name, tensor in named:
         if name.endswith("experts.gate_up_proj"):
-            for expert, both in enumerate(grad):
-                gate, up = both.chunk(2, dim=0)
+            for expert, both in enumerate(tensor):
                 base = name.removesuffix("gate_up_proj") + str(expert)
-                grads[f"{base}.gate_proj.weight"], grads[f"{base}.up_proj.weight"] = gate, up
+                found[f"{base}.gate_proj.weight"], found[f"{base}.up_proj.weight"] = both.chunk(2, dim=0)
         elif name.endswith("experts.down_proj"):
-            for expert, down in enumerate(grad):
-                grads[f"{name.removesuffix('down_proj')}{expert}.down_proj.weight"] = down
+            for expert, down in enumerate(tensor):
+                found[f"{name.removesuffix('down_proj')}{expert}.down_proj.weight"] = down
         else:
-            grads[name] = grad
-    return grads
+            found[name] = tensor
+    return found
 
 
 if __name__ == "__main__":

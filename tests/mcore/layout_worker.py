@@ -345,12 +345,12 @@ def rank_main(rank, size, port, model_dir, reference, spec):
     os._exit(0)  # Megatron's leftovers may wait for each other at interpreter exit
 
 
-def main(processes, model_dir, reference_path, *specs):
+def main(processes, model_dir, reference_path, *specs, of_rank=rank_main):
     reference = torch.load(reference_path, weights_only=True)
     for spec in map(json.loads, specs):
         # A fork a layout: what was imported is there, and the threads of the layout's gloo groups go with it.
         arguments = (int(processes), free_port(), model_dir, reference, spec)
-        start_processes(rank_main, arguments, int(processes), start_method="fork")
+        start_processes(of_rank, arguments, int(processes), start_method="fork")
 
 
 if __name__ == "__main__":

@@ -14,14 +14,12 @@ import torch
 import torch.distributed as dist
 from layout_cases import CONFIGS, LENGTH
 from layout_worker import gradient_error, packs_of, replica_batch, set_up, step, whole_gradients
-from torch.multiprocessing import start_processes
 
 from megatron_rl_corr.engines.routes import no_routes
 from megatron_rl_corr.mcore.forward import compute_log_probs
 from megatron_rl_corr.models.megatron_flags import model_flags
 from megatron_rl_corr.moe.routes import Routes
 from megatron_rl_corr.parallel.collectives import all_reduce_metrics
-from tools.local_server import free_port
 
 ROWS = 4
 """Microbatches of padded rows."""
@@ -161,13 +159,5 @@ def rank_main(rank, size, port, model_dir, reference, spec):
     os._exit(0)  # Megatron's leftovers may wait for each other at interpreter exit
 
 
-def main(processes, model_dir, reference_path, *specs):
-    reference = torch.load(reference_path, weights_only=True)
-    for spec in map(json.loads, specs):
-        # A fork a layout: what was imported is there, and the threads of the layout's gloo groups go with it.
-        arguments = (int(processes), free_port(), model_dir, reference, spec)
-        start_processes(rank_main, arguments, int(processes), start_method="fork")
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    layout_worker.main(*sys.argv[1:], of_rank=rank_main)

@@ -9,10 +9,9 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent))
-from hf_reference import advantages_of, logprobs_of
+from hf_reference import advantages_of, hf_named, load, logprobs_of
 from updates_cases import CLIP, EPOCHS, KEPT, PARTS, RATE, REJECTING, WEIGHT, near, sample_part
 
 
@@ -55,9 +54,7 @@ def weights_of(name, samples, old):
 
 def trained(case, model_dir, samples, replicas):
     name = case.split()[0]
-    model = AutoModelForCausalLM.from_pretrained(
-        model_dir, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
-    ).eval()
+    model = load(model_dir)
     with torch.no_grad():
         old = [logprobs_of(model, sample)[0] for sample in samples]
     ratios = [(o - s["rollout"]).mean().exp().item() for o, s in zip(old, samples, strict=True)]
@@ -81,24 +78,8 @@ def trained(case, model_dir, samples, replicas):
                 if p.grad is not None:
                     p -= RATE * p.grad
         steps.append(metrics)
-    return {"steps": steps, "weights": named(model)}
-
-
-def named(model):
-    """Weights under checkpoint names, as hf_reference.hf_named_grads has gradients."""
-    found = {}
-    for name, parameter in model.named_parameters():
-        tensor = parameter.detach().clone()
-        if name.endswith("experts.gate_up_proj"):
-            for expert, both in enumerate(tensor):
-                base = name.removesuffix("gate_up_proj") + str(expert)
-                found[f"{base}.gate_proj.weight"], found[f"{base}.up_proj.weight"] = both.chunk(2, dim=0)
-        elif name.endswith("experts.down_proj"):
-            for expert, down in enumerate(tensor):
-                found[f"{name.removesuffix('down_proj')}{expert}.down_proj.weight"] = down
-        else:
-            found[name] = tensor
-    return found
+    weights = ((name, parameter.detach()) for name, parameter in model.named_parameters())
+    return {"steps": steps, "weights": hf_named(weights)}
 
 
 def main(model_dir, reference, out):

@@ -96,7 +96,7 @@ def cpu_checksum(tensor: Tensor) -> str:
 
 
 def gpu_checksum(tensor: Tensor) -> str:
-    """Of words w_i and their places i: the sum of mix(w_i ^ place(i)) over each tile, with two seeds; then mixed."""
+    """Words w_i and their places i: mix(w_i ^ place(i)) summed over each tile, with two seeds; then mixed."""
     data = _bytes(tensor)
     data = torch.cat([data, data.new_zeros(-data.numel() % 4)])
     words = data.view(torch.int32)

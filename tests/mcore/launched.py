@@ -1,0 +1,60 @@
+"""Runs of the launcher on real ranks, with a server that gives every run the same samples."""
+
+import asyncio
+import json
+import sys
+from contextlib import contextmanager
+
+from megatron_rl_corr.rollout import RolloutClient
+from tests.forked_torchrun import forking
+from tests.matrix.patched import cpu_flags, unchanged
+from tests.matrix.releases import OVERLAID, release_environment
+from tests.matrix.replaying_server import ReplayingServer
+from tests.preloaded import run_preloaded
+from tools.local_server import free_port
+
+REWARD = "def reward(prompt, output_ids, finish_reason):\n    return sum(int(i) % 2 for i in output_ids) / 8\n"
+
+
+@contextmanager
+def replayed(server, model, folder):
+    """The server behind a door that repeats its samples; the folder has what `launch` needs."""
+    (folder / "reward.py").write_text(REWARD)
+    (folder / "prompts.jsonl").write_text("".join(f'{{"input_ids": [3, 1, 4, {n}]}}\n' for n in range(4, 12)))
+    with unchanged(server, model), ReplayingServer(server.url) as door:
+        yield door
+
+
+def launch(folder, name, model, url, script, *flags, processes, **variables):
+    """The ended run, whose log and checkpoints are in folder/name. variables: of its environment, too."""
+    ours = [
+        "--rollout-url", url, "--rollout-hf-checkpoint", model, "--rollout-prompts", folder / "prompts.jsonl",
+        "--rollout-reward-function", f"{folder / 'reward.py'}:reward", "--rollout-group-size", 4,
+        "--rollout-max-new-tokens", 8, "--rollout-correction-preset", "decoupled_token_is", "--rollout-server-check",
+        "off", "--rollout-log-dir", folder / name / "log", "--save", folder / name / "checkpoints",
+        "--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable", "--weight-decay", 0.1,
+    ]  # fmt: skip
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--master-addr", "127.0.0.1",
+        "--master-port", str(free_port()), "-m", "megatron_rl_corr.launch", script, *cpu_flags(model),
+        *map(str, [*flags, *ours]),
+    ]  # fmt: skip
+    variables |= release_environment(OVERLAID[-1]) | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return run_preloaded(forking(command)[1:], env=variables)
+
+
+def checksums(url):
+    """Of the server's weights."""
+
+    async def asked():
+        async with RolloutClient([url], vocab_size=96) as client:
+            [answer] = await client.weights_checker()
+            return answer["ranks"][0]["checksums"]
+
+    return asyncio.run(asked())
+
+
+def untimed_steps(folder):
+    """The run's steps, without what a clock says."""
+    steps = [json.loads(line) for line in (folder / "log/metrics.jsonl").read_text().splitlines()]
+    return [{n: x for n, x in step.items() if not n.startswith("time/") and n != "tokens_per_s"} for step in steps]
