@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.matrix.releases import OVERLAID, chosen
 from tests.mcore.launched import checksums, launch, replayed, untimed_steps
 
 SCRIPT = Path(__file__).with_name("pretrain_interrupted.py")
@@ -24,7 +25,7 @@ CASES = {
 """Name -> fault of the first batch, flags, and whether the fault ends the run."""
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=CASES if chosen() == OVERLAID else ["signal"])  # make test-matrix runs all
 def runs(request, sglang_server_fp32, tiny_moe_dir, tmp_path_factory):
     """(case, the runs by name: exit, folder, the server's checksums behind it)."""
     fault, flags, ends = CASES[request.param]
