@@ -275,6 +275,11 @@ def test_ppo_clip_when_there_is_no_dual_clip_then_the_ratio_stops_at_e20():
         ("k2", -2.0, 2.0, -2.0),
         ("k3", 0.5, math.exp(-0.5) - 1 + 0.5, 1 - math.exp(-0.5)),
         ("k3", -2.0, math.exp(2.0) - 1 - 2.0, 1 - math.exp(2.0)),
+        # e^2.6 - 3.6 = 9.86 is the last that counts below, e^-10.99 - 1 + 10.99 = 9.99 above
+        ("k3", -2.6, math.exp(2.6) - 1 - 2.6, 1 - math.exp(2.6)),
+        ("k3", 10.99, math.exp(-10.99) - 1 + 10.99, 1 - math.exp(-10.99)),
+        ("k3", -2.62, 10.0, 0.0),  # e^2.62 - 3.62 = 10.1: clamped
+        ("k3", 11.01, 10.0, 0.0),  # 10.01: clamped
         ("k3", -3.0, 10.0, 0.0),  # e^3 - 4 = 16.1: clamped
         ("k3", -100.0, 10.0, 0.0),
         # Only exponents are clamped, at 20.
@@ -282,9 +287,11 @@ def test_ppo_clip_when_there_is_no_dual_clip_then_the_ratio_stops_at_e20():
         ("k2", -29.0, 420.5, -29.0),
         ("k3", 29.0, 10.0, 0.0),  # 28: clamped
         ("k3+", 0.5, math.exp(-0.5) - 1 + 0.5, 0.5),  # the value of k3, the gradient of k2
-        ("k3+", -3.0, 10.0, -3.0),
+        ("k3+", -3.0, 10.0, -3.0),  # beyond the cap of the value the gradient goes on
+        ("k3+", 12.0, 10.0, 12.0),
         # ratio 2: twice k3, and the gradient of r k3 = 2 (k3 + 1 - e^-d) = 2 d
         ("unbiased", 0.5, 2 * (math.exp(-0.5) - 1 + 0.5), 1.0),
+        ("unbiased", 12.0, 20.0, 24.0),
         ("unbiased", -19.0, 20.0, -38.0),  # where k3 + 1 - e^-d in float32 would be nothing but rounding
     ],
 )
@@ -314,7 +321,8 @@ def test_penalties_when_coefficients_are_set_then_added_unweighted():
 @pytest.mark.parametrize(
     "kind, difference, value, gradient",
     [("squared", 0.5, 0.25, 1.0), ("squared", -30.0, 900.0, -60.0), ("k3", 0.5, math.exp(0.5) - 1.5, math.exp(0.5) - 1),
-     ("k3", -2.0, math.exp(-2.0) + 1, math.exp(-2.0) - 1), ("k3", 3.0, 10.0, 0.0)],
+     ("k3", -2.0, math.exp(-2.0) + 1, math.exp(-2.0) - 1), ("k3", 2.6, math.exp(2.6) - 3.6, math.exp(2.6) - 1),
+     ("k3", 3.0, 10.0, 0.0), ("k3", -12.0, 10.0, 0.0)],
 )  # fmt: skip
 def test_sampler_kl_when_the_policy_has_moved_then_by_hand(kind, difference, value, gradient):
     logprobs = torch.tensor([difference - 1.0, 0.0], requires_grad=True)  # D = log pi_theta - log pi_rollout
@@ -343,7 +351,7 @@ def test_unbiased_kl_when_older_weights_have_sampled_then_weighed_by_the_whole_r
         assert metrics["reference_missing"].value() == 1
 
 
-def test_k3_plus_when_the_policy_samples_itself_then_its_mean_gradient_is_that_of_the_kl():
+def test_kl_estimates_when_averaged_over_samples_then_their_gradient_is_that_of_the_kl_they_claim():
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(7, generator=generator, dtype=torch.float64)
     theirs = torch.randn(7, generator=generator, dtype=torch.float64).log_softmax(0)
@@ -362,16 +370,34 @@ def test_k3_plus_when_the_policy_samples_itself_then_its_mean_gradient_is_that_o
     for kind, expected in (("k1", torch.zeros(7)), ("k2", kl), ("k3+", kl), ("k3", other_way)):
         assert mean_of(kind).tolist() == pytest.approx(expected.tolist(), rel=1e-5, abs=1e-6)
 
+    # Older weights have sampled: unbiased, weighed by pi_theta / pi_older, still has the KL's gradient; k3+ has not.
+    older = torch.randn(7, generator=generator, dtype=torch.float64).log_softmax(0)
+
+    def mean_of_older(kind):
+        ratio, all_ids = (logits.log_softmax(0) - older).exp(), torch.ones(7, dtype=torch.bool)
+        return gradient(lambda own: (older.exp() * reference_kl(own, theirs, all_ids, kind, ratio=ratio)).sum())
+
+    assert mean_of_older("unbiased").tolist() == pytest.approx(kl.tolist(), rel=1e-5, abs=1e-6)
+    assert (mean_of_older("k3+") - kl).abs().max() > 0.1
+
 
 def test_reward_kl_when_log_probs_are_missing_then_the_rest_is_summed():
     # d: 0.5, 1 | -0.2, and three tokens that do not count: not sampled, or not finite on one side
     old = torch.tensor([-1.0, -1.0, -1.2, -1.0, math.nan, -1.0])
     reference = torch.tensor([-1.5, -2.0, -1.0, -3.0, -1.0, -math.inf])
     mask, ids = torch.tensor([True, True, True, False, True, True]), torch.tensor([0, 0, 1, 1, 1, 1])
-    for kind, expected in (("k1", [1.5, -0.2]), ("k2", [0.625, 0.02])):
+    k3 = [math.exp(-0.5) - 0.5 + math.exp(-1), math.exp(0.2) - 1.2]
+    for kind, expected in (("k1", [1.5, -0.2]), ("k2", [0.625, 0.02]), ("k3", k3)):
         config = RolloutCorrectionConfig(kl_reward_coef=0.1, kl_reward_type=kind)
         taken = reward_kl(old, reference, mask, ids, num_sequences=2, config=config, groups=ParallelGroups())
         assert taken.tolist() == pytest.approx([0.1 * kl for kl in expected])
+    # Beyond the cap a token of k3 costs 10, and no more: d = -3 and 12, where k3 is 16.1 and 11.
+    config = RolloutCorrectionConfig(kl_reward_coef=0.1, kl_reward_type="k3")
+    [taken] = reward_kl(
+        torch.tensor([-4.0, -1.0]), torch.tensor([-1.0, -13.0]), mask[:2], ids[:2], num_sequences=1, config=config,
+        groups=ParallelGroups(),
+    )
+    assert taken == pytest.approx(0.1 * 20)
 
 
 def test_policy_loss_when_the_name_is_unknown_or_sequences_are_missing_then_told():
