@@ -177,6 +177,22 @@ class RouterState:
                     module.current_max_attn_logits = torch.zeros_like(module.current_max_attn_logits)
 
 
+@contextlib.contextmanager
+def attention_logits_kept(model: list) -> Iterator[None]:
+    """Within, passes of other weights leave no trace in the maxima of attention logits.
+
+    Transformer Engine's attention keeps them over every forward pass, in evaluation too, and --qk-clip would rescale
+    the trained weights by what the others made.
+    """
+    modules = [module for chunk in model for module in chunk.modules() if hasattr(module, "current_max_attn_logits")]
+    kept = [module.current_max_attn_logits for module in modules]
+    try:
+        yield
+    finally:
+        for module, maxima in zip(modules, kept, strict=True):
+            module.current_max_attn_logits = maxima
+
+
 def _persistent_buffers(chunk: torch.nn.Module) -> Iterator[torch.Tensor]:
     """The buffers that a checkpoint holds."""
     for module in chunk.modules():

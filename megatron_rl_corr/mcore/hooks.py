@@ -154,6 +154,7 @@ class CorrectedTraining:
             if self.session is None:
                 return original(iteration, *args, **kwargs)
             step, source = self.session.step, self._options.hf_checkpoint
+            step.reference.check_live("saved")
             with (
                 checkpoint_cursor.saved_with(iteration, step.collector.all_gather_cursor()),
                 reference_checkpoint.saved_with(iteration, step.reference, training.get_args(), source),

@@ -32,6 +32,10 @@ from megatron_rl_corr.weight_sync.export import StageExporter
 HOST = torch.device("cpu")
 
 
+class ReferenceInPlace(RuntimeError):
+    """Something would take the reference policy's weights for the trained ones."""
+
+
 class ReferenceWeights:
     """This rank's weights of the reference policy, on the host.
 
@@ -47,7 +51,7 @@ class ReferenceWeights:
         self._live = list(parameters)
         self._kept = [_on_host(parameter.tensor) for parameter in self._live]
         self.are_in_place = False
-        """The model has the reference's weights: nothing may be pushed, saved or trained."""
+        """The model has the reference's weights: `Reference.check_live`."""
 
     @property
     def nbytes(self) -> int:
@@ -153,22 +157,40 @@ class ReferencePass:
         Routers choose by themselves, whatever --router-replay says: they are a part of the reference policy, and the
         experts that the servers' policy chose are not those that it would choose.
         """
-        scored = compute_log_probs(
-            self.model, self.batch, self.settings, micro_batch_size=self.micro_batch_size, seq_length=self.seq_length,
-            routes=Routes(), packs=self.packs,
-        )
+        with compat.attention_logits_kept(self.model):
+            scored = compute_log_probs(
+                self.model, self.batch, self.settings, micro_batch_size=self.micro_batch_size,
+                seq_length=self.seq_length, routes=Routes(), packs=self.packs,
+            )
         return None if scored is None else scored[0]
 
 
 class Reference:
     """The null form, without a KL penalty that needs a reference policy."""
 
+    weights: ReferenceWeights | None = None
+    """What takes the live weights' place for a pass; None: nothing does."""
     reset_after = 0
     """The batch after which it last became the live policy; 0: never."""
     exporter: StageExporter | None = None
     """Gathers its weights, which must be saved with checkpoints; None: it is the same at every start."""
     metrics: Mapping[str, Metric] = MappingProxyType({})
     """About the reference itself, on the last stage."""
+
+    def check_live(self, purpose: str) -> None:
+        """Raise where the model has the reference's weights, which are never pushed, saved or trained.
+
+        Args:
+            purpose: what the model's weights are read for: "pushed".
+
+        Raises:
+            ReferenceInPlace: within the pass of the reference policy; on every rank, as all are in it.
+        """
+        if self.weights is not None and self.weights.are_in_place:
+            raise ReferenceInPlace(
+                f"the model's weights can't be {purpose} now: they are the reference policy's, for its forward pass, "
+                "and the trained ones wait on the host; call this before the pass or after it"
+            )
 
     def log_probs(self, forward: ReferencePass) -> Tensor | None:
         """Log pi_ref of the batch's labels, [T] on the last stage, None on the others; every rank calls it."""

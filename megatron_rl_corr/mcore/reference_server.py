@@ -37,14 +37,14 @@ class ServedReference(Reference):
     """
 
     def __init__(self, scorer: Scorer, loop: LoopThread, layout: Layout, *, start: ReferenceWeights | None):
-        self._scorer, self._loop, self._layout, self._start = scorer, loop, layout, start
+        self._scorer, self._loop, self._layout, self.weights = scorer, loop, layout, start
         self._measured = False
 
     def log_probs(self, forward: ReferencePass) -> Tensor | None:
         served = self._all_reduce_scores(forward)
         if not self._measured:
             self._all_reduce_floor(forward, served)
-            self._measured, self._start = True, None
+            self._measured, self.weights = True, None
         return served if self._layout.is_last_stage else None
 
     def close(self) -> None:
@@ -80,10 +80,10 @@ class ServedReference(Reference):
     def _all_reduce_floor(self, forward: ReferencePass, served: Tensor) -> None:
         """Measure the k3 of the start's weights against the servers, and print it on the job's last rank."""
         with forward.gathered():
-            if self._start is None:
+            if self.weights is None:
                 scored = forward.run()
             else:
-                with self._start.in_place():
+                with self.weights.in_place():
                     scored = forward.run()
         if scored is None:
             return

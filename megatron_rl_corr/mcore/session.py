@@ -24,6 +24,7 @@ from megatron_rl_corr.mcore.evaluate import Evaluation
 from megatron_rl_corr.mcore.forward import LogprobSettings
 from megatron_rl_corr.mcore.packing import pack_limits
 from megatron_rl_corr.mcore.policy_check import check_model, naming_checkpoint
+from megatron_rl_corr.mcore.reference import Reference
 from megatron_rl_corr.mcore.reference_start import broadcast_reference
 from megatron_rl_corr.mcore.sample_log import SampleLog
 from megatron_rl_corr.mcore.scoring import describe_start
@@ -92,9 +93,11 @@ class WeightPush:
     run_id: str
     """The name of this start within the names of its weight versions."""
     bucket_bytes: int
+    reference: Reference
 
     def __call__(self, version: int) -> None:
-        """Every rank calls it."""
+        """Every rank calls it. Raises ReferenceInPlace as `Reference.check_live`."""
+        self.reference.check_live("pushed")
         push_weights(
             self.exporter, self.servers, version=versions.name(self.run_id, version), bucket_bytes=self.bucket_bytes
         )
@@ -145,7 +148,7 @@ def start(
         parts.parameters, layout.shard, layout.stage_groups, stage=layout.pp_rank, num_stages=layout.pp_size
     )
     push = WeightPush(
-        exporter, _weight_servers(options, exporter, client, loop), run_id, int(options.bucket_mib * 2**20)
+        exporter, _weight_servers(options, exporter, client, loop), run_id, int(options.bucket_mib * 2**20), reference
     )
     with compat.gathered_parameters(megatron.model, megatron.optimizer):
         push(args.iteration // options.updates_of_batch)

@@ -154,6 +154,7 @@ class CorrectedStep:
         optimizer: Any, per_token: bool, numbers: dict[str, float],
     ) -> tuple:
         """One update: Megatron's train step on `part`. Fills `numbers`, on the last stage."""
+        self.reference.check_live("trained")
         scored, inputs, packs = bool(self.scoring_reasons), part.inputs, part.packs
         loss = self._loss(part, per_token, iteration)
         metrics = whole.metrics if iteration % self.updates.count == 0 else {}

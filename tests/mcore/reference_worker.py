@@ -77,6 +77,17 @@ def saved_and_loaded(weights, parameters, layout, model_dir):
     )
 
 
+def attention_maxima(chunk):
+    """A module that keeps maxima over every pass, as Transformer Engine's attention does for --qk-clip."""
+
+    def keep(module, *_):
+        module.current_max_attn_logits, module.seen = torch.ones(1), True
+
+    chunk.current_max_attn_logits, chunk.seen = None, False
+    chunk.register_forward_hook(keep)
+    return chunk
+
+
 def run(model_dir, other_dir, samples, cases, spec):
     """(what the exchange left, then case -> (metrics, gradients)) of this rank."""
     model, parameters, layout, config, batch, shift, settings = set_up(model_dir, samples, spec)
@@ -86,9 +97,10 @@ def run(model_dir, other_dir, samples, cases, spec):
         model, batch, settings, micro_batch_size=micro, seq_length=LENGTH, routes=Routes(), packs=packs
     )
     before, places = bytes_of(parameters), [parameter.tensor.data_ptr() for parameter in parameters]
-    weights = ReferenceWeights(parameters)
+    weights, kept = ReferenceWeights(parameters), attention_maxima(model[0])
     start = LocalReference(weights).log_probs(forward)
     left = {"start": start is None or torch.equal(start, scored[0])}
+    left["maxima"] = kept.current_max_attn_logits is None and kept.seen
     weights.load(HFCheckpoint(other_dir), layout.shard)
     ref = LocalReference(weights).log_probs(forward)
     left["other"] = ref is None or not torch.equal(ref, scored[0])

@@ -156,6 +156,7 @@ CASES["cursor"] = """
 import json, pathlib, tempfile
 from megatron.training import checkpointing
 from megatron_rl_corr.mcore import checkpoint_cursor
+from megatron_rl_corr.mcore.reference import Reference
 from megatron_rl_corr.rollout import Prompt, PromptDataset
 from megatron_rl_corr.rollout.failures import FailedPrompts
 from megatron_rl_corr.rollout.cursor import Cursor
@@ -167,7 +168,7 @@ class Step:
     close = staticmethod(lambda: None)
     evaluation = None
     step = types.SimpleNamespace(collector=types.SimpleNamespace(all_gather_cursor=lambda: cursor),
-                                 reference=types.SimpleNamespace(exporter=None))
+                                 reference=Reference())
 prompts, failed = PromptDataset([Prompt(i, [1]) for i in range(9)], seed=4), FailedPrompts(9)
 failed.add(3, 2), failed.add(3, 10), failed.add(5, 4)
 cursor = SavedCursor.of(Cursor(330, (321, 328)), prompts, failed)
@@ -215,6 +216,56 @@ def test_cursor_when_megatron_saves_then_it_is_in_the_folder_before_the_checkpoi
     assert found["seen"] == [False, False, False, False, False, True] and not found["left"]
     assert found["same"] and found["on"] == [True, True] and found["failed"] == [{"3": 2, "5": 1}, {}]
     assert all("it holds no data cursor" in said for said in found["wrong"])
+
+
+CASES["reference in place"] = """
+import torch
+from megatron_rl_corr.config.correction import RolloutCorrectionConfig
+from megatron_rl_corr.mcore.reference import LocalReference, ReferenceInPlace, ReferenceWeights
+from megatron_rl_corr.mcore.session import WeightPush
+from megatron_rl_corr.mcore.step import CorrectedStep
+from megatron_rl_corr.models.shards import LocalParameter
+live = torch.nn.Parameter(torch.ones(3))
+weights = ReferenceWeights([LocalParameter(live, "w", 0, 0, None)])
+with torch.no_grad():
+    live += 1
+reference, seen = LocalReference(weights), []
+session.push_weights = lambda *args, **named: seen.append(["pushed", live.tolist()])
+push = WeightPush(None, None, "run", 1, reference)
+run = hooks.CorrectedTraining(*parse(FLAGS), None)
+step = CorrectedStep(config=RolloutCorrectionConfig(), layout=None, shape=None, collector=types.SimpleNamespace(
+    all_gather_cursor=lambda: None), logprobs=None, push=push, report=None, reference=reference)
+run.session = types.SimpleNamespace(step=step)
+training.get_args = lambda: None
+save = run.wrap_save(lambda iteration: seen.append(["saved", live.tolist()]))
+def train():
+    step._train(lambda *args: seen.append(["trained"]), None, types.SimpleNamespace(
+        inputs=None, packs=None), 0, [], None, False, {})
+uses = {"push": lambda: push(1), "save": lambda: save(1), "train": train}
+def said(use):
+    try:
+        use()
+    except ReferenceInPlace as error:
+        return str(error)
+with weights.in_place():
+    inside, refused = live.tolist(), {name: said(use) for name, use in uses.items()}
+push(1), save(1)
+try:
+    train()
+except ReferenceInPlace:
+    seen.append("refused behind the pass")
+except AttributeError:
+    pass  # what it lacks is behind the check
+say(inside=inside, refused=refused, seen=seen)
+"""
+
+
+def test_reference_when_its_weights_are_in_place_then_a_push_a_save_and_an_update_are_errors(results):
+    found = results["reference in place"]
+    assert found["inside"] == [1.0] * 3
+    for use, word in (("push", "pushed"), ("save", "saved"), ("train", "trained")):
+        assert found["refused"][use].startswith(f"the model's weights can't be {word} now: they are the reference")
+    assert found["seen"] == [["pushed", [2.0] * 3], ["saved", [2.0] * 3]]
 
 
 CASES["experts"] = """
@@ -582,6 +633,8 @@ layer.expert_bias += 1
 layer.local_tokens_per_expert += 1
 state.zero_attention_logits()
 state.restore()
+with compat.attention_logits_kept([torch.nn.Sequential(layer, unseen)]):
+    layer.current_max_attn_logits, unseen.current_max_attn_logits = torch.full((2,), 100.0), torch.ones(2)
 say(logits=[layer.current_max_attn_logits.tolist(), unseen.current_max_attn_logits], bias=layer.expert_bias.tolist(),
     counts=layer.local_tokens_per_expert.tolist())
 """
