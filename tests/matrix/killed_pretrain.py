@@ -1,31 +1,57 @@
-"""pretrain_any.py, which ends all its processes in the N-th pass of the reference policy, its weights in place.
+"""pretrain_any.py, which ends all its processes at a moment that is the worst for the reference policy.
 
-KILL_IN_REFERENCE_PASS=N; without it a run like any other.
+KILL_AT is MOMENT:N, "none:0" for a run like any other. N-th pass of the reference: "pass", its weights in the place of
+the live ones. N-th save of a reference that is reset: "written", its folder is whole and Megatron has not begun;
+"moving", a part of it is in the checkpoint; "moved", all of it is, and the checkpoint is not finished.
 """
 
 import os
 import runpy
+import shutil
 import signal
 from pathlib import Path
 
 import psutil
 
+from megatron_rl_corr.mcore import reference_checkpoint
 from megatron_rl_corr.mcore.reference import ReferencePass
 
-passes = 0
-run = ReferencePass.run
+MOMENT, _, NUMBER = os.environ["KILL_AT"].partition(":")
+reached = dict.fromkeys(("pass", "written", "moving", "moved"), 0)
+run, finish, move = ReferencePass.run, reference_checkpoint._finish, shutil.move
 
 
-def killing(self):
-    global passes
-    passes += 1
+def reach(moment):
+    reached[moment] += 1
+    if (moment, str(reached[moment])) != (MOMENT, NUMBER):
+        return
+    for writer in psutil.Process().children(recursive=True):  # of checkpoints: they would outlive it
+        writer.kill()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed_pass(self):
     scored = run(self)
-    if str(passes) == os.environ.get("KILL_IN_REFERENCE_PASS"):
-        for writer in psutil.Process().children(recursive=True):  # of checkpoints: they would outlive it
-            writer.kill()
-        os.kill(os.getpid(), signal.SIGKILL)
+    reach("pass")
     return scored
 
 
-ReferencePass.run = killing
+def killed_finish(*arguments):
+    finish(*arguments)
+    if os.environ["RANK"] == "0":
+        reach("written")
+
+
+def killed_move(source, target):
+    if (MOMENT, str(reached["moving"] + 1)) == ("moving", NUMBER):  # as onto another file system
+        Path(target).mkdir()
+        for path in sorted(Path(source).iterdir())[:2]:
+            shutil.copy(path, target)
+    reach("moving")
+    move(source, target)
+    reach("moved")
+
+
+ReferencePass.run, reference_checkpoint._finish = killed_pass, killed_finish
+reference_checkpoint.shutil.move = killed_move
 runpy.run_path(str(Path(__file__).with_name("pretrain_any.py")), run_name="__main__")

@@ -36,7 +36,7 @@ def test_kl_penalties_in_more_layouts_then_gradients_equal_hf_autograd(processes
     check(processes, MORE[processes], tiny_moe_dir, kl_reference)
 
 
-def launch(folder, model, url, *flags, ranks=2, kill_in=0):
+def launch(folder, model, url, *flags, ranks=2, kill_at="none:0"):
     """One run of the launcher; what its process ended with."""
     folder.mkdir(parents=True)
     (folder / "reward.py").write_text(REWARD)
@@ -54,7 +54,7 @@ def launch(folder, model, url, *flags, ranks=2, kill_in=0):
         *map(str, [*ours, *flags]),
     ]  # fmt: skip
     return run_preloaded(forking(list(map(str, command)))[1:], env=process_environment() | {
-        "CUDA_VISIBLE_DEVICES": "", "KILL_IN_REFERENCE_PASS": str(kill_in),
+        "CUDA_VISIBLE_DEVICES": "", "KILL_AT": kill_at,
     })  # fmt: skip
 
 
@@ -94,29 +94,35 @@ def numbers_of(step):
     return {name: value for name, value in step.items() if not name.startswith("time/") and name != "tokens_per_s"}
 
 
-def test_run_when_killed_with_the_reference_in_place_then_servers_have_the_live_weights_and_it_resumes_bit_for_bit(
+def saved_reference(checkpoints, iteration):
+    """The files of a saved reset."""
+    folder = checkpoints / f"iter_{iteration:07d}/rollout_reference"
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_run_when_killed_at_the_worst_moments_then_servers_have_the_live_weights_and_it_resumes_bit_for_bit(
     tmp_path, tiny_moe_dir, sglang_server_fp32
 ):
-    """Reset after batch 2, killed in the pass of step 4: reference, live weights and start are three policies."""
+    """Reset after batches 2 and 4: in the pass of step 4 reference, live weights and start are three policies."""
     server, flags = sglang_server_fp32, [
         *SHARDS, "--rollout-kl-loss-coef", 0.1, "--rollout-reference-reset", 2, "--save-interval", 1
     ]  # fmt: skip
     with unchanged(server, tiny_moe_dir), ReplayingServer(server.url) as door:
 
-        def run(name, iterations, *more, save=None, kill_in=0):
+        def run(name, iterations, *more, save=None, kill_at="none:0"):
             door.replay()
             done = launch(
                 tmp_path / name, tiny_moe_dir, door.url, *flags, "--train-iters", iterations, "--save",
-                tmp_path / (save or f"{name}/checkpoints"), *more, kill_in=kill_in,
+                tmp_path / (save or f"{name}/checkpoints"), *more, kill_at=kill_at,
             )  # fmt: skip
-            assert (done.returncode == 0) == (kill_in == 0), done.stderr[-4000:]
+            assert (done.returncode == 0) == (kill_at == "none:0"), done.stderr[-4000:]
             return done, held_by(server, tiny_moe_dir)
 
         _, at_the_end = run("whole", 4)
         whole = steps_of(tmp_path / "whole")
         assert [step["loss/reference_kl"] == 0 for step in whole] == [True, False, True, False]
         _, after_three = run("three", 3)
-        _, at_the_kill = run("killed", 4, kill_in=4)
+        _, at_the_kill = run("killed", 4, kill_at="pass:4")
         assert at_the_kill == after_three != at_the_end
         assert (tmp_path / "killed/checkpoints/latest_checkpointed_iteration.txt").read_text() == "3"
         load = ["--load", tmp_path / "killed/checkpoints"]
@@ -124,6 +130,20 @@ def test_run_when_killed_with_the_reference_in_place_then_servers_have_the_live_
         assert f"reference policy: {tmp_path}/killed/checkpoints/iter_0000003/rollout_reference, " in done.stdout
         [step] = steps_of(tmp_path / "resumed")
         assert numbers_of(step) == numbers_of(whole[3]) and resumed == at_the_end
+        # In one folder again and again: killed at each save, it goes on from the one before.
+        often = tmp_path / "often/checkpoints"
+        killed = [("once", "written:2", 1, None), ("twice", "moving:2", 2, after_three),
+                  ("thrice", "moved:2", 3, at_the_end), ("last", "none:0", 4, at_the_end)]  # fmt: skip
+        for first, (name, kill_at, saved, held) in enumerate(killed):
+            onward = ["--load", often] if first else []
+            _, weights = run(name, 4, *onward, save="often/checkpoints", kill_at=kill_at)
+            steps = list(map(numbers_of, steps_of(tmp_path / name)))
+            assert steps == list(map(numbers_of, whole))[first : first + 2], name
+            assert (often / "latest_checkpointed_iteration.txt").read_text() == str(saved)
+            assert held in (None, weights), name
+        assert not list(often.glob(".rollout_reference-*"))
+        for iteration in (3, 4):
+            assert saved_reference(often, iteration) == saved_reference(tmp_path / "whole/checkpoints", iteration)
         # The same without the saved reset: the reference is the start, and that is told.
         shutil.rmtree(tmp_path / "killed/checkpoints/iter_0000003/rollout_reference")
         (tmp_path / "killed/checkpoints/latest_checkpointed_iteration.txt").write_text("3")

@@ -57,8 +57,11 @@ def same(before, parameters):
     return all(torch.equal(was, now.tensor) for was, now in zip(before, parameters, strict=True))
 
 
-def saved_and_loaded(weights, parameters, layout, model_dir):
-    """Whether a reset reference is the same, bit for bit, when a checkpoint's folder has given it back."""
+def saved_and_loaded(weights, parameters, layout, model_dir, other_dir):
+    """Whether a reset reference is saved as the model that it is, bit for bit, and is the same when it is loaded.
+
+    What any layout saves is so what any other one loads: each loads `other_dir` alike.
+    """
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder, src=0)
     exporter = StageExporter(
@@ -67,12 +70,16 @@ def saved_and_loaded(weights, parameters, layout, model_dir):
     reference = LocalReference(weights, reset_every=2, reset_after=2, exporter=exporter)
     again = ReferenceWeights(parameters)
     with saved_with(3, reference, SimpleNamespace(save=folder[0]), model_dir):
-        again.load(HFCheckpoint(Path(folder[0]) / f".{FOLDER}-3"), layout.shard)
+        saved, other = HFCheckpoint(Path(folder[0]) / f".{FOLDER}-3"), HFCheckpoint(other_dir)
+        again.load(saved, layout.shard)
+        whole = set(saved.names) == set(other.names) and all(
+            torch.equal(saved.tensor(name), other.tensor(name)) for name in other.names
+        )
         dist.barrier()
     kept = [(weights.parameter(i), again.parameter(i)) for i in range(len(weights))]
     # Rows that pad the vocabulary are no part of a Hugging Face model, and of no log-prob.
     words = {"embedding.word_embeddings.weight", "output_layer.weight"}
-    return all(torch.equal(a.tensor, b.tensor) for a, b in kept if a.local_name not in words) and all(
+    return whole and all(torch.equal(a.tensor, b.tensor) for a, b in kept if a.local_name not in words) and all(
         torch.equal(a.tensor[:16], b.tensor[:16]) for a, b in kept if a.local_name in words
     )
 
@@ -114,7 +121,7 @@ def run(model_dir, other_dir, samples, cases, spec):
         left["after_failure"] = same(before, parameters) and not weights.are_in_place
     again = LocalReference(weights).log_probs(forward)
     left["again"] = again is None or torch.equal(again, ref)
-    left["saved"] = saved_and_loaded(weights, parameters, layout, model_dir)
+    left["saved"] = saved_and_loaded(weights, parameters, layout, model_dir, other_dir)
     weights.take()
     taken = LocalReference(weights).log_probs(forward)
     left["taken"] = taken is None or torch.equal(taken, scored[0])
