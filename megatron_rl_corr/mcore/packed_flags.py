@@ -44,6 +44,13 @@ UNPACKED = (
         "--cuda-graph-impl", "cuda_graph_impl", "it would repeat one microbatch's boundaries", "none",
         lambda value, args: value not in (None, "none"),
     ),
+    # Before 0.16.
+    Unpacked("--enable-cuda-graph", "enable_cuda_graph", "it would repeat one microbatch's boundaries", ""),
+    Unpacked("--external-cuda-graph", "external_cuda_graph", "it would repeat one microbatch's boundaries", ""),
+    Unpacked(
+        "--fine-grained-activation-offloading", "fine_grained_activation_offloading",
+        "it plans with the first step's microbatches, and keeps pinned buffers of every length that it meets", "",
+    ),
     Unpacked("--fp8-format", "fp8", "sequences are not padded to the multiples that it needs", ""),
     Unpacked("--fp4-format", "fp4", "sequences are not padded to the multiples that it needs", ""),
     Unpacked("--tp-comm-overlap", "tp_comm_overlap", "its buffers have the size of rows", ""),
