@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from megatron_rl_corr.files import write_atomically
-from megatron_rl_corr.mcore.checkpoint_files import folders_to_load, put_in
+from megatron_rl_corr.mcore.checkpoint_files import folder_of, folders_to_load, put_in
 from megatron_rl_corr.mcore.reference import Reference
 from megatron_rl_corr.parallel.failure import StartupError, all_reduce_failure
 from megatron_rl_corr.weight_sync.export import StageExporter, buckets
@@ -84,7 +84,12 @@ def saved_with(iteration: int, reference: Reference, args: argparse.Namespace, s
         OSError: on a rank that can't write.
         PeerFailure: then, on the others.
     """
-    if reference.exporter is None or args.save is None:
+    if args.save is None:
+        yield
+        return
+    if reference.exporter is None:
+        if dist.get_rank() == 0:  # another run's, in a checkpoint of this iteration that is written over
+            shutil.rmtree(folder_of(args.save, iteration) / FOLDER, ignore_errors=True)
         yield
         return
     folder = Path(args.save) / f".{FOLDER}-{iteration}"

@@ -5,6 +5,8 @@ S samples of this replica, T tokens of this rank's batch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -13,11 +15,14 @@ from torch import Tensor
 from megatron_rl_corr.core.losses.kl import kl_estimate
 from megatron_rl_corr.core.losses.ratio import inside
 from megatron_rl_corr.core.metrics import Mean, Metric
+from megatron_rl_corr.engines.errors import RolloutError
+from megatron_rl_corr.engines.trajectory import Trajectory
 from megatron_rl_corr.mcore.batch import broadcast_to_replica
+from megatron_rl_corr.mcore.first_step import HALF_KL
 from megatron_rl_corr.mcore.packed_batch import PackedBatch
 from megatron_rl_corr.mcore.reference import Reference, ReferencePass, ReferenceWeights
 from megatron_rl_corr.parallel.context import zigzag_positions
-from megatron_rl_corr.parallel.failure import all_reduce_results, communication_device
+from megatron_rl_corr.parallel.failure import StartupError, all_reduce_results, communication_device
 from megatron_rl_corr.parallel.layout import Layout
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.scorer import Scorer
@@ -50,17 +55,37 @@ class ServedReference(Reference):
     def close(self) -> None:
         self._loop.call(self._scorer.close())
 
+    async def _score(self, samples: Sequence[Trajectory]) -> list[np.ndarray | None]:
+        try:
+            scores, changed = await self._scorer.score(samples), await self._scorer.changed_weights()
+        except RolloutError as error:
+            error.add_note(
+                "it is a server of --rollout-reference-url, and none of them scored a sample of this batch; start it "
+                "again, and go on from the last checkpoint"
+            )
+            raise
+        if changed is not None:
+            url, before, now = changed
+            raise StartupError(
+                f"--rollout-reference-url {url}: its weights were called {before} at the start and are called {now} "
+                "now, so the samples would be scored by another policy. If it is a server of --rollout-url under "
+                "another name, to which the trained weights are pushed, start one of its own for the reference; "
+                "else start it again with the reference's weights, and go on from the last checkpoint"
+            )
+        return scores
+
     def _all_reduce_scores(self, forward: ReferencePass) -> Tensor:
         """The servers' log-probs of this rank's tokens, [T]; NaN for a response that was not scored.
 
         Raises:
             RolloutError: on a leader none of whose samples were scored.
+            StartupError: on a leader whose servers have other weights than at the start.
             PeerFailure: then, on the other ranks.
         """
         layout, batch = self._layout, forward.batch
         packed = isinstance(batch, PackedBatch)
         boundaries = batch.cu_seqlens if packed else np.arange(batch.num_sequences + 1) * forward.seq_length
-        scoring = self._loop.submit(self._scorer.score(forward.samples)) if layout.is_data_leader else None
+        scoring = self._loop.submit(self._score(forward.samples)) if layout.is_data_leader else None
 
         def laid_out(scores: list[np.ndarray | None]) -> Tensor:
             whole = np.zeros(boundaries[-1], dtype=np.float32)
@@ -94,5 +119,10 @@ class ServedReference(Reference):
         total = floor.values.clone()
         dist.all_reduce(total, group=self._layout.dp_cp_group)
         if self._layout.is_job_reporter:
-            print(f"[rollout] reference servers: k3 of the start's weights against them is {Mean(total).value():.3g}; "
-                  "loss/reference_kl does not fall below it", flush=True)  # fmt: skip
+            k3 = Mean(total).value()
+            told = "loss/reference_kl does not fall below it"
+            if not k3 <= HALF_KL:
+                told = (f"rounding explains at most {HALF_KL:g}, so --rollout-reference-url serves another policy than "
+                        "--rollout-hf-checkpoint; if it should be the same, end this run and look at its checkpoint")
+            print(f"[rollout] reference servers: k3 of the start's weights against them is {k3:.3g}; {told}",
+                  flush=True)  # fmt: skip

@@ -44,7 +44,7 @@ def broadcast_reference(
     Raises:
         StartupError: on one rank: a checkpoint is of another model or can't be read, or a flag of Megatron's does not
             go with a reference.
-        RolloutError: on rank 0: a server of the reference does not answer.
+        RolloutError: on a data leader: a server of the reference does not answer.
         PeerFailure: then, on the others.
     """
     resets = options.reference_reset is not None
@@ -82,11 +82,11 @@ def _broadcast_served(
 
     scorer, start = all_reduce_startup(made)
     error = None
-    if dist.get_rank() == 0:
+    if layout.is_data_leader:
         try:
             source.loop.call(scorer.wait_healthy(HEALTHY_WITHIN_S))
         except RolloutError as failure:
-            failure.add_note("it is a server of --rollout-reference-url")
+            failure.add_note("it is a server of --rollout-reference-url; start it, or name another")
             error = failure
     all_reduce_failure(error)
     return ServedReference(scorer, source.loop, layout, start=start)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 
 from megatron_rl_corr.rollout import RolloutClient
 from tests.forked_torchrun import forking
@@ -144,6 +145,12 @@ def test_run_when_killed_at_the_worst_moments_then_servers_have_the_live_weights
         assert not list(often.glob(".rollout_reference-*"))
         for iteration in (3, 4):
             assert saved_reference(often, iteration) == saved_reference(tmp_path / "whole/checkpoints", iteration)
+        # In another layout, as float32 rounds.
+        (tmp_path / "killed/checkpoints/latest_checkpointed_iteration.txt").write_text("3")
+        stages = ["--tensor-model-parallel-size", 1, "--expert-model-parallel-size", 1, "--pipeline-model-parallel-size", 2]
+        run("stages", 4, *load, *stages, save="stages/checkpoints")
+        [other] = steps_of(tmp_path / "stages")
+        assert other["loss/reference_kl"] == pytest.approx(step["loss/reference_kl"], rel=1e-3)
         # The same without the saved reset: the reference is the start, and that is told.
         shutil.rmtree(tmp_path / "killed/checkpoints/iter_0000003/rollout_reference")
         (tmp_path / "killed/checkpoints/latest_checkpointed_iteration.txt").write_text("3")
@@ -194,3 +201,35 @@ def test_reference_when_servers_score_it_then_as_the_trainers_own_pass_and_its_f
         assert step["loss/reference_kl"] == pytest.approx(other["loss/reference_kl"], rel=2e-2, abs=1e-7)
     assert own[3]["loss/reference_kl"] > 1e-4
     assert held_by(reference_server, tiny_moe_dir) == before
+
+
+class Dying(ReplayingServer):
+    """Scores the samples of one step and no more."""
+
+    async def _answer(self, request):
+        if request.path == "/generate" and self.sampled == 16:
+            return web.Response(status=500, text="out of memory")
+        return await super()._answer(request)
+
+
+def test_reference_servers_when_they_serve_another_policy_or_die_or_are_pushed_to_then_the_run_says_which_flag(
+    tmp_path, tiny_moe_dir, sglang_server_fp32, kl_reference  # noqa: F811
+):
+    other, server = kl_reference[0], sglang_server_fp32
+    another = PreloadedServer(
+        other, dtype="float32", log_path=tmp_path / "server.log", environment=environment("sglang"),
+        extra_arguments=[*sglang_arguments(), "--random-seed", "7"],
+    )  # fmt: skip
+    flags = ["--rollout-kl-loss-coef", 0.1, "--train-iters", 3, "--rollout-reference-url"]
+    with unchanged(server, tiny_moe_dir), another, Dying(another.url) as dying:
+        dying.run_id = b"none"
+        died = launch(tmp_path / "died", tiny_moe_dir, server.url, *flags, dying.url, ranks=1)
+        alias = server.url.replace("127.0.0.1", "localhost")
+        pushed = launch(tmp_path / "pushed", tiny_moe_dir, server.url, *flags, alias, ranks=1)
+    [step] = steps_of(tmp_path / "died")
+    assert died.returncode and step["reference/floor"] > 0.02 and step["loss/reference_missing"] == 0
+    assert f"against them is {step['reference/floor']:.3g}; rounding explains at most 0.01, so" in died.stdout
+    assert "it is a server of --rollout-reference-url, and none of them scored a sample of this batch" in died.stderr
+    assert "out of memory" in died.stderr and dying.url in died.stderr
+    assert pushed.returncode and not (tmp_path / "pushed/log/metrics.jsonl").exists()
+    assert f"--rollout-reference-url {alias}: its weights were called " in pushed.stderr

@@ -29,6 +29,7 @@ from tiny_models import LENGTH, ROWS, VOCAB
 from torch.multiprocessing import start_processes
 
 from megatron_rl_corr.mcore import compat
+from megatron_rl_corr.mcore.reference import ReferenceWeights
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.models.megatron_flags import model_flags
 from megatron_rl_corr.models.names import NameTable
@@ -160,14 +161,34 @@ def load(path):
     exporter = StageExporter(
         parameters, layout.shard, layout.stage_groups, stage=layout.pp_rank, num_stages=layout.pp_size
     )
-    return model, layout, exporter
+    return model, layout, exporter, parameters
+
+
+def check_exchange(model, layout, parameters, tokens, logits):
+    """The checkpoint's weights wait on the host and take the place of others: all that the logits depend on goes."""
+    weights, live = ReferenceWeights(parameters), [parameter.tensor for parameter in parameters]
+    with torch.no_grad():
+        for tensor in live:
+            tensor *= 0.5
+    halved = [tensor.clone() for tensor in live]
+    with weights.in_place():
+        inside = all_gather_logits(model, tokens, layout)
+    assert all(map(torch.equal, live, halved)), "the exchange is not undone"
+    other = all_gather_logits(model, tokens, layout)
+    assert logits is None or (torch.equal(inside, logits) and not torch.equal(other, logits)), "not all is exchanged"
+    with weights.in_place():
+        weights_of_checkpoint = [tensor.clone() for tensor in live]
+    with torch.no_grad():
+        for tensor, value in zip(live, weights_of_checkpoint, strict=True):
+            tensor.copy_(value)
 
 
 def compare(path):
     """The worst difference on the last stage; exports."""
-    model, layout, exporter = load(path)
+    model, layout, exporter, parameters = load(path)
     reference = torch.load(path / "reference.pt", weights_only=True)
     logits = all_gather_logits(model, reference["tokens"], layout)
+    check_exchange(model, layout, parameters, reference["tokens"], logits)
     units = list(exporter.units())
     sent = [named for unit in units for named in unit]
     if exporter.sends:
@@ -182,7 +203,7 @@ def compare(path):
 
 def push(url, path):
     """As mcore/session.py does."""
-    _, layout, exporter = load(path)
+    _, layout, exporter, _ = load(path)
     loop = LoopThread()
     client = RolloutClient([url], vocab_size=VOCAB, timeout_s=60)
     transport = make_transport(

@@ -182,7 +182,7 @@ def save_checkpoint(iteration, model, optimizer, *rest):
 session.start = lambda *args: Step()
 run_flags.check_megatron_arguments = run_flags.check_loaded_iteration = lambda args: None
 hooks.all_reduce_startup = lambda prepare: prepare()
-training.get_args = lambda: None
+training.get_args = lambda: types.SimpleNamespace(save=None)
 training.setup_model_and_optimizer = lambda model_type: (0, 0, 0)
 checkpointing.save_checkpoint = save_checkpoint
 install()
@@ -219,8 +219,9 @@ def test_cursor_when_megatron_saves_then_it_is_in_the_folder_before_the_checkpoi
 
 
 CASES["reference in place"] = """
-import torch
+import pathlib, tempfile, torch
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
+from megatron_rl_corr.mcore import reference_checkpoint
 from megatron_rl_corr.mcore.reference import LocalReference, ReferenceInPlace, ReferenceWeights
 from megatron_rl_corr.mcore.session import WeightPush
 from megatron_rl_corr.mcore.step import CorrectedStep
@@ -236,7 +237,11 @@ run = hooks.CorrectedTraining(*parse(FLAGS), None)
 step = CorrectedStep(config=RolloutCorrectionConfig(), layout=None, shape=None, collector=types.SimpleNamespace(
     all_gather_cursor=lambda: None), logprobs=None, push=push, report=None, reference=reference)
 run.session = types.SimpleNamespace(step=step)
-training.get_args = lambda: None
+folder = pathlib.Path(tempfile.mkdtemp())
+others = folder / "iter_0000001/rollout_reference"
+others.mkdir(parents=True)
+training.get_args = lambda: types.SimpleNamespace(save=str(folder))
+reference_checkpoint.dist = types.SimpleNamespace(get_rank=lambda: 0)
 save = run.wrap_save(lambda iteration: seen.append(["saved", live.tolist()]))
 def train():
     step._train(lambda *args: seen.append(["trained"]), None, types.SimpleNamespace(
@@ -256,7 +261,7 @@ except ReferenceInPlace:
     seen.append("refused behind the pass")
 except AttributeError:
     pass  # what it lacks is behind the check
-say(inside=inside, refused=refused, seen=seen)
+say(inside=inside, refused=refused, seen=seen, others=[others.exists(), others.parent.exists()])
 """
 
 
@@ -266,6 +271,8 @@ def test_reference_when_its_weights_are_in_place_then_a_push_a_save_and_an_updat
     for use, word in (("push", "pushed"), ("save", "saved"), ("train", "trained")):
         assert found["refused"][use].startswith(f"the model's weights can't be {word} now: they are the reference")
     assert found["seen"] == [["pushed", [2.0] * 3], ["saved", [2.0] * 3]]
+    # What another run has left in a checkpoint that is written over is not taken for this run's.
+    assert found["others"] == [False, True]
 
 
 CASES["experts"] = """

@@ -46,3 +46,26 @@ def test_scorer_when_a_server_is_gone_then_the_other_scores_what_the_sampler_sai
     # Not bit for bit: the server batches by what arrives together.
     np.testing.assert_allclose(mixed[1], samples[0].rollout_logprobs.numpy(), atol=2e-5)
     assert mixed[0] is None and nothing == []
+
+
+def test_scorer_when_weights_are_pushed_to_one_of_its_servers_then_the_change_is_found(
+    sglang_server_fp32, tiny_moe_dir
+):
+    url = sglang_server_fp32.url
+    vocab_size = json.loads((tiny_moe_dir / "config.json").read_text())["vocab_size"]
+
+    async def run():
+        scorer = Scorer([url], vocab_size=vocab_size)
+        await scorer.wait_healthy(30)
+        found = [await scorer.changed_weights()]
+        async with RolloutClient([url], vocab_size=vocab_size) as client:
+            [info] = await client.model_info()
+            await client.update_weight_version("another")
+            found.append(await scorer.changed_weights())
+            await client.update_weight_version(info["weight_version"])
+        found.append(await scorer.changed_weights())
+        await scorer.close()
+        return found, info["weight_version"]
+
+    found, name = asyncio.run(run())
+    assert found == [None, (url, name, "another"), None]
