@@ -45,25 +45,27 @@ class Scorer:
         self._control = ServerControl(self._engine, self.urls, self._transport, update_timeout_s=timeout_s)
         self._vocab_size, self._max_retries, self._in_flight = vocab_size, max_retries, max_concurrency
         self._waiting = dict.fromkeys(self.urls, 0)
-        self._names: list[str | None] = []
-        """What each server called its weights at the start."""
+        self._names: list[str | None] = [None] * len(self.urls)
+        """What each server called its weights when it was healthy; None where it did not tell."""
 
     async def wait_healthy(self, timeout_s: float) -> None:
         """Return once every server can score. Raises RolloutServerError for one that can't in time."""
         await self._control.wait_healthy(timeout_s)
-        self._names = await self._control.reported_versions()
+        self._names = await self._reported_names()
 
     async def changed_weights(self) -> tuple[str, str, str] | None:
-        """(address, name of its weights at the start, now) of a server whose weights are others by now; None: no one's.
+        """(address, name of its weights at `wait_healthy`, now) of a server whose weights are others by now, or None.
 
-        Servers that do not answer are left to the next call, and to `score`.
+        Servers that do not tell are left to the next call, and to `score`.
         """
-        try:
-            now = await self._control.reported_versions()
-        except RolloutServerError:
-            return None
-        found = zip(self.urls, self._names, now, strict=True)
+        found = zip(self.urls, self._names, await self._reported_names(), strict=True)
         return next((one for one in found if None not in one and one[1] != one[2]), None)
+
+    async def _reported_names(self) -> list[str | None]:
+        try:
+            return await self._control.reported_versions()
+        except RolloutServerError:  # of none, as of a router that does not hand the question on
+            return [None] * len(self.urls)
 
     async def score(self, samples: Sequence[Trajectory]) -> list[np.ndarray | None]:
         """Log-probs of each sample's response, in the order of the samples; None for one that no server scored.

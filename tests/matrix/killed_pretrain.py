@@ -5,6 +5,7 @@ the live ones. N-th save of a reference that is reset: "written", its folder is 
 "moving", a part of it is in the checkpoint; "moved", all of it is, and the checkpoint is not finished.
 """
 
+import contextlib
 import os
 import runpy
 import shutil
@@ -25,8 +26,10 @@ def reach(moment):
     reached[moment] += 1
     if (moment, str(reached[moment])) != (MOMENT, NUMBER):
         return
-    for writer in psutil.Process().children(recursive=True):  # of checkpoints: they would outlive it
-        writer.kill()
+    for process in psutil.Process().parent().children(recursive=True):  # the ranks, and writers of their checkpoints,
+        if process.pid != os.getpid():  # which would outlive them
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
