@@ -145,12 +145,6 @@ def test_run_when_killed_at_the_worst_moments_then_servers_have_the_live_weights
         assert not list(often.glob(".rollout_reference-*"))
         for iteration in (3, 4):
             assert saved_reference(often, iteration) == saved_reference(tmp_path / "whole/checkpoints", iteration)
-        # In another layout, as float32 rounds.
-        (tmp_path / "killed/checkpoints/latest_checkpointed_iteration.txt").write_text("3")
-        stages = ["--tensor-model-parallel-size", 1, "--expert-model-parallel-size", 1]
-        run("stages", 4, *load, *stages, "--pipeline-model-parallel-size", 2, save="stages/checkpoints")
-        [other] = steps_of(tmp_path / "stages")
-        assert other["loss/reference_kl"] == pytest.approx(step["loss/reference_kl"], rel=1e-3)
         # The same without the saved reset: the reference is the start, and that is told.
         shutil.rmtree(tmp_path / "killed/checkpoints/iter_0000003/rollout_reference")
         (tmp_path / "killed/checkpoints/latest_checkpointed_iteration.txt").write_text("3")
