@@ -153,6 +153,28 @@ def test_run_when_killed_at_the_worst_moments_then_servers_have_the_live_weights
         assert steps_of(tmp_path / "lost")[0]["loss/reference_kl"] > 2 * step["loss/reference_kl"]
 
 
+def test_reset_reference_when_it_was_saved_in_another_layout_then_its_kl_is_the_same_as_float32_rounds(
+    tmp_path, tiny_moe_dir, sglang_server_fp32
+):
+    """Its tensors are the same bit for bit: tests/mcore/reference_worker.py."""
+    flags = ["--rollout-kl-loss-coef", 0.1, "--rollout-reference-reset", 2, "--save-interval", 3]
+    # Megatron can't load the optimizer's state into other expert ranks.
+    layouts = {"shards": SHARDS, "stages": ["--pipeline-model-parallel-size", 2, "--no-load-optim"]}
+    with unchanged(sglang_server_fp32, tiny_moe_dir), ReplayingServer(sglang_server_fp32.url) as door:
+        for number, (name, layout) in enumerate(layouts.items()):
+            door.replay()
+            load = ["--load", tmp_path / "shards/checkpoints", "--ckpt-step", 3] if number else []
+            done = launch(
+                tmp_path / name, tiny_moe_dir, door.url, *flags, *layout, *load, "--train-iters", 4, "--save",
+                tmp_path / name / "checkpoints",
+            )  # fmt: skip
+            assert done.returncode == 0, done.stderr[:9000]
+    assert "iter_0000003/rollout_reference" in done.stdout
+    whole, [step] = steps_of(tmp_path / "shards"), steps_of(tmp_path / "stages")
+    assert step["step"] == 4 and whole[2]["loss/reference_kl"] == 0 < step["loss/reference_kl"]
+    assert step["loss/reference_kl"] == pytest.approx(whole[3]["loss/reference_kl"], rel=1e-3)
+
+
 @pytest.fixture(scope="module")
 def reference_server(tiny_moe_dir, tmp_path_factory):
     """A server of the start's weights in float32, which no trainer may push to."""
