@@ -21,7 +21,7 @@ setup: ## Make .venv (once; later it only checks), with or without a GPU
 test: setup ## Run every test; TESTS=path or TESTS="-k name" for some of them
 	$(PYTHON) -m pytest $(if $(TESTS),$(TESTS),-n 2 --durations=10)
 
-test-matrix: setup ## Run corrected steps on every supported release of megatron-core (fetches five wheels once)
+test-matrix: setup ## Run corrected steps on every supported release of megatron-core (fetches five wheels once); MEGATRON_CHECKOUT= adds one
 	MEGATRON_RELEASES=all $(PYTHON) -m pytest -n 2 tests/matrix $(TESTS)
 
 lint: setup ## Check style and line length

@@ -18,7 +18,7 @@ setup(
     package_data={"megatron_rl_corr.observability": ["*.j2"]},
     install_requires=[
         "torch>=2.6",
-        "megatron-core>=0.14,<0.20",
+        "megatron-core>=0.14,<0.21",
         "pyyaml>=6",
         "tensorboard>=2.14",
         "aiohttp>=3.9",

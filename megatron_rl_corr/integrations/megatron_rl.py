@@ -55,7 +55,7 @@ class GRPOCorrection:
 
         Six values as before: the losses [B, L], and five that are only logged, which stay. A generated token without a
         rollout log-prob (Megatron appends the end of a response itself, and stands 0 for what it lacks) has weight 1
-        and goes only if its sequence does. Keyword call, the same in Megatron-LM core 0.15 to 0.19.
+        and goes only if its sequence does. Keyword call, the same in Megatron-LM core 0.15 to 0.20.
         """
 
         def calculate_grpo_loss(

@@ -50,6 +50,7 @@ def install(config: RolloutCorrectionConfig, report: Callable[[dict, Any], None]
 
     from megatron_rl_corr.integrations.megatron_rl import GRPOCorrection
     from megatron_rl_corr.mcore import hooks
+    from megatron_rl_corr.mcore.versions import megatron_version
     from megatron_rl_corr.parallel.collectives import all_reduce_metrics, merge
 
     correction = GRPOCorrection(config)
@@ -62,7 +63,8 @@ def install(config: RolloutCorrectionConfig, report: Callable[[dict, Any], None]
             return
         numbers = all_reduce_metrics(
             {f"rollout_corr/{name}": metric for name, metric in metrics.items()},
-            parallel_state.get_data_parallel_group(with_context_parallel=True),
+            # Megatron gathers the log-probs of a whole row on each of its context-parallel ranks.
+            parallel_state.get_data_parallel_group(),
         )
         if dist.get_rank() == dist.get_world_size() - 1:
             step = global_vars.get_args().curr_iteration + 1
@@ -71,8 +73,13 @@ def install(config: RolloutCorrectionConfig, report: Callable[[dict, Any], None]
     def corrected(original: Callable) -> Callable:
         @functools.wraps(original)
         def train_step(forward_step_func: Callable, *args: Any, **kwargs: Any) -> tuple:
-            if parallel_state.get_context_parallel_world_size() > 1:
-                raise ValueError("--context-parallel-size above 1 is not supported with Megatron's RL; use 1")
+            cp = parallel_state.get_context_parallel_world_size()
+            # Before there is this function, every context-parallel rank is given all tokens as if they were its part.
+            if cp > 1 and not hasattr(rl_utils, "_scatter_for_context_parallel"):
+                raise ValueError(
+                    f"--context-parallel-size {cp}: the RL of megatron-core {megatron_version} has no context "
+                    "parallelism, that of 0.20 has (Megatron-LM's main since 2026-08-17); use 0.20, or 1 rank"
+                )
             result = original(correction.forward_step(forward_step_func), *args, **kwargs)
             all_gather_and_report()
             return result

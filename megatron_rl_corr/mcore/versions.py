@@ -10,8 +10,8 @@ from pathlib import Path
 import megatron.core
 from megatron.core import __version__ as megatron_version
 
-FIRST, LAST = (0, 14), (0, 19)
-"""Releases of megatron-core on which `make test-matrix` runs corrected steps, both inclusive."""
+FIRST, LAST = (0, 14), (0, 20)
+"""Releases of megatron-core on which `make test-matrix` runs corrected steps, both inclusive; 0.20 is main's."""
 SUPPORTED = f"megatron-core {FIRST[0]}.{FIRST[1]} to {LAST[0]}.{LAST[1]}"
 
 

@@ -53,6 +53,16 @@ def main(rank, port, folder):
         global_vars.set_args(Namespace(curr_iteration=iteration))
         losses = training.train_step(forward_step, iter([microbatch(rank, n) for n in range(2)]), "model", 1, 2, 3)
         torch.save(losses, folder / f"losses_{rank}.pt")
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(context_parallel_size=2)
+    global_vars.set_args(Namespace(curr_iteration=2))
+    for with_context_parallelism in (False, True):
+        if with_context_parallelism:  # as on Megatron's main, where both ranks are given the same log-probs
+            sys.modules["megatron.rl.rl_utils"]._scatter_for_context_parallel = lambda *_: None
+        try:
+            training.train_step(forward_step, iter([microbatch(0, n) for n in range(2)]), "model", 1, 2, 3)
+        except ValueError as error:
+            (folder / f"refused_{rank}.txt").write_text(str(error))
     dist.destroy_process_group()
 
 

@@ -1,7 +1,7 @@
 """Our correction inside Megatron's GRPO loss, called as train_rl.py calls it, against whole sequences.
 
-The call and its six values are those of Megatron-LM core 0.15.3, 0.16.1, 0.17.1, 0.18.2 and 0.19.0, the last that the
-launcher takes; the loss mask's place is that of their train_rl.py (with packing, from 0.16 on).
+The call and its six values are those of Megatron-LM core 0.15.3, 0.16.1, 0.17.1, 0.18.2, 0.19.0 and main
+(0.20, tests/matrix/test_train_rl.py); the loss mask's place is that of their train_rl.py (with packing, from 0.16 on).
 """
 
 import json
@@ -274,10 +274,16 @@ def test_train_step_when_hooked_then_losses_are_weighted_and_numbers_are_those_o
             torch.testing.assert_close(loss, -weight * mask.float(), rtol=1e-5, atol=0)
     # Five tokens in each of two microbatches of two ranks, with log-ratios 0.1, 0.2, 0.2, 0.3.
     steps = [json.loads(line) for line in (tmp_path / "log/metrics.jsonl").read_text().splitlines()]
-    assert [step["step"] for step in steps] == [1, 2]
-    for step in steps:
+    assert [step["step"] for step in steps] == [1, 2, 3]
+    for step in steps[:2]:
         assert step["rollout_corr/valid_tokens"] == 20
         assert step["rollout_corr/kl"] == pytest.approx(-0.2, rel=1e-5)
         mean = sum(math.exp(d) for d in (0.1, 0.2, 0.2, 0.3)) / 4
         assert step["rollout_corr/weight_mean"] == pytest.approx(mean, rel=1e-5)
+    # Two context-parallel ranks have the same tokens; of the first rank above, with log-ratios 0.1 and 0.2.
+    assert steps[2]["rollout_corr/valid_tokens"] == 10 and steps[2]["rollout_corr/kl"] == pytest.approx(-0.15, rel=1e-5)
+    for rank in (0, 1):
+        told = (tmp_path / f"refused_{rank}.txt").read_text()
+        assert told.startswith("--context-parallel-size 2: the RL of megatron-core 0.19.2 has no context parallelism, ")
+        assert told.endswith("that of 0.20 has (Megatron-LM's main since 2026-08-17); use 0.20, or 1 rank")
     assert done.stdout.count("KL(k3)   weight") == 1, "one header: of one rank"

@@ -15,13 +15,13 @@ import pytest
 from megatron_rl_corr.observability.catalogue import spec_of
 from tests.forked_torchrun import forking
 from tests.matrix.patched import cpu_flags, unchanged
-from tests.matrix.releases import WITH_TRAINING, chosen, release_environment
+from tests.matrix.releases import WITH_TRAINING, checkout, chosen, release_environment
 from tests.matrix.replaying_server import ReplayingServer
 from tests.preloaded import run_preloaded
 from tools.local_server import free_port
 
 HERE = Path(__file__).resolve().parent
-RELEASES = [release for release in WITH_TRAINING if release in chosen()][::-1]
+RELEASES = [*checkout(), *(release for release in WITH_TRAINING if release in chosen())][::-1]
 SAMPLES, STEPS = 16, 2
 HELD_OUT = [[5, 9, 2, n] for n in range(3)]
 LAYOUT = [

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.matrix.releases import OVERLAID, chosen, release_environment
+from tests.matrix.releases import OVERLAID, checkout, chosen, release_environment
 from tests.mcore.test_packed import check, line
 
 MCORE = Path(__file__).resolve().parents[1] / "mcore"
@@ -26,7 +26,7 @@ LAYOUTS = [
 ]
 PACKED = {"packed": 48, "tp": 2, "cp": 2, "ep": 2, "sp": True, "per_token": True, "recompute": True, "runs": ["token"]}
 """Beside padded rows in the same run; from 0.16 on also with replayed experts."""
-OLDER = [release for release in OVERLAID if release != OVERLAID[-1]] if len(chosen()) == len(OVERLAID) else []
+OTHERS = [*OVERLAID[:-1], *checkout()] if len(chosen()) == len(OVERLAID) else []
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +34,8 @@ def reference(tiny_moe_dir, hf_reference):
     return hf_reference(tiny_moe_dir)
 
 
-@pytest.mark.parametrize("release", OLDER)
-def test_layout_on_an_older_release_then_every_gradient_is_hugging_faces(release, tiny_moe_dir, reference):
+@pytest.mark.parametrize("release", OTHERS)
+def test_layout_on_another_release_then_every_gradient_is_hugging_faces(release, tiny_moe_dir, reference):
     run = subprocess.run(
         [sys.executable, "-W", "ignore", MCORE / "layout_worker.py", "4", tiny_moe_dir, reference,
          *map(json.dumps, LAYOUTS)],
@@ -48,8 +48,8 @@ def test_layout_on_an_older_release_then_every_gradient_is_hugging_faces(release
         assert one["gradient"] < TOLERANCE, (one["layout"], one["worst"])
 
 
-@pytest.mark.parametrize("release", OLDER)
-def test_packed_on_an_older_release_then_log_probs_gradients_and_metrics_are_those_of_rows(
+@pytest.mark.parametrize("release", OTHERS)
+def test_packed_on_another_release_then_log_probs_gradients_and_metrics_are_those_of_rows(
     release, tiny_moe_dir, reference
 ):
     replays = [PACKED | {"replay": True}] if release >= "0.16" else []

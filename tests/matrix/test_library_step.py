@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.matrix.releases import chosen, release_environment
+from tests.matrix.releases import checkout, chosen, release_environment
 from tests.preloaded import run_preloaded
 
 HERE = Path(__file__).resolve().parent
 MCORE = HERE.parent / "mcore"
+RELEASES = (*checkout(), *chosen())
 AGAINST_HF = 1e-5  # float32 Megatron against float64; measured 1.3e-6
 AGAINST_NEWEST = 1e-6  # float32 against float32
 
@@ -27,9 +28,9 @@ def reference(tiny_moe_dir, hf_reference):
 def steps(tiny_moe_dir, reference):
     """Release -> what step_worker.py printed."""
     found = {}
-    for release in chosen():
+    for release in RELEASES:
         words, variables = [HERE / "step_worker.py", tiny_moe_dir, reference], release_environment(release, MCORE)
-        if release == chosen()[-1]:  # that of the environment
+        if release == RELEASES[-1]:  # that of the environment
             run = run_preloaded(words, env=variables)
         else:
             run = subprocess.run(
@@ -41,11 +42,11 @@ def steps(tiny_moe_dir, reference):
     return found
 
 
-@pytest.mark.parametrize("release", chosen())
+@pytest.mark.parametrize("release", RELEASES)
 def test_corrected_step_on_a_release_then_gradients_are_hugging_faces_and_loss_is_that_of_the_newest(
     release, steps, reference
 ):
-    step, newest = steps[release], steps[chosen()[-1]]
+    step, newest = steps[release], steps[RELEASES[-1]]
     assert step["release"] == release, "another release was imported"
     assert step["gradient"] < AGAINST_HF, step["worst"]
     expected = torch.load(reference, weights_only=True)["cases"]["token"]["metrics"]["policy"]

@@ -36,7 +36,7 @@ def test_launcher_when_core_is_of_one_release_and_training_of_another_then_both_
 
 
 @pytest.mark.parametrize(
-    ("version", "given"), [("0.13.1", None), ("0.20.0rc0", None), ("0.20.0rc0", MEGATRONS_RL)],
+    ("version", "given"), [("0.13.1", None), ("0.21.0rc0", None), ("0.21.0rc0", MEGATRONS_RL)],
     ids=["older", "newer", "newer, with Megatron's own RL"],
 )  # fmt: skip
 def test_launcher_when_release_is_not_supported_then_the_supported_ones_are_named(tmp_path, version, given):
@@ -48,7 +48,7 @@ def test_launcher_when_release_is_not_supported_then_the_supported_ones_are_name
     run = launch(tmp_path, environment, given)
     assert run.returncode == 2, run.stderr
     assert run.stderr.endswith(
-        f"megatron_rl_corr.launch: megatron-core {version} is not supported; supported are megatron-core 0.14 to 0.19: "
+        f"megatron_rl_corr.launch: megatron-core {version} is not supported; supported are megatron-core 0.14 to 0.20: "
         "install one of them\n"
     )
 

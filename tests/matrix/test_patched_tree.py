@@ -9,14 +9,14 @@ import pytest
 
 from megatron_rl_corr.integrations import patch_tree as patching
 from tests.matrix.patched import copied_tree, cpu_flags, process_environment, unchanged
-from tests.matrix.releases import OVERLAID, PATCHED, chosen
+from tests.matrix.releases import OVERLAID, PATCHED, checkout, chosen
 from tools.local_server import free_port
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-RELEASES = PATCHED if chosen() == OVERLAID else PATCHED[-1:]
+RELEASES = (*PATCHED, *checkout()) if chosen() == OVERLAID else PATCHED[-1:]
 in_the_matrix = pytest.mark.skipif(
-    RELEASES != PATCHED, reason="make test-matrix runs it; test_own_fork.py has such a run of one"
+    chosen() != OVERLAID, reason="make test-matrix runs it; test_own_fork.py has such a run of one"
 )
 REWARD = "def reward(prompt, output_ids, finish_reason):\n    return sum(int(i) % 2 for i in output_ids) / 8\n"
 

@@ -62,7 +62,7 @@ say(said=said, same=[arguments.add_megatron_arguments, training.setup_model_and_
 """
 CHANGED = (
     "this Megatron was changed in a way that megatron_rl_corr does not know; "
-    "supported are megatron-core 0.14 to 0.19"
+    "supported are megatron-core 0.14 to 0.20"
 )
 CASES["other parameters"] = REFUSAL.format(
     change="training.train_step = lambda forward_step_func, data_iterator, model: ()"

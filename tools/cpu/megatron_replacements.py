@@ -1,4 +1,4 @@
-"""What is replaced in a process that runs Megatron without a GPU (megatron-core 0.14 to 0.19); no arithmetic."""
+"""What is replaced in a process that runs Megatron without a GPU (megatron-core 0.14 to 0.20); no arithmetic."""
 
 import collections
 import functools
