@@ -13,7 +13,7 @@ from tests.matrix.releases import CHECKOUT, checkout, release_environment
 
 pytestmark = pytest.mark.skipif(not checkout(), reason=f"make test-matrix runs it where {CHECKOUT} is given")
 HERE = Path(__file__).resolve().parent
-TOLERANCE = 1e-5  # float32 against float32
+TOLERANCE = 1e-4  # float32; of a tiny gradient Adam makes a whole step, so the second update has rounding of the first
 RL = [
     "--perform-rl-step", "--rl-inference-logprobs-is-correction", "--grpo-prompts-per-step", 2, "--grpo-group-size", 4,
     "--grpo-kl-beta", 0.01, "--grpo-entropy-term-weight", 0.01, "--rl-skip-bos-token", "--micro-batch-size", 1,
@@ -21,7 +21,7 @@ RL = [
 ]  # fmt: skip
 BOUND = ["--rl-importance-sampling-truncation-coef", 1.1]
 SAME_BOUND = ["--rollout-is", "token", "--rollout-is-threshold", 1.1]
-OURS = [*SAME_BOUND, "--rollout-rs", "seq_mean_ratio", "--rollout-rs-threshold", "0.9_1.12"]
+OURS = [*SAME_BOUND, "--rollout-rs", "seq_mean_ratio", "--rollout-rs-threshold", "0.9_1.1"]
 PACKED = ["--rl-use-sequence-packing"]
 CP, PP = ["--context-parallel-size", 2], ["--pipeline-model-parallel-size", 2]
 TP = ["--tensor-model-parallel-size", 2, "--sequence-parallel", "--make-vocab-size-divisible-by", 64]  # 128 again
@@ -86,8 +86,8 @@ def test_context_parallelism_in_megatrons_rl_then_gradients_and_metrics_are_thos
     for step, wanted in zip(steps, expected, strict=True):
         assert step.keys() == wanted.keys() and 0 < step["rollout_corr/kept_sequence_fraction"] < 1
         for metric, value in wanted.items():
-            if "time" not in metric:
-                assert step[metric] == pytest.approx(value, rel=TOLERANCE, abs=1e-6, nan_ok=True), metric
+            near = None if value is None else pytest.approx(value, rel=TOLERANCE, abs=TOLERANCE)
+            assert step[metric] == near, metric
 
 
 @pytest.mark.parametrize("name", ["rows", "packed, dp 2, cp 2"])
