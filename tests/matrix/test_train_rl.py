@@ -84,10 +84,11 @@ def test_context_parallelism_in_megatrons_rl_then_gradients_and_metrics_are_thos
     steps, expected = runs[name][1], runs[without][1]
     assert [step["step"] for step in steps] == [1, 2]
     for step, wanted in zip(steps, expected, strict=True):
-        assert step.keys() == wanted.keys() and 0 < step["rollout_corr/kept_sequence_fraction"] < 1
+        assert step.keys() == wanted.keys()
         for metric, value in wanted.items():
-            near = None if value is None else pytest.approx(value, rel=TOLERANCE, abs=TOLERANCE)
-            assert step[metric] == near, metric
+            is_number = isinstance(value, (int, float))  # else it is not finite
+            assert step[metric] == (pytest.approx(value, rel=TOLERANCE, abs=TOLERANCE) if is_number else value), metric
+    assert 0 < min(step["rollout_corr/kept_sequence_fraction"] for step in steps) < 1
 
 
 @pytest.mark.parametrize("name", ["rows", "packed, dp 2, cp 2"])
