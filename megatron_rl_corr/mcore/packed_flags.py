@@ -51,6 +51,10 @@ UNPACKED = (
         "--fine-grained-activation-offloading", "fine_grained_activation_offloading",
         "it plans with the first step's microbatches, and keeps pinned buffers of every length that it meets", "",
     ),
+    Unpacked(
+        "--overlap-p2p-communication-warmup-flush", "overlap_p2p_comm_warmup_flush",
+        "stages tell each other every microbatch's length, and in its order wait for each other for ever", "",
+    ),
     Unpacked("--fp8-format", "fp8", "sequences are not padded to the multiples that it needs", ""),
     Unpacked("--fp4-format", "fp4", "sequences are not padded to the multiples that it needs", ""),
     Unpacked("--tp-comm-overlap", "tp_comm_overlap", "its buffers have the size of rows", ""),

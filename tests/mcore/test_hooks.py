@@ -535,7 +535,8 @@ say(
     refused=[said(transformer_impl="local"), said(moe_token_dispatcher_type="allgather"), said(cuda_graph_impl="local"),
              said(fp8="hybrid"), said(moe_router_load_balancing_type=["aux_loss", "seq_aux_loss"]),
              said(tp_comm_overlap=True), said(fine_grained_activation_offloading=True),
-             said(external_cuda_graph=True), said(rollout_max_tokens_per_microbatch=31)],
+             said(external_cuda_graph=True), said(overlap_p2p_comm_warmup_flush=True),
+             said(rollout_max_tokens_per_microbatch=31)],
     taken=[said(), said(num_experts=None, moe_token_dispatcher_type="allgather"),
            said(rollout_max_tokens_per_microbatch=32)],
     lengths=[packed(1), packed(2)], unknown=unknown, learning=[learning(0.0), learning(0.01)],
@@ -560,6 +561,8 @@ def test_packed_when_something_does_not_go_with_it_then_refused_with_the_remedy(
         f"--fine-grained-activation-offloading {but} it plans with the first step's microbatches, and keeps pinned "
         f"buffers of every length that it meets; leave it out, {rows}",
         f"--external-cuda-graph {but} it would repeat one microbatch's boundaries; leave it out, {rows}",
+        f"--overlap-p2p-communication-warmup-flush {but} stages tell each other every microbatch's length, and in its "
+        f"order wait for each other for ever; leave it out, {rows}",
         "--rollout-max-tokens-per-microbatch 31 must be at least --seq-length 32: a sequence is not cut",
     ]
     assert found["taken"] == [None] * 3
