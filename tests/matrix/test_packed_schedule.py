@@ -33,6 +33,8 @@ def test_schedule_after_ten_steps_when_packed_then_learning_rate_and_consumed_sa
         consumed = [int(number) for number in re.findall(r"consumed samples:\s+(\d+)", done.stdout)]
         found[kind] = rates, consumed
         assert all(step["skipped"] == 0 for step in steps_of(folder))
+    moved = [step["packing/moved_bytes"] for step in steps_of(tmp_path / "packed")]
+    assert any(number > 0 for number in moved), "no sample was dealt to the other replica"
     packs = [step["packing/microbatches"] for step in steps_of(tmp_path / "packed")]
     assert len(packs) == STEPS and 4 not in packs, "as many microbatches as the calculator knows: 16 / 2 / 2"
     assert found["packed"] == found["rows"]

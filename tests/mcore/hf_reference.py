@@ -4,7 +4,8 @@ Shares no code with the package. python hf_reference.py MODEL_DIR OUT.pt makes s
 saves them with the results of each case: "token" (PPO clip, token weights, two rules, mean over tokens), "sequence"
 (GSPO, sequence weights, seq_max rule, mean over sequences), "bypass" (two policies, REINFORCE), and with pi_old the
 current policy "once token" (PPO clip, token weights) and "once sequence" (GSPO, sequence weights). Under "truncated"
-"token" and "bypass" once more, for samples whose tokens were each drawn from a few ids.
+"token" and "bypass" once more, for samples whose tokens were each drawn from a few ids; under "odd" all cases for
+samples of odd lengths. Under "many" more samples, alone.
 """
 
 import math
@@ -14,19 +15,33 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 GROUPS, GROUP_SIZE = 4, 4
+MANY = 6
+"""Groups of the samples that several updates share."""
+ODD = ((1, (24, 0, 1, 8)), (3, (0, 22, 9, 2)), (1, (0, 12, 14, 11)), (5, (17, 18, 11, 16)))
+"""Prompts and responses of odd lengths, group by group: no response, a prompt of one token, 24 positions of 24."""
 TRUNCATED_SEED = 0
 """One whose samples exercise every part of the cases."""
 
 
-def make_samples(generator):
+def make_samples(generator, groups=GROUPS):
     """Prompts and responses of unequal lengths, drawn at random: the loss does not care who wrote them."""
     samples = []
-    for group in range(GROUPS):
+    for group in range(groups):
         prompt = torch.randint(0, 80, (3 + group,), generator=generator)
         for _ in range(GROUP_SIZE):
             length = int(torch.randint(1, 12, (), generator=generator))
             output = torch.randint(0, 80, (length,), generator=generator)
             samples.append({"prompt": prompt, "output": output, "group": group})
+    return samples
+
+
+def odd_samples(generator):
+    """Samples of the lengths ODD."""
+    samples = []
+    for group, (start, lengths) in enumerate(ODD):
+        prompt = torch.randint(0, 80, (start,), generator=generator)
+        outputs = [torch.randint(0, 80, (length,), generator=generator) for length in lengths]
+        samples += [{"prompt": prompt, "output": output, "group": group} for output in outputs]
     return samples
 
 
@@ -74,7 +89,7 @@ def advantages_of(samples, accepted):
 def token_case(samples, now, old):
     """Weights min(rho, 1.02) over their mean; geometric mean of rho in [0.98, 1.03] and each rho in [0.9, 1.12]."""
     d = [(o - s["rollout"]).tolist() for o, s in zip(old, samples, strict=True)]
-    accepted = [0.98 <= math.exp(sum(row) / len(row)) <= 1.03 for row in d]
+    accepted = [bool(row) and 0.98 <= math.exp(sum(row) / len(row)) <= 1.03 for row in d]
     advantages = advantages_of(samples, accepted)
     weights = [[min(math.exp(x), 1.02) for x in row] for row in d]
     valid = sum(map(len, d))
@@ -103,7 +118,7 @@ def token_case(samples, now, old):
 def sequence_case(samples, now, old):
     """GSPO's sequence form; weights min(prod rho, 1.05); each rho in [0.8, 1.25]; mean over kept sequences."""
     d = [(o - s["rollout"]).tolist() for o, s in zip(old, samples, strict=True)]
-    accepted = [all(0.8 <= math.exp(x) <= 1.25 for x in row) for row in d]
+    accepted = [bool(row) and all(0.8 <= math.exp(x) <= 1.25 for x in row) for row in d]
     advantages = advantages_of(samples, accepted)
     total, by_token, clipped, kept, moved = 0.0, 0.0, 0, 0, []
     for i, row in enumerate(d):
@@ -122,21 +137,21 @@ def sequence_case(samples, now, old):
 def bypass_case(samples, now, old):
     """The current policy against pi_rollout: weights min(rho, 1.1); geometric mean of rho in [0.8, 1.25]."""
     d = [(n.detach() - s["rollout"]).tolist() for n, s in zip(now, samples, strict=True)]
-    accepted = [0.8 <= math.exp(sum(row) / len(row)) <= 1.25 for row in d]
-    advantages = advantages_of(samples, [True] * len(samples))
+    accepted = [bool(row) and 0.8 <= math.exp(sum(row) / len(row)) <= 1.25 for row in d]
+    advantages = advantages_of(samples, [bool(row) for row in d])
     total, kept, moved = 0.0, 0, []
     for i, row in enumerate(d):
         for t, x in enumerate(row):
             if accepted[i]:
                 total, kept = total - min(math.exp(x), 1.1) * advantages[i] * now[i][t], kept + 1
                 moved.append(x)  # pi_rollout is pi_old
-    assert 0 < sum(accepted) < len(samples), "the case must exercise rejection"
+    assert 0 < sum(accepted) < sum(map(bool, d)), "the case must exercise rejection"
     return total / sum(map(len, d)), {"policy": total.item() / kept}, moved
 
 
 def once_token_case(samples, now, old):
     """pi_old is the current policy, so r = 1; weights min(rho, 1.02), mean over tokens."""
-    advantages, total, count, cut = advantages_of(samples, [True] * len(samples)), 0.0, 0, 0
+    advantages, total, count, cut = advantages_of(samples, [len(row) > 0 for row in now]), 0.0, 0, 0
     for sample, advantage, row in zip(samples, advantages, now, strict=True):
         for p, rollout in zip(row, sample["rollout"], strict=True):
             rho = math.exp(p.item() - rollout.item())
@@ -149,13 +164,16 @@ def once_token_case(samples, now, old):
 
 def once_sequence_case(samples, now, old):
     """The same with weights min(prod rho, 1.05), and the mean over sequences of the mean over their tokens."""
-    advantages, total, by_token = advantages_of(samples, [True] * len(samples)), 0.0, 0.0
+    there = [len(row) > 0 for row in now]
+    advantages, total, by_token = advantages_of(samples, there), 0.0, 0.0
     for sample, advantage, row in zip(samples, advantages, now, strict=True):
+        if not len(row):
+            continue
         weight = min(math.exp((row.detach() - sample["rollout"]).sum().item()), 1.05)
         losses = -weight * advantage * (row - row.detach()).exp()
         total, by_token = total + losses.mean(), by_token + losses.sum().item()
     count = sum(map(len, now))
-    return total / len(samples), {"policy": by_token / count, "clip_fraction": 0.0}, [0.0] * count
+    return total / sum(there), {"policy": by_token / count, "clip_fraction": 0.0}, [0.0] * count
 
 
 CASES = {
@@ -171,7 +189,9 @@ def main(model_dir, out):
     found = results(model, samples, generator, CASES)
     generator = torch.Generator().manual_seed(TRUNCATED_SEED)
     few = results(model, truncated(samples, generator), generator, ("token", "bypass"))
-    torch.save(found | {"truncated": few}, out)
+    odd = results(model, odd_samples(generator), generator, CASES)
+    many = sampled(model, make_samples(generator, MANY), generator)
+    torch.save(found | {"truncated": few, "odd": odd, "many": many}, out)
 
 
 def load(folder):
@@ -183,8 +203,8 @@ def load(folder):
     ).eval()
 
 
-def results(model, samples, generator, names):
-    """The samples with their log-probs, what each case of these names gives, and the entropy."""
+def sampled(model, samples, generator):
+    """The samples with their log-probs and rewards."""
     for sample in samples:
         with torch.no_grad():
             now, _ = logprobs_of(model, sample)
@@ -195,7 +215,12 @@ def results(model, samples, generator, names):
         sample["old"] = now + sample["old_shift"]
         sample["rollout"] = sample["old"] + 0.1 * torch.randn(now.shape, generator=generator)
         sample["reward"] = float(torch.rand((), generator=generator))
-    cases = {}
+    return samples
+
+
+def results(model, samples, generator, names):
+    """The samples with their log-probs, what each case of these names gives, and the entropy."""
+    samples, cases = sampled(model, samples, generator), {}
     for name in names:
         model.zero_grad()
         scored = [logprobs_of(model, sample) for sample in samples]

@@ -174,7 +174,10 @@ def packed_batch(trajectories, rewards, samples, layout):
     batch = whole.context_slice(layout.cp_group.rank(), layout.cp_size)
     shift = torch.zeros(whole.num_sequences, LENGTH)
     for row, start in enumerate(whole.cu_seqlens[:-1]):
-        labels = whole.labels[start : start + whole.lengths[row]].tolist()
+        own = slice(start, start + whole.lengths[row])
+        if not whole.loss_mask[own].any():
+            continue  # no response
+        labels = whole.labels[own].tolist()
         s = next(s for s in samples if torch.cat([s["prompt"], s["output"]])[1:].tolist() == labels)
         start = len(s["prompt"]) - 1
         shift[row, start : start + len(s["output"])] = s["old_shift"].float()

@@ -2,21 +2,25 @@
 
 packed_worker.py PROCESSES MODEL_DIR REFERENCE.pt '{"tp": 2, "sp": true, "packed": 64, "runs": ["token"]}' ...  prints a
 line of JSON for each run: how far the two are from each other, and each from the reference. "replay": routes drawn at
-random are replayed, which the reference does not know.
+random are replayed, which the reference does not know. "truncated", "odd": the samples that hf_reference.py saves by
+that name.
 """
 
 import json
+import math
 import os
 import sys
 
 import layout_worker
+import numpy as np
 import torch
 import torch.distributed as dist
 from layout_cases import CONFIGS, LENGTH
-from layout_worker import gradient_error, packs_of, replica_batch, set_up, step, whole_gradients
+from layout_worker import gradient_error, limits_of, packs_of, replica_batch, set_up, step, whole_gradients
 
 from megatron_rl_corr.engines.routes import no_routes
 from megatron_rl_corr.mcore.forward import compute_log_probs
+from megatron_rl_corr.mcore.packing import first_fit
 from megatron_rl_corr.models.megatron_flags import model_flags
 from megatron_rl_corr.moe.routes import Routes
 from megatron_rl_corr.parallel.collectives import all_reduce_metrics
@@ -64,7 +68,8 @@ def run(model_dir, reference, spec):
     model, parameters, layout, config, packed, packed_shift, settings = set_up(model_dir, samples, spec)
     trained = [one for one in parameters if one.tensor.requires_grad]  # routers' biases are buffers
     rows, rows_shift = replica_batch(samples, layout)
-    found = {}
+    limits = limits_of(spec)
+    found = {"needed": len(first_fit(np.diff(packed.cu_seqlens).tolist(), limits.max_tokens))}
     for kind, batch, shift in (("rows", rows, rows_shift), ("packed", packed, packed_shift)):
         packs = packs_of(batch, layout, spec) if kind == "packed" else None
         routes = replaying(model, batch, layout, config.num_layers) if spec.get("replay") else Routes()
@@ -94,11 +99,13 @@ def run(model_dir, reference, spec):
 
 
 def labelled(batch, scored, layout):
-    """{the sample's labels: [2, sampled tokens] log-probs and entropies} of this replica's samples."""
+    """{the sample's labels: [K, sampled tokens] of the K values a token} of this replica's samples."""
     values = torch.stack([batch.flat(x).float() for x in (batch.labels, batch.loss_mask)] + list(scored))
     ids, mask, *values = batch.all_gather_rows(values, layout.cp_group)
     found = {}
     for row, sampled in enumerate(mask.bool()):
+        if not sampled.any():
+            continue  # a sample without a response
         labels = ids[row, : int(sampled.nonzero().max()) + 1].int().tolist()
         found[tuple(labels)] = torch.stack([value[row][sampled] for value in values])
     return found
@@ -115,7 +122,7 @@ def replaying(model, batch, layout, layers):
     ids, mask = batch.all_gather_rows(values, layout.cp_group)
     drawn = []
     for row, sampled in enumerate(mask.bool()):
-        tokens = ids[row, : int(sampled.nonzero().max()) + 1].long()
+        tokens = ids[row, : int(sampled.nonzero().max()) + 1 if sampled.any() else 0].long()
         seed = int((tokens * torch.arange(1, len(tokens) + 1)).sum())
         scores = torch.rand(len(tokens), layers, shape.experts, generator=torch.Generator().manual_seed(seed))
         drawn.append(scores.topk(shape.top_k).indices[:, list(routers.layers)].to(shape.dtype))
@@ -143,11 +150,14 @@ def compared(everything, case, reference):
     return {
         "case": case, "logprobs": apart, "gradient": gradient_error(gradients["rows"], gradients["packed"]),
         "reference": from_reference, "metrics": [numbers["rows"], numbers["packed"]], "parameters": len(expected),
+        "size": math.sqrt(sum(float(grad.double().square().sum()) for grad in gradients["rows"].values())),
+        "needed": sorted({rank["needed"] for rank in everything}),
     }  # fmt: skip
 
 
 def rank_main(rank, size, port, model_dir, reference, spec):
     torch.set_num_threads(1)
+    reference = next((reference[kind] for kind in ("truncated", "odd") if spec.get(kind)), reference)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
     found, everything = run(model_dir, reference, spec), [None] * size

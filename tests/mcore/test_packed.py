@@ -17,7 +17,8 @@ LOGPROBS, GRADIENT, METRIC, REFERENCE = 5e-6, 5e-6, 1e-5, 1e-5
 COUNTS = ("tokens", "sequences")
 """How the names of metrics end that must be equal."""
 SOME = {
-    1: [{"packed": 64, "runs": ["token", "bypass"]}, {"packed": 24, "replay": True, "runs": ["once token"]}],
+    1: [{"packed": 64, "runs": ["token", "bypass"]}, {"packed": 24, "replay": True, "runs": ["once token"]},
+        {"packed": 24, "odd": True, "runs": ["sequence"]}],
     4: [{"packed": 48, "tp": 2, "cp": 2, "ep": 2, "sp": True, "per_token": True, "recompute": True, "replay": True,
          "runs": ["sequence"]}],
 }  # fmt: skip
@@ -39,7 +40,7 @@ def check(one):
     """One run: packed is rows, and both are the reference, which knows nothing of replayed experts."""
     where = {name: value for name, value in one["layout"].items() if name != "runs"}, one["case"]
     assert one["logprobs"] < LOGPROBS, where
-    assert one["gradient"][0] < GRADIENT, (where, one["gradient"])
+    assert one["gradient"][0] < GRADIENT and one["size"] > 0.1, (where, one["gradient"], one["size"])
     if "replay" not in one["layout"]:
         for kind, (logprobs, gradient, worst) in one["reference"].items():
             assert logprobs < REFERENCE and gradient < REFERENCE, (where, kind, logprobs, gradient, worst)

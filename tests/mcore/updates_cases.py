@@ -10,6 +10,9 @@ WEIGHT = 1.05
 """Upper bound of a token's weight, or for gspo of a sequence's."""
 REJECTING = {"ppo_clip rejected": "valid", "ppo_clip kept": "kept", "gspo kept": "kept"}
 """Cases with a rule, which leaves 11 of the 16 samples: what their losses are divided by."""
+PACKED_RATE, BYPASS_KEPT = 0.05, (0.85, 1.18)
+"""Of packed_updates_worker.py: the learning rate, and the rule of the case without a pass for pi_old. With a larger
+rate the clip leaves the gradients of few tokens, which cancel, and rounding is a larger share of what is left."""
 KEPT = (0.95, 1.03)
 """The rule: bounds of the mean ratio pi_old / pi_rollout of a sample's tokens, on a logarithmic scale."""
 
