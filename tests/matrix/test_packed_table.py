@@ -59,7 +59,7 @@ def updates_specs(layouts):
             "parts": 3, "per_token": True, "recompute": True, "cases": ["ppo_clip rejected", "gspo", "bypass"],
         }  # fmt: skip
         yield {"packed": 48} | layout | {"parts": 1, "epochs": 3, "cases": ["ppo_clip kept", "bypass"]}
-        yield {"packed": 32} | layout | {"parts": 3, "replay": True, "cases": ["ppo_clip kept", "bypass"]}
+        yield {"packed": 32} | layout | {"parts": 3, "replay": True, "cases": ["ppo_clip", "bypass"]}
 
 
 @pytest.fixture(scope="module")
