@@ -112,14 +112,6 @@ def test_three_updates_when_packed_in_any_layout_then_those_of_padded_rows(
     check_three(processes, tiny_moe_dir, hf_reference(tiny_moe_dir), every, tmp_path)
 
 
-@pytest.mark.parametrize("processes", LATENT)
-def test_three_updates_of_latent_attention_when_packed_then_those_of_padded_rows(
-    processes, tiny_latent_dir, hf_reference, tmp_path
-):
-    every = [spec | {"latent": True} for spec in updates_specs(LATENT[processes]) if "replay" not in spec]
-    check_three(processes, tiny_latent_dir, hf_reference(tiny_latent_dir), every, tmp_path)
-
-
 def check_three(processes, model_dir, reference, every, folder):
     labels = labels_of(reference)
     found = [check_updates(*one, labels) for one in updates_of(processes, model_dir, reference, every, folder)]
