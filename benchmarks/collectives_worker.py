@@ -148,10 +148,10 @@ def run(case: Case, layout: Layout, names: dict[str, str]) -> dict:
             stale_samples="keep", max_turns=None, max_failed_fraction=0.05, on_failed_reward=None,
         ),
         layout, shape, SampleSource(
-            client=SimpleNamespace(counts=dict, vocab_size=VOCAB, engine=load_engine("sglang")),
+            client=SimpleNamespace(counts=lambda: {"tokens": 0}, vocab_size=VOCAB, engine=load_engine("sglang")),
             loop=SimpleNamespace(submit=answered),
             rewards=SimpleNamespace(), prompts=PromptDataset([Prompt(0, [0])]),
-        ), steps=(0, 1),
+        ), batches=(0, 1),
     )  # fmt: skip
     corrected = step.CorrectedStep(
         config=CONFIGS[case.config], layout=layout, collector=collector, push=lambda version: None,

@@ -10,7 +10,7 @@ COLORS = ("#0072B2", "#D55E00")
 
 
 class Run:
-    """name: how it is called. The first step warms up the engines and is left out of the speed, if it is not alone."""
+    """name: how it is called. The first batch warms up the engines and is left out of the speed, if it is not alone."""
 
     def __init__(self, name: str, folder: Path):
         self.name, self.steps = name, read_metrics(folder / FILE_NAME)
@@ -18,13 +18,19 @@ class Run:
         # With several updates a batch, rewards and staleness are in the line of its first one.
         self.batches = [step for step in self.steps if "reward/mean" in step]
         self.rewards = [step["reward/mean"] for step in self.batches]
-        self.speeds = [step.get("tokens_per_s", 0.0) for step in self.steps]
+        self.speeds: list[tuple[int, float, float]] = []
+        """Of each batch: its last step, its tokens per second, its seconds."""
+        seconds = 0.0
+        for step in self.steps:
+            seconds += step["time/step_s"]
+            if "tokens_per_s" in step:
+                self.speeds.append((step["step"], step["tokens_per_s"], seconds))
+                seconds = 0.0
 
     @property
     def tokens_per_s(self) -> float:
-        first = min(1, len(self.steps) - 1)
-        speeds, seconds = self.speeds[first:], self.seconds[first:]
-        return sum(speed * time for speed, time in zip(speeds, seconds, strict=True)) / sum(seconds)
+        counted = self.speeds[min(1, len(self.speeds) - 1) :]
+        return sum(speed * seconds for _, speed, seconds in counted) / sum(seconds for *_, seconds in counted)
 
     @property
     def last_reward(self) -> float:
@@ -49,7 +55,7 @@ def table(runs: list[Run]) -> str:
 
 
 def draw(runs: list[Run], path: Path) -> Path:
-    """Reward against the seconds of training, and tokens per second of each step, as a PNG."""
+    """Reward against the seconds of training, and tokens per second of each batch, as a PNG."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=INCHES, dpi=DPI, layout="constrained")
@@ -57,7 +63,8 @@ def draw(runs: list[Run], path: Path) -> Path:
     for run, color in zip(runs, COLORS, strict=True):
         ends = [sum(run.seconds[: at + 1]) for at, step in enumerate(run.steps) if step in run.batches]
         reward.plot(ends, run.rewards, color=color, label=run.name)
-        speed.plot([step["step"] for step in run.steps], run.speeds, color=color, label=run.name)
+        steps, speeds, _ = zip(*run.speeds, strict=True)
+        speed.plot(steps, speeds, color=color, label=run.name)
     reward.set(title="Mean reward", xlabel="seconds of training", ylim=(0, 1.02))
     speed.set(title="Tokens per second", xlabel="step")
     speed.set_ylim(bottom=0)

@@ -166,7 +166,7 @@ class RewardsConfig(Options):
     the next prompt instead, a number is taken as its reward (default: drop)."""
 
     max_failed_fraction: Annotated[float, Between(0, 1)] = option(0.05, metavar="X")
-    """The run ends when more than this share of the samples of the last 20 steps failed for good: refused by the
+    """The run ends when more than this share of the samples of the last 20 batches failed for good: refused by the
     server, out of retries, or with a failed environment or reward. It is judged after 100 samples; 1 never ends the
     run."""
 
@@ -190,8 +190,8 @@ class LogsConfig(Options):
     """Write metrics.jsonl and run.json there, for `megatron-rl-corr report DIR`."""
 
     save_trajectories: str | None = option(None, metavar="DIR")
-    """Write every step's samples there, with both policies' log-probs, masks and advantages: a Parquet file a step and
-    replica. It needs the pass that computes old log-probs, except in bypass mode."""
+    """Write every batch's samples there, with both policies' log-probs, masks and advantages: a Parquet file a batch,
+    named by its first step, and replica. It needs the pass that computes old log-probs, except in bypass mode."""
 
 
 TOPICS = (ServersConfig, SamplesConfig, RewardsConfig, EnvironmentConfig, UpdatesConfig, ModelConfig, ReferenceConfig,

@@ -1,4 +1,4 @@
-"""Samples of one step: the leader of each data-parallel replica asks the servers; the replica receives."""
+"""Samples of one batch: the leader of each data-parallel replica asks the servers; the replica receives."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ class SampleSource:
 
 
 class Collector:
-    """Collects the batches of steps [first, last): on each replica's leader from the servers, on others from it."""
+    """Collects the batches [first, last): on each replica's leader from the servers, on others from it."""
 
     def __init__(
         self, options: RunConfig, layout: Layout, shape: BatchShape, source: SampleSource, *,
-        steps: tuple[int, int], saved: SavedCursor | None = None, routes: Routes | None = None,
+        batches: tuple[int, int], saved: SavedCursor | None = None, routes: Routes | None = None,
     ):
-        """steps: first and last. saved: the cursor of a checkpoint. routes: take the samples' routed experts.
+        """batches: first and last. saved: the cursor of a checkpoint. routes: take the samples' routed experts.
 
         Raises ValueError for a batch that can't be dealt out, and for prompts that do not fit.
         """
@@ -70,7 +70,7 @@ class Collector:
         self._options, self._layout, self._length = options, layout, shape.seq_length
         self._packing = shape.packing
         self._scored: list[Scored] | None = None
-        """To be packed: on a data leader its samples of the step and their rewards, until they are dealt out."""
+        """To be packed: on a data leader its samples of the batch and their rewards, until they are dealt out."""
         self._client, self._loop, self._rewards = client, source.loop, source.rewards
         self._groups = self._rows // shape.group_size
         self.sampling = SamplingParams(
@@ -81,8 +81,8 @@ class Collector:
         self._failures = Failures(options.max_failed_fraction, warn)
         self._failed_fraction = FailedFraction(options.max_failed_fraction)
         self._prompts = prompts
-        # Without failures, a step's groups are those of one slice of the sequence.
-        first = steps[0] * shape.collected // shape.group_size
+        # Without failures, a batch's groups are those of one slice of the sequence.
+        first = batches[0] * shape.collected // shape.group_size
         cursor = Cursor(first) if saved is None else saved.cursor_of(prompts)
         self._failed_prompts = FailedPrompts(len(prompts)) if saved is None else saved.failed_of(prompts)
         self._sampler = sampler = GroupSampler(
@@ -91,27 +91,27 @@ class Collector:
             failed_prompts=self._failed_prompts, on_failed=options.on_failed_reward, episodes=source.episodes,
         )
         self._stream = GroupStream(
-            sampler.sample, sampler.draw, groups_per_step=self._groups, first=steps[0], last=steps[1],
+            sampler.sample, sampler.draw, groups_per_step=self._groups, first=batches[0], last=batches[1],
             max_lag=options.max_lag, drop_stale=options.stale_samples == "drop",
         )
         self._counted = client.counts()
         self._failed = [0.0] * (len(CAUSES) + 2)
-        """Since the previous step: samples that ended, those that failed, by cause, and groups that were replaced."""
+        """Since the previous batch: samples that ended, those that failed, by cause, and groups that were replaced."""
         self._routes = Routes() if routes is None else routes
         self.device = communication_device()
         self.trajectories: list[Trajectory] = []
-        """The last step's samples of this replica, on its data leader."""
+        """The last batch's samples of this replica, on its data leader."""
         self._sampling_masks: list[Part] | None = None
         """The ids that their tokens were drawn from, until they are sent."""
         self.metrics: dict[str, Metric] = {}
-        """Metrics of how the last step was collected, this replica's share."""
+        """Metrics of how the last batch was collected, this replica's share."""
 
-    def collect(self, step: int) -> RolloutBatch | PackedBatch:
-        """This rank's share of a step's batch; every rank calls it. step: also the version of the trainer's weights."""
-        batch, counted = self._all_reduce_taken(step)
+    def collect(self, number: int) -> RolloutBatch | PackedBatch:
+        """This rank's share of a batch; every rank calls it. number: also the version of the trainer's weights."""
+        batch, counted = self._all_reduce_taken(number)
         self._all_reduce_failed()
         if self._packing is not None:
-            batch, counted[COUNTED.index("moved_bytes")] = self._all_reduce_dealt(step)
+            batch, counted[COUNTED.index("moved_bytes")] = self._all_reduce_dealt(number)
         counted = counted.to(self.device)
         broadcast_to_replica([counted], self._layout)
         # Of the ranks that share a replica's rows, one contributes what is counted once.
@@ -129,11 +129,16 @@ class Collector:
         self._routes.scatter(experts, whole.cu_seqlens.tolist())
         return own
 
-    def all_gather_cursor(self) -> SavedCursor | None:
-        """The place of all replicas in the prompts, between two steps, on rank 0; every rank calls it."""
+    def all_gather_cursor(self, batches: int, *, with_last: bool) -> SavedCursor | None:
+        """The place of all replicas in the prompts, on rank 0; every rank calls it, while no batch is collected.
+
+        Args:
+            batches: that the run has trained.
+            with_last: no update was made with the last one, so its prompts are to be drawn again.
+        """
 
         async def drawn() -> Drawn:
-            return self._sampler.drawn(self._stream.untrained())
+            return self._sampler.drawn(self._stream.untrained(with_taken=with_last))
 
         own = (self._layout.dp_rank, self._loop.call(drawn())) if self._layout.is_data_leader else None
         group = self._layout.dp_cp_group
@@ -142,7 +147,7 @@ class Collector:
         if dist.get_rank() != 0:
             return None
         replicas = [replica for _, replica in sorted(one for one in gathered if one is not None)]
-        return SavedCursor.of(Cursor.merged(replicas), self._prompts, self._failed_prompts)
+        return SavedCursor.of(Cursor.merged(replicas), self._prompts, self._failed_prompts, batches)
 
     def close(self) -> None:
         """Stop sampling ahead, and the processes that compute rewards."""
@@ -150,7 +155,7 @@ class Collector:
         self._loop.call(self._rewards.close())
 
     def _all_reduce_failed(self) -> None:
-        """Sum all replicas' failures since the previous step; too many end the run on all ranks."""
+        """Sum all replicas' failures since the previous batch; too many end the run on all ranks."""
         sums = torch.tensor(self._failed, dtype=torch.float64, device=self.device)
         dist.all_reduce(sums)
         *judged, replaced = sums.tolist()
@@ -215,7 +220,7 @@ class Collector:
         All ranks meet at least every MEETING_INTERVAL_S, however long the slowest leader waits for its samples.
         """
         taking = self._loop.submit(self._stream.take(step)) if self._layout.is_data_leader else None
-        started = time.monotonic()
+        since = time.monotonic(), self._client.counts()["tokens"]
 
         def read(taken: Taken) -> tuple[RolloutBatch | None, torch.Tensor]:
             batch = None if self._packing else self._batch(taken, step)
@@ -225,18 +230,20 @@ class Collector:
                 self._sampling_masks = cut_sampling_masks(self.trajectories, batch.cu_seqlens, self._layout.cp_size)
             return batch, torch.tensor(self._count(taken, step), dtype=torch.float64)
 
-        own = all_reduce_results(taking, read, lambda taking: self._has_arrived(taking, step, started))
+        own = all_reduce_results(taking, read, lambda taking: self._has_arrived(taking, step, since))
         return (None, torch.zeros(len(COUNTED), dtype=torch.float64)) if own is None else own
 
-    def _has_arrived(self, taking: concurrent.futures.Future, step: int, started: float) -> bool:
-        """Whether the samples arrive within MEETING_INTERVAL_S; progress is printed every PROGRESS_EVERY_S."""
+    def _has_arrived(self, taking: concurrent.futures.Future, batch: int, since: tuple[float, float]) -> bool:
+        """Whether the samples arrive within MEETING_INTERVAL_S; progress is printed every PROGRESS_EVERY_S.
+
+        since: when the wait began, and the tokens that had been sampled by then.
+        """
         end = time.monotonic() + MEETING_INTERVAL_S
         while time.monotonic() < end:
             if concurrent.futures.wait([taking], PROGRESS_EVERY_S).done:
                 return True
-            tokens = self._client.counts()["tokens"] - self._counted["tokens"]
-            speed = tokens / (time.monotonic() - started)
-            print(f"[rollout] step {step + 1}: {self._stream.ready} of {self._groups} groups are done, "
+            speed = (self._client.counts()["tokens"] - since[1]) / (time.monotonic() - since[0])
+            print(f"[rollout] batch {batch + 1}: {self._stream.ready} of {self._groups} groups are done, "
                   f"{self._stream.running} are running, {speed:.0f} tokens/s", flush=True)  # fmt: skip
         return False
 

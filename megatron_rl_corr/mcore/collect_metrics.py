@@ -1,4 +1,4 @@
-"""Counts of a step's collection on each replica's leader, and the metrics made of them."""
+"""Counts of a batch's collection on each replica's leader, and the metrics made of them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ COUNTED = (
 
 
 def count_samples(taken: Taken, version: int, experts: int | None) -> dict[str, float]:
-    """Counts over a step's groups, by name.
+    """Counts over a batch's groups, by name.
 
     Args:
-        taken: the step's groups.
-        version: the trainer's weight version at the start of the step.
+        taken: the batch's groups.
+        version: the trainer's weight version at the start of the batch.
         experts: experts of a layer, if the samples have routed experts.
     """
     samples = [sample for group in taken.groups for sample in group.trajectories]
@@ -137,32 +137,32 @@ METRICS = (
             "samples with the tokens of another one of their group; many: the server repeats itself", "count",
         ),
         MetricSpec(
-            "rollout/groups_ready", "groups that wait for a later step; with many, sampling is faster than training"
+            "rollout/groups_ready", "groups that wait for a later batch; with many, sampling is faster than training"
         ),
         MetricSpec(
             "rollout/groups_running",
-            "groups being sampled when the step took its own; with --rollout-max-lag 0 there are none",
+            "groups being sampled when the batch took its own; with --rollout-max-lag 0 there are none",
         ),
         MetricSpec(
-            "rollout/groups_dropped", "groups that --rollout-stale-samples drop discarded since the step before"
+            "rollout/groups_dropped", "groups that --rollout-stale-samples drop discarded since the batch before"
         ),
         MetricSpec(
-            "rollout/groups_replaced", "groups dropped because a sample failed for good, since the step before"
+            "rollout/groups_replaced", "groups dropped because a sample failed for good, since the batch before"
         ),
         MetricSpec(
             "rollout/by_fate/", "kept_length_mean, dropped_length_mean: tokens per response of groups kept and dropped",
             "sampled tokens / samples; of groups dropped for a failure, those that had been sampled",
         ),
-        MetricSpec("rollout/retries", "requests sent again because a server failed, since the step before"),
-        MetricSpec("rollout/continuations", "requests that continued an aborted response, since the step before"),
-        MetricSpec("rollout/servers_left_out", "times that a server was left out, since the step before"),
+        MetricSpec("rollout/retries", "requests sent again because a server failed, since the batch before"),
+        MetricSpec("rollout/continuations", "requests that continued an aborted response, since the batch before"),
+        MetricSpec("rollout/servers_left_out", "times that a server was left out, since the batch before"),
         MetricSpec(
             "rollout/failed_fraction",
-            "samples that failed for good since the step before; --rollout-max-failed-fraction",
+            "samples that failed for good since the batch before; --rollout-max-failed-fraction",
             "failed samples / samples that ended",
         ),
         MetricSpec(
-            "rollout/failed/", "samples that failed for good since the step before, by cause", ", ".join(CAUSES)
+            "rollout/failed/", "samples that failed for good since the batch before, by cause", ", ".join(CAUSES)
         ),
     ),
     *in_group(

@@ -155,8 +155,11 @@ class CorrectedTraining:
                 return original(iteration, *args, **kwargs)
             step, source = self.session.step, self._options.hf_checkpoint
             step.reference.check_live("saved")
+            # A batch whose first update ends the run is still there; within one, nobody else saves.
+            batches, lost = step.updates.batches(iteration), step.training is not None
+            cursor = step.collector.all_gather_cursor(batches, with_last=lost)
             with (
-                checkpoint_cursor.saved_with(iteration, step.collector.all_gather_cursor()),
+                checkpoint_cursor.saved_with(iteration, cursor),
                 reference_checkpoint.saved_with(iteration, step.reference, training.get_args(), source),
             ):
                 return original(iteration, *args, **kwargs)

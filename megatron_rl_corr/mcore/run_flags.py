@@ -117,12 +117,12 @@ def check_updates(args: argparse.Namespace) -> None:
 
 
 def check_loaded_iteration(args: argparse.Namespace) -> None:
-    """ValueError for a checkpoint that lies within a batch of this run: it was made with other updates a batch."""
+    """ValueError for a checkpoint whose steps can't be counted in batches of this run: it was made with others."""
     updates, words = _updates_of_batch(args)
     if args.iteration % updates:
         raise ValueError(
-            f"--load {args.load}: iteration {args.iteration} of the checkpoint is not a multiple of {words}; give what "
-            "it was trained with, or another --ckpt-step"
+            f"--load {args.load}: iteration {args.iteration} of the checkpoint is not a multiple of {words}, "
+            "which Megatron's intervals are counted in; give what it was trained with, or another --ckpt-step"
         )
 
 

@@ -138,7 +138,8 @@ def start(
         all_reduce_startup(lambda: check_packed_routers(megatron.model))
     routes = _routes(options, megatron, layout)
     saved = checkpoint_cursor.broadcast_saved(args)
-    parts = all_reduce_startup(lambda: _prepare(options, megatron, layout, shape, routes, saved))
+    updates = Updates.of(options, args.seed, args.iteration, saved)
+    parts = all_reduce_startup(lambda: _prepare(options, megatron, layout, shape, routes, updates, saved))
     if args.iteration == 0:
         megatron.optimizer.reload_model_params()
     reference = broadcast_reference(config, options, args, parts.parameters, layout, parts.source)
@@ -151,7 +152,7 @@ def start(
         exporter, _weight_servers(options, exporter, client, loop), run_id, int(options.bucket_mib * 2**20), reference
     )
     with compat.gathered_parameters(megatron.model, megatron.optimizer):
-        push(args.iteration // options.updates_of_batch)
+        push(updates.batches(args.iteration))
     try:
         check_servers(options.server_check, collector.sampling, client, loop)
         first_step = broadcast_first_step(options.max_first_step_kl, args, client, loop)
@@ -160,9 +161,8 @@ def start(
         raise
     step = CorrectedStep(
         config=config, layout=layout, shape=shape, collector=collector, push=push, report=report, routes=routes,
-        updates=Updates(options.updates_per_batch, options.epochs_per_batch, options.max_kl_to_old, args.seed),
-        logprobs=_logprobs(options, layout, client.vocab_size, megatron.model), log=parts.log, first_step=first_step,
-        reference=reference,
+        updates=updates, logprobs=_logprobs(options, layout, client.vocab_size, megatron.model), log=parts.log,
+        first_step=first_step, reference=reference,
     )
     if dist.get_rank() == 0:
         for line in describe_start(config, step.scoring_reasons, step.updates.count):
@@ -179,15 +179,15 @@ def _close(collector: Collector, servers: WeightServers, source: SampleSource) -
 
 def _prepare(
     options: RunConfig, megatron: MegatronRun, layout: Layout, shape: BatchShape, routes: Routes,
-    saved: SavedCursor | None,
+    updates: Updates, saved: SavedCursor | None,
 ) -> _Parts:
     """Everything that needs neither servers nor other ranks. Raises ValueError or OSError for what is wrong."""
     args = megatron.args
     with naming_checkpoint(options.hf_checkpoint):
         checkpoint = HFCheckpoint(options.hf_checkpoint)
     source = _source(options, megatron, layout, checkpoint.config["vocab_size"], routes)
-    batches = (args.iteration // options.updates_of_batch, args.train_iters // options.updates_of_batch)
-    collector = Collector(options, layout, shape, source, steps=batches, saved=saved, routes=routes)
+    batches = updates.batches(args.iteration), updates.batches(args.train_iters)
+    collector = Collector(options, layout, shape, source, batches=batches, saved=saved, routes=routes)
     evaluation = _evaluation(options, megatron, collector, source, layout)
     parameters = _parameters(checkpoint, args, megatron.model)
     if args.iteration == 0:

@@ -86,7 +86,7 @@ class CorrectedStep:
     ) -> tuple:
         """The step after `iteration` others; train_step(forward_step, data_iterator) is Megatron's own."""
         times = StepTimes()
-        number, update = divmod(iteration, self.updates.count)
+        number, update = self.updates.batches(iteration), iteration % self.updates.count
         if update == 0:
             self.training = self._all_reduce_batch(number, iteration, model, optimizer, times)
         whole, numbers = self.training, {}
@@ -277,14 +277,15 @@ class CorrectedStep:
     ) -> None:
         if not self.layout.is_job_reporter:
             return
-        number, update = divmod(iteration, self.updates.count)
+        update = iteration % self.updates.count
         step_s = sum(times.seconds.values())
         if update == 0:
             whole.response_length, whole.weight_lag = numbers["response_length/mean"], numbers["weight_lag"]
         # A probability band or a kind of turn without a token has no mean: it is left out, not reported as NaN.
         numbers = {name: value for name, value in numbers.items() if "/by_" not in name or not math.isnan(value)}
-        if whole.left_out is None:
-            numbers["tokens_per_s"] = whole.response_length * self.shape.global_batch_size / step_s
+        whole.seconds += step_s
+        if update == self.updates.count - 1:
+            numbers["tokens_per_s"] = whole.response_length * self.shape.collected / whole.seconds
         if self.updates.count > 1:
             numbers |= {"update": update + 1, "weight_lag_updates": whole.weight_lag * self.updates.count + update}
         if self.updates.max_kl is not None:
@@ -292,6 +293,6 @@ class CorrectedStep:
         grad_norm = compat.grad_norm_of(result)
         self.report({
             "step": iteration + 1, **numbers, **times.seconds, "time/step_s": step_s,
-            "weight_version": number + (update == self.updates.count - 1), "skipped": int(compat.was_skipped(result)),
+            "weight_version": self.updates.batches(iteration + 1), "skipped": int(compat.was_skipped(result)),
             **({} if grad_norm is None else {"grad_norm": grad_norm}),
         })

@@ -25,12 +25,12 @@ RUN = in_group("Run", MetricSpec("step", "training step", column=Column(6)))
 REWARDS = in_group(
     "Rewards and responses",
     MetricSpec(
-        "reward/mean", "reward of the step's samples; should rise", "mean(r)", "reward",
+        "reward/mean", "reward of the batch's samples; should rise", "mean(r)", "reward",
         column=Column(8, "{:.4f}".format),
     ),
     MetricSpec("reward/std", "standard deviation of the rewards; with 0 there is nothing to learn from", "std(r)"),
-    MetricSpec("reward/max", "best reward of the step", "max(r)"),
-    MetricSpec("reward/min", "worst reward of the step", "min(r)"),
+    MetricSpec("reward/max", "best reward of the batch", "max(r)"),
+    MetricSpec("reward/min", "worst reward of the batch", "min(r)"),
     MetricSpec(
         "reward/reference_kl", "what the KL to the reference takes from a reward; reward/mean is before that",
         "kl_reward_coef * mean over samples of the sum of their tokens' estimates",
@@ -64,7 +64,8 @@ UPDATE = in_group(
         ),
     ),
     MetricSpec(
-        "update", "the step's place in its batch, from 1; rewards and correction are logged with the first",
+        "update",
+        "the step's place in its batch, from 1; the first has rewards and correction",
         only_with="--rollout-updates-per-batch",
     ),
     MetricSpec(
@@ -77,7 +78,8 @@ UPDATE = in_group(
 SPEED = in_group(
     "Speed",
     MetricSpec(
-        "tokens_per_s", "response tokens per second of the whole step", label="tokens/s",
+        "tokens_per_s", "response tokens per second of the whole batch, from its collection to its push",
+        label="tokens/s",
         column=Column(9, "{:,.0f}".format),
     ),
     MetricSpec(

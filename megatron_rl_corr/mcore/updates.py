@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
+from megatron_rl_corr.config.updates import UpdatesConfig
 from megatron_rl_corr.core.aggregation import token_coefficients
 from megatron_rl_corr.core.metrics import Metric
 from megatron_rl_corr.mcore.batch import RolloutBatch
@@ -21,11 +22,12 @@ from megatron_rl_corr.mcore.microbatches import Microbatch, microbatches
 from megatron_rl_corr.mcore.packed_batch import PackedBatch
 from megatron_rl_corr.mcore.packs import Packs
 from megatron_rl_corr.parallel.collectives import ParallelGroups
+from megatron_rl_corr.rollout.cursor import SavedCursor
 
 
 @dataclass(frozen=True)
 class Updates:
-    """How a batch is trained on. Example: K = 2 parts in E = 3 epochs, the iterations 6 to 11 are those of batch 1."""
+    """How a batch is trained on. Example: K = 2 parts in E = 3 epochs, steps 7 to 12 are those of the second batch."""
 
     parts: int = 1
     """K, --rollout-updates-per-batch."""
@@ -35,11 +37,26 @@ class Updates:
     """--rollout-max-kl-to-old."""
     seed: int = 0
     """Samples are put in order with it."""
+    earlier: int = 0
+    """Batches before the run's checkpoint beyond its iterations / U: not 0 where it was made with another U."""
+
+    @classmethod
+    def of(cls, options: UpdatesConfig, seed: int, iteration: int, saved: SavedCursor | None) -> Updates:
+        """Those of a run that begins with this iteration. saved: the cursor of its checkpoint."""
+        updates = cls(options.updates_per_batch, options.epochs_per_batch, options.max_kl_to_old, seed)
+        if saved is None:
+            return updates
+        trained = iteration if saved.batches is None else saved.batches
+        return replace(updates, earlier=trained - updates.batches(iteration))
 
     @property
     def count(self) -> int:
         """U."""
         return self.parts * self.epochs
+
+    def batches(self, iteration: int) -> int:
+        """Whole batches in the run's first `iteration` steps, which is the version of the weights behind the last."""
+        return iteration // self.count + self.earlier
 
     def bounds_kl(self, iteration: int) -> bool:
         """Whether the batch may end before this step: at its first update the policy has not moved yet."""
@@ -92,6 +109,8 @@ class BatchInTraining:
     """Mean, on the rank that reports."""
     weight_lag: float = 0.0
     """Largest, in pushes, on the rank that reports."""
+    seconds: float = 0.0
+    """Of its updates so far and of its collection, on the rank that reports."""
     ends_early: bool = False
     """Its last updates are left out, as the policy is too far from pi_old."""
     left_out: tuple | None = None

@@ -28,6 +28,10 @@ class Series:
         values = np.array([row.get(name, np.nan) for row in self._rows], dtype=float)
         return np.where(np.isfinite(values), values, np.nan)
 
+    def with_any(self, names: Sequence[str]) -> "Series":
+        """The steps that may have one of the metrics: of several updates a batch, only one has the batch's."""
+        return Series([row for row in self._rows if "update" not in row or any(name in row for name in names)])
+
     def bins(self) -> dict[str, float]:
         """The bins of |log-ratio| that any step has, with their upper ends, in their order."""
         return bins_of({name for row in self._rows for name in row})
@@ -201,6 +205,10 @@ class Panel:
 
     def has_data(self, series: Series) -> bool:
         return any(series.has(name) for name in self.needs)
+
+    def draw_on(self, axes: Axes, series: Series) -> None:
+        """Draw the steps that may have data: a line with gaps between all of its points would not show."""
+        self.draw(axes, series.with_any(self.needs))
 
 
 PANELS = (

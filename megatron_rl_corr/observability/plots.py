@@ -93,7 +93,7 @@ def _draw(axes: Axes, panel: Panel, series: Series, shaded: Sequence[int]) -> No
         axes.set_xticks([])
         axes.set_yticks([])
         return
-    panel.draw(axes, series)
+    panel.draw_on(axes, series)
     shade_steps(axes, shaded)
     # Half a step on both sides leaves room for bars and for the marker of a single step.
     axes.set_xlim(series.steps[0] - 0.5, series.steps[-1] + 0.5)

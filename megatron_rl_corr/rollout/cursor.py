@@ -89,11 +89,14 @@ class SavedCursor:
     """Row of the data set -> dropped groups, as `FailedPrompts` counts them."""
     left_out: dict[int, int] = field(default_factory=dict)
     """Row -> the last epoch without it."""
+    batches: int | None = None
+    """Batches that the run had trained. None, in a file of an older version: one a step."""
 
     @classmethod
-    def of(cls, cursor: Cursor, prompts: PromptDataset, failed: FailedPrompts) -> SavedCursor:
+    def of(cls, cursor: Cursor, prompts: PromptDataset, failed: FailedPrompts, batches: int) -> SavedCursor:
         """What a checkpoint keeps at this point of a run."""
-        return cls(prompts.seed, len(prompts), cursor.next, cursor.again, dict(failed.counts), dict(failed.left_out))
+        counts, left_out = dict(failed.counts), dict(failed.left_out)
+        return cls(prompts.seed, len(prompts), cursor.next, cursor.again, counts, left_out, batches)
 
     @classmethod
     def parse(cls, text: str) -> SavedCursor:

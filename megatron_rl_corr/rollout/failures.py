@@ -15,7 +15,7 @@ CAUSES = (
 """In the order in which they are counted."""
 JUDGED_AFTER = 100
 """Samples before which no fraction is judged."""
-JUDGED_STEPS = 20
+JUDGED_BATCHES = 20
 HOPELESS = 0.5
 """More failures than this, among the last JUDGED_AFTER samples of a replica, end the run within a step."""
 HOPELESS_GROUPS = 50
@@ -118,19 +118,19 @@ class Failures:
 
 
 class FailedFraction:
-    """Failed samples among all that ended in the last JUDGED_STEPS steps, of all replicas together."""
+    """Failed samples among all that ended in the last JUDGED_BATCHES batches, of all replicas together."""
 
     def __init__(self, max_fraction: float):
         self._max_fraction = max_fraction
-        self._steps: deque[list[float]] = deque(maxlen=JUDGED_STEPS)
+        self._batches: deque[list[float]] = deque(maxlen=JUDGED_BATCHES)
 
-    def exceeded(self, step: list[float]) -> tuple[str, dict[str, float]] | None:
-        """step: samples that ended, then those that failed by CAUSES. Above the bound: how many, and by cause."""
-        self._steps.append(step)
-        ended, *failed = (sum(column) for column in zip(*self._steps, strict=True))
+    def exceeded(self, batch: list[float]) -> tuple[str, dict[str, float]] | None:
+        """batch: samples that ended, then those that failed by CAUSES. Above the bound: how many, and by cause."""
+        self._batches.append(batch)
+        ended, *failed = (sum(column) for column in zip(*self._batches, strict=True))
         if ended < JUDGED_AFTER or sum(failed) <= self._max_fraction * ended:
             return None
-        share = f"{int(sum(failed))} of the {int(ended)} samples of the last {len(self._steps)} steps"
+        share = f"{int(sum(failed))} of the {int(ended)} samples of the last {len(self._batches)} batches"
         return share, dict(zip(CAUSES, failed, strict=True))
 
 

@@ -1,6 +1,6 @@
 """Samples and scores groups ahead of the training that takes them: how far ahead, and what happens to old groups.
 
-G groups a step; version v is that of the weights after v steps.
+G groups a step; version v is that of the weights after v steps. A step is a batch here, however many updates it makes.
 """
 
 from __future__ import annotations
@@ -84,6 +84,7 @@ class GroupStream:
         self._max_lag, self._drop_stale = max_lag, drop_stale
         self._running: dict[asyncio.Task, int] = {}
         self._done: deque[Group] = deque()
+        self._taken: list[int] = []
         self._begun, self._dropped, self._replaced = 0, 0, 0
         self._failure: BaseException | None = None
         self._closing = False
@@ -113,6 +114,7 @@ class GroupStream:
                 if len(self._done) >= self._per_step:
                     groups = [self._done.popleft() for _ in range(self._per_step)]
                     groups.sort(key=lambda group: group.number)
+                    self._taken = [group.number for group in groups]
                     return Taken(groups, self.ready, self.running, self._dropped - dropped)
                 self._changed.clear()
                 await self._changed.wait()
@@ -121,9 +123,13 @@ class GroupStream:
             await self.close()
             raise
 
-    def untrained(self) -> list[int]:
-        """The numbers that were drawn and whose groups have not been taken, nor dropped or replaced."""
-        return [*self._running.values(), *(group.number for group in self._done)]
+    def untrained(self, *, with_taken: bool = False) -> list[int]:
+        """The numbers that were drawn and whose groups are not trained, nor dropped or replaced.
+
+        with_taken: no update was made with the groups that were taken last, so that they count too.
+        """
+        waiting = [group.number for group in self._done] + (self._taken if with_taken else [])
+        return [*self._running.values(), *waiting]
 
     async def close(self) -> None:
         """Cancel the groups that are being sampled."""

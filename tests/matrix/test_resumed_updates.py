@@ -21,8 +21,9 @@ CASES = {
     "signal, replayed": ("signal:2", ["--router-replay", "R2"], True),
     "overflow": ("overflow:2", ["--fp16", "--initial-loss-scale", 1024, "--rollout-max-first-step-kl", 1.0], False),
     "early end": ("none:0", ENDING, False),
+    "result rejected": ("rejected:5", [], True),
 }  # fmt: skip
-"""Name -> fault of the first batch, flags, and whether the fault ends the run."""
+"""Name -> fault, flags, and whether the fault ends the run behind the first batch."""
 
 
 @pytest.fixture(scope="module", params=CASES if chosen() == OVERLAID else ["signal"])  # make test-matrix runs all
@@ -37,11 +38,12 @@ def runs(request, sglang_server_fp32, tiny_moe_dir, tmp_path_factory):
         for name, interrupt in wanted.items():
             door.replay()
             load = ["--load", folder / ("begun" if ends else "whole") / "checkpoints", "--ckpt-step", 4]
+            load += ["--rerun-mode", "disabled"]  # or Megatron would only compute the rejected result once more
             done = launch(
                 folder, name, tiny_moe_dir, door.url, SCRIPT, *RUN, *flags, *(load if name == "resumed" else []),
                 "--save-interval", 8 if ends else 4, processes=2, INTERRUPT=interrupt,
             )
-            assert done.returncode == 0, done.stderr[-4000:] + done.stdout[-2000:]
+            assert done.returncode == (interrupt == "rejected:5"), done.stderr[-4000:] + done.stdout[-2000:]
             found[name] = done, folder / name, checksums(sglang_server_fp32.url)
         assert door.sampled == 0, "the resumed run asked for other samples"
     return request.param, found
@@ -57,9 +59,13 @@ def test_run_when_interrupted_in_an_update_then_it_saves_at_the_batchs_end_and_g
         done, begun, _ = found["begun"]
         assert untimed_steps(begun) == wanted[:4]
         assert (begun / "checkpoints/latest_checkpointed_iteration.txt").read_text().strip() == "4"
-        assert "exiting program after receiving SIGTERM" in done.stdout
         cursor = json.loads((begun / "checkpoints/iter_0000004/rollout_cursor.json").read_text())
-        assert (cursor["next"], cursor["again"]) == (4, [])
+        if case == "result rejected":
+            # The second batch was sampled, rewarded and not trained: its prompts are drawn again.
+            assert (cursor["next"], cursor["again"], cursor["batches"]) == (8, [4, 5, 6, 7], 1)
+        else:
+            assert "exiting program after receiving SIGTERM" in done.stdout
+            assert (cursor["next"], cursor["again"], cursor["batches"]) == (4, [], 1)
     skipped = {"overflow": [0, 1, 0, 0], "early end": [0, 1, 1, 1]}.get(case, [0] * 4)
     assert [step["skipped"] for step in wanted[:4]] == skipped
     assert untimed_steps(resumed) == wanted[4:]

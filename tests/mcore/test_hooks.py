@@ -157,21 +157,25 @@ import json, pathlib, tempfile
 from megatron.training import checkpointing
 from megatron_rl_corr.mcore import checkpoint_cursor
 from megatron_rl_corr.mcore.reference import Reference
+from megatron_rl_corr.mcore.updates import Updates
 from megatron_rl_corr.rollout import Prompt, PromptDataset
 from megatron_rl_corr.rollout.failures import FailedPrompts
 from megatron_rl_corr.rollout.cursor import Cursor
 from megatron_rl_corr.rollout.cursor import SavedCursor
-seen = []
+seen, asked = [], []
 folder = pathlib.Path(tempfile.mkdtemp())
 path = folder / "iter_0000040/rollout_cursor.json"
+def gathered(batches, *, with_last):
+    asked.append([batches, with_last])
+    return cursor
 class Step:
     close = staticmethod(lambda: None)
     evaluation = None
-    step = types.SimpleNamespace(collector=types.SimpleNamespace(all_gather_cursor=lambda: cursor),
-                                 reference=Reference())
+    step = types.SimpleNamespace(collector=types.SimpleNamespace(all_gather_cursor=gathered), training=None,
+                                 reference=Reference(), updates=Updates(parts=2, earlier=5))
 prompts, failed = PromptDataset([Prompt(i, [1]) for i in range(9)], seed=4), FailedPrompts(9)
 failed.add(3, 2), failed.add(3, 10), failed.add(5, 4)
-cursor = SavedCursor.of(Cursor(330, (321, 328)), prompts, failed)
+cursor = SavedCursor.of(Cursor(330, (321, 328)), prompts, failed, 25)
 def save_checkpoint(iteration, model, optimizer, *rest):
     "As Megatron: shards, then the name of the tracker's file, then the tracker."
     seen.append(path.exists())
@@ -193,6 +197,14 @@ checkpointing.save_checkpoint(iteration=40, model="model", optimizer=None)
 written = path.read_text()
 path.unlink()
 checkpointing.get_checkpoint_tracker_filename(str(folder))  # outside a save
+Step.step.training = "the batch"
+checkpointing.save_checkpoint(41, "local", None)
+older = json.loads(written)
+del older["batches"]
+def began(updates, iteration, saved):
+    run = Updates.of(types.SimpleNamespace(updates_per_batch=updates, epochs_per_batch=1, max_kl_to_old=None), 0,
+                     iteration, saved)
+    return [run.batches(at) for at in (iteration, iteration + 4)]
 found = SavedCursor.parse(written)
 others = PromptDataset(prompts.prompts[:8], seed=4)
 def said(text):
@@ -201,7 +213,9 @@ def said(text):
     except ValueError as error:
         return str(error)
 say(
-    seen=seen, left=path.exists(), same=found == cursor,
+    seen=seen, left=path.exists(), same=found == cursor, asked=asked,
+    batches=[began(2, 40, found), began(4, 40, found), began(4, 40, None), began(1, 40, None),
+             began(4, 40, SavedCursor.parse(json.dumps(older)))],
     wrong=[said("{}"), said("[]"), said('{"again": [], "failed": 1}')],
     on=[found.cursor_of(data) == expected for data, expected in (
         (prompts, Cursor(330, (321, 328))), (others, Cursor(330)))],
@@ -213,9 +227,18 @@ say(
 def test_cursor_when_megatron_saves_then_it_is_in_the_folder_before_the_checkpoint_is_finished(results):
     found = results["cursor"]
     # While the model is set up, and where the checkpoint has no folder here, none is written.
-    assert found["seen"] == [False, False, False, False, False, True] and not found["left"]
+    assert found["seen"] == [False, False, False, False, False, True, False, False] and not found["left"]
     assert found["same"] and found["on"] == [True, True] and found["failed"] == [{"3": 2, "5": 1}, {}]
     assert all("it holds no data cursor" in said for said in found["wrong"])
+
+
+def test_cursor_when_a_batch_has_no_update_yet_then_its_prompts_are_to_be_drawn_again(results):
+    assert results["cursor"]["asked"] == [[25, False], [25, False], [25, True]]
+
+
+def test_batches_when_a_checkpoint_was_made_with_other_updates_a_batch_then_they_are_counted_on(results):
+    # 25 batches in 40 steps; without the file they are counted by steps, and an older file is of one update a batch.
+    assert results["cursor"]["batches"] == [[25, 27], [25, 26], [10, 11], [40, 44], [40, 41]]
 
 
 CASES["reference in place"] = """
@@ -235,7 +258,7 @@ session.push_weights = lambda *args, **named: seen.append(["pushed", live.tolist
 push = WeightPush(None, None, "run", 1, reference)
 run = hooks.CorrectedTraining(*parse(FLAGS), None)
 step = CorrectedStep(config=RolloutCorrectionConfig(), layout=None, shape=None, collector=types.SimpleNamespace(
-    all_gather_cursor=lambda: None), logprobs=None, push=push, report=None, reference=reference)
+    all_gather_cursor=lambda *args, **named: None), logprobs=None, push=push, report=None, reference=reference)
 run.session = types.SimpleNamespace(step=step)
 folder = pathlib.Path(tempfile.mkdtemp())
 others = folder / "iter_0000001/rollout_reference"
@@ -683,7 +706,7 @@ with contextlib.redirect_stderr(errors):
     plugin.prepare(FLAGS)()
     logging.getLogger("megatron_rl_corr.weight_sync.verify").warning("`verify_push` is %s", "off")
     asyncio.run(evaluate.Evaluation(layout, source, None, 1)._scored(Prompt(3, [1]), 0))
-    collector = collect.Collector(options, layout, BatchShape(4, 2, 2, 16), source, steps=(0, 1))
+    collector = collect.Collector(options, layout, BatchShape(4, 2, 2, 16), source, batches=(0, 1))
     collector._failures.failed(failure, "sample 0 of row 3")
 idle = RolloutCorrectionConfig(clip_ratio_low=0.3)
 say(
@@ -710,6 +733,7 @@ def test_warnings_of_a_run_when_the_library_names_fields_then_the_flags_are_prin
 
 
 CASES["loading"] = """
+from megatron_rl_corr.mcore.updates import Updates
 def fails(*args):
     raise ValueError("the checkpoint has no tensor lm_head.weight")
 session.HFCheckpoint = lambda path: types.SimpleNamespace(config={"vocab_size": 4})
@@ -718,7 +742,7 @@ session._parameters, session.load_shards = lambda *args: [], fails
 session.Collector = lambda *args, **kwargs: types.SimpleNamespace(sampling=None)
 megatron = types.SimpleNamespace(args=types.SimpleNamespace(iteration=0, train_iters=1), model=[])
 try:
-    session._prepare(parse(FLAGS)[1], megatron, types.SimpleNamespace(shard=None), None, None, None)
+    session._prepare(parse(FLAGS)[1], megatron, types.SimpleNamespace(shard=None), None, None, Updates(), None)
     said = ""
 except ValueError as error:
     said = str(error)

@@ -16,7 +16,7 @@ from megatron_rl_corr.observability.plots import render_panels, steps_to_shade, 
 def drawn(name: str, rows: list[dict]):
     """The axes of one panel."""
     axes = Figure().subplots()
-    next(panel for panel in PAGE_PANELS if panel.name == name).draw(axes, Series(rows))
+    next(panel for panel in PAGE_PANELS if panel.name == name).draw_on(axes, Series(rows))
     return axes
 
 
@@ -53,6 +53,20 @@ def test_panels_when_rendered_as_svg_then_valid_local_and_the_same_every_time(ma
         assert root.tag == "{http://www.w3.org/2000/svg}svg"
         assert not [node for node in root.iter() if node.tag.endswith(("script", "image"))]
     assert render_panels(make_steps(5)) == images
+
+
+def test_panels_when_batches_make_several_updates_then_lines_go_from_batch_to_batch(make_steps):
+    rows = make_steps(40)  # too many for markers, and a line between NaNs has no length
+    batchs = ("reward/mean", "reward/std", "rollout_corr/k3_kl", "weight_lag")
+    rows = [
+        {name: value for name, value in row.items() if name not in batchs or row["step"] % 4 == 1}
+        | {"update": (row["step"] - 1) % 4 + 1} for row in rows
+    ]  # fmt: skip
+    for name in ("reward", "kl", "lag"):
+        line = drawn(name, rows).lines[0]
+        assert line.get_xdata().tolist() == list(range(1, 41, 4)) and np.isfinite(line.get_ydata()).all(), name
+    assert drawn("reward", rows).collections[0].get_paths()[0].vertices.shape[0] > 10  # the band of the spread
+    assert drawn("grad_norm", rows).lines[0].get_xdata().tolist() == list(range(1, 41))
 
 
 def test_panels_when_metrics_are_missing_then_only_those_with_data_are_rendered():

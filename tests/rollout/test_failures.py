@@ -15,10 +15,10 @@ def test_fraction_when_above_the_bound_then_told_by_cause_and_never_before_a_hun
     fraction = FailedFraction(0.05)
     assert fraction.exceeded(step(60, reward_error=60)) is None  # 60 samples say little
     told = dict.fromkeys(CAUSES, 0) | {"reward_error": 60}
-    assert fraction.exceeded(step(40)) == ("60 of the 100 samples of the last 2 steps", told)
+    assert fraction.exceeded(step(40)) == ("60 of the 100 samples of the last 2 batches", told)
     fraction = FailedFraction(0.05)
     assert fraction.exceeded(step(100, reward_error=3, refused=2)) is None  # just the bound
-    assert fraction.exceeded(step(100, reward_timeout=6))[0] == "11 of the 200 samples of the last 2 steps"
+    assert fraction.exceeded(step(100, reward_timeout=6))[0] == "11 of the 200 samples of the last 2 batches"
 
 
 def test_fraction_when_failures_are_20_steps_ago_then_forgotten():

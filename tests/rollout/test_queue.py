@@ -185,6 +185,7 @@ def test_take_when_a_group_is_lost_then_another_is_begun_at_once_even_between_st
         assert sampler.begun == [*range(8)]  # two steps of two, two lost, and the next step's two
         await sampler.finish(7)
         assert numbers(await step) == [2, 7] and sorted(stream.untrained()) == [5, 6]
+        assert sorted(stream.untrained(with_taken=True)) == [2, 5, 6, 7]  # no update was made with them
 
     run(scenario, max_lag=1)
 
