@@ -17,8 +17,8 @@ class UpdatesConfig(Options):
     once. An update is one iteration of Megatron; weights are pushed after the batch's last one."""
 
     epochs_per_batch: Annotated[int, Positive()] = option(1, metavar="E")
-    """Times that each sample of a collected batch is trained on, in another order each time: `updates_per_batch` x E
-    updates in all."""
+    """Times that each sample of a collected batch is trained on: `updates_per_batch` x E updates in all. Where these
+    are parts of the batch, each time is cut in another order."""
 
     max_kl_to_old: Annotated[float | None, Positive(finite=True)] = option(None, metavar="X")
     """Leave out the rest of a batch's updates, the present one too, where the KL (k3) of the policy to pi_old is above

@@ -75,7 +75,7 @@ class Updates:
         )
 
     def samples(self, batch: int, update: int, rows: int, replica: int) -> np.ndarray | None:
-        """The samples of one update, by their places in the replica's batch: [S / K] int64. None: all, in their order.
+        """The samples of one update, by their places in the replica's batch: [S / K] int64. None: all (K = 1).
 
         Drawn from the seed and these numbers alone, so every rank of the replica has the same, and a resumed run too.
 

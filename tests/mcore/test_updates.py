@@ -6,15 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.mcore.updates_cases import REJECTING, sample_part
+from tests.mcore.updates_cases import BATCH, BYPASS, EPOCHS, REJECTING, TRUNCATED, WHOLE, parts_of, sample_part
 from tests.megatron_forks import run_megatron
 from tests.preloaded import run_preloaded
 
 HERE = Path(__file__).resolve().parent
-ALL = ["ppo_clip", "gspo", "cispo", "dppo_tv"]
+ALL = ["ppo_clip", "gspo", "cispo", "dppo_tv", BYPASS, TRUNCATED, WHOLE]
 LAYOUTS = {
     1: [{"losses": [*ALL, *REJECTING], "ends": 0.02, "replays": ["R2", "R3"]}, {"packed": 64, "losses": ALL}],
-    2: [{"ep": 2, "losses": ["ppo_clip", "ppo_clip kept"]}, {"cp": 2, "losses": ["gspo", "gspo kept"]}],
+    2: [{"ep": 2, "losses": ["ppo_clip", "ppo_clip kept"]}, {"cp": 2, "losses": ["gspo", "gspo kept"]},
+        {"pp": 2, "vpp": 2, "losses": ["ppo_clip", TRUNCATED]}, {"pp": 2, "vpp": 2, "packed": 64, "losses": [BYPASS]}],
     4: [{"tp": 2, "pp": 2, "ep": 2, "sp": True, "losses": ["gspo", "cispo"]},
         {"tp": 2, "pp": 2, "ep": 2, "sp": True, "packed": 64, "losses": ["ppo_clip", "gspo"],
          "ends": 0.02}],
@@ -59,19 +60,27 @@ def test_updates_of_a_batch_when_the_policy_moves_then_they_are_those_of_plain_d
 ):
     ranks = results[processes][at]
     wanted = expected[loss, 2 if LAYOUTS[processes][at].get("ep") == processes else 1]
-    reports = ranks[-1][loss][0]
-    assert [report["update"] for report in reports] == [1, 2, 3, 4]
-    assert [report["step"] for report in reports] == [13, 14, 15, 16]
-    assert [report["weight_version"] for report in reports] == [3, 3, 3, 4]
-    assert [report["weight_lag_updates"] for report in reports] == [4, 5, 6, 7]
+    reports, count = ranks[-1][loss][0], parts_of(loss) * EPOCHS
+    assert [report["update"] for report in reports] == [*range(1, count + 1)]
+    assert [report["step"] for report in reports] == [BATCH * count + update for update in range(1, count + 1)]
+    assert [report["weight_version"] for report in reports] == [3] * (count - 1) + [4]
+    assert [report["weight_lag_updates"] for report in reports] == [count + update for update in range(count)]
+    # The whole batch's, in the last update's line.
+    assert [report["tokens_per_s"] for report in reports if "tokens_per_s" in report] == [pytest.approx(
+        reports[0]["response_length/mean"] * 16 / sum(report["time/step_s"] for report in reports)
+    )] and "tokens_per_s" in reports[-1]  # fmt: skip
     for update, (report, step) in enumerate(zip(reports, wanted["steps"], strict=True)):
         assert report["grad_norm"] == pytest.approx(step["grad_norm"], rel=2e-5)
         assert report["loss/policy"] == pytest.approx(step["policy"], rel=2e-5, abs=1e-6)
         assert report["loss/clip_fraction"] == pytest.approx(step["clip_fraction"], abs=1e-9)
         assert report["loss/old_new_k3_kl"] == pytest.approx(step["old_new_k3_kl"], rel=2e-4, abs=1e-9)
-        assert (report["loss/clip_fraction"] > 0) == (report["loss/old_new_k3_kl"] > 1e-6) == (update > 0)
         # What is the batch's is reported once.
-        assert ("reward/mean" in report) == ("rollout_corr/weight_mean" in report) == (update == 0)
+        assert ("reward/mean" in report) == (update == 0)
+        if loss == BYPASS:  # pi_rollout is another policy from the first update on
+            assert report["loss/clip_fraction"] > 0 and "rollout_corr/k3_kl" in report
+            continue
+        assert (report["loss/clip_fraction"] > 0) == (report["loss/old_new_k3_kl"] > 1e-6) == (update > 0)
+        assert ("rollout_corr/weight_mean" in report) == (update == 0)
     assert all(rank[loss][1] == [4] for rank in ranks), "weights are pushed once, after the last update"
     weights = {name: tensor for rank in ranks for name, tensor in rank[loss][2].items()}
     assert weights.keys() == wanted["weights"].keys()
@@ -123,6 +132,28 @@ def test_routes_when_a_batch_makes_several_updates_then_they_are_replayed_in_eac
         real = ~padding[sample]
         for layer, (_, ids) in enumerate(found):
             assert torch.equal(ids[:, at % rows][real], scored[sample][layer][real]), (at, layer)
+
+
+def test_servers_routes_when_bypass_mode_makes_several_updates_then_each_replays_and_compares_its_own_samples(results):
+    [rank] = results[1][0]
+    reports, _, _, chosen, padding = rank["bypass R3"]
+    routes, layers, rows = rank["routes"], 4, 2
+    assert len(chosen) == layers * 4 * 8 // rows, "there is no pass for old log-probs"
+    for update, report in enumerate(reports):
+        tokens = 0
+        for at, sample in enumerate(sample_part(update, 1)):
+            passed = (update * 8 + at) // rows * layers
+            real = ~padding[sample]
+            for layer, (number, ids) in enumerate(chosen[passed : passed + layers]):
+                assert number == layer + 1
+                given = torch.nn.functional.one_hot(routes[sample][:, layer].long(), 8).sum(1).bool()
+                assert torch.equal(ids[:, at % rows][real], given[: int(real.sum())])
+            tokens += int(real.sum()) * layers
+        assert 0 < report["router_replay/disagreement"] <= 1
+        # Shares of this update's tokens alone: their denominator is not the batch's.
+        assert report["router_replay/disagreement"] * tokens == pytest.approx(
+            round(report["router_replay/disagreement"] * tokens), abs=1e-6
+        )
 
 
 ORDERS = """

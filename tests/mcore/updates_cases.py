@@ -17,9 +17,20 @@ KEPT = (0.95, 1.03)
 """The rule: bounds of the mean ratio pi_old / pi_rollout of a sample's tokens, on a logarithmic scale."""
 
 
-def sample_part(update, replicas):
-    """The samples of an update: of each replica's share, in an order of its own, a half."""
-    epoch, part = divmod(update, PARTS)
+BYPASS, TRUNCATED, WHOLE = "ppo_clip bypass", "ppo_clip truncated", "ppo_clip whole"
+"""Cases of two policies; of samples whose tokens were each drawn from a few ids; of epochs of one update each."""
+
+
+def parts_of(case):
+    """Updates of an epoch."""
+    return 1 if case == WHOLE else PARTS
+
+
+def sample_part(update, replicas, parts=PARTS):
+    """The samples of an update: of each replica's share, in an order of its own, a half, or all."""
+    epoch, part = divmod(update, parts)
+    if parts == 1:
+        return list(range(16))
     share = 16 // replicas
     chosen = []
     for replica in range(replicas):

@@ -12,7 +12,20 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from hf_reference import advantages_of, hf_named, load, logprobs_of
-from updates_cases import CLIP, EPOCHS, KEPT, PARTS, RATE, REJECTING, WEIGHT, near, sample_part
+from updates_cases import (
+    BYPASS,
+    CLIP,
+    EPOCHS,
+    KEPT,
+    RATE,
+    REJECTING,
+    TRUNCATED,
+    WEIGHT,
+    WHOLE,
+    near,
+    parts_of,
+    sample_part,
+)
 
 
 def update_loss(name, advantages, now, old, weights, *, rows=None, tokens=None):
@@ -57,11 +70,13 @@ def trained(case, model_dir, samples, replicas):
     model = load(model_dir)
     with torch.no_grad():
         old = [logprobs_of(model, sample)[0] for sample in samples]
+    if case == BYPASS:  # no weights, and the ratio is the one to pi_rollout
+        old = [sample["rollout"] for sample in samples]
     ratios = [(o - s["rollout"]).mean().exp().item() for o, s in zip(old, samples, strict=True)]
     left = [case not in REJECTING or KEPT[0] <= ratio <= KEPT[1] for ratio in ratios]
     weights, advantages, steps = weights_of(name, samples, old), advantages_of(samples, left), []
-    for update in range(PARTS * EPOCHS):
-        whole = sample_part(update, replicas)
+    for update in range(parts_of(case) * EPOCHS):
+        whole = sample_part(update, replicas, parts_of(case))
         part = [i for i in whole if left[i]]
         counted = whole if REJECTING.get(case) == "valid" else part
         model.zero_grad()
@@ -84,10 +99,12 @@ def trained(case, model_dir, samples, replicas):
 
 def main(model_dir, reference, out):
     torch.set_default_dtype(torch.float64)
-    samples = near(torch.load(reference, weights_only=True)["samples"])
+    made = torch.load(reference, weights_only=True)
+    samples, few = near(made["samples"]), near(made["truncated"]["samples"])
     torch.save({
-        (case, replicas): trained(case, model_dir, samples, replicas)
-        for case in (*CLIP, *REJECTING) for replicas in (1, 2)
+        (case, replicas): trained(case, model_dir, few if case == TRUNCATED else samples, replicas)
+        for case in (*CLIP, *REJECTING, BYPASS, TRUNCATED, WHOLE) for replicas in (1, 2)
+        if replicas == 1 or case in (*CLIP, *REJECTING)
     }, out)  # fmt: skip
 
 

@@ -17,7 +17,6 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_rl_corr.config.correction import RejectionRule, RolloutCorrectionConfig
 from megatron_rl_corr.mcore.batch import BatchShape
-from megatron_rl_corr.mcore.packing import PackLimits
 from megatron_rl_corr.mcore.step import CorrectedStep
 from megatron_rl_corr.mcore.updates import Updates
 from megatron_rl_corr.moe.routes import Routes, make_routes
@@ -25,8 +24,21 @@ from megatron_rl_corr.weight_sync.export import StageExporter
 
 sys.path.insert(0, str(Path(__file__).parent))
 from forked_layouts import save_results
-from layout_worker import LENGTH, set_up
-from updates_cases import BATCH, CLIP, EPOCHS, KEPT, PARTS, RATE, REJECTING, SEED, WEIGHT, near
+from layout_worker import LENGTH, limits_of, set_up
+from updates_cases import (
+    BATCH,
+    BYPASS,
+    CLIP,
+    EPOCHS,
+    KEPT,
+    RATE,
+    REJECTING,
+    SEED,
+    TRUNCATED,
+    WEIGHT,
+    near,
+    parts_of,
+)
 
 ROWS = 2
 """Of a microbatch."""
@@ -35,6 +47,10 @@ ROWS = 2
 def config_of(case):
     loss = case.split()[0]
     low, high = CLIP[loss]
+    if case == BYPASS:
+        return RolloutCorrectionConfig(
+            bypass_mode=True, loss=loss, clip_ratio_low=low, clip_ratio_high=high, clip_ratio_c=None
+        )
     rejecting = {}
     if case in REJECTING:
         rule = RejectionRule("seq_mean", "ratio", *KEPT)
@@ -66,6 +82,7 @@ def megatrons(model, optimizer, rows, leaves=False):
 
 def trained(model_dir, samples, spec, loss, *, max_kl=None, replay="off", leaves_in=None):
     """One batch of all samples: (reports, pushed versions, weights) of this rank; with replay, the routers' choices."""
+    parts = parts_of(loss)
     model, parameters, layout, _, batch, _, logprobs = set_up(model_dir, samples, spec)
     routes, chosen = Routes(), []
     if replay != "off":
@@ -81,18 +98,17 @@ def trained(model_dir, samples, spec, loss, *, max_kl=None, replay="off", leaves
         collected.append(number)
         return replace(batch, version_lags=batch.version_lags + 1)
 
-    limits = PackLimits(spec["packed"], 0.01) if "packed" in spec else None
     corrected = CorrectedStep(
         config=config_of(loss), layout=layout, logprobs=logprobs, push=pushed.append, report=reports.append,
         routes=routes,
         collector=SimpleNamespace(device="cpu", collect=collect, metrics={}, trajectories=[]),
-        shape=BatchShape(16 // PARTS, 4, ROWS, LENGTH, packing=limits, updates=PARTS),
-        updates=Updates(PARTS, EPOCHS, max_kl, SEED),
+        shape=BatchShape(16 // parts, 4, ROWS, LENGTH, packing=limits_of(spec), updates=parts),
+        updates=Updates(parts, EPOCHS, max_kl, SEED),
     )  # fmt: skip
     results = []
-    for update in range(PARTS * EPOCHS):
-        train_step = megatrons(model, optimizer, 16 // PARTS // layout.dp_size, leaves=update == leaves_in)
-        iteration = BATCH * PARTS * EPOCHS + update
+    for update in range(parts * EPOCHS):
+        train_step = megatrons(model, optimizer, 16 // parts // layout.dp_size, leaves=update == leaves_in)
+        iteration = BATCH * parts * EPOCHS + update
         results.append(corrected.run(train_step, iteration, model, optimizer, per_token=False))
     exporter = StageExporter(
         parameters, layout.shard, layout.stage_groups, stage=layout.pp_rank, num_stages=layout.pp_size
@@ -128,20 +144,25 @@ def routers_choices(model):
     return found
 
 
-def every_loss(model_dir, samples, spec):
-    samples = near(samples)
-    found = {loss: trained(model_dir, samples, spec, loss) for loss in spec["losses"]}
+def every_loss(model_dir, reference, spec):
+    samples, few = near(reference["samples"]), near(reference["truncated"]["samples"])
+    found = {
+        loss: trained(model_dir, few if loss == TRUNCATED else samples, spec, loss) for loss in spec["losses"]
+    }  # fmt: skip
     if spec.get("ends"):
         found["early"] = trained(model_dir, samples, spec, "ppo_clip", max_kl=spec["ends"])
         found["leaving"] = [trained(model_dir, samples, spec, "ppo_clip", leaves_in=update) for update in (1, 3)]
     for replay in spec.get("replays", ()):
         found[replay] = trained(model_dir, samples, spec, "ppo_clip", replay=replay)
+    if "R3" in spec.get("replays", ()):
+        found["bypass R3"] = trained(model_dir, samples, spec, BYPASS, replay="R3")
+        found["routes"] = [random_routes(sample) for sample in samples]
     return found
 
 
 def main(processes, model_dir, reference_path, out, *specs):
-    samples = torch.load(reference_path, weights_only=True)["samples"]
-    save_results(every_loss, processes, model_dir, samples, out, specs)
+    reference = torch.load(reference_path, weights_only=True)
+    save_results(every_loss, processes, model_dir, reference, out, specs)
 
 
 if __name__ == "__main__":
