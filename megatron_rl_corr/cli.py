@@ -52,6 +52,12 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_patch(commands)
 
+    export = commands.add_parser("export", help="write a Megatron checkpoint as a Hugging Face folder")
+    export.add_argument("checkpoint", metavar="DIR", help="the folder that --save named, or an iter_ one in it")
+    export.add_argument("--hf-checkpoint", metavar="HF_DIR", required=True, help="the model that training began with")
+    export.add_argument("--out", metavar="OUT", required=True, help="a new folder")
+    export.set_defaults(run=_export)
+
     flags = commands.add_parser("model-flags", help="print Megatron's flags for a Hugging Face model")
     flags.add_argument("hf_dir", metavar="HF_DIR", help="folder that holds the model's config.json")
     flags.set_defaults(run=_model_flags)
@@ -137,6 +143,22 @@ def _correct(arguments: argparse.Namespace) -> None:
         print(json.dumps(columns))
     else:
         print(f"{len(samples)} samples of {len(arguments.files)} files, as one batch\n{comparison(columns)}")
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    from pathlib import Path
+
+    from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
+    from megatron_rl_corr.weight_sync.megatron_checkpoint import MegatronCheckpoint, export_checkpoint, newest
+
+    checkpoint = MegatronCheckpoint(newest(Path(arguments.checkpoint)))
+    print(f"exporting {checkpoint.folder}", flush=True)
+
+    def progress(written: int, whole: int) -> None:
+        print(f"{written / 2**30:.1f} of {whole / 2**30:.1f} GiB", flush=True)
+
+    export_checkpoint(checkpoint, HFCheckpoint(arguments.hf_checkpoint), Path(arguments.out), progress)
+    print(f"written: {arguments.out}")
 
 
 def _model_flags(arguments: argparse.Namespace) -> None:

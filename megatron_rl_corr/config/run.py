@@ -193,6 +193,13 @@ class LogsConfig(Options):
     """Write every batch's samples there, with both policies' log-probs, masks and advantages: a Parquet file a batch,
     named by its first step, and replica. It needs the pass that computes old log-probs, except in bypass mode."""
 
+    save_hf: str | None = option(None, metavar="DIR")
+    """Write the policy after the last step as a Hugging Face folder, DIR/iter_0000040: transformers and servers load
+    it. All ranks must share DIR."""
+
+    save_hf_interval: Annotated[int | None, Positive()] = option(None, metavar="N", needs="save_hf")
+    """Write it after every N steps, too."""
+
 
 TOPICS = (ServersConfig, SamplesConfig, RewardsConfig, EnvironmentConfig, UpdatesConfig, ModelConfig, ReferenceConfig,
           WeightSyncConfig, ExpertsConfig, LogsConfig)  # fmt: skip

@@ -139,6 +139,7 @@ class CorrectedTraining:
             if compat.is_leaving(result):
                 return result
             losses, *rest = result
+            self.session.hf_saves.all_reduce_end_step(iteration + 1, model, optimizer)
             self._all_reduce_evaluation(iteration + 1)
             self._write_report()
             self._shown |= {name: self._numbers[name] for name in CONSOLE if name in self._numbers}

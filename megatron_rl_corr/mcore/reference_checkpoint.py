@@ -21,9 +21,9 @@ from safetensors.torch import save_file
 from megatron_rl_corr.files import write_atomically
 from megatron_rl_corr.mcore.checkpoint_files import folder_of, folders_to_load, put_in
 from megatron_rl_corr.mcore.reference import Reference
+from megatron_rl_corr.models.hf_folder import copy_model_files, write_index
 from megatron_rl_corr.parallel.failure import StartupError, all_reduce_failure
 from megatron_rl_corr.weight_sync.export import StageExporter, buckets
-from megatron_rl_corr.weight_sync.transports.disk import copy_model_files, write_index
 
 FOLDER = "rollout_reference"
 STATE = "reference.json"

@@ -103,6 +103,7 @@ def check_updates(args: argparse.Namespace) -> None:
     if args.save:
         names = ("save_interval", "non_persistent_save_interval")
         counted += [(f"--{name.replace('_', '-')}", values[name]) for name in names]
+    counted.append(("--rollout-save-hf-interval", args.rollout_save_hf_interval))
     if args.rollout_eval_prompts:
         counted.append(("--eval-interval", args.eval_interval))
     if args.adlr_autoresume:
@@ -139,7 +140,7 @@ def check_begin(args: argparse.Namespace) -> None:
     if named == "release" or (named == "0" and not args.ckpt_step):
         raise ValueError(
             f"--load {args.load}: its checkpoint ({named}) begins at iteration 0, where {over}; convert it to Hugging "
-            "Face format for --rollout-hf-checkpoint and the servers, and leave --load out"
+            "Face format (megatron-rl-corr export) for --rollout-hf-checkpoint and the servers, and leave --load out"
         )
     if named is not None and vars(args).get("override_ckpt_iteration") == 0:
         raise ValueError(f"--override-ckpt-iteration 0 begins at iteration 0, where {over}; give 1 or more")

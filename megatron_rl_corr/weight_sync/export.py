@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron_rl_corr.engines.types import NamedTensor
+from megatron_rl_corr.models.hf_folder import FILE_BYTES, UnfinishedFolder
 from megatron_rl_corr.models.names import ParameterRule
 from megatron_rl_corr.models.shards import LocalParameter, ShardRanks
 from megatron_rl_corr.parallel.collectives import all_gather_stacked
@@ -121,6 +122,22 @@ class StageExporter:
             shards = [gathered[i] for _, i in mine]
             for named in zip(rule.hf_names, rule.layout.merge(shards), strict=True):
                 yield rule, named
+
+
+def write_stage(folder: UnfinishedFolder, exporter: StageExporter) -> OSError | None:
+    """Write a stage's weights; every rank of the stage calls it, and its sending rank writes.
+
+    Returns:
+        Why a file could not be written: raised here, it would leave the other ranks waiting in a gather.
+    """
+    error = None
+    for number, bucket in enumerate(buckets(exporter.units(), FILE_BYTES)):
+        if exporter.sends and error is None:
+            try:
+                folder.write(f"model-stage{exporter.stage:03d}-{number:05d}", bucket)
+            except OSError as failure:
+                error = failure
+    return error
 
 
 def _holds(group: ProcessGroup | None, sender: int, rank: int) -> bool:

@@ -4,7 +4,7 @@ import pytest
 
 from tests.matrix.releases import OVERLAID, chosen
 from tests.mcore.launched import untimed_steps
-from tests.mcore.test_runs import GROUPED, LAYOUT, again, made
+from tests.mcore.test_runs import GROUPED, LAYOUT, again, assert_same_weights, exported, made
 
 pytestmark = pytest.mark.skipif(chosen() != OVERLAID, reason="make test-matrix runs it; test_runs.py has one layout")
 OTHER_LAYOUT = [
@@ -41,3 +41,10 @@ def test_hybrid_model_of_the_same_layers_then_its_steps_and_weights_are_those_of
         for name in ("loss/policy", "loss/entropy", "grad_norm", "rollout_corr/k3_kl"):
             assert step[name] == pytest.approx(expected[name], rel=1e-6, abs=1e-12), name
     assert hybrid_weights == weights
+
+
+@pytest.mark.parametrize("name", ["elsewhere", "hybrid"])
+def test_checkpoint_when_exported_then_the_weights_are_those_that_the_run_wrote(name, runs, tiny_moe_dir, tmp_path):
+    _, folder, *_ = runs[name]
+    assert exported(folder / "checkpoints", tiny_moe_dir, tmp_path / "out") == 0
+    assert_same_weights(tmp_path / "out", folder / "hf/iter_0000004")

@@ -2,7 +2,8 @@
 
 hf_models_worker.py 1|4 MODEL_DIR ...  in so many processes (4: TP 2, PP 2, and EP 2 of a model with experts) prints for
 each model a line of JSON with the worst difference of the logits, and writes what each stage exports to
-MODEL_DIR/export-PROCESSES-STAGE.safetensors, and which tensors of it are sent together to units-PROCESSES-STAGE.json.
+MODEL_DIR/export-PROCESSES-STAGE.safetensors, and which tensors of it are sent together to units-PROCESSES-STAGE.json;
+and saves a Megatron checkpoint, MODEL_DIR/megatron-PROCESSES.
 hf_models_worker.py push URL MODEL_DIR  pushes the model from two pipeline stages to a server, as version "1".
 """
 
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as ps
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -198,6 +200,9 @@ def compare(path):
         assert len(names) == len(set(names)), "a tensor is sent twice"
         tensors = {name: tensor.contiguous() for name, tensor in sent}
         save_file(tensors, path / f"export-{dist.get_world_size()}-{layout.pp_rank}.safetensors")
+    saved = path / f"megatron-{dist.get_world_size()}"
+    saved.mkdir(exist_ok=True)
+    dist_checkpointing.save(model.sharded_state_dict(), str(saved))
     return None if logits is None else (logits - reference["logits"]).abs().max().item()
 
 

@@ -12,8 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.models.names import ARCHITECTURES
 from megatron_rl_corr.rollout import LoopThread, RolloutClient, SamplingParams
+from megatron_rl_corr.weight_sync.megatron_checkpoint import MegatronCheckpoint, export_checkpoint
 from tests.mcore.tiny_models import MODELS, VOCAB, make_model
 from tests.megatron_forks import run_megatron
 from tests.preloaded import PreloadedServer, run_preloaded
@@ -84,6 +86,21 @@ def test_exported_weights_when_on_one_rank_and_on_tp2_pp2_ep2_then_every_tensor_
         assert "lm_head.weight" not in exported or "tied" not in folder.name
         for name, tensor in checkpoint.items():
             assert exported[name].dtype == tensor.dtype and torch.equal(exported[name], tensor), (folder.name, name)
+
+
+def test_megatron_checkpoint_when_exported_then_every_tensor_is_the_hugging_face_ones_bit_for_bit(
+    differences, models, tmp_path
+):
+    processes, _ = differences
+    for folder in models:
+        source, out = HFCheckpoint(folder), tmp_path / folder.name
+        checkpoint = MegatronCheckpoint(folder / f"megatron-{processes}")
+        export_checkpoint(checkpoint, source, out, lambda written, whole: None)
+        found = HFCheckpoint(out)
+        assert set(found.names) == set(source.names), folder.name
+        assert found.config == source.config
+        for name in source.names:
+            assert torch.equal(found.tensor(name), source.tensor(name)), (folder.name, name)
 
 
 @pytest.fixture(scope="module")

@@ -433,8 +433,8 @@ def test_checkpoint_when_it_would_begin_at_iteration_0_then_refused_as_the_first
     found = results["begin"]
     for said, named in zip(found["release"], ("release", "release", "0"), strict=True):
         assert said.startswith(f"--load DIR: its checkpoint ({named}) begins at iteration 0, where the weights of ")
-        assert said.endswith("convert it to Hugging Face format for --rollout-hf-checkpoint and the servers, and leave "
-                             "--load out")  # fmt: skip
+        assert said.endswith("convert it to Hugging Face format (megatron-rl-corr export) for --rollout-hf-checkpoint "
+                             "and the servers, and leave --load out")  # fmt: skip
     assert found["overridden"].startswith("--override-ckpt-iteration 0 begins at iteration 0, where the weights of ")
     assert found["taken"] == [None] * 6
 

@@ -1,14 +1,18 @@
-"""Whole runs on Transformer Engine's spec that go on from a checkpoint."""
+"""Whole runs on Transformer Engine's spec: they go on from a checkpoint, and give a Hugging Face folder."""
 
 from pathlib import Path
 
 import pytest
+import torch
 
+from megatron_rl_corr import cli
+from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
+from megatron_rl_corr.rollout.sample_file import read_trajectories
 from tests.mcore.launched import checksums, launch, replayed, untimed_steps
 
 SCRIPT = Path(__file__).resolve().parents[1] / "matrix/pretrain_any.py"
 GROUPED = ["--moe-grouped-gemm", "--moe-permute-fusion"]
-RUN = ["--global-batch-size", 16, "--train-iters", 4, "--save-interval", 2]
+RUN = ["--global-batch-size", 16, "--train-iters", 4, "--save-interval", 2, "--rollout-save-hf-interval", 2]
 LAYOUT = [
     *GROUPED, "--tensor-model-parallel-size", 2, "--sequence-parallel", "--pipeline-model-parallel-size", 2,
     "--expert-model-parallel-size", 2, "--expert-tensor-parallel-size", 1,
@@ -23,7 +27,9 @@ def made(folder, server, model, wanted):
     with replayed(server, model, folder) as door:
         for name, flags in wanted.items():
             door.replay()
-            done = launch(folder, name, model, door.url, SCRIPT, *RUN, *flags, processes=4)
+            out = folder / name
+            saves = ["--rollout-save-hf", out / "hf", "--rollout-save-trajectories", out / "samples"]
+            done = launch(folder, name, model, door.url, SCRIPT, *RUN, *saves, *flags, processes=4)
             assert name == "local" or done.returncode == 0, done.stderr[-4000:] + done.stdout[-2000:]
             found[name] = done, folder / name, checksums(server.url), door.sampled
     return found
@@ -61,3 +67,38 @@ def test_run_when_resumed_on_layers_of_other_names_then_refused_with_the_remedy(
         f"megatron_rl_corr: --transformer-impl local: the checkpoint {saved} was saved with transformer_engine, whose "
         "layers have other names"
     ) in done.stderr
+
+
+def test_hugging_face_folder_when_loaded_then_its_logprobs_are_the_servers(runs):
+    from transformers import AutoModelForCausalLM
+
+    _, whole, *_ = runs["whole"]
+    assert sorted(path.name for path in (whole / "hf").iterdir()) == ["iter_0000002", "iter_0000004"]
+    model = AutoModelForCausalLM.from_pretrained(whole / "hf/iter_0000002", dtype="auto").eval()
+    assert model.dtype == torch.float32  # what was trained; the start was bfloat16
+    samples = [s for path in (whole / "samples").glob("step_000003*") for s in read_trajectories(path)]
+    assert len(samples) == 16
+    for sample in samples:
+        prompt, output = sample.trajectory.prompt_ids.long(), sample.trajectory.output_ids.long()
+        with torch.no_grad():
+            logits = model(torch.cat([prompt, output])[None]).logits[0, len(prompt) - 1 : -1]
+        found = logits.log_softmax(-1).gather(1, output[:, None])[:, 0]
+        torch.testing.assert_close(found, sample.trajectory.rollout_logprobs, atol=1e-5, rtol=0)
+
+
+def test_checkpoint_when_exported_then_the_weights_are_those_that_the_run_wrote(runs, tiny_moe_dir, tmp_path):
+    _, whole, *_ = runs["whole"]
+    for step, checkpoint in ((4, whole / "checkpoints"), (2, whole / "checkpoints/iter_0000002")):
+        assert exported(checkpoint, tiny_moe_dir, tmp_path / f"{step}") == 0
+        assert_same_weights(tmp_path / f"{step}", whole / f"hf/iter_{step:07d}")
+
+
+def exported(checkpoint, model, out):
+    return cli.main(["export", str(checkpoint), "--hf-checkpoint", str(model), "--out", str(out)])
+
+
+def assert_same_weights(one, other):
+    one, other = HFCheckpoint(one), HFCheckpoint(other)
+    assert set(one.names) == set(other.names) and one.config == other.config
+    for name in one.names:
+        assert torch.equal(one.tensor(name), other.tensor(name)), name

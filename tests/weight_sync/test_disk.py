@@ -10,7 +10,8 @@ import torch
 
 from megatron_rl_corr.engines.sglang.servers import remedy
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
-from megatron_rl_corr.weight_sync.transports.disk import MARKER, DiskTransport, check_folder, write_index
+from megatron_rl_corr.models.hf_folder import MARKER, check_writable, write_index
+from megatron_rl_corr.weight_sync.transports.disk import DiskTransport
 
 LOOP = SimpleNamespace(call=asyncio.run)
 
@@ -47,7 +48,7 @@ def push(stages, version, servers, *, cut_off=False):
 
 def test_push_when_two_stages_send_then_the_servers_load_one_whole_model_and_two_versions_stay(tmp_path, source):
     folder, servers = tmp_path / "weights", Loading()
-    check_folder(folder)
+    check_writable(folder, "`weight_dir`")
     (folder / "version-of-mine").mkdir()  # no marker in it
     stages = [DiskTransport(folder, source, LOOP, stage=i) for i in range(2)]
     for version in ("7", "8", "9"):
@@ -75,7 +76,7 @@ def test_push_when_a_folder_of_that_name_is_anothers_then_refused_and_left(tmp_p
     folder = tmp_path / "weights"
     (folder / "version-1").mkdir(parents=True)
     (folder / "version-1" / "thesis.tex").write_text("dear")
-    with pytest.raises(FileExistsError, match="version-1 has no .* not made by this program.*`weight_dir`"):
+    with pytest.raises(FileExistsError, match="`weight_dir`: .*version-1 has no .* not made by this program"):
         push([DiskTransport(folder, source, LOOP, stage=0)], "1", Loading())
     assert (folder / "version-1" / "thesis.tex").read_text() == "dear"
 
@@ -130,7 +131,7 @@ def test_index_when_two_files_hold_one_tensor_then_error(tmp_path, source):
 def test_folder_when_a_file_is_in_its_place_then_refused(tmp_path):
     (tmp_path / "file").write_text(json.dumps({}))
     with pytest.raises(ValueError, match="`weight_dir` .*file can't be made: File exists"):
-        check_folder(tmp_path / "file")
+        check_writable(tmp_path / "file", "`weight_dir`")
 
 
 def test_error_when_a_server_cannot_read_the_folder_then_the_flag_and_the_remedy():

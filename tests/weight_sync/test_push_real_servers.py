@@ -10,11 +10,11 @@ from safetensors.torch import load_file, save_file
 
 from megatron_rl_corr.engines.control import ServerControl
 from megatron_rl_corr.engines.errors import IncompletePush
+from megatron_rl_corr.models.hf_folder import copy_model_files
 from megatron_rl_corr.rollout import LoopThread, RolloutClient, RolloutProtocolError, RolloutServerError, SamplingParams
 from megatron_rl_corr.weight_sync.coverage import make_coverage
 from megatron_rl_corr.weight_sync.servers import WeightServers
 from megatron_rl_corr.weight_sync.transports import make_transport
-from megatron_rl_corr.weight_sync.transports.disk import copy_model_files
 from megatron_rl_corr.weight_sync.update import push_weights
 from megatron_rl_corr.weight_sync.verify import make_verifier
 from tests.hf_truth import assert_is_truth

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megatron_rl_corr.models.hf_folder import check_writable
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
 from megatron_rl_corr.weight_sync.transports.base import WeightTransport
 from megatron_rl_corr.weight_sync.transports.broadcast import DistributedTransport
-from megatron_rl_corr.weight_sync.transports.disk import DiskTransport, check_folder
+from megatron_rl_corr.weight_sync.transports.disk import DiskTransport
 from megatron_rl_corr.weight_sync.transports.ipc import TensorTransport, check_same_host
 
 
@@ -34,7 +35,7 @@ def make_transport(
     if kind == "disk":
         assert folder is not None
         if sends:
-            check_folder(Path(folder))
+            check_writable(Path(folder), "`weight_dir`")
         return DiskTransport(Path(folder), checkpoint, loop, stage=stage)
     if kind == "tensor":
         if sends:

@@ -1,0 +1,69 @@
+"""--rollout-save-hf: the policy as Hugging Face folders, while it is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_rl_corr.mcore import compat
+from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
+from megatron_rl_corr.models.hf_folder import UnfinishedFolder
+from megatron_rl_corr.parallel.failure import all_reduce_failure
+from megatron_rl_corr.weight_sync.export import StageExporter, write_stage
+
+
+@dataclass(frozen=True)
+class HFSaves:
+    """Writes FOLDER/iter_0000040 and so on, each a model that transformers and servers load."""
+
+    folder: Path | None
+    """One that all ranks share; None: nothing is written."""
+    every: int | None
+    """Steps from one to the next; None: after the last step alone."""
+    last: int
+    """The run's last step."""
+    source: HFCheckpoint
+    """The model that training began with."""
+    exporter: StageExporter
+
+    def all_reduce_end_step(self, step: int, model: list, optimizer: Any) -> None:
+        """Write the weights if it is time; every rank calls it.
+
+        Then three collectives beside those that gather the weights.
+
+        Args:
+            step: steps trained so far.
+            model: this rank's chunks.
+            optimizer: Megatron's.
+
+        Raises:
+            OSError: on a rank that can't write, or where the folder is another's.
+            ValueError: on rank 0, where a tensor of the model is not there.
+            PeerFailure: then, on the other ranks.
+        """
+        due = step == self.last or (self.every is not None and step % self.every == 0)
+        if self.folder is None or not due:
+            return
+        folder = UnfinishedFolder(self.folder / f"iter_{step:07d}", {"step": step})
+        _all_reduce_on_first(folder.begin)
+        with compat.gathered_parameters(model, optimizer):
+            error = write_stage(folder, self.exporter)
+        all_reduce_failure(error)
+        _all_reduce_on_first(lambda: folder.finish(self.source))
+        if dist.get_rank() == 0:
+            print(f"[rollout] the policy after step {step}, for Hugging Face: {folder.final}", flush=True)
+
+
+def _all_reduce_on_first(write: Callable[[], None]) -> None:
+    """Rank 0 writes; every rank learns whether it could."""
+    error = None
+    if dist.get_rank() == 0:
+        try:
+            write()
+        except (OSError, ValueError) as failure:
+            error = failure
+    all_reduce_failure(error)

@@ -1,0 +1,182 @@
+"""Writes a Hugging Face model folder, file by file, beside its place, which it takes when it is whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint, read_config
+from megatron_rl_corr.models.names import NameTable
+
+MARKER = "megatron_rl_corr.json"
+"""A file in every folder that is made here; a folder without it is never removed."""
+FILE_BYTES = 2**30
+"""Size of a file of weights, about: a tensor is never cut."""
+_COPIED = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
+
+
+class UnfinishedFolder:
+    """A Hugging Face folder that is being written beside the place that it gets.
+
+    Args:
+        final: its place; parents are made.
+        made_by: what goes into its marker, for people.
+    """
+
+    def __init__(self, final: Path, made_by: dict[str, str]):
+        self.final, self.path = final, final.with_name(f".{final.name}.unfinished")
+        self._made_by = made_by
+
+    def begin(self) -> None:
+        """Make it, empty; what an attempt left that was broken off is removed.
+
+        Raises:
+            FileExistsError: its place is taken by a folder that was not made here, which is never removed.
+        """
+        if self.final.exists():
+            check_ours(self.final)
+        remove(self.path)
+        self.path.mkdir(parents=True)
+        (self.path / MARKER).write_text(json.dumps(self._made_by))
+
+    def write(self, file: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Write a file of weights. Raises OSError if the disk doesn't take it."""
+        write_weights(self.path / f"{file}.safetensors", tensors)
+
+    def finish(self, source: HFCheckpoint) -> None:
+        """Add what `source` has beside trained weights, check that nothing lacks, and give the folder its place.
+
+        config.json gets the dtype of the weights.
+
+        Args:
+            source: the model that training began with.
+
+        Raises:
+            ValueError: a tensor of `source` was not written, or one that it does not have.
+            OSError: the disk doesn't take it.
+        """
+        copy_model_files(source.path, self.path)
+        self._keep_untrained(source)
+        write_index(self.path)
+        _set_dtype(self.path)
+        if self.final.exists():
+            remove(self.final)
+        self.path.rename(self.final)
+
+    def _keep_untrained(self, source: HFCheckpoint) -> None:
+        written = set(_file_of(self.path))
+        table = NameTable(source.config, padded_vocab_size=source.config["vocab_size"])
+        left = [name for name in source.names if name not in written]
+        missing = [name for name in left if table.why_kept(name) is None]
+        if missing or (foreign := sorted(written - set(source.names))):
+            what, names = ("lacks", missing) if missing else ("has, beside those of the source,", foreign)
+            raise ValueError(
+                f"{self.path} {what} {len(names)} tensors, {names[0]} for one, of {source.path}: do all ranks write to "
+                "one folder that they share, and is that the model that training began with?"
+            )
+        # A tied output layer would be that of the start.
+        kept = [name for name in left if name != "lm_head.weight"]
+        if kept:
+            self.write("model-untrained", ((name, source.tensor(name)) for name in kept))
+
+
+def write_weights(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Write a safetensors file that whoever may read the folder's marker may read. Raises OSError if that fails."""
+    whole = {name: tensor.detach().contiguous() for name, tensor in tensors}
+    try:
+        save_file(whole, path, metadata={"format": "pt"})
+        # safetensors makes files for their owner alone; what loads them may run as another user.
+        path.chmod((path.parent / MARKER).stat().st_mode & 0o777)
+    except SafetensorError as error:
+        raise OSError(f"{path} could not be written: {error}") from error
+
+
+def copy_model_files(source: Path, target: Path) -> None:
+    """Copy the config, tokenizer and code of a Hugging Face folder, without its weights."""
+    for path in sorted(source.iterdir()):
+        if path.is_file() and path.suffix in _COPIED and path.name != MARKER and not path.name.endswith(".index.json"):
+            shutil.copyfile(path, target / path.name)
+
+
+def write_index(folder: Path) -> None:
+    """Write model.safetensors.index.json for all safetensors files in a folder.
+
+    Raises:
+        OSError: two files have a tensor of the same name.
+    """
+    weight_map = _file_of(folder)
+    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+
+
+def check_ours(folder: Path) -> None:
+    """FileExistsError for a folder with files in it that was not made here."""
+    if any(folder.iterdir()) and not (folder / MARKER).is_file():
+        raise FileExistsError(f"{folder} has no {MARKER}, so it was not made by this program; name another folder")
+
+
+def check_writable(folder: Path, option: str) -> None:
+    """Make the folder.
+
+    Args:
+        folder: of the user.
+        option: what named it, for the error.
+
+    Raises:
+        ValueError: it can't be made or written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{option} {folder} can't be made: {error.strerror}; name another") from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"{option} {folder} can't be written; name another folder")
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder that was made here, or an empty one, because a run may be killed before it writes the marker.
+
+    The marker is removed last, so that a folder half removed by a killed run can still be recognised.
+
+    Raises:
+        FileExistsError: the folder was not made here.
+    """
+    if not folder.exists():
+        return
+    check_ours(folder)
+    for path in sorted(folder.iterdir(), key=lambda path: path.name == MARKER):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    folder.rmdir()
+
+
+def _file_of(folder: Path) -> dict[str, str]:
+    """Name of each tensor in a folder -> its file. Raises OSError for one that two files have."""
+    found: dict[str, str] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            names = file.keys()
+        if twice := found.keys() & names:
+            raise OSError(f"{sorted(twice)} of {path.name} in {folder} are in another file too")
+        found |= dict.fromkeys(names, path.name)
+    return found
+
+
+def _set_dtype(folder: Path) -> None:
+    """Let config.json say what the weights are: those who load them go by it."""
+    config, checkpoint = read_config(folder), HFCheckpoint(folder)
+    embedding = next(name for name in checkpoint.names if name.endswith("embed_tokens.weight"))
+    dtype = str(checkpoint.tensor(embedding).dtype).removeprefix("torch.")
+    key = "dtype" if "dtype" in config else "torch_dtype"
+    if config.get(key) != dtype:
+        (folder / "config.json").write_text(json.dumps(config | {key: dtype}, indent=2))
