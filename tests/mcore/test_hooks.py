@@ -343,7 +343,7 @@ def flags(interval, prompts="held_out.jsonl", **run):
         load=None, iterations_to_skip=None, eval_iters=0, rollout_eval_prompts=prompts, eval_interval=interval, **run,
         num_experts=None, router_replay="off", expert_statistics=False, expert_tensor_parallel_size=None,
         rollout_pad_sequences=True, rollout_updates_per_batch=1, rollout_epochs_per_batch=1, exit_interval=None,
-        save=None, adlr_autoresume=False,
+        save=None, adlr_autoresume=False, rollout_save_hf_interval=None,
         tensor_model_parallel_size=1, expert_model_parallel_size=1, seq_length=32, calculate_per_token_loss=False,
         multi_latent_attention=False, transformer_impl="local",
     )
@@ -787,7 +787,8 @@ def said(check, **given):
     args = {"rollout_updates_per_batch": 2, "rollout_epochs_per_batch": 2, "train_iters": 16, "train_samples": None,
             "global_batch_size": 8, "exit_interval": None, "save": None, "save_interval": None,
             "non_persistent_save_interval": None, "rollout_eval_prompts": None, "eval_interval": 1000,
-            "adlr_autoresume": False, "adlr_autoresume_interval": 1000, "iteration": 8, "load": "DIR"} | given
+            "adlr_autoresume": False, "adlr_autoresume_interval": 1000, "iteration": 8, "load": "DIR",
+            "rollout_save_hf_interval": None} | given
     try:
         check(types.SimpleNamespace(**args))
     except ValueError as error:
@@ -798,7 +799,7 @@ say(
         {"train_iters": 18}, {"train_iters": None, "train_samples": 8 * 17}, {"exit_interval": 6},
         {"save": "S", "save_interval": 2}, {"save": "S", "non_persistent_save_interval": 1},
         {"rollout_eval_prompts": "p", "eval_interval": 1002}, {"adlr_autoresume": True, "adlr_autoresume_interval": 2},
-        {"phase_transition_iterations": [4, 7]})],
+        {"phase_transition_iterations": [4, 7]}, {"rollout_save_hf_interval": 3})],
     taken=[said(check), said(check, save_interval=3), said(check, eval_interval=1001),
            said(check, train_iters=None, train_samples=8 * 16 + 7), said(check, save="S", save_interval=12),
            said(check, train_iters=17, rollout_updates_per_batch=1, rollout_epochs_per_batch=1)],
@@ -811,7 +812,7 @@ def test_updates_of_a_batch_when_a_run_would_save_or_end_within_one_then_refused
     found = results["updates"]
     flags = ["--train-iters 18", "--train-samples / --global-batch-size 17", "--exit-interval 6", "--save-interval 2",
              "--non-persistent-save-interval 1", "--eval-interval 1002", "--adlr-autoresume-interval 2",
-             "--phase-transition-iterations 7"]  # fmt: skip
+             "--phase-transition-iterations 7", "--rollout-save-hf-interval 3"]  # fmt: skip
     for said, flag in zip(found["refused"], flags, strict=True):
         assert said == (
             f"{flag} must be a multiple of 4, the updates that a batch makes (--rollout-updates-per-batch 2 x "
