@@ -78,10 +78,12 @@ class MegatronCheckpoint:
         found = torch.empty((1,) * len(index) + shape, dtype=stored.properties.dtype)
         chunk = ChunkStorageMetadata(torch.Size([*index, *[0] * len(shape)]), found.shape)
         items = create_read_items_for_chunk_list(key, stored, [chunk])
-        read = sum(item.lengths.numel() for item in items)
-        if read != found.numel():
-            raise ValueError(f"{self.folder} has {read} of the {found.numel()} numbers of {name}; it is damaged")
-        self._reader.read_data(LoadPlan(items), _Into(found)).wait()
+        if sum(item.lengths.numel() for item in items) != found.numel():
+            raise ValueError(f"{self.folder} is damaged: it has not all of {name}")
+        try:
+            self._reader.read_data(LoadPlan(items), _Into(found)).wait()
+        except (RuntimeError, EOFError, AssertionError) as error:
+            raise ValueError(f"{self.folder} is damaged: {name} cannot be read: {error}") from error
         return found.view(shape)
 
 
