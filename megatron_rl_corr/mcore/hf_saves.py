@@ -51,7 +51,7 @@ class HFSaves:
         folder = UnfinishedFolder(self.folder / f"iter_{step:07d}", {"step": step})
         _all_reduce_on_first(folder.begin)
         with compat.gathered_parameters(model, optimizer):
-            error = write_stage(folder, self.exporter)
+            error = write_stage(folder.path, self.exporter)
         all_reduce_failure(error)
         _all_reduce_on_first(lambda: folder.finish(self.source))
         if dist.get_rank() == 0:

@@ -15,19 +15,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch.distributed as dist
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from megatron_rl_corr.files import write_atomically
 from megatron_rl_corr.mcore.checkpoint_files import folder_of, folders_to_load, put_in
 from megatron_rl_corr.mcore.reference import Reference
 from megatron_rl_corr.models.hf_folder import copy_model_files, write_index
 from megatron_rl_corr.parallel.failure import StartupError, all_reduce_failure
-from megatron_rl_corr.weight_sync.export import StageExporter, buckets
+from megatron_rl_corr.weight_sync.export import write_stage
 
 FOLDER = "rollout_reference"
 STATE = "reference.json"
-BUCKET_BYTES = 2**30
 
 
 def broadcast_saved(args: argparse.Namespace, *, resets: bool) -> tuple[Path | None, int]:
@@ -95,7 +92,7 @@ def saved_with(iteration: int, reference: Reference, args: argparse.Namespace, s
     folder = Path(args.save) / f".{FOLDER}-{iteration}"
     all_reduce_failure(_attempt(lambda: _clear(Path(args.save), folder)))
     if reference.reset_after:
-        all_reduce_failure(_attempt(lambda: _write_weights(folder, reference.exporter)))
+        all_reduce_failure(write_stage(folder, reference.exporter))
     all_reduce_failure(_attempt(lambda: _finish(folder, reference.reset_after, Path(source))))
 
     def put(checkpoint: Path) -> None:
@@ -116,7 +113,7 @@ def saved_with(iteration: int, reference: Reference, args: argparse.Namespace, s
 def _attempt(write: Callable[[], None]) -> Exception | None:
     try:
         write()
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         return error
     return None
 
@@ -127,15 +124,6 @@ def _clear(checkpoints: Path, folder: Path) -> None:
         for left in checkpoints.glob(f".{FOLDER}-*"):
             shutil.rmtree(left)
         folder.mkdir(parents=True)
-
-
-def _write_weights(folder: Path, exporter: StageExporter) -> None:
-    """Every rank gathers, each stage's sender writes."""
-    for number, bucket in enumerate(buckets(exporter.units(), BUCKET_BYTES)):
-        if exporter.sends:
-            tensors = {name: tensor.detach().contiguous() for name, tensor in bucket}
-            file = folder / f"model-stage{exporter.stage:03d}-{number:05d}.safetensors"
-            save_file(tensors, file, metadata={"format": "pt"})
 
 
 def _finish(folder: Path, reset_after: int, source: Path) -> None:

@@ -78,8 +78,8 @@ class UnfinishedFolder:
         if missing or (foreign := sorted(written - set(source.names))):
             what, names = ("lacks", missing) if missing else ("has, beside those of the source,", foreign)
             raise ValueError(
-                f"{self.path} {what} {len(names)} tensors, {names[0]} for one, of {source.path}: do all ranks write to "
-                "one folder that they share, and is that the model that training began with?"
+                f"{self.path} {what} {len(names)} tensors, {names[0]} for one, of {source.path}: did training begin "
+                "with that model, and did all ranks write to one folder that they share?"
             )
         # A tied output layer would be that of the start.
         kept = [name for name in left if name != "lm_head.weight"]
@@ -88,12 +88,12 @@ class UnfinishedFolder:
 
 
 def write_weights(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write a safetensors file that whoever may read the folder's marker may read. Raises OSError if that fails."""
+    """Write a safetensors file that whoever may read the folder may read. Raises OSError if that fails."""
     whole = {name: tensor.detach().contiguous() for name, tensor in tensors}
     try:
         save_file(whole, path, metadata={"format": "pt"})
         # safetensors makes files for their owner alone; what loads them may run as another user.
-        path.chmod((path.parent / MARKER).stat().st_mode & 0o777)
+        path.chmod(path.parent.stat().st_mode & 0o666)
     except SafetensorError as error:
         raise OSError(f"{path} could not be written: {error}") from error
 

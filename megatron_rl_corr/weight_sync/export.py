@@ -7,13 +7,14 @@ sent with it, and the sender one bucket.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron_rl_corr.engines.types import NamedTensor
-from megatron_rl_corr.models.hf_folder import FILE_BYTES, UnfinishedFolder
+from megatron_rl_corr.models.hf_folder import FILE_BYTES, write_weights
 from megatron_rl_corr.models.names import ParameterRule
 from megatron_rl_corr.models.shards import LocalParameter, ShardRanks
 from megatron_rl_corr.parallel.collectives import all_gather_stacked
@@ -124,8 +125,8 @@ class StageExporter:
                 yield rule, named
 
 
-def write_stage(folder: UnfinishedFolder, exporter: StageExporter) -> OSError | None:
-    """Write a stage's weights; every rank of the stage calls it, and its sending rank writes.
+def write_stage(folder: Path, exporter: StageExporter) -> OSError | None:
+    """Write a stage's weights as safetensors; every rank of the stage calls it, and its sending rank writes.
 
     Returns:
         Why a file could not be written: raised here, it would leave the other ranks waiting in a gather.
@@ -134,7 +135,7 @@ def write_stage(folder: UnfinishedFolder, exporter: StageExporter) -> OSError | 
     for number, bucket in enumerate(buckets(exporter.units(), FILE_BYTES)):
         if exporter.sends and error is None:
             try:
-                folder.write(f"model-stage{exporter.stage:03d}-{number:05d}", bucket)
+                write_weights(folder / f"model-stage{exporter.stage:03d}-{number:05d}.safetensors", bucket)
             except OSError as failure:
                 error = failure
     return error

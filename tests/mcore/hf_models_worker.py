@@ -8,6 +8,7 @@ hf_models_worker.py push URL MODEL_DIR  pushes the model from two pipeline stage
 """
 
 import json
+import multiprocessing
 import os
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as ps
+from megatron.core.dist_checkpointing.strategies.filesystem_async import get_write_results_queue
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
@@ -228,6 +230,7 @@ def push(url, path):
 def rank_main(rank, size, port, task, *arguments):
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
     torch.set_num_threads(1)
+    get_write_results_queue("fork")  # Megatron's checkpoints would spawn its process, which imports torch anew
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
     found = [None] * size
     dist.all_gather_object(found, task(*arguments))
@@ -235,6 +238,8 @@ def rank_main(rank, size, port, task, *arguments):
         worst = max((difference for difference in found if difference is not None), default=None)
         print("RESULT " + json.dumps({"model": arguments[-1].name, "worst": worst}), flush=True)
     dist.barrier()
+    for writer in multiprocessing.active_children():  # of the checkpoint: os._exit would leave them behind
+        writer.terminate()
     os._exit(0)  # Megatron's leftovers may wait for each other at interpreter exit
 
 
