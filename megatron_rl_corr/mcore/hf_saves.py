@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.models.hf_folder import UnfinishedFolder
@@ -29,6 +30,12 @@ class HFSaves:
     source: HFCheckpoint
     """The model that training began with."""
     exporter: StageExporter
+
+    @classmethod
+    def of(cls, options: RunConfig, last: int, exporter: StageExporter) -> HFSaves:
+        """As the flags have it. last: the run's last step."""
+        folder = None if options.save_hf is None else Path(options.save_hf)
+        return cls(folder, options.save_hf_interval, last, HFCheckpoint(options.hf_checkpoint), exporter)
 
     def all_reduce_end_step(self, step: int, model: list, optimizer: Any) -> None:
         """Write the weights if it is time; every rank calls it.

@@ -170,9 +170,7 @@ def start(
     if dist.get_rank() == 0:
         for line in describe_start(config, step.scoring_reasons, step.updates.count):
             print(f"[rollout] {line}", flush=True)
-    folder, source = options.save_hf and Path(options.save_hf), HFCheckpoint(options.hf_checkpoint)
-    saves = HFSaves(folder, options.save_hf_interval, args.train_iters, source, exporter)
-    return Session(step, parts.evaluation, parts.source, push.servers, saves)
+    return Session(step, parts.evaluation, parts.source, push.servers, HFSaves.of(options, args.train_iters, exporter))
 
 
 def _close(collector: Collector, servers: WeightServers, source: SampleSource) -> None:
@@ -188,7 +186,7 @@ def _prepare(
 ) -> _Parts:
     """Everything that needs neither servers nor other ranks. Raises ValueError or OSError for what is wrong."""
     args = megatron.args
-    if options.save_hf is not None:
+    if options.save_hf:
         check_writable(Path(options.save_hf), "--rollout-save-hf")
     with naming_checkpoint(options.hf_checkpoint):
         checkpoint = HFCheckpoint(options.hf_checkpoint)
