@@ -146,8 +146,8 @@ def checks(dense, moe, latent):
     yield "run's model", said(session._parameters, HFCheckpoint(dense), args, [build(args, rope_scaling_factor=8.0)])
     nowhere = {"rollout_hf_checkpoint": "nowhere"}
     yield "no folder", said(check_policy, run_arguments(dense, **nowhere))
-    options, megatron = argparse.Namespace(hf_checkpoint="nowhere"), argparse.Namespace(args=args)
-    yield "run's folder", said(session._prepare, options, megatron, None, None, None, None)
+    options, megatron = argparse.Namespace(hf_checkpoint="nowhere", save_hf=None), argparse.Namespace(args=args)
+    yield "run's folder", said(session._prepare, options, megatron, None, None, None, None, None)
     args = run_arguments(dense)
     other = argparse.Namespace(config={"model_type": "gpt2"}, path=Path("there"))
     yield "run's table", said(session._parameters, other, args, [build(args)])
