@@ -91,8 +91,8 @@ def test_step_when_packed_in_any_layout_then_that_of_padded_rows(processes, tiny
 
 @pytest.mark.parametrize("processes", LATENT)
 def test_step_of_latent_attention_when_packed_then_that_of_padded_rows(processes, tiny_latent_dir, hf_reference):
-    chosen_specs = [spec | {"latent": True} for spec in specs(LATENT[processes]) if "replay" not in spec]
-    checked(processes, tiny_latent_dir, hf_reference(tiny_latent_dir), chosen_specs)
+    every = [spec | {"latent": True} for spec in specs(LATENT[processes])]
+    checked(processes, tiny_latent_dir, hf_reference(tiny_latent_dir), every)
 
 
 @pytest.mark.parametrize("processes", OTHERWISE)
@@ -110,6 +110,14 @@ def test_three_updates_when_packed_in_any_layout_then_those_of_padded_rows(
 ):
     every = list(updates_specs(LAYOUTS[processes]))
     check_three(processes, tiny_moe_dir, hf_reference(tiny_moe_dir), every, tmp_path)
+
+
+@pytest.mark.parametrize("processes", LATENT)
+def test_three_updates_of_latent_attention_when_packed_then_those_of_padded_rows(
+    processes, tiny_latent_dir, hf_reference, tmp_path
+):
+    every = [spec | {"latent": True} for spec in updates_specs(LATENT[processes])]
+    check_three(processes, tiny_latent_dir, hf_reference(tiny_latent_dir), every, tmp_path)
 
 
 def check_three(processes, model_dir, reference, every, folder):
