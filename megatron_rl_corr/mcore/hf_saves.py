@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
-from megatron_rl_corr.models.hf_folder import UnfinishedFolder
+from megatron_rl_corr.models.hf_folder import UnfinishedFolder, check_writable
 from megatron_rl_corr.parallel.failure import all_reduce_failure
 from megatron_rl_corr.weight_sync.export import StageExporter, write_stage
 
@@ -63,6 +64,30 @@ class HFSaves:
         _all_reduce_on_first(lambda: folder.finish(self.source))
         if dist.get_rank() == 0:
             print(f"[rollout] the policy after step {step}, for Hugging Face: {folder.final}", flush=True)
+
+
+def check_folder(options: RunConfig, args: argparse.Namespace) -> None:
+    """ValueError for a --rollout-save-hf that can't be written, or where another's folders would be replaced.
+
+    Args:
+        options: the plugin's flags.
+        args: Megatron's.
+    """
+    if options.save_hf is None:
+        return
+    folder = Path(options.save_hf)
+    for flag, other in (("--save", args.save), ("--load", args.load)):
+        if other and Path(other).resolve() == folder.resolve():
+            raise ValueError(
+                f"--rollout-save-hf {folder} is the folder of {flag}, where Megatron's checkpoints have the same names "
+                "(iter_0000040), and one would be removed for the other; name another folder"
+            )
+    if Path(options.hf_checkpoint).resolve().parent == folder.resolve():
+        raise ValueError(
+            f"--rollout-save-hf {folder} holds --rollout-hf-checkpoint {options.hf_checkpoint}, which a step of the "
+            "same number would replace; name another folder"
+        )
+    check_writable(folder, "--rollout-save-hf")
 
 
 def _all_reduce_on_first(write: Callable[[], None]) -> None:

@@ -22,7 +22,7 @@ from megatron_rl_corr.mcore.batch import BatchShape
 from megatron_rl_corr.mcore.collect import Collector, SampleSource, check_they_fit, check_vocabulary
 from megatron_rl_corr.mcore.evaluate import Evaluation
 from megatron_rl_corr.mcore.forward import LogprobSettings
-from megatron_rl_corr.mcore.hf_saves import HFSaves
+from megatron_rl_corr.mcore.hf_saves import HFSaves, check_folder
 from megatron_rl_corr.mcore.packing import pack_limits
 from megatron_rl_corr.mcore.policy_check import check_model, naming_checkpoint
 from megatron_rl_corr.mcore.reference import Reference
@@ -33,7 +33,6 @@ from megatron_rl_corr.mcore.server_check import broadcast_first_step, check_serv
 from megatron_rl_corr.mcore.step import CorrectedStep
 from megatron_rl_corr.mcore.updates import Updates
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
-from megatron_rl_corr.models.hf_folder import check_writable
 from megatron_rl_corr.models.names import NameTable
 from megatron_rl_corr.models.shards import LocalParameter, load_shards, local_parameters
 from megatron_rl_corr.moe.padding import check_packed_routers
@@ -186,8 +185,7 @@ def _prepare(
 ) -> _Parts:
     """Everything that needs neither servers nor other ranks. Raises ValueError or OSError for what is wrong."""
     args = megatron.args
-    if options.save_hf:
-        check_writable(Path(options.save_hf), "--rollout-save-hf")
+    check_folder(options, args)
     with naming_checkpoint(options.hf_checkpoint):
         checkpoint = HFCheckpoint(options.hf_checkpoint)
     source = _source(options, megatron, layout, checkpoint.config["vocab_size"], routes)

@@ -65,7 +65,15 @@ class HFCheckpoint:
 
     def tensor(self, name: str) -> Tensor:
         """Read one tensor. Raises ValueError if the folder has none of that name."""
+        with safe_open(self._file(name), framework="pt") as file:
+            return file.get_tensor(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """That of one tensor, which is not read. Raises ValueError if the folder has none of that name."""
+        with safe_open(self._file(name), framework="pt") as file:
+            return tuple(file.get_slice(name).get_shape())
+
+    def _file(self, name: str) -> Path:
         if name not in self._file_of:
             raise ValueError(f"the checkpoint {self.path} has no tensor {name}")
-        with safe_open(self._file_of[name], framework="pt") as file:
-            return file.get_tensor(name)
+        return self._file_of[name]

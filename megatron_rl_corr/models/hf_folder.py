@@ -20,18 +20,21 @@ MARKER = "megatron_rl_corr.json"
 FILE_BYTES = 2**30
 """Size of a file of weights, about: a tensor is never cut."""
 _COPIED = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
+_TEMPLATES = "additional_chat_templates"
+"""Where transformers keeps a tokenizer's chat templates beside the first one."""
 
 
 class UnfinishedFolder:
     """A Hugging Face folder that is being written beside the place that it gets.
 
     Args:
-        final: its place; parents are made.
+        final: its place; parents are made. Of a link it is where that leads.
         made_by: what goes into its marker, for people.
     """
 
     def __init__(self, final: Path, made_by: dict[str, str]):
-        self.final, self.path = final, final.with_name(f".{final.name}.unfinished")
+        self.final = final.resolve()
+        self.path, self._old = (self.final.with_name(f".{self.final.name}.{part}") for part in ("unfinished", "old"))
         self._made_by = made_by
 
     def begin(self) -> None:
@@ -39,10 +42,14 @@ class UnfinishedFolder:
 
         Raises:
             FileExistsError: its place is taken by a folder that was not made here, which is never removed.
+            OSError: a file system is mounted at its place, which no folder beside it can take.
         """
+        if self.final.is_mount():
+            raise OSError(f"a file system is mounted at {self.final}, so it can't be replaced; name a folder in it")
         if self.final.exists():
             check_ours(self.final)
         remove(self.path)
+        remove(self._old)
         self.path.mkdir(parents=True)
         (self.path / MARKER).write_text(json.dumps(self._made_by))
 
@@ -67,8 +74,10 @@ class UnfinishedFolder:
         write_index(self.path)
         _set_dtype(self.path)
         if self.final.exists():
-            remove(self.final)
+            # Removed where it is, it would be there in part if this process died meanwhile.
+            self.final.rename(self._old)
         self.path.rename(self.final)
+        remove(self._old)
 
     def _keep_untrained(self, source: HFCheckpoint) -> None:
         written = set(_file_of(self.path))
@@ -103,6 +112,11 @@ def copy_model_files(source: Path, target: Path) -> None:
     for path in sorted(source.iterdir()):
         if path.is_file() and path.suffix in _COPIED and path.name != MARKER and not path.name.endswith(".index.json"):
             shutil.copyfile(path, target / path.name)
+    templates = source / _TEMPLATES
+    if templates.is_dir():
+        (target / _TEMPLATES).mkdir(exist_ok=True)
+        for path in templates.glob("*.jinja"):
+            shutil.copyfile(path, target / _TEMPLATES / path.name)
 
 
 def write_index(folder: Path) -> None:
@@ -177,6 +191,6 @@ def _set_dtype(folder: Path) -> None:
     config, checkpoint = read_config(folder), HFCheckpoint(folder)
     embedding = next(name for name in checkpoint.names if name.endswith("embed_tokens.weight"))
     dtype = str(checkpoint.tensor(embedding).dtype).removeprefix("torch.")
-    key = "dtype" if "dtype" in config else "torch_dtype"
-    if config.get(key) != dtype:
-        (folder / "config.json").write_text(json.dumps(config | {key: dtype}, indent=2))
+    keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
+    if any(config.get(key) != dtype for key in keys):
+        (folder / "config.json").write_text(json.dumps(config | dict.fromkeys(keys, dtype), indent=2))

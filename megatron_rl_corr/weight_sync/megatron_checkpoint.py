@@ -6,6 +6,7 @@ kind of parameter, stacked over layers and experts, whatever the layout of ranks
 
 from __future__ import annotations
 
+import pickle
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -38,7 +39,7 @@ class MegatronCheckpoint:
         folder: such as checkpoints/iter_0000040.
 
     Raises:
-        ValueError: it is no checkpoint of --ckpt-format torch_dist.
+        ValueError: it is no checkpoint of --ckpt-format torch_dist, or a damaged one.
     """
 
     def __init__(self, folder: Path):
@@ -48,7 +49,10 @@ class MegatronCheckpoint:
                 "folder like checkpoints/iter_0000040, or save the model in that format"
             )
         self.folder, self._reader = folder, FileSystemReader(folder)
-        metadata = self._reader.read_metadata()
+        try:
+            metadata = self._reader.read_metadata()
+        except (pickle.UnpicklingError, EOFError) as error:
+            raise ValueError(f"{folder} is damaged: .metadata cannot be read: {error}") from error
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
         self._stored = {
             key: stored for key, stored in metadata.state_dict_metadata.items()
@@ -82,7 +86,7 @@ class MegatronCheckpoint:
             raise ValueError(f"{self.folder} is damaged: it has not all of {name}")
         try:
             self._reader.read_data(LoadPlan(items), _Into(found)).wait()
-        except (RuntimeError, EOFError, AssertionError) as error:
+        except (RuntimeError, EOFError, AssertionError, pickle.UnpicklingError) as error:
             raise ValueError(f"{self.folder} is damaged: {name} cannot be read: {error}") from error
         return found.view(shape)
 
@@ -152,14 +156,17 @@ def export_checkpoint(
         progress: progress(bytes written, bytes of all weights), after each file.
 
     Raises:
-        ValueError: the two are not of one model, or the checkpoint is damaged.
+        ValueError: the two are not of one model, the checkpoint is damaged, or `out` holds one of the two.
         OSError: `out` can't be written, or is a folder that was not made here.
     """
+    for read in (checkpoint.folder, source.path):
+        if read.resolve().is_relative_to(out.resolve()):
+            raise ValueError(f"{out} would replace {read}, which is read; name another folder")
     parameters = _parameters(checkpoint, source)
     folder = UnfinishedFolder(out, {"exported_from": str(checkpoint.folder)})
     folder.begin()
     written = 0
-    for number, bucket in enumerate(buckets(_units(checkpoint, parameters), FILE_BYTES)):
+    for number, bucket in enumerate(buckets(_units(checkpoint, source, parameters), FILE_BYTES)):
         folder.write(f"model-{number:05d}", bucket)
         written += sum(tensor.nbytes for _, tensor in bucket)
         progress(written, checkpoint.nbytes)
@@ -180,10 +187,23 @@ def _parameters(checkpoint: MegatronCheckpoint, source: HFCheckpoint) -> dict[st
     return {name: table.find(gpt) for name, gpt in known.items()}
 
 
-def _units(checkpoint: MegatronCheckpoint, parameters: dict[str, ParameterRule]) -> Iterator[list[NamedTensor]]:
+def _units(
+    checkpoint: MegatronCheckpoint, source: HFCheckpoint, parameters: dict[str, ParameterRule]
+) -> Iterator[list[NamedTensor]]:
     for name, rule in parameters.items():
         if rule.is_copy:
             continue
         tensor = checkpoint.tensor(name)
         layout = rule.layout.resolve(tensor) if isinstance(rule.layout, RowsOrWhole) else rule.layout
-        yield list(zip(rule.hf_names, layout.merge([tensor]), strict=True))
+        try:
+            unit = list(zip(rule.hf_names, layout.merge([tensor]), strict=True))
+        except RuntimeError as error:
+            raise ValueError(f"{name} of {checkpoint.folder} is not of the model {source.path}: {error}") from error
+        for hf_name, merged in unit:
+            # Models of one family may differ in their sizes alone.
+            if (shape := source.shape(hf_name)) != merged.shape:
+                raise ValueError(
+                    f"{checkpoint.folder} has {hf_name} of shape {tuple(merged.shape)} and {source.path} of {shape}: "
+                    "did training begin with that model?"
+                )
+        yield unit

@@ -824,6 +824,37 @@ def test_updates_of_a_batch_when_a_run_would_save_or_end_within_one_then_refused
     assert refused.startswith("--load DIR: iteration 10 of the checkpoint is not a multiple of 4, the updates that a ")
 
 
+CASES["save hf"] = """
+import pathlib, tempfile
+from megatron_rl_corr.mcore.hf_saves import check_folder
+root = pathlib.Path(tempfile.mkdtemp())
+(root / "link").symlink_to(root / "saved")
+def said(folder, save=None, load=None, source="m"):
+    options = types.SimpleNamespace(save_hf=folder and str(root / folder), hf_checkpoint=str(root / source))
+    try:
+        check_folder(options, types.SimpleNamespace(save=save and str(root / save), load=load and str(root / load)))
+    except ValueError as error:
+        return str(error).replace(str(root), "ROOT")
+say(
+    refused=[said("saved", save="saved"), said("saved/", load="saved"), said("link", save="there/../saved"),
+             said("hf", source="hf/iter_0000040")],
+    taken=[said(None, save="saved"), said("saved/hf", save="saved", load="saved", source="hf/iter_0000040")],
+    made=(root / "saved/hf").is_dir(),
+)
+"""
+
+
+def test_hf_folders_when_they_would_replace_megatrons_checkpoints_or_the_start_then_refused(results):
+    found = results["save hf"]
+    *megatrons, start = found["refused"]
+    for said, (folder, flag) in zip(
+        megatrons, [("saved", "--save"), ("saved", "--load"), ("link", "--save")], strict=True
+    ):
+        assert said.startswith(f"--rollout-save-hf ROOT/{folder} is the folder of {flag}, where Megatron's ")
+    assert start.startswith("--rollout-save-hf ROOT/hf holds --rollout-hf-checkpoint ROOT/hf/iter_0000040, which a ")
+    assert found["taken"] == [None, None] and found["made"]
+
+
 CASES["end of a batch"] = """
 asked = []
 args = types.SimpleNamespace(curr_iteration=3, exit_interval=None)

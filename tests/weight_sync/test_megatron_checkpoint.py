@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from megatron_rl_corr import cli
+from megatron_rl_corr.models import hf_folder
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 
 CONFIG = {
@@ -65,6 +66,8 @@ def source(tmp_path, numbers):
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIG))
     (folder / "tokenizer.json").write_text("{}")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates/tools.jinja").write_text("[tools]")
     scale = {"model.layers.0.self_attn.k_scale": torch.tensor(0.5)}
     save_file({name: x.bfloat16() for name, x in numbers.items()} | scale, folder / "model.safetensors")
     return folder
@@ -93,6 +96,7 @@ def test_checkpoint_when_it_is_the_newest_then_its_weights_with_what_is_not_trai
     assert found.tensor("model.layers.0.self_attn.k_scale") == 0.5
     assert found.config == CONFIG | {"torch_dtype": "float32"}
     assert (tmp_path / "out/tokenizer.json").read_text() == "{}"
+    assert (tmp_path / "out/additional_chat_templates/tools.jinja").read_text() == "[tools]"
     assert {path.name for path in tmp_path.iterdir()} == {"saved", "source", "out"}
 
 
@@ -119,10 +123,24 @@ def test_checkpoint_when_it_is_broken_or_of_another_model_then_an_error_that_nam
     assert "lacks 2 tensors, model.layers.0.mlp.down_proj.weight for one" in said(without)
     unknown = saved(tmp_path / "unknown", tensors | {"decoder.layers.self_attention.linear_qkv.bias": torch.ones(2, 8)})
     assert "Megatron's parameter decoder.layers.0.self_attention.linear_qkv.bias does not exist in" in said(unknown)
+    # Models of one family and as many layers: other sizes, other heads.
+    key = "decoder.layers.mlp.linear_fc2.weight"
+    wider = saved(tmp_path / "wider", tensors | {key: torch.ones(2, 4, 8)})
+    assert "down_proj.weight of shape (4, 8) and" in (error := said(wider)) and "of (4, 6): did training begin" in error
+    key = "decoder.layers.self_attention.linear_qkv.weight"
+    heads = saved(tmp_path / "heads", tensors | {key: torch.ones(2, 10, 4)})
+    assert f"linear_qkv.weight of {heads} is not of the model {source}" in said(heads)
     cut = saved(tmp_path / "cut", tensors)
     [file] = cut.glob("*.distcp")
     file.write_bytes(file.read_bytes()[:2000])
     assert f"{cut} is damaged" in said(cut)
+    zeros = saved(tmp_path / "zeros", tensors)
+    [file] = zeros.glob("*.distcp")
+    file.write_bytes(bytes(file.stat().st_size))
+    assert f"{zeros} is damaged" in said(zeros)
+    for content in (b"", bytes(100)):
+        (zeros / ".metadata").write_bytes(content)
+        assert f"{zeros} is damaged: .metadata cannot be read" in said(zeros)
 
 
 def test_folder_when_it_is_anothers_then_refused_and_left(tmp_path, numbers, source, capsys):
@@ -135,3 +153,72 @@ def test_folder_when_it_is_anothers_then_refused_and_left(tmp_path, numbers, sou
     assert [path.name for path in mine.iterdir()] == ["thesis.tex"]
     assert export(checkpoint, source, source, capsys)[0] == 2
     assert (source / "model.safetensors").is_file()
+
+
+def test_folder_when_it_is_read_from_then_refused_and_left(tmp_path, numbers, source, capsys):
+    checkpoint = saved(tmp_path / "checkpoint", stacked(numbers))
+    for folder in (checkpoint, source):
+        # Made here, so that it could be replaced.
+        (folder / hf_folder.MARKER).write_text("{}")
+        before = sorted(folder.iterdir())
+        status, error = export(checkpoint, source, folder, capsys)
+        assert status == 2 and f"would replace {folder}, which is read" in error
+        assert sorted(folder.iterdir()) == before
+
+
+def test_folder_when_it_is_a_link_or_has_no_name_then_the_one_it_leads_to(
+    tmp_path, numbers, source, capsys, monkeypatch
+):
+    checkpoint = saved(tmp_path / "checkpoint", stacked(numbers))
+    (tmp_path / "link").symlink_to(tmp_path / "disk/out")
+    for _ in range(2):  # the second takes the first one's place
+        assert export(checkpoint, source, tmp_path / "link", capsys) == (0, "")
+    assert (tmp_path / "link").is_symlink() and [path.name for path in (tmp_path / "disk").iterdir()] == ["out"]
+    monkeypatch.chdir(tmp_path / "disk/out")
+    assert export(checkpoint, source, ".", capsys) == (0, "")
+    assert set(HFCheckpoint(tmp_path / "link").names) >= set(numbers)
+
+
+def test_folder_when_a_file_system_is_mounted_there_then_refused_before_anything_is_written(
+    tmp_path, numbers, source, capsys, monkeypatch
+):
+    checkpoint = saved(tmp_path / "checkpoint", stacked(numbers))
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr(hf_folder.Path, "is_mount", lambda path: path.name == "out")
+    status, error = export(checkpoint, source, tmp_path / "out", capsys)
+    assert status == 2 and "is mounted at" in error and "name a folder in it" in error
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint", "source", "out"}
+
+
+def test_folder_when_a_death_ends_its_replacement_then_what_is_in_its_place_is_whole(
+    tmp_path, numbers, source, capsys, monkeypatch
+):
+    checkpoint, out = saved(tmp_path / "checkpoint", stacked(numbers)), tmp_path / "out"
+    assert export(checkpoint, source, out, capsys) == (0, "")
+    real, left = hf_folder.remove, []
+
+    def die(folder):
+        """In the middle of removing the folder that was there."""
+        if (folder / "config.json").is_file():
+            (folder / "config.json").unlink()
+            left.append(folder)
+            raise OSError("killed")
+        real(folder)
+
+    monkeypatch.setattr(hf_folder, "remove", die)
+    assert export(checkpoint, source, out, capsys)[0] == 2 and len(left) == 1
+    assert set(HFCheckpoint(out).names) >= set(numbers)
+    monkeypatch.setattr(hf_folder, "remove", real)
+    assert export(checkpoint, source, out, capsys) == (0, "")
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint", "source", "out"}
+
+
+@pytest.mark.parametrize("keys", [(), ("dtype",), ("torch_dtype",), ("dtype", "torch_dtype")])
+def test_config_when_it_names_the_dtype_twice_or_not_then_every_key_says_that_of_the_weights(
+    tmp_path, numbers, source, capsys, keys
+):
+    config = {name: value for name, value in CONFIG.items() if name != "torch_dtype"}
+    (source / "config.json").write_text(json.dumps(config | dict.fromkeys(keys, "bfloat16")))
+    checkpoint = saved(tmp_path / "checkpoint", stacked(numbers))
+    assert export(checkpoint, source, tmp_path / "out", capsys) == (0, "")
+    assert HFCheckpoint(tmp_path / "out").config == config | dict.fromkeys(keys or ("torch_dtype",), "float32")
