@@ -29,13 +29,9 @@ def forking(command: Sequence[str]) -> list[str]:
 
 def _rank(*words: str) -> None:
     """What `python *words` does: words are [-u] [-m] and a module or a script, then its arguments."""
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)  # the agent's own handlers are inherited
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # The first checkpoint would spawn this process, which imports all anew.
-    filesystem_async.get_write_results_queue("fork")
     words = [word for word in words[:2] if word != "-u"] + list(words[2:])
     try:
         if words[0] == "-m":
