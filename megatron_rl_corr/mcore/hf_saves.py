@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.models.hf_folder import UnfinishedFolder, check_writable
-from megatron_rl_corr.parallel.failure import all_reduce_failure
+from megatron_rl_corr.parallel.failure import all_reduce_failure, all_reduce_first_rank
 from megatron_rl_corr.weight_sync.export import StageExporter, write_stage
 
 
@@ -28,7 +27,7 @@ class HFSaves:
     """Steps from one to the next; None: after the last step alone."""
     last: int
     """The run's last step."""
-    source: HFCheckpoint
+    source: Path
     """The model that training began with."""
     exporter: StageExporter
 
@@ -36,7 +35,7 @@ class HFSaves:
     def of(cls, options: RunConfig, last: int, exporter: StageExporter) -> HFSaves:
         """As the flags have it. last: the run's last step."""
         folder = None if options.save_hf is None else Path(options.save_hf)
-        return cls(folder, options.save_hf_interval, last, HFCheckpoint(options.hf_checkpoint), exporter)
+        return cls(folder, options.save_hf_interval, last, Path(options.hf_checkpoint), exporter)
 
     def all_reduce_end_step(self, step: int, model: list, optimizer: Any) -> None:
         """Write the weights if it is time; every rank calls it.
@@ -57,11 +56,11 @@ class HFSaves:
         if self.folder is None or not due:
             return
         folder = UnfinishedFolder(self.folder / f"iter_{step:07d}", {"step": step})
-        _all_reduce_on_first(folder.begin)
+        all_reduce_first_rank(folder.begin)
         with compat.gathered_parameters(model, optimizer):
             error = write_stage(folder.path, self.exporter)
         all_reduce_failure(error)
-        _all_reduce_on_first(lambda: folder.finish(self.source))
+        all_reduce_first_rank(lambda: folder.finish(HFCheckpoint(self.source)))
         if dist.get_rank() == 0:
             print(f"[rollout] the policy after step {step}, for Hugging Face: {folder.final}", flush=True)
 
@@ -88,14 +87,3 @@ def check_folder(options: RunConfig, args: argparse.Namespace) -> None:
             "same number would replace; name another folder"
         )
     check_writable(folder, "--rollout-save-hf")
-
-
-def _all_reduce_on_first(write: Callable[[], None]) -> None:
-    """Rank 0 writes; every rank learns whether it could."""
-    error = None
-    if dist.get_rank() == 0:
-        try:
-            write()
-        except (OSError, ValueError) as failure:
-            error = failure
-    all_reduce_failure(error)

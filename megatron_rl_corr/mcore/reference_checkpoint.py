@@ -11,7 +11,7 @@ import contextlib
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from megatron_rl_corr.files import write_atomically
 from megatron_rl_corr.mcore.checkpoint_files import folder_of, folders_to_load, put_in
 from megatron_rl_corr.mcore.reference import Reference
 from megatron_rl_corr.models.hf_folder import copy_model_files, write_index
-from megatron_rl_corr.parallel.failure import StartupError, all_reduce_failure
+from megatron_rl_corr.parallel.failure import StartupError, all_reduce_failure, all_reduce_first_rank
 from megatron_rl_corr.weight_sync.export import write_stage
 
 FOLDER = "rollout_reference"
@@ -90,10 +90,10 @@ def saved_with(iteration: int, reference: Reference, args: argparse.Namespace, s
         yield
         return
     folder = Path(args.save) / f".{FOLDER}-{iteration}"
-    all_reduce_failure(_attempt(lambda: _clear(Path(args.save), folder)))
+    all_reduce_first_rank(lambda: _clear(Path(args.save), folder))
     if reference.reset_after:
         all_reduce_failure(write_stage(folder, reference.exporter))
-    all_reduce_failure(_attempt(lambda: _finish(folder, reference.reset_after, Path(source))))
+    all_reduce_first_rank(lambda: _finish(folder, reference.reset_after, Path(source)))
 
     def put(checkpoint: Path) -> None:
         shutil.rmtree(checkpoint / FOLDER, ignore_errors=True)
@@ -110,25 +110,14 @@ def saved_with(iteration: int, reference: Reference, args: argparse.Namespace, s
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _attempt(write: Callable[[], None]) -> Exception | None:
-    try:
-        write()
-    except OSError as error:
-        return error
-    return None
-
-
 def _clear(checkpoints: Path, folder: Path) -> None:
-    """Rank 0 makes the folder, and removes what a save left that was broken off."""
-    if dist.get_rank() == 0:
-        for left in checkpoints.glob(f".{FOLDER}-*"):
-            shutil.rmtree(left)
-        folder.mkdir(parents=True)
+    """Make the folder, and remove what a save left that was broken off."""
+    for left in checkpoints.glob(f".{FOLDER}-*"):
+        shutil.rmtree(left)
+    folder.mkdir(parents=True)
 
 
 def _finish(folder: Path, reset_after: int, source: Path) -> None:
-    if dist.get_rank() != 0:
-        return
     if reset_after:
         copy_model_files(source, folder)
         write_index(folder)

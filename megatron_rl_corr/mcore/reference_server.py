@@ -120,9 +120,11 @@ class ServedReference(Reference):
         dist.all_reduce(total, group=self._layout.dp_cp_group)
         if self._layout.is_job_reporter:
             k3 = Mean(total).value()
-            told = "loss/reference_kl does not fall below it"
+            meaning = "loss/reference_kl does not fall below it"
             if not k3 <= HALF_KL:
-                told = (f"rounding explains at most {HALF_KL:g}, so --rollout-reference-url serves another policy than "
-                        "--rollout-hf-checkpoint; if it should be the same, end this run and look at its checkpoint")
-            print(f"[rollout] reference servers: k3 of the start's weights against them is {k3:.3g}; {told}",
+                meaning = (
+                    f"rounding explains at most {HALF_KL:g}, so --rollout-reference-url serves another policy than "
+                    "--rollout-hf-checkpoint; if it should be the same, end this run and look at its checkpoint"
+                )
+            print(f"[rollout] reference servers: k3 of the start's weights against them is {k3:.3g}; {meaning}",
                   flush=True)  # fmt: skip

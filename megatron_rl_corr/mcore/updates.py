@@ -110,7 +110,7 @@ class BatchInTraining:
     weight_lag: float = 0.0
     """Largest, in pushes, on the rank that reports."""
     seconds: float = 0.0
-    """Of its updates so far and of its collection, on the rank that reports."""
+    """Seconds that its collection and its updates so far took, on the rank that reports."""
     ends_early: bool = False
     """Its last updates are left out, as the policy is too far from pi_old."""
     left_out: tuple | None = None

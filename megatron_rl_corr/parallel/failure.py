@@ -61,6 +61,22 @@ def all_reduce_failure(error: BaseException | None, group: ProcessGroup | None =
     all_reduce_done(True, error, group)
 
 
+def all_reduce_first_rank(write: Callable[[], None]) -> None:
+    """Rank 0 writes, and every rank learns whether it could; every rank calls it, one collective of two numbers.
+
+    Raises:
+        OSError, ValueError: on rank 0, as `write` does.
+        PeerFailure: then, on all others.
+    """
+    error = None
+    if dist.get_rank() == 0:
+        try:
+            write()
+        except (OSError, ValueError) as failure:
+            error = failure
+    all_reduce_failure(error)
+
+
 def all_reduce_done(done: bool, error: BaseException | None, group: ProcessGroup | None = None) -> bool:
     """Whether every rank of the group is done: one collective of two numbers; every rank of the group must call it.
 

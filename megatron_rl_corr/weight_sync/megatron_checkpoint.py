@@ -62,12 +62,12 @@ class MegatronCheckpoint:
 
     @property
     def names(self) -> list[str]:
-        """Of all parameters, with the numbers that layer and expert have in the whole model."""
+        """The names of all parameters, with the numbers that layer and expert have in the whole model."""
         return list(self._places)
 
     @property
     def nbytes(self) -> int:
-        """Of all parameters."""
+        """Bytes of all parameters."""
         return sum(stored.size.numel() * stored.properties.dtype.itemsize for stored in self._stored.values())
 
     def shape(self, name: str) -> tuple[int, ...]:

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_rl_corr.config.correction import RejectionRule, RolloutCorrectionConfig
 from megatron_rl_corr.mcore import loss as loss_module
@@ -29,10 +28,10 @@ from forked_layouts import save_results
 from layout_worker import DEALT, GROUP_SIZE, LENGTH, limits_of, replica_batch, set_up, whole_gradients
 from packed_worker import labelled, latent_config, latent_model, replaying
 from updates_cases import BATCH, BYPASS_KEPT, PACKED_RATE, SEED, WEIGHT, near
-from updates_worker import config_of
+from updates_worker import ROWS, config_of, megatrons
 
-SAMPLES, ROWS = 24, 2
-"""Of a batch, and of a microbatch of rows."""
+SAMPLES = 24
+"""Of a batch."""
 
 
 class PartedRows(RolloutBatch):
@@ -88,20 +87,8 @@ class TrainedLogprobs:
 def trained(model, parameters, layout, batch, settings, optimizer, spec, case, kind, routes):
     """[(log-probs, metrics, gradients) of each update], on this rank."""
     parts, epochs = spec["parts"], spec.get("epochs", 1)
-    rows = batch.num_sequences // parts
     reports = []
-
-    def train_step(forward_step, iterators, microbatches=rows // ROWS):
-        for chunk in model:
-            chunk.zero_grad_buffer()
-        optimizer.zero_grad()
-        get_forward_backward_func()(
-            forward_step_func=forward_step, data_iterator=iterators, model=model, num_microbatches=microbatches,
-            seq_length=LENGTH, micro_batch_size=ROWS, forward_only=False,
-        )
-        updated, grad_norm, _ = optimizer.step()
-        return {}, int(not updated), False, False, 0, grad_norm, None, 0
-
+    train_step = megatrons(model, optimizer, batch.num_sequences // parts)
     corrected = CorrectedStep(
         config=BYPASS if case == "bypass" else config_of(case), layout=layout, logprobs=settings, routes=routes,
         push=lambda version: None, report=reports.append,
