@@ -22,6 +22,8 @@ setup(
         "pyyaml>=6",
         "tensorboard>=2.14",
         "aiohttp>=3.9",
+        "transformers>=4.51",
+        "math-verify[antlr4_13_2]>=0.8",
         "orjson>=3.9",
         "jinja2>=3.1",
         "pyarrow>=15",

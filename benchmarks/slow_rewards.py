@@ -29,7 +29,8 @@ from megatron_rl_corr.engines.trajectory import SamplingParams  # noqa: E402
 from megatron_rl_corr.rollout.client import RolloutClient  # noqa: E402
 from megatron_rl_corr.rollout.cursor import Cursor, GroupNumbers  # noqa: E402
 from megatron_rl_corr.rollout.failures import FailedPrompts, Failures  # noqa: E402
-from megatron_rl_corr.rollout.queue import GroupSampler, GroupStream  # noqa: E402
+from megatron_rl_corr.rollout.group_sampler import GroupSampler  # noqa: E402
+from megatron_rl_corr.rollout.queue import GroupStream  # noqa: E402
 from tools.cpu import environment, sglang_arguments  # noqa: E402
 from tools.local_server import LocalServer  # noqa: E402
 from tools.process_group import descendants  # noqa: E402

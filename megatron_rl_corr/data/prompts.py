@@ -18,10 +18,14 @@ class Prompt:
     input_ids: list[int]
     metadata: dict[str, Any] = field(default_factory=dict)
     """The row's other keys, for the reward function; with "prompt", the text, where the row had text."""
+    text: str | None = None
+    """The prompt as text, where the row had text or messages; None: the row had ids."""
+    label: Any = None
+    """What the reward compares with, where the row has it."""
 
     def copied(self) -> "Prompt":
         """A copy for the user's code, which may change its lists and dicts: other samples use the row as well."""
-        return replace(self, input_ids=list(self.input_ids), metadata=_copied(self.metadata))
+        return replace(self, input_ids=list(self.input_ids), metadata=_copied(self.metadata), label=_copied(self.label))
 
 
 class PromptDataset:
@@ -125,8 +129,9 @@ def _parse_row(line: bytes, index: int, tokenizer_encode: Callable[[str], list[i
             raise ValueError(f'"prompt" must be text, got {type(row["prompt"]).__name__}')
         if tokenizer_encode is None:
             raise ValueError('"prompt" is text and there is no tokenizer; give one, or rows with "input_ids"')
-        return Prompt(index, _checked(tokenizer_encode(row["prompt"]), "the tokenizer's output"), row)
-    return Prompt(index, _checked(row.pop("input_ids"), '"input_ids"'), row)
+        ids = _checked(tokenizer_encode(row["prompt"]), "the tokenizer's output")
+        return Prompt(index, ids, row, row["prompt"], row.get("label"))
+    return Prompt(index, _checked(row.pop("input_ids"), '"input_ids"'), row, label=row.get("label"))
 
 
 def _checked(ids: Any, what: str) -> list[int]:

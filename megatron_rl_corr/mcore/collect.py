@@ -14,11 +14,13 @@ from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.core.metrics import Metric
 from megatron_rl_corr.data.prompts import PromptDataset
 from megatron_rl_corr.data.rewards import Rewards
+from megatron_rl_corr.data.tokenizer import Tokenizer
 from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
 from megatron_rl_corr.mcore.batch import BatchShape, RolloutBatch, broadcast_to_replica
 from megatron_rl_corr.mcore.collect_metrics import COUNTED, collection_metrics, count_samples
 from megatron_rl_corr.mcore.deal import Scored, all_gather_dealt
 from megatron_rl_corr.mcore.packed_batch import PackedBatch, broadcast_lengths, sequence_multiple
+from megatron_rl_corr.mcore.prompt_checks import check_they_fit, check_vocabulary
 from megatron_rl_corr.mcore.sampling_masks import Part, cut_sampling_masks, scatter_sampling_masks
 from megatron_rl_corr.moe.routes import Routes
 from megatron_rl_corr.parallel.failure import (
@@ -33,7 +35,8 @@ from megatron_rl_corr.rollout.client import RolloutClient
 from megatron_rl_corr.rollout.cursor import Cursor, Drawn, GroupNumbers, SavedCursor
 from megatron_rl_corr.rollout.episodes import Episodes
 from megatron_rl_corr.rollout.failures import CAUSES, NAMED_AFTER, FailedFraction, FailedPrompts, Failures
-from megatron_rl_corr.rollout.queue import GroupSampler, GroupStream, Taken
+from megatron_rl_corr.rollout.group_sampler import GroupSampler
+from megatron_rl_corr.rollout.queue import GroupStream, Taken
 
 PROGRESS_EVERY_S = 10.0
 """Interval of a leader's messages about a slow collection."""
@@ -50,6 +53,8 @@ class SampleSource:
     rewards: Rewards
     episodes: Episodes | None = None
     """With --rollout-environment."""
+    tokenizer: Tokenizer | None = None
+    """The model's; None where --rollout-hf-checkpoint has none."""
 
 
 class Collector:
@@ -275,25 +280,3 @@ class Collector:
         experts = None if shape is None else shape.experts
         own = count_samples(taken, version, experts)
         return [float((since | own | failed)[name]) for name in COUNTED]
-
-
-def check_vocabulary(prompts: PromptDataset, flag: str, vocab_size: int) -> None:
-    """Raises ValueError for an id that the model does not have: servers would refuse it, but many steps later."""
-    for prompt in prompts.prompts:
-        largest = max(prompt.input_ids)
-        if largest >= vocab_size:
-            raise ValueError(
-                f"{flag}: row {prompt.index} has token id {largest}; ids must be in [0, {vocab_size}), the vocabulary "
-                "of --rollout-hf-checkpoint: were the prompts tokenised for this model?"
-            )
-
-
-def check_they_fit(prompts: PromptDataset, flag: str, max_new_tokens: int, length: int) -> None:
-    """Raises ValueError unless a longest response to the longest prompt fits into a row."""
-    longest = max(len(prompt.input_ids) for prompt in prompts.prompts)
-    needed = longest + max_new_tokens - 1
-    if needed > length:
-        raise ValueError(
-            f"--seq-length {length} is too short for the longest prompt of {flag}, {longest} tokens, and "
-            f"--rollout-max-new-tokens {max_new_tokens}; use --seq-length {needed} or more"
-        )

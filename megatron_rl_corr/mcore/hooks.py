@@ -116,7 +116,7 @@ class CorrectedTraining:
                 set_packed(settings)
             model, optimizer, scheduler = original(*args, **kwargs)
             all_reduce_startup(lambda: run_flags.check_loaded_iteration(settings))
-            megatron = session.MegatronRun(settings, model, optimizer, _encode)
+            megatron = session.MegatronRun(settings, model, optimizer)
             self.session = session.start(self._config, self._options, megatron, self._numbers.update)
             return model, optimizer, scheduler
 
@@ -260,10 +260,6 @@ def with_our_flags(original: Callable) -> Callable:
         return add_flags(original(parser))
 
     return add_megatron_arguments
-
-
-def _encode(text: str) -> list[int]:
-    return global_vars.get_tokenizer().tokenize(text)
 
 
 def _console_losses(numbers: dict[str, float]) -> dict[str, torch.Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,18 @@ from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.data.prompts import PromptDataset
 from megatron_rl_corr.data.rewards import Rewards
+from megatron_rl_corr.data.tokenizer import Tokenizer
 from megatron_rl_corr.data.worker_pool import UserCalls
 from megatron_rl_corr.engines.errors import RolloutError
 from megatron_rl_corr.mcore import checkpoint_cursor, compat
 from megatron_rl_corr.mcore.batch import BatchShape
-from megatron_rl_corr.mcore.collect import Collector, SampleSource, check_they_fit, check_vocabulary
+from megatron_rl_corr.mcore.collect import Collector, SampleSource
 from megatron_rl_corr.mcore.evaluate import Evaluation
 from megatron_rl_corr.mcore.forward import LogprobSettings
 from megatron_rl_corr.mcore.hf_saves import HFSaves, check_folder
 from megatron_rl_corr.mcore.packing import pack_limits
 from megatron_rl_corr.mcore.policy_check import check_model, naming_checkpoint
+from megatron_rl_corr.mcore.prompt_checks import check_they_fit, check_vocabulary
 from megatron_rl_corr.mcore.reference import Reference
 from megatron_rl_corr.mcore.reference_start import broadcast_reference
 from megatron_rl_corr.mcore.sample_log import SampleLog
@@ -65,8 +67,6 @@ class MegatronRun:
     model: list
     """This rank's chunks."""
     optimizer: Any
-    encode: Callable[[str], list[int]]
-    """The tokenizer's: text -> ids."""
 
     @property
     def shape(self) -> dict[str, int]:
@@ -216,8 +216,9 @@ def _source(
         episodes = Episodes(load_environment(options.environment), options.max_turns, calls)
     if layout.is_data_leader:
         loop.call(rewards.start())
-    prompts = PromptDataset.from_jsonl(options.prompts, megatron.encode, seed=megatron.args.seed)
-    return SampleSource(client, loop, prompts, rewards, episodes)
+    tokenizer = Tokenizer.from_folder(options.hf_checkpoint)
+    prompts = PromptDataset.from_jsonl(options.prompts, tokenizer and tokenizer.encode, seed=megatron.args.seed)
+    return SampleSource(client, loop, prompts, rewards, episodes, tokenizer)
 
 
 def _evaluation(
@@ -225,10 +226,10 @@ def _evaluation(
 ) -> Evaluation | None:
     if options.eval_prompts is None:
         return None
-    prompts = PromptDataset.from_jsonl(options.eval_prompts, megatron.encode)
+    prompts = PromptDataset.from_jsonl(options.eval_prompts, source.tokenizer and source.tokenizer.encode)
     check_they_fit(prompts, "--rollout-eval-prompts", options.max_new_tokens, megatron.args.seq_length)
     check_vocabulary(prompts, "--rollout-eval-prompts", source.client.vocab_size)
-    held_out = SampleSource(source.client, source.loop, prompts, source.rewards, source.episodes)
+    held_out = replace(source, prompts=prompts)
     return Evaluation(layout, held_out, collector.sampling, every=megatron.args.eval_interval)
 
 

@@ -18,7 +18,7 @@ def test_from_jsonl_when_rows_hold_ids_or_text_then_their_other_keys_are_metadat
     path.write_text('{"input_ids": [3, 1], "answer": "4"}\n\n{"prompt": "ab", "level": 2}\n')
     first, second = PromptDataset.from_jsonl(path, lambda text: [ord(c) for c in text]).prompts
     assert first == Prompt(0, [3, 1], {"answer": "4"})
-    assert second == Prompt(1, [97, 98], {"prompt": "ab", "level": 2})
+    assert second == Prompt(1, [97, 98], {"prompt": "ab", "level": 2}, "ab")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from megatron_rl_corr.engines.types import UnsupportedByEngine
 from megatron_rl_corr.rollout import Prompt, PromptDataset, RolloutClient, SamplingParams
 from megatron_rl_corr.rollout.cursor import Cursor, GroupNumbers
 from megatron_rl_corr.rollout.failures import FailedPrompts, Failures
-from megatron_rl_corr.rollout.queue import GroupSampler, GroupStream
+from megatron_rl_corr.rollout.group_sampler import GroupSampler
+from megatron_rl_corr.rollout.queue import GroupStream
 
 GREEDY_LENGTH = SamplingParams(8, temperature=0.5, top_p=0.9)  # SGLang would need a top_k beside it
 

@@ -328,7 +328,7 @@ def test_expert_layout_when_an_older_release_would_lose_gradients_then_it_is_ref
 
 
 CASES["evaluation"] = """
-from megatron_rl_corr.mcore.collect import check_they_fit, check_vocabulary
+from megatron_rl_corr.mcore.prompt_checks import check_they_fit, check_vocabulary
 from megatron_rl_corr.rollout import Prompt, PromptDataset
 run_flags.check_policy = lambda args: None
 def said(check):

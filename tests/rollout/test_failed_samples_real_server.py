@@ -11,7 +11,8 @@ from megatron_rl_corr.engines.errors import TooManyFailures
 from megatron_rl_corr.rollout import Prompt, PromptDataset, Rewards, RolloutClient, SamplingParams
 from megatron_rl_corr.rollout.cursor import Cursor, GroupNumbers
 from megatron_rl_corr.rollout.failures import FailedPrompts, Failures
-from megatron_rl_corr.rollout.queue import GroupSampler, GroupStream
+from megatron_rl_corr.rollout.group_sampler import GroupSampler
+from megatron_rl_corr.rollout.queue import GroupStream
 from tools.process_group import descendants
 
 PLANTED = Path(__file__).resolve().parents[2] / "benchmarks/planted_reward.py"

@@ -10,7 +10,8 @@ from megatron_rl_corr.engines.errors import TooManyFailures
 from megatron_rl_corr.rollout import Prompt, PromptDataset, SampleFailure
 from megatron_rl_corr.rollout.cursor import Cursor, GroupNumbers
 from megatron_rl_corr.rollout.failures import HOPELESS_GROUPS, FailedPrompts, Failures
-from megatron_rl_corr.rollout.queue import GroupSampler, GroupStream
+from megatron_rl_corr.rollout.group_sampler import GroupSampler
+from megatron_rl_corr.rollout.queue import GroupStream
 
 GROUP = 32
 PROMPTS = PromptDataset([Prompt(index, [1]) for index in range(40)])
