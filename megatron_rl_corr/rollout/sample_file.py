@@ -34,6 +34,8 @@ class Sample:
     """[R] float32 of Megatron's pi_old, natural log."""
     advantages: torch.Tensor | None = None
     """[R] float32."""
+    reward_parts: dict[str, float] | None = None
+    """The named rewards that `reward` was made of, before their weights."""
 
     def __post_init__(self):
         for name, kind in PER_TOKEN.items():
@@ -47,13 +49,15 @@ class Sample:
 
 
 def samples_of_rows(
-    trajectories: Sequence[Trajectory], rewards: torch.Tensor | None = None, **rows: torch.Tensor
+    trajectories: Sequence[Trajectory], rewards: torch.Tensor | None = None,
+    parts: Sequence[dict[str, float]] | None = None, **rows: torch.Tensor,
 ) -> list[Sample]:
     """Samples of a batch whose position t of a row predicts token t + 1; on the CPU, sharing no memory with the rows.
 
     Args:
         trajectories: N responses.
         rewards: [N]; None: not known.
+        parts: N times the named rewards; None: not known.
         rows: [N, L] each, L >= P + R - 1: fields of a Sample that have a value for each token (loss_mask,
             train_logprobs, advantages).
 
@@ -62,7 +66,7 @@ def samples_of_rows(
     """
     count = len(trajectories)
     rows = {name: values.cpu() for name, values in rows.items()}
-    for name, values in {"rewards": rewards, **rows}.items():
+    for name, values in {"rewards": rewards, "parts": parts, **rows}.items():
         if values is not None and len(values) != count:
             raise ValueError(f"{count} trajectories have {len(values)} rows of {name}")
     samples = []
@@ -70,7 +74,9 @@ def samples_of_rows(
         first = trajectory.prompt_ids.numel() - 1
         part = slice(first, first + trajectory.output_ids.numel())
         own = {name: values[index, part].clone() for name, values in rows.items()}
-        samples.append(Sample(trajectory, None if rewards is None else float(rewards[index]), **own))
+        own["reward"] = None if rewards is None else float(rewards[index])
+        own["reward_parts"] = None if parts is None else parts[index]
+        samples.append(Sample(trajectory, **own))
     return samples
 
 
@@ -101,7 +107,10 @@ IF_KNOWN = {
     "support_lengths": _many(pa.int32()), "routed_experts": _many(pa.int16()),  # in C order
     "routed_experts_shape": _many(pa.int64()),
 }  # fmt: skip
-ADDED = {"environment_reward": pa.float64(), "routed_experts_bytes": pa.int64()}
+ADDED = {
+    "environment_reward": pa.float64(), "routed_experts_bytes": pa.int64(),
+    "reward_parts": pa.map_(pa.string(), pa.float64()),
+}  # fmt: skip
 """Columns that files of this version may lack: written since, null where they are absent."""
 SCHEMA = pa.schema(
     [pa.field(name, kind, False) for name, kind in ALWAYS.items()]
@@ -195,6 +204,7 @@ def _table(samples: list[Sample]) -> pa.Table:
     values = {name: [getattr(row, name) for row in rows] for name in ALWAYS}
     values["weight_versions"] = [[vars(span) for span in row.weight_versions] for row in rows]
     values |= {name: [getattr(sample, name) for sample in samples] for name in ("reward", *PER_TOKEN)}
+    values["reward_parts"] = [None if one.reward_parts is None else list(one.reward_parts.items()) for one in samples]
     values |= {name: [getattr(row, name) for row in rows] for name in ("turn_ids", "environment_reward")}
     values["support_ids"] = [None if row.support is None else row.support.ids for row in rows]
     values["support_lengths"] = [None if row.support is None else row.support.lengths for row in rows]
@@ -278,6 +288,7 @@ def _sample(cells: dict) -> Sample:
             raise ValueError(f"{routes.numel()} routed_experts have the shape {shape.tolist()}")
         kind = torch.uint8 if size == 1 else torch.int16
         cells["routed_experts"] = routes.to(kind).view(shape.tolist())
+    cells["reward_parts"] = None if cells["reward_parts"] is None else dict(cells["reward_parts"])
     own = {field.name: cells.pop(field.name) for field in fields(Sample) if field.name != "trajectory"}
     return Sample(Trajectory(**cells), **own)
 

@@ -61,6 +61,7 @@ def full(tokens, index=0):
         loss_mask=torch.arange(tokens) % 2 == 0,
         train_logprobs=torch.full((tokens,), -1.5),
         advantages=torch.full((tokens,), 0.1),
+        reward_parts={"math": 1.0, "format/tags": -0.1} if tokens else {},
     )  # fmt: skip
 
 
@@ -181,10 +182,12 @@ def test_file_when_it_breaks_a_rule_then_error_names_file_row_and_rule(tmp_path,
 
 
 def test_file_when_written_before_a_column_was_added_then_read_without_it(tmp_path):
-    path = changed(tmp_path, lambda table: table.drop_columns(["environment_reward"]))
+    path = changed(tmp_path, lambda table: table.drop_columns(["environment_reward", "reward_parts"]))
     read = list(read_trajectories(path))
     assert [sample.trajectory.environment_reward for sample in read] == [None, None]
-    old = [replace(s, trajectory=replace(s.trajectory, environment_reward=None)) for s in SAMPLES[:2]]
+    old = [
+        replace(s, trajectory=replace(s.trajectory, environment_reward=None), reward_parts=None) for s in SAMPLES[:2]
+    ]
     assert [bits(sample) for sample in read] == [bits(sample) for sample in old]
 
 
