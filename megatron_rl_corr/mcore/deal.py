@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,9 +17,16 @@ from megatron_rl_corr.mcore.packing import PackLimits, karmarkar_karp
 from megatron_rl_corr.parallel.collectives import all_gather_stacked
 from megatron_rl_corr.parallel.failure import communication_device
 from megatron_rl_corr.parallel.layout import Layout
+from megatron_rl_corr.rollout.sample_file import Origin
 
-Scored = tuple[Trajectory, float]
-"""A sample and its reward."""
+
+class Scored(NamedTuple):
+    """A sample, its reward and the named parts of it, and where it comes from if somebody asks."""
+
+    trajectory: Trajectory
+    reward: float
+    parts: dict[str, float] | None = None
+    origin: Origin | None = None
 
 
 def destinations(lengths: Sequence[Sequence[int]], limits: PackLimits) -> list[list[int]]:
@@ -64,7 +72,7 @@ def all_gather_dealt(
         return samples, 0
     lengths = torch.zeros(share, dtype=torch.int64, device=device)
     if samples is not None:
-        lengths.copy_(torch.tensor([_length(sample) for sample, _ in samples]))
+        lengths.copy_(torch.tensor([_length(one.trajectory) for one in samples]))
     # A leader is the first context-parallel rank of its replica, and those are numbered before replicas.
     every = all_gather_stacked(lengths, group)[:: layout.cp_size].tolist()
     if samples is None:

@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
-from megatron_rl_corr.mcore.batch import RolloutBatch
+from megatron_rl_corr.config.run import RunConfig
+from megatron_rl_corr.engines.trajectory import SamplingParams
+from megatron_rl_corr.mcore.batch import BatchShape, RolloutBatch
+from megatron_rl_corr.mcore.batch_collector import BatchCollector
 from megatron_rl_corr.mcore.loss import LossInputs
 from megatron_rl_corr.parallel.failure import all_reduce_failure
 from megatron_rl_corr.parallel.layout import Layout
-from megatron_rl_corr.rollout.sample_file import samples_of_rows, write_trajectories
+from megatron_rl_corr.rollout.sample_file import (
+    SavedBatch,
+    samples_of_rows,
+    write_trajectories,
+)
 
 
 class SampleLog:
     """Writes FOLDER/step_000001_replica0.parquet and so on, from each replica's data leader."""
 
-    def __init__(self, folder: Path, layout: Layout, sampling: SamplingParams):
-        self._folder, self._layout, self._sampling = folder, layout, sampling
+    def __init__(self, options: RunConfig, layout: Layout, shape: BatchShape, sampling: SamplingParams):
+        self._folder, self._layout, self._sampling = Path(options.save_trajectories), layout, sampling
+        self._batch = SavedBatch(
+            step=1, updates=options.updates_of_batch, replica=layout.dp_rank, replicas=layout.dp_size,
+            group_size=shape.group_size, packed=shape.packing is not None, num_turns=options.max_turns,
+            hf_checkpoint=str(Path(options.hf_checkpoint).resolve()),
+        )
         if layout.is_data_leader:
-            folder.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(parents=True, exist_ok=True)
 
     def all_reduce_write(
-        self, iteration: int, batch: RolloutBatch, trajectories: Sequence[Trajectory], inputs: LossInputs | None,
+        self, iteration: int, batch: RolloutBatch, samples: BatchCollector, inputs: LossInputs | None,
         *, with_train: bool,
     ) -> None:
         """Write the step after `iteration` others; every rank calls it.
@@ -36,7 +47,7 @@ class SampleLog:
         Args:
             iteration: steps before this one.
             batch: this rank's tokens.
-            trajectories: on the data leader, the batch's samples.
+            samples: has the batch's, on the data leader, and where they come from.
             inputs: on the last stage.
             with_train: there was a pass for old log-probs, so pi_old's log-probs and the final mask are known.
 
@@ -56,10 +67,12 @@ class SampleLog:
             rows["loss_mask"] = rows["loss_mask"] > 0
         error = None
         if self._layout.is_data_leader:
-            path = self._folder / f"step_{iteration + 1:06d}_replica{self._layout.dp_rank}.parquet"
+            known = replace(self._batch, step=iteration + 1)
             try:
-                samples = samples_of_rows(trajectories, batch.rewards, **rows)
-                write_trajectories(path, samples, sampling=self._sampling)
+                written = samples_of_rows(
+                    samples.trajectories, batch.rewards, samples.reward_parts, samples.origins, **rows
+                )
+                write_trajectories(self._folder / known.file_name, written, sampling=self._sampling, batch=known)
             except OSError as failure:
                 error = OSError(f"--rollout-save-trajectories {self._folder}: {failure}")
         all_reduce_failure(error)

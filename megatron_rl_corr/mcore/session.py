@@ -196,7 +196,7 @@ def _prepare(
     if args.iteration == 0:
         with naming_checkpoint(options.hf_checkpoint):
             load_shards(parameters, checkpoint, layout.shard)
-    log = None if (folder := options.save_trajectories) is None else SampleLog(Path(folder), layout, collector.sampling)
+    log = SampleLog(options, layout, shape, collector.sampling) if options.save_trajectories else None
     return _Parts(source, collector, evaluation, parameters, log)
 
 

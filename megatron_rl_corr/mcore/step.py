@@ -15,7 +15,7 @@ from megatron_rl_corr.config.rules import inputs_of
 from megatron_rl_corr.core.metrics import Metric
 from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.mcore.batch import BatchShape, RolloutBatch
-from megatron_rl_corr.mcore.collect import Collector
+from megatron_rl_corr.mcore.batch_collector import BatchCollector
 from megatron_rl_corr.mcore.decision import Decision
 from megatron_rl_corr.mcore.first_step import FirstStep
 from megatron_rl_corr.mcore.forward import LogprobSettings, compute_log_probs, make_forward_step
@@ -54,7 +54,7 @@ class CorrectedStep:
     config: RolloutCorrectionConfig
     layout: Layout
     shape: BatchShape
-    collector: Collector
+    collector: BatchCollector
     logprobs: LogprobSettings
     push: Callable[[int], None]
     """push(version): send the current weights; every rank calls it."""
@@ -133,7 +133,7 @@ class CorrectedStep:
             metrics |= self._all_gather_expert_statistics(inputs, iteration)
         times.mark("score")
         if self.log is not None:
-            self.log.all_reduce_write(iteration, batch, self.collector.trajectories, inputs, with_train=scored)
+            self.log.all_reduce_write(iteration, batch, self.collector, inputs, with_train=scored)
             times.mark("save")
         return BatchInTraining(number, batch, packs, inputs, metrics | self.collector.metrics | self.reference.metrics)
 

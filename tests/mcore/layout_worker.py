@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_rl_corr.engines.trajectory import Support, Trajectory, VersionSpan
 from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.mcore.batch import RolloutBatch
-from megatron_rl_corr.mcore.deal import all_gather_dealt
+from megatron_rl_corr.mcore.deal import Scored, all_gather_dealt
 from megatron_rl_corr.mcore.forward import LogprobSettings, compute_log_probs, make_forward_step
 from megatron_rl_corr.mcore.loss import (
     CorrectedLoss,
@@ -158,12 +158,12 @@ def packed_batch(trajectories, rewards, samples, layout):
     """As the collector makes it of this replica's trajectories: dealt out over replicas, then packed."""
     multiple, batch, scored = sequence_multiple(layout.cp_size), None, None
     if layout.is_data_leader:
-        scored = list(zip(trajectories, rewards.tolist(), strict=True))
+        scored = list(map(Scored, trajectories, rewards.tolist()))
     if layout.pp_rank == 0 and layout.tp_group.rank() == 0:
         scored, sent = all_gather_dealt(scored, len(trajectories), PackLimits(0, 0.01), layout)
         assert scored is None or sent > 0 or layout.dp_size == 1, "nothing moved"
     if layout.is_data_leader:
-        trajectories, rewards = [one for one, _ in scored], torch.tensor([reward for _, reward in scored])
+        trajectories, rewards = [one.trajectory for one in scored], torch.tensor([one.reward for one in scored])
         DEALT[:] = [one.sample_index for one in trajectories]
         batch = PackedBatch.from_trajectories(trajectories, rewards, length=LENGTH, version=0, multiple=multiple)
     batch = broadcast_lengths(batch, len(trajectories), layout, multiple=multiple)

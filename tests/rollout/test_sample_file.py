@@ -12,17 +12,19 @@ import pytest
 import torch
 
 from megatron_rl_corr.rollout import SamplingParams, Support, Trajectory, VersionSpan
+from megatron_rl_corr.rollout.sample_columns import FORMAT, SCHEMA, Origin, Sample
 from megatron_rl_corr.rollout.sample_file import (
-    FORMAT,
+    BATCH,
     SAMPLING,
-    SCHEMA,
-    Sample,
+    SavedBatch,
+    read_batch,
     read_sampling,
     read_trajectories,
     samples_of_rows,
     write_trajectories,
 )
 
+ADDED = {"environment_reward", "routed_experts_bytes", "group", "row", "label", "reward_parts"}
 ODD_NAN = torch.tensor([0x7FC01234], dtype=torch.int32).view(torch.float32)  # a NaN with a payload
 
 
@@ -62,6 +64,7 @@ def full(tokens, index=0):
         train_logprobs=torch.full((tokens,), -1.5),
         advantages=torch.full((tokens,), 0.1),
         reward_parts={"math": 1.0, "format/tags": -0.1} if tokens else {},
+        origin=Origin(812, 40 + index, {"answer": [17, None]}),
     )  # fmt: skip
 
 
@@ -69,7 +72,7 @@ BYTES = torch.tensor([0, 7, 255, 255] * 4, dtype=torch.uint8).view(4, 2, 2)
 
 SAMPLES = [
     full(5), Sample(response(3, 1, routed_experts=BYTES)), Sample(response(0, 2)), full(0, 3),
-    replace(full(4, 4), advantages=None), Sample(response(1, 5), reward=float("nan")),
+    replace(full(4, 4), advantages=None, origin=Origin(0, 0)), Sample(response(1, 5), reward=float("nan")),
 ]  # fmt: skip
 
 
@@ -77,7 +80,7 @@ def bits(value):
     """The value as something that == compares bit for bit."""
     if isinstance(value, torch.Tensor):
         return value.dtype, tuple(value.shape), value.contiguous().numpy().tobytes()
-    if isinstance(value, (Sample, Trajectory, Support)):
+    if isinstance(value, (Sample, Trajectory, Support, Origin)):
         return {name: bits(of) for name, of in vars(value).items()}
     return repr(value) if isinstance(value, float) else value
 
@@ -182,12 +185,11 @@ def test_file_when_it_breaks_a_rule_then_error_names_file_row_and_rule(tmp_path,
 
 
 def test_file_when_written_before_a_column_was_added_then_read_without_it(tmp_path):
-    path = changed(tmp_path, lambda table: table.drop_columns(["environment_reward", "reward_parts"]))
+    path = changed(tmp_path, lambda table: table.drop_columns(list(ADDED - {"routed_experts_bytes"})))
     read = list(read_trajectories(path))
     assert [sample.trajectory.environment_reward for sample in read] == [None, None]
-    old = [
-        replace(s, trajectory=replace(s.trajectory, environment_reward=None), reward_parts=None) for s in SAMPLES[:2]
-    ]
+    unknown = {"origin": None, "reward_parts": None}
+    old = [replace(s, trajectory=replace(s.trajectory, environment_reward=None), **unknown) for s in SAMPLES[:2]]
     assert [bits(sample) for sample in read] == [bits(sample) for sample in old]
 
 
@@ -207,6 +209,18 @@ def test_sampling_when_it_is_none_then_error_names_the_file_and_the_key(tmp_path
     pq.write_table(table.replace_schema_metadata({**table.schema.metadata, SAMPLING: kept.encode()}), path)
     with pytest.raises(ValueError, match=rf"a\.parquet has a {SAMPLING.decode()} in its metadata that cannot be read"):
         read_sampling(path)
+
+
+def test_file_when_its_batch_is_given_then_it_is_read_back_and_another_kind_is_named(tmp_path):
+    batch = SavedBatch(step=9, updates=2, replica=1, replicas=4, group_size=8, packed=True, num_turns=None,
+                       hf_checkpoint="/models/qwen")  # fmt: skip
+    path = write_trajectories(tmp_path / batch.file_name, [Sample(response(3))], batch=batch)
+    assert path.name == "step_000009_replica1.parquet" and read_batch(path) == batch
+    assert read_batch(write_trajectories(tmp_path / "b.parquet", [Sample(response(3))])) is None
+    table = pq.read_table(path)
+    pq.write_table(table.replace_schema_metadata({**table.schema.metadata, BATCH: b'{"step": 1}'}), path)
+    with pytest.raises(ValueError, match=rf"has a {BATCH.decode()} in its metadata that cannot be read"):
+        read_batch(path)
 
 
 def test_row_when_its_error_is_in_a_later_group_then_numbered_from_the_start_of_the_file(tmp_path):

@@ -1,0 +1,190 @@
+"""A batch made of the groups that a replica's leader takes: dealt out, packed or padded, sent to its replica."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import time
+from abc import ABC, abstractmethod
+from dataclasses import replace
+
+import torch
+
+from megatron_rl_corr.core.metrics import Metric
+from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
+from megatron_rl_corr.mcore.batch import BatchShape, RolloutBatch, broadcast_to_replica
+from megatron_rl_corr.mcore.collect_metrics import COUNTED, collection_metrics
+from megatron_rl_corr.mcore.deal import Scored, all_gather_dealt
+from megatron_rl_corr.mcore.packed_batch import PackedBatch, broadcast_lengths, sequence_multiple
+from megatron_rl_corr.mcore.sampling_masks import Part, cut_sampling_masks, scatter_sampling_masks
+from megatron_rl_corr.moe.routes import Routes
+from megatron_rl_corr.parallel.failure import all_reduce_failure, all_reduce_results, communication_device
+from megatron_rl_corr.parallel.layout import Layout
+from megatron_rl_corr.rollout.cursor import SavedCursor
+from megatron_rl_corr.rollout.queue import Group, Taken
+from megatron_rl_corr.rollout.sample_file import Origin
+
+
+class BatchCollector(ABC):
+    """Makes each step's batch of the groups that the replicas' leaders take, wherever these come from.
+
+    Args:
+        layout: this rank's process groups.
+        shape: sizes of a batch.
+        sampling: parameters that all samples were drawn with.
+        num_turns: the largest number of turns of a sample; None without an environment.
+        routes: take the samples' routed experts.
+
+    Raises:
+        ValueError: a batch that can't be dealt out over the replicas.
+    """
+
+    def __init__(
+        self, layout: Layout, shape: BatchShape, sampling: SamplingParams, *, num_turns: int | None,
+        routes: Routes | None,
+    ):
+        self._rows = shape.rows(layout.dp_size)
+        self._layout, self._length, self._packing = layout, shape.seq_length, shape.packing
+        self._groups, self.sampling, self._num_turns = self._rows // shape.group_size, sampling, num_turns
+        self._scored: list[Scored] | None = None
+        """To be packed: on a data leader its samples of the batch and their rewards, until they are dealt out."""
+        self._routes = Routes() if routes is None else routes
+        self.device = communication_device()
+        self.trajectories: list[Trajectory] = []
+        """The last batch's samples of this replica, on its data leader."""
+        self.reward_parts: list[dict[str, float] | None] = []
+        """The named rewards of each of these; None where its reward has no parts."""
+        self.origins: list[Origin | None] = []
+        """Where each of these comes from; None where nobody asks."""
+        self._sampling_masks: list[Part] | None = None
+        """The ids that their tokens were drawn from, until they are sent."""
+        self.metrics: dict[str, Metric] = {}
+        """Metrics of how the last batch was collected, this replica's share."""
+
+    @abstractmethod
+    def _submit_take(self, number: int) -> concurrent.futures.Future[Taken]:
+        """Begin to take this leader's groups of a batch."""
+
+    @abstractmethod
+    def _has_arrived(self, taking: concurrent.futures.Future, batch: int, since: float) -> bool:
+        """Whether the groups arrive within MEETING_INTERVAL_S. since: when the wait began."""
+
+    @abstractmethod
+    def _count(self, taken: Taken, version: int) -> list[float]:
+        """Values in the order of COUNTED."""
+
+    @abstractmethod
+    def _origin(self, group: Group) -> Origin | None:
+        """Where the samples of a group come from; None where nobody asks."""
+
+    @abstractmethod
+    def all_gather_cursor(self, batches: int, *, with_last: bool) -> SavedCursor | None:
+        """What a checkpoint keeps of the place in the prompts, on rank 0; every rank calls it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop what gives samples."""
+
+    @abstractmethod
+    def _all_reduce_failed(self) -> None:
+        """Look at what failed since the previous batch; every rank calls it."""
+
+    def collect(self, number: int) -> RolloutBatch | PackedBatch:
+        """This rank's share of a batch; every rank calls it. number: also the version of the trainer's weights."""
+        batch, counted = self._all_reduce_taken(number)
+        self._all_reduce_failed()
+        if self._packing is not None:
+            batch, counted[COUNTED.index("moved_bytes")] = self._all_reduce_dealt(number)
+        counted = counted.to(self.device)
+        broadcast_to_replica([counted], self._layout)
+        # Of the ranks that share a replica's rows, one contributes what is counted once.
+        self.metrics = collection_metrics(
+            counted if self._layout.cp_group.rank() == 0 else torch.zeros_like(counted),
+            with_routes=self._routes.server_shape is not None, packed=self._packing is not None,
+        )
+        whole = self._broadcast(batch)
+        own = whole.context_slice(self._layout.cp_group.rank(), self._layout.cp_group.size())
+        if self.sampling.truncated:
+            parts, self._sampling_masks = self._sampling_masks, None
+            masks = scatter_sampling_masks(parts, own.tokens.numel(), layout=self._layout)
+            own = replace(own, sampling_masks=masks)
+        experts = [sample.routed_experts for sample in self.trajectories] if self._layout.is_data_leader else None
+        self._routes.scatter(experts, whole.cu_seqlens.tolist())
+        return own
+
+    def _broadcast(self, batch: RolloutBatch | PackedBatch | None) -> RolloutBatch | PackedBatch:
+        """The leader's batch (None on others) on every rank of its replica."""
+        if self._packing is not None:
+            multiple = sequence_multiple(self._layout.cp_size)
+            batch = broadcast_lengths(batch, self._rows, self._layout, multiple=multiple)
+        elif batch is None:
+            batch = RolloutBatch.empty(self._rows, self._length)
+        whole = batch.broadcast(self._layout, num_turns=self._num_turns)
+        if self._packing is None or self._layout.dp_size == 1:
+            return whole
+        return replace(whole, parted_groups=self._groups * self._layout.dp_size)
+
+    def _all_reduce_dealt(self, version: int) -> tuple[PackedBatch | None, int]:
+        """The batch of the samples that this replica trains, and the bytes that its leader sent; (None, 0) on others.
+
+        Samples are dealt out over replicas by what they cost. Every rank calls it.
+
+        Raises:
+            ValueError: as `PackedBatch.from_trajectories` and `cut_sampling_masks`, on one rank.
+            PeerFailure: then, on the other ranks.
+        """
+        layout, batch, error = self._layout, None, None
+        (scored, self._scored), sent = (self._scored, None), 0
+        if layout.pp_rank == 0 and layout.tp_group.rank() == 0:
+            scored, sent = all_gather_dealt(scored, self._rows, self._packing, layout)
+        if scored is not None:
+            try:
+                batch = PackedBatch.from_trajectories(
+                    *self._kept(scored), length=self._length, version=version,
+                    multiple=sequence_multiple(layout.cp_size), num_turns=self._num_turns,
+                )
+                if self.sampling.truncated:
+                    self._sampling_masks = cut_sampling_masks(self.trajectories, batch.cu_seqlens, layout.cp_size)
+            except ValueError as failure:
+                error = failure
+        all_reduce_failure(error)
+        return batch, sent
+
+    def _all_reduce_taken(self, step: int) -> tuple[RolloutBatch | None, torch.Tensor]:
+        """A leader's batch and its counts, None and zeros on other ranks; returns when every leader has its own.
+
+        All ranks meet at least every MEETING_INTERVAL_S, however long the slowest leader waits for its samples.
+        """
+        taking = self._submit_take(step) if self._layout.is_data_leader else None
+        since = time.monotonic()
+
+        def read(taken: Taken) -> tuple[RolloutBatch | None, torch.Tensor]:
+            batch = None if self._packing else self._batch(taken, step)
+            if self._packing is not None:
+                self._scored = self._numbered(taken, self._layout.dp_rank * self._groups)
+            elif self.sampling.truncated:
+                self._sampling_masks = cut_sampling_masks(self.trajectories, batch.cu_seqlens, self._layout.cp_size)
+            return batch, torch.tensor(self._count(taken, step), dtype=torch.float64)
+
+        own = all_reduce_results(taking, read, lambda taking: self._has_arrived(taking, step, since))
+        return (None, torch.zeros(len(COUNTED), dtype=torch.float64)) if own is None else own
+
+    def _batch(self, taken: Taken, version: int) -> RolloutBatch:
+        return RolloutBatch.from_trajectories(
+            *self._kept(self._numbered(taken)), length=self._length, version=version, num_turns=self._num_turns
+        )
+
+    def _kept(self, scored: list[Scored]) -> tuple[list[Trajectory], torch.Tensor]:
+        """The batch's trajectories, which are remembered with what is known of them, and rewards [S] float32."""
+        self.trajectories = [one.trajectory for one in scored]
+        self.reward_parts, self.origins = [one.parts for one in scored], [one.origin for one in scored]
+        return self.trajectories, torch.tensor([one.reward for one in scored], dtype=torch.float32)
+
+    def _numbered(self, taken: Taken, first: int = 0) -> list[Scored]:
+        """The samples and their rewards; prompts are numbered from `first`."""
+        return [
+            Scored(replace(trajectory, prompt_index=place), reward, parts, origin)
+            for place, group in enumerate(taken.groups, first) for origin in [self._origin(group)]
+            for trajectory, reward, parts in zip(
+                group.trajectories, group.rewards, group.reward_parts or [None] * len(group.rewards), strict=True
+            )
+        ]
