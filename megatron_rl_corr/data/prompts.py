@@ -1,12 +1,19 @@
-"""Reads prompts from JSON lines and deals them out in batches that depend only on the seed and the step."""
+"""A prompt, and the endless sequence of prompts that a run draws: it depends on the data and the seed alone."""
 
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-import orjson
+from megatron_rl_corr.data.order import MixedOrder
+from megatron_rl_corr.data.rows import BadRow, LongPrompt
+from megatron_rl_corr.data.skipped import SkippedRows
+
+KEPT_PROMPTS = 512
+"""Prompts that are kept after they were made: one that is drawn is asked for again soon."""
 
 
 @dataclass(frozen=True)
@@ -14,16 +21,16 @@ class Prompt:
     """One row of the data set."""
 
     index: int
-    """Row number in the file, from 0, not counting blank lines."""
+    """Row number in the data, from 0, not counting blank lines; with several sources, one behind another."""
     input_ids: list[int]
     metadata: dict[str, Any] = field(default_factory=dict)
-    """The row's other keys, for the reward function; with "prompt", the text, where the row had text."""
+    """The row, for the reward function; where its prompt is ids, without them."""
     text: str | None = None
     """The prompt as text, where the row had text or messages; None: the row had ids."""
     label: Any = None
     """What the reward compares with, where the row has it."""
 
-    def copied(self) -> "Prompt":
+    def copied(self) -> Prompt:
         """A copy for the user's code, which may change its lists and dicts: other samples use the row as well."""
         return replace(self, input_ids=list(self.input_ids), metadata=_copied(self.metadata), label=_copied(self.label))
 
@@ -32,61 +39,82 @@ class PromptDataset:
     """Prompts in an endless sequence of shuffled epochs.
 
     Args:
-        prompts: the rows of the data set.
+        rows: the prompts of the data, in their order; a list, or what makes each when it is asked for, and then raises
+            BadRow for one that can't be made.
         seed: of the order, in [0, 2**32).
+        order: of the draws; None: that of one source.
+        warn: takes a line about a row that is left out.
 
     Raises:
         ValueError: no prompts, or a seed out of its range.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], *, seed: int = 0):
-        if not prompts:
+    def __init__(
+        self, rows: Sequence[Prompt], *, seed: int = 0, order: MixedOrder | None = None,
+        warn: Callable[[str], None] | None = None,
+    ):  # fmt: skip
+        if not len(rows):
             raise ValueError("a prompt data set needs at least one prompt")
-        if not 0 <= seed < 2**32:
-            raise ValueError(f"the prompt seed must be in [0, 2**32), got {seed}")
-        self.prompts = list(prompts)
+        self.rows = rows
+        """Prompts by their index."""
         self.seed = seed
-        self._orders: dict[int, np.ndarray] = {}
-
-    @classmethod
-    def from_jsonl(
-        cls, path: str | Path, tokenizer_encode: Callable[[str], list[int]] | None = None, *, seed: int = 0
-    ) -> "PromptDataset":
-        """The data set in a file of JSON lines: {"input_ids": [...]} or {"prompt": "text"}, with any further keys.
-
-        Args:
-            path: of the file; blank lines are skipped.
-            tokenizer_encode: tokenizer_encode(text) -> token ids, called once for each row with text; None: rows have
-                no text.
-            seed: of the order, in [0, 2**32).
-
-        Raises:
-            ValueError: a row is wrong (the message names file and line), the file has none, or the seed is out of its
-                range.
-        """
-        prompts = []
-        with open(path, "rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    prompts.append(_parse_row(line, len(prompts), tokenizer_encode))
-                except ValueError as error:
-                    raise ValueError(f"{path}:{number}: {error}") from None
-        if not prompts:
-            raise ValueError(f"{path}: no prompts in it; expected one JSON object a line")
-        return cls(prompts, seed=seed)
+        self._order = MixedOrder([len(rows)], [[]], seed=seed) if order is None else order
+        self._kept: OrderedDict[int, Prompt] = OrderedDict()
+        self._lock = threading.Lock()
+        """Groups are drawn on the event loop; the trainer's thread asks for the prompts of a batch that is done."""
+        self.skipped = SkippedRows(len(rows), warn)
+        """Rows that were left out when they were drawn."""
 
     def __len__(self) -> int:
-        return len(self.prompts)
+        return len(self.rows)
+
+    @property
+    def identity(self) -> str:
+        """What the order depends on beside seed and rows, such as the sources' sizes; "" for one plain source."""
+        return self._order.identity
+
+    def index_at(self, number: int) -> int:
+        """The row at this place of the sequence, from 0."""
+        with self._lock:
+            return self._order.row(number)
 
     def at(self, number: int) -> Prompt:
-        """The prompt at this place of the sequence, from 0: the same for the same file and seed."""
-        epoch, place = divmod(number, len(self.prompts))
-        return self.prompts[self._order(epoch)[place]]
+        """The prompt at this place of the sequence, from 0: the same for the same data, seed and weights.
+
+        Raises:
+            BadRow: its row has no prompt that can be used.
+            ChangedFile: a file of the data is not as it was.
+            TooManyBadRows: `can_be_drawn` has found nearly all rows bad.
+        """
+        self.skipped.check()
+        with self._lock:
+            index = self._order.row(number)
+            if index in self._kept:
+                self._kept.move_to_end(index)
+                return self._kept[index]
+            prompt = self._kept[index] = self.rows[index]
+            if len(self._kept) > KEPT_PROMPTS:
+                self._kept.popitem(last=False)
+            return prompt
+
+    def can_be_drawn(self, number: int) -> bool:
+        """Whether the row of this number has a prompt that can be used; one that has not is counted and named.
+
+        True also where the run is to end, for nearly all rows are bad or a file was changed: `at` then says why.
+        """
+        try:
+            self.at(number)
+        except LongPrompt as error:
+            return not self.skipped.add(self.index_at(number), error, "long")
+        except BadRow as error:
+            return not self.skipped.add(self.index_at(number), error, "bad")
+        except (OSError, RuntimeError, ValueError):
+            return True
+        self.skipped.drawn()
+        return True
 
     def batch(self, step: int, n: int) -> list[Prompt]:
-        """Prompts [step * n, step * n + n) of the sequence: the same for the same file, seed, step and n.
+        """Prompts [step * n, step * n + n) of the sequence: the same for the same data, seed, step and n.
 
         No state is kept between calls, so a run that resumes at a step gets the prompts that it would have had. Within
         an epoch every prompt comes once; a batch may run over into the next epoch.
@@ -98,43 +126,8 @@ class PromptDataset:
             raise ValueError(f"step must be at least 0 and n at least 1, got {step} and {n}")
         return [self.at(number) for number in range(step * n, step * n + n)]
 
-    def _order(self, epoch: int) -> np.ndarray:
-        if epoch not in self._orders:
-            self._orders = dict(list(self._orders.items())[-1:])  # groups of two epochs may be under way
-            self._orders[epoch] = self._permutation(epoch)
-        return self._orders[epoch]
-
-    def _permutation(self, epoch: int) -> np.ndarray:
-        # RandomState because its stream is frozen (NEP 19): the order outlives an upgrade of numpy.
-        return np.random.RandomState([self.seed, epoch]).permutation(len(self.prompts))
-
 
 def _copied(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _copied(one) for key, one in value.items()}
     return [_copied(one) for one in value] if isinstance(value, list) else value
-
-
-def _parse_row(line: bytes, index: int, tokenizer_encode: Callable[[str], list[int]] | None) -> Prompt:
-    try:
-        row = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error}") from None
-    if not isinstance(row, dict):
-        raise ValueError(f"expected a JSON object, got {type(row).__name__}")
-    if ("input_ids" in row) == ("prompt" in row):
-        raise ValueError(f'expected one of "input_ids" and "prompt", got the keys {sorted(row)}')
-    if "prompt" in row:
-        if not isinstance(row["prompt"], str):
-            raise ValueError(f'"prompt" must be text, got {type(row["prompt"]).__name__}')
-        if tokenizer_encode is None:
-            raise ValueError('"prompt" is text and there is no tokenizer; give one, or rows with "input_ids"')
-        ids = _checked(tokenizer_encode(row["prompt"]), "the tokenizer's output")
-        return Prompt(index, ids, row, row["prompt"], row.get("label"))
-    return Prompt(index, _checked(row.pop("input_ids"), '"input_ids"'), row, label=row.get("label"))
-
-
-def _checked(ids: Any, what: str) -> list[int]:
-    if not isinstance(ids, list) or not ids or not all(type(i) is int and i >= 0 for i in ids):
-        raise ValueError(f"{what} must be a non-empty list of integers of at least 0, got {str(ids)[:100]}")
-    return ids

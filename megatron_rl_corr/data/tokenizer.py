@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_rl_corr.config.prompts import RESERVED
+
 FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
@@ -27,13 +29,64 @@ class Tokenizer:
         from transformers import AutoTokenizer  # takes seconds, and only runs with text need it
 
         try:
-            return cls(AutoTokenizer.from_pretrained(str(folder), local_files_only=True), folder)
+            loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         except (OSError, ValueError, ImportError) as error:
-            raise ValueError(f"{folder}: its tokenizer cannot be loaded: {error}") from error
+            raise ValueError(
+                f"{folder}: its tokenizer cannot be loaded (code that comes with a checkpoint is not run): {error}"
+            ) from error
+        return cls(loaded, folder)
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of a text, with the special tokens that the tokenizer adds by itself."""
-        return list(self._tokenizer.encode(text))
+    def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        """The ids of a text.
+
+        Args:
+            text: may spell special tokens out.
+            special_tokens: with those that the tokenizer adds by itself, such as one at the beginning.
+
+        Raises:
+            ValueError: the tokenizer has no id for a part of it.
+        """
+        try:
+            return list(self._tokenizer.encode(text, add_special_tokens=special_tokens, verbose=False))
+        except Exception as error:  # tokenizers raises the base class
+            raise ValueError(f"the tokenizer of {self._folder} can't encode {text[:100]!r}: {error}") from error
+
+    @property
+    def bos_id(self) -> int | None:
+        """The id that texts begin with, where the tokenizer has one."""
+        return self._tokenizer.bos_token_id
+
+    @property
+    def has_template(self) -> bool:
+        """Whether it can render messages."""
+        return bool(getattr(self._tokenizer, "chat_template", None))
+
+    def check_variables(self, variables: Mapping[str, Any], *, with_tools: bool) -> None:
+        """ValueError for a variable that the chat template does not use, and so for an option without effect.
+
+        Args:
+            variables: of the template, by name.
+            with_tools: rows have tools.
+        """
+        from jinja2 import TemplateError, meta
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        try:
+            template = self._tokenizer.get_chat_template(tools=[{}] if with_tools else None)
+            environment = _compile_jinja_template(template).environment
+            used = meta.find_undeclared_variables(environment.parse(template))
+        except (TemplateError, ValueError) as error:
+            raise ValueError(f"the chat template of {self._folder} cannot be used: {error}") from error
+        for name in variables:
+            if name not in used:
+                raise ValueError(
+                    f"`chat_template_kwargs` has {name}, which the chat template of {self._folder} does not use; drop "
+                    f"it, or use {', '.join(sorted(used - set(RESERVED))) or 'another template'}"
+                )
+        if with_tools and "tools" not in used:
+            raise ValueError(
+                f"`tools_key`: the chat template of {self._folder} does not show tools; use one that does, or drop it"
+            )
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, without special tokens."""
@@ -52,14 +105,16 @@ class Tokenizer:
         Raises:
             ValueError: the tokenizer has no template, or the template refuses the messages.
         """
-        if not getattr(self._tokenizer, "chat_template", None):
-            raise ValueError(f"the tokenizer of {self._folder} has no chat template; give it one, or rows of text")
+        if not self.has_template:
+            raise ValueError(
+                f"the tokenizer of {self._folder} has no chat template; put the model's chat_template.jinja there, or "
+                "give rows of text"
+            )
         from jinja2 import TemplateError
 
         how = {"tools": tools, "add_generation_prompt": True, "tokenize": False, **kwargs}
         try:
             text = self._tokenizer.apply_chat_template(list(messages), **how)
-        except TemplateError as error:
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:  # what a template may raise
             raise ValueError(f"the chat template of {self._folder} refuses the messages: {error}") from error
-        # The template writes its own special tokens.
-        return text, list(self._tokenizer.encode(text, add_special_tokens=False))
+        return text, self.encode(text, special_tokens=False)  # the template writes its own

@@ -18,7 +18,6 @@ from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.mcore.batch import BatchShape
 from megatron_rl_corr.mcore.batch_collector import BatchCollector
 from megatron_rl_corr.mcore.collect_metrics import COUNTED, count_samples
-from megatron_rl_corr.mcore.prompt_checks import check_they_fit, check_vocabulary
 from megatron_rl_corr.moe.routes import Routes
 from megatron_rl_corr.parallel.failure import (
     MEETING_INTERVAL_S,
@@ -45,7 +44,8 @@ class SampleSource:
     client: RolloutClient
     loop: LoopThread
     """Runs the client's coroutines."""
-    prompts: PromptDataset
+    prompts: PromptDataset | None
+    """None on ranks that draw none."""
     rewards: Rewards
     episodes: Episodes | None = None
     """With --rollout-environment."""
@@ -62,7 +62,7 @@ class Collector(BatchCollector):
     ):
         """batches: first and last. saved: the cursor of a checkpoint. routes: take the samples' routed experts.
 
-        Raises ValueError for a batch that can't be dealt out, and for prompts that do not fit.
+        Raises ValueError for a batch that can't be dealt out.
         """
         sampling = SamplingParams(
             max_new_tokens=options.max_new_tokens, temperature=options.temperature, top_p=options.top_p,
@@ -70,8 +70,6 @@ class Collector(BatchCollector):
         )
         super().__init__(layout, shape, sampling, num_turns=options.max_turns, routes=routes)
         client, prompts = source.client, source.prompts
-        check_they_fit(prompts, "--rollout-prompts", options.max_new_tokens, shape.seq_length)
-        check_vocabulary(prompts, "--rollout-prompts", client.vocab_size)
         self._saves = options.save_trajectories is not None
         self._client, self._loop, self._rewards = client, source.loop, source.rewards
         client.engine.check_sampling(self.sampling)
@@ -80,8 +78,12 @@ class Collector(BatchCollector):
         self._prompts = prompts
         # Without failures, a batch's groups are those of one slice of the sequence.
         first = batches[0] * shape.collected // shape.group_size
-        cursor = Cursor(first) if saved is None else saved.cursor_of(prompts)
-        self._failed_prompts = FailedPrompts(len(prompts)) if saved is None else saved.failed_of(prompts)
+        cursor, self._failed_prompts = Cursor(first), FailedPrompts(1 if prompts is None else len(prompts))
+        if saved is not None and prompts is not None:
+            cursor, self._failed_prompts = saved.cursor_of(prompts), saved.failed_of(prompts)
+            if layout.dp_rank == 0 and (difference := saved.difference(prompts)):
+                warn(f"--rollout-prompts are not those of the checkpoint: {difference}; they go on at place {saved.next} "
+                     f"of their sequence, and {len(saved.again)} drawn and not trained are not drawn again")  # fmt: skip
         self._sampler = sampler = GroupSampler(
             client, prompts, GroupNumbers(cursor, layout.dp_rank, layout.dp_size), self.sampling,
             group_size=shape.group_size, rewards=source.rewards, failures=self._failures,
@@ -160,7 +162,7 @@ class Collector(BatchCollector):
         counts = self._client.counts()
         since = {name: counts[name] - self._counted[name] for name in counts}
         self._counted = counts
-        failed = self._failures.since_last()
+        failed = self._failures.since_last() | self._prompts.skipped.since_last()
         self._failed = [failed["ended"], *(failed[f"failed_{cause}"] for cause in CAUSES), failed["replaced"]]
         shape = self._routes.server_shape
         experts = None if shape is None else shape.experts

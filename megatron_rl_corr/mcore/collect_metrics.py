@@ -18,7 +18,7 @@ COUNTED = (
     "samples", "tokens", "token_lags", "mixed", "length", "abort", "ready", "running", "dropped", "retries",
     "continuations", "left_out", "route_tokens", "route_bytes", "unrouted", "equal_groups", "duplicates", "ended",
     *(f"failed_{cause}" for cause in CAUSES), "replaced", "lost_samples", "lost_tokens",
-    "moved_bytes",
+    "skipped_bad", "skipped_long", "moved_bytes",
 )  # fmt: skip
 """Names of the counts, in the order in which they are broadcast."""
 
@@ -104,6 +104,7 @@ def collection_metrics(
         "rollout/failed_fraction": mean("failed", "ended"),
         **{f"rollout/failed/{cause}": Sum(values[f"failed_{cause}"][None]) for cause in CAUSES},
         "rollout/groups_replaced": Sum(values["replaced"][None]),
+        **{f"rollout/skipped_prompts/{cause}": Sum(values[f"skipped_{cause}"][None]) for cause in ("bad", "long")},
         "rollout/by_fate/kept_length_mean": mean("tokens", "samples"),
         "rollout/by_fate/dropped_length_mean": mean("lost_tokens", "lost_samples"),
     }
@@ -148,6 +149,11 @@ METRICS = (
         ),
         MetricSpec(
             "rollout/groups_replaced", "groups dropped because a sample failed for good, since the batch before"
+        ),
+        MetricSpec(
+            "rollout/skipped_prompts/",
+            "rows that were drawn since the batch before and left out: bad: they make no prompt; long: too long",
+            "bad, long",
         ),
         MetricSpec(
             "rollout/by_fate/", "kept_length_mean, dropped_length_mean: tokens per response of groups kept and dropped",

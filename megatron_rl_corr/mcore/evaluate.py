@@ -29,7 +29,7 @@ class Evaluation:
 
     layout: Layout
     source: SampleSource
-    """Its prompts are the held-out ones."""
+    """Its prompts are the held-out ones, None on ranks that ask for no samples."""
     sampling: SamplingParams
     every: int
 
@@ -39,8 +39,9 @@ class Evaluation:
 
     def all_reduce_metrics(self) -> dict[str, float]:
         """Mean reward and length, and the share that hit the length limit: on every rank, which all call."""
-        prompts = self.source.prompts.prompts
-        mine = prompts[self.layout.dp_rank :: self.layout.dp_size] if self.layout.is_data_leader else []
+        prompts, mine = self.source.prompts, []
+        if self.layout.is_data_leader:
+            mine = [prompts.rows[place] for place in range(self.layout.dp_rank, len(prompts), self.layout.dp_size)]
         sampling = self.source.loop.submit(self._sample(mine)) if mine else None
         own = all_reduce_results(sampling, _sums)
         sums = torch.zeros(5, dtype=torch.float64) if own is None else own
@@ -53,7 +54,7 @@ class Evaluation:
 
     async def _sample(self, prompts: list[Prompt]) -> list[tuple[Trajectory, float] | None]:
         """A sample of each prompt and its reward; None where it failed for good."""
-        places = range(self.layout.dp_rank, len(self.source.prompts.prompts), self.layout.dp_size)
+        places = range(self.layout.dp_rank, len(self.source.prompts), self.layout.dp_size)
         numbers = [evaluation_number(place) for place in places]
         return await all_or_first_failure([self._scored(*one) for one in zip(prompts, numbers, strict=True)])
 

@@ -1,25 +1,132 @@
-"""What is checked of prompts before the first is sampled: their ids, and that the longest response fits."""
+"""Opens the prompts of a run, and looks at them before the first is sampled: whether their rows can be used at all."""
 
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_rl_corr.config.flags import warn
+from megatron_rl_corr.config.run import RunConfig
+from megatron_rl_corr.data.prompt_files import open_prompts
+from megatron_rl_corr.data.prompt_format import PromptFormat, PromptLimits
 from megatron_rl_corr.data.prompts import PromptDataset
+from megatron_rl_corr.data.rows import LongPrompt
+from megatron_rl_corr.data.tokenizer import Tokenizer
+from megatron_rl_corr.parallel.layout import Layout
+
+CHECKED_ROWS = 1000
+"""Rows that are looked at where there are more, beside the first and the last."""
+CHECKED_IDS = 100_000
+"""Data of ids are looked at as a whole up to so many rows: nothing is to be tokenised."""
 
 
-def check_vocabulary(prompts: PromptDataset, flag: str, vocab_size: int) -> None:
-    """Raises ValueError for an id that the model does not have: servers would refuse it, but many steps later."""
-    for prompt in prompts.prompts:
-        largest = max(prompt.input_ids)
-        if largest >= vocab_size:
-            raise ValueError(
-                f"{flag}: row {prompt.index} has token id {largest}; ids must be in [0, {vocab_size}), the vocabulary "
-                "of --rollout-hf-checkpoint: were the prompts tokenised for this model?"
-            )
+def training_prompts(
+    options: RunConfig, args: argparse.Namespace, layout: Layout, tokenizer: Tokenizer | None, vocab_size: int
+) -> PromptDataset | None:
+    """The data of --rollout-prompts, after a look at its rows; None on ranks that ask for no samples.
 
+    Args:
+        options: the run's.
+        args: Megatron's.
+        layout: of the ranks.
+        tokenizer: of --rollout-hf-checkpoint.
+        vocab_size: of the model.
 
-def check_they_fit(prompts: PromptDataset, flag: str, max_new_tokens: int, length: int) -> None:
-    """Raises ValueError unless a longest response to the longest prompt fits into a row."""
-    longest = max(len(prompt.input_ids) for prompt in prompts.prompts)
-    needed = longest + max_new_tokens - 1
-    if needed > length:
-        raise ValueError(
-            f"--seq-length {length} is too short for the longest prompt of {flag}, {longest} tokens, and "
-            f"--rollout-max-new-tokens {max_new_tokens}; use --seq-length {needed} or more"
+    Raises:
+        ValueError: a source can't be read, a row that was looked at is bad, or all of them are too long.
+    """
+    drop = options.long_prompts == "drop"
+    limits = prompt_limits(options, vocab_size=vocab_size, seq_length=args.seq_length, drop=drop)
+    form = PromptFormat.of(options, tokenizer, limits)
+    if not layout.is_data_leader:
+        return None
+    prompts = open_prompts(options.prompts, form, seed=args.seed, weights=options.weights, warn=warn)
+    checked, long = check_rows(prompts, "--rollout-prompts")
+    if long and layout.dp_rank == 0:
+        warn(
+            f"--rollout-prompts: {len(long)} of the {checked} rows that were looked at are left out, as "
+            f"`long_prompts` drop says; the first: {long[0]}"
         )
+    return prompts
+
+
+def held_out_prompts(
+    options: RunConfig, args: argparse.Namespace, layout: Layout, tokenizer: Tokenizer | None, vocab_size: int
+) -> PromptDataset | None:
+    """The data of --rollout-eval-prompts, all of whose rows can be used; as `training_prompts`.
+
+    Raises:
+        ValueError: it can't be read, or a row is bad or too long.
+    """
+    limits = prompt_limits(options, vocab_size=vocab_size, seq_length=args.seq_length, drop=False)
+    form = PromptFormat.of(options, tokenizer, limits)
+    if not layout.is_data_leader:
+        return None
+    prompts = open_prompts([options.eval_prompts], form, warn=warn)
+    check_rows(prompts, "--rollout-eval-prompts", all_rows=True)
+    return prompts
+
+
+def prompt_limits(options: RunConfig, *, vocab_size: int, seq_length: int, drop: bool) -> PromptLimits:
+    """What prompts must keep to, so that the longest response fits into a row. The last sampled token is no input.
+
+    Raises:
+        ValueError: no prompt fits.
+    """
+    room = seq_length - options.max_new_tokens + 1
+    words = f"--seq-length {seq_length} with `max_new_tokens` {options.max_new_tokens}"
+    if room < 1:
+        raise ValueError(
+            f"{words} has no room for a prompt; use --seq-length {options.max_new_tokens} or more, and add the length "
+            "of the prompts to it"
+        )
+    if options.max_prompt_tokens is not None and options.max_prompt_tokens < room:
+        room, words = options.max_prompt_tokens, f"`max_prompt_tokens` {options.max_prompt_tokens}"
+    elif options.max_prompt_tokens is not None and options.max_prompt_tokens > room:
+        raise ValueError(
+            f"`max_prompt_tokens` {options.max_prompt_tokens} has no effect: {words} leaves {room}; drop it, or use "
+            f"--seq-length {options.max_prompt_tokens + options.max_new_tokens - 1}"
+        )
+    return PromptLimits(vocab_size, room, words, drop)
+
+
+def check_rows(prompts: PromptDataset, flag: str, *, all_rows: bool = False) -> tuple[int, list[LongPrompt]]:
+    """Make prompts of rows; of many rows, of the first, the last and CHECKED_ROWS at random.
+
+    Args:
+        prompts: the data.
+        flag: that names them, for messages.
+        all_rows: of every row.
+
+    Returns:
+        (rows that were looked at, errors of those that are too long and left out).
+
+    Raises:
+        ValueError: one is bad, or all are too long.
+    """
+    try:
+        first = _long(prompts, 0)
+        whole = all_rows or len(prompts) <= CHECKED_ROWS + 2
+        if not whole and first is None and prompts.rows[0].text is None:
+            whole = len(prompts) <= CHECKED_IDS
+        chosen: Sequence[int] = range(1, len(prompts))
+        if not whole:
+            at_random = np.random.RandomState(prompts.seed).randint(1, len(prompts) - 1, CHECKED_ROWS)
+            chosen = [*sorted(set(at_random.tolist())), len(prompts) - 1]
+        long = [error for error in (first, *(_long(prompts, index) for index in chosen)) if error is not None]
+    except ValueError as error:
+        raise ValueError(f"{flag}: {error}") from None
+    if len(long) == 1 + len(chosen):
+        raise ValueError(f"{flag}: all of the {len(long)} rows that were looked at are too long; {long[0]}")
+    return 1 + len(chosen), long
+
+
+def _long(prompts: PromptDataset, index: int) -> LongPrompt | None:
+    """The error of a row that is left out for its length."""
+    try:
+        prompts.rows[index]
+    except LongPrompt as error:
+        return error
+    return None

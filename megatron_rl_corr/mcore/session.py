@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.config.run import RunConfig
-from megatron_rl_corr.data.prompts import PromptDataset
 from megatron_rl_corr.data.rewards import Rewards
 from megatron_rl_corr.data.tokenizer import Tokenizer
 from megatron_rl_corr.data.worker_pool import UserCalls
@@ -26,7 +25,7 @@ from megatron_rl_corr.mcore.forward import LogprobSettings
 from megatron_rl_corr.mcore.hf_saves import HFSaves, check_folder
 from megatron_rl_corr.mcore.packing import pack_limits
 from megatron_rl_corr.mcore.policy_check import check_model, naming_checkpoint
-from megatron_rl_corr.mcore.prompt_checks import check_they_fit, check_vocabulary
+from megatron_rl_corr.mcore.prompt_checks import held_out_prompts, training_prompts
 from megatron_rl_corr.mcore.reference import Reference
 from megatron_rl_corr.mcore.reference_start import broadcast_reference
 from megatron_rl_corr.mcore.sample_log import SampleLog
@@ -217,7 +216,7 @@ def _source(
     if layout.is_data_leader:
         loop.call(rewards.start())
     tokenizer = Tokenizer.from_folder(options.hf_checkpoint)
-    prompts = PromptDataset.from_jsonl(options.prompts, tokenizer and tokenizer.encode, seed=megatron.args.seed)
+    prompts = training_prompts(options, megatron.args, layout, tokenizer, vocab_size)
     return SampleSource(client, loop, prompts, rewards, episodes, tokenizer)
 
 
@@ -226,9 +225,7 @@ def _evaluation(
 ) -> Evaluation | None:
     if options.eval_prompts is None:
         return None
-    prompts = PromptDataset.from_jsonl(options.eval_prompts, source.tokenizer and source.tokenizer.encode)
-    check_they_fit(prompts, "--rollout-eval-prompts", options.max_new_tokens, megatron.args.seq_length)
-    check_vocabulary(prompts, "--rollout-eval-prompts", source.client.vocab_size)
+    prompts = held_out_prompts(options, megatron.args, layout, source.tokenizer, source.client.vocab_size)
     held_out = replace(source, prompts=prompts)
     return Evaluation(layout, held_out, collector.sampling, every=megatron.args.eval_interval)
 

@@ -91,12 +91,16 @@ class SavedCursor:
     """Row -> the last epoch without it."""
     batches: int | None = None
     """Batches that the run had trained. None, in a file of an older version: one a step."""
+    sources: str = ""
+    """`PromptDataset.identity`."""
 
     @classmethod
     def of(cls, cursor: Cursor, prompts: PromptDataset, failed: FailedPrompts, batches: int) -> SavedCursor:
         """What a checkpoint keeps at this point of a run."""
         counts, left_out = dict(failed.counts), dict(failed.left_out)
-        return cls(prompts.seed, len(prompts), cursor.next, cursor.again, counts, left_out, batches)
+        return cls(
+            prompts.seed, len(prompts), cursor.next, cursor.again, counts, left_out, batches, prompts.identity
+        )
 
     @classmethod
     def parse(cls, text: str) -> SavedCursor:
@@ -109,21 +113,25 @@ class SavedCursor:
             values = json.loads(text)
             again = tuple(int(number) for number in values.pop("again"))
             maps = {name: {int(row): int(n) for row, n in values.pop(name).items()} for name in ("failed", "left_out")}
-            return cls(again=again, **maps, **{name: int(value) for name, value in values.items()})
+            sources = str(values.pop("sources", ""))
+            return cls(again=again, **maps, sources=sources, **{name: int(value) for name, value in values.items()})
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"it holds no data cursor ({type(error).__name__}: {error})") from None
 
     def cursor_of(self, prompts: PromptDataset) -> Cursor:
         """Where to go on. With other prompts the numbers in `again` mean other rows, so they are not drawn again."""
-        if self._is_of(prompts):
+        if self.difference(prompts) is None:
             return Cursor(self.next, self.again)
         return Cursor(self.next)
 
     def failed_of(self, prompts: PromptDataset) -> FailedPrompts:
         """The prompts that failed so far; none of other prompts."""
-        if self._is_of(prompts):
+        if self.difference(prompts) is None:
             return FailedPrompts(len(prompts), self.failed, self.left_out)
         return FailedPrompts(len(prompts))
 
-    def _is_of(self, prompts: PromptDataset) -> bool:
-        return (self.seed, self.prompts) == (prompts.seed, len(prompts))
+    def difference(self, prompts: PromptDataset) -> str | None:
+        """Why its numbers mean other rows than those of these prompts; None: they mean the same."""
+        own = {"seed": self.seed, "rows": self.prompts, "sources": self.sources or "one"}
+        now = {"seed": prompts.seed, "rows": len(prompts), "sources": prompts.identity or "one"}
+        return next((f"{name} {own[name]} there, {now[name]} here" for name in own if own[name] != now[name]), None)

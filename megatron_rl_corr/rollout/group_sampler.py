@@ -42,10 +42,11 @@ class GroupSampler:
         rewards.late = self._late
 
     def draw(self) -> int:
-        """The next number whose prompt is not left out."""
+        """The next number whose prompt is not left out and can be used."""
         while True:
             number = self._numbers.draw()
-            if not self._failed_prompts.leaves_out(self._prompts.at(number).index, number):
+            left_out = self._failed_prompts.leaves_out(self._prompts.index_at(number), number)
+            if not left_out and self._prompts.can_be_drawn(number):
                 return number
 
     def drawn(self, running: list[int]) -> Drawn:

@@ -30,7 +30,9 @@ CLIENT = {
 }
 DEFAULTS = CLIENT | {
     "urls": ("http://a:30000", "http://b:30000"), "api_key_env": None,
-    "hf_checkpoint": "model", "prompts": "prompts.jsonl", "eval_prompts": None,
+    "hf_checkpoint": "model", "prompts": ("prompts.jsonl",), "prompts_weights": (), "input_key": None,
+    "label_key": None, "apply_chat_template": False, "system_prompt": None, "tools_key": None,
+    "chat_template_kwargs": None, "max_prompt_tokens": None, "long_prompts": "drop", "eval_prompts": None,
     "allow_model_differences": False, "environment": None, "max_turns": None, "environment_timeout_s": None,
     "updates_per_batch": 1, "epochs_per_batch": 1, "max_kl_to_old": None,
     "group_size": 8, "max_new_tokens": 1024, "temperature": 1.0, "max_lag": 0, "stale_samples": "keep",

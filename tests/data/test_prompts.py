@@ -1,7 +1,9 @@
-"""Prompts: rows of the file, errors with file and line, and which prompts a step gets."""
+"""The sequence of prompts: which number draws which prompt, and what is done about rows that have none."""
 
 import pytest
 
+from megatron_rl_corr.data.rows import BadRow, ChangedFile, LongPrompt
+from megatron_rl_corr.data.skipped import HOPELESS_SKIPS, NAMED_ROWS, TooManyBadRows
 from megatron_rl_corr.rollout import Prompt, PromptDataset
 
 
@@ -11,50 +13,6 @@ def dataset(size, seed=0):
 
 def indices(prompts):
     return [prompt.index for prompt in prompts]
-
-
-def test_from_jsonl_when_rows_hold_ids_or_text_then_their_other_keys_are_metadata(tmp_path):
-    path = tmp_path / "p.jsonl"
-    path.write_text('{"input_ids": [3, 1], "answer": "4"}\n\n{"prompt": "ab", "level": 2}\n')
-    first, second = PromptDataset.from_jsonl(path, lambda text: [ord(c) for c in text]).prompts
-    assert first == Prompt(0, [3, 1], {"answer": "4"})
-    assert second == Prompt(1, [97, 98], {"prompt": "ab", "level": 2}, "ab")
-
-
-@pytest.mark.parametrize(
-    "row, named",
-    [
-        ('{"input_ids": [1]', "not JSON"),
-        ("[1, 2]", "expected a JSON object, got list"),
-        ('{"text": "a"}', "one of .* got the keys ..text"),
-        ('{"prompt": "a", "input_ids": [1]}', "one of .* got the keys"),
-        ('{"prompt": 5}', '"prompt" must be text, got int'),
-        ('{"prompt": "a"}', "there is no tokenizer"),
-        ('{"input_ids": []}', '"input_ids" must be a non-empty list'),
-        ('{"input_ids": [1, -1]}', "integers of at least 0"),
-        ('{"input_ids": [1.0]}', "integers of at least 0"),
-        ('{"input_ids": [true]}', "integers of at least 0"),
-    ],
-)
-def test_from_jsonl_when_a_row_is_malformed_then_error_names_file_line_and_rule(tmp_path, row, named):
-    path = tmp_path / "p.jsonl"
-    path.write_text('{"input_ids": [1]}\n\n' + row + "\n")
-    with pytest.raises(ValueError, match=f"p.jsonl:3: .*{named}"):
-        PromptDataset.from_jsonl(path)
-
-
-def test_from_jsonl_when_the_tokenizer_returns_nothing_then_error_names_the_line(tmp_path):
-    path = tmp_path / "p.jsonl"
-    path.write_text('{"prompt": ""}\n')
-    with pytest.raises(ValueError, match="p.jsonl:1: the tokenizer's output must be a non-empty list"):
-        PromptDataset.from_jsonl(path, lambda text: [])
-
-
-def test_from_jsonl_when_the_file_is_empty_then_error_names_it(tmp_path):
-    path = tmp_path / "p.jsonl"
-    path.write_text("\n")
-    with pytest.raises(ValueError, match="p.jsonl: no prompts"):
-        PromptDataset.from_jsonl(path)
 
 
 def test_batch_when_the_epoch_is_not_a_multiple_of_it_then_each_epoch_still_has_every_prompt_once():
@@ -87,6 +45,7 @@ def test_at_when_asked_in_any_order_then_the_sequence_of_the_batches():
     sequence = indices(prompt for step in range(4) for prompt in data.batch(step, 5))
     assert [data.at(number).index for number in range(20)] == sequence
     assert [data.at(number).index for number in (19, 0, 7, 12)] == [sequence[n] for n in (19, 0, 7, 12)]
+    assert [data.index_at(number) for number in range(20)] == sequence
 
 
 @pytest.mark.parametrize("step, n", [(-1, 1), (0, 0)])
@@ -100,3 +59,75 @@ def test_dataset_when_empty_or_the_seed_is_out_of_bounds_then_error():
         PromptDataset([])
     with pytest.raises(ValueError, match="seed must be in"):
         dataset(1, seed=-1)
+
+
+class Rows(list):
+    """Prompts of which some raise; `made` counts."""
+
+    def __init__(self, size, errors):
+        super().__init__(range(size))
+        self.errors, self.made = errors, []
+
+    def __getitem__(self, index):
+        self.made.append(index)
+        if index in self.errors:
+            raise self.errors[index]
+        return Prompt(index, [1])
+
+
+def drawn(data, numbers):
+    return [number for number in numbers if data.can_be_drawn(number)]
+
+
+def test_can_be_drawn_when_rows_are_bad_or_too_long_then_they_are_counted_by_cause_and_named_once():
+    lines = []
+    rows = Rows(10, {3: BadRow("p:4: not JSON"), 5: LongPrompt("p:6: 9 tokens"), 6: LongPrompt("p:7: 8 tokens")})
+    data = PromptDataset(rows, seed=1, warn=lines.append)
+    order = [data.index_at(number) for number in range(30)]
+    assert drawn(data, range(20)) == [number for number in range(20) if order[number] not in (3, 5, 6)]
+    first_long = next(index for index in order if index in (5, 6))
+    assert sorted(lines) == sorted([
+        "p:4: not JSON; the row is left out",
+        f"{rows.errors[first_long]}; the row is left out; further ones are only counted",
+    ])  # fmt: skip
+    assert data.skipped.since_last() == {"skipped_bad": 2, "skipped_long": 4}
+    assert data.skipped.since_last() == {"skipped_bad": 0, "skipped_long": 0}
+    drawn(data, range(20, 30))
+    assert data.skipped.since_last() == {"skipped_bad": 1, "skipped_long": 2} and len(lines) == 2
+
+
+def test_at_when_the_prompt_was_drawn_then_its_row_is_not_read_again():
+    data = PromptDataset(rows := Rows(10, {}))
+    assert data.can_be_drawn(4) and data.at(4).index == data.index_at(4)
+    assert rows.made == [data.index_at(4)]
+
+
+def test_can_be_drawn_when_more_than_half_of_the_rows_are_bad_then_the_run_ends_with_the_last():
+    lines = []
+    data = PromptDataset(Rows(1000, {i: BadRow(f"p:{i + 1}: not JSON") for i in range(0, 1000, 3)}), warn=lines.append)
+    drawn(data, range(1000))  # a third: never
+    data.at(0 if data.index_at(0) % 3 else 1)
+    assert len(lines) == NAMED_ROWS and lines[-1].endswith("; the row is left out; further ones are only counted")
+    bad = {i: BadRow(f"p:{i + 1}: not JSON") for i in range(1000) if i % 3}
+    data = PromptDataset(Rows(1000, bad), warn=lines.append)
+    number = next(n for n in range(1000) if data.can_be_drawn(n) and n >= 99)
+    with pytest.raises(TooManyBadRows, match=r"of the last 100 prompts drawn are bad rows; the last: p:\d+: not JSON; "
+                                             r"mend the data, or the flags"):  # fmt: skip
+        data.at(number)
+
+
+@pytest.mark.parametrize("size, read", [(40, 40), (5000, HOPELESS_SKIPS)])
+def test_can_be_drawn_when_all_rows_are_too_long_then_the_run_ends_after_an_epoch_or_a_thousand(size, read):
+    rows = Rows(size, {i: LongPrompt("p: 9 tokens") for i in range(size)})
+    data = PromptDataset(rows, warn=lambda line: None)
+    assert drawn(data, range(read)) == [read - 1]
+    with pytest.raises(TooManyBadRows, match=f"the last {read} prompts drawn were all left out; the last: p: 9 tokens"):
+        data.at(read - 1)
+
+
+def test_can_be_drawn_when_a_file_was_changed_then_it_is_told_where_the_prompt_is_used():
+    data = PromptDataset(Rows(4, dict.fromkeys(range(4), ChangedFile("p.jsonl"))))
+    assert data.can_be_drawn(0)  # the queue draws where nobody would see an error
+    with pytest.raises(ChangedFile, match="p.jsonl changed while the run reads it: .*; restore it, or start anew"):
+        data.at(0)
+    assert data.skipped.since_last() == {"skipped_bad": 0, "skipped_long": 0}

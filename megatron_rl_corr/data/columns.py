@@ -1,0 +1,183 @@
+"""Rows of Parquet files and of Hugging Face `datasets` folders, read with pyarrow a part at a time."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from megatron_rl_corr.data.rows import BadRow, Stamp
+
+CACHE_BYTES = 1 << 30
+"""Decoded row groups of one Parquet source that are kept; at least one is."""
+_SPLITS = re.compile(r"(?:^|[-_.])(train|test|validation|valid|val|dev|eval)(?=[-_.]|$)")
+
+
+class ParquetRows:
+    """The rows of Parquet files, one behind another. A row group is decoded as a whole, when a row of it is read.
+
+    Args:
+        paths: of the files, in their order.
+        path: what the user gave: a file, or the folder that they are in.
+
+    Raises:
+        ValueError: a file is no Parquet, or has other columns than the first.
+    """
+
+    def __init__(self, paths: list[Path], path: str | Path):
+        self.path, self.notes, self.groups = str(path), [], []
+        self._files, self._stamps = [str(one) for one in paths], [Stamp(str(one)) for one in paths]
+        self._places: list[tuple[int, int]] = []
+        """File and row group within it of each of `groups`."""
+        self._firsts: list[int] = []
+        """The row that each file begins with."""
+        names, rows = None, 0
+        for number, file in enumerate(self._files):
+            try:
+                metadata = pq.read_metadata(file)
+            except pa.ArrowInvalid as error:
+                raise ValueError(f"{file}: not a Parquet file that can be read: {error}") from None
+            schema = metadata.schema.to_arrow_schema()
+            if names is None:
+                names, first = sorted(schema.names), file
+                self._columns, self.notes = _json_columns(schema, self.path)
+            elif sorted(schema.names) != names:
+                other = ", ".join(sorted(set(schema.names) ^ set(names)))
+                raise ValueError(f"{file}: has not the columns of {first} ({other}); give them as data of their own")
+            self._firsts.append(rows)
+            for group in range(metadata.num_row_groups):
+                part = metadata.row_group(group)
+                if part.num_rows:
+                    self.groups.append((part.num_rows, part.total_byte_size))
+                    self._places.append((number, group))
+            rows += metadata.num_rows
+        if not rows:
+            raise ValueError(f"{self.path}: no prompts in it, its Parquet files have no rows")
+        self._ends = np.cumsum([size for size, _ in self.groups])
+        self._decoded: OrderedDict[int, pa.Table] = OrderedDict()
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def read(self, row: int) -> dict[str, Any]:
+        """The row, from 0. Raises BadRow where its row group is broken, and ChangedFile."""
+        group = int(np.searchsorted(self._ends, row, side="right"))
+        begin = int(self._ends[group]) - self.groups[group][0]
+        return _row(self._group(group), row - begin, self.where(row))
+
+    def where(self, row: int) -> str:
+        """p.parquet: row 7."""
+        file = int(np.searchsorted(self._firsts, row, side="right")) - 1
+        return f"{self._files[file]}: row {row - self._firsts[file]}"
+
+    def _group(self, group: int) -> pa.Table:
+        if group in self._decoded:
+            self._decoded.move_to_end(group)
+            return self._decoded[group]
+        file, place = self._places[group]
+        self._stamps[file].check()
+        try:
+            with pq.ParquetFile(self._files[file]) as opened:
+                self._decoded[group] = opened.read_row_group(place, columns=self._columns, use_threads=False)
+        except (OSError, pa.ArrowException) as error:
+            raise BadRow(f"{self._files[file]}: row group {place} cannot be read: {error}") from None
+        while len(self._decoded) > 1 and sum(table.nbytes for table in self._decoded.values()) > CACHE_BYTES:
+            self._decoded.popitem(last=False)
+        return self._decoded[group]
+
+
+class SavedDataset:
+    """The rows of a folder that `datasets.Dataset.save_to_disk` wrote: Arrow streams, mapped into memory.
+
+    Raises:
+        ValueError: the folder is not whole, or its rows are in the order of indices beside it.
+    """
+
+    groups: list[tuple[int, int]] = []
+
+    def __init__(self, path: str | Path):
+        self.path, self.notes = str(path), []
+        state = json.loads((Path(path) / "state.json").read_text())
+        if state.get("_indices_data_files"):
+            raise ValueError(f"{path}: its rows are in the order of an index; save it after flatten_indices()")
+        files = [str(Path(path) / one["filename"]) for one in state["_data_files"]]
+        self._stamps = [Stamp(file) for file in files]
+        self._batches: list[pa.RecordBatch] = []
+        self._file_of: list[int] = []
+        """The file of each batch."""
+        for number, file in enumerate(files):
+            try:
+                with pa.ipc.open_stream(pa.memory_map(file)) as stream:
+                    if not self._batches:
+                        columns, self.notes = _json_columns(stream.schema, self.path)
+                    self._batches += [batch.select(columns) for batch in stream if batch.num_rows]
+                    self._file_of += [number] * (len(self._batches) - len(self._file_of))
+            except (OSError, pa.ArrowInvalid, KeyError) as error:
+                raise ValueError(f"{file}: cannot be read as a part of the data set {path}: {error}") from None
+        if not self._batches:
+            raise ValueError(f"{path}: no prompts in it, the data set has no rows")
+        self._ends = np.cumsum([batch.num_rows for batch in self._batches])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def read(self, row: int) -> dict[str, Any]:
+        """The row, from 0. Raises ChangedFile."""
+        batch = int(np.searchsorted(self._ends, row, side="right"))
+        self._stamps[self._file_of[batch]].check()
+        begin = int(self._ends[batch]) - self._batches[batch].num_rows
+        return _row(self._batches[batch], row - begin, self.where(row))
+
+    def where(self, row: int) -> str:
+        """folder: row 7."""
+        return f"{self.path}: row {row}"
+
+
+def parquet_folder(path: Path) -> ParquetRows:
+    """The rows of a folder of Parquet files, by their names.
+
+    Raises:
+        ValueError: it holds several splits, such as train and test.
+    """
+    files = sorted(path.glob("*.parquet"))
+    splits = sorted({found[1] for file in files if (found := _SPLITS.search(file.stem))})
+    if len(splits) > 1:
+        raise ValueError(
+            f"{path}: holds the splits {', '.join(splits)}; name the files of one of them instead of the folder"
+        )
+    return ParquetRows(files, path)
+
+
+def _row(table: pa.Table | pa.RecordBatch, place: int, where: str) -> dict[str, Any]:
+    try:
+        [row] = table.slice(place, 1).to_pylist()
+    except (pa.ArrowException, ValueError) as error:  # such as text that is not UTF-8
+        raise BadRow(f"{where}: cannot be read: {error}") from None
+    return row
+
+
+def _json_columns(schema: pa.Schema, path: str) -> tuple[list[str], list[str]]:
+    """(the columns whose values JSON has, a line about those that are left out)."""
+    columns = [field.name for field in schema if _is_json(field.type)]
+    others = [f"{field.name} ({field.type})" for field in schema if not _is_json(field.type)]
+    left_out = f"{path}: columns that JSON has no values for are left out: {', '.join(others)}"
+    return columns, [left_out] if others else []
+
+
+def _is_json(kind: pa.DataType) -> bool:
+    types = pa.types
+    if types.is_dictionary(kind):
+        return _is_json(kind.value_type)
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return _is_json(kind.value_type)
+    if types.is_struct(kind):
+        return all(_is_json(field.type) for field in kind)
+    plain = (types.is_null, types.is_boolean, types.is_integer, types.is_floating, types.is_string,
+             types.is_large_string)  # fmt: skip
+    return any(test(kind) for test in plain)

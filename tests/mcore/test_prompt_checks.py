@@ -1,0 +1,88 @@
+"""What is looked at in the prompts before a run starts."""
+
+import json
+import types
+
+import pytest
+
+from megatron_rl_corr.config.flags import parse
+from megatron_rl_corr.mcore.prompt_checks import CHECKED_ROWS, check_rows, held_out_prompts, training_prompts
+from megatron_rl_corr.rollout import Prompt, PromptDataset
+from tests.data.test_prompts import Rows
+
+FLAGS = ["--rollout-url", "http://127.0.0.1:9", "--rollout-hf-checkpoint", "m", "--rollout-reward-function", "r.py:r",
+         "--rollout-max-new-tokens", "8"]  # fmt: skip
+
+
+def opened(tmp_path, lengths, *flags, make=training_prompts, leader=True, largest=1):
+    path = tmp_path / "p.jsonl"
+    path.write_text("".join(json.dumps({"input_ids": [largest] * length}) + "\n" for length in lengths))
+    _, options = parse([*FLAGS, "--rollout-prompts", str(path), "--rollout-eval-prompts", str(path), *flags])
+    args = types.SimpleNamespace(seq_length=32, seed=1)
+    layout = types.SimpleNamespace(is_data_leader=leader, dp_rank=0)
+    return make(options, args, layout, None, 10)
+
+
+def refusal(tmp_path, lengths, *flags, **how):
+    with pytest.raises(ValueError) as raised:
+        opened(tmp_path, lengths, *flags, **how)
+    return str(raised.value).replace(str(tmp_path), "DIR")
+
+
+def test_prompts_when_one_is_too_long_then_it_is_left_out_with_a_line_and_never_drawn(tmp_path, capsys):
+    prompts = opened(tmp_path, [25, 26, 3])  # 25 + 8 - 1 = 32: the last sampled token is no input
+    assert capsys.readouterr().err == (
+        "[rollout] --rollout-prompts: 1 of the 3 rows that were looked at are left out, as --rollout-long-prompts drop "
+        f"says; the first: {tmp_path}/p.jsonl:2: 26 tokens are too many; --seq-length 32 with "
+        "--rollout-max-new-tokens 8 leaves 25\n"
+    )
+    assert {prompts.index_at(n) for n in range(30) if prompts.can_be_drawn(n)} == {0, 2}
+    assert opened(tmp_path, [25, 26, 3], leader=False) is None
+
+
+@pytest.mark.parametrize(
+    "lengths, flags, how, said",
+    [
+        ([25, 26], ("--rollout-long-prompts", "error"), {},
+         "--rollout-prompts: DIR/p.jsonl:2: 26 tokens are too many; --seq-length 32 with `max_new_tokens` 8 leaves 25"),
+        ([5, 6], ("--rollout-long-prompts", "error", "--rollout-max-prompt-tokens", "5"), {},
+         "--rollout-prompts: DIR/p.jsonl:2: 6 tokens are too many; `max_prompt_tokens` 5 leaves 5"),
+        ([25, 26], (), {"make": held_out_prompts},
+         "--rollout-eval-prompts: DIR/p.jsonl:2: 26 tokens are too many; --seq-length 32 with `max_new_tokens` 8 "
+         "leaves 25"),
+        ([26, 27], (), {},
+         "--rollout-prompts: all of the 2 rows that were looked at are too long; DIR/p.jsonl:1: 26 tokens are too "
+         "many; --seq-length 32 with `max_new_tokens` 8 leaves 25"),
+        ([1], ("--rollout-max-prompt-tokens", "26"), {},
+         "`max_prompt_tokens` 26 has no effect: --seq-length 32 with `max_new_tokens` 8 leaves 25; drop it, or use "
+         "--seq-length 33"),
+        ([1], ("--rollout-max-new-tokens", "33"), {},
+         "--seq-length 32 with `max_new_tokens` 33 has no room for a prompt; use --seq-length 33 or more, and add the "
+         "length of the prompts to it"),
+        ([1], (), {"largest": 10},
+         "--rollout-prompts: DIR/p.jsonl:1: token id 10; ids must be in [0, 10), the vocabulary of "
+         "--rollout-hf-checkpoint: were the prompts tokenised for this model?"),
+    ],
+)  # fmt: skip
+def test_prompts_when_they_do_not_fit_then_refused_at_the_start(tmp_path, lengths, flags, how, said):
+    assert refusal(tmp_path, lengths, *flags, **how) == said
+
+
+@pytest.mark.parametrize(
+    "size, text, looked_at",
+    [(CHECKED_ROWS + 2, "t", CHECKED_ROWS + 2), (50_000, None, 50_000), (50_000, "t", None), (100_001, None, None)],
+)
+def test_check_rows_when_there_are_many_then_the_first_the_last_and_a_thousand_at_random(size, text, looked_at):
+    class Texts(Rows):
+        def __getitem__(self, index):
+            super().__getitem__(index)
+            return Prompt(index, [1], text=text)
+
+    rows = Texts(size, {})
+    counted, _ = check_rows(PromptDataset(rows, seed=3), "--rollout-prompts")
+    made = set(rows.made)
+    if looked_at is not None:
+        assert made == set(range(size)) and counted == looked_at
+    else:
+        assert {0, size - 1} <= made and 0.98 * CHECKED_ROWS < len(made) == counted <= CHECKED_ROWS + 2
+        assert sum(row < size / 2 for row in made) > 400
