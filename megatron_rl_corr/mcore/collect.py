@@ -82,8 +82,8 @@ class Collector(BatchCollector):
         if saved is not None and prompts is not None:
             cursor, self._failed_prompts = saved.cursor_of(prompts), saved.failed_of(prompts)
             if layout.dp_rank == 0 and (difference := saved.difference(prompts)):
-                warn(f"--rollout-prompts are not those of the checkpoint: {difference}; they go on at place {saved.next} "
-                     f"of their sequence, and {len(saved.again)} drawn and not trained are not drawn again")  # fmt: skip
+                warn(f"--rollout-prompts are not those of the checkpoint: {difference}; they go on at place "
+                     f"{saved.next}, and {len(saved.again)} drawn and not trained are not drawn again")  # fmt: skip
         self._sampler = sampler = GroupSampler(
             client, prompts, GroupNumbers(cursor, layout.dp_rank, layout.dp_size), self.sampling,
             group_size=shape.group_size, rewards=source.rewards, failures=self._failures,
