@@ -41,7 +41,9 @@ def _check_reference(config: RolloutCorrectionConfig, run: RunConfig) -> None:
             raise ValueError(
                 f"`{name}` {given} has no effect without a penalty; add `kl_loss_coef` or `kl_reward_coef`, or drop it"
             )
-    sampled = {"temperature": run.temperature != 1, "top_p": run.top_p < 1, "top_k": run.top_k > 0}
+    sampled = {
+        "temperature": run.temperature != 1, "top_p": run.top_p < 1, "top_k": run.top_k > 0, "min_p": run.min_p > 0
+    }  # fmt: skip
     for name, changed in sampled.items():
         if run.reference_urls and changed:
             raise ValueError(

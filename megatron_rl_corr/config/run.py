@@ -17,47 +17,11 @@ from megatron_rl_corr.config.policy import ExpertsConfig, ModelConfig, WeightSyn
 from megatron_rl_corr.config.prompts import PromptsConfig
 from megatron_rl_corr.config.reference import ReferenceConfig
 from megatron_rl_corr.config.rewards import RewardsConfig
+from megatron_rl_corr.config.samples import SamplesConfig
 from megatron_rl_corr.config.updates import UpdatesConfig
 
 ENGINES = {"sglang": "megatron_rl_corr.engines.sglang"}
 """The programs that servers may run, and the module that speaks to each."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplesConfig(Options):
-    """Samples: how the responses to a prompt are sampled."""
-
-    group_size: Annotated[int, Positive()] = option(8, metavar="G")
-    """Samples of each prompt; --global-batch-size counts samples, those of one update."""
-
-    max_new_tokens: Annotated[int, Positive()] = option(1024, metavar="N")
-    """Longest response, in tokens; what an environment answers counts too."""
-
-    temperature: Annotated[float, Positive()] = option(1.0, metavar="T")
-    """Sampling temperature; the training log-probs are divided by it too."""
-
-    top_p: float = option(1.0, metavar="P")
-    """Nucleus sampling; the training log-probs are renormalised on the ids that it kept."""
-
-    top_k: int = option(-1, metavar="K")
-    """Sample from the K likeliest ids, 2 to 4096. `top_p` needs it, because SGLang reports the kept ids only with it;
-    -1 turns it off."""
-
-    max_lag: Annotated[int, Between(0)] = option(0, metavar="K")
-    """Sample ahead of training, from weights up to K versions old: servers and trainer work at the same time, and the
-    correction takes the age into account. 0: on-policy, one after the other. A version is a push, one a batch."""
-
-    stale_samples: Literal["keep", "drop"] = option("keep", needs="max_lag")
-    """Samples that took so long that they are more than `max_lag` versions old: keep corrects them like the others,
-    drop asks for new ones, which prefers short responses."""
-
-    pause_mode: Literal["retract", "in_place"] = option("retract", needs="max_lag")
-    """Responses that are running while weights change: retract computes their keys and values anew, in_place goes on
-    with the old ones, and needs servers with --disable-overlap-schedule."""
-
-    def check(self) -> None:
-        if self.group_size < 2:
-            raise ValueError("`group_size` 1 leaves a group-relative advantage of 0 everywhere; use 2 or more")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -92,6 +92,10 @@ class Tokenizer:
         """The text of ids, without special tokens."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
+    def decode_all(self, ids: Sequence[int]) -> str:
+        """The text of ids, that of special tokens too: what stop texts are looked for in."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None, **kwargs: Any
     ) -> tuple[str, list[int]]:

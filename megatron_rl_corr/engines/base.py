@@ -79,13 +79,25 @@ class Engine(Inspection, Protocol):
                 f"`top_k` must be -1 (off) or in [2, {limits.max_top_k}], for which {self.name} returns the sampling "
                 f"mask, got {sampling.top_k}; use {limits.max_top_k} or less, or -1"
             )
-        if limits.top_p_needs_top_k and sampling.top_p != 1 and sampling.top_k == -1:
+        if limits.top_p_needs_top_k and sampling.truncated and sampling.top_k == -1:
+            name, what, value = ("`top_p`", "`top_p` below 1", sampling.top_p)
+            if sampling.top_p == 1:
+                name, what, value = ("`min_p`", "`min_p` above 0", sampling.min_p)
             raise ValueError(
-                f"`top_p` below 1 needs a `top_k` in [2, {limits.max_top_k}] with {self.name}: only then it returns "
-                f"the sampling mask, without which truncated samples cannot be corrected; got `top_p` {sampling.top_p} "
+                f"{what} needs a `top_k` in [2, {limits.max_top_k}] with {self.name}: only then it returns "
+                f"the sampling mask, without which truncated samples cannot be corrected; got {name} {value} "
                 f"with `top_k` -1; give `top_k` {limits.max_top_k} beside it, or the vocabulary size where that is "
                 "smaller"
             )
+        if limits.max_stop_texts is not None and len(sampling.stop) > limits.max_stop_texts:
+            raise ValueError(
+                f"`stop` has {len(sampling.stop)} texts, and {self.name} takes at most {limits.max_stop_texts}; leave "
+                "some out"
+            )
+
+    def sampling_problem(self, server_info: Mapping[str, Any], sampling: SamplingParams) -> str | None:
+        """Why this server, as it was started, can't sample so, with the remedy; None: it can."""
+        return None
 
     def generate(
         self, prompt_ids: list[int], sampling: SamplingParams, *, seed: int, routed_experts: bool = False,
@@ -95,7 +107,7 @@ class Engine(Inspection, Protocol):
 
         Args:
             prompt_ids: P ids, each in the vocabulary.
-            sampling: how to sample; with top_p or top_k the answer must bring the sampling mask.
+            sampling: how to sample; with top_p, top_k or min_p the answer must bring the sampling mask.
             seed: in [-2**63, 2**63), for servers with deterministic inference.
             routed_experts: also return which experts each token but the last went to.
             routes_from: leave out the routes of the first tokens.
@@ -115,7 +127,7 @@ class Engine(Inspection, Protocol):
             prompt_ids: [P] int64, what was sent.
             prompt_index, sample_index, server: go into the trajectory.
             vocab_size: every id must be below it.
-            truncated: the request had top_p or top_k, so the trajectory has a support, and its log-probs are
+            truncated: the request had top_p, top_k or min_p, so the trajectory has a support, and its log-probs are
                 renormalised on it.
             experts: the request asked for routed experts of a model of this shape.
             known_routes: [routes_from, M, k], those that were not asked for.

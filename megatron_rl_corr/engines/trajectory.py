@@ -17,7 +17,7 @@ ENVIRONMENT = -1
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a response is sampled: from the softmax at a temperature, all of it or what top_k and top_p keep.
+    """How a response is sampled: from the softmax at a temperature, all of it or what top_k, top_p and min_p keep.
 
     A truncated softmax is renormalised on the ids that it keeps, so its samples can only be corrected where those ids
     are known: `Engine.check_sampling` refuses what an engine does not return them for.
@@ -33,10 +33,15 @@ class SamplingParams:
     """Keep the likeliest ids up to this sum of probabilities, in (0, 1]. Some engines need a top_k beside it."""
     top_k: int = -1
     """Keep this many of the likeliest ids, at least 2; ids that tie for the last place may all stay. -1: off."""
+    min_p: float = 0.0
+    """Keep the ids with at least this share of the likeliest one's probability, in [0, 1). Needs what top_p needs."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a response: with the token that completes one in the text of the response, special tokens
+    included. All sampled ids are returned, those of the stop text too."""
     stop_token_ids: tuple[int, ...] = ()
     """Ids that end a response, beside the model's own end-of-sequence ids."""
     ignore_eos: bool = False
-    """Go on after end-of-sequence and stop ids until max_new_tokens."""
+    """Go on after end-of-sequence and stop ids until max_new_tokens, or until a text of `stop`."""
 
     def __post_init__(self):
         if not _is_int(self.max_new_tokens) or self.max_new_tokens < 1:
@@ -49,12 +54,18 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         for token in self.stop_token_ids:
             if not _is_int(token) or token < 0:
-                raise ValueError(f"stop_token_ids must be integers of at least 0, got {token!r}")
+                raise ValueError(f"`stop_token_ids` must be integers of at least 0, got {token!r}")
+        if isinstance(self.stop, str):
+            raise ValueError(f"`stop` must be a tuple of texts, got the text {self.stop!r}")
+        object.__setattr__(self, "stop", tuple(self.stop))
+        for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise ValueError(f"`stop` must be texts of at least one character, got {text!r}")
 
     @property
     def truncated(self) -> bool:
-        """Whether top_p or top_k is on: the server must then return the sampling mask."""
-        return self.top_p != 1 or self.top_k != -1
+        """Whether top_p, top_k or min_p is on: the server must then return the sampling mask."""
+        return self.top_p != 1 or self.top_k != -1 or self.min_p != 0
 
     def _check_truncation(self) -> None:
         number = isinstance(self.top_p, (int, float)) and not isinstance(self.top_p, bool)
@@ -62,10 +73,13 @@ class SamplingParams:
             raise ValueError(f"`top_p` must be in (0, 1], got {self.top_p!r}; use 1 to keep every token")
         if not _is_int(self.top_k) or (self.top_k != -1 and self.top_k < 2):
             raise ValueError(f"`top_k` must be -1 (off) or an integer of at least 2, got {self.top_k!r}")
+        number = isinstance(self.min_p, (int, float)) and not isinstance(self.min_p, bool)
+        if not number or not 0 <= self.min_p < 1:
+            raise ValueError(f"`min_p` must be in [0, 1), got {self.min_p!r}; use 0 to keep every token")
         if self.truncated and self.temperature == 0:
             raise ValueError(
-                f"`top_p` and `top_k` have no effect on greedy sampling, got `top_p` {self.top_p} and `top_k` "
-                f"{self.top_k} at `temperature` 0; leave them out"
+                f"`top_p`, `top_k` and `min_p` have no effect on greedy sampling, got `top_p` {self.top_p}, `top_k` "
+                f"{self.top_k} and `min_p` {self.min_p} at `temperature` 0; leave them out"
             )
 
 
@@ -115,8 +129,8 @@ class Trajectory:
     renormalised on `support` where there is one. NaN is "no log-prob": the server gave none, or one that is
     not finite (a token it sampled cannot have probability 0)."""
     finish_reason: FinishReason
-    """stop: a stop id; length: max_new_tokens, or the last turn that was allowed; abort: cut short, the tokens so far
-    are valid samples."""
+    """stop: a stop id or text; length: max_new_tokens, or the last turn that was allowed; abort: cut short, the tokens
+    so far are valid samples."""
     weight_versions: tuple[VersionSpan, ...]
     """In order of time; they partition [0, R). What an environment said is of the span before it."""
     cached_tokens: int

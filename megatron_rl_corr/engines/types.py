@@ -118,7 +118,9 @@ class EngineLimits:
     max_top_k: int | None = None
     """Largest top_k for which it returns the sampling mask; None: any."""
     top_p_needs_top_k: bool = False
-    """It returns the sampling mask of top_p only beside a top_k."""
+    """It returns the sampling mask of top_p and of min_p only beside a top_k."""
+    max_stop_texts: int | None = None
+    """Most texts of `stop` in a request; None: any."""
     pause_modes: tuple[str, ...] = ()
     """Ways to stop sampling for a weight update, of "abort", "in_place" and "retract"."""
     weight_transports: tuple[str, ...] = ()

@@ -66,13 +66,14 @@ class Collector(BatchCollector):
         """
         sampling = SamplingParams(
             max_new_tokens=options.max_new_tokens, temperature=options.temperature, top_p=options.top_p,
-            top_k=options.top_k,
+            top_k=options.top_k, min_p=options.min_p, stop=options.stop,
+            stop_token_ids=tuple(map(int, options.stop_token_ids)),
         )
         super().__init__(layout, shape, sampling, num_turns=options.max_turns, routes=routes)
         client, prompts = source.client, source.prompts
         self._saves = options.save_trajectories is not None
         self._client, self._loop, self._rewards = client, source.loop, source.rewards
-        client.engine.check_sampling(self.sampling)
+        client.check_sampling(self.sampling)
         self._failures = Failures(options.max_failed_fraction, warn)
         self._failed_fraction = FailedFraction(options.max_failed_fraction)
         self._prompts = prompts

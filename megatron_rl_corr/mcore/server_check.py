@@ -19,7 +19,9 @@ from megatron_rl_corr.rollout.client import RolloutClient
 
 
 def check_servers(kind: str, sampling: SamplingParams, client: RolloutClient, loop: LoopThread) -> None:
-    """Run the doctor's quick check from rank 0, after the first push; every rank calls it.
+    """Whether the servers can sample so, and the doctor's quick check; from rank 0, after the first push.
+
+    Every rank calls it.
 
     Args:
         kind: --rollout-server-check: off, semantic or all.
@@ -28,16 +30,26 @@ def check_servers(kind: str, sampling: SamplingParams, client: RolloutClient, lo
         loop: the event loop of the client.
 
     Raises:
-        StartupError: a semantic finding, or with `all` any finding.
+        StartupError: a server was started so that it can't sample so; a semantic finding, or with `all` any finding.
         RolloutError: a server could not be asked.
     """
     error = None
-    if kind != "off" and dist.get_rank() == 0:
+    if dist.get_rank() == 0:
         try:
-            error = judge(loop.call(quick_check(client, Expected(sampling=sampling))), kind)
+            error = _sampling_problem(sampling, client, loop)
+            if error is None and kind != "off":
+                error = judge(loop.call(quick_check(client, Expected(sampling=sampling))), kind)
         except RolloutError as failure:
             error = failure
     all_reduce_failure(error)
+
+
+def _sampling_problem(sampling: SamplingParams, client: RolloutClient, loop: LoopThread) -> StartupError | None:
+    for url, info in zip(client.base_urls, loop.call(client.server_info()), strict=True):
+        problem = client.engine.sampling_problem(info, sampling)
+        if problem is not None:
+            return StartupError(f"{url}: {problem}")
+    return None
 
 
 def broadcast_first_step(

@@ -204,9 +204,11 @@ def _source(
 ) -> SampleSource:
     """Client, prompts and what gives rewards, which is started on the ranks that ask for samples."""
     loop = LoopThread()
+    tokenizer = Tokenizer.from_folder(options.hf_checkpoint)
     client = RolloutClient(
         options.urls, vocab_size=vocab_size, experts=routes.server_shape, seed=megatron.args.seed,
-        keyed_cache=options.pause_mode == "in_place", **options.client_arguments(),
+        keyed_cache=options.pause_mode == "in_place", decode=tokenizer and tokenizer.decode_all,
+        **options.client_arguments(),
     )  # fmt: skip
     rewards = Rewards(options.reward_function, workers=options.reward_workers, limit_s=options.reward_timeout_s)
     episodes = None
@@ -215,7 +217,6 @@ def _source(
         episodes = Episodes(load_environment(options.environment), options.max_turns, calls)
     if layout.is_data_leader:
         loop.call(rewards.start())
-    tokenizer = Tokenizer.from_folder(options.hf_checkpoint)
     prompts = training_prompts(options, megatron.args, layout, tokenizer, vocab_size)
     return SampleSource(client, loop, prompts, rewards, episodes, tokenizer)
 

@@ -19,6 +19,7 @@ from megatron_rl_corr.rollout.health import ServerHealth
 from megatron_rl_corr.rollout.retries import Retries
 from megatron_rl_corr.rollout.seeds import Draw
 from megatron_rl_corr.rollout.server_pool import Counts, ServerPool
+from megatron_rl_corr.rollout.stop_texts import Decode, check_decode
 
 DEFAULT_ENGINE = next(iter(ENGINES))
 FIRST_OWN_NUMBER = 1 << 40
@@ -54,6 +55,7 @@ class RolloutClient(ServerControl):
         seed: of the run. With the prompt's number it decides what a server with deterministic inference samples.
         keyed_cache: requests share cached prefixes only with those that were sent for the same weight version, so that
             no request after an update meets keys and values from before.
+        decode: decode(ids) -> their text, special tokens included; needed where `stop` has texts.
 
     Raises:
         ValueError: an argument is out of its range, or no address.
@@ -79,6 +81,7 @@ class RolloutClient(ServerControl):
         experts: ExpertShape | None = None,
         seed: int = 0,
         keyed_cache: bool = False,
+        decode: Decode | None = None,
     ):
         loaded = load_engine(engine)
         urls = loaded.checked_urls(base_urls)
@@ -96,7 +99,7 @@ class RolloutClient(ServerControl):
                 raise ValueError(f"{name} must be at least 0, got {value}")
         if not -(1 << 63) <= seed < 1 << 63:
             raise ValueError(f"seed must be an integer of 64 bits, got {seed}")
-        self.vocab_size, self.seed, self.keyed_cache = vocab_size, seed, keyed_cache
+        self.vocab_size, self.seed, self.keyed_cache, self._decode = vocab_size, seed, keyed_cache, decode
         self._own_numbers = itertools.count(FIRST_OWN_NUMBER)
         self._counts = Counts()
         transport = loaded.open_transport(
@@ -110,7 +113,7 @@ class RolloutClient(ServerControl):
         self._health = ServerHealth(loaded, pool, transport, self._counts, read_timeout_s=read_timeout_s)
         self._retries = Retries(
             loaded, pool, self._health, transport, self._counts, max_retries=max_retries,
-            max_continuations=max_continuations, experts=experts, keyed_cache=keyed_cache,
+            max_continuations=max_continuations, experts=experts, keyed_cache=keyed_cache, decode=decode,
         )  # fmt: skip
 
     def __repr__(self) -> str:
@@ -188,13 +191,13 @@ class RolloutClient(ServerControl):
 
         Raises:
             ValueError: before anything is sent, for a prompt that is empty or holds an id outside the vocabulary, and
-                for sampling parameters that the engine does not support.
+                for sampling parameters that `check_sampling` refuses.
             SampleFailure: one sample failed for good; the others are cancelled.
             RolloutError: a failure that no other server would mend, or no server is left; the others are cancelled.
         """
         if samples_per_prompt < 1:
             raise ValueError(f"samples_per_prompt must be at least 1, got {samples_per_prompt}")
-        self.engine.check_sampling(sampling)
+        self.check_sampling(sampling)
         lists = [
             checked_prompt_ids(ids, vocab_size=self.vocab_size, prompt_index=index)
             for index, ids in enumerate(prompts)
@@ -243,13 +246,23 @@ class RolloutClient(ServerControl):
         Raises:
             ValueError, SampleFailure, RolloutError: as `generate`.
         """
-        self.engine.check_sampling(sampling)
+        self.check_sampling(sampling)
         ids = checked_prompt_ids(prompt_ids, vocab_size=self.vocab_size, prompt_index=0)
         async with self._health.watching():
             return await self._retries.sample(
                 torch.tensor(ids, dtype=torch.int64), sampling, draw=draw, prompt_index=0, sample_index=draw.sample,
                 vocab_size=self.vocab_size, after=after,
             )  # fmt: skip
+
+    def check_sampling(self, sampling: SamplingParams) -> None:
+        """Raise ValueError for parameters that the engine does not support, or that this client can't honour."""
+        self.engine.check_sampling(sampling)
+        check_decode(sampling.stop, self._decode)
+        outside = [token for token in sampling.stop_token_ids if token >= self.vocab_size]
+        if outside:
+            raise ValueError(
+                f"`stop_token_ids` has {outside[0]}, outside [0, {self.vocab_size}), the model's vocabulary; drop it"
+            )
 
     def numbered(self, count: int, given: Sequence[int] | None) -> list[int]:
         """A number for each of `count` prompts: the given ones, or the next of the client's own.

@@ -29,6 +29,8 @@ class Environment:
 
     stop_token_ids: Sequence[int] = ()
     """Ids that end a turn, beside the model's own end-of-sequence ids: the last token of a tool call, say."""
+    stop: Sequence[str] = ()
+    """Texts that end a turn; the turn's ids are up to the one that completes the text."""
 
     def step(
         self, output_ids: list[int], finish_reason: str

@@ -156,8 +156,8 @@ class _Episode:
             raise SampleFailure("environment", f"{FLAG} failed in {self.doing} of {self.label}:\n{text}") from error
 
     async def _turns(self, environment: Environment, max_turns: int) -> Trajectory:
-        stop = (*self._sampling.stop_token_ids, *environment.stop_token_ids)
-        sampling = replace(self._sampling, stop_token_ids=stop)
+        ids = (*self._sampling.stop_token_ids, *environment.stop_token_ids)
+        sampling = replace(self._sampling, stop_token_ids=ids, stop=(*self._sampling.stop, *environment.stop))
         self.doing = "turn 0"
         answer = await self._client.turn(self._prompt.input_ids, sampling, self._draw)
         whole = first_turn(answer)

@@ -24,6 +24,7 @@ from megatron_rl_corr.engines.types import Request, Transport
 from megatron_rl_corr.rollout.health import ServerHealth
 from megatron_rl_corr.rollout.seeds import Draw
 from megatron_rl_corr.rollout.server_pool import Counts, Server, ServerPool
+from megatron_rl_corr.rollout.stop_texts import Decode, cut_at_stop
 
 FAILS_EVERY_REQUEST = (301, 302, 303, 307, 308, 401, 403, 404, 405)
 """HTTP statuses of a wrong key or address: every other request would get them too."""
@@ -68,16 +69,18 @@ class Retries:
         max_continuations: times that an aborted sample is continued; 0 returns its tokens so far.
         experts: also request routed experts, of a model of this shape.
         keyed_cache: share cached prefixes only between requests for one weight version.
+        decode: ids to text with special tokens, for stop texts.
     """
 
     def __init__(
         self, engine: Engine, pool: ServerPool, health: ServerHealth, transport: Transport, counts: Counts, *,
         max_retries: int, max_continuations: int, experts: ExpertShape | None = None, keyed_cache: bool = False,
+        decode: Decode | None = None,
     ):  # fmt: skip
         self._engine = engine
         self._pool, self._health, self._transport, self._counts = pool, health, transport, counts
         self._max_retries, self._max_continuations, self._experts = max_retries, max_continuations, experts
-        self._keyed_cache = keyed_cache
+        self._keyed_cache, self._decode = keyed_cache, decode
 
     @property
     def cache_key(self) -> str | None:
@@ -108,6 +111,7 @@ class Retries:
         try:
             server = None if after is None else after.server
             whole = await self._part(prompt_ids, sampling, draw.seed(0), prefer=server, so_far=after, **names)
+            whole = self._through_stop(whole, sampling)
             for _ in range(self._max_continuations):
                 missing = sampling.max_new_tokens - whole.output_ids.numel()
                 if whole.finish_reason != "abort" or not missing:
@@ -117,7 +121,7 @@ class Retries:
                 rest = replace(sampling, max_new_tokens=missing)
                 seed = draw.seed(whole.output_ids.numel())
                 part = await self._part(ids, rest, seed, avoid=whole.server, so_far=whole, **names)
-                whole = join(whole, part)
+                whole = self._through_stop(join(whole, part), sampling)
         except RolloutError as failure:
             error = failure_of_sample(failure) or failure
             for note in getattr(failure, "__notes__", ()) if error is not failure else ():
@@ -130,6 +134,15 @@ class Retries:
             whole = replace(whole, finish_reason="length")  # nothing was cut off
         self._count(whole)
         return whole
+
+    def _through_stop(self, sample: Trajectory, sampling: SamplingParams) -> Trajectory:
+        """The sample without what a server has sampled after a stop text that it missed."""
+        if not sampling.stop:
+            return sample
+        cut = cut_at_stop(sample, sampling.stop, self._decode)
+        fewer = cut.output_ids.numel() < sample.output_ids.numel()
+        self._counts.missed_stops += fewer or cut.finish_reason != sample.finish_reason
+        return cut
 
     async def _part(
         self, ids: torch.Tensor, sampling: SamplingParams, seed: int, *, avoid: str | None = None,

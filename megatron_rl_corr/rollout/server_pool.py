@@ -180,7 +180,7 @@ class Counts:
     prefilled: int = 0
     """Prompt tokens of all requests that a server had not cached, and computed."""
     stop: int = 0
-    """Samples that ended with a stop id."""
+    """Samples that ended with a stop id or text."""
     length: int = 0
     """Samples that ended with max_new_tokens."""
     abort: int = 0
@@ -195,5 +195,7 @@ class Counts:
     """Times that one came back."""
     stale: int = 0
     """Times that a server was refused because its weights were not the trainer's."""
+    missed_stops: int = 0
+    """Samples in which the server missed a stop text; what it sampled after that is left out."""
     nonfinite_logprobs: int = 0
     """Tokens returned whose log-prob was null, NaN or infinite; NaN in the trajectory."""

@@ -146,7 +146,7 @@ print(json.dumps({
 def test_option_when_added_to_a_dataclass_then_flag_help_check_and_row_without_another_file(tmp_path):
     for folder in ("megatron_rl_corr", "scripts"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    changed = tmp_path / "megatron_rl_corr/config/run.py"
+    changed = tmp_path / "megatron_rl_corr/config/samples.py"
     text = changed.read_text()
     anchor = "    def check(self) -> None:\n        if self.group_size < 2:"
     assert anchor in text

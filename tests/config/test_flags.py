@@ -37,7 +37,7 @@ DEFAULTS = CLIENT | {
     "updates_per_batch": 1, "epochs_per_batch": 1, "max_kl_to_old": None,
     "group_size": 8, "max_new_tokens": 1024, "temperature": 1.0, "max_lag": 0, "stale_samples": "keep",
     "pause_mode": "retract",
-    "top_p": 1.0, "top_k": -1, "linear_logprobs": False, "fp32_lm_head": False, "inplace_gradient": False,
+    "top_p": 1.0, "top_k": -1, "min_p": 0.0, "stop": (), "stop_token_ids": (), "linear_logprobs": False, "fp32_lm_head": False, "inplace_gradient": False,
     "pad_sequences": False, "max_tokens_per_microbatch": None,
     "server_check": "semantic", "max_first_step_kl": None, "bucket_mib": 256.0, "log_dir": None,
     "save_trajectories": None, "save_hf": None, "save_hf_interval": None,
@@ -133,6 +133,10 @@ def test_parse_when_a_required_flag_is_missing_then_named(missing):
         ("--rollout-max-concurrency", "0", "--rollout-max-concurrency must be positive, got 0"),
         ("--rollout-temperature", "0", "--rollout-temperature must be positive, got 0"),
         ("--rollout-temperature", "nan", "--rollout-temperature must be positive, got nan"),
+        ("--rollout-min-p", "-0.1", "--rollout-min-p must be at least 0, got -0.1"),
+        ("--rollout-stop", "", "--rollout-stop has an empty text, which would end every response at once; drop it"),
+        ("--rollout-stop-token-ids", "</s>",
+         "--rollout-stop-token-ids must be token ids, whole numbers of at least 0, got '</s>'"),
         ("--rollout-timeout-s", "-1", "--rollout-timeout-s must be positive, got -1"),
         ("--rollout-bucket-mib", "0", "--rollout-bucket-mib must be positive, got 0"),
         ("--rollout-weight-transport", "nccl",
@@ -223,8 +227,8 @@ def test_client_options_when_parsed_then_the_clients_arguments(monkeypatch):
     assert options.client_arguments() == given | {"engine": "sglang", "api_key": "s3cret"}
     assert "s3cret" not in repr(options)
     RolloutClient(options.urls, vocab_size=10, **CLIENT)
-    # The flags' defaults are the client's, which has four arguments more.
-    others = {"connect_timeout_s": 10.0, "experts": None, "seed": 0, "keyed_cache": False}
+    # The flags' defaults are the client's, which has five arguments more.
+    others = {"connect_timeout_s": 10.0, "experts": None, "seed": 0, "keyed_cache": False, "decode": None}
     assert RolloutClient.__init__.__kwdefaults__ == CLIENT | {"api_key": None} | others
 
 

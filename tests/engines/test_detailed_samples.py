@@ -23,7 +23,7 @@ def test_detailed_sample_when_plain_then_only_what_every_request_needs():
     assert request.json == {
         "input_ids": [1, 2], "return_logprob": True, "top_logprobs_num": 8,
         "sampling_params": NEUTRAL | {
-            "max_new_tokens": 3, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "stop_token_ids": [],
+            "max_new_tokens": 3, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "stop": [], "stop_token_ids": [],
             "ignore_eos": True,
         },
     }  # fmt: skip

@@ -53,7 +53,7 @@ def test_prompt_ids_when_ragged_then_error_names_the_prompt():
 
 
 def test_generate_request_when_built_then_samples_from_the_whole_softmax():
-    sampling = SamplingParams(8, temperature=0.7, stop_token_ids=[3, 4], ignore_eos=True)
+    sampling = SamplingParams(8, temperature=0.7, stop=["</a>"], stop_token_ids=[3, 4], ignore_eos=True)
     request = requests.generate_request([1, 2], sampling, rid="r1", seed=2**63 - 1)
     assert (request.method, request.endpoint) == ("POST", "/generate")
     assert request.json["input_ids"] == [1, 2] and request.json["rid"] == "r1"
@@ -62,6 +62,7 @@ def test_generate_request_when_built_then_samples_from_the_whole_softmax():
     assert request.json["sampling_params"] == {
         "max_new_tokens": 8,
         "temperature": 0.7,
+        "stop": ["</a>"],
         "stop_token_ids": [3, 4],
         "ignore_eos": True,
         "sampling_seed": 2**63 - 1,
@@ -81,13 +82,14 @@ def test_generate_request_when_not_truncated_then_no_sampling_mask_is_asked_for(
     assert not sampling.truncated and "return_sampling_mask" not in body
 
 
-@pytest.mark.parametrize("top_p, top_k", [(0.8, 20), (1.0, 2), (0.05, 4096)])
-def test_generate_request_when_truncated_then_asks_for_the_ids_each_token_is_drawn_from(top_p, top_k):
-    sampling = SamplingParams(8, top_p=top_p, top_k=top_k)
+@pytest.mark.parametrize("top_p, top_k, min_p", [(0.8, 20, 0.0), (1.0, 2, 0.0), (0.05, 4096, 0.0), (1.0, 20, 0.1)])
+def test_generate_request_when_truncated_then_asks_for_the_ids_each_token_is_drawn_from(top_p, top_k, min_p):
+    sampling = SamplingParams(8, top_p=top_p, top_k=top_k, min_p=min_p)
     body = requests.generate_request([1], sampling, seed=0).json
     assert sampling.truncated and body["return_sampling_mask"] is True and body["return_logprob"] is True
     assert (body["sampling_params"]["top_p"], body["sampling_params"]["top_k"]) == (top_p, top_k)
-    assert body["sampling_params"]["min_p"] == 0.0  # the rest stays at the value that changes nothing
+    assert body["sampling_params"]["min_p"] == min_p
+    assert body["sampling_params"]["repetition_penalty"] == 1.0  # the rest stays at the value that changes nothing
 
 
 def test_generate_request_when_no_rid_is_given_then_none_is_sent():
@@ -103,8 +105,13 @@ def test_generate_request_when_no_rid_is_given_then_none_is_sent():
         ({"max_new_tokens": 1, "temperature": -0.1}, "`temperature` .* got -0.1"),
         ({"max_new_tokens": 1, "temperature": float("nan")}, "`temperature` .* got nan"),
         ({"max_new_tokens": 1, "temperature": "1"}, "`temperature` .* got '1'"),
-        ({"max_new_tokens": 1, "stop_token_ids": (-2,)}, "stop_token_ids .* got -2"),
-        ({"max_new_tokens": 1, "stop_token_ids": ("</s>",)}, "stop_token_ids .* got '</s>'"),
+        ({"max_new_tokens": 1, "stop_token_ids": (-2,)}, "`stop_token_ids` .* got -2"),
+        ({"max_new_tokens": 1, "stop_token_ids": ("</s>",)}, "`stop_token_ids` .* got '</s>'"),
+        ({"max_new_tokens": 1, "stop": "</s>"}, "`stop` must be a tuple of texts, got the text '</s>'"),
+        ({"max_new_tokens": 1, "stop": ("a", "")}, "`stop` must be texts of at least one character, got ''"),
+        ({"max_new_tokens": 1, "min_p": 1, "top_k": 20}, "`min_p` must be in .0, 1., got 1; use 0"),
+        ({"max_new_tokens": 1, "min_p": float("nan"), "top_k": 20}, "`min_p` .* got nan"),
+        ({"max_new_tokens": 1, "temperature": 0, "min_p": 0.1}, "no effect on greedy .* `min_p` 0.1 .* leave"),
         ({"max_new_tokens": 1, "top_p": 0}, "`top_p` must be in .0, 1., got 0; use 1"),
         ({"max_new_tokens": 1, "top_p": 1.01, "top_k": 20}, "`top_p` must be in .0, 1., got 1.01"),
         ({"max_new_tokens": 1, "top_p": float("nan"), "top_k": 20}, "`top_p` .* got nan"),

@@ -158,8 +158,8 @@ def test_truncated_when_the_server_is_too_old_to_send_it_then_error_names_the_re
     with pytest.raises(RolloutProtocolError) as error:
         parse(truncated(drop=[name]), truncated=True)
     assert URL in str(error.value) and f"it sent no {name}" in str(error.value)
-    assert "use SGLang 0.5.16 or newer, or leave both out" in str(error.value)
-    assert "`top_p`" in str(error.value) and "`top_k`" in str(error.value)
+    assert "use SGLang 0.5.16 or newer, or leave them out" in str(error.value)
+    assert all(name in str(error.value) for name in ("`top_p`", "`top_k`", "`min_p`"))
 
 
 def test_truncated_when_aborted_before_the_first_token_then_an_empty_support():

@@ -1,7 +1,9 @@
 """Samples that a server cuts short: continued from their tokens, bounded, kept; and what is counted of an answer."""
 
 import asyncio
+import json
 
+import pytest
 import torch
 from aiohttp import web
 
@@ -139,3 +141,69 @@ def test_counts_when_logprobs_are_not_finite_then_they_are_nan_and_counted(fault
         assert client.counts()["nonfinite_logprobs"] == 2
 
     faulty.run(scenario, handle)
+
+
+def letters(ids):
+    """The text of ids, one letter each: 0 is a."""
+    return "".join(chr(ord("a") + token) for token in ids)
+
+
+@pytest.mark.parametrize("truncated", [False, True])
+def test_generate_when_a_stop_text_spans_the_cut_then_the_response_ends_with_it(faulty, truncated):
+    """The server does not know that "de" was completed: it had sampled "e" alone, and goes on."""
+    sets = [[[token, 9] for token in ids] for ids in ([2, 3], [4, 5, 6])]
+
+    def answered(tokens, prompt, reason, kept):
+        data = json.loads(faulty.answer(prompt, tokens, reason).body)
+        data["meta_info"]["weight_versions"] = [{"version": "v1", "start": 0, "end": len(tokens)}]
+        if truncated:
+            data["meta_info"] |= {"output_token_sampling_mask": kept,
+                                  "output_token_sampling_logprobs": [-float(token) for token in tokens]}  # fmt: skip
+        return web.json_response(data)
+
+    answers = iter([
+        answered([2, 3], 1, {"type": "abort", "message": "Aborted"}, sets[0]),
+        answered([4, 5, 6], 3, {"type": "length", "length": 6}, sets[1]),
+    ])  # fmt: skip
+
+    async def handle(request):
+        assert (await request.json())["sampling_params"]["stop"] == ["de"]
+        return next(answers)
+
+    async def scenario(client):
+        top_k = 5 if truncated else -1
+        (trajectory,) = await client.generate([[1]], SamplingParams(8, stop=("de",), top_k=top_k))
+        assert trajectory.output_ids.tolist() == [2, 3, 4] and trajectory.finish_reason == "stop"
+        assert trajectory.rollout_logprobs.tolist() == [-2, -3, -4]
+        assert [(span.start, span.end) for span in trajectory.weight_versions] == [(0, 3)]
+        if truncated:
+            assert trajectory.support.ids.tolist() == [2, 9, 3, 9, 4, 9]
+            assert trajectory.support.lengths.tolist() == [2, 2, 2]
+        counts = client.counts()
+        assert (counts["stop"], counts["length"], counts["missed_stops"], counts["tokens"]) == (1, 0, 1, 3)
+
+    faulty.run(scenario, handle, decode=letters)
+
+
+def test_generate_when_the_stop_text_ends_what_was_cut_then_nothing_more_is_asked(faulty):
+    async def scenario(client):
+        (trajectory,) = await client.generate([[1]], SamplingParams(8, stop=("cd",)))
+        assert trajectory.output_ids.tolist() == [2, 3] and trajectory.finish_reason == "stop"
+        assert client.counts()["continuations"] == 0
+
+    faulty.run(scenario, always_cut(faulty, [2, 3, 4]), decode=letters)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "named"),
+    [
+        ({"stop": ("a",)}, "`stop` .'a'. needs a tokenizer"),
+        ({"stop_token_ids": (10,)}, "`stop_token_ids` has 10, outside .0, 10."),
+    ],
+)
+def test_generate_when_what_stops_can_not_be_honoured_then_refused_before_anything_is_sent(faulty, sampling, named):
+    async def scenario(client):
+        with pytest.raises(ValueError, match=named):
+            await client.generate([[1]], SamplingParams(8, **sampling))
+
+    faulty.run(scenario, always_cut(faulty, [2]))

@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from megatron_rl_corr.data.tokenizer import Tokenizer
 from megatron_rl_corr.engines.http import HTTPTransport
 from megatron_rl_corr.engines.sglang.logprob_rows import read_flat
 from megatron_rl_corr.engines.sglang.requests import generate_request
@@ -29,8 +30,11 @@ def vocab_size(tiny_moe_dir):
 
 
 @pytest.fixture(scope="module")
-def client(sglang_server_fp32, vocab_size, loop):
-    client = RolloutClient([sglang_server_fp32.url], vocab_size=vocab_size, timeout_s=120, max_continuations=0)
+def client(sglang_server_fp32, tiny_moe_dir, vocab_size, loop):
+    client = RolloutClient(
+        [sglang_server_fp32.url], vocab_size=vocab_size, timeout_s=120, max_continuations=0,
+        decode=Tokenizer.from_folder(tiny_moe_dir).decode_all,
+    )  # fmt: skip
     loop.call(client.wait_healthy(60))
     yield client
     loop.call(client.close())
@@ -77,6 +81,48 @@ def test_generate_when_truncated_then_logprobs_are_renormalised_on_the_likeliest
         whole = torch.log_softmax(logits / temperature, -1).gather(1, t.output_ids[:, None])[:, 0]
         assert (t.rollout_logprobs > whole + 1e-3)[settled].all()  # what is left out makes each token likelier
     assert len({tuple(t.output_ids.tolist()) for t in trajectories}) > 3
+
+
+def test_generate_when_min_p_then_logprobs_are_renormalised_on_the_ids_that_are_likely_enough(
+    client, loop, tiny_moe_dir, vocab_size
+):
+    from transformers import AutoModelForCausalLM
+
+    options = {"dtype": torch.float64, "experts_implementation": "eager"}  # grouped products know no float64
+    double = AutoModelForCausalLM.from_pretrained(tiny_moe_dir, **options).eval()
+    sampling = SamplingParams(12, temperature=0.7, top_k=60, min_p=0.5, ignore_eos=True)
+    lengths = set()
+    for t in loop.call(client.generate(PROMPTS, sampling, samples_per_prompt=3)):
+        (logits, settled), kept = response(double, t), inside(t, vocab_size)
+        share = torch.softmax(logits / 0.7, -1)
+        share /= share.amax(-1, keepdim=True)
+        clear = settled & ((share - 0.5).abs() > 1e-5).all(-1)  # no id on the border
+        likely = (share >= 0.5) & (logits.argsort(-1, descending=True).argsort(-1) < 60)
+        assert clear.any() and (kept == likely)[clear].all()
+        expected = torch.log_softmax((logits / 0.7).masked_fill(~kept, -torch.inf), -1)
+        expected = expected.gather(1, t.output_ids[:, None])[:, 0]
+        torch.testing.assert_close(t.rollout_logprobs.double()[settled], expected[settled], atol=1e-5, rtol=0)
+        lengths |= set(t.support.lengths.tolist())
+    assert len(lengths) > 5 and max(lengths) < 60  # min_p decides, not top_k
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_generate_when_a_stop_text_is_sampled_then_its_ids_end_the_response_and_have_logprobs(
+    client, loop, model, tiny_moe_dir, ignore_eos
+):
+    decode = Tokenizer.from_folder(tiny_moe_dir).decode_all
+    # All texts of two digits beginning with 3, 4 or 7, and the end-of-sequence token's own text.
+    stop = tuple(f"{a}{b}" for a in "347" for b in range(10)) + ("<eos>",)
+    sampling = SamplingParams(200, stop=stop, ignore_eos=ignore_eos)
+    stopped = 0
+    for t in loop.call(client.generate(PROMPTS, sampling, samples_per_prompt=16)):
+        text, before = decode(t.output_ids.tolist()), decode(t.output_ids[:-1].tolist())
+        assert not any(one in before for one in stop)
+        assert (t.finish_reason == "stop") == any(one in text for one in stop)
+        stopped += t.finish_reason == "stop" and not text.endswith("<eos>")
+        assert_is_truth(t, model, atol=2e-5)
+    assert stopped > 1  # about 13 of 48; end-of-sequence ends the others
+    assert client.counts()["missed_stops"] == 0
 
 
 @pytest.mark.parametrize("options", [{}, {"top_k": 5}])

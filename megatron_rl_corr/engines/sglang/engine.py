@@ -23,6 +23,7 @@ class SGLang(Engine):
         min_temperature=1e-6,  # below it SGLang samples greedily and returns the log-probs of temperature 1
         max_top_k=4096,  # --sampling-mask-max-tokens; for a larger top_k, or none, it returns no sampling mask
         top_p_needs_top_k=True,
+        max_stop_texts=32,
         pause_modes=requests.PAUSE_MODES,
         weight_transports=("distributed", "tensor", "disk"),
     )
@@ -53,6 +54,7 @@ class SGLang(Engine):
     pause_generation = staticmethod(requests.pause_generation)
     continue_generation = staticmethod(requests.continue_generation)
     pause_problem = staticmethod(servers.pause_problem)
+    sampling_problem = staticmethod(servers.sampling_problem)
     flush_cache = staticmethod(requests.flush_cache)
 
     def weight_version(self, model_info: Mapping[str, Any]) -> str:

@@ -25,9 +25,9 @@ def generate_request(
     """One sample of one prompt (ids already checked), with a log-prob for every sampled token, no text.
 
     seed: in [-2**63, 2**63); it decides what a server with deterministic inference draws, which would draw the same for
-    all requests without one. With top_p or top_k the answer also tells, for every token, the ids that it was drawn
-    from and its log-prob renormalised on them. routed_experts: and the experts that every token but the last went to,
-    without the first routes_from tokens. cache_key: keys and values are shared only with requests of the same one.
+    all requests without one. With top_p, top_k or min_p the answer also tells, for every token, the ids that it was
+    drawn from and its log-prob renormalised on them. routed_experts: and the experts that every token but the last went
+    to, without the first routes_from tokens. cache_key: keys and values are shared only with requests of the same one.
     """
     body = {
         "input_ids": prompt_ids,
@@ -55,6 +55,8 @@ def sampling_fields(sampling: SamplingParams) -> dict[str, object]:
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "stop": list(sampling.stop),
         "stop_token_ids": list(sampling.stop_token_ids),
         "ignore_eos": sampling.ignore_eos,
     }

@@ -44,8 +44,8 @@ def parse_generate(
         prompt_ids: [P] int64, what was sent.
         prompt_index, sample_index, server: go into the trajectory.
         vocab_size: every id must be below it.
-        truncated: the request had top_p or top_k, so the trajectory has a support, and its log-probs are renormalised
-            on it.
+        truncated: the request had top_p, top_k or min_p, so the trajectory has a support, and its log-probs are
+            renormalised on it.
         experts: the request asked for routed experts, and the model routes so.
         known_routes: [routes_from, M, k], of the first tokens, which the request did not ask for.
 
@@ -167,8 +167,8 @@ def _truncated(
         values = meta.get(name)
         if values is None:
             detail = (
-                f"it sent no {name} though return_sampling_mask asked for it, so what `top_p` and "
-                "`top_k` kept is unknown: use SGLang 0.5.16 or newer, or leave both out"
+                f"it sent no {name} though return_sampling_mask asked for it, so what `top_p`, "
+                "`top_k` and `min_p` kept is unknown: use SGLang 0.5.16 or newer, or leave them out"
             )
             raise RolloutProtocolError(server, GENERATE, detail)
         if not isinstance(values, list) or len(values) != output_ids.size:

@@ -10,6 +10,7 @@ from typing import Any
 from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, RolloutServerError
 from megatron_rl_corr.engines.inspection import ServedModel, UpdateSupport
 from megatron_rl_corr.engines.sglang.server_version import FLUSHES_PAUSED_SINCE, version_key
+from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.engines.types import ServerChecksums, ServerRanks
 
 _IN_PLACE_NEEDS = ("disable_overlap_schedule", "disable_radix_cache")
@@ -109,6 +110,26 @@ def pause_problem(
                 f"`max_lag` is above 0; serve with SGLang {FLUSHES_PAUSED_SINCE} or newer, or use "
                 "`max_lag` 0"
             )
+    return None
+
+
+def sampling_problem(server_info: Mapping[str, Any], sampling: SamplingParams) -> str | None:
+    """Why the server can't sample so, with the remedy; None: it can.
+
+    Args:
+        server_info: its answer to /server_info.
+        sampling: the run's.
+    """
+    if sampling.min_p > 0 and server_info.get("enable_deterministic_inference"):
+        return (
+            f"`min_p` {sampling.min_p}: SGLang 0.5.23 with --enable-deterministic-inference (or --rl-on-policy-target) "
+            "ends at its first request with one; start it without, or drop `min_p`"
+        )
+    if sampling.stop and server_info.get("skip_tokenizer_init"):
+        return (
+            f"`stop` {list(sampling.stop)}: a server with --skip-tokenizer-init has no texts to compare; start it "
+            "without, or use `stop_token_ids`"
+        )
     return None
 
 

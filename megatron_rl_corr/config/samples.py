@@ -1,0 +1,61 @@
+"""How the responses to a prompt are sampled, and how far ahead of training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from megatron_rl_corr.config.fields import Between, Options, Positive, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplesConfig(Options):
+    """Samples: how the responses to a prompt are sampled."""
+
+    group_size: Annotated[int, Positive()] = option(8, metavar="G")
+    """Samples of each prompt; --global-batch-size counts samples, those of one update."""
+
+    max_new_tokens: Annotated[int, Positive()] = option(1024, metavar="N")
+    """Longest response, in tokens; what an environment answers counts too."""
+
+    temperature: Annotated[float, Positive()] = option(1.0, metavar="T")
+    """Sampling temperature; the training log-probs are divided by it too."""
+
+    top_p: float = option(1.0, metavar="P")
+    """Nucleus sampling; the training log-probs are renormalised on the ids that it kept."""
+
+    top_k: int = option(-1, metavar="K")
+    """Sample from the K likeliest ids, 2 to 4096. `top_p` needs it, because SGLang reports the kept ids only with it;
+    -1 turns it off."""
+
+    min_p: Annotated[float, Between(0)] = option(0.0, metavar="P")
+    """Sample from the ids with at least this share of the likeliest one's probability; the training log-probs are
+    renormalised on them. It needs a `top_k`, as `top_p` does, and servers without deterministic inference."""
+
+    stop: tuple[str, ...] = option((), metavar="TEXT")
+    """Texts that end a response, beside the end-of-sequence ids; the sampled ids up to the one that completes the text
+    are the response, and are trained."""
+
+    stop_token_ids: tuple[str, ...] = option((), metavar="ID")
+    """Token ids that end a response, beside the end-of-sequence ids."""
+
+    max_lag: Annotated[int, Between(0)] = option(0, metavar="K")
+    """Sample ahead of training, from weights up to K versions old: servers and trainer work at the same time, and the
+    correction takes the age into account. 0: on-policy, one after the other. A version is a push, one a batch."""
+
+    stale_samples: Literal["keep", "drop"] = option("keep", needs="max_lag")
+    """Samples that took so long that they are more than `max_lag` versions old: keep corrects them like the others,
+    drop asks for new ones, which prefers short responses."""
+
+    pause_mode: Literal["retract", "in_place"] = option("retract", needs="max_lag")
+    """Responses that are running while weights change: retract computes their keys and values anew, in_place goes on
+    with the old ones, and needs servers with --disable-overlap-schedule."""
+
+    def check(self) -> None:
+        if self.group_size < 2:
+            raise ValueError("`group_size` 1 leaves a group-relative advantage of 0 everywhere; use 2 or more")
+        for token in self.stop_token_ids:
+            if not str(token).isdecimal():
+                raise ValueError(f"`stop_token_ids` must be token ids, whole numbers of at least 0, got {token!r}")
+        if "" in self.stop:
+            raise ValueError("`stop` has an empty text, which would end every response at once; drop it")
