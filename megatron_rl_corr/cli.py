@@ -50,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     correct.add_argument("--json", action="store_true", help="print every metric as JSON, not a table")
     correct.set_defaults(run=_correct)
 
+    _add_samples(commands)
     _add_patch(commands)
 
     export = commands.add_parser("export", help="write a Megatron checkpoint as a Hugging Face folder")
@@ -83,6 +84,37 @@ def _add_doctor(commands) -> None:
     add("--timeout", metavar="S", type=float, default=60.0, help="seconds for one request (default 60)")
     add("--api-key-env", metavar="NAME", help="environment variable that holds the servers' (admin) API key")
     doctor.set_defaults(run=_doctor)
+
+
+def _add_samples(commands) -> None:
+    samples = commands.add_parser("samples", help="print saved samples: text, reward, D, what was dropped")
+    add = samples.add_argument
+    add("paths", metavar="RUN_DIR|FILE.parquet", nargs="+",
+        help="the folder of --rollout-log-dir or --rollout-save-trajectories, or files of the latter")  # fmt: skip
+    add("--step", metavar="N", type=int, help="the step (default: the last one)")
+    add("--group", metavar="G", type=int, help="only the samples of this group")
+    order = samples.add_mutually_exclusive_group()
+    for name, text in {
+        "worst": "lowest rewards first", "best": "highest rewards first",
+        "dropped": "only samples of which nothing enters the loss",
+    }.items():  # fmt: skip
+        order.add_argument(f"--{name}", dest="order", action="store_const", const=name, help=text)
+    add("--limit", metavar="N", type=int, default=10, help="samples printed, at most (default 10)")
+    text = samples.add_mutually_exclusive_group()
+    text.add_argument("--tokenizer", metavar="HF_DIR", help="makes the text (default: that of the run's model)")
+    text.add_argument("--ids", action="store_true", help="print ids, not text")
+    add("--color", choices=["auto", "always", "never"], default="auto",
+        help="colour tokens by D (default: on a terminal; NO_COLOR turns it off)")  # fmt: skip
+    samples.set_defaults(run=_samples)
+
+
+def _samples(arguments: argparse.Namespace) -> None:
+    from megatron_rl_corr.observability.sample_text import run
+
+    if arguments.limit < 1:
+        raise ValueError(f"--limit must be at least 1, got {arguments.limit}")
+    sys.stdout.reconfigure(errors="backslashreplace")  # samples hold any character, and not every terminal does
+    run(arguments, sys.stdout)
 
 
 def _add_patch(commands) -> None:
@@ -171,6 +203,7 @@ def _model_flags(arguments: argparse.Namespace) -> None:
 
 def _presets(arguments: argparse.Namespace) -> None:
     from megatron_rl_corr.config.correction import PRESETS
+    from megatron_rl_corr.observability.correction_text import loss_as_text, rules_as_text, weights_as_text
     from megatron_rl_corr.tables import text_table
 
     rows = [("preset", "weights", "keeps", "loss")]
@@ -179,41 +212,6 @@ def _presets(arguments: argparse.Namespace) -> None:
         rows.append((name, weights_as_text(config), first, loss_as_text(config)))
         rows += [("", "", rule, "") for rule in others]
     print("\n".join(text_table(rows)))
-
-
-def weights_as_text(config) -> str:
-    """The importance weight and its bounds, in a few words."""
-    from megatron_rl_corr.config.presets import NO_BOUND
-
-    if config.rollout_is is None:
-        return "1"
-    low, high = config.rollout_is_lower, config.rollout_is_upper
-    interval = f"above {high:g}" if low is None else f"outside [{low:g}, {high:g}]"
-    bounded = {"truncate": f"at most {high:g}", "clip": f"into [{low}, {high:g}]", "mask": f"0 {interval}"}
-    text = "no bound" if high == NO_BOUND else bounded[config.rollout_is_mode]
-    return f"{config.rollout_is}, {text}" + (", mean 1" if config.rollout_is_batch_normalize else "")
-
-
-def rules_as_text(config) -> list[str]:
-    """What the rejection rules keep, one a line."""
-    rules = [rule_as_text(rule) for rule in config.rollout_rs]
-    if config.rollout_m2_threshold is not None:
-        rules.append(f"m2 <= {config.rollout_m2_threshold:g}")
-    return rules or ["all"]
-
-
-def rule_as_text(rule) -> str:
-    """A rejection rule as the interval it keeps."""
-    if rule.lower is None:
-        return f"{rule.name} <= {rule.upper:.5g}"
-    if rule.upper is None:
-        return f"{rule.name} >= {rule.lower:.5g}"
-    return f"{rule.name} in [{rule.lower:.5g}, {rule.upper:.5g}]"
-
-
-def loss_as_text(config) -> str:
-    """The loss, and whether pi_rollout is its pi_old."""
-    return f"{config.loss}, bypass" if config.bypass_mode else config.loss
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron_rl_corr.cli import loss_as_text, rules_as_text, weights_as_text  # noqa: E402
 from megatron_rl_corr.config.correction import PRESETS, RolloutCorrectionConfig  # noqa: E402
 from megatron_rl_corr.config.dialects import keys_by_trainer  # noqa: E402
 from megatron_rl_corr.config.fields import Option, docs_of, options_of  # noqa: E402
@@ -19,6 +18,11 @@ from megatron_rl_corr.config.notation import K1_NAMES, SHORTHANDS, CorrectionSou
 from megatron_rl_corr.config.rules import DIVERGENCES, RULE_INPUTS  # noqa: E402
 from megatron_rl_corr.config.run import TOPICS  # noqa: E402
 from megatron_rl_corr.observability.catalogue import catalogue, grouped  # noqa: E402
+from megatron_rl_corr.observability.correction_text import (  # noqa: E402
+    loss_as_text,
+    rules_as_text,
+    weights_as_text,
+)
 
 
 def flags_page() -> str:

@@ -15,6 +15,7 @@ from megatron_rl_corr.moe import statistics
 from megatron_rl_corr.observability.alerts import Summary, find_alerts, finite_values, metric_names, summarise
 from megatron_rl_corr.observability.catalogue import BINS, catalogue, grouped, label_of, spec_of, usual_range
 from megatron_rl_corr.observability.metrics_file import CONFIG_NAME, FILE_NAME, read_metrics
+from megatron_rl_corr.observability.page_samples import page_samples
 from megatron_rl_corr.observability.panels import PAGE_PANELS
 from megatron_rl_corr.observability.plots import (
     OVERVIEW_NAME,
@@ -32,7 +33,8 @@ def write_page(run_dir: str | os.PathLike) -> Path:
     """Write the page and the overview of a run into its folder; each replaces its file in one move.
 
     Args:
-        run_dir: holds metrics.jsonl, and run.json and experts.jsonl if the run wrote them.
+        run_dir: holds metrics.jsonl, and run.json and experts.jsonl if the run wrote them; samples are found through
+            run.json.
 
     Raises:
         FileNotFoundError: there is no such folder, or no metrics.jsonl in it.
@@ -42,7 +44,7 @@ def write_page(run_dir: str | os.PathLike) -> Path:
     rows = _read_steps(run_dir)
     config = _read_config(run_dir / CONFIG_NAME)
     title = run_dir.resolve().name
-    experts = _expert_maps(run_dir / statistics.FILE_NAME)
+    experts, samples = _expert_maps(run_dir / statistics.FILE_NAME), page_samples(run_dir)
     write_overview(rows, run_dir / OVERVIEW_NAME, title=title)
     # Autoescape, as names of metrics and values of settings come from the run; an undefined name is an error.
     environment = jinja2.Environment(
@@ -51,8 +53,8 @@ def write_page(run_dir: str | os.PathLike) -> Path:
     )  # fmt: skip
     page = environment.get_template(TEMPLATE_NAME).render(
         title=title, summary=_summary_entries(summarise(rows)), alerts=find_alerts(rows), **_watched(rows),
-        figures=_figures(rows), shaded=bool(steps_to_shade(rows)), experts=experts, groups=_metric_groups(rows),
-        config=config, config_name=CONFIG_NAME,
+        figures=_figures(rows), shaded=bool(steps_to_shade(rows)), experts=experts, samples=samples,
+        groups=_metric_groups(rows), config=config, config_name=CONFIG_NAME,
     )  # fmt: skip
     return write_atomically(run_dir / PAGE_NAME, page.encode("utf-8"))
 

@@ -133,17 +133,21 @@ def write_trajectories(
     return path
 
 
-def read_trajectories(path: str | os.PathLike, *, row_groups: Iterable[int] | None = None) -> Iterator[Sample]:
+def read_trajectories(
+    path: str | os.PathLike, *, row_groups: Iterable[int] | None = None, for_people: bool = False
+) -> Iterator[Sample]:
     """The samples in the order of the file, read one row group at a time.
 
     Args:
         path: a file of `write_trajectories`.
         row_groups: which of them to read, numbered from 0; None: all.
+        for_people: leave out the sets of ids that tokens were drawn from and the routed experts, most of a file.
 
     Raises:
         ValueError: it names the file, and the row if one is wrong: not a file of `write_trajectories`, another version,
             a column that is missing or has another type, or lengths or version spans that do not fit.
     """
+    names = [name for name in SCHEMA.names if not (for_people and name.startswith(("support_", "routed_")))]
     with _opened(path) as file:
         firsts = [0]
         for group in range(file.num_row_groups):
@@ -152,7 +156,7 @@ def read_trajectories(path: str | os.PathLike, *, row_groups: Iterable[int] | No
             if not 0 <= group < file.num_row_groups:
                 raise ValueError(f"{path} has row groups 0 to {file.num_row_groups - 1}, got {group}")
             try:
-                columns = file.read_row_group(group, list(SCHEMA.names)).combine_chunks()
+                columns = file.read_row_group(group, names).combine_chunks()
             except (pa.ArrowException, OSError) as error:
                 raise ValueError(f"{path}, row group {group}: cannot be read: {error}") from error
             yield from samples_of(columns, path, firsts[group])

@@ -11,6 +11,7 @@ import pytest
 
 from megatron_rl_corr import cli
 from tests.conventions.test_floors import FLOORS
+from tests.observability.samples import sample, write_run
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ["docs", "examples", "patches", "requirements", "benchmarks", "tools"]
@@ -156,6 +157,9 @@ def run_cli(words: list[str], folder: Path) -> int:
     if words[0] == "report":
         (folder / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
         words = ["report", str(folder)]
+    if words[0] == "samples":
+        run = write_run(folder / "run", {40: [sample([1, 2], [0.0, 0.1], group=812)]}, folder)
+        words = ["samples", str(run), *words[2:]]
     try:
         return cli.main(words)
     except SystemExit as end:  # of --help
