@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from megatron_rl_corr.config.evaluation import EvaluationConfig
 from megatron_rl_corr.config.fields import Between, Options, Positive, option
+from megatron_rl_corr.config.groups import GroupsConfig
 from megatron_rl_corr.config.policy import ExpertsConfig, ModelConfig, WeightSyncConfig
 from megatron_rl_corr.config.prompts import PromptsConfig
 from megatron_rl_corr.config.reference import ReferenceConfig
@@ -120,8 +121,9 @@ class LogsConfig(Options):
     """Write it after every N steps, too."""
 
 
-TOPICS = (ServersConfig, PromptsConfig, SamplesConfig, EvaluationConfig, RewardsConfig, EnvironmentConfig,
-          UpdatesConfig, ModelConfig, ReferenceConfig, WeightSyncConfig, ExpertsConfig, LogsConfig)  # fmt: skip
+TOPICS = (ServersConfig, PromptsConfig, SamplesConfig, EvaluationConfig, RewardsConfig, GroupsConfig,
+          EnvironmentConfig, UpdatesConfig, ModelConfig, ReferenceConfig, WeightSyncConfig, ExpertsConfig,
+          LogsConfig)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

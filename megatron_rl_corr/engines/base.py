@@ -100,14 +100,15 @@ class Engine(Inspection, Protocol):
         return None
 
     def generate(
-        self, prompt_ids: list[int], sampling: SamplingParams, *, seed: int, routed_experts: bool = False,
-        routes_from: int = 0, cache_key: str | None = None,
+        self, prompt_ids: list[int], sampling: SamplingParams, request_id: str | None = None, *, seed: int,
+        routed_experts: bool = False, routes_from: int = 0, cache_key: str | None = None,
     ) -> Request:  # fmt: skip
         """Ask for one response to one prompt, with a log-prob for every sampled token, and no text.
 
         Args:
             prompt_ids: P ids, each in the vocabulary.
             sampling: how to sample; with top_p, top_k or min_p the answer must bring the sampling mask.
+            request_id: a name by which `abort_request` can end it.
             seed: in [-2**63, 2**63), for servers with deterministic inference.
             routed_experts: also return which experts each token but the last went to.
             routes_from: leave out the routes of the first tokens.

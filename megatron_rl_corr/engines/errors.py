@@ -104,6 +104,16 @@ class TooManyFailures(RolloutError):
         return TooManyFailures, (self.detail,)
 
 
+class GroupsFilteredOut(RolloutError):
+    """So few groups pass the filter that a step is not complete within its bound; the message says what to do."""
+
+    def __init__(self, message: str):
+        super().__init__("", "", message, message)
+
+    def __reduce__(self):
+        return GroupsFilteredOut, (self.detail,)
+
+
 class RolloutOutage(RolloutError):
     """No server is left to sample from.
 

@@ -59,6 +59,8 @@ class BatchCollector(ABC):
         """The ids that their tokens were drawn from, until they are sent."""
         self.metrics: dict[str, Metric] = {}
         """Metrics of how the last batch was collected, this replica's share."""
+        self.filtered = self.oversampled = False
+        """Groups are filtered; more are sampled than steps take. Either has metrics of its own."""
 
     @abstractmethod
     def _submit_take(self, number: int) -> concurrent.futures.Future[Taken]:
@@ -100,6 +102,7 @@ class BatchCollector(ABC):
         self.metrics = collection_metrics(
             counted if self._layout.cp_group.rank() == 0 else torch.zeros_like(counted),
             with_routes=self._routes.server_shape is not None, packed=self._packing is not None,
+            filtered=self.filtered, oversampled=self.oversampled,
         )
         whole = self._broadcast(batch)
         own = whole.context_slice(self._layout.cp_group.rank(), self._layout.cp_group.size())

@@ -29,8 +29,9 @@ from megatron_rl_corr.rollout.client import RolloutClient
 from megatron_rl_corr.rollout.cursor import Cursor, Drawn, GroupNumbers, SavedCursor
 from megatron_rl_corr.rollout.episodes import Episodes
 from megatron_rl_corr.rollout.failures import CAUSES, NAMED_AFTER, FailedFraction, FailedPrompts, Failures
+from megatron_rl_corr.rollout.group_filter import GroupFilter
 from megatron_rl_corr.rollout.group_sampler import GroupSampler
-from megatron_rl_corr.rollout.queue import Group, GroupStream, Taken
+from megatron_rl_corr.rollout.queue import Group, GroupStream, Selection, Taken
 from megatron_rl_corr.rollout.sample_file import Origin
 
 PROGRESS_EVERY_S = 10.0
@@ -90,9 +91,13 @@ class Collector(BatchCollector):
             group_size=shape.group_size, rewards=source.rewards, failures=self._failures,
             failed_prompts=self._failed_prompts, on_failed=options.on_failed_reward, episodes=source.episodes,
         )
+        self._filter, self.oversampled = None, options.oversampling > 1
+        if options.group_filter is not None:
+            self.filtered = True
+            self._filter = GroupFilter(options.group_filter, prompts, self._failures)
         self._stream = GroupStream(
             sampler.sample, sampler.draw, groups_per_step=self._groups, first=batches[0], last=batches[1],
-            max_lag=options.max_lag, drop_stale=options.stale_samples == "drop",
+            max_lag=options.max_lag, drop_stale=options.stale_samples == "drop", selection=self._selection(options),
         )
         self._counted = client.counts()
         self._failed = [0.0] * (len(CAUSES) + 2)
@@ -122,6 +127,15 @@ class Collector(BatchCollector):
         """Stop sampling ahead, and the processes that compute rewards."""
         self._loop.call(self._stream.close())
         self._loop.call(self._rewards.close())
+        if self._filter is not None:
+            self._loop.call(self._filter.close())
+
+    def _selection(self, options: RunConfig) -> Selection:
+        """Which groups the stream's steps take."""
+        if self._filter is None:
+            return Selection(oversampling=options.oversampling)
+        refills = options.group_filter_exhausted == "take"
+        return Selection(self._filter.passes, options.group_filter_limit, refills, options.oversampling)
 
     def _all_reduce_failed(self) -> None:
         """Sum all replicas' failures since the previous batch; too many end the run on all ranks."""
@@ -154,7 +168,8 @@ class Collector(BatchCollector):
             if concurrent.futures.wait([taking], PROGRESS_EVERY_S).done:
                 return True
             speed = (self._client.counts()["tokens"] - self._tokens_before) / (time.monotonic() - since)
-            print(f"[rollout] batch {batch + 1}: {self._stream.ready} of {self._groups} groups are done, "
+            filtered = f", {self._stream.filtered} did not pass" if self._filter is not None else ""
+            print(f"[rollout] batch {batch + 1}: {self._stream.ready} of {self._groups} groups are done{filtered}, "
                   f"{self._stream.running} are running, {speed:.0f} tokens/s", flush=True)  # fmt: skip
         return False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -18,7 +19,10 @@ COUNTED = (
     "samples", "tokens", "token_lags", "mixed", "length", "abort", "ready", "running", "dropped", "retries",
     "continuations", "left_out", "route_tokens", "route_bytes", "unrouted", "equal_groups", "duplicates", "ended",
     *(f"failed_{cause}" for cause in CAUSES), "replaced", "lost_samples", "lost_tokens",
-    "skipped_bad", "skipped_long", "moved_bytes",
+    "skipped_bad", "skipped_long",
+    "moved_bytes", "filtered", "filtered_above_0", "filtered_samples", "filtered_tokens", "filtered_rewards",
+    "refilled", "aborted", "surplus", "surplus_samples", "surplus_tokens", "surplus_kept", "cut", "cut_tokens",
+    "cut_ended", "cut_ended_tokens",
 )  # fmt: skip
 """Names of the counts, in the order in which they are broadcast."""
 
@@ -47,6 +51,11 @@ def count_samples(taken: Taken, version: int, experts: int | None) -> dict[str, 
         "route_tokens": 0, "route_bytes": 0, "unrouted": 0, "moved_bytes": 0,
         "equal_groups": sum(len(set(group.rewards)) == 1 for group in taken.groups),
         "duplicates": sum(_duplicates(group) for group in taken.groups),
+        "filtered": taken.filtered.groups, "filtered_above_0": taken.filtered.above_0,
+        "filtered_samples": taken.filtered.samples, "filtered_tokens": taken.filtered.tokens,
+        "filtered_rewards": taken.filtered.rewards, "refilled": taken.refilled,
+        "aborted": taken.aborted, "surplus": taken.surplus.groups, "surplus_samples": taken.surplus.samples,
+        "surplus_tokens": taken.surplus.tokens, "surplus_kept": taken.kept_surplus,
     }  # fmt: skip
     if experts is not None:
         counted |= _count_routes(samples, experts)
@@ -68,7 +77,8 @@ def _count_routes(samples: Sequence[Trajectory], experts: int) -> dict[str, int]
 
 
 def collection_metrics(
-    counted: torch.Tensor, *, with_routes: bool = False, packed: bool = False
+    counted: torch.Tensor, *, with_routes: bool = False, packed: bool = False, filtered: bool = False,
+    oversampled: bool = False,
 ) -> dict[str, Metric]:
     """Metrics by logged name, from a replica's counts [len(COUNTED)].
 
@@ -76,6 +86,8 @@ def collection_metrics(
         counted: the counts.
         with_routes: samples have routed experts.
         packed: samples are packed, and so dealt out over replicas.
+        filtered: groups are filtered.
+        oversampled: more groups are sampled than steps take.
     """
     values = dict(zip(COUNTED, counted, strict=True))
 
@@ -87,8 +99,27 @@ def collection_metrics(
         "router_replay/tokens_without_routes": Sum(values["unrouted"][None]),
     }
     dealt = {"packing/moved_bytes": Sum(values["moved_bytes"][None])}
+    # Samples of surplus groups that had ended, whether their group had or was cut.
+    values["surplus_samples"] = values["surplus_samples"] + values["cut_ended"]
+    values["surplus_tokens"] = values["surplus_tokens"] + values["cut_ended_tokens"]
+    by_filter = {
+        "rollout/groups_filtered": Sum(values["filtered"][None]),
+        "rollout/groups_filtered_above_0": Sum(values["filtered_above_0"][None]),
+        "rollout/groups_refilled": Sum(values["refilled"][None]),
+        "rollout/by_fate/filtered_length_mean": mean("filtered_tokens", "filtered_samples"),
+        "rollout/by_fate/filtered_reward_mean": mean("filtered_rewards", "filtered_samples"),
+    }
+    surplus = {
+        "rollout/surplus_kept": Sum(values["surplus_kept"][None]),
+        "rollout/surplus_discarded": Sum(values["surplus"][None]),
+        "rollout/surplus_aborted": Sum(values["aborted"][None]),
+        "rollout/samples_cut": Sum(values["cut"][None]),
+        "rollout/by_fate/cut_length_mean": mean("cut_tokens", "cut"),
+        "rollout/by_fate/surplus_length_mean": mean("surplus_tokens", "surplus_samples"),
+    }
     values["failed"] = sum(values[f"failed_{cause}"] for cause in CAUSES)
-    return (routes if with_routes else {}) | (dealt if packed else {}) | {
+    parts = (routes, with_routes), (dealt, packed), (by_filter, filtered), (surplus, oversampled)
+    return {name: metric for part, there in parts if there for name, metric in part.items()} | {
         "weight_lag_token_mean": mean("token_lags", "tokens"),
         "rollout/mixed_version_fraction": mean("mixed", "samples"),
         "rollout/length_fraction": mean("length", "samples"),
@@ -109,6 +140,47 @@ def collection_metrics(
         "rollout/by_fate/dropped_length_mean": mean("lost_tokens", "lost_samples"),
     }
 
+
+FILTER = tuple(
+    replace(spec, only_with="--rollout-group-filter") for spec in (
+        MetricSpec("rollout/groups_filtered", "groups that did not pass the filter, since the batch before", "count"),
+        MetricSpec(
+            "rollout/groups_filtered_above_0",
+            "those of them whose mean reward is above 0: always solved, if 0 is wrong", "count",
+        ),
+        MetricSpec("rollout/groups_refilled", "groups of the batch that did not pass, as too few others did", "count"),
+        MetricSpec(
+            "rollout/by_fate/filtered_length_mean", "tokens per response of groups that did not pass the filter",
+            "sampled tokens / samples",
+        ),
+        MetricSpec("rollout/by_fate/filtered_reward_mean", "their mean reward", "mean(r)"),
+    )
+)  # fmt: skip
+SURPLUS = tuple(
+    replace(spec, only_with="--rollout-oversampling") for spec in (
+        MetricSpec(
+            "rollout/surplus_kept", "groups done or running beyond those of the steps ahead, kept for later batches",
+            "count",
+        ),
+        MetricSpec(
+            "rollout/surplus_aborted", "groups cut when the batch had its own; their prompts are drawn again", "count"
+        ),
+        MetricSpec(
+            "rollout/surplus_discarded", "groups done by then and not kept; their prompts are drawn again", "count"
+        ),
+        MetricSpec(
+            "rollout/samples_cut", "samples cut at a server, their group being surplus or one of its samples failed",
+            "count",
+        ),
+        MetricSpec(
+            "rollout/by_fate/surplus_length_mean", "tokens per ended response of groups cut or discarded as surplus",
+            "sampled tokens / samples",
+        ),
+        MetricSpec(
+            "rollout/by_fate/cut_length_mean", "tokens that samples had when they were cut", "sampled tokens / samples"
+        ),
+    )
+)  # fmt: skip
 
 METRICS = (
     *in_group(
@@ -159,6 +231,7 @@ METRICS = (
             "rollout/by_fate/", "kept_length_mean, dropped_length_mean: tokens per response of groups kept and dropped",
             "sampled tokens / samples; of groups dropped for a failure, those that had been sampled",
         ),
+        *FILTER, *SURPLUS,
         MetricSpec("rollout/retries", "requests sent again because a server failed, since the batch before"),
         MetricSpec("rollout/continuations", "requests that continued an aborted response, since the batch before"),
         MetricSpec("rollout/servers_left_out", "times that a server was left out, since the batch before"),

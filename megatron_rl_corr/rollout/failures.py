@@ -11,6 +11,7 @@ from megatron_rl_corr.engines.errors import SampleFailure, TooManyFailures
 
 CAUSES = (
     "refused", "retries", "protocol", "environment", "environment_timeout", "reward_error", "reward_timeout",
+    "group_filter",
 )  # fmt: skip
 """In the order in which they are counted."""
 JUDGED_AFTER = 100
@@ -44,6 +45,8 @@ class Failures:
         """Groups that were dropped for a failure."""
         self.lengths: list[int] = [0, 0]
         """Samples of dropped groups that had been sampled to their end, and their tokens."""
+        self.cut_lengths: list[int] = [0, 0]
+        """Samples that had ended of groups that were cut as surplus, and their tokens."""
         self.texts: dict[str, str] = {}
         """The last failure of each cause."""
         self._recent: deque[bool] = deque(maxlen=JUDGED_AFTER)
@@ -72,6 +75,11 @@ class Failures:
         self.lengths[1] += sum(lengths)
         self._dropped.append((prompt.index, number))
         self._dropped_in_a_row += 1
+
+    def cut(self, lengths: Sequence[int]) -> None:
+        """A group was cut as surplus, which is no failure; its samples of these lengths had ended."""
+        self.cut_lengths[0] += len(lengths)
+        self.cut_lengths[1] += sum(lengths)
 
     def kept(self) -> None:
         """A whole group."""
@@ -106,7 +114,8 @@ class Failures:
     def since_last(self) -> dict[str, int]:
         """What was counted since the last call."""
         now = {"ended": self.ended, "replaced": self.groups, "lost_samples": self.lengths[0],
-               "lost_tokens": self.lengths[1], **{f"failed_{cause}": self.by_cause[cause] for cause in CAUSES}}
+               "lost_tokens": self.lengths[1], "cut_ended": self.cut_lengths[0],
+               "cut_ended_tokens": self.cut_lengths[1], **{f"failed_{cause}": self.by_cause[cause] for cause in CAUSES}}
         since = {name: count - self._told.get(name, 0) for name, count in now.items()}
         self._told = now
         return since

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from megatron_rl_corr.data.prompts import PromptDataset
 from megatron_rl_corr.data.rewards import Rewards
 from megatron_rl_corr.engines.errors import SampleFailure
@@ -80,6 +82,9 @@ class GroupSampler:
                 trajectories = await self._client.generate([prompt.input_ids], self._sampling, **how)
             else:
                 trajectories = await self._episodes.generate(self._client, [prompt], self._sampling, **how)
+        except asyncio.CancelledError:
+            self._failures.cut(lengths)
+            raise
         except SampleFailure as failure:
             if not failure.cause.startswith("reward_"):  # those are counted one by one
                 self._failures.failed(failure, f"a sample of row {prompt.index} of the data set")

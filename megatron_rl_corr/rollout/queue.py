@@ -6,43 +6,13 @@ G groups a step; version v is that of the weights after v steps. A step is a bat
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rl_corr.engines.trajectory import Trajectory
-from megatron_rl_corr.rollout import versions
-
-
-@dataclass(frozen=True)
-class Group:
-    """The samples of one prompt. number: its place in the sequence of all groups."""
-
-    number: int
-    trajectories: list[Trajectory]
-    rewards: list[float]
-    """The reward of each trajectory."""
-    reward_parts: list[dict[str, float]] = field(default_factory=list)
-    """Of each trajectory its named rewards, before their weights; empty where the environment gave the reward."""
-
-    @property
-    def oldest_version(self) -> int:
-        return min(versions.number(trajectory.oldest_version) for trajectory in self.trajectories)
-
-
-@dataclass(frozen=True)
-class Taken:
-    """The groups of a step, and the state of the stream when they were taken."""
-
-    groups: list[Group]
-    """[G], by number."""
-    ready: int
-    """Groups that were done and are left for later steps."""
-    running: int
-    """Groups that were being sampled."""
-    dropped: int
-    """Groups put aside for their age since the step before."""
+from megatron_rl_corr.engines.errors import GroupsFilteredOut
+from megatron_rl_corr.rollout.groups import Group, PutAside, Selection, Taken
 
 
 class GroupStream:
@@ -52,6 +22,13 @@ class GroupStream:
     groups begin with the weights of their step, and none runs while weights change. A group that takes long may still
     be older than max_lag when it is done: it is trained on like the others or, with drop_stale, put aside and replaced
     by another, which prefers short responses.
+
+    A group that does not pass the selection's filter is replaced by another, up to the selection's limit.
+
+    With over-sampling, more groups run than steps need, and each step takes those that are done first. With max_lag 0
+    the others are ended before `take` returns, and their numbers are drawn again first. With a lag, as many groups more
+    may run as are still running from before the present version, and all are kept: a group that is done in time is not
+    older than max_lag for it.
 
     For one event loop.
 
@@ -63,6 +40,7 @@ class GroupStream:
         first, last: the steps are [first, last), by the weight version that they start from.
         max_lag: versions that the weights may be behind a step's when its groups begin.
         drop_stale: put groups aside that are older than max_lag when they are done.
+        selection: which groups pass, and how many more are sampled.
 
     Raises:
         ValueError: groups_per_step below 1 or max_lag below 0.
@@ -71,18 +49,26 @@ class GroupStream:
     def __init__(
         self, sample: Callable[[int], Coroutine[Any, Any, Group | None]], draw: Callable[[], int], *,
         groups_per_step: int, first: int, last: int, max_lag: int = 0, drop_stale: bool = False,
+        selection: Selection | None = None,
     ):  # fmt: skip
         if groups_per_step < 1 or max_lag < 0:
             raise ValueError(f"groups_per_step must be at least 1 and max_lag 0, got {groups_per_step} and {max_lag}")
         self._sample, self._draw = sample, draw
-        self._per_step, self._first, self._last, self._version = groups_per_step, first, last, first
-        self._max_lag, self._drop_stale = max_lag, drop_stale
-        self._running: dict[asyncio.Task, int] = {}
+        self._per_step, self._last, self._max_lag = groups_per_step, last, max_lag
+        self._drop_stale, self._selection = drop_stale, selection or Selection()
+        self._version = self._next = first
+        self._running: dict[asyncio.Task, tuple[int, int]] = {}
+        """Number of the group, and the weight version at which it was begun."""
         self._done: deque[Group] = deque()
+        self._again: deque[int] = deque()
+        """Numbers that were drawn and aborted."""
         self._taken: list[int] = []
-        self._begun, self._dropped, self._replaced = 0, 0, 0
+        self._dropped, self._aborted, self._refilled = 0, 0, 0
+        self._filtered, self._surplus = PutAside(), PutAside()
+        self._spare: deque[Group] = deque(maxlen=groups_per_step)
+        """The last groups that did not pass."""
         self._failure: BaseException | None = None
-        self._closing = False
+        self._aborting = self._closing = False
         self._changed = asyncio.Event()
 
     @property
@@ -94,23 +80,28 @@ class GroupStream:
     def running(self) -> int:
         return len(self._running)
 
+    @property
+    def filtered(self) -> int:
+        """Groups that did not pass the filter since the last step took its own."""
+        return self._filtered.groups
+
     async def take(self, version: int) -> Taken:
         """The groups of the step that starts from this weight version: waits until G are done.
 
         Raises:
+            GroupsFilteredOut: too few groups pass the filter.
             BaseException: what `sample` raised, after all other groups are cancelled.
         """
-        dropped, self._version = self._dropped, version
+        self._version = self._next = version
         try:
             while self._failure is None:
                 if self._drop_stale:
                     self._drop(version)
                 self._begin()
+                if not self._running:  # all that may be sampled is done
+                    self._refill()
                 if len(self._done) >= self._per_step:
-                    groups = [self._done.popleft() for _ in range(self._per_step)]
-                    groups.sort(key=lambda group: group.number)
-                    self._taken = [group.number for group in groups]
-                    return Taken(groups, self.ready, self.running, self._dropped - dropped)
+                    return await self._take_first()
                 self._changed.clear()
                 await self._changed.wait()
             raise self._failure
@@ -119,16 +110,19 @@ class GroupStream:
             raise
 
     def untrained(self, *, with_taken: bool = False) -> list[int]:
-        """The numbers that were drawn and whose groups are not trained, nor dropped or replaced.
+        """The numbers that were drawn and whose groups are not trained, nor dropped, replaced or filtered.
 
         with_taken: no update was made with the groups that were taken last, so that they count too.
         """
         waiting = [group.number for group in self._done] + (self._taken if with_taken else [])
-        return [*self._running.values(), *waiting]
+        return [*(number for number, _ in self._running.values()), *self._again, *waiting]
 
     async def close(self) -> None:
         """Cancel the groups that are being sampled."""
         self._closing = True
+        await self._cancel_running()
+
+    async def _cancel_running(self) -> None:
         running = list(self._running)
         for task in running:
             task.cancel()
@@ -137,29 +131,117 @@ class GroupStream:
 
     def _begin(self) -> None:
         """Begin every group that may begin at the present version."""
-        steps = min(self._version + 1 + self._max_lag, self._last) - self._first
-        for _ in range(steps * self._per_step + self._dropped + self._replaced - self._begun):
-            number = self._draw()
-            task = asyncio.get_running_loop().create_task(self._sample(number))
-            self._begun += 1
-            self._running[task] = number
+        beyond_limit = max(0, self._filtered.groups - self._limit)
+        wanted = self._steps_ahead * self._per_step + self._extra() - beyond_limit
+        for _ in range(wanted - len(self._running) - len(self._done)):
+            number = self._again.popleft() if self._again else self._draw()
+            task = asyncio.get_running_loop().create_task(self._judged(number))
+            self._running[task] = number, self._version
             task.add_done_callback(self._ended)
+
+    @property
+    def _steps_ahead(self) -> int:
+        """Steps whose groups may be sampled and are not taken."""
+        return min(self._version + 1 + self._max_lag, self._last) - self._next
+
+    @property
+    def _limit(self) -> int:
+        """Groups that may not pass between two steps."""
+        return math.ceil((self._selection.limit - 1) * self._per_step) * (self._max_lag + 1)
+
+    def _extra(self) -> int:
+        """Groups that may be sampled beyond those of the steps ahead."""
+        if self._steps_ahead == 0:
+            return 0
+        extra = math.ceil((self._selection.oversampling - 1) * self._per_step)
+        if self._max_lag == 0:
+            return extra
+        # More than this, and groups that are done in time would wait until they are older than max_lag.
+        return min(extra, sum(begun < self._version for _, begun in self._running.values()))
+
+    async def _judged(self, number: int) -> tuple[Group | None, bool]:
+        """(the group of this number, whether it passes); (None, False): it is lost."""
+        group, passes = await self._sample(number), self._selection.passes
+        if group is None or passes is None:
+            return group, group is not None
+        passed = await passes(group)
+        return (None, False) if passed is None else (group, passed)
 
     def _ended(self, task: asyncio.Task) -> None:
         """Keep the group, or its failure for `take`, which may be called much later."""
-        del self._running[task]
+        number, _ = self._running.pop(task)
         if task.cancelled():
-            if not self._closing:  # by what it awaited; without this the failure would be lost
+            if self._aborting:
+                self._aborted += 1
+                self._again.append(number)
+            elif not self._closing:  # by what it awaited; without this the failure would be lost
                 self._failure = self._failure or RuntimeError("sampling a group was cancelled from within")
         elif task.exception() is not None:
             self._failure = self._failure or task.exception()
-        elif task.result() is None:
-            self._replaced += 1
-            if not self._closing and self._failure is None:
-                self._begin()  # at once, also while a step is trained
         else:
-            self._done.append(task.result())
+            group, passed = task.result()
+            if passed:
+                self._done.append(group)
+            elif group is not None:
+                self._filtered.count(group)
+                self._spare.extend([group] if self._selection.refills else [])
+            if not passed:
+                self._replace()
         self._changed.set()
+
+    def _replace(self) -> None:
+        """Begin another group at once, also while a step is trained."""
+        if self._closing or self._failure is not None:
+            return
+        try:
+            self._begin()
+        except Exception as error:  # noqa: BLE001  raised by `take`; the loop would only print it
+            self._failure = error
+
+    def _refill(self) -> None:
+        """Complete a step whose groups do not pass with those that did not."""
+        missing = self._per_step - len(self._done)
+        if missing <= 0:
+            return
+        if not self._selection.refills:
+            aside = self._filtered
+            raise GroupsFilteredOut(
+                f"`group_filter`: {len(self._done)} of the {self._per_step} groups that a step takes of each replica "
+                f"pass, and {aside.groups} do not, after which `group_filter_limit` {self._selection.limit:g} ends the "
+                f"step. The mean reward of those is {aside.rewards / max(aside.samples, 1):.4g}, above 0 in "
+                f"{aside.above_0} of them. Are the prompts too easy or too hard, or does the reward give every "
+                "response the same? Otherwise raise `group_filter_limit`, or train on them with "
+                "`group_filter_exhausted` take"
+            )
+        self._done.extend(self._spare.pop() for _ in range(missing))
+        self._refilled += missing
+
+    async def _take_first(self) -> Taken:
+        """The step's groups; with max_lag 0 no group is left behind them."""
+        groups = sorted((self._done.popleft() for _ in range(self._per_step)), key=lambda group: group.number)
+        self._taken, self._next = [group.number for group in groups], self._version + 1
+        if self._max_lag == 0:
+            await self._end_surplus()
+        beyond = self.running + self.ready - self._steps_ahead * self._per_step
+        taken = Taken(
+            groups, self.ready, self.running, self._dropped, self._filtered, self._refilled, self._aborted,
+            self._surplus, max(0, beyond),
+        )  # fmt: skip
+        self._dropped, self._aborted, self._refilled = 0, 0, 0
+        self._filtered, self._surplus = PutAside(), PutAside()
+        self._spare.clear()
+        return taken
+
+    async def _end_surplus(self) -> None:
+        """End what was sampled beside the step's groups. Its numbers are drawn again, as its prompts are untrained."""
+        self._aborting = True
+        await self._cancel_running()
+        self._aborting = False
+        for group in self._done:
+            self._surplus.count(group)
+            self._again.append(group.number)
+        self._done.clear()
+        self._again = deque(sorted(self._again))
 
     def _drop(self, version: int) -> None:
         fresh = [group for group in self._done if group.oldest_version >= version - self._max_lag]

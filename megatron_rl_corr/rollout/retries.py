@@ -4,7 +4,10 @@ P prompt tokens, R response tokens.
 """
 
 import asyncio
+import functools
 import math
+import uuid
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +23,7 @@ from megatron_rl_corr.engines.errors import (
 )
 from megatron_rl_corr.engines.routes import ExpertShape, first_without_routes
 from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory, join
-from megatron_rl_corr.engines.types import Request, Transport
+from megatron_rl_corr.engines.types import Request, Transport, UnsupportedByEngine
 from megatron_rl_corr.rollout.health import ServerHealth
 from megatron_rl_corr.rollout.seeds import Draw
 from megatron_rl_corr.rollout.server_pool import Counts, Server, ServerPool
@@ -28,6 +31,11 @@ from megatron_rl_corr.rollout.stop_texts import Decode, cut_at_stop
 
 FAILS_EVERY_REQUEST = (301, 302, 303, 307, 308, 401, 403, 404, 405)
 """HTTP statuses of a wrong key or address: every other request would get them too."""
+
+CUT_S = 3.0
+"""Longest wait, in seconds, for the end of a request that nobody waits for any more."""
+CUT_POLL_S = 0.2
+"""Seconds after which it is ended again: a server does not know a request that is still on its way to it."""
 
 
 def failure_of_sample(error: RolloutError) -> SampleFailure | None:
@@ -160,12 +168,15 @@ class Retries:
         while True:
             server = await self._pool.take(failed, prefer)
             joined = server.joined
+            request_id = uuid.uuid4().hex
             request = self._engine.generate(  # made for those in flight only
-                ids.tolist(), sampling, seed=seed, routed_experts=routed, cache_key=self.cache_key,
+                ids.tolist(), sampling, request_id, seed=seed, routed_experts=routed, cache_key=self.cache_key,
                 routes_from=0 if known is None else len(known),
             )  # fmt: skip
             try:
-                return await self._ask(server, request, ids, sampling, known_routes=known, **names)
+                return await self._ask(
+                    server, request, request_id, ids, sampling, known_routes=known, **names
+                )
             except RolloutError as error:
                 if not may_retry(error):
                     if isinstance(error, RolloutProtocolError):  # or it would get, and spoil, all that comes
@@ -182,23 +193,31 @@ class Retries:
             self._counts.retries += 1
 
     async def _ask(
-        self, server: Server, request: Request, ids: torch.Tensor, sampling: SamplingParams, **names: Any
-    ) -> Trajectory:
+        self, server: Server, request: Request, request_id: str, ids: torch.Tensor, sampling: SamplingParams,
+        **names: Any,
+    ) -> Trajectory:  # fmt: skip
         versions = self._health.expected_versions
         sent_for = len(versions) - 1
+        parse = functools.partial(
+            self._engine.parse, prompt_ids=ids, server=server.url, truncated=sampling.truncated, experts=self._experts,
+            **names,
+        )
+        # No limit while the server makes progress, however long the answer is: `ServerHealth` watches that.
+        sending = asyncio.ensure_future(self._transport.send(server.url, request, timeout_s=math.inf))
         try:
             async with asyncio.timeout(None) as scope:
                 server.scopes[scope] = asyncio.get_running_loop().time()
                 try:
-                    # No limit while the server makes progress, however long the answer is: `ServerHealth` watches that.
-                    _, body = await self._transport.send(server.url, request, timeout_s=math.inf)
+                    _, body = await asyncio.shield(sending)
                 finally:
                     del server.scopes[scope]
         except TimeoutError:  # it was abandoned
+            sending.cancel()
             raise RolloutServerError(server.url, request.endpoint, None, server.silence.detail) from None
-        part = self._engine.parse(
-            body, prompt_ids=ids, server=server.url, truncated=sampling.truncated, experts=self._experts, **names
-        )
+        except asyncio.CancelledError:
+            await self._cut(server, request_id, sending, parse)
+            raise
+        part = parse(body)
         # The weights may have been updated in flight, also more than once: a stale server has none of these versions.
         if sent_for >= 0 and part.output_ids.numel() and part.oldest_version not in versions[sent_for:]:
             raise StaleWeightsError(server.url, request.endpoint, part.oldest_version, versions[-1])
@@ -207,6 +226,23 @@ class Retries:
             # What was computed anew after a pause counts as cached.
             self._counts.prefilled += max(0, ids.numel() - part.cached_tokens)
         return part
+
+    async def _cut(
+        self, server: Server, request_id: str, sending: asyncio.Future, parse: Callable[[bytes], Trajectory]
+    ) -> None:
+        """End a request that nobody waits for; the server would go on with it, also while weights change."""
+        self._counts.cut += 1
+        try:
+            async with asyncio.timeout(CUT_S):
+                while not sending.done():
+                    await self._transport.send(server.url, self._engine.abort_request(request_id))
+                    await asyncio.wait([sending], timeout=CUT_POLL_S)
+            _, body = sending.result()
+            self._counts.cut_tokens += parse(body).output_ids.numel()
+        except (RolloutError, TimeoutError, UnsupportedByEngine):
+            pass  # it ends with its connection, where the server notices that
+        finally:
+            sending.cancel()
 
     def _count(self, whole: Trajectory) -> None:
         counts = self._counts

@@ -185,6 +185,10 @@ class Counts:
     """Samples that ended with max_new_tokens."""
     abort: int = 0
     """Samples cut short, and returned so because max_continuations were used up."""
+    cut: int = 0
+    """Samples that were cancelled while a server sampled them."""
+    cut_tokens: int = 0
+    """Their tokens by then, of the servers that returned them."""
     continuations: int = 0
     """Requests that took up an aborted sample where it was cut."""
     retries: int = 0

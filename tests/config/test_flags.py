@@ -47,6 +47,7 @@ DEFAULTS = CLIENT | {
     "reference_checkpoint": None, "reference_reset": None, "reference_urls": (),
     "reward_function": "reward.py:reward", "reward_workers": None, "reward_timeout_s": 120.0,
     "on_failed_reward": None, "max_failed_fraction": 0.05,
+    "group_filter": None, "group_filter_limit": None, "group_filter_exhausted": "stop", "oversampling": 1.0,
 }  # fmt: skip
 
 

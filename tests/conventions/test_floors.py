@@ -43,6 +43,8 @@ BROAD_EXCEPTIONS = {
     ("data/worker_pool.py", "_run"): "raised where the call is awaited",
     ("parallel/failure.py", "all_reduce_results"): "all_reduce_done raises it once the other ranks know",
     ("weight_sync/update.py", "run"): "the thread's error is raised where its answer is read",
+    ("rollout/queue.py", "_replace"): "raised by take",
+    ("rollout/group_filter.py", "passes"): "counted as a failure, with the user's traceback",
 }
 """(file, function): how an error that is caught broadly is raised after all."""
 

@@ -54,7 +54,7 @@ def test_prompt_ids_when_ragged_then_error_names_the_prompt():
 
 def test_generate_request_when_built_then_samples_from_the_whole_softmax():
     sampling = SamplingParams(8, temperature=0.7, stop=["</a>"], stop_token_ids=[3, 4], ignore_eos=True)
-    request = requests.generate_request([1, 2], sampling, rid="r1", seed=2**63 - 1)
+    request = requests.generate_request([1, 2], sampling, request_id="r1", seed=2**63 - 1)
     assert (request.method, request.endpoint) == ("POST", "/generate")
     assert request.json["input_ids"] == [1, 2] and request.json["rid"] == "r1"
     assert request.json["return_logprob"] is True and request.json["return_text_in_logprobs"] is False

@@ -6,8 +6,11 @@ import itertools
 import pytest
 import torch
 
+from megatron_rl_corr.engines.errors import GroupsFilteredOut
 from megatron_rl_corr.engines.trajectory import Trajectory, VersionSpan
-from megatron_rl_corr.rollout.queue import Group, GroupStream
+from megatron_rl_corr.rollout.cursor import Cursor, Drawn, GroupNumbers
+from megatron_rl_corr.rollout.group_filter import has_spread
+from megatron_rl_corr.rollout.queue import Group, GroupStream, Selection
 
 
 class Sampler:
@@ -15,6 +18,7 @@ class Sampler:
 
     def __init__(self):
         self.weights, self.begun, self.ended, self.lost, self._waiting = 0, [], [], set(), {}
+        self.flat = set()
 
     async def __call__(self, number):
         self.begun.append(number)
@@ -24,7 +28,8 @@ class Sampler:
         except BaseException:
             self.ended.append(number)
             raise
-        return None if number in self.lost else Group(number, [sample_of(version)], [0.0])
+        rewards = [1.0, 1.0] if number in self.flat else [0.0, 1.0]
+        return None if number in self.lost else Group(number, [sample_of(version)] * 2, rewards)
 
     async def finish(self, *numbers):
         for number in numbers:
@@ -36,6 +41,14 @@ class Sampler:
 
     def fail(self, number, error):
         self._waiting[number].set_exception(error)
+
+    async def step(self, stream, version, *finished):
+        """Take this step once these groups are done, in this order; the weights are the step's."""
+        self.weights = version
+        step = asyncio.create_task(stream.take(version))
+        await settle()
+        await self.finish(*finished)
+        return await asyncio.wait_for(step, 5)
 
 
 async def settle():
@@ -213,7 +226,189 @@ def test_take_when_a_group_is_cancelled_from_within_then_raised_instead_of_waiti
     run(scenario)
 
 
+def test_take_when_no_number_can_be_drawn_for_a_replacement_then_raised_instead_of_waiting_for_ever():
+    async def scenario(stream, sampler):
+        sampler.lost = {0}
+        step = asyncio.create_task(stream.take(0))
+        await settle()
+        stream._draw = lambda: 1 / 0
+        await sampler.finish(0)
+        with pytest.raises(ZeroDivisionError):
+            await asyncio.wait_for(step, 5)
+
+    run(scenario)
+
+
 def test_stream_when_a_step_needs_no_group_or_the_lag_is_negative_then_refused():
     for wrong in ({"groups_per_step": 0}, {"max_lag": -1}):
         with pytest.raises(ValueError, match="groups_per_step"):
             run(None, **wrong)
+
+
+async def spread(group):
+    return has_spread(group)
+
+
+def test_take_when_groups_have_no_spread_then_others_take_their_places_and_their_numbers_are_used_up():
+    async def scenario(stream, sampler):
+        sampler.flat = {0, 2}
+        taken = await sampler.step(stream, 0, 0, 2, 1, 3)
+        assert sampler.begun == [0, 1, 2, 3] and numbers(taken) == [1, 3]
+        # Two samples of a token each, and rewards of 1, in either group.
+        aside = taken.filtered
+        assert (aside.groups, aside.above_0, aside.samples, aside.tokens, aside.rewards) == (2, 2, 4, 4, 4.0)
+        assert stream.untrained() == [] and stream.untrained(with_taken=True) == [1, 3]
+        taken = await sampler.step(stream, 1, 4, 5)
+        assert numbers(taken) == [4, 5] and taken.filtered.groups == 0
+
+    run(scenario, selection=Selection(spread))
+
+
+def test_take_when_groups_are_sampled_ahead_and_filtered_between_steps_then_replaced_at_once():
+    async def scenario(stream, sampler):
+        sampler.flat = {1, 4}
+        assert numbers(await sampler.step(stream, 0, 5, 0)) == [0, 5]
+        await sampler.finish(1, 4)  # nobody waits
+        assert sampler.begun == [*range(8)] and sorted(stream.untrained()) == [2, 3, 6, 7]
+        taken = await sampler.step(stream, 1, 7, 2)
+        assert numbers(taken) == [2, 7] and (taken.filtered.groups, taken.ready) == (2, 0)
+        assert sampler.begun == [*range(10)]
+
+    run(scenario, max_lag=2, selection=Selection(spread))
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_take_when_no_group_passes_then_the_limit_ends_it_and_no_more_are_sampled(lag):
+    async def scenario(stream, sampler):
+        sampler.flat = set(range(100))
+        step = asyncio.create_task(stream.take(0))
+        await settle()
+        while not step.done():
+            await sampler.finish(*[n for n in sampler.begun if not sampler._waiting[n].done()][:1])
+        with pytest.raises(GroupsFilteredOut, match="0 of the 2 groups .* mean reward of those is 1, above 0 in"):
+            await step
+        # 2.5 times the two groups of each step that is under way.
+        assert len(sampler.begun) == 5 * (lag + 1)
+
+    run(scenario, max_lag=lag, selection=Selection(spread, limit=2.5))
+
+
+def test_take_when_no_group_passes_and_the_step_is_filled_then_the_last_ones_and_the_next_begins_anew():
+    async def scenario(stream, sampler):
+        sampler.flat = {*range(4), 5, *range(8, 20)}
+        taken = await sampler.step(stream, 0, 0, 1, 2, 3)
+        assert numbers(taken) == [2, 3] and (taken.refilled, taken.filtered.groups) == (2, 4)
+        taken = await sampler.step(stream, 1, 4, 5, 6)
+        assert numbers(taken) == [4, 6] and (taken.refilled, taken.filtered.groups) == (0, 1)
+        taken = await sampler.step(stream, 2, 7, 8, 9, 10)
+        assert numbers(taken) == [7, 10] and (taken.refilled, taken.filtered.groups) == (1, 3)
+
+    run(scenario, selection=Selection(spread, limit=2.0, refills=True))
+
+
+def test_take_when_a_group_is_lost_while_others_are_filtered_then_it_does_not_count_for_the_limit():
+    async def scenario(stream, sampler):
+        sampler.flat, sampler.lost = {0, 1}, {2, 3, 4, 5}
+        taken = await sampler.step(stream, 0, 0, 1, 2, 3, 4, 5, 6, 7)
+        assert numbers(taken) == [6, 7] and taken.filtered.groups == 2
+
+    run(scenario, selection=Selection(spread, limit=2.0))
+
+
+def test_take_when_the_filter_can_not_judge_a_group_then_it_is_replaced_and_not_counted():
+    async def judge(group):
+        return None if group.number == 0 else True
+
+    async def scenario(stream, sampler):
+        taken = await sampler.step(stream, 0, 0, 1, 2)
+        assert numbers(taken) == [1, 2] and taken.filtered.groups == 0 and stream.untrained() == []
+
+    run(scenario, selection=Selection(judge))
+
+
+def test_take_when_oversampled_without_lag_then_the_rest_has_ended_before_it_returns_and_is_drawn_again_first():
+    async def scenario(stream, sampler):
+        taken = await sampler.step(stream, 0, 2, 1)
+        assert sampler.begun == [0, 1, 2, 3] and numbers(taken) == [1, 2]
+        assert sampler.ended == [0, 3] and (taken.aborted, taken.running, taken.ready) == (2, 0, 0)
+        assert stream.untrained() == [0, 3] and stream.running == 0
+        taken = await sampler.step(stream, 1, 4, 0)
+        assert sampler.begun[4:] == [0, 3, 4, 5] and numbers(taken) == [0, 4]
+        assert stream.untrained() == [3, 5] and stream.untrained(with_taken=True) == [3, 5, 0, 4]
+
+    run(scenario, selection=Selection(oversampling=2.0))
+
+
+def test_take_when_surplus_is_done_without_lag_then_it_is_counted_and_sampled_again_with_the_new_weights():
+    async def scenario(stream, sampler):
+        step = asyncio.create_task(stream.take(0))
+        await settle()
+        for number in (0, 1, 2):  # in one turn of the loop
+            sampler._waiting[number].set_result(None)
+        taken = await step
+        assert numbers(taken) == [0, 1] and (taken.aborted, taken.surplus.groups, taken.surplus.tokens) == (0, 1, 2)
+        assert stream.untrained() == [2]
+        taken = await sampler.step(stream, 1, 2, 3)
+        assert [group.oldest_version for group in taken.groups] == [1, 1]
+
+    run(scenario, selection=Selection(oversampling=1.5))
+
+
+def test_take_when_oversampled_with_lag_then_each_straggler_is_made_up_for_and_none_in_time_is_too_old():
+    async def scenario(stream, sampler):
+        assert numbers(await sampler.step(stream, 0, 0, 1)) == [0, 1]
+        assert sampler.begun == [0, 1, 2, 3]  # no more than without over-sampling
+        await sampler.finish(2)  # and 3 runs on
+        taken = await sampler.step(stream, 1, 4)
+        assert sampler.begun[4:] == [4, 5, 6] and numbers(taken) == [2, 4]
+        assert (taken.kept_surplus, taken.running, taken.aborted) == (1, 3, 0)
+        await sampler.finish(5, 6)
+        taken = await sampler.step(stream, 2)
+        # 3 is the only straggler left, so three more at most beside it.
+        assert sampler.begun[7:] == [7, 8] and numbers(taken) == [5, 6]
+        assert min(group.oldest_version for group in taken.groups) == 1
+        await sampler.finish(3, 7, 8)
+        taken = await sampler.step(stream, 3)
+        assert numbers(taken) == [3, 7] and taken.ready == 1  # 8, surplus, is kept
+        assert sampler.begun[9:] == [9] and stream.untrained() == [9, 8]
+
+    run(scenario, max_lag=1, selection=Selection(oversampling=2.0))
+
+
+def test_take_when_filtered_and_oversampled_then_a_resumed_stream_draws_what_was_neither_trained_nor_filtered():
+    async def scenario(stream, sampler):
+        sampler.flat = {0, 4}
+        taken = await sampler.step(stream, 0, 0, 2, 1)
+        assert numbers(taken) == [1, 2] and sampler.begun == [0, 1, 2, 3]  # three for two, one in the place of 0
+        assert stream.untrained() == [3]
+
+        numbers_left, again = GroupNumbers(Cursor(4, (3,)), 0, 1), Sampler()
+        resumed = GroupStream(again, numbers_left.draw, groups_per_step=2, first=1, last=9,
+                              selection=Selection(spread, oversampling=1.5))  # fmt: skip
+        for one, each in ((stream, sampler), (resumed, again)):
+            each.flat = {4}
+            taken = await each.step(one, 1, 4, 5, 6)
+            assert each.begun[-4:] == [3, 4, 5, 6] and numbers(taken) == [5, 6] and one.untrained() == [3]
+        assert numbers_left.drawn(resumed.untrained()) == Drawn(7, (3,))
+
+    run(scenario, selection=Selection(spread, oversampling=1.5))
+
+
+def test_close_when_groups_are_aborted_and_run_then_all_end_and_none_is_begun():
+    async def scenario(stream, sampler):
+        await sampler.step(stream, 0, 0, 1)
+        step = asyncio.create_task(stream.take(1))
+        await settle()
+        step.cancel()
+        await asyncio.wait([step])
+        assert stream.running == 0 and sorted(sampler.ended) == [2, 2, 3, 4] and len(sampler.begun) == 6
+
+    run(scenario, selection=Selection(oversampling=1.5))
+
+
+@pytest.mark.parametrize(("rewards", "passes"), [
+    ([1.0, 1.0], False), ([0.1] * 7, False), ([1.0, 1.0 + 1e-9], False), ([1.0, 1.0000001], True), ([0.0, -0.0], False),
+    ([1.0], False), ([0.0, 1e-30], True),
+])  # fmt: skip
+def test_spread_when_rewards_are_equal_as_float32_then_there_is_none(rewards, passes):
+    assert has_spread(Group(0, [], rewards)) == passes

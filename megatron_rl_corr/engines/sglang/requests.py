@@ -19,8 +19,8 @@ NEUTRAL = {
 
 
 def generate_request(
-    prompt_ids: list[int], sampling: SamplingParams, rid: str | None = None, *, seed: int, routed_experts: bool = False,
-    routes_from: int = 0, cache_key: str | None = None,
+    prompt_ids: list[int], sampling: SamplingParams, request_id: str | None = None, *, seed: int,
+    routed_experts: bool = False, routes_from: int = 0, cache_key: str | None = None,
 ) -> Request:  # fmt: skip
     """One sample of one prompt (ids already checked), with a log-prob for every sampled token, no text.
 
@@ -42,8 +42,8 @@ def generate_request(
         body |= {"return_routed_experts": True, "routed_experts_start_len": routes_from}
     if cache_key is not None:
         body["extra_key"] = cache_key
-    if rid is not None:
-        body["rid"] = rid
+    if request_id is not None:
+        body["rid"] = request_id
     return Request("POST", "/generate", body)
 
 

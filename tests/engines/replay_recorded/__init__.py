@@ -68,7 +68,8 @@ class ReplayRecorded(Engine):
     def health(self):
         return Request("GET", "health")
 
-    def generate(self, prompt_ids, sampling, *, seed, routed_experts=False, routes_from=0, cache_key=None):
+    def generate(self, prompt_ids, sampling, request_id=None, *, seed, routed_experts=False, routes_from=0,
+                 cache_key=None):  # fmt: skip
         return Request("GET", "generate", {"prompt_ids": prompt_ids})
 
     def parse(self, body, *, prompt_ids, prompt_index, sample_index, server, vocab_size=None, truncated=False,

@@ -1,0 +1,85 @@
+"""A group of samples, what a step takes of them, and by which rules; G groups a step."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from megatron_rl_corr.engines.trajectory import Trajectory
+from megatron_rl_corr.rollout import versions
+
+
+@dataclass(frozen=True)
+class Group:
+    """The samples of one prompt. number: its place in the sequence of all groups."""
+
+    number: int
+    trajectories: list[Trajectory]
+    rewards: list[float]
+    """The reward of each trajectory."""
+    reward_parts: list[dict[str, float]] = field(default_factory=list)
+    """Of each trajectory its named rewards, before their weights; empty where the environment gave the reward."""
+
+    @property
+    def oldest_version(self) -> int:
+        return min(versions.number(trajectory.oldest_version) for trajectory in self.trajectories)
+
+
+@dataclass
+class PutAside:
+    """Counts groups that were sampled to their end and are not trained."""
+
+    groups: int = 0
+    above_0: int = 0
+    """Those of them whose mean reward is above 0."""
+    samples: int = 0
+    tokens: int = 0
+    """Sampled tokens of these samples."""
+    rewards: float = 0.0
+    """The sum of their rewards."""
+
+    def count(self, group: Group) -> None:
+        """Add a group."""
+        self.groups += 1
+        self.above_0 += sum(group.rewards) > 0
+        self.samples += len(group.trajectories)
+        self.tokens += sum(int(sample.sampled.sum()) for sample in group.trajectories)
+        self.rewards += sum(group.rewards)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The groups of a step, the state of the stream when they were taken, and its counts since the step before."""
+
+    groups: list[Group]
+    """[G], by number."""
+    ready: int
+    """Groups that were done and are left for later steps."""
+    running: int
+    """Groups that were being sampled."""
+    dropped: int
+    """Groups put aside for their age."""
+    filtered: PutAside = field(default_factory=PutAside)
+    """Groups that did not pass the filter, those of `refilled` among them."""
+    refilled: int = 0
+    """Groups of this step that did not pass it, as too few others did."""
+    aborted: int = 0
+    """Groups that were sampled beside the step's own and ended unfinished."""
+    surplus: PutAside = field(default_factory=PutAside)
+    """Those that were done when the step had its own, and are not kept."""
+    kept_surplus: int = 0
+    """Groups done or running beyond those of the steps ahead."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which groups a step takes, and how many are sampled for it. Without settings: as many, and all of them."""
+
+    passes: Callable[[Group], Awaitable[bool | None]] | None = None
+    """Whether a group is trained; None: it could not be judged, and is lost as one with a failed sample is."""
+    limit: float = 10.0
+    """--rollout-group-filter-limit."""
+    refills: bool = False
+    """--rollout-group-filter-exhausted take."""
+    oversampling: float = 1.0
+    """--rollout-oversampling."""
