@@ -6,6 +6,7 @@ has an id of its own in the names of its weights: what was sampled for one is an
 
 import asyncio
 import json
+import re
 import threading
 from collections import defaultdict
 
@@ -13,6 +14,8 @@ from aiohttp import ClientSession, ClientTimeout, web
 
 ANSWER_HEADERS = ("Content-Type",)
 SOME_ID = b"<id>-"
+RID = re.compile(rb'"rid":"[0-9a-f]+"')
+"""The name of a request, which is its own."""
 
 
 class ReplayingServer:
@@ -38,7 +41,7 @@ class ReplayingServer:
         if request.path == "/update_weight_version" and self.run_id is None:
             self.run_id = json.loads(body)["new_version"].rpartition("-")[0].encode() + b"-"
         if generate:
-            asked = body.replace(self.run_id, SOME_ID)
+            asked = RID.sub(b"", body.replace(self.run_id, SOME_ID))
             turn = self.asked[asked]
             self.asked[asked] += 1
             if turn < len(self.samples[asked]):
