@@ -151,7 +151,7 @@ def run(case: Case, layout: Layout, names: dict[str, str]) -> dict:
         layout, shape, SampleSource(
             client=SimpleNamespace(counts=lambda: {"tokens": 0}, vocab_size=VOCAB, engine=load_engine("sglang")),
             loop=SimpleNamespace(submit=answered),
-            rewards=SimpleNamespace(), prompts=PromptDataset([Prompt(0, [0])]),
+            rewards=SimpleNamespace(check_labels=print), prompts=PromptDataset([Prompt(0, [0])]),
         ), batches=(0, 1),
     )  # fmt: skip
     corrected = step.CorrectedStep(

@@ -67,9 +67,10 @@ def option(
         default: its value where none is given; without one the option is required.
         flag: its flag where that is not made from its name; None: it has no flag.
         metavar: what stands for its value in help.
-        none: the word that stands for None in YAML and in flags.
+        none: the word that stands for None (in a list: for none) in YAML and in flags.
         choices: the values allowed, where they are a table's keys and no Literal.
-        needs: the option without which it has no effect, as "environment" or "router_replay=R3".
+        needs: the option without which it has no effect, as "environment" or "router_replay=R3"; or one of several, as
+            "reward_function or reward_url".
         usual: its value where it is not given and what it needs is there.
         more: follows the docstring in help and in tables, as it is made from a table of the package.
     """
@@ -84,7 +85,9 @@ class Option:
 
     name: str
     kind: type
-    """bool, int, float, str, tuple (of str) or object (checked by the dataclass itself)."""
+    """bool, int, float, str, tuple (of `items`) or object (checked by the dataclass itself)."""
+    items: type
+    """str or float, for a tuple."""
     optional: bool
     """It may be None."""
     choices: tuple[str, ...]
@@ -117,8 +120,13 @@ class Option:
                 raise ValueError(f"{what} must be {number}{f' or {self.none}' if self.none else ''}, got {value!r}")
         elif self.kind is str and not isinstance(value, str):
             raise ValueError(f"{what} must be text, got {value!r}")
+        elif self.kind is tuple and (isinstance(value, str) or not all(map(self._is_item, value))):
+            raise ValueError(f"{what} must be a list of {'texts' if self.items is str else 'numbers'}, got {value!r}")
         for bound in self.bounds:
             bound.check(what, value)
+
+    def _is_item(self, value: Any) -> bool:
+        return isinstance(value, str) if self.items is str else is_number(value)
 
 
 class Options:
@@ -131,8 +139,8 @@ class Options:
     def __post_init__(self) -> None:
         known, words = options_of(type(self)), []
         for name, one in known.items():
-            if one.none is not None and getattr(self, name) == one.none:
-                object.__setattr__(self, name, None)
+            if one.none is not None and getattr(self, name) in (one.none, (one.none,)):
+                object.__setattr__(self, name, () if one.kind is tuple else None)
                 words.append(name)
             one.check(getattr(self, name))
         for name, one in known.items():
@@ -148,15 +156,16 @@ class Options:
         """
         if one.needs is None:
             return
-        other, _, wanted = one.needs.partition("=")
-        value, there = getattr(self, one.name), getattr(self, other)
-        if there == wanted if wanted else bool(there):
+        wants = [need.partition("=")[::2] for need in one.needs.split(" or ")]
+        value = getattr(self, one.name)
+        if any(getattr(self, other) == wanted if wanted else getattr(self, other) for other, wanted in wants):
             if value is None and one.usual is not None:
                 object.__setattr__(self, one.name, one.usual)
         elif value != one.default or given_as_word:
             value = one.none if given_as_word else value
-            given = "" if value is True else f" {value:g}" if isinstance(value, float) else f" {value}"
-            needed = f"`{other}`{f' {wanted}' if wanted else ''}"
+            values = value if isinstance(value, tuple) else (value,)
+            given = "".join(f" {one:g}" if isinstance(one, float) else f" {one}" for one in values if one is not True)
+            needed = " or ".join(f"`{other}`{f' {wanted}' if wanted else ''}" for other, wanted in wants)
             raise ValueError(f"`{one.name}`{given} has no effect without {needed}; drop it, or add {needed}")
 
     def check(self) -> None:
@@ -187,12 +196,14 @@ def _option(field: dataclasses.Field, hint: Any) -> Option:
     if typing.get_origin(hint) is Literal:
         choices, hint = typing.get_args(hint), str
     kind = typing.get_origin(hint) or hint
-    if kind is tuple and typing.get_args(hint)[0] is not str:
+    items = typing.get_args(hint)[0] if kind is tuple else object
+    if kind is tuple and items not in (str, float):
         kind = object
     derived = "--rollout-" + field.name.removeprefix("rollout_").replace("_", "-")
     return Option(
-        field.name, kind, optional, choices, bounds, field.default, derived if given["flag"] == "" else given["flag"],
-        given["metavar"], given["none"], given["needs"], given["usual"], given["more"],
+        field.name, kind, items, optional, choices, bounds, field.default,
+        derived if given["flag"] == "" else given["flag"], given["metavar"], given["none"], given["needs"],
+        given["usual"], given["more"],
     )
 
 

@@ -72,7 +72,7 @@ def _arguments(one: Option, doc: str, *, overrides: bool) -> dict[str, Any]:
         action = argparse.BooleanOptionalAction if overrides else "store_true"
         return arguments | {"action": action}
     if one.kind is tuple:
-        arguments["nargs"] = "+"
+        arguments |= {"nargs": "+", "type": one.items}
     elif one.kind in (int, float):
         arguments["type"] = one.kind if one.none is None else _number_or_word
     return arguments | {"metavar": metavar_of(one)}
@@ -91,7 +91,8 @@ def help_of(one: Option, doc: str, *, whole: bool = True) -> str:
     Args:
         whole: with the table of the package that belongs to it.
     """
-    parts = [] if one.needs is None else [f"with `{one.needs.replace('=', '` ', 1)}" + "`" * ("=" not in one.needs)]
+    needs = [] if one.needs is None else [need.partition("=")[::2] for need in one.needs.split(" or ")]
+    parts = [f"with {' or '.join(f'`{name}` {value}'.rstrip() for name, value in needs)}"] if needs else []
     default = one.usual if one.default is None else one.default
     if default not in (None, False, ()) and not one.required:
         parts.append(f"default: {default:g}" if isinstance(default, float) else f"default: {default}")

@@ -1,34 +1,54 @@
-"""Who computes rewards, how long a call may take, and how many samples may fail."""
+"""Who computes rewards, how they add up, how long a call may take, and how many samples may fail."""
 
 from __future__ import annotations
 
 import math
-import struct
+import os
 from dataclasses import dataclass
 from typing import Annotated
 
 from megatron_rl_corr.config.fields import Between, Options, Positive, option
+from megatron_rl_corr.config.reward_specs import BUILTIN_REWARDS, as_float32, parse_rewards
+
+ANY = "reward_function or reward_url"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardsConfig(Options):
-    """Rewards: who computes them, how long a call may take, and how many samples may fail."""
+    """Rewards: who computes them, how they add up, how long a call may take, and how many samples may fail."""
 
-    reward_function: str | None = option(None, metavar="FILE.py:NAME", none="none")
-    """reward(prompt, output_ids, finish_reason) -> number; also package.module:NAME, or none where the environment
-    scores."""
+    reward_function: tuple[str, ...] = option(
+        (), metavar="[NAME=]SPEC", none="none",
+        more="Built in: " + "; ".join(f"{name}: {one.doc}" for name, one in BUILTIN_REWARDS.items()) + ".",
+    )  # fmt: skip
+    """Functions whose weighted values add up to the reward: FILE.py:NAME, package.module:NAME, or a built-in one's
+    name; none where the environment scores. NAME is what metrics call it. reward(sample) -> number or dict of numbers
+    with "score"; rewards(samples) -> list of these scores a whole group; reward(prompt, output_ids, finish_reason) sees
+    ids alone. Each may be async."""
+
+    reward_url: tuple[str, ...] = option((), metavar="[NAME=]URL")
+    """Addresses that samples are posted to in batches, for a list of numbers: rewards like those of functions."""
+
+    reward_weights: tuple[float, ...] = option((), metavar="W", needs=ANY)
+    """A weight for each reward, functions first (default: 1 each); 0 only logs it. The reward is the sum of weight x
+    value."""
 
     reward_workers: Annotated[int | None, Between(0)] = option(None, metavar="N", needs="reward_function")
-    """Processes of each data-parallel replica that compute a plain reward function, each with the function's file and
-    its setup() of its own (default: 4). 0 computes one reward at a time in a thread of the trainer, where a call that
+    """Processes of each data-parallel replica that compute plain reward functions, each with the functions' files and
+    their setup() of its own (default: 4). 0 computes one reward at a time in a thread of the trainer, where a call that
     hangs can't be ended. An async function runs on the trainer's event loop."""
 
-    reward_timeout_s: Annotated[float | None, Positive()] = option(
-        None, metavar="S", needs="reward_function", usual=120.0
-    )
-    """Longest call of the reward function, in seconds; its worker is then killed and replaced."""
+    reward_timeout_s: Annotated[float | None, Positive()] = option(None, metavar="S", needs=ANY, usual=120.0)
+    """Longest call of a reward function, in seconds; its worker is then killed and replaced. Of an address: longest
+    wait for an answer."""
 
-    on_failed_reward: float | None = option(None, metavar="drop|VALUE", none="drop", needs="reward_function")
+    reward_url_batch: Annotated[int | None, Positive()] = option(None, metavar="N", needs="reward_url", usual=32)
+    """Samples that an address is sent at once, at most."""
+
+    reward_api_key_env: str | None = option(None, metavar="NAME", needs="reward_url")
+    """Environment variable that holds the key of the addresses, sent as a bearer token."""
+
+    on_failed_reward: float | None = option(None, metavar="drop|VALUE", none="drop", needs=ANY)
     """A sample whose reward failed (an exception, no finite number, the time limit): drop drops its group and samples
     the next prompt instead, a number is taken as its reward (default: drop)."""
 
@@ -38,20 +58,17 @@ class RewardsConfig(Options):
     run."""
 
     def check(self) -> None:
+        parse_rewards(self.reward_function, self.reward_url, self.reward_weights)
+        if self.reward_api_key_env is not None and not os.environ.get(self.reward_api_key_env):
+            raise ValueError(
+                f"`reward_api_key_env`: the environment variable {self.reward_api_key_env} is not set; export it"
+            )
         if self.on_failed_reward is None:
             return
-        rounded = _as_float32(self.on_failed_reward)
+        rounded = as_float32(self.on_failed_reward)
         if not math.isfinite(rounded):
             raise ValueError(
                 f"`on_failed_reward` must be drop or a number that is finite in float32, got {self.on_failed_reward}"
             )
         # Like every reward: else a group whose rewards are all this number would count as one with a spread.
         object.__setattr__(self, "on_failed_reward", rounded)
-
-
-def _as_float32(value: float) -> float:
-    """The nearest number that float32 has; inf beyond its range."""
-    try:
-        return struct.unpack("f", struct.pack("f", value))[0]
-    except OverflowError:
-        return math.inf

@@ -17,6 +17,7 @@ from megatron_rl_corr.config.groups import GroupsConfig
 from megatron_rl_corr.config.policy import ExpertsConfig, ModelConfig, WeightSyncConfig
 from megatron_rl_corr.config.prompts import PromptsConfig
 from megatron_rl_corr.config.reference import ReferenceConfig
+from megatron_rl_corr.config.reward_specs import RewardSpec, parse_rewards
 from megatron_rl_corr.config.rewards import RewardsConfig
 from megatron_rl_corr.config.samples import SamplesConfig
 from megatron_rl_corr.config.updates import UpdatesConfig
@@ -130,8 +131,15 @@ TOPICS = (ServersConfig, PromptsConfig, SamplesConfig, EvaluationConfig, Rewards
 class RunConfig(*reversed(TOPICS)):
     """Everything that a run is started with, beside its correction, in one object: `RunConfig(urls=..., ...)`."""
 
+    @property
+    def rewards(self) -> tuple[RewardSpec, ...]:
+        """What the reward is the weighted sum of; none where the environment scores."""
+        return parse_rewards(
+            self.reward_function, self.reward_url, self.reward_weights, max_new_tokens=self.max_new_tokens
+        )
+
     def check(self) -> None:
-        if not self.reward_function and not self.environment:
+        if not self.rewards and not self.environment:
             raise ValueError("`reward_function` is required; see --help")
         if self.inplace_gradient and (self.linear_logprobs or self.top_k > 0):
             raise ValueError(

@@ -24,13 +24,16 @@ def source_of(spec: str) -> str | None:
         return None
 
 
-def load_with_module(spec: str, flag: str, text: str | None = None) -> tuple[ModuleType, Callable]:
+def load_with_module(
+    spec: str, flag: str, text: str | None = None, loaded: dict[str, ModuleType] | None = None
+) -> tuple[ModuleType, Callable]:
     """The module that an option names, and the function or class in it.
 
     Args:
         spec: "path/to/file.py:name" or "package.module:name".
         flag: the option, for errors.
         text: the file's text, as `source_of` read it before; None: the file is read now.
+        loaded: files and modules that are not loaded again, by their names; this one is added.
 
     Raises:
         ValueError: there is no such file, module or name, or it is not callable; the message names the flag and the
@@ -40,7 +43,10 @@ def load_with_module(spec: str, flag: str, text: str | None = None) -> tuple[Mod
     source, colon, name = spec.rpartition(":")
     if not colon or not source or not name:
         raise ValueError(f"{flag}: {FORMS}, got {spec!r}")
-    module = _load_file(source, flag, text) if source.endswith(".py") else _load_module(source, flag)
+    loaded = {} if loaded is None else loaded
+    if source not in loaded:
+        loaded[source] = _load_file(source, flag, text) if source.endswith(".py") else _load_module(source, flag)
+    module = loaded[source]
     found = getattr(module, name, None)
     if found is None:
         known = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
@@ -56,6 +62,8 @@ def _load_file(source: str, flag: str, text: str | None) -> ModuleType:
     if text is None and not path.is_file():
         raise ValueError(f"{flag}: there is no file {source} (looked for {path}); {FORMS}")
     name = f"rollout_{flag.strip('`')}_{path.stem}"
+    if vars(sys.modules.get(name, sys)).get("__file__", str(path)) != str(path):  # another folder's file of this name
+        name += f"_{sum(one.startswith(name) for one in sys.modules) + 1}"
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look a class's module up by name

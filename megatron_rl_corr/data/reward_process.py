@@ -9,19 +9,21 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
 
-from megatron_rl_corr.data.reward_worker import FLAG, LENGTH_BYTES, frame
+from megatron_rl_corr.config.reward_specs import RewardSpec
+from megatron_rl_corr.data.reward_worker import FLAG, LENGTH_BYTES, first_message, frame
 from megatron_rl_corr.data.worker_pool import WorkerGone
 
 START_LIMIT_S = 300.0
-"""Seconds for importing the user's file and for its setup()."""
+"""Seconds for importing the users' files and for their setup()."""
 BOOTSTRAP = (
     "import sys, json; sys.path[:] = json.loads(sys.argv.pop(1)); "
     "from megatron_rl_corr.data.reward_worker import serve; "
-    "serve(sys.argv.pop(1), int(sys.argv.pop(1)), int(sys.argv.pop(1)))"
+    "serve(int(sys.argv.pop(1)), int(sys.argv.pop(1)))"
 )
 NOT_INHERITED = {
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME",
@@ -36,21 +38,22 @@ class RewardProcess:
 
     def __init__(self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
         self._process, self._reader, self._writer = process, reader, writer
-        self.kind = ""
-        """"plain" or "async": what the function is."""
+        self.forms: list[tuple[str, bool]] = []
+        """Of each function its form, and whether it is async."""
 
     @classmethod
-    async def start(cls, spec: str, text: str | None) -> RewardProcess:
-        """Start a process and load the reward function in it.
+    async def start(cls, specs: Sequence[RewardSpec], texts: Sequence[str | None]) -> RewardProcess:
+        """Start a process and load the reward functions in it.
 
         Args:
-            spec: "path/to/file.py:name" or "package.module:name".
-            text: the text of that file, the same for all workers of a run; None for a module.
+            specs: of the functions.
+            texts: the text of each one's file, the same for all workers of a run; None for a module.
 
         Raises:
-            ValueError: the user's file or its setup() failed (with the traceback), ended the process, or took more than
+            ValueError: a user's file or its setup() failed (with the traceback), ended the process, or took more than
                 START_LIMIT_S.
         """
+        named = " ".join(spec.source for spec in specs)
         mine, its = socket.socketpair()
         environment = {
             name: value for name, value in os.environ.items()
@@ -60,23 +63,23 @@ class RewardProcess:
         with its:
             reader, writer = await asyncio.open_connection(sock=mine)
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-c", BOOTSTRAP, path, spec, str(its.fileno()), str(os.getpid()),
+                sys.executable, "-c", BOOTSTRAP, path, str(its.fileno()), str(os.getpid()),
                 stdin=asyncio.subprocess.DEVNULL, pass_fds=[its.fileno()], env=environment, process_group=0,
             )  # fmt: skip
         worker = cls(process, reader, writer)
         try:
             async with asyncio.timeout(START_LIMIT_S):
-                answer = await worker.ask({"text": text})
+                answer = await worker.ask(first_message(specs, texts))
             if "error" in answer:
                 error = answer["error"]
-                raise ValueError(error if error.startswith(FLAG) else f"{FLAG} {spec} could not be loaded:\n{error}")
+                raise ValueError(error if error.startswith(FLAG) else f"{FLAG} {named} could not be loaded:\n{error}")
         except BaseException as error:
             await worker.end()
             if isinstance(error, (WorkerGone, TimeoutError)):
                 why = error if isinstance(error, WorkerGone) else f"its file and setup() took over {START_LIMIT_S:g} s"
-                raise ValueError(f"{FLAG} {spec} could not be loaded in a worker: {why}") from None
+                raise ValueError(f"{FLAG} {named} could not be loaded in a worker: {why}") from None
             raise
-        worker.kind = answer["value"]
+        worker.forms = answer["value"]
         return worker
 
     @property
@@ -85,10 +88,10 @@ class RewardProcess:
         return self._process.pid
 
     async def ask(self, job: dict[str, Any]) -> dict[str, Any]:
-        """Send a message and return the answer: {"value": the reward} or {"error": a traceback}.
+        """Send a message and return the answer: {"value": ...} or {"error": a traceback}.
 
         Args:
-            job: index, input_ids, metadata, output_ids and finish_reason of a sample; {"text": ...} as the first one.
+            job: a message of `serve`.
 
         Raises:
             WorkerGone: the process ended.

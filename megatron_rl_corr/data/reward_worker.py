@@ -1,6 +1,6 @@
-"""The process that computes rewards with the user's function for `RewardProcess`, and the check of a reward.
+"""The process that computes rewards with the user's functions for `RewardProcess`.
 
-The process imports the user's file, and neither torch nor Megatron. Messages are JSON behind their length, over a
+The process imports the users' files, and neither torch nor Megatron. Messages are JSON behind their length, over a
 socket that it inherits; standard output and error are the trainer's.
 """
 
@@ -10,47 +10,28 @@ import asyncio
 import ctypes
 import functools
 import inspect
-import math
 import os
 import signal
 import socket
-import struct
 import sys
 import traceback
-from collections.abc import Awaitable, Callable
-from numbers import Real
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass
 from types import ModuleType
 from typing import Any, BinaryIO
 
 import orjson
 
+from megatron_rl_corr.config.reward_specs import RewardSpec
+from megatron_rl_corr.data.builtin_rewards import builtin_reward
 from megatron_rl_corr.data.loading import load_with_module
 from megatron_rl_corr.data.prompts import Prompt
+from megatron_rl_corr.data.reward_input import Form, RewardInput, form_of
+from megatron_rl_corr.data.reward_value import checked_group, checked_parts
 
 FLAG = "`reward_function`"
 DEFAULT_WORKERS = 4
 """Processes of a replica."""
-
-
-def checked_reward(value: object, source: str) -> float:
-    """The reward rounded to float32.
-
-    Args:
-        value: what the user's code returned.
-        source: that code, for the error.
-
-    Raises:
-        ValueError: not a number, or not finite in float32.
-    """
-    if not isinstance(value, Real):
-        raise ValueError(f"{source} must return a number, got {value!r} ({type(value).__name__})")
-    try:
-        reward = struct.unpack("f", struct.pack("f", float(value)))[0]
-    except OverflowError:
-        reward = math.inf
-    if not math.isfinite(reward):
-        raise ValueError(f"{source} must return a number that is finite in float32, got {value!r}")
-    return reward
 
 
 LENGTH_BYTES = 8
@@ -82,23 +63,75 @@ def attempt(call: Callable[[], Any]) -> dict[str, Any]:
             os._exit(0)
 
 
-def score(function: Callable, prompt: Prompt, output_ids: list[int], finish_reason: str) -> float:
-    """The reward that the function returns for a sample.
+@dataclass(frozen=True)
+class LoadedReward:
+    """A reward function, its own or a built-in one."""
 
-    Raises:
-        ValueError: as `checked_reward`.
-    """
-    return checked_reward(function(prompt, output_ids, finish_reason), FLAG)
+    spec: RewardSpec
+    form: Form
+    function: Callable
+    module: ModuleType | None = None
+    """Its file; None for a built-in one."""
+
+    @property
+    def is_async(self) -> bool:
+        return inspect.iscoroutinefunction(self.function)
+
+    @property
+    def source(self) -> str:
+        """What it is called in errors."""
+        return f"{FLAG} {self.spec.source}"
+
+    def call(self, samples: Sequence[RewardInput]) -> Any:
+        """What the function returns: for one sample, or for a whole group where that is its form."""
+        if self.form == "group":
+            return self.function(list(samples))
+        [sample] = samples
+        if self.form == "sample":
+            return self.function(sample)
+        prompt = Prompt(sample.row, sample.prompt_ids, sample.metadata, vars(sample).get("prompt"), sample.label)
+        return self.function(prompt, sample.output_ids, sample.finish_reason)
+
+    def checked(self, value: Any, count: int) -> list[dict[str, float]]:
+        """What it returned for `count` samples as named numbers, by sample. Raises ValueError as `checked_group`."""
+        if self.form == "group":
+            return checked_group(value, count, self.spec.name, self.source)
+        return [checked_parts(value, self.spec.name, self.source)]
+
+    def score(self, samples: Sequence[RewardInput]) -> list[dict[str, float]]:
+        """`call`, `checked`."""
+        return self.checked(self.call(samples), len(samples))
 
 
-def serve(spec: str, descriptor: int, parent: int) -> None:
-    """Load the function, call its file's setup() if there is one, then score samples until the trainer hangs up.
-
-    The first message received is {"text": the file's}. The first sent is {"value": "async"} for an `async def`, which
-    the trainer runs itself, else {"value": "plain"}.
+def load_rewards(specs: Sequence[RewardSpec], texts: Sequence[str | None]) -> list[LoadedReward]:
+    """The functions of the specs; a file that several name is run once.
 
     Args:
-        spec: "path/to/file.py:name" or "package.module:name".
+        specs: functions and built-in rewards.
+        texts: the text of each one's file, as `source_of` read it.
+
+    Raises:
+        ValueError: a function can't be found, or has a signature of no form.
+        Exception: what the user's own file raises.
+    """
+    found, modules = [], {}
+    for spec, text in zip(specs, texts, strict=True):
+        if spec.kind == "builtin":
+            found.append(LoadedReward(spec, "sample", builtin_reward(spec)))
+            continue
+        module, function = load_with_module(spec.source, FLAG, text, modules)
+        found.append(LoadedReward(spec, form_of(function, f"{FLAG} {spec.source}"), function, module))
+    return found
+
+
+def serve(descriptor: int, parent: int) -> None:
+    """Load the functions, call their files' setup() if there is one, then score samples until the trainer hangs up.
+
+    The first message received is {"specs": [...], "texts": [the files']}. The first sent is {"value": [[form, whether
+    it is async], ...]}; the trainer runs async functions itself. Then {"function": its number, "samples": [...]} is
+    answered by {"value": [named numbers of each sample]} or {"error": a traceback}.
+
+    Args:
         descriptor: number of the inherited socket to the trainer.
         parent: process number of the trainer: this process ends with it.
     """
@@ -106,15 +139,19 @@ def serve(spec: str, descriptor: int, parent: int) -> None:
     os.set_inheritable(descriptor, False)  # what the function starts does not get it
     sys.stdout.reconfigure(line_buffering=True)  # a worker that is killed has shown what it printed
     with socket.socket(fileno=descriptor) as channel, channel.makefile("rb") as received:
-        functions: list[Callable] = []
+        functions: list[LoadedReward] = []
         begun = _received(received)
         if begun is None:
             return
-        channel.sendall(frame(_prepare(spec, begun["text"], functions)))
+        channel.sendall(frame(_prepare([RewardSpec(**spec) for spec in begun["specs"]], begun["texts"], functions)))
         while functions and (job := _received(received)):
-            prompt = Prompt(job["index"], job["input_ids"], job["metadata"])
-            given = functions[0], prompt, job["output_ids"], job["finish_reason"]
-            channel.sendall(frame(attempt(functools.partial(score, *given))))
+            samples = [RewardInput(**{"prompt": None, "response": None, **sample}) for sample in job["samples"]]
+            channel.sendall(frame(attempt(functools.partial(functions[job["function"]].score, samples))))
+
+
+def first_message(specs: Sequence[RewardSpec], texts: Sequence[str | None]) -> dict[str, Any]:
+    """What `serve` begins with."""
+    return {"specs": [asdict(spec) for spec in specs], "texts": list(texts)}
 
 
 def _received(channel: BinaryIO) -> dict[str, Any] | None:
@@ -123,26 +160,24 @@ def _received(channel: BinaryIO) -> dict[str, Any] | None:
     return orjson.loads(channel.read(int.from_bytes(head, "big"))) if head else None
 
 
-def _prepare(spec: str, text: str | None, functions: list[Callable]) -> dict[str, Any]:
-    """The first message; a plain function is put into `functions` once all is set up."""
+def _prepare(specs: list[RewardSpec], texts: list[str | None], functions: list[LoadedReward]) -> dict[str, Any]:
+    """The first answer; `functions` is filled once all is set up."""
 
-    def prepare() -> str:
-        module, function = load_with_module(spec, FLAG, text)
-        if inspect.iscoroutinefunction(function):
-            return "async"
-        done = set_up(module)
-        if inspect.isawaitable(done):
+    def prepare() -> list[tuple[str, bool]]:
+        loaded = load_rewards(specs, texts)
+        for done in set_up([one for one in loaded if not one.is_async]):
             asyncio.run(_awaited(done))
-        functions.append(function)
-        return "plain"
+        functions.extend(loaded)
+        return [(one.form, one.is_async) for one in loaded]
 
     return attempt(prepare)
 
 
-def set_up(module: ModuleType) -> Any:
-    """Call the file's setup(), if there is one."""
-    setup = getattr(module, "setup", None)
-    return None if setup is None else setup()
+def set_up(loaded: Sequence[LoadedReward]) -> list[Awaitable]:
+    """Call the setup() of each file that has one, once. Returns what is still to be awaited."""
+    modules = {id(one.module): one.module for one in loaded if one.module is not None}
+    setups = [module.setup for module in modules.values() if hasattr(module, "setup")]
+    return [done for setup in setups if inspect.isawaitable(done := setup())]
 
 
 async def _awaited(answer: Awaitable[Any]) -> None:

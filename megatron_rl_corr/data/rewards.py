@@ -1,32 +1,37 @@
-"""Scores samples as they end: by their environment, or by the user's reward function, beside the event loop."""
+"""Scores samples as they end: by their environment, or by the weighted sum of rewards, beside the event loop."""
 
 from __future__ import annotations
 
 import asyncio
-import functools
-import inspect
-import traceback
-from collections.abc import Awaitable, Callable
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import orjson
+import numpy as np
 
-from megatron_rl_corr.data.loading import load, load_with_module, source_of
-from megatron_rl_corr.data.prompts import Prompt
-from megatron_rl_corr.data.reward_process import RewardProcess
-from megatron_rl_corr.data.reward_worker import DEFAULT_WORKERS, FLAG, attempt, checked_reward, set_up
-from megatron_rl_corr.data.reward_worker import score as score_one
-from megatron_rl_corr.data.worker_pool import CallTimeout, ThreadWorker, WorkerGone, WorkerPool, awaited
+from megatron_rl_corr.config.reward_specs import RewardSpec, parse_rewards
+from megatron_rl_corr.config.run import RunConfig
+from megatron_rl_corr.data.loading import load
+from megatron_rl_corr.data.prompts import Prompt, PromptDataset
+from megatron_rl_corr.data.reward_functions import RewardFunctions, as_sample_failure, value_of
+from megatron_rl_corr.data.reward_input import RewardInput
+from megatron_rl_corr.data.reward_worker import FLAG
+from megatron_rl_corr.data.rows import BadRow
+from megatron_rl_corr.data.tokenizer import Tokenizer
 from megatron_rl_corr.engines.errors import SampleFailure
 
 if TYPE_CHECKING:
     from megatron_rl_corr.engines.trajectory import Trajectory
 
-RewardFunction = Callable[[Prompt, list[int], str], float | Awaitable[float]]
-"""reward(prompt, output_ids, finish_reason) -> a finite number; plain or `async`."""
+COUNTS_TOKENS = ("overlong", "length")
+"""Built-in rewards that need no text."""
+LABELS_CHECKED = 8
+"""Rows whose labels are looked at before the first sample."""
 
 
-def load_function(spec: str) -> RewardFunction:
+def load_function(spec: str) -> Callable:
     """The function named by "path/to/file.py:name" or "package.module:name".
 
     Raises:
@@ -35,79 +40,116 @@ def load_function(spec: str) -> RewardFunction:
     return load(spec, FLAG)
 
 
+@dataclass(frozen=True)
+class Score:
+    """A sample's reward. Example: Score(0.5, {"math": 1.0, "short": -0.5}) with weights 1 and 1."""
+
+    reward: float
+    """Finite in float32."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """The named rewards before their weights, and what else they told; empty where the environment scored."""
+
+
 class Rewards:
-    """Scores samples with the user's reward function, or with the reward of their environments.
+    """Scores samples with reward functions, or with the reward of their environments.
 
     An `async def` runs on the event loop; a plain function in processes that load its file themselves, or in one thread
     of this process. Start, use and close it on one event loop.
 
     Args:
-        spec: the function, "path/to/file.py:name" or "package.module:name"; None: the environments score.
-        workers: processes for a plain function; 0: a thread of this process. None: DEFAULT_WORKERS.
+        specs: the rewards that are added up; or one function, "path/to/file.py:name" or "package.module:name" or the
+            name of a built-in one; None or none: the environments score.
+        workers: processes for plain functions; 0: a thread of this process. None: DEFAULT_WORKERS.
         limit_s: seconds that a call may take.
+        tokenizer: makes text of ids; None: there is none, and so no text.
         late: late(failure) is called when a call ends that was cancelled meanwhile; None: it had no failure.
     """
 
     def __init__(
-        self, spec: str | None, *, workers: int | None = None, limit_s: float,
-        late: Callable[[SampleFailure | None], None] = lambda failure: None,
+        self, specs: Sequence[RewardSpec] | str | None, *, workers: int | None = None, limit_s: float,
+        tokenizer: Tokenizer | None = None, late: Callable[[SampleFailure | None], None] = lambda failure: None,
     ):  # fmt: skip
-        self._spec, self._workers, self._limit_s, self.late = spec, workers, limit_s, late
-        self._function: RewardFunction | None = None
-        self._pool: WorkerPool | None = None
+        self._specs = parse_rewards([specs], [], []) if isinstance(specs, str) else tuple(specs or ())
+        functions = [spec for spec in self._specs if spec.kind != "url"]
+        self._functions = RewardFunctions(functions, workers=workers, limit_s=limit_s)
+        self._tokenizer, self.late = tokenizer, late
+        self._decoder = ThreadPoolExecutor(1, "rollout-decode")  # 10 ms for 32,000 tokens: not on the loop
+        self._telling: set[asyncio.Task] = set()
+        self._alone: list[RewardSpec] = []
+        self._of_groups: list[RewardSpec] = []
+        self._with_text = False
+
+    @classmethod
+    def of(cls, options: RunConfig, tokenizer: Tokenizer | None) -> Rewards:
+        """Those that the options of a run name."""
+        return cls(
+            options.rewards, workers=options.reward_workers, limit_s=options.reward_timeout_s, tokenizer=tokenizer
+        )
+
+    @property
+    def compares(self) -> bool:
+        """Whether a reward is of whole groups, so that `of_sample` is not the whole score."""
+        return bool(self._of_groups)
 
     async def start(self) -> None:
-        """Load the function and start its workers.
+        """Load the functions and start their workers.
 
         Raises:
-            ValueError: the function cannot be loaded, or `reward_workers` has no effect on it.
+            ValueError: a function cannot be loaded, `reward_workers` has no effect on any, or a built-in one needs text
+                and there is no tokenizer.
         """
-        if self._spec is None:
-            return
-        workers = DEFAULT_WORKERS if self._workers is None else self._workers
-        kinds: set[str] = set()
-        # One text for all workers: one that takes another's place hours later must not bring an edited function.
-        text = source_of(self._spec)
+        texts = [spec for spec in self._specs if spec.kind == "builtin" and spec.source not in COUNTS_TOKENS]
+        if texts and self._tokenizer is None:
+            raise ValueError(
+                f"{FLAG} {texts[0].source} needs the responses' text, and `hf_checkpoint` has no tokenizer; add its "
+                "files, or use a reward of your own that scores ids"
+            )
+        await self._functions.start()
+        forms = {spec.name: self._functions.form_of(spec.name) for spec in self._specs}
+        self._of_groups = [spec for spec in self._specs if forms[spec.name] == "group"]
+        self._alone = [spec for spec in self._specs if spec not in self._of_groups]
+        self._with_text = any(forms[spec.name] != "ids" and spec.source not in COUNTS_TOKENS for spec in self._specs)
 
-        async def process() -> RewardProcess:
-            worker = await RewardProcess.start(self._spec, text)
-            kinds.add(worker.kind)
-            return worker
+    def check_labels(self, prompts: PromptDataset | None, flag: str) -> None:
+        """ValueError where the first rows lack the label that a built-in reward compares with: later all would fail.
 
-        if workers > 0:
-            pool = WorkerPool(process, limit_s=self._limit_s, unheard=self._unheard)
-            await pool.start(1)
-            if kinds == {"plain"}:
-                self._pool = pool
-                return await pool.start(workers - 1)
-            await pool.close()
-            if self._workers is not None:
+        Args:
+            prompts: the data set; None on ranks that have none.
+            flag: the option that named it.
+        """
+        wanting = [spec.source for spec in self._specs if spec.needs_label]
+        for number in range(LABELS_CHECKED) if wanting and prompts is not None else ():
+            try:
+                prompt = prompts.at(number)
+            except BadRow:  # counted and named when it is drawn
+                continue
+            if prompt.label is None:
                 raise ValueError(
-                    f"`reward_workers` {workers} has no effect on {FLAG} {self._spec}, an async function, "
-                    "which runs on the event loop; drop it"
+                    f"{FLAG} {wanting[0]} compares with a label, and row {prompt.index} of {flag} has none; name the "
+                    "key that holds it with `label_key`, or leave the row out"
                 )
-        try:
-            module, self._function = load_with_module(self._spec, FLAG, text)
-            done = set_up(module)
-            if inspect.isawaitable(done):
-                await done
-        except SystemExit as error:  # it would end the loop, and the caller wait for ever
-            raise ValueError(f"{FLAG} {self._spec} called exit({error.code!r}) while it was loaded") from error
-        if not inspect.iscoroutinefunction(self._function):
-            self._pool = WorkerPool(_thread, limit_s=self._limit_s, unheard=self._unheard)
-            await self._pool.start(1)
 
     async def close(self) -> None:
         """End the workers, whatever they are doing."""
-        if self._pool is not None:
-            await self._pool.close()
+        await self._functions.close()
+        self._decoder.shutdown(wait=False)
 
     async def score(self, prompt: Prompt, trajectory: Trajectory) -> float:
-        """The sample's reward, finite in float32.
+        """The reward of a sample that has no group: to a reward of groups it is a group of one.
+
+        Raises:
+            SampleFailure: as `of_sample`.
+        """
+        score = await self.of_sample(prompt, trajectory)
+        [score] = await self.of_group(prompt, [trajectory], [score])
+        return score.reward
+
+    async def of_sample(self, prompt: Prompt, trajectory: Trajectory) -> Score:
+        """The sum of the rewards that look at one sample alone.
 
         Args:
             prompt: the row of the data set.
-            trajectory: the sample. The function gets all ids after the prompt, those of an environment included.
+            trajectory: the sample. Functions get all ids after the prompt, those of an environment included.
 
         Raises:
             SampleFailure: there is no reward. Its cause is `reward_timeout` past the limit, and `reward_error` for an
@@ -115,70 +157,112 @@ class Rewards:
                 environment and function give a reward.
         """
         own = trajectory.environment_reward
-        if (self._spec is None) == (own is None):
+        if (not self._specs) == (own is None):
             found = "its environment's reward() gave none" if own is None else f"its environment's reward() gave {own}"
             remedy = "give one of them" if own is None else "drop one of them"
             raise SampleFailure("reward_error", f"{found}, and {FLAG} is {'not ' * (own is None)}given; {remedy}")
         if own is not None:
-            return own
-        output_ids, reason = trajectory.output_ids.tolist(), trajectory.finish_reason
-        if self._pool is None:
-            return await self._awaited(prompt.copied(), output_ids, reason)
+            return Score(own)
+        left: list[asyncio.Task] = []
+        texts = await self._texts(prompt, trajectory) if self._alone else (None, None)
+        calls = [self._one(spec, reward_input(prompt, trajectory, texts), left) for spec in self._alone]
         try:
-            if self._function is None:
-                job = {"index": prompt.index, "input_ids": prompt.input_ids, "metadata": prompt.metadata,
-                       "output_ids": output_ids, "finish_reason": reason}  # fmt: skip
-            else:
-                job = functools.partial(
-                    attempt, functools.partial(score_one, self._function, prompt.copied(), output_ids, reason)
-                )
-            return _reward(await self._pool.call(job))
-        except (CallTimeout, WorkerGone) as failure:
-            raise _failure(failure) from None
-        except orjson.JSONEncodeError as error:
-            raise _reward_error(
-                f"{FLAG}: prompt.metadata holds what no worker can be given ({error}); an environment that leaves "
-                "objects there for the reward function needs `reward_workers` 0"
-            ) from None
+            found = await asyncio.gather(*calls, return_exceptions=True)
+        except asyncio.CancelledError:
+            if left:
+                self._tell(left)
+            raise
+        return self._sum(Score(0.0), found)
 
-    async def _awaited(self, *given: Any) -> float:
-        """The reward from an async function."""
-        try:
-            value = await awaited(self._function(*given), self._limit_s)
-        except CallTimeout as failure:
-            raise _failure(failure) from None
-        except Exception as error:  # noqa: BLE001  raised as a failure of this sample
-            own = error.__traceback__.tb_next.tb_next  # without the frames here
-            raise _reward_error("".join(traceback.format_exception(type(error), error, own)).strip()) from None
-        try:
-            return checked_reward(value, FLAG)
-        except ValueError as error:
-            raise _reward_error(str(error)) from None
+    async def of_group(
+        self, prompt: Prompt, trajectories: Sequence[Trajectory], scores: Sequence[Score]
+    ) -> list[Score]:
+        """The scores of `of_sample` with the rewards that compare samples added.
 
-    def _unheard(self, call: asyncio.Task) -> None:
-        error = call.exception()
-        if error is None:
-            try:
-                _reward(call.result())
-            except SampleFailure as failure:
-                return self.late(failure)
-        return self.late(None if error is None else _failure(error))
+        Args:
+            prompt: the row of the data set.
+            trajectories: all samples of the group.
+            scores: of each of them.
+
+        Raises:
+            SampleFailure: as `of_sample`; of all samples.
+        """
+        if not self._of_groups:
+            return list(scores)
+        texts = await asyncio.gather(*[self._texts(prompt, one) for one in trajectories])
+        found = [
+            await self._functions.call(
+                spec.name, [reward_input(prompt, *one) for one in zip(trajectories, texts, strict=True)], []
+            )
+            for spec in self._of_groups
+        ]
+        return [self._sum(score, parts) for score, *parts in zip(scores, *found, strict=True)]
+
+    async def _one(
+        self, spec: RewardSpec, sample: RewardInput, left: list[asyncio.Task]
+    ) -> dict[str, float]:
+        [parts] = await self._functions.call(spec.name, [sample], left)
+        return parts
+
+    def _sum(self, score: Score, found: Sequence[dict[str, float] | BaseException]) -> Score:
+        """The score with these rewards added. Raises the first failure among them."""
+        for parts in found:
+            if isinstance(parts, BaseException):
+                raise parts
+        parts = {name: value for one in found for name, value in one.items()}
+        total = np.float32(score.reward)
+        with np.errstate(over="ignore", invalid="ignore"):
+            for spec in self._specs:
+                if spec.name in parts:
+                    total += np.float32(spec.weight) * np.float32(parts[spec.name])
+        if not math.isfinite(total):
+            raise SampleFailure(
+                "reward_error", f"the weighted sum of the rewards is {total} in float32, of {parts}; give smaller "
+                "`reward_weights`"
+            )  # fmt: skip
+        return replace(score, reward=float(total), parts=score.parts | parts)
+
+    async def _texts(self, prompt: Prompt, trajectory: Trajectory) -> tuple[str | None, str | None]:
+        """Prompt and response as text, where a reward wants it and there is a tokenizer."""
+        if not self._with_text or self._tokenizer is None:
+            return prompt.text, None
+        decode = asyncio.get_running_loop().run_in_executor
+        response = await decode(self._decoder, self._tokenizer.decode, trajectory.output_ids.tolist())
+        if prompt.text is not None:
+            return prompt.text, response
+        return await decode(self._decoder, self._tokenizer.decode, prompt.input_ids), response
+
+    def _tell(self, calls: list[asyncio.Task]) -> None:
+        """Count a sample once all of its calls have ended that went on when its group was given up."""
+
+        async def tell() -> None:
+            await asyncio.wait(calls)
+            ended = [call for call in calls if not call.cancelled()]
+            failures = [failure for call in ended if (failure := _failure_of(call)) is not None]
+            if ended:
+                self.late(failures[0] if failures else None)
+
+        task = asyncio.get_running_loop().create_task(tell())
+        self._telling.add(task)  # the loop itself holds tasks weakly
+        task.add_done_callback(self._telling.discard)
 
 
-async def _thread() -> ThreadWorker:
-    return ThreadWorker("rollout-reward")
+def reward_input(prompt: Prompt, trajectory: Trajectory, texts: tuple[str | None, str | None]) -> RewardInput:
+    """A sample as functions see it, with copies of what a function may change."""
+    own = prompt.copied()
+    return RewardInput(
+        *texts, label=own.label, metadata=own.metadata, prompt_ids=own.input_ids,
+        output_ids=trajectory.output_ids.tolist(), finish_reason=trajectory.finish_reason, row=prompt.index,
+    )
 
 
-def _reward(answer: dict[str, Any]) -> float:
-    if "error" in answer:
-        raise _reward_error(answer["error"])
-    return answer["value"]
-
-
-def _reward_error(text: str) -> SampleFailure:
-    return SampleFailure("reward_error", text if text.startswith(FLAG) else f"{FLAG} failed:\n{text}")
-
-
-def _failure(error: BaseException) -> SampleFailure:
-    cause = "reward_timeout" if isinstance(error, CallTimeout) else "reward_error"
-    return SampleFailure(cause, f"{FLAG}: {error}")
+def _failure_of(call: asyncio.Task) -> SampleFailure | None:
+    """The failure of a sample whose call has ended."""
+    error: Any = call.exception()
+    if error is not None:
+        return as_sample_failure(error)
+    try:
+        value_of(call.result())
+    except SampleFailure as failure:
+        return failure
+    return None

@@ -50,14 +50,10 @@ class WorkerPool:
     Args:
         start: starts a worker.
         limit_s: seconds that a call may take, time in line not counted; None: no limit.
-        unheard: unheard(task) is called when a call ends whose caller was cancelled.
     """
 
-    def __init__(
-        self, start: Callable[[], Awaitable[Worker]], *, limit_s: float | None,
-        unheard: Callable[[asyncio.Task], None] = lambda task: None,
-    ):  # fmt: skip
-        self._start, self._limit_s, self._unheard = start, limit_s, unheard
+    def __init__(self, start: Callable[[], Awaitable[Worker]], *, limit_s: float | None):
+        self._start, self._limit_s = start, limit_s
         self._free: asyncio.Queue[Worker | BaseException] = asyncio.Queue()
         self._workers: set[Worker] = set()
         self._tasks: set[asyncio.Task] = set()
@@ -76,8 +72,12 @@ class WorkerPool:
             await self.close()
             raise failures.exceptions[0] from None
 
-    async def call(self, job: Any) -> Any:
+    async def call(self, job: Any, left: list[asyncio.Task] | None = None) -> Any:
         """The answer of the first worker that is free.
+
+        Args:
+            job: what the worker is asked.
+            left: where the caller is cancelled during the call, the call, which goes on, is added to it.
 
         Raises:
             CallTimeout: the call took longer than limit_s.
@@ -92,7 +92,9 @@ class WorkerPool:
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            task.add_done_callback(lambda task: None if task.cancelled() else self._unheard(task))
+            task.add_done_callback(lambda task: task.cancelled() or task.exception())  # it is not lost
+            if left is not None:
+                left.append(task)
             raise
 
     async def close(self) -> None:

@@ -15,6 +15,7 @@ from megatron_rl_corr.mcore.batch import BatchShape, RolloutBatch, broadcast_to_
 from megatron_rl_corr.mcore.collect_metrics import COUNTED, collection_metrics
 from megatron_rl_corr.mcore.deal import Scored, all_gather_dealt
 from megatron_rl_corr.mcore.packed_batch import PackedBatch, broadcast_lengths, sequence_multiple
+from megatron_rl_corr.mcore.reward_parts import RewardParts
 from megatron_rl_corr.mcore.sampling_masks import Part, cut_sampling_masks, scatter_sampling_masks
 from megatron_rl_corr.moe.routes import Routes
 from megatron_rl_corr.parallel.failure import all_reduce_failure, all_reduce_results, communication_device
@@ -51,6 +52,9 @@ class BatchCollector(ABC):
         self.device = communication_device()
         self.trajectories: list[Trajectory] = []
         """The last batch's samples of this replica, on its data leader."""
+        self._parts = RewardParts()
+        self._new_parts = 0
+        """Names of parts in the last batch of this leader that not all ranks know."""
         self.reward_parts: list[dict[str, float] | None] = []
         """The named rewards of each of these; None where its reward has no parts."""
         self.origins: list[Origin | None] = []
@@ -88,7 +92,7 @@ class BatchCollector(ABC):
 
     @abstractmethod
     def _all_reduce_failed(self) -> None:
-        """Look at what failed since the previous batch; every rank calls it."""
+        """Look at what failed since the previous batch, and at names of rewards that are new; every rank calls it."""
 
     def collect(self, number: int) -> RolloutBatch | PackedBatch:
         """This rank's share of a batch; every rank calls it. number: also the version of the trainer's weights."""
@@ -96,13 +100,13 @@ class BatchCollector(ABC):
         self._all_reduce_failed()
         if self._packing is not None:
             batch, counted[COUNTED.index("moved_bytes")] = self._all_reduce_dealt(number)
-        counted = counted.to(self.device)
+        counted = torch.cat([counted, self._parts.counts()]).to(self.device)
         broadcast_to_replica([counted], self._layout)
         # Of the ranks that share a replica's rows, one contributes what is counted once.
         self.metrics = collection_metrics(
             counted if self._layout.cp_group.rank() == 0 else torch.zeros_like(counted),
             with_routes=self._routes.server_shape is not None, packed=self._packing is not None,
-            filtered=self.filtered, oversampled=self.oversampled,
+            filtered=self.filtered, oversampled=self.oversampled, parts=self._parts,
         )
         whole = self._broadcast(batch)
         own = whole.context_slice(self._layout.cp_group.rank(), self._layout.cp_group.size())
@@ -166,6 +170,7 @@ class BatchCollector(ABC):
                 self._scored = self._numbered(taken, self._layout.dp_rank * self._groups)
             elif self.sampling.truncated:
                 self._sampling_masks = cut_sampling_masks(self.trajectories, batch.cu_seqlens, self._layout.cp_size)
+            self._new_parts = self._parts.count(parts or {} for group in taken.groups for parts in group.reward_parts)
             return batch, torch.tensor(self._count(taken, step), dtype=torch.float64)
 
         own = all_reduce_results(taking, read, lambda taking: self._has_arrived(taking, step, since))

@@ -72,6 +72,7 @@ class Collector(BatchCollector):
         )
         super().__init__(layout, shape, sampling, num_turns=options.max_turns, routes=routes)
         client, prompts = source.client, source.prompts
+        source.rewards.check_labels(prompts, "--rollout-prompts")
         self._saves = options.save_trajectories is not None
         self._client, self._loop, self._rewards = client, source.loop, source.rewards
         client.check_sampling(self.sampling)
@@ -138,15 +139,20 @@ class Collector(BatchCollector):
         return Selection(self._filter.passes, options.group_filter_limit, refills, options.oversampling)
 
     def _all_reduce_failed(self) -> None:
-        """Sum all replicas' failures since the previous batch; too many end the run on all ranks."""
-        sums = torch.tensor(self._failed, dtype=torch.float64, device=self.device)
+        """Sum all replicas' failures since the previous batch; too many end the run on all ranks.
+
+        So all ranks also learn whether a leader has new names of rewards.
+        """
+        sums = torch.tensor([*self._failed, self._new_parts], dtype=torch.float64, device=self.device)
         dist.all_reduce(sums)
-        *judged, replaced = sums.tolist()
+        *judged, replaced, new_parts = sums.tolist()
         exceeded = self._failed_fraction.exceeded(judged)
         if exceeded is not None:  # the first rank that has seen a failure raises
             all_reduce_failure(self._failures.too_many(*exceeded) if self._failures.texts else None)
         if replaced:
             self._all_gather_failed_prompts()
+        if new_parts:
+            self._parts.all_gather_names()
 
     def _all_gather_failed_prompts(self) -> None:
         """Leaders learn which prompts failed on other replicas: each epoch deals a prompt to another replica."""

@@ -11,6 +11,7 @@ from megatron_rl_corr.core.metric_spec import MetricSpec, in_group
 from megatron_rl_corr.core.metrics import Mean, Metric, Sum
 from megatron_rl_corr.engines.routes import has_routes
 from megatron_rl_corr.engines.trajectory import Trajectory
+from megatron_rl_corr.mcore.reward_parts import RewardParts
 from megatron_rl_corr.rollout import versions
 from megatron_rl_corr.rollout.failures import CAUSES
 from megatron_rl_corr.rollout.queue import Group, Taken
@@ -78,17 +79,19 @@ def _count_routes(samples: Sequence[Trajectory], experts: int) -> dict[str, int]
 
 def collection_metrics(
     counted: torch.Tensor, *, with_routes: bool = False, packed: bool = False, filtered: bool = False,
-    oversampled: bool = False,
+    oversampled: bool = False, parts: RewardParts | None = None,
 ) -> dict[str, Metric]:
     """Metrics by logged name, from a replica's counts [len(COUNTED)].
 
     Args:
-        counted: the counts.
+        counted: the counts, and behind them those of `parts`.
         with_routes: samples have routed experts.
         packed: samples are packed, and so dealt out over replicas.
         filtered: groups are filtered.
         oversampled: more groups are sampled than steps take.
+        parts: the named rewards.
     """
+    counted, of_parts = counted.split([len(COUNTED), len(counted) - len(COUNTED)])
     values = dict(zip(COUNTED, counted, strict=True))
 
     def mean(total: str, count: str) -> Mean:
@@ -118,8 +121,9 @@ def collection_metrics(
         "rollout/by_fate/surplus_length_mean": mean("surplus_tokens", "surplus_samples"),
     }
     values["failed"] = sum(values[f"failed_{cause}"] for cause in CAUSES)
-    parts = (routes, with_routes), (dealt, packed), (by_filter, filtered), (surplus, oversampled)
-    return {name: metric for part, there in parts if there for name, metric in part.items()} | {
+    named = {} if parts is None else parts.metrics(of_parts)
+    optional = (routes, with_routes), (dealt, packed), (by_filter, filtered), (surplus, oversampled), (named, True)
+    return {name: metric for part, there in optional if there for name, metric in part.items()} | {
         "weight_lag_token_mean": mean("token_lags", "tokens"),
         "rollout/mixed_version_fraction": mean("mixed", "samples"),
         "rollout/length_fraction": mean("length", "samples"),

@@ -210,7 +210,7 @@ def _source(
         keyed_cache=options.pause_mode == "in_place", decode=tokenizer and tokenizer.decode_all,
         **options.client_arguments(),
     )  # fmt: skip
-    rewards = Rewards(options.reward_function, workers=options.reward_workers, limit_s=options.reward_timeout_s)
+    rewards = Rewards.of(options, tokenizer)
     episodes = None
     if options.environment is not None:
         calls = UserCalls(options.environment_timeout_s)
@@ -227,6 +227,7 @@ def _evaluation(
     if options.eval_prompts is None:
         return None
     prompts = held_out_prompts(options, megatron.args, layout, source.tokenizer, source.client.vocab_size)
+    source.rewards.check_labels(prompts, "--rollout-eval-prompts")
     held_out = replace(source, prompts=prompts)
     return Evaluation(layout, held_out, collector.sampling, every=megatron.args.eval_interval)
 

@@ -7,6 +7,7 @@ _EXPORTS = {
     "LoopThread": "rollout.blocking",
     "Prompt": "data.prompts",
     "PromptDataset": "data.prompts",
+    "RewardInput": "data.reward_input",
     "Rewards": "data.rewards",
     "RolloutClient": "rollout.client",
     "RolloutError": "engines.errors",

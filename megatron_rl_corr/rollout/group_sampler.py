@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from megatron_rl_corr.data.prompts import PromptDataset
-from megatron_rl_corr.data.rewards import Rewards
+from megatron_rl_corr.data.prompts import Prompt, PromptDataset
+from megatron_rl_corr.data.rewards import Rewards, Score
 from megatron_rl_corr.engines.errors import SampleFailure
 from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
 from megatron_rl_corr.rollout.client import RolloutClient
@@ -27,8 +27,7 @@ class GroupSampler:
         rewards: scores each sample as it ends.
         failures: counts failed samples, and ends the run above a bound.
         failed_prompts: prompts that are left out because their groups failed.
-        on_failed: the reward of a sample whose reward function failed; None: its group is dropped, as after any other
-            failure.
+        on_failed: the reward of a sample whose reward failed; None: its group is dropped, as after any other failure.
         episodes: for an environment; None: a sample is one response.
     """
 
@@ -38,7 +37,8 @@ class GroupSampler:
         episodes: Episodes | None,
     ):  # fmt: skip
         self._client, self._prompts, self._numbers, self._sampling = client, prompts, numbers, sampling
-        self._group_size, self._rewards, self._on_failed = group_size, rewards, on_failed
+        self._group_size, self._rewards = group_size, rewards
+        self._failed_score = None if on_failed is None else Score(on_failed)
         self._failures, self._failed_prompts = failures, failed_prompts
         self._episodes = episodes
         rewards.late = self._late
@@ -61,20 +61,19 @@ class GroupSampler:
         Raises:
             TooManyFailures: nearly all samples fail.
         """
-        prompt, lengths, rewards = self._prompts.at(number), [], [0.0] * self._group_size
+        prompt, lengths = self._prompts.at(number), []
+        scores: list[Score | None] = [None] * self._group_size
 
         async def score(trajectory: Trajectory) -> None:
             index = trajectory.sample_index
             lengths.append(int(trajectory.sampled.sum()))
             try:
-                rewards[index] = await self._rewards.score(prompt, trajectory)
+                scores[index] = await self._rewards.of_sample(prompt, trajectory)
             except SampleFailure as failure:
-                self._failures.failed(failure, f"sample {index} of row {prompt.index} of the data set")
-                if self._on_failed is None:
-                    raise
-                rewards[index] = self._on_failed
+                scores[index] = self._failed(failure, index, prompt)
             else:
-                self._failures.scored()
+                if not self._rewards.compares:
+                    self._failures.scored()
 
         how = {"samples_per_prompt": self._group_size, "group_numbers": [number], "on_sample": score}
         try:
@@ -82,6 +81,8 @@ class GroupSampler:
                 trajectories = await self._client.generate([prompt.input_ids], self._sampling, **how)
             else:
                 trajectories = await self._episodes.generate(self._client, [prompt], self._sampling, **how)
+            if self._rewards.compares:
+                scores = await self._compared(prompt, trajectories, scores)
         except asyncio.CancelledError:
             self._failures.cut(lengths)
             raise
@@ -93,7 +94,29 @@ class GroupSampler:
             return None
         self._failures.kept()
         self._failures.check()
-        return Group(number, trajectories, rewards)
+        return Group(number, trajectories, [score.reward for score in scores], [score.parts for score in scores])
+
+    async def _compared(self, prompt: Prompt, trajectories: list[Trajectory], scores: list[Score]) -> list[Score]:
+        """The scores with the rewards of the whole group; a sample that has failed before keeps its own."""
+        failed = [score is self._failed_score for score in scores]
+        try:
+            whole = await self._rewards.of_group(prompt, trajectories, scores)
+        except SampleFailure as failure:
+            indices = [index for index, before in enumerate(failed) if not before]
+            for index in indices[:-1]:
+                self._failures.failed(failure, f"sample {index} of row {prompt.index} of the data set")
+            return [self._failed(failure, indices[-1], prompt)] * len(scores) if indices else scores
+        for before in failed:
+            if not before:
+                self._failures.scored()
+        return [own if before else score for own, before, score in zip(scores, failed, whole, strict=True)]
+
+    def _failed(self, failure: SampleFailure, index: int, prompt: Prompt) -> Score:
+        """Count a sample whose reward failed. Returns the score that it gets, or raises the failure."""
+        self._failures.failed(failure, f"sample {index} of row {prompt.index} of the data set")
+        if self._failed_score is None:
+            raise failure
+        return self._failed_score
 
     def _late(self, failure: SampleFailure | None) -> None:
         """Count a call of the reward function that ended after its group had been dropped."""

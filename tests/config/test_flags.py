@@ -13,7 +13,7 @@ from megatron_rl_corr.config.correction import PRESETS, RolloutCorrectionConfig
 from megatron_rl_corr.config.cross_checks import idle_clips
 from megatron_rl_corr.config.flags import add_flags, flags_by_field, name_flags, parse
 from megatron_rl_corr.config.run import RunConfig
-from megatron_rl_corr.data.reward_worker import checked_reward
+from megatron_rl_corr.data.reward_value import checked_reward
 from megatron_rl_corr.integrations import megatron_rl_hooks
 from megatron_rl_corr.rollout import RolloutClient
 
@@ -45,7 +45,8 @@ DEFAULTS = CLIENT | {
     "router_replay": "off", "router_replay_min_agreement": None, "expert_statistics": False,
     "weight_transport": "distributed", "weight_dir": None, "verify_push": "checksum",
     "reference_checkpoint": None, "reference_reset": None, "reference_urls": (),
-    "reward_function": "reward.py:reward", "reward_workers": None, "reward_timeout_s": 120.0,
+    "reward_function": ("reward.py:reward",), "reward_url": (), "reward_weights": (), "reward_workers": None,
+    "reward_timeout_s": 120.0, "reward_url_batch": None, "reward_api_key_env": None,
     "on_failed_reward": None, "max_failed_fraction": 0.05,
     "group_filter": None, "group_filter_limit": None, "group_filter_exhausted": "stop", "oversampling": 1.0,
 }  # fmt: skip
@@ -272,10 +273,10 @@ def test_parse_when_failed_rewards_have_a_value_then_that_or_none():
         (["--rollout-reward-function", "none", "--rollout-environment", "e.py:E", "--rollout-reward-workers", "2"],
          "--rollout-reward-workers 2 has no effect without --rollout-reward-function"),
         (["--rollout-reward-function", "none", "--rollout-environment", "e.py:E", "--rollout-on-failed-reward", "0"],
-         "--rollout-on-failed-reward 0 has no effect without --rollout-reward-function"),
+         "--rollout-on-failed-reward 0 has no effect without --rollout-reward-function or --rollout-reward-url"),
         # drop is what happens anyway, but where an environment scores no reward fails: its own failures always drop.
         (["--rollout-reward-function", "none", "--rollout-environment", "e.py:E", "--rollout-on-failed-reward", "drop"],
-         "--rollout-on-failed-reward drop has no effect without --rollout-reward-function; drop it, or add "),
+         "--rollout-on-failed-reward drop has no effect without --rollout-reward-function or --rollout-reward-url; "),
         (["--rollout-on-failed-reward", "nan"],
          "-on-failed-reward must be drop or a number that is finite in float32, got nan"),
         (["--rollout-on-failed-reward", "1e39"], "a number that is finite in float32, got 1e+39"),
@@ -313,11 +314,11 @@ def test_parse_when_there_is_an_environment_then_it_may_score_and_turns_have_a_b
     environment = ["--rollout-environment", "tools.py:Tools"]
     assert REQUIRED[-2] == "--rollout-reward-function"
     _, options = parse([*REQUIRED[:-2], *environment])
-    assert (options.environment, options.max_turns, options.reward_function) == ("tools.py:Tools", 8, None)
+    assert (options.environment, options.max_turns, options.reward_function) == ("tools.py:Tools", 8, ())
     _, options = parse([*REQUIRED, *environment, "--rollout-max-turns", "3"])
-    assert (options.max_turns, options.reward_function) == (3, "reward.py:reward")
+    assert (options.max_turns, options.reward_function) == (3, ("reward.py:reward",))
     _, options = parse([*REQUIRED, *environment, "--rollout-reward-function", "none"])
-    assert options.reward_function is None
+    assert options.reward_function == () == options.rewards
 
 
 @pytest.mark.parametrize(

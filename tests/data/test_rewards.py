@@ -13,7 +13,7 @@ import torch
 
 from megatron_rl_corr.data import worker_pool
 from megatron_rl_corr.data.loading import load
-from megatron_rl_corr.data.reward_worker import checked_reward
+from megatron_rl_corr.data.reward_value import checked_reward
 from megatron_rl_corr.rollout import Prompt, Rewards, SampleFailure, Trajectory, VersionSpan, blocking, load_function
 
 
@@ -27,6 +27,7 @@ def trajectory(output_ids, finish_reason="stop", environment_reward=None):
 
 
 PROMPT = Prompt(11, [1, 2], {"answer": 7, "text": "\u00e4\n", "nested": {"a": [1.5, None]}})
+FASTER = "make it faster, or raise `reward_timeout_s`"
 FILE = """
 import asyncio, os, sys, time
 ready, calls = None, 0
@@ -155,7 +156,7 @@ def test_reward_when_plain_then_scored_in_processes_of_their_own_that_are_replac
         assert await asyncio.gather(*many) == [11082.0 + n for n in range(6)]
         assert 0.9 <= time.monotonic() - started < 1.7  # six of 0.3 s, two at a time
         assert await failure_of(rewards, [93]) == (
-            "reward_error", "`reward_function` must return a number that is finite in float32, got nan"
+            "reward_error", f"`reward_function` {file}:reward must return a number that is finite in float32, got nan"
         )
         cause, text = await failure_of(rewards, [94])
         assert cause == "reward_error" and "KeyError: 94" in text and "if first == 94: return {}[first]" in text
@@ -167,9 +168,11 @@ def test_reward_when_plain_then_scored_in_processes_of_their_own_that_are_replac
         memory, descriptors = memory_of(workers), len(os.listdir("/proc/self/fd"))
         for _ in range(5):  # ten hangs
             hangs = await asyncio.gather(failure_of(rewards, [95]), failure_of(rewards, [95]))
-            assert hangs == [("reward_timeout", "`reward_function`: it took longer than 0.8 s")] * 2
+            text = f"`reward_function` {file}:reward: it took longer than 0.8 s; {FASTER}"
+            assert hangs == [("reward_timeout", text)] * 2
         assert await failure_of(rewards, [91]) == (
-            "reward_error", "`reward_function`: its process ended with exit status 3"
+            "reward_error", f"`reward_function` {file}:reward: its process ended with exit status 3; a reward function "
+            "must return or raise"
         )
         assert await rewards.score(PROMPT, trajectory([80])) == 1  # the first call of a new one
         await asyncio.sleep(1)  # the second may still be starting
@@ -187,8 +190,8 @@ def reward(prompt, output_ids, finish_reason):
     prompt.metadata["tests"].append(0)
     return prompt.metadata.pop("answer", 0) + len(prompt.metadata["tests"]) + len(prompt.input_ids)
 
-async def waits(*given):
-    return reward(*given)
+async def waits(prompt, output_ids, finish_reason):
+    return reward(prompt, output_ids, finish_reason)
 """
 
 
@@ -204,7 +207,7 @@ def test_reward_when_the_function_changes_its_prompt_then_the_next_call_has_the_
     run(scenario, f"{tmp_path}/changes.py:{name}", workers=workers)
 
 
-@pytest.mark.parametrize("later", ["def reward(*given): return -1", None])
+@pytest.mark.parametrize("later", ["def reward(sample): return -1", None])
 def test_reward_when_its_file_is_edited_during_the_run_then_a_new_worker_scores_as_the_others(tmp_path, later):
     spec = tmp_path / "edited.py"
     spec.write_text("import time\ndef reward(prompt, ids, reason): return time.sleep(60) if ids == [9] else 1\n")
@@ -246,7 +249,7 @@ def test_worker_when_the_users_variables_are_called_like_torchruns_then_it_has_t
         monkeypatch.setenv(name, "1")
     monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])  # a Path there is one that Python never looks at
     (tmp_path / "reads.py").write_text(
-        f"import os\ndef reward(*_):\n    return sum(2**n for n, name in enumerate({names}) if name in os.environ)\n"
+        f"import os\ndef reward(sample):\n    return sum(2**n for n, one in enumerate({names}) if one in os.environ)\n"
     )
 
     async def scenario(rewards):
@@ -259,7 +262,7 @@ def test_worker_when_the_users_variables_are_called_like_torchruns_then_it_has_t
 def test_setup_when_it_is_async_then_awaited_before_the_first_call(tmp_path, workers):
     (tmp_path / "late.py").write_text(
         "import asyncio\nready = 0\nasync def setup():\n    global ready\n    await asyncio.sleep(0.01)\n"
-        "    ready = 1\ndef reward(*_):\n    return ready\n"
+        "    ready = 1\ndef reward(sample):\n    return ready\n"
     )
 
     async def scenario(rewards):
@@ -316,7 +319,7 @@ def test_reward_when_an_environment_leaves_an_object_in_the_metadata_then_that_s
     prompt = Prompt(0, [1, 2], {"tool": object()})
 
     async def scenario(rewards):
-        with pytest.raises(SampleFailure, match="prompt.metadata holds what no worker can be given") as error:
+        with pytest.raises(SampleFailure, match="metadata holds what no worker can be given") as error:
             await rewards.score(prompt, trajectory([1]))
         assert error.value.cause == "reward_error"
         assert await rewards.score(PROMPT, trajectory([3])) == 3
@@ -348,7 +351,9 @@ def test_reward_when_in_the_trainers_process_then_as_in_workers_and_the_loop_goe
         hang = asyncio.create_task(failure_of(rewards, [95]))
         await asyncio.sleep(0)
         assert time.monotonic() - begun < 0.2
-        assert await hang == ("reward_timeout", "`reward_function`: it took longer than 0.5 s")
+        assert await hang == (
+            "reward_timeout", f"`reward_function` {file}:{name}: it took longer than 0.5 s; {FASTER}"
+        )
         assert await rewards.score(PROMPT, trajectory([5])) == 5
         causes = [await failure_of(rewards, [n]) for n in (92, 93, 94, 97)]
         assert {cause for cause, _ in causes} == {"reward_error"}
@@ -389,19 +394,19 @@ def test_reward_when_the_environment_scores_then_its_own_and_exactly_one_of_the_
     ],
 )
 def test_start_when_a_worker_cannot_import_the_function_then_refused_by_name(tmp_path, spec, named, workers):
-    (tmp_path / "main_only.py").write_text("if __name__ == '__main__':\n    reward = lambda *_: 0.0\n")
+    (tmp_path / "main_only.py").write_text("if __name__ == '__main__':\n    reward = lambda sample: 0.0\n")
     with pytest.raises(ValueError, match="^`reward_function`: .*" + named):
         run(None, spec.format(folder=tmp_path), workers=workers)
 
 
 @pytest.mark.parametrize("field", ["`reward_function`", "`environment`"])
 def test_load_of_a_file_then_its_module_has_a_name_that_python_can_import(tmp_path, field):
-    (tmp_path / "mine.py").write_text("def f():\n    pass\n")
-    assert load(f"{tmp_path}/mine.py:f", field).__module__ == f"rollout_{field.strip('`')}_mine"
+    (tmp_path / "mine_alone.py").write_text("def f():\n    pass\n")
+    assert load(f"{tmp_path}/mine_alone.py:f", field).__module__ == f"rollout_{field.strip('`')}_mine_alone"
 
 
 def test_start_when_setup_fails_or_workers_are_given_for_an_async_function_then_refused(tmp_path, file):
-    (tmp_path / "broken.py").write_text("def setup():\n    open('/no/such')\ndef reward(*_):\n    return 0\n")
+    (tmp_path / "broken.py").write_text("def setup():\n    open('/no/such')\ndef reward(sample):\n    return 0\n")
     with pytest.raises(ValueError, match=r"broken.py:reward could not be loaded:\n(.*\n)*FileNotFoundError"):
         run(None, f"{tmp_path}/broken.py:reward", workers=2)
     (tmp_path / "ends.py").write_text("import os\nos._exit(5)\n")

@@ -13,7 +13,11 @@ from tests.matrix.replaying_server import ReplayingServer
 from tests.preloaded import run_preloaded
 from tools.local_server import free_port
 
-REWARD = "def reward(prompt, output_ids, finish_reason):\n    return sum(int(i) % 2 for i in output_ids) / 8\n"
+REWARD = """
+def reward(prompt, output_ids, finish_reason):
+    odd = sum(int(i) % 2 for i in output_ids)
+    return {"score": odd / 8, "odd": odd}
+"""
 
 
 @contextmanager

@@ -681,7 +681,7 @@ failure = SampleFailure("protocol", "what `top_p` kept is unknown")
 async def generate(*prompts, **how):
     raise failure
 client = types.SimpleNamespace(generate=generate, vocab_size=10, counts=dict, check_sampling=lambda sampling: None)
-source = SampleSource(client, None, PromptDataset([Prompt(3, [1])], seed=0), types.SimpleNamespace())
+source = SampleSource(client, None, PromptDataset([Prompt(3, [1])], seed=0), types.SimpleNamespace(check_labels=print))
 _, options = parse([*FLAGS, "--rollout-group-size", "2", "--rollout-max-new-tokens", "4"])
 layout = types.SimpleNamespace(dp_size=1, dp_rank=0)
 errors = io.StringIO()

@@ -55,6 +55,9 @@ def test_run_when_resumed_in_the_same_layout_then_its_steps_and_weights_are_thos
     assert sampled == 0, "other samples were asked for"
     for step, expected in zip(steps, wanted[2:], strict=True):
         assert step["grad_norm"] > 0
+        # What a reward's dict has beside its score is learnt by all ranks, and logged.
+        assert step["reward/parts/reward"] == pytest.approx(step["reward/mean"], abs=1e-12)
+        assert step["reward/parts/reward/odd"] == pytest.approx(8 * step["reward/mean"], abs=1e-12)
         assert step == expected
     assert resumed_weights == weights
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_rl_corr.data.rewards import Score
 from megatron_rl_corr.engines.errors import TooManyFailures
 from megatron_rl_corr.rollout import Prompt, PromptDataset, SampleFailure
 from megatron_rl_corr.rollout.cursor import Cursor, GroupNumbers
@@ -34,10 +35,12 @@ class LastFails:
     def __init__(self, fails):
         self.fails = fails
 
-    async def score(self, prompt, sample):
+    compares = False
+
+    async def of_sample(self, prompt, sample):
         if sample.sample_index == GROUP - 1 and self.fails(prompt.index):
             raise SampleFailure("reward_timeout", "it took longer than 5 s")
-        return 1.0
+        return Score(1.0)
 
 
 def step(fails, max_fraction, limit_s=20.0):
