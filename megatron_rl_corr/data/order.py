@@ -9,7 +9,7 @@ import numpy as np
 
 SHARE_PERIOD = 1000
 """Weights are shares of so many draws in a row."""
-WINDOW_BYTES = 1 << 28
+WINDOW_BYTES = 1 << 26
 """Row groups are shuffled together up to this size, as their files give it."""
 _OF_SHARES = 2**32 - 1
 """In the seed of the order of sources, where that of rows has the source's number."""
@@ -113,6 +113,11 @@ class MixedOrder:
             return self.sources[0].layout
         rows = " + ".join(f"{source.size}{source.layout}" for source in self.sources)
         return rows + (f", shares {':'.join(map(str, self.shares))}" if self.shares else "")
+
+    @property
+    def ends(self) -> list[int]:
+        """The first and the last row of each source."""
+        return sorted({int(row) for row in (*self._firsts[:-1], *(self._firsts[1:] - 1))})
 
     def row(self, number: int) -> int:
         """The row that this number draws, counted over all sources."""

@@ -73,6 +73,11 @@ class PromptDataset:
         """What the order depends on beside seed and rows, such as the sources' sizes; "" for one plain source."""
         return self._order.identity
 
+    @property
+    def ends(self) -> list[int]:
+        """The first and the last row of each source."""
+        return self._order.ends
+
     def index_at(self, number: int) -> int:
         """The row at this place of the sequence, from 0."""
         with self._lock:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-
-import numpy as np
+from collections.abc import Iterable
 
 from megatron_rl_corr.config.flags import warn
 from megatron_rl_corr.config.run import RunConfig
@@ -17,7 +15,8 @@ from megatron_rl_corr.data.tokenizer import Tokenizer
 from megatron_rl_corr.parallel.layout import Layout
 
 CHECKED_ROWS = 1000
-"""Rows that are looked at where there are more, beside the first and the last."""
+"""Rows that are looked at where there are more, beside the first and the last of each source: those drawn first, which
+are at random, and in few row groups."""
 CHECKED_IDS = 100_000
 """Data of ids are looked at as a whole up to so many rows: nothing is to be tokenised."""
 
@@ -93,7 +92,7 @@ def prompt_limits(options: RunConfig, *, vocab_size: int, seq_length: int, drop:
 
 
 def check_rows(prompts: PromptDataset, flag: str, *, all_rows: bool = False) -> tuple[int, list[LongPrompt]]:
-    """Make prompts of rows; of many rows, of the first, the last and CHECKED_ROWS at random.
+    """Make prompts of all rows, or of CHECKED_ROWS and the ends of each source where there are more.
 
     Args:
         prompts: the data.
@@ -107,20 +106,21 @@ def check_rows(prompts: PromptDataset, flag: str, *, all_rows: bool = False) -> 
         ValueError: one is bad, or all are too long.
     """
     try:
-        first = _long(prompts, 0)
-        whole = all_rows or len(prompts) <= CHECKED_ROWS + 2
-        if not whole and first is None and prompts.rows[0].text is None:
-            whole = len(prompts) <= CHECKED_IDS
-        chosen: Sequence[int] = range(1, len(prompts))
+        whole = all_rows or len(prompts) <= CHECKED_ROWS or (len(prompts) <= CHECKED_IDS and _has_ids(prompts))
+        chosen: Iterable[int] = range(len(prompts))
         if not whole:
-            at_random = np.random.RandomState(prompts.seed).randint(1, len(prompts) - 1, CHECKED_ROWS)
-            chosen = [*sorted(set(at_random.tolist())), len(prompts) - 1]
-        long = [error for error in (first, *(_long(prompts, index) for index in chosen)) if error is not None]
+            chosen = sorted({*prompts.ends, *(prompts.index_at(number) for number in range(CHECKED_ROWS))})
+        errors = [_long(prompts, index) for index in chosen]
     except ValueError as error:
         raise ValueError(f"{flag}: {error}") from None
-    if len(long) == 1 + len(chosen):
+    long = [error for error in errors if error is not None]
+    if len(long) == len(errors):
         raise ValueError(f"{flag}: all of the {len(long)} rows that were looked at are too long; {long[0]}")
-    return 1 + len(chosen), long
+    return len(errors), long
+
+
+def _has_ids(prompts: PromptDataset) -> bool:
+    return _long(prompts, 0) is None and prompts.rows[0].text is None
 
 
 def _long(prompts: PromptDataset, index: int) -> LongPrompt | None:

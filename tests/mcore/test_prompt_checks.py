@@ -70,7 +70,7 @@ def test_prompts_when_they_do_not_fit_then_refused_at_the_start(tmp_path, length
 
 @pytest.mark.parametrize(
     "size, text, looked_at",
-    [(CHECKED_ROWS + 2, "t", CHECKED_ROWS + 2), (50_000, None, 50_000), (50_000, "t", None), (100_001, None, None)],
+    [(CHECKED_ROWS, "t", CHECKED_ROWS), (50_000, None, 50_000), (50_000, "t", None), (100_001, None, None)],
 )
 def test_check_rows_when_there_are_many_then_the_first_the_last_and_a_thousand_at_random(size, text, looked_at):
     class Texts(Rows):
@@ -84,5 +84,5 @@ def test_check_rows_when_there_are_many_then_the_first_the_last_and_a_thousand_a
     if looked_at is not None:
         assert made == set(range(size)) and counted == looked_at
     else:
-        assert {0, size - 1} <= made and 0.98 * CHECKED_ROWS < len(made) == counted <= CHECKED_ROWS + 2
-        assert sum(row < size / 2 for row in made) > 400
+        assert {0, size - 1} <= made and CHECKED_ROWS <= len(made) == counted <= CHECKED_ROWS + 2
+        assert 400 < sum(row < size / 2 for row in made) < 600
