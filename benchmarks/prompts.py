@@ -45,7 +45,7 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         write(folder, options.rows)
         print(f"{datetime.date.today()}, {options.rows} rows, pyarrow {pa.__version__}, {machine_name('cpu')}\n")
-        print("| data | size (MB) | start (s) | a draw (ms) | slowest draw (ms) | memory (MB) | mapped (MB) | peak (MB) |")
+        print("| data | size (MB) | start (s) | draw (ms) | slowest (ms) | memory (MB) | mapped (MB) | peak (MB) |")
         print("|---|---|---|---|---|---|---|---|")
         for kind, name in KINDS.items():
             command = [sys.executable, __file__, "--open", folder / name, "--draws", str(options.draws)]

@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 from megatron_rl_corr.data.rows import BadRow, Stamp
 
 CACHE_BYTES = 1 << 29
-"""Decoded row groups of one Parquet source that are kept; at least one is. A multiple of order.WINDOW_BYTES: values take
-more bytes decoded than in the file."""
+"""Decoded row groups of one Parquet source that are kept; at least one is. A multiple of order.WINDOW_BYTES: values are
+larger decoded than in the file."""
 _SPLITS = re.compile(r"(?:^|[-_.])(train|test|validation|valid|val|dev|eval)(?=[-_.]|$)")
 
 
