@@ -195,6 +195,10 @@ class Inspection(Protocol):
         """The ids in the answer to `tokenize`; None: there are none."""
         raise self._unsupported("tokenizing")
 
+    def has_tokenizer(self, server_info: Mapping[str, Any]) -> bool:
+        """Whether the server can make ids of a text at all."""
+        return True
+
     # What a server tells of itself
 
     def version_support(self, server_info: Mapping[str, Any]) -> VersionSupport:

@@ -32,6 +32,7 @@ from megatron_rl_corr.mcore.sample_log import SampleLog
 from megatron_rl_corr.mcore.scoring import describe_start
 from megatron_rl_corr.mcore.server_check import broadcast_first_step, check_servers
 from megatron_rl_corr.mcore.step import CorrectedStep
+from megatron_rl_corr.mcore.tokenizer_check import check_tokenizers
 from megatron_rl_corr.mcore.updates import Updates
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.models.names import NameTable
@@ -156,6 +157,7 @@ def start(
         push(updates.batches(args.iteration))
     try:
         check_servers(options.server_check, collector.sampling, client, loop)
+        check_tokenizers(options.server_check, parts.source.tokenizer, parts.source.prompts, client, loop)
         first_step = broadcast_first_step(options.max_first_step_kl, args, client, loop)
     except BaseException:
         _close(collector, push.servers, parts.source)

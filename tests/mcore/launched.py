@@ -5,6 +5,9 @@ import json
 import sys
 from contextlib import contextmanager
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from megatron_rl_corr.rollout import RolloutClient
 from tests.forked_torchrun import forking
 from tests.matrix.patched import cpu_flags, unchanged
@@ -24,7 +27,9 @@ def reward(prompt, output_ids, finish_reason):
 def replayed(server, model, folder):
     """The server behind a door that repeats its samples; the folder has what `launch` needs."""
     (folder / "reward.py").write_text(REWARD)
-    (folder / "prompts.jsonl").write_text("".join(f'{{"input_ids": [3, 1, 4, {n}]}}\n' for n in range(4, 12)))
+    rows = [[3, 1, 4, n] for n in range(4, 12)] + [[5] * 40]  # the last is too long, and left out
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
+    pq.write_table(pa.table({"input_ids": [[2, 7, n] for n in range(5)]}), folder / "prompts.parquet")
     with unchanged(server, model), ReplayingServer(server.url) as door:
         yield door
 
@@ -33,6 +38,7 @@ def launch(folder, name, model, url, script, *flags, processes, **variables):
     """The ended run, whose log and checkpoints are in folder/name. variables: of its environment, too."""
     ours = [
         "--rollout-url", url, "--rollout-hf-checkpoint", model, "--rollout-prompts", folder / "prompts.jsonl",
+        folder / "prompts.parquet", "--rollout-prompts-weights", 2, 1,
         "--rollout-reward-function", f"{folder / 'reward.py'}:reward", "--rollout-group-size", 4,
         "--rollout-max-new-tokens", 8, "--rollout-correction-preset", "decoupled_token_is", "--rollout-server-check",
         "off", "--rollout-log-dir", folder / name / "log", "--save", folder / name / "checkpoints",

@@ -89,6 +89,7 @@ class SGLang(Engine):
     abort_request = staticmethod(requests.abort_request)
     tokenize = staticmethod(requests.tokenize)
     tokenized = staticmethod(servers.tokenized)
+    has_tokenizer = staticmethod(servers.has_tokenizer)
     version_support = staticmethod(version_support)
     has_float32_head = staticmethod(servers.has_float32_head)
     served_model = staticmethod(servers.served_model)

@@ -185,6 +185,11 @@ def tokenized(answer: Mapping[str, Any]) -> list[int] | None:
     return answer.get("tokens")
 
 
+def has_tokenizer(server_info: Mapping[str, Any]) -> bool:
+    """Whether it runs without --skip-tokenizer-init."""
+    return not server_info.get("skip_tokenizer_init")
+
+
 def has_float32_head(server_info: Mapping[str, Any]) -> bool:
     """Whether it runs with --enable-fp32-lm-head."""
     return bool(server_info.get("enable_fp32_lm_head"))
