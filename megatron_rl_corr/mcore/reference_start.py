@@ -50,6 +50,7 @@ def broadcast_reference(
     resets = options.reference_reset is not None
     if not config.needs_reference:
         return Reference()
+    all_reduce_startup(lambda: check_start_known(options, args))
     if options.reference_urls:
         return _broadcast_served(options, args, parameters, layout, source)
     saved, reset_after = broadcast_saved(args, resets=resets)
@@ -107,6 +108,17 @@ def _weights(
         with naming_checkpoint(source or options.hf_checkpoint, "--rollout-reference-checkpoint" if source else None):
             weights.load(HFCheckpoint(source or options.hf_checkpoint), ranks)
     return weights
+
+
+def check_start_known(options: RunConfig, args: argparse.Namespace) -> None:
+    """ValueError where the weights that the run began with could not be found again after a restart."""
+    if args.pretrained_checkpoint is not None and options.reference_checkpoint is None:
+        raise ValueError(
+            f"--pretrained-checkpoint {args.pretrained_checkpoint} with a KL penalty against a reference policy: the "
+            "start's weights are read in Hugging Face format when the run goes on; write them with "
+            "`megatron-rl-corr export`, and name that folder by --rollout-reference-checkpoint, or by "
+            "--rollout-hf-checkpoint and leave --pretrained-checkpoint out"
+        )
 
 
 def check_arguments(args: argparse.Namespace, *, resets: bool = False) -> None:

@@ -43,10 +43,10 @@ def check_megatron_arguments(args: argparse.Namespace) -> None:
             "--optimizer-cpu-offload in float32: Megatron's offloaded copies stay those of the initial weights, and "
             "the first update would put them in place of the checkpoint's; use --bf16, or leave it out"
         )
-    if args.finetune or args.pretrained_checkpoint is not None:
+    if args.finetune:
         raise ValueError(
-            "--finetune and --pretrained-checkpoint begin at iteration 0, where the weights of --rollout-hf-checkpoint "
-            "are loaded over theirs; convert the checkpoint to Hugging Face format, or leave the flag out"
+            "--finetune begins at iteration 0 each time that the run is started; name the checkpoint that training "
+            "begins with by --pretrained-checkpoint instead, and the run's own, to go on from, by --load"
         )
     check_begin(args)
     check_layers(args)
@@ -127,23 +127,33 @@ def check_loaded_iteration(args: argparse.Namespace) -> None:
         )
 
 
+def begins_with_pretrained(args: argparse.Namespace) -> bool:
+    """Whether Megatron has loaded --pretrained-checkpoint, which it does where --load has no checkpoint yet."""
+    return args.iteration == 0 and args.finetune
+
+
 def check_begin(args: argparse.Namespace) -> None:
-    """ValueError for a checkpoint that Megatron would load and go on from iteration 0, as if there were none.
+    """ValueError for a checkpoint of --load that Megatron would go on from at iteration 0, as if there were none.
 
     Converters make such: a "release", or one of iteration 0.
     """
     if not args.load:
         return
-    tracker = Path(checkpointing.get_checkpoint_tracker_filename(args.load))
-    named = tracker.read_text().strip() if tracker.is_file() else None
+    named = _named_checkpoint(args.load)
     over = "the weights of --rollout-hf-checkpoint would be loaded over its own"
     if named == "release" or (named == "0" and not args.ckpt_step):
         raise ValueError(
-            f"--load {args.load}: its checkpoint ({named}) begins at iteration 0, where {over}; convert it to Hugging "
-            "Face format (megatron-rl-corr export) for --rollout-hf-checkpoint and the servers, and leave --load out"
+            f"--load {args.load}: its checkpoint ({named}) begins at iteration 0, where {over}; name it by "
+            "--pretrained-checkpoint, and by --load the run's own folder"
         )
     if named is not None and vars(args).get("override_ckpt_iteration") == 0:
         raise ValueError(f"--override-ckpt-iteration 0 begins at iteration 0, where {over}; give 1 or more")
+
+
+def _named_checkpoint(folder: str) -> str | None:
+    """What the folder's newest checkpoint is called: an iteration or "release"; None: it has none."""
+    tracker = Path(checkpointing.get_checkpoint_tracker_filename(folder))
+    return tracker.read_text().strip() if tracker.is_file() else None
 
 
 def check_layers(args: argparse.Namespace) -> None:
@@ -151,29 +161,34 @@ def check_layers(args: argparse.Namespace) -> None:
 
     Megatron maps the names of one implementation to those of the other for dense layers with plain attention alone.
     """
-    if not args.load:
+    flag, source = "--load", args.load
+    if args.pretrained_checkpoint is not None and not (source and _named_checkpoint(source)):
+        flag, source = "--pretrained-checkpoint", args.pretrained_checkpoint
+    if not source:
         return
-    tracker = Path(checkpointing.get_checkpoint_tracker_filename(args.load))
-    named = args.ckpt_step or (tracker.is_file() and tracker.read_text().strip())
-    folder = Path(checkpointing.get_checkpoint_name(args.load, int(named or 0), return_base_dir=True))
+    named = args.ckpt_step or _named_checkpoint(source)
+    if not named:
+        return
+    release = named == "release"
+    number = 0 if release else int(named)
+    folder = Path(checkpointing.get_checkpoint_name(source, number, release, return_base_dir=True))
     # Another format than Megatron's sharded one is loaded by torch, which names what is missing.
-    if not named or not dist_checkpointing.check_is_distributed_checkpoint(str(folder)):
+    if not dist_checkpointing.check_is_distributed_checkpoint(str(folder)):
         return
     arguments = vars(dist_checkpointing.load_common_state_dict(str(folder))["args"])
     saved = arguments["transformer_impl"]
+    remedy = f"or convert it to Hugging Face format for --rollout-hf-checkpoint and leave {flag} out"
     patterns = [(found.get("hybrid_layer_pattern") or "").replace("|", "") for found in (vars(args), arguments)]
     if patterns[0] != patterns[1]:
         raise ValueError(
             f"--hybrid-layer-pattern: the checkpoint {folder} was saved with {patterns[1] or 'none'}, and this run has "
-            f"{patterns[0] or 'none'}, whose layers have other numbers; give that of the checkpoint, or convert it to "
-            "Hugging Face format for --rollout-hf-checkpoint and leave --load out"
+            f"{patterns[0] or 'none'}, whose layers have other numbers; give that of the checkpoint, {remedy}"
         )
     if saved != args.transformer_impl and (args.num_experts or args.multi_latent_attention):
         raise ValueError(
             f"--transformer-impl {args.transformer_impl}: the checkpoint {folder} was saved with {saved}, whose layers "
             "have other names, and Megatron does not load one into the other with experts or latent attention; give "
-            f"--transformer-impl {saved}, or convert the checkpoint to Hugging Face format for --rollout-hf-checkpoint "
-            "and leave --load out"
+            f"--transformer-impl {saved}, {remedy}"
         )
 
 

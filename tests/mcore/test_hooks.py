@@ -418,8 +418,7 @@ def test_checkpoint_when_it_would_begin_at_iteration_0_then_refused_as_the_first
     found = results["begin"]
     for said, named in zip(found["release"], ("release", "release", "0"), strict=True):
         assert said.startswith(f"--load DIR: its checkpoint ({named}) begins at iteration 0, where the weights of ")
-        assert said.endswith("convert it to Hugging Face format (megatron-rl-corr export) for --rollout-hf-checkpoint "
-                             "and the servers, and leave --load out")  # fmt: skip
+        assert said.endswith("name it by --pretrained-checkpoint, and by --load the run's own folder")
     assert found["overridden"].startswith("--override-ckpt-iteration 0 begins at iteration 0, where the weights of ")
     assert found["taken"] == [None] * 6
 
@@ -437,7 +436,8 @@ run_flags.dist_checkpointing = types.SimpleNamespace(
 )
 pattern = None
 def said(impl, **given):
-    plain = {"load": str(folder), "ckpt_step": None, "num_experts": 8, "multi_latent_attention": False}
+    plain = {"load": str(folder), "ckpt_step": None, "num_experts": 8, "multi_latent_attention": False,
+             "pretrained_checkpoint": None}
     try:
         run_flags.check_layers(types.SimpleNamespace(transformer_impl=impl, **(plain | given)))
     except ValueError as error:
@@ -452,6 +452,8 @@ say(
     taken=[said("transformer_engine"), said("local", ckpt_step=20), said("local", num_experts=None),
            said("local", ckpt_step=30), said("local", load=None)],
     hybrid=hybrid,
+    pretrained=[said("local", load=None, pretrained_checkpoint=str(folder)),
+                said("local", pretrained_checkpoint="elsewhere")],
 )
 """
 
@@ -462,7 +464,7 @@ def test_checkpoint_when_its_layers_name_their_norms_otherwise_then_refused_with
     expected = [("local", "DIR/iter_0000040", te), (te, "DIR/iter_0000020", "local"), ("local", "DIR/iter_0000040", te)]
     for said, (impl, path, saved) in zip(found["refused"], expected, strict=True):
         assert said.startswith(f"--transformer-impl {impl}: the checkpoint {path} was saved with {saved}, whose ")
-        assert f"give --transformer-impl {saved}, or convert the checkpoint to Hugging Face format" in said
+        assert f"give --transformer-impl {saved}, or convert it to Hugging Face format" in said
     assert found["taken"] == [None] * 5
     gpt, hybrid, same = found["hybrid"]
     assert same is None and gpt == (
@@ -471,6 +473,28 @@ def test_checkpoint_when_its_layers_name_their_norms_otherwise_then_refused_with
         "--rollout-hf-checkpoint and leave --load out"
     )
     assert "was saved with *E*E, and this run has none" in hybrid
+    for said, flag in zip(found["pretrained"], ("--pretrained-checkpoint", "--load"), strict=True):
+        assert said.startswith("--transformer-impl local: ") and said.endswith(f"and leave {flag} out")
+
+
+CASES["start"] = """
+from megatron_rl_corr.mcore import reference_start
+def said(**given):
+    options = types.SimpleNamespace(reference_checkpoint=given.get("reference_checkpoint"))
+    args = types.SimpleNamespace(pretrained_checkpoint=given.get("pretrained_checkpoint"))
+    try:
+        reference_start.check_start_known(options, args)
+    except ValueError as error:
+        return str(error)
+say(refused=said(pretrained_checkpoint="sft"),
+    taken=[said(), said(pretrained_checkpoint="sft", reference_checkpoint="hf")])
+"""
+
+
+def test_reference_when_the_start_is_a_checkpoint_of_megatron_then_its_folder_must_be_named(results):
+    found = results["start"]
+    assert found["refused"].startswith("--pretrained-checkpoint sft with a KL penalty against a reference policy: ")
+    assert "name that folder by --rollout-reference-checkpoint" in found["refused"] and found["taken"] == [None] * 2
 
 
 CASES["per token"] = """
@@ -724,7 +748,7 @@ session.HFCheckpoint = lambda path: types.SimpleNamespace(config={"vocab_size": 
 session._source = session._evaluation = lambda *args: None
 session._parameters, session.load_shards = lambda *args: [], fails
 session.Collector = lambda *args, **kwargs: types.SimpleNamespace(sampling=None)
-megatron = types.SimpleNamespace(args=types.SimpleNamespace(iteration=0, train_iters=1), model=[])
+megatron = types.SimpleNamespace(args=types.SimpleNamespace(iteration=0, finetune=False, train_iters=1), model=[])
 try:
     session._prepare(parse(FLAGS)[1], megatron, types.SimpleNamespace(shard=None), None, None, Updates(), None)
     said = ""

@@ -13,6 +13,8 @@ from tests.mcore.launched import checksums, launch, replayed, untimed_steps
 SCRIPT = Path(__file__).resolve().parents[1] / "matrix/pretrain_any.py"
 GROUPED = ["--moe-grouped-gemm", "--moe-permute-fusion"]
 RUN = ["--global-batch-size", 16, "--train-iters", 4, "--save-interval", 2, "--rollout-save-hf-interval", 2]
+BEGIN = ["--train-iters", 1, "--save-interval", 1, "--rollout-save-hf-interval", 1, "--lr", 0, "--seed", 4321]
+"""A step that moves nothing: what is served and saved after it is the start. The seed is for samples of its own."""
 LAYOUT = [
     *GROUPED, "--tensor-model-parallel-size", 2, "--sequence-parallel", "--pipeline-model-parallel-size", 2,
     "--expert-model-parallel-size", 2, "--expert-tensor-parallel-size", 1,
@@ -44,7 +46,9 @@ def again(folder):
 def runs(sglang_server_fp32, tiny_moe_dir, tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoints")
     local = ["--transformer-impl", "local", "--pipeline-model-parallel-size", 2, "--rollout-pad-sequences"]
-    wanted = {"whole": LAYOUT, "resumed": [*LAYOUT, *again(folder)], "local": [*again(folder), *local]}
+    begin = [*BEGIN, "--pretrained-checkpoint", folder / "whole/checkpoints", "--load", folder / "begun/checkpoints"]
+    wanted = {"whole": LAYOUT, "begun": [*LAYOUT, *begin]}
+    wanted |= {"resumed": [*LAYOUT, *again(folder)], "local": [*again(folder), *local]}
     return made(folder, sglang_server_fp32, tiny_moe_dir, wanted)
 
 
@@ -60,6 +64,14 @@ def test_run_when_resumed_in_the_same_layout_then_its_steps_and_weights_are_thos
         assert step["reward/parts/reward/odd"] == pytest.approx(8 * step["reward/mean"], abs=1e-12)
         assert step == expected
     assert resumed_weights == weights
+
+
+def test_run_when_it_begins_with_a_checkpoint_of_megatron_then_its_weights_are_trained_and_served(runs):
+    (_, whole, weights, _), (_, begun, begun_weights, _) = runs["whole"], runs["begun"]
+    [step] = untimed_steps(begun)
+    assert step["step"] == 1 and step["grad_norm"] > 0 and step["rollout_corr/k3_kl"] < 1e-8
+    assert begun_weights == weights
+    assert_same_weights(begun / "hf/iter_0000001", whole / "hf/iter_0000004")
 
 
 def test_run_when_resumed_on_layers_of_other_names_then_refused_with_the_remedy(runs):
