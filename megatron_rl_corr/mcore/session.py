@@ -231,8 +231,7 @@ def _evaluation(
         return None
     prompts = held_out_prompts(options, megatron.args, layout, source.tokenizer, source.client.vocab_size)
     source.rewards.check_labels(prompts, "--rollout-eval-prompts")
-    held_out = replace(source, prompts=prompts)
-    return Evaluation(layout, held_out, collector.sampling, every=megatron.args.eval_interval)
+    return Evaluation(layout, replace(source, prompts=prompts), collector.sampling, every=megatron.args.eval_interval)
 
 
 def _logprobs(options: RunConfig, layout: Layout, vocab_size: int, model: list) -> LogprobSettings:
