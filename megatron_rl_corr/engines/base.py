@@ -74,12 +74,12 @@ class Engine(Inspection, Protocol):
                 f"`temperature` must be 0 (greedy) or at least {limits.min_temperature:g} with {self.name}, got "
                 f"{sampling.temperature}"
             )
-        if limits.max_top_k is not None and sampling.top_k > limits.max_top_k:
+        if limits.max_top_k is not None and sampling.with_support and sampling.top_k > limits.max_top_k:
             raise ValueError(
                 f"`top_k` must be -1 (off) or in [2, {limits.max_top_k}], for which {self.name} returns the sampling "
                 f"mask, got {sampling.top_k}; use {limits.max_top_k} or less, or -1"
             )
-        if limits.top_p_needs_top_k and sampling.truncated and sampling.top_k == -1:
+        if limits.top_p_needs_top_k and sampling.needs_mask and sampling.top_k == -1:
             name, what, value = ("`top_p`", "`top_p` below 1", sampling.top_p)
             if sampling.top_p == 1:
                 name, what, value = ("`min_p`", "`min_p` above 0", sampling.min_p)
@@ -107,7 +107,7 @@ class Engine(Inspection, Protocol):
 
         Args:
             prompt_ids: P ids, each in the vocabulary.
-            sampling: how to sample; with top_p, top_k or min_p the answer must bring the sampling mask.
+            sampling: how to sample; where it `needs_mask` the answer must bring the sampling mask.
             request_id: a name by which `abort_request` can end it.
             seed: in [-2**63, 2**63), for servers with deterministic inference.
             routed_experts: also return which experts each token but the last went to.

@@ -42,6 +42,9 @@ class SamplingParams:
     """Ids that end a response, beside the model's own end-of-sequence ids."""
     ignore_eos: bool = False
     """Go on after end-of-sequence and stop ids until max_new_tokens, or until a text of `stop`."""
+    with_support: bool = True
+    """The ids that a truncated token was drawn from are returned, as training needs them. False, for evaluation: the
+    log-probs are those of the whole softmax, and any top_p, top_k and min_p goes."""
 
     def __post_init__(self):
         if not _is_int(self.max_new_tokens) or self.max_new_tokens < 1:
@@ -64,8 +67,13 @@ class SamplingParams:
 
     @property
     def truncated(self) -> bool:
-        """Whether top_p, top_k or min_p is on: the server must then return the sampling mask."""
+        """Whether top_p, top_k or min_p is on."""
         return self.top_p != 1 or self.top_k != -1 or self.min_p != 0
+
+    @property
+    def needs_mask(self) -> bool:
+        """Whether the server must return the sampling mask."""
+        return self.truncated and self.with_support
 
     def _check_truncation(self) -> None:
         number = isinstance(self.top_p, (int, float)) and not isinstance(self.top_p, bool)

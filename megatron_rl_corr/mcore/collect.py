@@ -14,7 +14,6 @@ from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.data.prompts import PromptDataset
 from megatron_rl_corr.data.rewards import Rewards
 from megatron_rl_corr.data.tokenizer import Tokenizer
-from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.mcore.batch import BatchShape
 from megatron_rl_corr.mcore.batch_collector import BatchCollector
 from megatron_rl_corr.mcore.collect_metrics import COUNTED, count_samples
@@ -33,6 +32,7 @@ from megatron_rl_corr.rollout.group_filter import GroupFilter
 from megatron_rl_corr.rollout.group_sampler import GroupSampler
 from megatron_rl_corr.rollout.queue import Group, GroupStream, Selection, Taken
 from megatron_rl_corr.rollout.sample_file import Origin
+from megatron_rl_corr.rollout.sampling import training_sampling
 
 PROGRESS_EVERY_S = 10.0
 """Interval of a leader's messages about a slow collection."""
@@ -65,12 +65,7 @@ class Collector(BatchCollector):
 
         Raises ValueError for a batch that can't be dealt out.
         """
-        sampling = SamplingParams(
-            max_new_tokens=options.max_new_tokens, temperature=options.temperature, top_p=options.top_p,
-            top_k=options.top_k, min_p=options.min_p, stop=options.stop,
-            stop_token_ids=tuple(map(int, options.stop_token_ids)),
-        )
-        super().__init__(layout, shape, sampling, num_turns=options.max_turns, routes=routes)
+        super().__init__(layout, shape, training_sampling(options), num_turns=options.max_turns, routes=routes)
         client, prompts = source.client, source.prompts
         source.rewards.check_labels(prompts, "--rollout-prompts")
         self._saves = options.save_trajectories is not None

@@ -1,80 +1,256 @@
-"""Rollouts on held-out prompts, every --eval-interval steps: one sample a prompt, none of which is trained on.
+"""Rollouts on held-out prompts, every --eval-interval steps; none of them is trained on.
 
-Prompts are dealt out over the replicas; each replica's leader samples its share with the training's sampling
-parameters, environment and reward.
+The samples of all sets are dealt out over the replicas; each replica's leader requests its share and scores it, while
+the other ranks, and with samples ahead of training the trainer itself, go on.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+import argparse
+import asyncio
+import concurrent.futures
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
+from megatron_rl_corr.config.evaluation import EvaluationSet
 from megatron_rl_corr.config.flags import warn
-from megatron_rl_corr.data.prompts import Prompt
+from megatron_rl_corr.config.run import RunConfig
+from megatron_rl_corr.core.pass_at_k import pass_at_k, powers_up_to
+from megatron_rl_corr.data.prompts import PromptDataset
 from megatron_rl_corr.engines.concurrency import all_or_first_failure
 from megatron_rl_corr.engines.errors import SampleFailure
-from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
-from megatron_rl_corr.mcore.collect import SampleSource
-from megatron_rl_corr.parallel.failure import all_reduce_results, communication_device
+from megatron_rl_corr.engines.trajectory import SamplingParams
+from megatron_rl_corr.mcore.collect import PROGRESS_EVERY_S, SampleSource
+from megatron_rl_corr.mcore.prompt_checks import held_out_prompts
+from megatron_rl_corr.parallel.failure import MEETING_INTERVAL_S, all_reduce_results, communication_device
 from megatron_rl_corr.parallel.layout import Layout
+from megatron_rl_corr.rollout.sampling import evaluation_sampling
 from megatron_rl_corr.rollout.seeds import evaluation_number
+
+TOTALS = ("reward", "tokens", "cut", "samples", "failed", "prompt_means", "prompts")
+"""What is summed of each set, beside two numbers for each pass@k: its sum over prompts, and those prompts."""
+
+
+@dataclass(frozen=True)
+class HeldOutSample:
+    """What is kept of one sample. Example: HeldOutSample(reward=1.0, tokens=37, cut=False)."""
+
+    reward: float
+    tokens: int
+    cut: bool
+    """It ended with the length limit."""
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """A set and its prompts, which are None on ranks that ask for no samples."""
+
+    options: EvaluationSet
+    prompts: PromptDataset | None
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Samples `prompts` after every `every`-th step and averages their rewards."""
+    """Samples the prompts of every set after every `every`-th step, and averages what they get."""
 
     layout: Layout
     source: SampleSource
-    """Its prompts are the held-out ones, None on ranks that ask for no samples."""
+    sets: Sequence[HeldOut]
     sampling: SamplingParams
     every: int
+    pass_reward: float
+    """A sample passes with a reward of at least this."""
+    at_once: int = 128
+    """Samples that are under way at a time; the client's limit of requests is another one."""
+
+    @classmethod
+    def of(
+        cls, options: RunConfig, args: argparse.Namespace, source: SampleSource, layout: Layout
+    ) -> Evaluation | None:
+        """The evaluation that a run's flags ask for; None for none.
+
+        Args:
+            options: the run's.
+            args: Megatron's.
+            source: of the training's samples.
+            layout: of the ranks.
+
+        Raises:
+            ValueError: a set can't be read, or servers can't sample so.
+        """
+        if not options.eval_prompts:
+            return None
+        sampling, given = evaluation_sampling(options), (options, args, layout, source.tokenizer)
+        source.client.check_sampling(sampling)
+        sets = [
+            HeldOut(one, held_out_prompts(one.path, *given, source.client.vocab_size))
+            for one in options.evaluation_sets()
+        ]
+        for one in sets:
+            source.rewards.check_labels(one.prompts, "--rollout-eval-prompts")
+        return cls(
+            layout, source, sets, sampling, every=args.eval_interval, pass_reward=options.eval_pass_reward,
+            at_once=2 * options.max_concurrency,
+        )  # fmt: skip
 
     def is_due(self, step: int) -> bool:
         """Whether to evaluate after `step` steps."""
         return step % self.every == 0
 
-    def all_reduce_metrics(self) -> dict[str, float]:
-        """Mean reward and length, and the share that hit the length limit: on every rank, which all call."""
-        prompts, mine = self.source.prompts, []
+    def start(self, step: int) -> RunningEvaluation:
+        """Request this replica's share of all samples, of the weights that the servers have now; returns at once."""
+        running = RunningEvaluation(self, step)
         if self.layout.is_data_leader:
-            mine = [prompts.rows[place] for place in range(self.layout.dp_rank, len(prompts), self.layout.dp_size)]
-        sampling = self.source.loop.submit(self._sample(mine)) if mine else None
-        own = all_reduce_results(sampling, _sums)
-        sums = torch.zeros(5, dtype=torch.float64) if own is None else own
-        sums = sums.to(communication_device())
-        dist.all_reduce(sums)
-        *totals, count, failed = sums.tolist()
-        names = ("eval/reward", "eval/response_length", "eval/length_fraction")
-        means = {name: total / count if count else math.nan for name, total in zip(names, totals, strict=True)}
-        return means | {"eval/failed": failed}
+            shares = [self._share(place) for place in range(len(self.sets))]
+            running.total = sum(map(len, shares))
+            running.future = self.source.loop.submit(self._sample(shares, running))
+        return running
 
-    async def _sample(self, prompts: list[Prompt]) -> list[tuple[Trajectory, float] | None]:
-        """A sample of each prompt and its reward; None where it failed for good."""
-        places = range(self.layout.dp_rank, len(self.source.prompts), self.layout.dp_size)
-        numbers = [evaluation_number(place) for place in places]
-        return await all_or_first_failure([self._scored(*one) for one in zip(prompts, numbers, strict=True)])
+    def _share(self, place: int) -> list[tuple[int, int]]:
+        """(number of the prompt, number of the draw) of this replica's samples of a set.
 
-    async def _scored(self, prompt: Prompt, number: int) -> tuple[Trajectory, float] | None:
-        client, episodes = self.source.client, self.source.episodes
+        All samples of a prompt are one replica's, as pass@k needs them together.
+        """
+        first = sum(len(one.prompts) * one.options.samples for one in self.sets[:place])
+        one = self.sets[place]
+        return [
+            (number, evaluation_number(first + one.prompts.index_at(number) * one.options.samples + sample))
+            for number in range(self.layout.dp_rank, len(one.prompts), self.layout.dp_size)
+            for sample in range(one.options.samples)
+        ]
+
+    async def _sample(
+        self, shares: Sequence[Sequence[tuple[int, int]]], running: RunningEvaluation
+    ) -> torch.Tensor:
+        """[totals of all sets], float64."""
+        places = asyncio.Semaphore(self.at_once)
+
+        async def placed(one: HeldOut, number: int, draw: int) -> HeldOutSample | None:
+            async with places:
+                return await self._scored(one, number, draw, running)
+
+        calls = [
+            placed(one, number, draw)
+            for one, share in zip(self.sets, shares, strict=True) for number, draw in share
+        ]  # fmt: skip
+        scored = iter(await all_or_first_failure(calls))
+        totals = []
+        for one, share in zip(self.sets, shares, strict=True):
+            of_prompts: dict[int, list[HeldOutSample | None]] = {}
+            for number, _ in share:
+                of_prompts.setdefault(number, []).append(next(scored))
+            totals += totals_of_set(list(of_prompts.values()), one.options.samples, self.pass_reward)
+        return torch.tensor(totals, dtype=torch.float64)
+
+    async def _scored(self, one: HeldOut, number: int, draw: int, running: RunningEvaluation) -> HeldOutSample | None:
+        """One sample; None where it failed for good."""
+        client, episodes, prompt = self.source.client, self.source.episodes, one.prompts.at(number)
         try:
             if episodes is None:
-                [sample] = await client.generate([prompt.input_ids], self.sampling, group_numbers=[number])
+                [sample] = await client.generate([prompt.input_ids], self.sampling, group_numbers=[draw])
             else:
-                [sample] = await episodes.generate(client, [prompt], self.sampling, group_numbers=[number])
-            return sample, await self.source.rewards.score(prompt, sample)
+                [sample] = await episodes.generate(client, [prompt], self.sampling, group_numbers=[draw])
+            reward = await self.source.rewards.score(prompt, sample)
         except SampleFailure as failure:
-            warn(f"row {prompt.index} of --rollout-eval-prompts failed for good ({failure.cause}): {failure}")
+            name = f" {one.options.name}" if one.options.name else ""
+            warn(f"row {prompt.index} of --rollout-eval-prompts{name} failed for good ({failure.cause}): {failure}")
+            running.failed += 1
             return None
+        running.done += 1
+        return HeldOutSample(reward, int(sample.sampled.sum()), sample.finish_reason == "length")
+
+    def size(self) -> int:
+        """Numbers that are summed over all ranks: the same on each."""
+        return sum(len(TOTALS) + 2 * len(powers_up_to(one.options.samples)) for one in self.sets)
 
 
-def _sums(scored: list[tuple[Trajectory, float] | None]) -> torch.Tensor:
-    """[5] float64: sum of rewards, sampled tokens, samples cut by the length limit, samples, failed samples."""
-    good = [one for one in scored if one is not None]
-    tokens = sum(int(sample.sampled.sum()) for sample, _ in good)
-    cut = sum(sample.finish_reason == "length" for sample, _ in good)
-    rewards = sum(reward for _, reward in good)
-    return torch.tensor([rewards, tokens, cut, len(good), len(scored) - len(good)], dtype=torch.float64)
+@dataclass
+class RunningEvaluation:
+    """An evaluation that was started, on every rank."""
+
+    evaluation: Evaluation
+    step: int
+    """After which it was started."""
+    future: Future[torch.Tensor] | None = None
+    """On the ranks that ask for samples."""
+    total: int = 0
+    """Samples of this replica."""
+    done: int = 0
+    failed: int = 0
+    begun: float = field(default_factory=time.monotonic)
+
+    def all_reduce_metrics(self) -> dict[str, float]:
+        """Metrics of all sets, once every replica has its samples: on every rank, which all call."""
+        own = all_reduce_results(self.future, lambda totals: totals, self._has_ended)
+        sums = torch.zeros(self.evaluation.size(), dtype=torch.float64) if own is None else own
+        sums = sums.to(communication_device())
+        dist.all_reduce(sums)
+        left, metrics = iter(sums.tolist()), {}
+        for one in self.evaluation.sets:
+            metrics |= metrics_of_set(one.options, left)
+        return metrics
+
+    def close(self) -> None:
+        """Ask for no more samples."""
+        if self.future is not None:
+            self.future.cancel()
+
+    def _has_ended(self, future: Future) -> bool:
+        """Whether it ends within MEETING_INTERVAL_S; progress is printed every PROGRESS_EVERY_S."""
+        end = time.monotonic() + MEETING_INTERVAL_S
+        while time.monotonic() < end:
+            if concurrent.futures.wait([future], PROGRESS_EVERY_S).done:
+                return True
+            seconds = time.monotonic() - self.begun
+            print(f"[rollout] evaluation after step {self.step}: {self.done} of {self.total} samples are done, "
+                  f"{self.failed} failed, {seconds:.0f} s", flush=True)  # fmt: skip
+        return False
+
+
+def totals_of_set(prompts: Sequence[Sequence[HeldOutSample | None]], samples: int, pass_reward: float) -> list[float]:
+    """TOTALS of one set on one replica, and for each k of `powers_up_to(samples)` the sum of pass@k and its prompts.
+
+    Args:
+        prompts: of each prompt its samples, None for those that failed.
+        samples: asked for of each prompt.
+        pass_reward: a sample passes with at least this.
+    """
+    good = [[one for one in scored if one is not None] for scored in prompts]
+    every = [one for scored in good for one in scored]
+    means = [sum(one.reward for one in scored) / len(scored) for scored in good if scored]
+    totals = [
+        sum(one.reward for one in every), sum(one.tokens for one in every), sum(one.cut for one in every), len(every),
+        sum(map(len, prompts)) - len(every), sum(means), len(means),
+    ]  # fmt: skip
+    for k in powers_up_to(samples):
+        passed = [
+            pass_at_k(len(scored), sum(one.reward >= pass_reward for one in scored), k)
+            for scored in good if len(scored) >= k
+        ]  # fmt: skip
+        totals += [sum(passed), len(passed)]
+    return [float(total) for total in totals]
+
+
+def metrics_of_set(options: EvaluationSet, totals: Iterator[float]) -> dict[str, float]:
+    """The metrics by name, from the set's totals over all replicas, which are taken from the iterator."""
+    sums = {name: next(totals) for name in TOTALS}
+    samples, prefix = options.samples, options.prefix
+    metrics = {
+        f"{prefix}reward": _ratio(sums["reward"], sums["samples"]),
+        f"{prefix}response_length": _ratio(sums["tokens"], sums["samples"]),
+        f"{prefix}length_fraction": _ratio(sums["cut"], sums["samples"]),
+    }
+    if samples > 1:
+        metrics[f"{prefix}mean@{samples}"] = _ratio(sums["prompt_means"], sums["prompts"])
+    for k in powers_up_to(samples):
+        metrics[f"{prefix}pass@{k}"] = _ratio(next(totals), next(totals))
+    return metrics | {f"{prefix}samples": sums["samples"], f"{prefix}failed": sums["failed"]}
+
+
+def _ratio(total: float, count: float) -> float:
+    return total / count if count else float("nan")

@@ -33,7 +33,8 @@ from megatron_rl_corr.mcore import (
     versions,
 )
 from megatron_rl_corr.mcore.packed_flags import set_packed
-from megatron_rl_corr.parallel.failure import all_reduce_startup, communication_device
+from megatron_rl_corr.mcore.step_reports import StepReports
+from megatron_rl_corr.parallel.failure import WATCH, all_reduce_startup, communication_device
 
 logger = logging.getLogger(__name__)
 
@@ -95,8 +96,7 @@ class CorrectedTraining:
     def __init__(self, config: RolloutCorrectionConfig, options: RunConfig, report: Report):
         self._config, self._options, self._report = config, options, report
         self.session: session.Session | None = None
-        self._numbers: dict[str, float] = {}
-        """The last step's, on the rank that reports; empty on others."""
+        self._reports = StepReports(self._write_report)
         self._shown: dict[str, float] = {}
         """The last batch's numbers in Megatron's own log line, which averages over steps."""
 
@@ -117,7 +117,11 @@ class CorrectedTraining:
             model, optimizer, scheduler = original(*args, **kwargs)
             all_reduce_startup(lambda: run_flags.check_loaded_iteration(settings))
             megatron = session.MegatronRun(settings, model, optimizer)
-            self.session = session.start(self._config, self._options, megatron, self._numbers.update)
+            reports = self._reports
+            self.session = session.start(
+                self._config, self._options, megatron, reports.numbers.update, reports.all_reduce_evaluated
+            )
+            WATCH.on_failure(reports.close)  # whichever rank fails
             return model, optimizer, scheduler
 
         return setup_model_and_optimizer
@@ -134,15 +138,17 @@ class CorrectedTraining:
                 return step(forward_step, iterator, model, optimizer, opt_param_scheduler, config, *args, **kwargs)
 
             iteration = training.get_args().curr_iteration
-            self._numbers.clear()
+            self._reports.numbers.clear()
             result = self.session.step.run(uncorrected, iteration, model, optimizer, config.calculate_per_token_loss)
             if compat.is_leaving(result):
+                self._reports.all_reduce_evaluated()
                 return result
             losses, *rest = result
             self.session.hf_saves.all_reduce_end_step(iteration + 1, model, optimizer)
-            self._all_reduce_evaluation(iteration + 1)
-            self._write_report()
-            self._shown |= {name: self._numbers[name] for name in CONSOLE if name in self._numbers}
+            ahead = self._options.max_lag > 0 and iteration + 1 < training.get_args().train_iters
+            self._reports.all_reduce_end_step(self.session.evaluation, iteration + 1, ahead=ahead)
+            numbers = self._reports.numbers
+            self._shown |= {name: numbers[name] for name in CONSOLE if name in numbers}
             return (losses | _console_losses(self._shown), *rest)
 
         return train_step
@@ -182,30 +188,21 @@ class CorrectedTraining:
             if iteration % self._options.updates_of_batch:
                 return False
             with compat.leaving(self.session.step.leaves_after_batch):
-                return original(*args, **kwargs)
+                leaves = original(*args, **kwargs)
+            if leaves:
+                self._reports.all_reduce_evaluated()
+            return leaves
 
         return checkpoint_and_decide_exit
 
     def close(self) -> None:
         """Leave the servers, if they were reached."""
         closing, self.session = self.session, None
+        self._reports.close()
         if closing is not None:
             closing.close()
 
-    def _all_reduce_evaluation(self, step: int) -> None:
-        evaluation = self.session.evaluation
-        if evaluation is None or not evaluation.is_due(step):
-            return
-        evaluated = evaluation.all_reduce_metrics()
-        if self._numbers:
-            self._numbers.update(evaluated)
-            # Not in Megatron's line, which averages over the steps between two lines.
-            print(f"[rollout] held-out reward after step {step}: {evaluated['eval/reward']:.4f}", flush=True)
-
-    def _write_report(self) -> None:
-        if not self._numbers:  # another rank reports
-            return
-        numbers = dict(self._numbers)
+    def _write_report(self, numbers: dict[str, float]) -> None:
         self._report(numbers, global_vars.get_tensorboard_writer())
         wandb = global_vars.get_wandb_writer()
         if wandb is not None:

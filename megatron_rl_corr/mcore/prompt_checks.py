@@ -52,18 +52,24 @@ def training_prompts(
 
 
 def held_out_prompts(
-    options: RunConfig, args: argparse.Namespace, layout: Layout, tokenizer: Tokenizer | None, vocab_size: int
+    path: str, options: RunConfig, args: argparse.Namespace, layout: Layout, tokenizer: Tokenizer | None,
+    vocab_size: int,
 ) -> PromptDataset | None:
-    """The data of --rollout-eval-prompts, all of whose rows can be used; as `training_prompts`.
+    """The data of one of --rollout-eval-prompts, all of whose rows can be used; as `training_prompts`.
+
+    Args:
+        path: of the data.
 
     Raises:
         ValueError: it can't be read, or a row is bad or too long.
     """
-    limits = prompt_limits(options, vocab_size=vocab_size, seq_length=args.seq_length, drop=False)
+    limits = PromptLimits(vocab_size)  # with a length of its own only the servers' context bounds it
+    if options.eval_max_new_tokens is None:
+        limits = prompt_limits(options, vocab_size=vocab_size, seq_length=args.seq_length, drop=False)
     form = PromptFormat.of(options, tokenizer, limits)
     if not layout.is_data_leader:
         return None
-    prompts = open_prompts([options.eval_prompts], form, warn=warn)
+    prompts = open_prompts([path], form, warn=warn)
     check_rows(prompts, "--rollout-eval-prompts", all_rows=True)
     return prompts
 

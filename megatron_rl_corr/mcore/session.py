@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from megatron_rl_corr.mcore.forward import LogprobSettings
 from megatron_rl_corr.mcore.hf_saves import HFSaves, check_folder
 from megatron_rl_corr.mcore.packing import pack_limits
 from megatron_rl_corr.mcore.policy_check import check_model, naming_checkpoint
-from megatron_rl_corr.mcore.prompt_checks import held_out_prompts, training_prompts
+from megatron_rl_corr.mcore.prompt_checks import training_prompts
 from megatron_rl_corr.mcore.reference import Reference
 from megatron_rl_corr.mcore.reference_start import broadcast_reference
 from megatron_rl_corr.mcore.run_flags import begins_with_pretrained
@@ -123,7 +123,8 @@ class Session:
 
 
 def start(
-    config: RolloutCorrectionConfig, options: RunConfig, megatron: MegatronRun, report: Report
+    config: RolloutCorrectionConfig, options: RunConfig, megatron: MegatronRun, report: Report,
+    before_push: Callable[[], bool] = lambda: False,
 ) -> Session:
     """Load the weights, reach the servers, push the first version; every rank calls it.
 
@@ -166,7 +167,7 @@ def start(
     step = CorrectedStep(
         config=config, layout=layout, shape=shape, collector=collector, push=push, report=report, routes=routes,
         updates=updates, logprobs=_logprobs(options, layout, client.vocab_size, megatron.model), log=parts.log,
-        first_step=first_step, reference=reference,
+        first_step=first_step, reference=reference, before_push=before_push,
     )
     if dist.get_rank() == 0:
         for line in describe_start(config, step.scoring_reasons, step.updates.count):
@@ -193,7 +194,7 @@ def _prepare(
     source = _source(options, megatron, layout, checkpoint.config["vocab_size"], routes)
     batches = updates.batches(args.iteration), updates.batches(args.train_iters)
     collector = Collector(options, layout, shape, source, batches=batches, saved=saved, routes=routes)
-    evaluation = _evaluation(options, megatron, collector, source, layout)
+    evaluation = Evaluation.of(options, args, source, layout)
     parameters = _parameters(checkpoint, args, megatron.model)
     if args.iteration == 0 and not begins_with_pretrained(args):
         with naming_checkpoint(options.hf_checkpoint):
@@ -222,16 +223,6 @@ def _source(
         loop.call(rewards.start())
     prompts = training_prompts(options, megatron.args, layout, tokenizer, vocab_size)
     return SampleSource(client, loop, prompts, rewards, episodes, tokenizer)
-
-
-def _evaluation(
-    options: RunConfig, megatron: MegatronRun, collector: Collector, source: SampleSource, layout: Layout
-) -> Evaluation | None:
-    if options.eval_prompts is None:
-        return None
-    prompts = held_out_prompts(options, megatron.args, layout, source.tokenizer, source.client.vocab_size)
-    source.rewards.check_labels(prompts, "--rollout-eval-prompts")
-    return Evaluation(layout, replace(source, prompts=prompts), collector.sampling, every=megatron.args.eval_interval)
 
 
 def _logprobs(options: RunConfig, layout: Layout, vocab_size: int, model: list) -> LogprobSettings:

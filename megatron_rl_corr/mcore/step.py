@@ -67,6 +67,8 @@ class CorrectedStep:
     """--rollout-save-trajectories."""
     reference: Reference = field(default_factory=Reference)
     """The policy of the KL penalties."""
+    before_push: Callable[[], bool] = lambda: False
+    """Waits for what needs the servers' present weights, and returns whether there was anything; on every rank."""
     first_step: FirstStep | None = None
     """The bound of the KL in the first step after the start; None: no bound."""
     training: BatchInTraining | None = None
@@ -81,9 +83,7 @@ class CorrectedStep:
             self.config, updates=self.updates.count, saves=self.log is not None, routes=self.routes.needs_scoring
         )
 
-    def run(
-        self, train_step: TrainStep, iteration: int, model: list, optimizer: Any, per_token: bool
-    ) -> tuple:
+    def run(self, train_step: TrainStep, iteration: int, model: list, optimizer: Any, per_token: bool) -> tuple:
         """The step after `iteration` others; train_step(forward_step, data_iterator) is Megatron's own."""
         times = StepTimes()
         number, update = self.updates.batches(iteration), iteration % self.updates.count
@@ -103,6 +103,8 @@ class CorrectedStep:
         else:
             result = whole.left_out
         if update == self.updates.count - 1:
+            if self.before_push():
+                times.mark("eval")
             with compat.gathered_parameters(model, optimizer):
                 self.push(number + 1)
                 self.reference.end_batch(number + 1)

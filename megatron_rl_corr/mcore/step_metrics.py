@@ -43,8 +43,11 @@ REWARDS = in_group(
     ),
     MetricSpec("response_length/mean", "tokens per response", label="response length"),
     MetricSpec(
-        "eval/", "reward, response_length, length_fraction of held-out prompts; failed: how many failed",
-        "every --eval-interval steps, mean over one sample of each prompt that did not fail",
+        "eval/",
+        "of held-out prompts, by set: reward, response_length, length_fraction, mean@N and pass@K; samples, and how "
+        "many failed",
+        "every --eval-interval steps, over samples that did not fail; mean@N over prompts; pass@K: mean over prompts "
+        "of 1 - C(n - c, K) / C(n, K), where c of n samples passed",
         only_with="--rollout-eval-prompts",
     ),
 )
@@ -106,6 +109,10 @@ SPEED = in_group(
     ),
     MetricSpec("time/save_s", "seconds writing samples", only_with="--rollout-save-trajectories"),
     MetricSpec("time/train_s", "seconds in forward, backward and optimizer"),
+    MetricSpec(
+        "time/eval_s", "seconds waiting for an evaluation; with --rollout-max-lag that of the step before",
+        only_with="--rollout-eval-prompts",
+    ),
     MetricSpec("time/push_s", "seconds sending weights to the servers"),
     MetricSpec("time/step_s", "seconds of the whole step"),
 )

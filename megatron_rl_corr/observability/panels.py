@@ -1,5 +1,6 @@
 """Draws one panel per question a user asks of a run; each takes axes and the run's series."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -31,6 +32,11 @@ class Series:
     def with_any(self, names: Sequence[str]) -> "Series":
         """The steps that may have one of the metrics: of several updates a batch, only one has the batch's."""
         return Series([row for row in self._rows if "update" not in row or any(name in row for name in names)])
+
+    def matching(self, pattern: str) -> dict[str, str]:
+        """Metrics that the pattern matches as a whole, by name -> what its first group holds; in order of names."""
+        names = sorted({name for row in self._rows for name in row})
+        return {name: match[1] or "" for name in names if (match := re.fullmatch(pattern, name)) and self.has(name)}
 
     def bins(self) -> dict[str, float]:
         """The bins of |log-ratio| that any step has, with their upper ends, in their order."""
@@ -121,6 +127,23 @@ def draw_throughput(axes: Axes, series: Series) -> None:
     start_at_zero(axes, series["tokens_per_s"])
 
 
+EVAL_REWARDS, EVAL_PASSES = r"eval/(?:([\w.-]+)/)?reward", r"eval/((?:[\w.-]+/)?pass@\d+)"
+"""Names of an evaluation's mean reward, with the set, and of its pass@k."""
+
+
+def draw_evaluated(axes: Axes, series: Series, pattern: str) -> None:
+    """A line for each metric; only some steps are evaluated, so the line goes from one of these to the next."""
+    for at, (name, label) in enumerate(series.matching(pattern).items()):
+        values = series[name]
+        there = np.isfinite(values)
+        colors = (BLUE, ORANGE, GREEN, VERMILLION, SKY)
+        axes.plot(
+            series.steps[there], values[there], color=colors[at % len(colors)], marker="o", markersize=4,
+            linewidth=1.8, linestyle=("-", "--", ":")[at // len(colors) % 3],
+            label=label.replace("/", " ") or "held out",
+        )  # fmt: skip
+
+
 QUEUE = {
     "running": "rollout/groups_running", "ready": "rollout/groups_ready", "dropped": "rollout/groups_dropped",
 }  # fmt: skip
@@ -202,17 +225,26 @@ class Panel:
     reading: str
     draw: Callable[[Axes, Series], None]
     needs: tuple[str, ...]
+    family: str = ""
+    """A pattern of further metrics that it needs any of."""
 
     def has_data(self, series: Series) -> bool:
-        return any(series.has(name) for name in self.needs)
+        return any(series.has(name) for name in self._names(series))
 
     def draw_on(self, axes: Axes, series: Series) -> None:
         """Draw the steps that may have data: a line with gaps between all of its points would not show."""
-        self.draw(axes, series.with_any(self.needs))
+        self.draw(axes, series.with_any(self._names(series)))
+
+    def _names(self, series: Series) -> tuple[str, ...]:
+        return (*self.needs, *(series.matching(self.family) if self.family else ()))
 
 
 PANELS = (
     Panel("reward", "Reward", "should rise", draw_reward, ("reward/mean",)),
+    Panel("eval_reward", "Held-out reward", "should rise with the reward of the training",
+          lambda axes, series: draw_evaluated(axes, series, EVAL_REWARDS), ("eval/reward",), EVAL_REWARDS),
+    Panel("eval_pass", "Held-out pass@k", "1 - C(n - c, k) / C(n, k), mean over prompts",
+          lambda axes, series: draw_evaluated(axes, series, EVAL_PASSES), ("eval/pass@1",), EVAL_PASSES),
     Panel("response_length", "Response length, tokens", "sudden moves deserve a look", draw_response_length,
           ("response_length/mean",)),
     Panel("kl", "Train-infer KL (k3)", "flat and below the alert level; log scale", draw_kl,
@@ -233,5 +265,6 @@ PANELS = (
 _NEEDS = ordered(panel.needs[0] for panel in PANELS)
 PAGE_PANELS = tuple(sorted(PANELS, key=lambda panel: _NEEDS.index(panel.needs[0])))
 """All panels, in the catalogue's order of what they show."""
-OVERVIEW_PANELS = tuple(panel for panel in PAGE_PANELS if panel.name not in ("log_ratio_sizes", "queue"))
+_ON_THE_PAGE_ALONE = ("log_ratio_sizes", "queue", "eval_reward", "eval_pass")
+OVERVIEW_PANELS = tuple(panel for panel in PAGE_PANELS if panel.name not in _ON_THE_PAGE_ALONE)
 """Those of the overview, nine of them."""

@@ -199,7 +199,7 @@ class Retries:
         versions = self._health.expected_versions
         sent_for = len(versions) - 1
         parse = functools.partial(
-            self._engine.parse, prompt_ids=ids, server=server.url, truncated=sampling.truncated, experts=self._experts,
+            self._engine.parse, prompt_ids=ids, server=server.url, truncated=sampling.needs_mask, experts=self._experts,
             **names,
         )
         # No limit while the server makes progress, however long the answer is: `ServerHealth` watches that.

@@ -38,7 +38,7 @@ def sampling_seed(run_seed: int, group: int, sample: int, turn: int, sampled_tok
 
 
 def evaluation_number(place: int) -> int:
-    """The group number of an evaluation's prompt, by its place in the data: below 0, where no group of the training is.
+    """The group number of an evaluation's sample, by its place among all: below 0, where no group of the training is.
 
     The same each time: where a server heeds seeds, two evaluations differ by their weights alone.
     """

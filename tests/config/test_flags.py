@@ -32,7 +32,10 @@ DEFAULTS = CLIENT | {
     "urls": ("http://a:30000", "http://b:30000"), "api_key_env": None,
     "hf_checkpoint": "model", "prompts": ("prompts.jsonl",), "prompts_weights": (), "input_key": None,
     "label_key": None, "apply_chat_template": False, "system_prompt": None, "tools_key": None,
-    "chat_template_kwargs": None, "max_prompt_tokens": None, "long_prompts": "drop", "eval_prompts": None,
+    "chat_template_kwargs": None, "max_prompt_tokens": None, "long_prompts": "drop",
+    "eval_prompts": (), "eval_samples": (), "eval_temperature": None, "eval_top_p": None,
+    "eval_top_k": None, "eval_max_new_tokens": None,
+    "eval_pass_reward": 1.0,
     "allow_model_differences": False, "environment": None, "max_turns": None, "environment_timeout_s": None,
     "updates_per_batch": 1, "epochs_per_batch": 1, "max_kl_to_old": None,
     "group_size": 8, "max_new_tokens": 1024, "temperature": 1.0, "max_lag": 0, "stale_samples": "keep",
@@ -95,6 +98,46 @@ def test_parse_when_only_what_is_required_is_given_then_the_defaults():
     ],
 )  # fmt: skip
 def test_kl_flags_when_they_can_not_act_then_refused(given, told):
+    assert refusal(*REQUIRED, *given) == told
+
+
+def test_evaluation_sets_when_named_then_each_has_its_path_and_samples():
+    sets = ("a=one.jsonl", "two.parquet", "c.d-1=./x=y")
+    _, options = parse([*REQUIRED, "--rollout-eval-prompts", *sets, "--rollout-eval-samples", "4", "a=2"])
+    assert [(one.name, one.path, one.samples, one.prefix) for one in options.evaluation_sets()] == [
+        ("a", "one.jsonl", 2, "eval/a/"), ("", "two.parquet", 4, "eval/"), ("c.d-1", "./x=y", 4, "eval/c.d-1/"),
+    ]  # fmt: skip
+
+
+EVALUATED = ("--rollout-eval-prompts", "a=p", "q")
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (("--rollout-eval-samples", "4"),
+         "--rollout-eval-samples ('4',) has no effect without --rollout-eval-prompts; drop it, or add "
+         "--rollout-eval-prompts"),
+        ((*EVALUATED, "--rollout-eval-samples", "b=4"),
+         "--rollout-eval-samples b= names no set of --rollout-eval-prompts; the sets are a"),
+        ((*EVALUATED, "--rollout-eval-samples", "a=0"),
+         "--rollout-eval-samples must be whole numbers of at least 1, got 0"),
+        ((*EVALUATED, "--rollout-eval-samples", "2", "3"),
+         "--rollout-eval-samples has several without a name; give each a name of its own, as NAME=VALUE"),
+        (("--rollout-eval-prompts", "a=p", "a=q"),
+         "--rollout-eval-prompts has a twice; give each a name of its own, as NAME=VALUE"),
+        (("--rollout-eval-prompts", "a="), "--rollout-eval-prompts a= has nothing after the =; give NAME=VALUE"),
+        ((*EVALUATED, "--rollout-eval-temperature", "0", "--rollout-eval-samples", "a=4"),
+         "--rollout-eval-samples 4 with --rollout-eval-temperature 0: greedy samples of a prompt are all the same; use "
+         "1, or a temperature above 0"),
+        ((*EVALUATED, "--rollout-eval-temperature", "0", "--rollout-eval-top-p", "0.9"),
+         "--rollout-eval-top-p 0.9 has no effect with --rollout-eval-temperature 0; drop one"),
+        ((*EVALUATED, "--rollout-eval-top-k", "1"),
+         "--rollout-eval-top-k must be -1 (off) or at least 2, got 1; --rollout-eval-temperature 0 is greedy"),
+        ((*EVALUATED, "--rollout-eval-top-p", "0"), "--rollout-eval-top-p must be positive, got 0"),
+    ],
+)  # fmt: skip
+def test_evaluation_flags_when_they_can_not_act_then_refused(given, told):
     assert refusal(*REQUIRED, *given) == told
 
 
@@ -206,7 +249,7 @@ def test_parser_when_it_is_megatrons_then_ours_join_it_and_nothing_is_required()
     assert set(values) == ours | {"num_layers"}
     dests = {flag.removeprefix("--").replace("-", "_") for flag in flags_by_field().values()}
     assert ours == dests and {flags_by_field()[name] for name in DEFAULTS} <= set(flags_by_field().values())
-    assert values["rollout_group_size"] == 8 and values["rollout_eval_prompts"] is None
+    assert values["rollout_group_size"] == 8 and values["rollout_eval_prompts"] == ()
 
 
 def test_arguments_when_imported_and_parsed_then_without_torch():

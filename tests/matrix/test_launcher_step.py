@@ -24,6 +24,7 @@ HERE = Path(__file__).resolve().parent
 RELEASES = [*checkout(), *(release for release in WITH_TRAINING if release in chosen())][::-1]
 SAMPLES, STEPS = 16, 2
 HELD_OUT = [[5, 9, 2, n] for n in range(3)]
+TWICE = [[6, 8, n] for n in range(2)]
 LAYOUT = [
     "--tensor-model-parallel-size", 2, "--pipeline-model-parallel-size", 2, "--sequence-parallel",
     "--expert-model-parallel-size", 2, "--expert-tensor-parallel-size", 1, "--global-batch-size", SAMPLES,
@@ -55,7 +56,10 @@ def runs(sglang_server_fp32, tiny_moe_dir, tmp_path_factory):
             done = launch(release, folder, tiny_moe_dir, door.url)
             assert done.returncode == 0, f"megatron-core {release}:\n{done.stderr[-4000:]}"
             asked = [(json.loads(body), json.loads(answers[-1])) for body, answers in door.samples.items()]
-            held_out = [answer["output_ids"] for body, answer in asked if body["input_ids"] in HELD_OUT]
+            held_out = [
+                [answer["output_ids"] for prompt in prompts for body, answer in asked if body["input_ids"] == prompt]
+                for prompts in (HELD_OUT, TWICE)
+            ]
             found[release] = folder, done.stdout, door.sampled + door.replayed, door.replayed, held_out
             ids.append(door.run_id)
     assert all(re.fullmatch(rb"[0-9a-f]{8}-", run_id) for run_id in ids) and len(set(ids)) == len(ids)
@@ -67,9 +71,11 @@ def launch(release, folder, model, url):
     (folder / "stand_in").mkdir()
     (folder / "stand_in/wandb.py").write_text(WANDB)
     (folder / "prompts.jsonl").write_text("".join(f'{{"input_ids": [3, 1, 4, {n}]}}\n' for n in range(4, 8)))
-    (folder / "held_out.jsonl").write_text("".join(json.dumps({"input_ids": ids}) + "\n" for ids in HELD_OUT))
+    for name, rows in (("held_out", HELD_OUT), ("twice", TWICE)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"input_ids": ids}) + "\n" for ids in rows))
     ours = [
-        "--rollout-eval-prompts", folder / "held_out.jsonl",
+        "--rollout-eval-prompts", folder / "held_out.jsonl", f"twice={folder / 'twice.jsonl'}",
+        "--rollout-eval-samples", "twice=2", "--rollout-eval-pass-reward", 0.5, "--rollout-eval-top-p", 0.9,
         "--rollout-url", url, "--rollout-hf-checkpoint", model, "--rollout-prompts", folder / "prompts.jsonl",
         "--rollout-reward-function", f"{folder / 'reward.py'}:reward", "--rollout-group-size", 8,
         "--rollout-max-new-tokens", 8, "--rollout-correction-preset", "decoupled_token_is", "--rollout-server-check",
@@ -100,7 +106,8 @@ def test_launcher_on_a_release_then_corrected_steps_and_the_loss_of_the_newest(r
     steps, newest = steps_of(folder), steps_of(runs[RELEASES[0]][0])
     assert "lm loss" not in printed, "the script's own step was taken"
     assert printed.count("[rollout] scoring pass: left out (with one update a batch") == 1
-    assert [step["weight_version"] for step in steps] == [1, 2] and sampled == SAMPLES * STEPS + len(HELD_OUT)
+    assert [step["weight_version"] for step in steps] == [1, 2]
+    assert sampled == SAMPLES * STEPS + len(HELD_OUT) + 2 * len(TWICE)
     for step in steps:
         assert step["skipped"] == 0 and step["grad_norm"] > 0
         # Of the same weights after every push, which the overlapped gather had left in pieces.
@@ -145,11 +152,21 @@ def test_metrics_when_megatron_logs_then_they_are_on_its_console_in_its_tensorbo
 def test_evaluation_when_its_interval_is_over_then_held_out_prompts_are_sampled_and_their_reward_is_logged(
     release, runs
 ):
-    folder, printed, _, _, outputs = runs[release]
+    folder, printed, _, _, (outputs, twice) = runs[release]
     first, second = steps_of(folder)
     told = [line for line in printed.splitlines() if "held-out reward" in line]
-    assert told == [f"[rollout] held-out reward after step {STEPS}: {second['eval/reward']:.4f}"]
+    assert told == [
+        f"[rollout] held-out reward after step {STEPS}: {second['eval/reward']:.4f}",
+        f"[rollout] held-out reward of twice after step {STEPS}: {second['eval/twice/reward']:.4f}, "
+        f"pass@2 {second['eval/twice/pass@2']:.4f}",
+    ]
     assert not [name for name in first if name.startswith("eval/")]
+    scores = [sum(token % 2 for token in output) / 8 for output in twice]
+    assert len(scores) == 4 and second["eval/twice/mean@2"] == pytest.approx(sum(scores) / 4)
+    passed = [score >= 0.5 for score in scores]
+    assert second["eval/twice/pass@1"] == sum(passed) / 4
+    assert second["eval/twice/pass@2"] == (any(passed[:2]) + any(passed[2:])) / 2
+    assert second["eval/samples"] == 3 and second["eval/twice/samples"] == 4 and second["eval/twice/failed"] == 0
     assert len(outputs) == len(HELD_OUT)
     rewards = [sum(token % 2 for token in output) / 8 for output in outputs]
     assert second["eval/reward"] == pytest.approx(sum(rewards) / len(rewards))

@@ -334,7 +334,7 @@ def said(check):
         return check()
     except ValueError as error:
         return str(error)
-def flags(interval, prompts="held_out.jsonl", **run):
+def flags(interval, prompts=("held_out.jsonl",), **run):
     run = {"train_iters": 20, "train_samples": None, "global_batch_size": 16, "rampup_batch_size": None} | run
     return types.SimpleNamespace(
         context_parallel_size=1, yaml_cfg=None, finetune=False, pretrained_checkpoint=None,
@@ -350,7 +350,7 @@ def refused(args):
 say(
     intervals=[refused(flags(n)) for n in (None, 0, 21, 20, 1)],
     by_samples=[refused(flags(n, train_iters=None, train_samples=170)) for n in (11, 10)],
-    without=refused(flags(1000, prompts=None)),
+    without=refused(flags(1000, prompts=())),
     batches=[refused(flags(1, **{name: given}))
              for name, given in (("rampup_batch_size", ["4", "4", "9"]), ("step_batch_size_schedule", "0:8 9:16"))],
     offloaded=[refused(flags(1, optimizer_cpu_offload=True, fp16=False, bf16=b)) for b in (False, True)],
@@ -642,7 +642,7 @@ def fails(*args):
     raise AssertionError("a run that ends to write a checkpoint asks for nothing more")
 left = ({}, True, True, True, 17, None, None, 0)
 class Step:
-    evaluation = types.SimpleNamespace(is_due=lambda step: True, all_reduce_metrics=fails)
+    evaluation = types.SimpleNamespace(is_due=lambda step: True, start=fails)
     step = types.SimpleNamespace(run=lambda train_step, *args: train_step(None, None))
 session.start = lambda *args: Step()
 run_flags.check_megatron_arguments = run_flags.check_loaded_iteration = lambda args: None
@@ -696,6 +696,7 @@ import asyncio, contextlib, io, logging
 from megatron_rl_corr import plugin
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.engines.errors import SampleFailure
+from megatron_rl_corr.config.evaluation import EvaluationSet
 from megatron_rl_corr.mcore import collect, evaluate
 from megatron_rl_corr.mcore.batch import BatchShape
 from megatron_rl_corr.mcore.collect import SampleSource
@@ -713,7 +714,9 @@ logging.getLogger("megatron_rl_corr").addHandler(logging.StreamHandler(errors))
 with contextlib.redirect_stderr(errors):
     plugin.prepare(FLAGS)()
     logging.getLogger("megatron_rl_corr.weight_sync.verify").warning("`verify_push` is %s", "off")
-    asyncio.run(evaluate.Evaluation(layout, source, None, 1)._scored(Prompt(3, [1]), 0))
+    held_out = evaluate.HeldOut(EvaluationSet("", "p", 1), PromptDataset([Prompt(3, [1])]))
+    running = types.SimpleNamespace(failed=0)
+    asyncio.run(evaluate.Evaluation(layout, source, [held_out], None, 1, 1.0)._scored(held_out, 0, 0, running))
     collector = collect.Collector(options, layout, BatchShape(4, 2, 2, 16), source, batches=(0, 1))
     collector._failures.failed(failure, "sample 0 of row 3")
 idle = RolloutCorrectionConfig(clip_ratio_low=0.3)
@@ -745,7 +748,8 @@ from megatron_rl_corr.mcore.updates import Updates
 def fails(*args):
     raise ValueError("the checkpoint has no tensor lm_head.weight")
 session.HFCheckpoint = lambda path: types.SimpleNamespace(config={"vocab_size": 4})
-session._source = session._evaluation = lambda *args: None
+session._source = lambda *args: None
+session.Evaluation = types.SimpleNamespace(of=lambda *args: None)
 session._parameters, session.load_shards = lambda *args: [], fails
 session.Collector = lambda *args, **kwargs: types.SimpleNamespace(sampling=None)
 megatron = types.SimpleNamespace(args=types.SimpleNamespace(iteration=0, finetune=False, train_iters=1), model=[])
@@ -794,7 +798,7 @@ CASES["updates"] = """
 def said(check, **given):
     args = {"rollout_updates_per_batch": 2, "rollout_epochs_per_batch": 2, "train_iters": 16, "train_samples": None,
             "global_batch_size": 8, "exit_interval": None, "save": None, "save_interval": None,
-            "non_persistent_save_interval": None, "rollout_eval_prompts": None, "eval_interval": 1000,
+            "non_persistent_save_interval": None, "rollout_eval_prompts": (), "eval_interval": 1000,
             "adlr_autoresume": False, "adlr_autoresume_interval": 1000, "iteration": 8, "load": "DIR",
             "rollout_save_hf_interval": None} | given
     try:
@@ -806,7 +810,8 @@ say(
     refused=[said(check, **given) for given in (
         {"train_iters": 18}, {"train_iters": None, "train_samples": 8 * 17}, {"exit_interval": 6},
         {"save": "S", "save_interval": 2}, {"save": "S", "non_persistent_save_interval": 1},
-        {"rollout_eval_prompts": "p", "eval_interval": 1002}, {"adlr_autoresume": True, "adlr_autoresume_interval": 2},
+        {"rollout_eval_prompts": ("p",), "eval_interval": 1002},
+        {"adlr_autoresume": True, "adlr_autoresume_interval": 2},
         {"phase_transition_iterations": [4, 7]}, {"rollout_save_hf_interval": 3})],
     taken=[said(check), said(check, save_interval=3), said(check, eval_interval=1001),
            said(check, train_iters=None, train_samples=8 * 16 + 7), said(check, save="S", save_interval=12),

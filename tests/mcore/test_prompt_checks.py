@@ -20,6 +20,8 @@ def opened(tmp_path, lengths, *flags, make=training_prompts, leader=True, larges
     _, options = parse([*FLAGS, "--rollout-prompts", str(path), "--rollout-eval-prompts", str(path), *flags])
     args = types.SimpleNamespace(seq_length=32, seed=1)
     layout = types.SimpleNamespace(is_data_leader=leader, dp_rank=0)
+    if make is held_out_prompts:
+        return make(options.evaluation_sets()[0].path, options, args, layout, None, 10)
     return make(options, args, layout, None, 10)
 
 
@@ -66,6 +68,11 @@ def test_prompts_when_one_is_too_long_then_it_is_left_out_with_a_line_and_never_
 )  # fmt: skip
 def test_prompts_when_they_do_not_fit_then_refused_at_the_start(tmp_path, lengths, flags, how, said):
     assert refusal(tmp_path, lengths, *flags, **how) == said
+
+
+def test_held_out_prompts_when_their_responses_have_a_length_of_their_own_then_rows_do_not_bound_them(tmp_path):
+    prompts = opened(tmp_path, [25, 40], "--rollout-eval-max-new-tokens", "99", make=held_out_prompts)
+    assert len(prompts) == 2
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def generate_request(
         "return_text_in_logprobs": False,
         "stream": False,
     }
-    if sampling.truncated:
+    if sampling.needs_mask:
         body["return_sampling_mask"] = True
     if routed_experts:
         body |= {"return_routed_experts": True, "routed_experts_start_len": routes_from}

@@ -1,0 +1,100 @@
+"""Writes each step's numbers once, with those of the evaluation that was started after it.
+
+Without samples ahead of training an evaluation is waited for at once. With them the trainer goes on with the next step,
+and waits before that step's push, which would change the weights: an evaluation is of one version of them. The numbers
+of the step that it belongs to wait with it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+from megatron_rl_corr.mcore.evaluate import Evaluation, RunningEvaluation
+
+Write = Callable[[dict[str, float]], None]
+
+
+class StepReports:
+    """The numbers of a run's steps, on every rank; they are empty but on the one that reports.
+
+    Args:
+        write: takes a step's numbers, on the rank that reports.
+    """
+
+    def __init__(self, write: Write):
+        self._write = write
+        self.numbers: dict[str, float] = {}
+        """Of the step under way, or the last."""
+        self._running: RunningEvaluation | None = None
+        self._held: dict[str, float] = {}
+        """Of the step that the running evaluation belongs to."""
+
+    def all_reduce_end_step(self, evaluation: Evaluation | None, step: int, *, ahead: bool) -> None:
+        """Write the numbers of the step that has ended, or keep them for its evaluation; every rank calls it.
+
+        Args:
+            evaluation: None: there is none.
+            step: its number, from 1.
+            ahead: another step follows, whose samples are taken meanwhile.
+        """
+        if evaluation is None or not evaluation.is_due(step):
+            self._write_numbers(self.numbers)
+            return
+        assert self._running is None, "an evaluation was not waited for before a push"
+        self._running, self._held = evaluation.start(step), dict(self.numbers)
+        if not ahead:
+            self._all_reduce_evaluated(waited=True)
+
+    def all_reduce_evaluated(self) -> bool:
+        """Wait for the evaluation that is running, and write its step's numbers; False: none was. Every rank calls it.
+
+        Raises:
+            RolloutError: the servers failed; on other ranks PeerFailure.
+        """
+        return self._all_reduce_evaluated(waited=False)
+
+    def _all_reduce_evaluated(self, *, waited: bool) -> bool:
+        """waited: the seconds of the evaluation are among the numbers of its step."""
+        if self._running is None:
+            return False
+        running, self._running = self._running, None
+        held, self._held = self._held, {}
+        evaluated: dict[str, float] = {}
+        try:
+            evaluated = running.all_reduce_metrics()
+        finally:  # without the evaluation where it failed
+            if held and waited:
+                held["time/eval_s"] = time.monotonic() - running.begun
+            self._write_numbers(held | evaluated if held else held)
+        if held:
+            for line in _lines(running, evaluated):
+                print(line, flush=True)
+        return True
+
+    def close(self) -> None:
+        """Write what still waits, after a failure: its evaluation is given up. On this rank alone, from any thread."""
+        running, self._running = self._running, None
+        held, self._held = self._held, {}
+        if running is not None:
+            running.close()
+        self._write_numbers(held)
+
+    def _write_numbers(self, numbers: dict[str, float]) -> None:
+        if numbers:
+            self._write(dict(numbers))
+
+
+def _lines(running: RunningEvaluation, metrics: dict[str, float]) -> list[str]:
+    """A line for each set, as Megatron's own line averages over the steps between two lines."""
+    lines = []
+    for one in running.evaluation.sets:
+        name = f" of {one.options.name}" if one.options.name else ""
+        reward = metrics[f"{one.options.prefix}reward"]
+        line = f"[rollout] held-out reward{name} after step {running.step}: {reward:.4f}"
+        passed = metrics[f"{one.options.prefix}pass@{one.options.samples}"]
+        if one.options.samples > 1 and not math.isnan(passed):
+            line += f", pass@{one.options.samples} {passed:.4f}"
+        lines.append(line)
+    return lines

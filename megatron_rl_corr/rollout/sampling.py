@@ -1,0 +1,32 @@
+"""How a run samples, by its settings: what is trained, and what is evaluated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_rl_corr.config.run import RunConfig
+from megatron_rl_corr.engines.trajectory import SamplingParams
+
+
+def training_sampling(options: RunConfig) -> SamplingParams:
+    """The parameters of the samples that are trained."""
+    return SamplingParams(
+        max_new_tokens=options.max_new_tokens, temperature=options.temperature, top_p=options.top_p,
+        top_k=options.top_k, min_p=options.min_p, stop=options.stop,
+        stop_token_ids=tuple(map(int, options.stop_token_ids)),
+    )  # fmt: skip
+
+
+def evaluation_sampling(options: RunConfig) -> SamplingParams:
+    """The parameters of evaluation: those of the training where the settings give no other.
+
+    Nothing of it is trained, so no server has to tell the ids that its tokens were drawn from.
+    """
+    given = {
+        "temperature": options.eval_temperature, "top_p": options.eval_top_p, "top_k": options.eval_top_k,
+        "max_new_tokens": options.eval_max_new_tokens,
+    }  # fmt: skip
+    if options.eval_temperature == 0:
+        given |= {"top_p": 1.0, "top_k": -1, "min_p": 0.0}
+    changed = {name: value for name, value in given.items() if value is not None}
+    return replace(training_sampling(options), with_support=False, **changed)
