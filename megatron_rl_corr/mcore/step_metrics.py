@@ -44,8 +44,7 @@ REWARDS = in_group(
     MetricSpec("response_length/mean", "tokens per response", label="response length"),
     MetricSpec(
         "eval/",
-        "of held-out prompts, by set: reward, response_length, length_fraction, mean@N and pass@K; samples, and how "
-        "many failed",
+        "held-out prompts, by set: reward, lengths, mean@N, pass@K; samples scored, samples failed",
         "every --eval-interval steps, over samples that did not fail; mean@N over prompts; pass@K: mean over prompts "
         "of 1 - C(n - c, K) / C(n, K), where c of n samples passed",
         only_with="--rollout-eval-prompts",

@@ -116,7 +116,7 @@ EVALUATED = ("--rollout-eval-prompts", "a=p", "q")
     ("given", "told"),
     [
         (("--rollout-eval-samples", "4"),
-         "--rollout-eval-samples ('4',) has no effect without --rollout-eval-prompts; drop it, or add "
+         "--rollout-eval-samples 4 has no effect without --rollout-eval-prompts; drop it, or add "
          "--rollout-eval-prompts"),
         ((*EVALUATED, "--rollout-eval-samples", "b=4"),
          "--rollout-eval-samples b= names no set of --rollout-eval-prompts; the sets are a"),

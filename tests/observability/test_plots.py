@@ -45,14 +45,36 @@ def test_overview_when_there_are_no_steps_then_an_error_says_so(tmp_path):
         write_overview([], tmp_path / "overview.png")
 
 
+EVALUATED = {
+    "eval/reward": 0.5, "eval/pass@1": 0.25, "eval/aime/reward": 0.1, "eval/aime/pass@1": 0.0, "eval/aime/pass@4": 0.5,
+}  # fmt: skip
+
+
+def test_panels_when_several_sets_are_evaluated_at_some_steps_then_a_line_for_each(make_steps):
+    rows = [row | ({} if row["step"] % 10 else EVALUATED) for row in make_steps(40)]
+    shown = {}
+    for panel in PAGE_PANELS:
+        axes = Figure().subplots()
+        if panel.name.startswith("eval"):
+            panel.draw_on(axes, Series(rows))
+            shown[panel.name] = {line.get_label(): list(line.get_xdata()) for line in axes.lines}
+    at = [10, 20, 30, 40]
+    assert shown == {
+        "eval_reward": {"aime": at, "held out": at},
+        "eval_pass": {"aime pass@1": at, "aime pass@4": at, "pass@1": at},
+    }
+    assert not any(name.startswith("eval") for name in render_panels(make_steps(3)))
+
+
 def test_panels_when_rendered_as_svg_then_valid_local_and_the_same_every_time(make_steps):
-    images = render_panels(make_steps(5))
+    rows = [row | ({} if row["step"] % 2 else EVALUATED) for row in make_steps(5)]
+    images = render_panels(rows)
     assert list(images) == [panel.name for panel in PAGE_PANELS]
     for content in images.values():
         root = ElementTree.fromstring(content)
         assert root.tag == "{http://www.w3.org/2000/svg}svg"
         assert not [node for node in root.iter() if node.tag.endswith(("script", "image"))]
-    assert render_panels(make_steps(5)) == images
+    assert render_panels(rows) == images
 
 
 def test_panels_when_batches_make_several_updates_then_lines_go_from_batch_to_batch(make_steps):
