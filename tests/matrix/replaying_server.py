@@ -14,7 +14,7 @@ from aiohttp import ClientSession, ClientTimeout, web
 
 ANSWER_HEADERS = ("Content-Type",)
 SOME_ID = b"<id>-"
-RID = re.compile(rb'"rid":"[0-9a-f]+"')
+RID = re.compile(rb',"rid":"[0-9a-f]+"')
 """The name of a request, which is its own."""
 
 
