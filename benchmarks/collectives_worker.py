@@ -146,7 +146,7 @@ def run(case: Case, layout: Layout, names: dict[str, str]) -> dict:
         SimpleNamespace(
             group_size=GROUP_SIZE, max_new_tokens=1, temperature=1.0, top_p=1.0, top_k=-1, max_lag=0,
             stale_samples="keep", max_turns=None, max_failed_fraction=0.05, on_failed_reward=None,
-            save_trajectories=None,
+            truncated_samples="train", save_trajectories=None,
         ),
         layout, shape, SampleSource(
             client=SimpleNamespace(counts=lambda: {"tokens": 0}, vocab_size=VOCAB, engine=load_engine("sglang")),

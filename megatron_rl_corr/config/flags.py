@@ -158,6 +158,10 @@ def given_flags(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tu
     """
     fields = {flag: name for name, flag in flags_by_field().items()}
     names = {action.dest: fields[action.option_strings[0]] for action in parser._actions}
+    for action in parser._actions:
+        flag = action.option_strings[0]
+        if action.nargs == "+" and sum(one.split("=")[0] == flag for one in arguments) > 1:
+            warn(f"{flag} is given twice: the last one counts; for several values, put all behind one")
     unset = argparse.Namespace(**dict.fromkeys(names, _NOT_GIVEN))
     try:
         values, others = parser.parse_known_args(list(arguments), unset)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 from megatron_rl_corr.config.fields import Between, Options, Positive, option
 from megatron_rl_corr.config.reward_specs import BUILTIN_REWARDS, as_float32, parse_rewards
@@ -40,7 +40,7 @@ class RewardsConfig(Options):
 
     reward_timeout_s: Annotated[float | None, Positive()] = option(None, metavar="S", needs=ANY, usual=120.0)
     """Longest call of a reward function, in seconds; its worker is then killed and replaced. Of an address: longest
-    wait for an answer."""
+    wait for an answer, with what is asked again."""
 
     reward_url_batch: Annotated[int | None, Positive()] = option(None, metavar="N", needs="reward_url", usual=32)
     """Samples that an address is sent at once, at most."""
@@ -52,10 +52,19 @@ class RewardsConfig(Options):
     """A sample whose reward failed (an exception, no finite number, the time limit): drop drops its group and samples
     the next prompt instead, a number is taken as its reward (default: drop)."""
 
+    truncated_samples: Literal["train", "mask", "drop"] = "train"
+    """Samples that were cut at `max_new_tokens` (or at `max_turns`): train takes them like others; mask keeps them out
+    of the loss, while their rewards still count in their group's baseline; drop replaces their whole group."""
+
     max_failed_fraction: Annotated[float, Between(0, 1)] = option(0.05, metavar="X")
     """The run ends when more than this share of the samples of the last 20 batches failed for good: refused by the
     server, out of retries, or with a failed environment or reward. It is judged after 100 samples; 1 never ends the
     run."""
+
+    def reward_url_arguments(self) -> dict[str, Any]:
+        """What the library needs for addresses. Reads the key, which is in no flag, no log and no file."""
+        key = None if self.reward_api_key_env is None else os.environ[self.reward_api_key_env]
+        return {"url_batch": self.reward_url_batch or 1, "api_key": key}
 
     def check(self) -> None:
         parse_rewards(self.reward_function, self.reward_url, self.reward_weights)

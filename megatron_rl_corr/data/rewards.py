@@ -17,6 +17,7 @@ from megatron_rl_corr.data.loading import load
 from megatron_rl_corr.data.prompts import Prompt, PromptDataset
 from megatron_rl_corr.data.reward_functions import RewardFunctions, as_sample_failure, value_of
 from megatron_rl_corr.data.reward_input import RewardInput
+from megatron_rl_corr.data.reward_url import RewardURL
 from megatron_rl_corr.data.reward_worker import FLAG
 from megatron_rl_corr.data.rows import BadRow
 from megatron_rl_corr.data.tokenizer import Tokenizer
@@ -62,16 +63,21 @@ class Rewards:
         workers: processes for plain functions; 0: a thread of this process. None: DEFAULT_WORKERS.
         limit_s: seconds that a call may take.
         tokenizer: makes text of ids; None: there is none, and so no text.
+        url_batch: samples that an address is sent at once, at most.
+        api_key: of the addresses.
         late: late(failure) is called when a call ends that was cancelled meanwhile; None: it had no failure.
     """
 
     def __init__(
         self, specs: Sequence[RewardSpec] | str | None, *, workers: int | None = None, limit_s: float,
-        tokenizer: Tokenizer | None = None, late: Callable[[SampleFailure | None], None] = lambda failure: None,
+        tokenizer: Tokenizer | None = None, url_batch: int = 32, api_key: str | None = None,
+        late: Callable[[SampleFailure | None], None] = lambda failure: None,
     ):  # fmt: skip
         self._specs = parse_rewards([specs], [], []) if isinstance(specs, str) else tuple(specs or ())
         functions = [spec for spec in self._specs if spec.kind != "url"]
         self._functions = RewardFunctions(functions, workers=workers, limit_s=limit_s)
+        how = {"batch": url_batch, "limit_s": limit_s, "api_key": api_key}
+        self._urls = {spec.name: RewardURL(spec, **how) for spec in self._specs if spec.kind == "url"}
         self._tokenizer, self.late = tokenizer, late
         self._decoder = ThreadPoolExecutor(1, "rollout-decode")  # 10 ms for 32,000 tokens: not on the loop
         self._telling: set[asyncio.Task] = set()
@@ -83,7 +89,8 @@ class Rewards:
     def of(cls, options: RunConfig, tokenizer: Tokenizer | None) -> Rewards:
         """Those that the options of a run name."""
         return cls(
-            options.rewards, workers=options.reward_workers, limit_s=options.reward_timeout_s, tokenizer=tokenizer
+            options.rewards, workers=options.reward_workers, limit_s=options.reward_timeout_s, tokenizer=tokenizer,
+            **options.reward_url_arguments(),
         )
 
     @property
@@ -95,8 +102,8 @@ class Rewards:
         """Load the functions and start their workers.
 
         Raises:
-            ValueError: a function cannot be loaded, `reward_workers` has no effect on any, or a built-in one needs text
-                and there is no tokenizer.
+            ValueError: a function cannot be loaded, `reward_workers` has no effect on any, a built-in one needs text
+                and there is no tokenizer, or an address does not answer.
         """
         texts = [spec for spec in self._specs if spec.kind == "builtin" and spec.source not in COUNTS_TOKENS]
         if texts and self._tokenizer is None:
@@ -104,8 +111,12 @@ class Rewards:
                 f"{FLAG} {texts[0].source} needs the responses' text, and `hf_checkpoint` has no tokenizer; add its "
                 "files, or use a reward of your own that scores ids"
             )
+        for url in self._urls.values():
+            await url.start()
         await self._functions.start()
-        forms = {spec.name: self._functions.form_of(spec.name) for spec in self._specs}
+        forms = {
+            spec.name: "sample" if spec.kind == "url" else self._functions.form_of(spec.name) for spec in self._specs
+        }
         self._of_groups = [spec for spec in self._specs if forms[spec.name] == "group"]
         self._alone = [spec for spec in self._specs if spec not in self._of_groups]
         self._with_text = any(forms[spec.name] != "ids" and spec.source not in COUNTS_TOKENS for spec in self._specs)
@@ -132,6 +143,8 @@ class Rewards:
     async def close(self) -> None:
         """End the workers, whatever they are doing."""
         await self._functions.close()
+        for url in self._urls.values():
+            await url.close()
         self._decoder.shutdown(wait=False)
 
     async def score(self, prompt: Prompt, trajectory: Trajectory) -> float:
@@ -201,6 +214,8 @@ class Rewards:
     async def _one(
         self, spec: RewardSpec, sample: RewardInput, left: list[asyncio.Task]
     ) -> dict[str, float]:
+        if spec.name in self._urls:
+            return await self._urls[spec.name].call(sample)
         [parts] = await self._functions.call(spec.name, [sample], left)
         return parts
 

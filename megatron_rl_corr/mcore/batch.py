@@ -21,6 +21,7 @@ from megatron_rl_corr.core.segments import row_ids
 from megatron_rl_corr.engines.trajectory import Trajectory
 from megatron_rl_corr.logprobs.sampled_rows import SampledRows
 from megatron_rl_corr.logprobs.sampling_mask import SamplingMasks
+from megatron_rl_corr.mcore.replicas import broadcast_batch
 from megatron_rl_corr.parallel.collectives import all_gather_stacked
 from megatron_rl_corr.parallel.context import zigzag_positions
 from megatron_rl_corr.parallel.failure import communication_device
@@ -28,6 +29,7 @@ from megatron_rl_corr.parallel.layout import Layout
 from megatron_rl_corr.rollout import versions
 
 if TYPE_CHECKING:
+    from megatron_rl_corr.mcore.packed_batch import PackedBatch
     from megatron_rl_corr.mcore.packing import PackLimits
 
 
@@ -103,6 +105,8 @@ class RolloutBatch:
     """[N, L] int64: the policy's turn that sampled the label, from 0; 0 outside the mask. None: rows have one turn."""
     num_turns: int | None = None
     """Larger than every turn id, the same on all ranks; None without turn_ids."""
+    in_loss: Tensor | None = None
+    """[N] bool: False for a sample that only its group's baseline counts. None: all are in the loss."""
     ends: Tensor | None = None
     """[N] int64: number of real positions of the whole row, where columns were cut; None: read from the mask."""
     sampling_masks: SamplingMasks | None = None
@@ -130,7 +134,7 @@ class RolloutBatch:
     @classmethod
     def from_trajectories(
         cls, trajectories: Sequence[Trajectory], rewards: Tensor, *, length: int, version: int,
-        num_turns: int | None = None,
+        num_turns: int | None = None, mask_truncated: bool = False,
     ) -> RolloutBatch:
         """Rows of the samples' tokens, on the communication device.
 
@@ -140,6 +144,7 @@ class RolloutBatch:
             length: L.
             version: of the trainer's weights.
             num_turns: the largest number of turns of a sample; None without an environment.
+            mask_truncated: keep samples that were cut (finish reason length) out of the loss.
 
         Raises:
             ValueError: for a sample of more than L + 1 tokens (the last one is a label only).
@@ -167,6 +172,8 @@ class RolloutBatch:
             host["group_ids"][row] = sample.prompt_index
             host["version_lags"][row] = version - versions.number(sample.oldest_version)
         host["rewards"].copy_(rewards)
+        if mask_truncated:
+            host["in_loss"] = torch.tensor([sample.finish_reason != "length" for sample in trajectories])
         tensors = {name: tensor.to(batch.tokens.device) for name, tensor in host.items()}
         return cls(**tensors, num_turns=num_turns)
 
@@ -176,20 +183,7 @@ class RolloutBatch:
         Every rank passes a batch of the same shapes; only the leader's values count. num_turns: as in
         `from_trajectories`. `sampling_masks` are sent by `scatter_sampling_masks`.
         """
-        integers = [self.tokens, self.labels, self.loss_mask.long()]
-        if num_turns is not None:
-            integers.append(torch.zeros_like(self.tokens) if self.turn_ids is None else self.turn_ids)
-        whole = torch.stack(integers).contiguous()
-        rows = torch.stack([self.rewards, self.group_ids.float(), self.version_lags])
-        real = torch.cat([self.rollout_logprobs.reshape(-1), rows.reshape(-1)])
-        broadcast_to_replica([whole, real], layout)
-        logprobs, rows = real.split([self.rollout_logprobs.numel(), rows.numel()])
-        rewards, group_ids, lags = rows.view(3, -1)
-        return RolloutBatch(
-            whole[0], whole[1], whole[2].bool(), logprobs.view_as(self.rollout_logprobs),
-            rewards, group_ids.long(), lags, self.position_ids,
-            None if num_turns is None else whole[3], num_turns,
-        )
+        return replace(self, **broadcast_batch(self, layout, num_turns=num_turns), num_turns=num_turns)
 
     def context_slice(self, rank: int, size: int) -> RolloutBatch:
         """The columns of context-parallel rank `rank` of `size`, in Megatron's zigzag order."""
@@ -205,7 +199,7 @@ class RolloutBatch:
         """These rows of the batch, by their places in it, in this order."""
         rows, masks = torch.as_tensor(samples, device=self.tokens.device), self.sampling_masks
         names = ("tokens", "labels", "loss_mask", "rollout_logprobs", "rewards", "group_ids", "version_lags",
-                 "turn_ids", "ends")  # fmt: skip
+                 "turn_ids", "ends", "in_loss")  # fmt: skip
         cut = {name: getattr(self, name)[rows] for name in names if getattr(self, name) is not None}
         return replace(self, **cut, sampling_masks=masks and masks.at(self.host_places_of(samples)))
 
@@ -284,15 +278,12 @@ class RolloutBatch:
         return whole
 
 
-def broadcast_to_replica(tensors: list[Tensor], layout: Layout) -> None:
-    """Send tensors from the first rank of the first stage to its stage, and from there down every pipeline."""
-    if layout.pp_rank == 0:
-        _broadcast_from_first(tensors, layout.tp_cp_group)
-    _broadcast_from_first(tensors, layout.pp_group)
+def trained_tokens(batch: RolloutBatch | PackedBatch) -> Tensor:
+    """[T] bool: the policy sampled the label, and its sample is in the loss."""
+    mask = batch.flat(batch.loss_mask)
+    return mask if batch.in_loss is None else mask & batch.spread(batch.in_loss)
 
 
-def _broadcast_from_first(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
-    if group.size() > 1:
-        source = dist.get_process_group_ranks(group)[0]
-        for tensor in tensors:
-            dist.broadcast(tensor, source, group=group)
+def in_baseline(batch: RolloutBatch | PackedBatch, kept_sequences: Tensor) -> Tensor:
+    """[S] bool: the samples that their groups' baselines count: those kept, and those that only baselines count."""
+    return kept_sequences if batch.in_loss is None else kept_sequences | ~batch.in_loss

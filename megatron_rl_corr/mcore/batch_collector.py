@@ -11,10 +11,11 @@ import torch
 
 from megatron_rl_corr.core.metrics import Metric
 from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
-from megatron_rl_corr.mcore.batch import BatchShape, RolloutBatch, broadcast_to_replica
+from megatron_rl_corr.mcore.batch import BatchShape, RolloutBatch
 from megatron_rl_corr.mcore.collect_metrics import COUNTED, collection_metrics
 from megatron_rl_corr.mcore.deal import Scored, all_gather_dealt
 from megatron_rl_corr.mcore.packed_batch import PackedBatch, broadcast_lengths, sequence_multiple
+from megatron_rl_corr.mcore.replicas import broadcast_to_replica
 from megatron_rl_corr.mcore.reward_parts import RewardParts
 from megatron_rl_corr.mcore.sampling_masks import Part, cut_sampling_masks, scatter_sampling_masks
 from megatron_rl_corr.moe.routes import Routes
@@ -33,6 +34,7 @@ class BatchCollector(ABC):
         shape: sizes of a batch.
         sampling: parameters that all samples were drawn with.
         num_turns: the largest number of turns of a sample; None without an environment.
+        truncated_samples: train, mask or drop, what becomes of samples that were cut: drop is done already.
         routes: take the samples' routed experts.
 
     Raises:
@@ -41,11 +43,12 @@ class BatchCollector(ABC):
 
     def __init__(
         self, layout: Layout, shape: BatchShape, sampling: SamplingParams, *, num_turns: int | None,
-        routes: Routes | None,
+        truncated_samples: str, routes: Routes | None,
     ):
         self._rows = shape.rows(layout.dp_size)
         self._layout, self._length, self._packing = layout, shape.seq_length, shape.packing
         self._groups, self.sampling, self._num_turns = self._rows // shape.group_size, sampling, num_turns
+        self._truncated_samples, self._mask_truncated = truncated_samples, truncated_samples == "mask"
         self._scored: list[Scored] | None = None
         """To be packed: on a data leader its samples of the batch and their rewards, until they are dealt out."""
         self._routes = Routes() if routes is None else routes
@@ -103,10 +106,11 @@ class BatchCollector(ABC):
         counted = torch.cat([counted, self._parts.counts()]).to(self.device)
         broadcast_to_replica([counted], self._layout)
         # Of the ranks that share a replica's rows, one contributes what is counted once.
-        self.metrics = collection_metrics(
-            counted if self._layout.cp_group.rank() == 0 else torch.zeros_like(counted),
-            with_routes=self._routes.server_shape is not None, packed=self._packing is not None,
-            filtered=self.filtered, oversampled=self.oversampled, parts=self._parts,
+        counted = counted if self._layout.cp_group.rank() == 0 else torch.zeros_like(counted)
+        own, parts = counted.split([len(COUNTED), len(counted) - len(COUNTED)])
+        self.metrics = self._parts.metrics(parts) | collection_metrics(
+            own, with_routes=self._routes.server_shape is not None, packed=self._packing is not None,
+            filtered=self.filtered, oversampled=self.oversampled, truncated_samples=self._truncated_samples,
         )
         whole = self._broadcast(batch)
         own = whole.context_slice(self._layout.cp_group.rank(), self._layout.cp_group.size())
@@ -148,6 +152,7 @@ class BatchCollector(ABC):
                 batch = PackedBatch.from_trajectories(
                     *self._kept(scored), length=self._length, version=version,
                     multiple=sequence_multiple(layout.cp_size), num_turns=self._num_turns,
+                    mask_truncated=self._mask_truncated,
                 )
                 if self.sampling.truncated:
                     self._sampling_masks = cut_sampling_masks(self.trajectories, batch.cu_seqlens, layout.cp_size)
@@ -178,7 +183,8 @@ class BatchCollector(ABC):
 
     def _batch(self, taken: Taken, version: int) -> RolloutBatch:
         return RolloutBatch.from_trajectories(
-            *self._kept(self._numbered(taken)), length=self._length, version=version, num_turns=self._num_turns
+            *self._kept(self._numbered(taken)), length=self._length, version=version, num_turns=self._num_turns,
+            mask_truncated=self._mask_truncated,
         )
 
     def _kept(self, scored: list[Scored]) -> tuple[list[Trajectory], torch.Tensor]:

@@ -65,7 +65,10 @@ class Collector(BatchCollector):
 
         Raises ValueError for a batch that can't be dealt out.
         """
-        super().__init__(layout, shape, training_sampling(options), num_turns=options.max_turns, routes=routes)
+        super().__init__(
+            layout, shape, training_sampling(options), num_turns=options.max_turns,
+            truncated_samples=options.truncated_samples, routes=routes,
+        )
         client, prompts = source.client, source.prompts
         source.rewards.check_labels(prompts, "--rollout-prompts")
         self._saves = options.save_trajectories is not None
@@ -86,6 +89,7 @@ class Collector(BatchCollector):
             client, prompts, GroupNumbers(cursor, layout.dp_rank, layout.dp_size), self.sampling,
             group_size=shape.group_size, rewards=source.rewards, failures=self._failures,
             failed_prompts=self._failed_prompts, on_failed=options.on_failed_reward, episodes=source.episodes,
+            drop_truncated=options.truncated_samples == "drop",
         )
         self._filter, self.oversampled = None, options.oversampling > 1
         if options.group_filter is not None:

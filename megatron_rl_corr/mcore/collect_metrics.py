@@ -11,7 +11,6 @@ from megatron_rl_corr.core.metric_spec import MetricSpec, in_group
 from megatron_rl_corr.core.metrics import Mean, Metric, Sum
 from megatron_rl_corr.engines.routes import has_routes
 from megatron_rl_corr.engines.trajectory import Trajectory
-from megatron_rl_corr.mcore.reward_parts import RewardParts
 from megatron_rl_corr.rollout import versions
 from megatron_rl_corr.rollout.failures import CAUSES
 from megatron_rl_corr.rollout.queue import Group, Taken
@@ -19,7 +18,7 @@ from megatron_rl_corr.rollout.queue import Group, Taken
 COUNTED = (
     "samples", "tokens", "token_lags", "mixed", "length", "abort", "ready", "running", "dropped", "retries",
     "continuations", "left_out", "route_tokens", "route_bytes", "unrouted", "equal_groups", "duplicates", "ended",
-    *(f"failed_{cause}" for cause in CAUSES), "replaced", "lost_samples", "lost_tokens",
+    *(f"failed_{cause}" for cause in CAUSES), "replaced", "truncated", "lost_samples", "lost_tokens",
     "skipped_bad", "skipped_long",
     "moved_bytes", "filtered", "filtered_above_0", "filtered_samples", "filtered_tokens", "filtered_rewards",
     "refilled", "aborted", "surplus", "surplus_samples", "surplus_tokens", "surplus_kept", "cut", "cut_tokens",
@@ -79,19 +78,18 @@ def _count_routes(samples: Sequence[Trajectory], experts: int) -> dict[str, int]
 
 def collection_metrics(
     counted: torch.Tensor, *, with_routes: bool = False, packed: bool = False, filtered: bool = False,
-    oversampled: bool = False, parts: RewardParts | None = None,
+    oversampled: bool = False, truncated_samples: str = "train",
 ) -> dict[str, Metric]:
     """Metrics by logged name, from a replica's counts [len(COUNTED)].
 
     Args:
-        counted: the counts, and behind them those of `parts`.
+        counted: the counts.
         with_routes: samples have routed experts.
         packed: samples are packed, and so dealt out over replicas.
         filtered: groups are filtered.
         oversampled: more groups are sampled than steps take.
-        parts: the named rewards.
+        truncated_samples: train, mask or drop.
     """
-    counted, of_parts = counted.split([len(COUNTED), len(counted) - len(COUNTED)])
     values = dict(zip(COUNTED, counted, strict=True))
 
     def mean(total: str, count: str) -> Mean:
@@ -121,8 +119,11 @@ def collection_metrics(
         "rollout/by_fate/surplus_length_mean": mean("surplus_tokens", "surplus_samples"),
     }
     values["failed"] = sum(values[f"failed_{cause}"] for cause in CAUSES)
-    named = {} if parts is None else parts.metrics(of_parts)
-    optional = (routes, with_routes), (dealt, packed), (by_filter, filtered), (surplus, oversampled), (named, True)
+    optional = (
+        (routes, with_routes), (dealt, packed), (by_filter, filtered), (surplus, oversampled),
+        ({"rollout/samples_masked": Sum(values["length"][None])}, truncated_samples == "mask"),
+        ({"rollout/groups_truncated": Sum(values["truncated"][None])}, truncated_samples == "drop"),
+    )  # fmt: skip
     return {name: metric for part, there in optional if there for name, metric in part.items()} | {
         "weight_lag_token_mean": mean("token_lags", "tokens"),
         "rollout/mixed_version_fraction": mean("mixed", "samples"),
@@ -200,6 +201,14 @@ METRICS = (
     ),
     *in_group(
         "Sampling",
+        MetricSpec(
+            "rollout/samples_masked", "cut samples that are not in the loss, but in the baseline of their group",
+            "count", only_with="--rollout-truncated-samples mask",
+        ),
+        MetricSpec(
+            "rollout/groups_truncated", "groups dropped for a cut sample since the batch before",
+            "count; also in groups_replaced", only_with="--rollout-truncated-samples drop",
+        ),
         MetricSpec("rollout/length_fraction", "responses cut at --rollout-max-new-tokens", "cut samples / samples"),
         MetricSpec(
             "rollout/abort_fraction", "responses that a server cut short and that could not be continued",

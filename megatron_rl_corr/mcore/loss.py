@@ -21,7 +21,7 @@ from megatron_rl_corr.core.losses.penalties import mean_entropy
 from megatron_rl_corr.core.losses.ratio import as_exponent
 from megatron_rl_corr.core.metrics import Max, Mean, Metric, Min, Std, Sum
 from megatron_rl_corr.core.segments import padded_at
-from megatron_rl_corr.mcore.batch import RolloutBatch
+from megatron_rl_corr.mcore.batch import RolloutBatch, in_baseline, trained_tokens
 from megatron_rl_corr.mcore.forward import LogprobSettings, label_logprobs
 from megatron_rl_corr.mcore.microbatches import Microbatch
 from megatron_rl_corr.mcore.packed_batch import PackedBatch
@@ -35,7 +35,7 @@ class LossInputs:
     rollout_logprobs: Tensor
     """[T] float32, log pi_rollout of the label; NaN where the server gave none."""
     loss_mask: Tensor
-    """[T] bool: the label was sampled by the policy, whatever its log-prob."""
+    """[T] bool: the label was sampled by the policy, in a sample of the loss, whatever its log-prob."""
     own_weights: Tensor
     """[T] bool: sampled, and by the weights that the trainer has now."""
     advantages: Tensor
@@ -88,11 +88,12 @@ def make_loss_inputs(
         else:
             inputs[name] = routing if name == "routing" else RULE_INPUTS[name].of_batch(batch)
     correction = compute_correction(
-        old_logprobs, batch.flat(batch.rollout_logprobs), batch.flat(batch.loss_mask), batch.seq_ids,
+        old_logprobs, batch.flat(batch.rollout_logprobs), trained_tokens(batch), batch.seq_ids,
         num_sequences=batch.num_sequences, config=config, groups=groups, turn_ids=batch.flat_turn_ids,
         num_turns=batch.num_turns, **inputs,
     )
-    advantages = group_advantages(batch.rewards, batch.group_ids, **group, in_baseline=correction.kept_sequences)
+    counted = in_baseline(batch, correction.kept_sequences)
+    advantages = group_advantages(batch.rewards, batch.group_ids, **group, in_baseline=counted)
     return _loss_inputs(batch, correction, advantages, config, old_logprobs=old_logprobs)
 
 
@@ -105,12 +106,12 @@ def make_bypass_loss_inputs(
     """
     rollout = batch.flat(batch.rollout_logprobs)
     whole = compute_correction(
-        rollout, rollout, batch.flat(batch.loss_mask), batch.seq_ids, num_sequences=batch.num_sequences,
+        rollout, rollout, trained_tokens(batch), batch.seq_ids, num_sequences=batch.num_sequences,
         config=RolloutCorrectionConfig(), groups=groups,
     )
     advantages = group_advantages(
-        batch.rewards, batch.group_ids, kind=config.advantage_kind, in_baseline=whole.kept_sequences,
-        **_groups_of(batch, groups, group_size),
+        batch.rewards, batch.group_ids, kind=config.advantage_kind,
+        in_baseline=in_baseline(batch, whole.kept_sequences), **_groups_of(batch, groups, group_size),
     )
     return _loss_inputs(batch, replace(whole, metrics={}), advantages, config)
 
@@ -132,7 +133,7 @@ def _loss_inputs(
     *, old_logprobs: Tensor | None = None,
 ) -> LossInputs:
     """advantages [S]."""
-    mask = batch.flat(batch.loss_mask)
+    mask = trained_tokens(batch)
     return LossInputs(
         batch.flat(batch.rollout_logprobs), mask, mask & batch.spread(batch.version_lags == 0),
         batch.spread(advantages), correction, token_coefficients(correction, batch.seq_ids, config), old_logprobs,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_rl_corr.engines.trajectory import Trajectory
 from megatron_rl_corr.logprobs.sampling_mask import SamplingMasks
-from megatron_rl_corr.mcore.batch import broadcast_to_replica
+from megatron_rl_corr.mcore.replicas import broadcast_batch, broadcast_to_replica
 from megatron_rl_corr.parallel.collectives import all_gather_stacked
 from megatron_rl_corr.parallel.context import zigzag_positions
 from megatron_rl_corr.parallel.failure import communication_device
@@ -55,6 +55,8 @@ class PackedBatch:
     """[S] int64, numbers the prompts of this replica; with parted_groups, of all."""
     version_lags: Tensor
     """[S] float32: the trainer's weight version minus the one that sampled the first token."""
+    in_loss: Tensor | None = None
+    """[S] bool: False for a sample that only its group's baseline counts. None: all are in the loss."""
     turn_ids: Tensor | None = None
     """[T] int64: the policy's turn that sampled the label, from 0; 0 outside the mask. None: sequences of one turn."""
     num_turns: int | None = None
@@ -92,7 +94,7 @@ class PackedBatch:
     @classmethod
     def from_trajectories(
         cls, trajectories: Sequence[Trajectory], rewards: Tensor, *, length: int, version: int, multiple: int = 1,
-        num_turns: int | None = None,
+        num_turns: int | None = None, mask_truncated: bool = False,
     ) -> PackedBatch:
         """The samples' tokens in their order, on the communication device.
 
@@ -103,6 +105,7 @@ class PackedBatch:
             version: of the trainer's weights.
             multiple: each sequence is padded to one, 2 * cp.
             num_turns: the largest number of turns of a sample; None without an environment.
+            mask_truncated: keep samples that were cut (finish reason length) out of the loss.
 
         Raises:
             ValueError: for a sample of more than length + 1 tokens (the last one is a label only).
@@ -120,6 +123,8 @@ class PackedBatch:
                 assert (sample.turn_ids < num_turns).all(), "more turns than num_turns"
                 host["turn_ids"][response] = sample.turn_ids.where(sampled, 0)
         host["group_ids"] = torch.tensor([sample.prompt_index for sample in trajectories])
+        if mask_truncated:
+            host["in_loss"] = torch.tensor([sample.finish_reason != "length" for sample in trajectories])
         lags = [version - versions.number(sample.oldest_version) for sample in trajectories]
         host["version_lags"], host["rewards"] = torch.tensor(lags, dtype=torch.float32), rewards.float()
         return replace(whole, **{name: value.to(whole.tokens.device) for name, value in host.items()})
@@ -129,20 +134,7 @@ class PackedBatch:
 
         Every rank passes a batch of the same lengths (`broadcast_lengths`); only the leader's values count.
         """
-        integers = [self.tokens, self.labels, self.loss_mask.long()]
-        if num_turns is not None:
-            integers.append(torch.zeros_like(self.tokens) if self.turn_ids is None else self.turn_ids)
-        whole = torch.stack(integers)
-        rows = torch.stack([self.rewards, self.group_ids.float(), self.version_lags])
-        real = torch.cat([self.rollout_logprobs, rows.reshape(-1)])
-        broadcast_to_replica([whole, real], layout)
-        logprobs, rows = real.split([len(self.rollout_logprobs), rows.numel()])
-        rewards, group_ids, lags = rows.view(3, -1)
-        return replace(
-            self, tokens=whole[0], labels=whole[1], loss_mask=whole[2].bool(), rollout_logprobs=logprobs,
-            rewards=rewards, group_ids=group_ids.long(), version_lags=lags,
-            turn_ids=None if num_turns is None else whole[3], num_turns=num_turns,
-        )
+        return replace(self, **broadcast_batch(self, layout, num_turns=num_turns), num_turns=num_turns)
 
     def context_slice(self, rank: int, size: int) -> PackedBatch:
         """Context-parallel rank `rank`'s part: of each sequence the chunks rank and 2 * size - 1 - rank of 2 * size."""
@@ -201,7 +193,8 @@ class PackedBatch:
         padded = np.diff(self.cu_seqlens)[np.asarray(samples, dtype=np.int64)]
         numbers = np.repeat(np.arange(len(samples)), padded // self.cp[1])
         cut = self._tokens_at(places) | {"seq_ids": torch.from_numpy(numbers).to(places.device, non_blocking=True)}
-        by_row = {name: getattr(self, name)[rows] for name in ("rewards", "group_ids", "version_lags")}
+        names = ("rewards", "group_ids", "version_lags", "in_loss")
+        by_row = {name: getattr(self, name)[rows] for name in names if getattr(self, name) is not None}
         return replace(
             self, **cut, **by_row, cu_seqlens=np.concatenate([[0], np.cumsum(padded)]),
             lengths=self.lengths[np.asarray(samples, dtype=np.int64)],

@@ -45,13 +45,15 @@ class Failures:
         """Groups that were dropped for a failure."""
         self.lengths: list[int] = [0, 0]
         """Samples of dropped groups that had been sampled to their end, and their tokens."""
+        self.truncated_groups = 0
+        """Of the dropped groups those with a sample that was cut, with `truncated_samples` drop."""
         self.cut_lengths: list[int] = [0, 0]
         """Samples that had ended of groups that were cut as surplus, and their tokens."""
         self.texts: dict[str, str] = {}
         """The last failure of each cause."""
         self._recent: deque[bool] = deque(maxlen=JUDGED_AFTER)
         self._dropped: list[tuple[int, int]] = []
-        self._dropped_in_a_row = 0
+        self._dropped_in_a_row = self._truncated_in_a_row = 0
         self._told: dict[str, int] = {}
 
     def scored(self) -> None:
@@ -76,6 +78,21 @@ class Failures:
         self._dropped.append((prompt.index, number))
         self._dropped_in_a_row += 1
 
+    def truncated(self, prompt: Prompt, number: int, lengths: Sequence[int]) -> None:
+        """The whole group, as one of its samples was cut: which is no failure.
+
+        Raises:
+            TooManyFailures: it is so with every group.
+        """
+        self.dropped(prompt, number, lengths)
+        self.truncated_groups += 1
+        self._truncated_in_a_row += 1
+        if self._truncated_in_a_row >= HOPELESS_GROUPS:
+            raise TooManyFailures(
+                f"the last {self._truncated_in_a_row} groups of a replica were all dropped for a sample that was cut, "
+                "so its step may never be complete; give a larger `max_new_tokens`, or use `truncated_samples` mask"
+            )
+
     def cut(self, lengths: Sequence[int]) -> None:
         """A group was cut as surplus, which is no failure; its samples of these lengths had ended."""
         self.cut_lengths[0] += len(lengths)
@@ -83,7 +100,7 @@ class Failures:
 
     def kept(self) -> None:
         """A whole group."""
-        self._dropped_in_a_row = 0
+        self._dropped_in_a_row = self._truncated_in_a_row = 0
 
     def check(self) -> None:
         """TooManyFailures where a replica's samples fail so often that its step may never be complete."""
@@ -113,8 +130,8 @@ class Failures:
 
     def since_last(self) -> dict[str, int]:
         """What was counted since the last call."""
-        now = {"ended": self.ended, "replaced": self.groups, "lost_samples": self.lengths[0],
-               "lost_tokens": self.lengths[1], "cut_ended": self.cut_lengths[0],
+        now = {"ended": self.ended, "replaced": self.groups, "truncated": self.truncated_groups,
+               "lost_samples": self.lengths[0], "lost_tokens": self.lengths[1], "cut_ended": self.cut_lengths[0],
                "cut_ended_tokens": self.cut_lengths[1], **{f"failed_{cause}": self.by_cause[cause] for cause in CAUSES}}
         since = {name: count - self._told.get(name, 0) for name, count in now.items()}
         self._told = now

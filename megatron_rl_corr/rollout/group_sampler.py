@@ -14,6 +14,8 @@ from megatron_rl_corr.rollout.episodes import Episodes
 from megatron_rl_corr.rollout.failures import FailedPrompts, Failures
 from megatron_rl_corr.rollout.queue import Group
 
+TRUNCATED = "truncated"
+
 
 class GroupSampler:
     """Samples and scores the groups of one replica; a group with a failed sample is dropped and counted.
@@ -29,18 +31,19 @@ class GroupSampler:
         failed_prompts: prompts that are left out because their groups failed.
         on_failed: the reward of a sample whose reward failed; None: its group is dropped, as after any other failure.
         episodes: for an environment; None: a sample is one response.
+        drop_truncated: drop a group as soon as one of its samples was cut (finish reason length).
     """
 
     def __init__(
         self, client: RolloutClient, prompts: PromptDataset, numbers: GroupNumbers, sampling: SamplingParams, *,
         group_size: int, rewards: Rewards, failures: Failures, failed_prompts: FailedPrompts, on_failed: float | None,
-        episodes: Episodes | None,
+        episodes: Episodes | None, drop_truncated: bool = False,
     ):  # fmt: skip
         self._client, self._prompts, self._numbers, self._sampling = client, prompts, numbers, sampling
         self._group_size, self._rewards = group_size, rewards
         self._failed_score = None if on_failed is None else Score(on_failed)
         self._failures, self._failed_prompts = failures, failed_prompts
-        self._episodes = episodes
+        self._episodes, self._drop_truncated = episodes, drop_truncated
         rewards.late = self._late
 
     def draw(self) -> int:
@@ -67,6 +70,8 @@ class GroupSampler:
         async def score(trajectory: Trajectory) -> None:
             index = trajectory.sample_index
             lengths.append(int(trajectory.sampled.sum()))
+            if self._drop_truncated and trajectory.finish_reason == "length":
+                raise SampleFailure(TRUNCATED, "it was cut")  # ends the others of the group too
             try:
                 scores[index] = await self._rewards.of_sample(prompt, trajectory)
             except SampleFailure as failure:
@@ -87,6 +92,9 @@ class GroupSampler:
             self._failures.cut(lengths)
             raise
         except SampleFailure as failure:
+            if failure.cause == TRUNCATED:
+                self._failures.truncated(prompt, number, lengths)
+                return None
             if not failure.cause.startswith("reward_"):  # those are counted one by one
                 self._failures.failed(failure, f"a sample of row {prompt.index} of the data set")
             self._failures.dropped(prompt, number, lengths)

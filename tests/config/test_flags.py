@@ -49,7 +49,7 @@ DEFAULTS = CLIENT | {
     "weight_transport": "distributed", "weight_dir": None, "verify_push": "checksum",
     "reference_checkpoint": None, "reference_reset": None, "reference_urls": (),
     "reward_function": ("reward.py:reward",), "reward_url": (), "reward_weights": (), "reward_workers": None,
-    "reward_timeout_s": 120.0, "reward_url_batch": None, "reward_api_key_env": None,
+    "reward_timeout_s": 120.0, "reward_url_batch": None, "reward_api_key_env": None, "truncated_samples": "train",
     "on_failed_reward": None, "max_failed_fraction": 0.05,
     "group_filter": None, "group_filter_limit": None, "group_filter_exhausted": "stop", "oversampling": 1.0,
 }  # fmt: skip
@@ -326,11 +326,67 @@ def test_parse_when_failed_rewards_have_a_value_then_that_or_none():
         (["--rollout-on-failed-reward", "keep"], "--rollout-on-failed-reward must be a number or drop, got 'keep'"),
         (["--rollout-max-failed-fraction", "1.5"], "--rollout-max-failed-fraction must be from 0 to 1, got 1.5"),
         (["--rollout-environment-timeout-s", "9"], "--rollout-environment-timeout-s 9 has no effect without"),
+        (["--rollout-reward-url", "http://a:1", "http://b:1"], "--rollout-reward-url: two rewards are called "
+         "'url'; name "
+         "them, as in NAME=http://a:1"),
+        (["--rollout-reward-url", "a:1"], "--rollout-reward-url must be http://HOST:PORT/PATH or "
+         "https://HOST:PORT/PATH"),
+        (["--rollout-reward-url", "http://me:secret@a:1"], "--rollout-reward-url: the address of a must not "
+         "hold a pass"),
+        (["--rollout-reward-url-batch", "4"], "--rollout-reward-url-batch 4 has no effect without "
+         "--rollout-reward-url"),
+        (["--rollout-reward-url", "http://a:1", "--rollout-reward-api-key-env", "NOT_THERE"],
+         "--rollout-reward-api-key-env: the environment variable NOT_THERE is not set; export it"),
+        (["--rollout-reward-weights", "1", "2"],
+         "--rollout-reward-weights must have a weight for each of the 1 rewards (reward), got 2"),
+        (["--rollout-reward-weights", "0"], "--rollout-reward-weights are all 0, which leaves every reward at 0"),
+        (["--rollout-reward-weights", "1e39"], "--rollout-reward-weights must be finite in float32, got 1e+39"),
+        (["--rollout-reward-weights", "x"], "--rollout-reward-weights: invalid float value: 'x'"),
         (["--rollout-environment", "e.py:E", "--rollout-environment-timeout-s", "0"], "must be positive, got 0"),
     ],
 )  # fmt: skip
 def test_parse_when_a_reward_flag_makes_no_sense_then_named_with_its_value(flags, said):
     assert said in refusal(*REQUIRED, *flags)
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("maths", "'maths': there is no built-in reward of this name; they are math, exact, f1, format, "
+         "overlong, length"),
+        ("overlong", "'overlong' needs cache: give overlong:cache=N"),
+        ("overlong:4", "'overlong:4': overlong takes cache, max, penalty once each, got '4'"),
+        ("overlong:cache=1.5", "'overlong:cache=1.5': cache must be a whole number above 0, got '1.5'"),
+        ("overlong:cache=2000", "overlong: cache must be at most max (--rollout-max-new-tokens where it is not "
+         "given), got "
+         "cache 2000 and max 1024"),
+        ("length:penalty=nan", "'length:penalty=nan': penalty must be a number above 0, got 'nan'"),
+        ("format:pattern=(", "'format:pattern=(': not a regular expression: "),
+    ],
+)  # fmt: skip
+def test_parse_when_a_built_in_reward_is_wrong_then_flag_value_and_remedy(spec, said):
+    assert refusal(*REQUIRED[:-1], spec).startswith(f"--rollout-reward-function {said}")
+
+
+def test_parse_when_a_list_is_given_twice_then_the_last_counts_and_a_warning_says_so(capsys):
+    assert parse([*REQUIRED, "--rollout-reward-function", "math"])[1].reward_function == ("math",)
+    assert "--rollout-reward-function is given twice: the last one counts" in capsys.readouterr().err
+
+
+def test_parse_when_rewards_are_several_then_named_weighted_and_complete():
+    _, options = parse([
+        *REQUIRED[:-1], "a.py:f", "tidy=b.py:f", "short=overlong:cache=8,penalty=0.5", "--rollout-reward-url",
+        "j=https://h/score?k=1", "--rollout-reward-weights", "1", "-0.1", "2", "0", "--rollout-max-new-tokens", "32",
+    ])  # fmt: skip
+    tenth = checked_reward(-0.1, "w")
+    assert [(one.name, one.source, one.weight, one.kind) for one in options.rewards] == [
+        ("f", "a.py:f", 1, "function"), ("tidy", "b.py:f", tenth, "function"), ("short", "overlong", 2, "builtin"),
+        ("j", "https://h/score?k=1", 0, "url"),
+    ]  # fmt: skip
+    assert options.rewards[2].parameters == {"cache": 8, "max": 32, "penalty": 0.5}
+    assert (options.reward_url_batch, options.reward_timeout_s) == (32, 120.0)
+    with pytest.raises(ValueError, match="^`reward_function` must be a list of texts, got 'a.py:f'"):
+        RunConfig(**DEFAULTS | {"reward_function": "a.py:f"})
 
 
 def test_options_when_built_then_frozen():

@@ -5,7 +5,8 @@ saves them with the results of each case: "token" (PPO clip, token weights, two 
 (GSPO, sequence weights, seq_max rule, mean over sequences), "bypass" (two policies, REINFORCE), and with pi_old the
 current policy "once token" (PPO clip, token weights) and "once sequence" (GSPO, sequence weights). Under "truncated"
 "token" and "bypass" once more, for samples whose tokens were each drawn from a few ids; under "odd" all cases for
-samples of odd lengths. Under "many" more samples, alone.
+samples of odd lengths; under "masked" two cases where some samples are not in the loss, and in their group's baseline.
+Under "many" more samples, alone.
 """
 
 import math
@@ -19,6 +20,8 @@ MANY = 6
 """Groups of the samples that several updates share."""
 ODD = ((1, (24, 0, 1, 8)), (3, (0, 22, 9, 2)), (1, (0, 12, 14, 11)), (5, (17, 18, 11, 16)))
 """Prompts and responses of odd lengths, group by group: no response, a prompt of one token, 24 positions of 24."""
+MASKED = (1, 2, 7, 12, 13, 14, 15)
+"""Two of a group, one, none, and all of the last."""
 TRUNCATED_SEED = 0
 """One whose samples exercise every part of the cases."""
 
@@ -75,11 +78,11 @@ def truncated(samples, generator):
 
 
 def advantages_of(samples, accepted):
-    """(reward - mean) / (std + 1e-6) over the accepted rows of each prompt; 0 where there are none."""
+    """(reward - mean) / (std + 1e-6) over the accepted and masked rows of each prompt; 0 where there are none."""
     advantages = []
     for sample in samples:
         rows = [i for i, other in enumerate(samples) if other["group"] == sample["group"]]
-        rewards = [samples[i]["reward"] for i in rows if accepted[i]]
+        rewards = [samples[i]["reward"] for i in rows if accepted[i] or samples[i].get("masked")]
         mean = sum(rewards) / max(len(rewards), 1)
         std = math.sqrt(sum((r - mean) ** 2 for r in rewards) / max(len(rewards), 1))
         advantages.append((sample["reward"] - mean) / (std + 1e-6) if rewards else 0.0)
@@ -190,8 +193,10 @@ def main(model_dir, out):
     generator = torch.Generator().manual_seed(TRUNCATED_SEED)
     few = results(model, truncated(samples, generator), generator, ("token", "bypass"))
     odd = results(model, odd_samples(generator), generator, CASES)
+    masked = [dict(one) | {"masked": number in MASKED} for number, one in enumerate(make_samples(generator))]
+    masked = results(model, masked, generator, ("token", "once sequence"))
     many = sampled(model, make_samples(generator, MANY), generator)
-    torch.save(found | {"truncated": few, "odd": odd, "many": many}, out)
+    torch.save(found | {"truncated": few, "odd": odd, "masked": masked, "many": many}, out)
 
 
 def load(folder):
@@ -225,7 +230,12 @@ def results(model, samples, generator, names):
         model.zero_grad()
         scored = [logprobs_of(model, sample) for sample in samples]
         now, old = [logprobs for logprobs, _ in scored], [sample["old"] for sample in samples]
-        loss, metrics, moved = CASES[name](samples, now, old)
+        # A masked sample has no token that the loss sees.
+        loss, metrics, moved = CASES[name](
+            [one | {"rollout": one["rollout"][:0]} if one.get("masked") else one for one in samples],
+            *([row[:0] if one.get("masked") else row for one, row in zip(samples, rows, strict=True)]
+              for rows in (now, old)),
+        )
         loss.backward()
         cases[name] = {"grads": hf_named_grads(model), "metrics": metrics, "moved": moved}
     entropy = torch.cat([entropy for _, entropy in scored]).mean().item()

@@ -125,7 +125,7 @@ def replica_batch(samples, layout, *, packed=False):
     trajectories = [
         Trajectory(
             prompt_index=s["group"] - first_group, sample_index=number, prompt_ids=s["prompt"], output_ids=s["output"],
-            rollout_logprobs=s["rollout"].float(), finish_reason="length",
+            rollout_logprobs=s["rollout"].float(), finish_reason="length" if s.get("masked") else "stop",
             weight_versions=(VersionSpan("0", 0, len(s["output"])),), cached_tokens=0, server="http://none",
             support=support_of(s),
         )
@@ -135,7 +135,7 @@ def replica_batch(samples, layout, *, packed=False):
     if packed:
         mine, shift, whole, trajectories = packed_batch(trajectories, rewards, samples, layout)
         return with_sampling_masks(mine, trajectories, whole, layout), shift
-    batch = RolloutBatch.from_trajectories(trajectories, rewards, length=LENGTH, version=0)
+    batch = RolloutBatch.from_trajectories(trajectories, rewards, length=LENGTH, version=0, mask_truncated=True)
     shift = torch.zeros(len(mine), LENGTH)
     for row, s in enumerate(mine):
         start = len(s["prompt"]) - 1
@@ -165,7 +165,9 @@ def packed_batch(trajectories, rewards, samples, layout):
     if layout.is_data_leader:
         trajectories, rewards = [one.trajectory for one in scored], torch.tensor([one.reward for one in scored])
         DEALT[:] = [one.sample_index for one in trajectories]
-        batch = PackedBatch.from_trajectories(trajectories, rewards, length=LENGTH, version=0, multiple=multiple)
+        batch = PackedBatch.from_trajectories(
+            trajectories, rewards, length=LENGTH, version=0, multiple=multiple, mask_truncated=True
+        )
     batch = broadcast_lengths(batch, len(trajectories), layout, multiple=multiple)
     whole = batch.broadcast(layout)
     if layout.dp_size > 1:

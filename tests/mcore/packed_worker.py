@@ -2,8 +2,8 @@
 
 packed_worker.py PROCESSES MODEL_DIR REFERENCE.pt '{"tp": 2, "sp": true, "packed": 64, "runs": ["token"]}' ...  prints a
 line of JSON for each run: how far the two are from each other, and each from the reference. "replay": routes drawn at
-random are replayed, which the reference does not know. "truncated", "odd": the samples that hf_reference.py saves by
-that name.
+random are replayed, which the reference does not know. "truncated", "odd", "masked": the samples that hf_reference.py
+saves by that name.
 """
 
 import json
@@ -157,7 +157,7 @@ def compared(everything, case, reference):
 
 def rank_main(rank, size, port, model_dir, reference, spec):
     torch.set_num_threads(1)
-    reference = next((reference[kind] for kind in ("truncated", "odd") if spec.get(kind)), reference)
+    reference = next((reference[kind] for kind in ("truncated", "odd", "masked") if spec.get(kind)), reference)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
     found, everything = run(model_dir, reference, spec), [None] * size

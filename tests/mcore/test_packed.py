@@ -18,9 +18,9 @@ COUNTS = ("tokens", "sequences")
 """How the names of metrics end that must be equal."""
 SOME = {
     1: [{"packed": 64, "runs": ["token", "bypass"]}, {"packed": 24, "replay": True, "runs": ["once token"]},
-        {"packed": 24, "odd": True, "runs": ["sequence"]}],
+        {"packed": 24, "odd": True, "runs": ["sequence"]}, {"packed": 64, "masked": True, "runs": ["token"]}],
     4: [{"packed": 48, "tp": 2, "cp": 2, "ep": 2, "sp": True, "per_token": True, "recompute": True, "replay": True,
-         "runs": ["sequence"]}],
+         "runs": ["sequence"]}, {"packed": 64, "cp": 2, "masked": True, "runs": ["once sequence"]}],
 }  # fmt: skip
 
 

@@ -68,6 +68,51 @@ def test_step_when_a_prompt_in_ten_can_be_sampled_then_it_comes_to_its_groups():
     assert failures.groups > 3
 
 
+class Cut(Client):
+    """The samples of some rows are cut, and take their time; those of others end by themselves."""
+
+    def __init__(self, cut):
+        self.cut, self.ended = cut, 0
+
+    async def generate(self, prompts, sampling, *, samples_per_prompt, group_numbers, on_sample):
+        reason = "length" if self.cut(PROMPTS.at(group_numbers[0]).index) else "stop"
+        samples = [
+            SimpleNamespace(sample_index=n, sampled=torch.ones(3), finish_reason=reason if n == 1 else "stop")
+            for n in range(samples_per_prompt)
+        ]
+        for sample in samples:
+            await asyncio.sleep(0)
+            await on_sample(sample)
+            self.ended += 1
+        return samples
+
+
+def drop_truncated(cut):
+    failures, client = Failures(1.0), Cut(cut)
+    sampler = GroupSampler(
+        client, PROMPTS, GroupNumbers(Cursor(0), 0, 1), None, group_size=4, rewards=LastFails(lambda row: False),
+        failures=failures, failed_prompts=FailedPrompts(len(PROMPTS)), on_failed=None, episodes=None,
+        drop_truncated=True,
+    )  # fmt: skip
+    stream = GroupStream(sampler.sample, sampler.draw, groups_per_step=4, first=0, last=1)
+    return asyncio.run(asyncio.wait_for(stream.take(0), 20.0)), failures, client
+
+
+def test_truncated_samples_when_dropped_then_their_groups_are_replaced_at_once_and_counted_as_no_failure():
+    taken, failures, client = drop_truncated(lambda row: row % 4 != 0)
+    assert [PROMPTS.at(group.number).index % 4 for group in taken.groups] == [0] * 4
+    assert failures.truncated_groups == failures.groups > 3 and sum(failures.by_cause.values()) == 0
+    # The first two samples of each dropped group had ended; the other two were not waited for.
+    assert failures.lengths == [2 * failures.groups, 6 * failures.groups]
+    assert client.ended == 16 + failures.groups and failures.since_last()["truncated"] == failures.groups
+
+
+def test_truncated_samples_when_all_groups_have_one_then_the_run_ends_with_the_remedy():
+    with pytest.raises(TooManyFailures, match=f"the last {HOPELESS_GROUPS} groups of a replica were all dropped for a "
+                       "sample that was cut, .* larger `max_new_tokens`, or use `truncated_samples` mask"):  # fmt: skip
+        drop_truncated(lambda row: True)
+
+
 def test_step_when_the_user_allows_all_failures_then_it_is_not_ended():
     with pytest.raises(TimeoutError):
         step(lambda row: True, 1.0, limit_s=1.0)
