@@ -15,7 +15,7 @@ from megatron_rl_corr.config import notation
 from megatron_rl_corr.config.checks import NO_WEIGHTS, check_bounds, nearest, plain
 from megatron_rl_corr.config.fields import Between, Positive, option
 from megatron_rl_corr.config.kl import KLPenalties
-from megatron_rl_corr.config.losses import ADVANTAGES, AGGREGATIONS, DUAL_CLIP, LOSS_KINDS, LOSSES, LossKind
+from megatron_rl_corr.config.losses import AGGREGATIONS, DUAL_CLIP, LOSS_KINDS, LossKind, check_names, kind_of
 from megatron_rl_corr.config.presets import PRESET_FIELDS
 from megatron_rl_corr.config.rules import RejectionRule, rules_help
 
@@ -68,9 +68,11 @@ class RolloutCorrectionConfig(KLPenalties):
     """Measure and log the correction, change nothing: every weight is 1 and no valid token is masked."""
 
     loss: str = option(
-        "ppo_clip", choices=LOSSES, more="; ".join(f"{name}: {kind.doc}" for name, kind in LOSS_KINDS.items()) + "."
+        "ppo_clip", metavar="NAME|FILE.py:NAME",
+        more="; ".join(f"{name}: {kind.doc}" for name, kind in LOSS_KINDS.items()) + ".",
     )
-    """Policy loss."""
+    """Policy loss: a name, or FILE.py:NAME or package.module:NAME of your own function of the inputs and these
+    settings."""
 
     clip_ratio_low: float | None = option(None, metavar="X")
     """Clip pi_theta / pi_old from below at 1 - X (dppo_tv: bound their difference); default: the loss's own, 0.2 for
@@ -98,15 +100,18 @@ class RolloutCorrectionConfig(KLPenalties):
     entropy_coef: Annotated[float, Between(0, remedy="0 turns it off", finite=True)] = option(0.0, metavar="X")
     """Coefficient of the entropy bonus, which is subtracted from the loss; 0 turns it off."""
 
-    advantage: str | None = option(None, choices=ADVANTAGES)
+    advantage: str | None = option(None, metavar="NAME|FILE.py:NAME")
     """grpo: (r - mean) / (std + 1e-6), group_mean: r - mean, rloo: r - mean of the others, over the group's samples
-    that were not rejected; raw: r. Default: the loss's own, grpo for ppo_clip."""
+    that were not rejected; raw: r; reinforce_plus_plus: (r - mean) / std over the tokens of the global batch,
+    reinforce_plus_plus_baseline: the same of r - the group's mean; or FILE.py:NAME or package.module:NAME of your own
+    function. Default: the loss's own, grpo for ppo_clip."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rollout_rs", tuple(self.rollout_rs))
         super().__post_init__()
 
     def check(self) -> None:
+        check_names(self.loss, self.advantage)
         self._check_weights()
         self._check_rules()
         self._check_clip()
@@ -203,7 +208,7 @@ class RolloutCorrectionConfig(KLPenalties):
     @property
     def kind(self) -> LossKind:
         """What the loss brings of its own."""
-        return LOSS_KINDS[self.loss]
+        return kind_of(self.loss)
 
     @property
     def clip(self) -> tuple[float, float]:

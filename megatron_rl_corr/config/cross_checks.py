@@ -7,6 +7,8 @@ from functools import partial
 from typing import Any
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
+from megatron_rl_corr.config.groups import SPREAD
+from megatron_rl_corr.config.losses import WITHOUT_GROUPS, is_own
 from megatron_rl_corr.config.rules import check_trainer_inputs
 from megatron_rl_corr.config.run import RunConfig
 
@@ -30,6 +32,24 @@ def check_together(config: RolloutCorrectionConfig, run: RunConfig) -> None:
         )
     _check_recorded_routes(config, run)
     _check_age(config, run)
+    _check_groups(config, run)
+
+
+def _check_groups(config: RolloutCorrectionConfig, run: RunConfig) -> None:
+    """ValueError for groups of one sample where something compares the samples of a group."""
+    if run.group_size > 1:
+        return
+    kind = config.advantage_kind
+    if kind not in WITHOUT_GROUPS and not is_own(kind):
+        raise ValueError(
+            f"`group_size` 1 leaves a group-relative `advantage` ({kind}) of 0 everywhere; use 2 or more, or "
+            "`advantage` reinforce_plus_plus or raw"
+        )
+    if run.group_filter == SPREAD:
+        raise ValueError(
+            f"`group_filter` {SPREAD} with `group_size` 1: one reward has no spread, so no group would pass; drop it, "
+            "or use 2 or more"
+        )
 
 
 def _check_reference(config: RolloutCorrectionConfig, run: RunConfig) -> None:
@@ -78,7 +98,8 @@ def _check_recorded_routes(config: RolloutCorrectionConfig, run: RunConfig) -> N
 
 def _check_age(config: RolloutCorrectionConfig, run: RunConfig) -> None:
     """ValueError for samples of older weights that nothing corrects."""
-    corrected = config.changes_gradient or (config.bypass_mode and config.kind.has_ratio)
+    has_ratio = config.kind.has_ratio or is_own(config.loss)  # a function of the user's may have one
+    corrected = config.changes_gradient or (config.bypass_mode and has_ratio)
     if run.max_lag > 0 and not corrected:
         raise ValueError(
             f"`max_lag` {run.max_lag} trains on samples of older weights, and nothing corrects them; add `rollout_is` "

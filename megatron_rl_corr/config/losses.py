@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_rl_corr.config.checks import one_of
+
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
-ADVANTAGES = ("grpo", "group_mean", "rloo", "raw")
+ADVANTAGES = ("grpo", "group_mean", "rloo", "raw", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+"""Advantages that are divided by their standard deviation over the tokens of the global batch."""
+WITHOUT_GROUPS = ("raw", "reinforce_plus_plus")
+"""Advantages that do not compare a response with others of its prompt."""
 KL_TYPES = ("k1", "k2", "k3", "k3+", "unbiased")
 DUAL_CLIP = 3.0
 
@@ -37,8 +43,8 @@ class LossKind:
 
     @property
     def has_ratio(self) -> bool:
-        """Whether pi_theta / pi_old is part of the formula."""
-        return self.clip is not None
+        """Whether pi_theta / pi_old is part of the formula, as far as is known."""
+        return self.clip is not None and self is not OWN_LOSS
 
 
 LOSS_KINDS: dict[str, LossKind] = {
@@ -64,3 +70,22 @@ LOSS_KINDS: dict[str, LossKind] = {
                      "seq-mean-token-sum", "rloo"),
 }  # fmt: skip
 LOSSES = tuple(LOSS_KINDS)
+OWN_LOSS = LossKind("own", "the user's function", (0.2, 0.2), dual_clip=True, whole_sequences=True)
+"""What the user's own loss may be given; whether it has a ratio or clips is not known."""
+
+
+def is_own(name: str) -> bool:
+    """Whether this names a function of the user's: path/to/file.py:name or package.module:name."""
+    return ":" in name
+
+
+def kind_of(loss: str) -> LossKind:
+    """What a loss brings of its own."""
+    return OWN_LOSS if is_own(loss) else LOSS_KINDS[loss]
+
+
+def check_names(loss: str, advantage: str | None) -> None:
+    """ValueError unless each is a name of the tables here, or names a function of the user's."""
+    for field, name, known in (("loss", loss, LOSSES), ("advantage", advantage, ADVANTAGES)):
+        if name is not None and not is_own(name):
+            one_of(f"`{field}`", name, known, also="FILE.py:NAME")

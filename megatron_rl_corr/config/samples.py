@@ -52,8 +52,6 @@ class SamplesConfig(Options):
     with the old ones, and needs servers with --disable-overlap-schedule."""
 
     def check(self) -> None:
-        if self.group_size < 2:
-            raise ValueError("`group_size` 1 leaves a group-relative advantage of 0 everywhere; use 2 or more")
         for token in self.stop_token_ids:
             if not str(token).isdecimal():
                 raise ValueError(f"`stop_token_ids` must be token ids, whole numbers of at least 0, got {token!r}")

@@ -1,4 +1,4 @@
-"""Group-relative advantages whose baseline knows which rows were rejected.
+"""Advantages whose baseline knows which rows were rejected: relative to a group, or to the global batch.
 
 N rows (sequences), G groups (prompts).
 """
@@ -10,20 +10,27 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from megatron_rl_corr.config.losses import ADVANTAGES, WHITENED
+
 STD_EPSILON = 1e-6
-KINDS = ("grpo", "group_mean", "rloo", "raw")
+VARIANCE_EPSILON = 1e-8
+KINDS = ADVANTAGES
 
 
 def group_advantages(
     rewards: Tensor, group_ids: Tensor, *, num_groups: int, kind: str, in_baseline: Tensor | None = None,
-    all_reduce: Callable[[Tensor], Tensor] | None = None,
+    all_reduce: Callable[[Tensor], Tensor] | None = None, tokens: Tensor | None = None,
+    all_reduce_batch: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Advantage of each row, [N] float32; mean and std are over the rows of its group that count in the baseline.
 
     group_mean: r - mean. grpo: that over (population std + 1e-6). rloo: r - mean of the other rows; for a row outside
     the baseline all that count are others. raw: r. A row whose group has no row to compare it with gets 0.
+    reinforce_plus_plus: r `whitened` over the tokens of the global batch; reinforce_plus_plus_baseline: r - the mean of
+    its group, whitened.
 
-    Sources: GRPO, arXiv:2402.03300, eq. 4; Dr.GRPO, arXiv:2503.20783; RLOO, arXiv:2402.14740, eq. 8.
+    Sources: GRPO, arXiv:2402.03300, eq. 4; Dr.GRPO, arXiv:2503.20783; RLOO, arXiv:2402.14740, eq. 8; REINFORCE++,
+    arXiv:2501.03262, and verl's estimators of these two names.
 
     Args:
         rewards: [N] float; those outside the baseline may be NaN.
@@ -33,16 +40,23 @@ def group_advantages(
         in_baseline: [N] bool, the rows that mean and std count; None: all.
         all_reduce: sums a table [3, G] float64 of the groups over the ranks that have other rows of theirs, where
             groups are parted; None: groups are whole.
+        tokens: [N] float64, tokens of each row that are trained; for kinds that are whitened.
+        all_reduce_batch: sums a small tensor over the ranks that have other rows of the global batch; None: all rows
+            are here.
 
     Raises:
-        ValueError: an unknown kind.
+        ValueError: an unknown kind, or one that is whitened without tokens.
     """
     if kind not in KINDS:
         raise ValueError(f"advantage must be one of {', '.join(KINDS)}, got {kind!r}")
     if kind == "raw":
         return rewards.float()
+    if kind in WHITENED and tokens is None:
+        raise ValueError(f"advantage {kind} is whitened over tokens; pass tokens, those of each row")
     counted = torch.ones_like(rewards, dtype=torch.float64) if in_baseline is None else in_baseline.double()
     values = rewards.double()
+    if kind == "reinforce_plus_plus":
+        return whitened(values, torch.where(counted > 0, tokens, 0.0), all_reduce_batch)
 
     def group_sum(row_values: Tensor) -> Tensor:
         return row_values.new_zeros(num_groups).index_add_(0, group_ids, row_values)
@@ -65,4 +79,27 @@ def group_advantages(
         else:
             variance = (squares / size - (total / size).square()).clamp(min=0)
         centred = centred / (variance.sqrt() + STD_EPSILON)
-    return torch.where(count > 0, centred, 0.0).float()
+    centred = torch.where(count > 0, centred, 0.0)
+    if kind == "reinforce_plus_plus_baseline":
+        return whitened(centred, torch.where(counted > 0, tokens, 0.0), all_reduce_batch)
+    return centred.float()
+
+
+def whitened(values: Tensor, weights: Tensor, all_reduce: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    """(v - m) / sqrt(s^2 + 1e-8) of each row, [N] float32; m and s^2 are over the weights of the global batch.
+
+    With W = sum w: m = sum w v / W, s^2 = sum w (v - m)^2 / (W - 1). So a row counts once for each of its tokens, as in
+    verl's masked_whiten, where each token has its row's value. Where all v are float32 and equal, m = v exactly and the
+    result is 0: products and sums fit into float64's 53 bits up to 2^29 tokens. A row of weight 0 may hold anything.
+
+    Args:
+        values: [N] float64.
+        weights: [N] float64, whole numbers.
+        all_reduce: sums a tensor of three over the ranks that have other rows; None: all rows are here.
+    """
+    counted = torch.where(weights > 0, values, 0.0)
+    sums = torch.stack([weights.sum(), (weights * counted).sum(), (weights * counted.square()).sum()])
+    total, first, second = (sums if all_reduce is None else all_reduce(sums)).unbind()
+    mean = first / total.clamp(min=1)
+    variance = (second - total * mean.square()).clamp(min=0) / (total - 1).clamp(min=1)
+    return ((values - mean) * (variance + VARIANCE_EPSILON).rsqrt()).float()

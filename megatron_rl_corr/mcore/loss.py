@@ -6,14 +6,12 @@ S sequences of this replica, T tokens of this context-parallel rank; a microbatc
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.config.rules import RULE_INPUTS, inputs_of
-from megatron_rl_corr.core.advantages import group_advantages
 from megatron_rl_corr.core.aggregation import token_coefficients
 from megatron_rl_corr.core.correction import Correction, compute_correction
 from megatron_rl_corr.core.losses import policy_loss
@@ -21,10 +19,12 @@ from megatron_rl_corr.core.losses.penalties import mean_entropy
 from megatron_rl_corr.core.losses.ratio import as_exponent
 from megatron_rl_corr.core.metrics import Max, Mean, Metric, Min, Std, Sum
 from megatron_rl_corr.core.segments import padded_at
-from megatron_rl_corr.mcore.batch import RolloutBatch, in_baseline, trained_tokens
+from megatron_rl_corr.mcore.batch import RolloutBatch, trained_tokens
+from megatron_rl_corr.mcore.batch_advantages import all_reduce_advantages
 from megatron_rl_corr.mcore.forward import LogprobSettings, label_logprobs
 from megatron_rl_corr.mcore.microbatches import Microbatch
 from megatron_rl_corr.mcore.packed_batch import PackedBatch
+from megatron_rl_corr.mcore.user_functions import loss_of
 from megatron_rl_corr.parallel.collectives import ParallelGroups
 
 
@@ -80,11 +80,10 @@ def make_loss_inputs(
         group_size: samples of a prompt.
         routing: [T], share of a token's experts that only the server chose; for a rule by routing.
     """
-    group = _groups_of(batch, groups, group_size) | {"kind": config.advantage_kind}
     inputs = {}
     for name in inputs_of(config.rollout_rs):
         if name == "advantages":
-            inputs[name] = batch.spread(group_advantages(batch.rewards, batch.group_ids, **group))
+            inputs[name] = batch.spread(all_reduce_advantages(batch, config, groups, group_size=group_size))
         else:
             inputs[name] = routing if name == "routing" else RULE_INPUTS[name].of_batch(batch)
     correction = compute_correction(
@@ -92,8 +91,7 @@ def make_loss_inputs(
         num_sequences=batch.num_sequences, config=config, groups=groups, turn_ids=batch.flat_turn_ids,
         num_turns=batch.num_turns, **inputs,
     )
-    counted = in_baseline(batch, correction.kept_sequences)
-    advantages = group_advantages(batch.rewards, batch.group_ids, **group, in_baseline=counted)
+    advantages = all_reduce_advantages(batch, config, groups, group_size=group_size, correction=correction)
     return _loss_inputs(batch, correction, advantages, config, old_logprobs=old_logprobs)
 
 
@@ -109,23 +107,8 @@ def make_bypass_loss_inputs(
         rollout, rollout, trained_tokens(batch), batch.seq_ids, num_sequences=batch.num_sequences,
         config=RolloutCorrectionConfig(), groups=groups,
     )
-    advantages = group_advantages(
-        batch.rewards, batch.group_ids, kind=config.advantage_kind,
-        in_baseline=in_baseline(batch, whole.kept_sequences), **_groups_of(batch, groups, group_size),
-    )
+    advantages = all_reduce_advantages(batch, config, groups, group_size=group_size, correction=whole)
     return _loss_inputs(batch, replace(whole, metrics={}), advantages, config)
-
-
-def _groups_of(batch: RolloutBatch | PackedBatch, groups: ParallelGroups, group_size: int) -> dict[str, Any]:
-    """How `group_advantages` finds the groups: this replica's, whole, or those of all, of which it has some rows."""
-    if not batch.parted_groups:
-        return {"num_groups": batch.num_sequences // group_size}
-
-    def all_reduce_table(table: Tensor) -> Tensor:
-        # Context-parallel ranks share whole sequences: one of them counts.
-        return groups.all_reduce_dp_cp(table if groups.cp_rank == 0 else torch.zeros_like(table))
-
-    return {"num_groups": batch.parted_groups, "all_reduce": all_reduce_table}
 
 
 def _loss_inputs(
@@ -231,7 +214,7 @@ class CorrectedLoss:
             metrics["entropy"] = mean_entropy(entropy, correction.valid)
         old = self._old_logprobs(inputs, current)
         losses = policy_loss(
-            config.loss, logprobs, old, inputs.advantages, correction, config,
+            loss_of(config.loss), logprobs, old, inputs.advantages, correction, config,
             entropy=entropy, metrics=metrics, seq_ids=micro.seq_ids, num_sequences=micro.num_sequences,
             groups=self.groups, ref_logprobs=inputs.ref_logprobs, rollout_logprobs=inputs.rollout_logprobs,
         )

@@ -35,6 +35,7 @@ from megatron_rl_corr.mcore.server_check import broadcast_first_step, check_serv
 from megatron_rl_corr.mcore.step import CorrectedStep
 from megatron_rl_corr.mcore.tokenizer_check import check_tokenizers
 from megatron_rl_corr.mcore.updates import Updates
+from megatron_rl_corr.mcore.user_functions import check_user_functions
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.models.names import NameTable
 from megatron_rl_corr.models.shards import LocalParameter, load_shards, local_parameters
@@ -133,6 +134,7 @@ def start(
         PeerFailure: then, on the other ranks.
     """
     args, layout = megatron.args, compat.layout(sequence_parallel=megatron.args.sequence_parallel)
+    all_reduce_startup(lambda: check_user_functions(config, options.group_size))
     if options.linear_logprobs:
         all_reduce_startup(lambda: compat.check_output_processor(compat.unwrapped(megatron.model)))
     shape = BatchShape(

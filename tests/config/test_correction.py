@@ -487,13 +487,13 @@ def test_flags_when_they_name_the_level_that_yaml_left_out_then_the_files_thresh
         ),
         (
             {"loss": "ppo"},
-            "`loss` must be one of ppo_clip, grpo, dr_grpo, dapo, gspo, cispo, dppo_tv, reinforce, rloo; "
-            "got 'ppo'; did you mean 'dppo_tv'?",
+            "`loss` must be one of ppo_clip, grpo, dr_grpo, dapo, gspo, cispo, dppo_tv, reinforce, rloo, "
+            "FILE.py:NAME; got 'ppo'; did you mean 'dppo_tv'?",
         ),
         (
             {"loss_type": "reinforced"},
-            "`loss` must be one of ppo_clip, grpo, dr_grpo, dapo, gspo, cispo, dppo_tv, reinforce, rloo; "
-            "got 'reinforced'; did you mean 'reinforce'?",
+            "`loss` must be one of ppo_clip, grpo, dr_grpo, dapo, gspo, cispo, dppo_tv, reinforce, rloo, "
+            "FILE.py:NAME; got 'reinforced'; did you mean 'reinforce'?",
         ),
         (
             {"loss_denominator": "keep"},
@@ -501,7 +501,8 @@ def test_flags_when_they_name_the_level_that_yaml_left_out_then_the_files_thresh
         ),
         (
             {"advantage": "gae"},
-            "`advantage` must be one of grpo, group_mean, rloo, raw; got 'gae'",
+            "`advantage` must be one of grpo, group_mean, rloo, raw, reinforce_plus_plus, "
+            "reinforce_plus_plus_baseline, FILE.py:NAME; got 'gae'",
         ),
         ({"clip_ratio_low": 1.5}, "`clip_ratio_low` must be in (0, 1], got 1.5; 0.2 is usual for ppo_clip"),
         ({"clip_ratio_high": 0}, "`clip_ratio_high` must be positive and finite, got 0; 0.2 is usual for ppo_clip"),

@@ -173,7 +173,8 @@ def test_parse_when_a_required_flag_is_missing_then_named(missing):
     [
         ("--rollout-group-size", "0", "--rollout-group-size must be positive, got 0"),
         ("--rollout-group-size", "1",
-         "--rollout-group-size 1 leaves a group-relative advantage of 0 everywhere; use 2 or more"),
+         "--rollout-group-size 1 leaves a group-relative --rollout-advantage (grpo) of 0 everywhere; use 2 or more, or "
+         "--rollout-advantage reinforce_plus_plus or raw"),
         ("--rollout-group-size", "four", "--rollout-group-size: invalid int value: 'four'"),
         ("--rollout-max-new-tokens", "-3", "--rollout-max-new-tokens must be positive, got -3"),
         ("--rollout-max-concurrency", "0", "--rollout-max-concurrency must be positive, got 0"),

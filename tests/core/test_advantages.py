@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from megatron_rl_corr.config.losses import WHITENED
 from megatron_rl_corr.core.advantages import KINDS, group_advantages
 
 NAN = float("nan")
@@ -51,7 +52,7 @@ def test_group_when_every_row_is_rejected_then_zero(kind):
 
 
 def test_kind_when_unknown_then_named():
-    with pytest.raises(ValueError, match="advantage must be one of grpo, group_mean, rloo, raw, got .gae."):
+    with pytest.raises(ValueError, match="advantage must be one of grpo, group_mean, rloo, raw, .*, got .gae."):
         group_advantages(REWARDS, GROUPS, num_groups=2, kind="gae")
 
 
@@ -89,7 +90,8 @@ def test_advantages_when_all_rewards_of_a_group_are_equal_then_exactly_0_whateve
         assert advantages[size] > 0 > advantages[size + 1], "the smallest difference of float32 is one"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# Those that are whitened over the batch: tests/parallel/test_advantages.py, over real ranks.
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in WHITENED])
 def test_advantages_when_a_group_is_parted_and_a_row_rejected_then_those_of_one_process(kind):
     # Group 0 has rows on both ranks, and one of them is rejected; group 1 is on the second alone.
     rewards = torch.tensor([1.0, 0.25, 0.5, float("nan"), 2.0, 3.0])
@@ -113,3 +115,50 @@ def test_advantages_when_a_group_is_parted_and_a_row_rejected_then_those_of_one_
         for half in halves
     ]  # fmt: skip
     torch.testing.assert_close(torch.cat(parts), whole, equal_nan=True, rtol=1e-6, atol=1e-7)
+
+
+def test_reinforce_plus_plus_when_computed_by_hand_then_over_tokens_of_the_whole_batch():
+    # Rewards 1, 3, 2, 5, 6 with 1, 2, 1, 0, 1 tokens: 1, 3, 3, 2, 6, of mean 3 and variance (4 + 0 + 0 + 1 + 9) / 4.
+    tokens = torch.tensor([1.0, 2.0, 1.0, 0.0, 1.0], dtype=torch.float64)
+    found = group_advantages(REWARDS, GROUPS, num_groups=2, kind="reinforce_plus_plus", tokens=tokens)
+    deviation = math.sqrt(14 / 4)
+    assert found.tolist() == pytest.approx([-2 / deviation, 0.0, -1 / deviation, 2 / deviation, 3 / deviation])
+    # Less the groups' means, 3 and 4: 1 - 3, 3 - 4 on two tokens, 2 - 3 and 6 - 3, of mean -0.4.
+    values, mean = [-2.0, -1.0, -1.0, -1.0, 3.0], -0.4
+    deviation = math.sqrt(sum((v - mean) ** 2 for v in values) / 4)
+    found = group_advantages(REWARDS, GROUPS, num_groups=2, kind="reinforce_plus_plus_baseline", tokens=tokens)
+    assert found.tolist() == pytest.approx([(v - mean) / deviation for v in (-2.0, -1.0, -1.0, 1.0, 3.0)])
+
+
+@pytest.mark.parametrize("kind", WHITENED)
+def test_reinforce_plus_plus_when_a_row_is_rejected_then_nothing_of_it_is_counted(kind):
+    tokens, kept = torch.tensor([3.0, 1.0, 2.0, 4.0, 5.0], dtype=torch.float64), torch.tensor([1, 1, 1, 1, 0]).bool()
+    few = group_advantages(REWARDS[:4], GROUPS[:4], num_groups=2, kind=kind, tokens=tokens[:4])
+    for rejected_reward in (6.0, 1e30, NAN):
+        rewards = torch.cat([REWARDS[:4], torch.tensor([rejected_reward])])
+        found = group_advantages(rewards, GROUPS, num_groups=2, kind=kind, tokens=tokens, in_baseline=kept)
+        assert found[:4].tolist() == few.tolist()
+
+
+@pytest.mark.parametrize("kind", WHITENED)
+def test_reinforce_plus_plus_when_all_rewards_of_the_batch_are_equal_then_exactly_0(kind):
+    generator = torch.Generator().manual_seed(0)
+    for reward in (0.1, 1 / 3, -0.7, 123.456, 1e-30):
+        rewards, ids = torch.full((512,), reward), torch.arange(512) // 8
+        tokens = torch.randint(1, 30000, (512,), generator=generator).double()
+        found = group_advantages(rewards, ids, num_groups=64, kind=kind, tokens=tokens)
+        assert found.count_nonzero() == 0
+
+
+@pytest.mark.parametrize("kind", WHITENED)
+def test_reinforce_plus_plus_when_tokens_are_missing_or_none_then_refused_or_finite(kind):
+    with pytest.raises(ValueError, match=f"advantage {kind} is whitened over tokens; pass tokens"):
+        group_advantages(REWARDS, GROUPS, num_groups=2, kind=kind)
+    found = group_advantages(REWARDS, GROUPS, num_groups=2, kind=kind, tokens=torch.zeros(5, dtype=torch.float64))
+    assert found.isfinite().all()  # no token is left to train
+
+
+def test_reinforce_plus_plus_when_groups_have_one_sample_then_against_the_batch():
+    rewards, tokens = torch.tensor([1.0, 0.0, 0.0, 1.0]), torch.ones(4, dtype=torch.float64)
+    found = group_advantages(rewards, torch.arange(4), num_groups=4, kind="reinforce_plus_plus", tokens=tokens)
+    assert found.tolist() == pytest.approx([0.5 * 3**0.5, -(0.5 * 3**0.5), -(0.5 * 3**0.5), 0.5 * 3**0.5])

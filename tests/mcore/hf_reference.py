@@ -11,6 +11,7 @@ Under "many" more samples, alone.
 
 import math
 import sys
+from functools import partial
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -152,13 +153,42 @@ def bypass_case(samples, now, old):
     return total / sum(map(len, d)), {"policy": total.item() / kept}, moved
 
 
-def once_token_case(samples, now, old):
+def whitened_of(samples, accepted):
+    """r - the group's mean, less its mean and over its deviation over the tokens of accepted rows; as masked_whiten."""
+    values = []
+    for sample in samples:
+        rows = [other["reward"] for other, there in zip(samples, accepted, strict=True)
+                if there and other["group"] == sample["group"]]  # fmt: skip
+        values.append(sample["reward"] - sum(rows) / len(rows) if rows else 0.0)
+    tokens = [v for v, s, there in zip(values, samples, accepted, strict=True) for _ in s["output"] if there]
+    mean = sum(tokens) / len(tokens)
+    variance = sum((v - mean) ** 2 for v in tokens) / (len(tokens) - 1)
+    return [(v - mean) / math.sqrt(variance + 1e-8) for v in values]
+
+
+def own_of(samples, accepted):
+    """own_functions.leave_best_out, sample by sample."""
+    advantages = []
+    for i, sample in enumerate(samples):
+        others = [other["reward"] for j, (other, there) in enumerate(zip(samples, accepted, strict=True))
+                  if there and j != i and other["group"] == sample["group"]]  # fmt: skip
+        baseline = sum(others) / max(len(others), 1)
+        advantages.append((sample["reward"] - baseline) / math.sqrt(max(len(sample["output"]), 1)))
+    return advantages
+
+
+def soft_gated(ratio):
+    """own_functions.soft_gate's factor of -w A."""
+    return ratio * 2 * torch.sigmoid(4 * (ratio - 1))
+
+
+def once_token_case(samples, now, old, advantages_of=advantages_of, of_ratio=lambda ratio: ratio):
     """pi_old is the current policy, so r = 1; weights min(rho, 1.02), mean over tokens."""
     advantages, total, count, cut = advantages_of(samples, [len(row) > 0 for row in now]), 0.0, 0, 0
     for sample, advantage, row in zip(samples, advantages, now, strict=True):
         for p, rollout in zip(row, sample["rollout"], strict=True):
             rho = math.exp(p.item() - rollout.item())
-            total = total - min(rho, 1.02) * advantage * (p - p.detach()).exp()
+            total = total - min(rho, 1.02) * advantage * of_ratio((p - p.detach()).exp())
             count, cut = count + 1, cut + (rho > 1.02)
     assert 0 < cut < count, "the case must exercise the bound"
     metrics = {"policy": total.item() / count, "clip_fraction": 0.0, "dual_clip_fraction": 0.0}
@@ -181,7 +211,8 @@ def once_sequence_case(samples, now, old):
 
 CASES = {
     "token": token_case, "sequence": sequence_case, "bypass": bypass_case, "once token": once_token_case,
-    "once sequence": once_sequence_case,
+    "once sequence": once_sequence_case, "once plus plus": partial(once_token_case, advantages_of=whitened_of),
+    "once own": partial(once_token_case, advantages_of=own_of, of_ratio=soft_gated),
 }  # fmt: skip
 
 

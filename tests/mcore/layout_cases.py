@@ -1,7 +1,10 @@
 """The cases of the layout matrix: what its worker configures, and what its metrics are expected by."""
 
+from pathlib import Path
+
 from megatron_rl_corr.config.correction import RejectionRule, RolloutCorrectionConfig
 
+OWN = Path(__file__).resolve().parent / "own_functions.py"
 LENGTH = 24
 """--seq-length: a multiple of 2 * cp for cp 4, and of tp after that for cp 2."""
 
@@ -22,4 +25,10 @@ CONFIGS = {
     # One update a batch, and nothing that needs it whole: the loss knows pi_old, and makes the correction.
     "once token": RolloutCorrectionConfig(rollout_is="token", rollout_is_upper=1.02),
     "once sequence": RolloutCorrectionConfig(loss="gspo", rollout_is="sequence", rollout_is_upper=1.05),
+    "once plus plus": RolloutCorrectionConfig(
+        advantage="reinforce_plus_plus_baseline", rollout_is="token", rollout_is_upper=1.02
+    ),
+    "once own": RolloutCorrectionConfig(
+        advantage=f"{OWN}:leave_best_out", loss=f"{OWN}:soft_gate", rollout_is="token", rollout_is_upper=1.02
+    ),
 }  # fmt: skip

@@ -17,10 +17,13 @@ LOGPROBS, GRADIENT, METRIC, REFERENCE = 5e-6, 5e-6, 1e-5, 1e-5
 COUNTS = ("tokens", "sequences")
 """How the names of metrics end that must be equal."""
 SOME = {
-    1: [{"packed": 64, "runs": ["token", "bypass"]}, {"packed": 24, "replay": True, "runs": ["once token"]},
+    1: [{"packed": 64, "runs": ["token", "bypass", "once plus plus", "once own"]},
+        {"packed": 24, "replay": True, "runs": ["once token"]},
         {"packed": 24, "odd": True, "runs": ["sequence"]}, {"packed": 64, "masked": True, "runs": ["token"]}],
     4: [{"packed": 48, "tp": 2, "cp": 2, "ep": 2, "sp": True, "per_token": True, "recompute": True, "replay": True,
-         "runs": ["sequence"]}, {"packed": 64, "cp": 2, "masked": True, "runs": ["once sequence"]}],
+         "runs": ["sequence"]}, {"packed": 64, "cp": 2, "masked": True, "runs": ["once sequence"]},
+        # Advantages of the global batch, and the user's: packed, groups are parted over replicas.
+        {"packed": 48, "cp": 2, "runs": ["once plus plus", "once own"]}],
 }  # fmt: skip
 
 

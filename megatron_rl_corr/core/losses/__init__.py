@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.config.losses import LOSS_KINDS
 from megatron_rl_corr.core.correction import Correction
+from megatron_rl_corr.core.losses.own import OwnLoss, own_loss
 from megatron_rl_corr.core.losses.penalties import entropy_bonus, kl_penalties
 from megatron_rl_corr.core.losses.ratio import PolicyLossInputs
 from megatron_rl_corr.core.metrics import Metric
@@ -32,7 +33,7 @@ def _formula(file: str) -> Callable[..., Tensor]:
 
 
 def policy_loss(
-    name: str,
+    name: str | OwnLoss,
     logprobs: Tensor,
     old_logprobs: Tensor,
     advantages: Tensor,
@@ -50,7 +51,7 @@ def policy_loss(
     """The loss of each token [T], with its penalties, 0 where correction.mask is False.
 
     Args:
-        name: one of config.losses.LOSSES.
+        name: one of config.losses.LOSSES, or the user's function, as `own.OwnLoss`.
         logprobs: [T] log pi_theta, with the gradient.
         old_logprobs, advantages, ref_logprobs, rollout_logprobs: [T], without gradient.
         seq_ids, num_sequences: [T] int64 in [0, num_sequences), for a loss about whole sequences (gspo).
@@ -61,12 +62,11 @@ def policy_loss(
     Raises:
         ValueError: an unknown name, or an input that the loss or a penalty needs is missing.
     """
-    if name not in LOSS_KINDS:
-        raise ValueError(f"`loss`: unknown loss {name!r}; known: {', '.join(sorted(LOSS_KINDS))}")
-    if LOSS_KINDS[name].whole_sequences and (seq_ids is None or num_sequences is None):
-        raise ValueError(f"`loss` {name} looks at whole sequences; pass seq_ids and num_sequences")
     inputs = PolicyLossInputs(logprobs, old_logprobs, advantages, correction, seq_ids, num_sequences, groups)
-    loss = _formula(LOSS_KINDS[name].formula)(inputs, config, metrics=metrics)
+    if callable(name):
+        loss = own_loss(name, inputs, config, metrics=metrics)
+    else:
+        loss = _named_loss(name, inputs, config, metrics)
     kl = kl_penalties(
         inputs, config, ref_logprobs=ref_logprobs, rollout_logprobs=rollout_logprobs, metrics=metrics
     )
@@ -77,3 +77,13 @@ def policy_loss(
             raise ValueError("`entropy_coef` needs the entropy of each token's distribution; pass entropy")
         loss = loss - config.entropy_coef * entropy_bonus(entropy, correction.mask)
     return loss
+
+
+def _named_loss(
+    name: str, inputs: PolicyLossInputs, config: RolloutCorrectionConfig, metrics: dict[str, Metric] | None
+) -> Tensor:
+    if name not in LOSS_KINDS:
+        raise ValueError(f"`loss`: unknown loss {name!r}; known: {', '.join(sorted(LOSS_KINDS))}")
+    if LOSS_KINDS[name].whole_sequences and (inputs.seq_ids is None or inputs.num_sequences is None):
+        raise ValueError(f"`loss` {name} looks at whole sequences; pass seq_ids and num_sequences")
+    return _formula(LOSS_KINDS[name].formula)(inputs, config, metrics=metrics)
