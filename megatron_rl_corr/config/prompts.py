@@ -44,6 +44,10 @@ class PromptsConfig(Options):
     tools_key: str | None = option(None, metavar="KEY")
     """The key of the functions that the chat template shows, a list of their JSON schemas (also as JSON text)."""
 
+    sampling_key: str | None = option(None, metavar="KEY")
+    """The key of a row's own settings, an object of max_new_tokens (at most the run's), stop and stop_token_ids (beside
+    the run's); null in a row without."""
+
     chat_template_kwargs: str | None = option(None, metavar="JSON")
     """Variables of the chat template, such as '{"enable_thinking": false}'."""
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import orjson
 
 from megatron_rl_corr.config.prompts import PromptsConfig
 from megatron_rl_corr.data.prompts import Prompt
+from megatron_rl_corr.data.row_sampling import row_settings
 from megatron_rl_corr.data.rows import BadRow, LongPrompt
 from megatron_rl_corr.data.tokenizer import Tokenizer
 
@@ -28,6 +29,8 @@ class PromptLimits:
     max_tokens: int | None = None
     max_tokens_from: str = ""
     """What max_tokens follows from, for messages."""
+    max_new_tokens: int | None = None
+    """Longest response, which a row may lower for its own."""
     drop_long: bool = True
     """A longer prompt is a LongPrompt; else a BadRow like any other."""
 
@@ -43,6 +46,7 @@ class PromptFormat:
     system_prompt: str | None = None
     apply_chat_template: bool = False
     template_variables: Mapping[str, Any] = field(default_factory=dict)
+    sampling_key: str | None = None
     limits: PromptLimits = PromptLimits()
 
     @classmethod
@@ -57,7 +61,7 @@ class PromptFormat:
             tokenizer.check_variables(variables, with_tools=config.tools_key is not None)
         return cls(
             tokenizer, config.input_key, config.label_key, config.tools_key, config.system_prompt,
-            config.apply_chat_template, variables, limits,
+            config.apply_chat_template, variables, config.sampling_key, limits,
         )
 
     def prompt(self, row: dict[str, Any], index: int, where: str) -> Prompt:
@@ -73,7 +77,7 @@ class PromptFormat:
             LongPrompt: it is too long, and such rows are left out.
         """
         try:
-            return self._checked(self._made(row, index))
+            return self._with_settings(self._checked(self._made(row, index)), row)
         except LongPrompt as error:
             raise LongPrompt(f"{where}: {error}") from None
         except ValueError as error:
@@ -96,6 +100,17 @@ class PromptFormat:
         if not value or not all(type(i) is int and i >= 0 for i in value):
             raise ValueError(f'"{key}" must be a non-empty list of integers of at least 0, got {str(value)[:100]}')
         return Prompt(index, value, {name: other for name, other in row.items() if name != key}, label=label)
+
+    def _with_settings(self, prompt: Prompt, row: Mapping[str, Any]) -> Prompt:
+        """The prompt with the row's own sampling settings; a row without has null there, or a wrong key would pass."""
+        if self.sampling_key is None:
+            return prompt
+        limits = self.limits
+        settings = row_settings(
+            _at_or_null(row, self.sampling_key), key=self.sampling_key, vocab_size=limits.vocab_size,
+            max_new_tokens=limits.max_new_tokens, with_tokenizer=self.tokenizer is not None,
+        )  # fmt: skip
+        return replace(prompt, sampling=settings)
 
     def _checked(self, prompt: Prompt) -> Prompt:
         limits, ids = self.limits, prompt.input_ids
@@ -174,19 +189,20 @@ class PromptFormat:
 
 def _at(row: Mapping[str, Any], key: str) -> Any:
     """The value of a key, or of a path into objects with dots between. Raises ValueError where there is none."""
+    value = _at_or_null(row, key)
+    if value is None:
+        raise ValueError(f'"{key}" is null')
+    return value
+
+
+def _at_or_null(row: Mapping[str, Any], key: str) -> Any:
     if key in row:
-        return _present(row[key], key, row)
+        return row[key]
     value: Any = row
     for part in key.split("."):
         if not isinstance(value, dict) or part not in value:
             raise ValueError(f'no key "{key}"; the row has {sorted(row)}')
         value = value[part]
-    return _present(value, key, row)
-
-
-def _present(value: Any, key: str, row: Mapping[str, Any]) -> Any:
-    if value is None:
-        raise ValueError(f'"{key}" is null')
     return value
 
 

@@ -29,6 +29,8 @@ class Prompt:
     """The prompt as text, where the row had text or messages; None: the row had ids."""
     label: Any = None
     """What the reward compares with, where the row has it."""
+    sampling: dict[str, Any] = field(default_factory=dict)
+    """The row's own settings, which `data.row_sampling` has checked."""
 
     def copied(self) -> Prompt:
         """A copy for the user's code, which may change its lists and dicts: other samples use the row as well."""

@@ -29,7 +29,7 @@ from megatron_rl_corr.mcore.collect import PROGRESS_EVERY_S, SampleSource
 from megatron_rl_corr.mcore.prompt_checks import held_out_prompts
 from megatron_rl_corr.parallel.failure import MEETING_INTERVAL_S, all_reduce_results, communication_device
 from megatron_rl_corr.parallel.layout import Layout
-from megatron_rl_corr.rollout.sampling import evaluation_sampling
+from megatron_rl_corr.rollout.sampling import evaluation_sampling, sampling_of_row
 from megatron_rl_corr.rollout.seeds import evaluation_number
 
 TOTALS = ("reward", "tokens", "cut", "samples", "failed", "prompt_means", "prompts")
@@ -150,11 +150,12 @@ class Evaluation:
     async def _scored(self, one: HeldOut, number: int, draw: int, running: RunningEvaluation) -> HeldOutSample | None:
         """One sample; None where it failed for good."""
         client, episodes, prompt = self.source.client, self.source.episodes, one.prompts.at(number)
+        sampling = sampling_of_row(self.sampling, prompt)
         try:
             if episodes is None:
-                [sample] = await client.generate([prompt.input_ids], self.sampling, group_numbers=[draw])
+                [sample] = await client.generate([prompt.input_ids], sampling, group_numbers=[draw])
             else:
-                [sample] = await episodes.generate(client, [prompt], self.sampling, group_numbers=[draw])
+                [sample] = await episodes.generate(client, [prompt], sampling, group_numbers=[draw])
             reward = await self.source.rewards.score(prompt, sample)
         except SampleFailure as failure:
             name = f" {one.options.name}" if one.options.name else ""

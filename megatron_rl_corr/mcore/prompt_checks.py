@@ -63,7 +63,8 @@ def held_out_prompts(
     Raises:
         ValueError: it can't be read, or a row is bad or too long.
     """
-    limits = PromptLimits(vocab_size)  # with a length of its own only the servers' context bounds it
+    # With a length of its own only the servers' context bounds it.
+    limits = PromptLimits(vocab_size, max_new_tokens=options.eval_max_new_tokens)
     if options.eval_max_new_tokens is None:
         limits = prompt_limits(options, vocab_size=vocab_size, seq_length=args.seq_length, drop=False)
     form = PromptFormat.of(options, tokenizer, limits)
@@ -94,7 +95,7 @@ def prompt_limits(options: RunConfig, *, vocab_size: int, seq_length: int, drop:
             f"`max_prompt_tokens` {options.max_prompt_tokens} has no effect: {words} leaves {room}; drop it, or use "
             f"--seq-length {options.max_prompt_tokens + options.max_new_tokens - 1}"
         )
-    return PromptLimits(vocab_size, room, words, drop)
+    return PromptLimits(vocab_size, room, words, options.max_new_tokens, drop)
 
 
 def check_rows(prompts: PromptDataset, flag: str, *, all_rows: bool = False) -> tuple[int, list[LongPrompt]]:

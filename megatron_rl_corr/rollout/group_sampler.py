@@ -13,6 +13,7 @@ from megatron_rl_corr.rollout.cursor import Drawn, GroupNumbers
 from megatron_rl_corr.rollout.episodes import Episodes
 from megatron_rl_corr.rollout.failures import FailedPrompts, Failures
 from megatron_rl_corr.rollout.queue import Group
+from megatron_rl_corr.rollout.sampling import sampling_of_row
 
 TRUNCATED = "truncated"
 
@@ -65,6 +66,7 @@ class GroupSampler:
             TooManyFailures: nearly all samples fail.
         """
         prompt, lengths = self._prompts.at(number), []
+        sampling = sampling_of_row(self._sampling, prompt)
         scores: list[Score | None] = [None] * self._group_size
 
         async def score(trajectory: Trajectory) -> None:
@@ -83,9 +85,9 @@ class GroupSampler:
         how = {"samples_per_prompt": self._group_size, "group_numbers": [number], "on_sample": score}
         try:
             if self._episodes is None:
-                trajectories = await self._client.generate([prompt.input_ids], self._sampling, **how)
+                trajectories = await self._client.generate([prompt.input_ids], sampling, **how)
             else:
-                trajectories = await self._episodes.generate(self._client, [prompt], self._sampling, **how)
+                trajectories = await self._episodes.generate(self._client, [prompt], sampling, **how)
             if self._rewards.compares:
                 scores = await self._compared(prompt, trajectories, scores)
         except asyncio.CancelledError:

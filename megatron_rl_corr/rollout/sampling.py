@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_rl_corr.config.run import RunConfig
+from megatron_rl_corr.data.prompts import Prompt
 from megatron_rl_corr.engines.trajectory import SamplingParams
 
 
@@ -30,3 +31,15 @@ def evaluation_sampling(options: RunConfig) -> SamplingParams:
         given |= {"top_p": 1.0, "top_k": -1, "min_p": 0.0}
     changed = {name: value for name, value in given.items() if value is not None}
     return replace(training_sampling(options), with_support=False, **changed)
+
+
+def sampling_of_row(sampling: SamplingParams, prompt: Prompt) -> SamplingParams:
+    """The run's parameters with those that the row has of its own; stop texts and ids are beside the run's."""
+    own = prompt.sampling
+    if not own:
+        return sampling
+    return replace(
+        sampling, max_new_tokens=own.get("max_new_tokens", sampling.max_new_tokens),
+        stop=(*sampling.stop, *own.get("stop", ())),
+        stop_token_ids=(*sampling.stop_token_ids, *own.get("stop_token_ids", ())),
+    )  # fmt: skip

@@ -32,7 +32,7 @@ DEFAULTS = CLIENT | {
     "urls": ("http://a:30000", "http://b:30000"), "api_key_env": None,
     "hf_checkpoint": "model", "prompts": ("prompts.jsonl",), "prompts_weights": (), "input_key": None,
     "label_key": None, "apply_chat_template": False, "system_prompt": None, "tools_key": None,
-    "chat_template_kwargs": None, "max_prompt_tokens": None, "long_prompts": "drop",
+    "chat_template_kwargs": None, "sampling_key": None, "max_prompt_tokens": None, "long_prompts": "drop",
     "eval_prompts": (), "eval_samples": (), "eval_temperature": None, "eval_top_p": None,
     "eval_top_k": None, "eval_max_new_tokens": None,
     "eval_pass_reward": 1.0,
