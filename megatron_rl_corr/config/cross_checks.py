@@ -20,7 +20,7 @@ def check_together(config: RolloutCorrectionConfig, run: RunConfig) -> None:
     _check_reference(config, run)
     by_turn = [rule.name for rule in config.rollout_rs if rule.level == "turn_mean"]
     by_turn += ["`rollout_is` turn"] if config.rollout_is == "turn" else []
-    if by_turn and not run.environment:
+    if by_turn and not run.environment and not run.replay:
         raise ValueError(
             f"{by_turn[0]} looks at turns, and without `environment` every rollout has one; add it, or use a token or "
             "sequence level"

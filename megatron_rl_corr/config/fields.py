@@ -59,7 +59,7 @@ class Between:
 def option(
     default: Any = dataclasses.MISSING, *, flag: str | None = "", metavar: str | None = None, none: str | None = None,
     choices: Sequence[str] | None = None, needs: str | None = None, usual: Any = None,
-    more: str = "",
+    more: str = "", required_unless: str | None = None,
 ) -> Any:  # fmt: skip
     """A field of `Options`, with what its annotation can't say.
 
@@ -73,9 +73,10 @@ def option(
             "reward_function or reward_url".
         usual: its value where it is not given and what it needs is there.
         more: follows the docstring in help and in tables, as it is made from a table of the package.
+        required_unless: it must be given, except where this other option is.
     """
     metadata = {"flag": flag, "metavar": metavar, "none": none, "choices": choices, "needs": needs, "usual": usual,
-                "more": more}
+                "more": more, "required_unless": required_unless}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -99,6 +100,7 @@ class Option:
     needs: str | None
     usual: Any
     more: str
+    required_unless: str | None
 
     @property
     def required(self) -> bool:
@@ -145,6 +147,8 @@ class Options:
             one.check(getattr(self, name))
         for name, one in known.items():
             self._check_need(one, given_as_word=name in words)
+            if one.required_unless and not getattr(self, name) and not vars(self).get(one.required_unless):
+                raise ValueError(f"`{name}` is required; see --help")
         for owner in reversed(type(self).__mro__):
             if "check" in vars(owner):
                 vars(owner)["check"](self)
@@ -203,7 +207,7 @@ def _option(field: dataclasses.Field, hint: Any) -> Option:
     return Option(
         field.name, kind, items, optional, choices, bounds, field.default,
         derived if given["flag"] == "" else given["flag"], given["metavar"], given["none"], given["needs"],
-        given["usual"], given["more"],
+        given["usual"], given["more"], given["required_unless"],
     )
 
 

@@ -17,7 +17,7 @@ RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue
 class PromptsConfig(Options):
     """Prompts: where they are read from, and how a row becomes one."""
 
-    prompts: tuple[str, ...] = option(metavar="PATH")
+    prompts: tuple[str, ...] = option((), metavar="PATH", required_unless="replay")
     """JSON lines, Parquet (a file, or a folder of them), or a folder that datasets' save_to_disk wrote. Several are
     one data set; see `prompts_weights`. A row has ids, text or messages, and further keys for the reward."""
 

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from megatron_rl_corr.config.evaluation import EvaluationConfig
-from megatron_rl_corr.config.fields import Between, Options, Positive, option
+from megatron_rl_corr.config.fields import Between, Options, Positive, option, options_of
 from megatron_rl_corr.config.groups import GroupsConfig
 from megatron_rl_corr.config.policy import ExpertsConfig, ModelConfig, WeightSyncConfig
 from megatron_rl_corr.config.prompts import PromptsConfig
 from megatron_rl_corr.config.reference import ReferenceConfig
+from megatron_rl_corr.config.replay import ReplayConfig
 from megatron_rl_corr.config.reward_specs import RewardSpec, parse_rewards
 from megatron_rl_corr.config.rewards import RewardsConfig
 from megatron_rl_corr.config.samples import SamplesConfig
@@ -30,7 +31,7 @@ ENGINES = {"sglang": "megatron_rl_corr.engines.sglang"}
 class ServersConfig(Options):
     """Rollout servers: where they are, how many samples they are sent at a time, how long each answer may take."""
 
-    urls: tuple[str, ...] = option(flag="--rollout-url", metavar="URL")
+    urls: tuple[str, ...] = option((), flag="--rollout-url", metavar="URL", required_unless="replay")
     """Servers, for example http://127.0.0.1:30000."""
 
     engine: str = option("sglang", choices=tuple(ENGINES))
@@ -124,7 +125,13 @@ class LogsConfig(Options):
 
 TOPICS = (ServersConfig, PromptsConfig, SamplesConfig, EvaluationConfig, RewardsConfig, GroupsConfig,
           EnvironmentConfig, UpdatesConfig, ModelConfig, ReferenceConfig, WeightSyncConfig, ExpertsConfig,
-          LogsConfig)  # fmt: skip
+          LogsConfig, ReplayConfig)  # fmt: skip
+IDLE_TOPICS = (ServersConfig, PromptsConfig, EvaluationConfig, RewardsConfig, GroupsConfig, EnvironmentConfig,
+               WeightSyncConfig)  # fmt: skip
+IDLE_OPTIONS = ("max_lag", "stale_samples", "pause_mode")
+"""What has no effect in a replay."""
+OF_SCORERS = ("engine", "max_concurrency", "timeout_s", "max_retries", "api_key_env", "ca_file")
+"""Options of servers that act on those of a reference policy too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +146,9 @@ class RunConfig(*reversed(TOPICS)):
         )
 
     def check(self) -> None:
-        if not self.rewards and not self.environment:
+        if self.replay is not None:
+            self._check_replay()
+        elif not self.rewards and not self.environment:
             raise ValueError("`reward_function` is required; see --help")
         if self.inplace_gradient and (self.linear_logprobs or self.top_k > 0):
             raise ValueError(
@@ -151,3 +160,15 @@ class RunConfig(*reversed(TOPICS)):
                 f"`linear_logprobs` with `top_p` {self.top_p} and `top_k` {self.top_k}: the ids that the server kept "
                 "are looked up in the logits; drop the one or the others"
             )
+
+    def _check_replay(self) -> None:
+        """ValueError for an option that is given and has no effect where nothing is sampled."""
+        acts = OF_SCORERS if self.reference_urls else ()
+        acts += ("truncated_samples",) if self.truncated_samples == "mask" else ()
+        names = [name for topic in IDLE_TOPICS for name in options_of(topic) if name not in acts]
+        for name in (*names, *IDLE_OPTIONS):
+            if getattr(self, name) != options_of(type(self))[name].default:
+                raise ValueError(
+                    f"`{name}` has no effect with `replay`, which trains on saved samples: no server is asked, nothing "
+                    "is scored or pushed; drop it"
+                )

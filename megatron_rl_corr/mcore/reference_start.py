@@ -11,7 +11,6 @@ import torch.distributed as dist
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.engines.errors import RolloutError
-from megatron_rl_corr.mcore.collect import SampleSource
 from megatron_rl_corr.mcore.policy_check import naming_checkpoint
 from megatron_rl_corr.mcore.reference import LocalReference, Reference, ReferenceWeights
 from megatron_rl_corr.mcore.reference_checkpoint import broadcast_saved
@@ -21,6 +20,7 @@ from megatron_rl_corr.models.megatron_flags import model_flags
 from megatron_rl_corr.models.shards import LocalParameter, ShardRanks
 from megatron_rl_corr.parallel.failure import all_reduce_failure, all_reduce_startup
 from megatron_rl_corr.parallel.layout import Layout
+from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.scorer import Scorer
 from megatron_rl_corr.weight_sync.export import StageExporter
 
@@ -29,7 +29,7 @@ HEALTHY_WITHIN_S = 60.0
 
 def broadcast_reference(
     config: RolloutCorrectionConfig, options: RunConfig, args: argparse.Namespace,
-    parameters: Sequence[LocalParameter], layout: Layout, source: SampleSource,
+    parameters: Sequence[LocalParameter], layout: Layout, *, loop: LoopThread, vocab_size: int,
 ) -> Reference:
     """The reference policy that the KL penalties ask for; every rank calls it. Rank 0 looks for a saved reset.
 
@@ -39,7 +39,8 @@ def broadcast_reference(
         args: Megatron's.
         parameters: of this rank; at iteration 0 they hold the start's weights.
         layout: this rank's process groups.
-        source: has the event loop of servers, and the size of the vocabulary.
+        loop: the event loop of servers.
+        vocab_size: of the model.
 
     Raises:
         StartupError: on one rank: a checkpoint is of another model or can't be read, or a flag of Megatron's does not
@@ -52,7 +53,7 @@ def broadcast_reference(
         return Reference()
     all_reduce_startup(lambda: check_start_known(options, args))
     if options.reference_urls:
-        return _broadcast_served(options, args, parameters, layout, source)
+        return _broadcast_served(options, args, parameters, layout, loop, vocab_size)
     saved, reset_after = broadcast_saved(args, resets=resets)
     weights = all_reduce_startup(lambda: _weights(options, args, parameters, layout.shard, saved))
     exporter = None
@@ -71,26 +72,26 @@ def broadcast_reference(
 
 def _broadcast_served(
     options: RunConfig, args: argparse.Namespace, parameters: Sequence[LocalParameter], layout: Layout,
-    source: SampleSource,
+    loop: LoopThread, vocab_size: int,
 ) -> ServedReference:
     """A reference that servers score; where the run goes on, the start's weights are loaded to measure its floor."""
 
     def made() -> tuple[Scorer, ReferenceWeights | None]:
         known = ("engine", "max_concurrency", "timeout_s", "max_retries", "api_key", "ca_file")
         given = {name: value for name, value in options.client_arguments().items() if name in known}
-        scorer = Scorer(options.reference_urls, vocab_size=source.client.vocab_size, **given)
+        scorer = Scorer(options.reference_urls, vocab_size=vocab_size, **given)
         return scorer, _weights(options, args, parameters, layout.shard, None) if args.iteration > 0 else None
 
     scorer, start = all_reduce_startup(made)
     error = None
     if layout.is_data_leader:
         try:
-            source.loop.call(scorer.wait_healthy(HEALTHY_WITHIN_S))
+            loop.call(scorer.wait_healthy(HEALTHY_WITHIN_S))
         except RolloutError as failure:
             failure.add_note("it is a server of --rollout-reference-url; start it, or name another")
             error = failure
     all_reduce_failure(error)
-    return ServedReference(scorer, source.loop, layout, start=start)
+    return ServedReference(scorer, loop, layout, start=start)
 
 
 def _weights(

@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
@@ -16,9 +14,9 @@ from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.data.rewards import Rewards
 from megatron_rl_corr.data.tokenizer import Tokenizer
 from megatron_rl_corr.data.worker_pool import UserCalls
-from megatron_rl_corr.engines.errors import RolloutError
 from megatron_rl_corr.mcore import checkpoint_cursor, compat
 from megatron_rl_corr.mcore.batch import BatchShape
+from megatron_rl_corr.mcore.batch_collector import BatchCollector
 from megatron_rl_corr.mcore.collect import Collector, SampleSource
 from megatron_rl_corr.mcore.evaluate import Evaluation
 from megatron_rl_corr.mcore.forward import LogprobSettings
@@ -28,12 +26,12 @@ from megatron_rl_corr.mcore.policy_check import check_model, naming_checkpoint
 from megatron_rl_corr.mcore.prompt_checks import training_prompts
 from megatron_rl_corr.mcore.reference import Reference
 from megatron_rl_corr.mcore.reference_start import broadcast_reference
+from megatron_rl_corr.mcore.replay_collect import ReplayCollector
 from megatron_rl_corr.mcore.run_flags import begins_with_pretrained
 from megatron_rl_corr.mcore.sample_log import SampleLog
 from megatron_rl_corr.mcore.scoring import describe_start
-from megatron_rl_corr.mcore.server_check import broadcast_first_step, check_servers
+from megatron_rl_corr.mcore.serving import broadcast_checked, reach_servers
 from megatron_rl_corr.mcore.step import CorrectedStep
-from megatron_rl_corr.mcore.tokenizer_check import check_tokenizers
 from megatron_rl_corr.mcore.updates import Updates
 from megatron_rl_corr.mcore.user_functions import check_user_functions
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
@@ -42,23 +40,17 @@ from megatron_rl_corr.models.shards import LocalParameter, load_shards, local_pa
 from megatron_rl_corr.moe.padding import check_packed_routers
 from megatron_rl_corr.moe.routes import Routes, make_routes
 from megatron_rl_corr.moe.statistics import ExpertLog
-from megatron_rl_corr.parallel.failure import WATCH, StartupError, all_reduce_failure, all_reduce_startup
+from megatron_rl_corr.parallel.failure import all_reduce_startup
 from megatron_rl_corr.parallel.layout import Layout
-from megatron_rl_corr.rollout import versions
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
 from megatron_rl_corr.rollout.cursor import SavedCursor
 from megatron_rl_corr.rollout.environment import load_environment
 from megatron_rl_corr.rollout.episodes import Episodes
-from megatron_rl_corr.weight_sync.coverage import make_coverage
 from megatron_rl_corr.weight_sync.export import StageExporter
 from megatron_rl_corr.weight_sync.servers import WeightServers
-from megatron_rl_corr.weight_sync.transports import make_transport
-from megatron_rl_corr.weight_sync.update import push_weights
-from megatron_rl_corr.weight_sync.verify import make_verifier
 
 Report = Callable[[dict[str, float]], None]
-WAIT_FOR_SERVERS_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -80,30 +72,24 @@ class MegatronRun:
 class _Parts:
     """What is made before the servers are reached."""
 
-    source: SampleSource
-    collector: Collector
+    source: SampleSource | None
+    """None in a replay."""
+    loop: LoopThread
+    """Of everything that speaks HTTP."""
+    collector: BatchCollector
     evaluation: Evaluation | None
+    vocab_size: int
     parameters: list[LocalParameter]
     log: SampleLog | None
 
-
-@dataclass(frozen=True)
-class WeightPush:
-    """Sends the current weights of this run to its servers."""
-
-    exporter: StageExporter
-    servers: WeightServers
-    run_id: str
-    """The name of this start within the names of its weight versions."""
-    bucket_bytes: int
-    reference: Reference
-
-    def __call__(self, version: int) -> None:
-        """Every rank calls it. Raises ReferenceInPlace as `Reference.check_live`."""
-        self.reference.check_live("pushed")
-        push_weights(
-            self.exporter, self.servers, version=versions.name(self.run_id, version), bucket_bytes=self.bucket_bytes
-        )
+    def close(self, servers: WeightServers | None) -> None:
+        """Stop sampling, leave the servers, and close what is open for them."""
+        self.collector.close()
+        if servers is not None:
+            servers.close()
+        if self.source is not None:
+            self.loop.call(self.source.client.close())
+        self.loop.close()
 
 
 @dataclass(frozen=True)
@@ -113,14 +99,15 @@ class Session:
     step: CorrectedStep
     evaluation: Evaluation | None
     """Rollouts on held-out prompts."""
-    source: SampleSource
-    servers: WeightServers
     hf_saves: HFSaves
+    parts: _Parts
+    servers: WeightServers | None
+    """None in a replay."""
 
     def close(self) -> None:
         """Stop sampling and leave the servers."""
         self.step.reference.close()
-        _close(self.step.collector, self.servers, self.source)
+        self.parts.close(self.servers)
 
 
 def start(
@@ -148,40 +135,40 @@ def start(
     parts = all_reduce_startup(lambda: _prepare(options, megatron, layout, shape, routes, updates, saved))
     if args.iteration == 0:
         megatron.optimizer.reload_model_params()
-    reference = broadcast_reference(config, options, args, parts.parameters, layout, parts.source)
-    collector, client, loop = parts.collector, parts.source.client, parts.source.loop
-    run_id = _broadcast_reached(client, loop)
+    reference = broadcast_reference(
+        config, options, args, parts.parameters, layout, loop=parts.loop, vocab_size=parts.vocab_size
+    )
     exporter = StageExporter(
         parts.parameters, layout.shard, layout.stage_groups, stage=layout.pp_rank, num_stages=layout.pp_size
     )
-    push = WeightPush(
-        exporter, _weight_servers(options, exporter, client, loop), run_id, int(options.bucket_mib * 2**20), reference
-    )
-    with compat.gathered_parameters(megatron.model, megatron.optimizer):
-        push(updates.batches(args.iteration))
-    try:
-        check_servers(options.server_check, collector.sampling, client, loop)
-        check_tokenizers(options.server_check, parts.source.tokenizer, parts.source.prompts, client, loop)
-        first_step = broadcast_first_step(options.max_first_step_kl, args, client, loop)
-    except BaseException:
-        _close(collector, push.servers, parts.source)
-        raise
+    collector, servers = parts.collector, None
+    if parts.source is None:
+        push = _no_push(reference)
+        first_step = collector.broadcast_first_step(options.max_first_step_kl)
+    else:
+        push = reach_servers(options, exporter, parts.source, reference)
+        servers = push.servers
+        with compat.gathered_parameters(megatron.model, megatron.optimizer):
+            push(updates.batches(args.iteration))
+        try:
+            first_step = broadcast_checked(options, args, collector.sampling, parts.source)
+        except BaseException:
+            parts.close(servers)
+            raise
     step = CorrectedStep(
         config=config, layout=layout, shape=shape, collector=collector, push=push, report=report, routes=routes,
-        updates=updates, logprobs=_logprobs(options, layout, client.vocab_size, megatron.model), log=parts.log,
+        updates=updates, logprobs=_logprobs(options, layout, parts.vocab_size, megatron.model), log=parts.log,
         first_step=first_step, reference=reference, before_push=before_push,
     )
     if dist.get_rank() == 0:
         for line in describe_start(config, step.scoring_reasons, step.updates.count):
             print(f"[rollout] {line}", flush=True)
-    return Session(step, parts.evaluation, parts.source, push.servers, HFSaves.of(options, args.train_iters, exporter))
+    return Session(step, parts.evaluation, HFSaves.of(options, args.train_iters, exporter), parts, servers)
 
 
-def _close(collector: Collector, servers: WeightServers, source: SampleSource) -> None:
-    collector.close()
-    servers.close()
-    source.loop.call(source.client.close())
-    source.loop.close()
+def _no_push(reference: Reference) -> Callable[[int], None]:
+    """What takes the place of a push where there are no servers."""
+    return lambda version: reference.check_live("pushed")
 
 
 def _prepare(
@@ -193,23 +180,29 @@ def _prepare(
     check_folder(options, args)
     with naming_checkpoint(options.hf_checkpoint):
         checkpoint = HFCheckpoint(options.hf_checkpoint)
-    source = _source(options, megatron, layout, checkpoint.config["vocab_size"], routes)
+    loop, vocab_size = LoopThread(), checkpoint.config["vocab_size"]
     batches = updates.batches(args.iteration), updates.batches(args.train_iters)
-    collector = Collector(options, layout, shape, source, batches=batches, saved=saved, routes=routes)
-    evaluation = Evaluation.of(options, args, source, layout)
+    source = evaluation = None
+    if options.replay is not None:
+        collector: BatchCollector = ReplayCollector(
+            options, layout, shape, batches=batches, iteration=args.iteration, vocab_size=vocab_size, routes=routes
+        )
+    else:
+        source = _source(options, megatron, layout, loop, vocab_size, routes)
+        collector = Collector(options, layout, shape, source, batches=batches, saved=saved, routes=routes)
+        evaluation = Evaluation.of(options, args, source, layout)
     parameters = _parameters(checkpoint, args, megatron.model)
     if args.iteration == 0 and not begins_with_pretrained(args):
         with naming_checkpoint(options.hf_checkpoint):
             load_shards(parameters, checkpoint, layout.shard)
     log = SampleLog(options, layout, shape, collector.sampling) if options.save_trajectories else None
-    return _Parts(source, collector, evaluation, parameters, log)
+    return _Parts(source, loop, collector, evaluation, vocab_size, parameters, log)
 
 
 def _source(
-    options: RunConfig, megatron: MegatronRun, layout: Layout, vocab_size: int, routes: Routes
+    options: RunConfig, megatron: MegatronRun, layout: Layout, loop: LoopThread, vocab_size: int, routes: Routes
 ) -> SampleSource:
     """Client, prompts and what gives rewards, which is started on the ranks that ask for samples."""
-    loop = LoopThread()
     tokenizer = Tokenizer.from_folder(options.hf_checkpoint)
     client = RolloutClient(
         options.urls, vocab_size=vocab_size, experts=routes.server_shape, seed=megatron.args.seed,
@@ -255,39 +248,3 @@ def _parameters(checkpoint: HFCheckpoint, args: argparse.Namespace, model: list)
         return local_parameters(chunks, table, experts_per_rank=experts)
 
 
-def _weight_servers(
-    options: RunConfig, exporter: StageExporter, client: RolloutClient, loop: LoopThread
-) -> WeightServers:
-    checkpoint = Path(options.hf_checkpoint)
-    transport = all_reduce_startup(lambda: make_transport(
-        options.weight_transport, client, loop, backend="nccl" if torch.cuda.is_available() else "gloo",
-        checkpoint=checkpoint, folder=options.weight_dir, stage=exporter.stage, sends=exporter.sends,
-    ))  # fmt: skip
-    servers = WeightServers(
-        client, loop, transport, verifier=make_verifier(options.verify_push, checkpoint, client.engine),
-        coverage=make_coverage(checkpoint, client.engine), pause_mode=options.pause_mode,
-        samples_ahead=options.max_lag > 0,
-    )
-    if dist.get_rank() == 0:
-        WATCH.on_failure(servers.release)  # whichever rank fails
-    return servers
-
-
-def _broadcast_reached(client: RolloutClient, loop: LoopThread) -> str:
-    """Check from rank 0 that every server answers: failing here is cheaper than in the middle of a step.
-
-    The servers behind a router are listed once, so that all ranks talk to the same ones. Returns the id of this start
-    in the names of its weight versions, also rank 0's.
-    """
-    error, found = None, [client.base_urls, versions.new_run_id()]
-    if dist.get_rank() == 0:
-        try:
-            found[0] = loop.call(client.find_servers(WAIT_FOR_SERVERS_S))
-            loop.call(client.wait_healthy(WAIT_FOR_SERVERS_S))
-        except (RolloutError, ValueError) as failure:
-            error = failure if isinstance(failure, RolloutError) else StartupError(f"--rollout-url: {failure}")
-    all_reduce_failure(error)
-    dist.broadcast_object_list(found, src=0)
-    urls, run_id = found
-    client.use_servers(urls)
-    return run_id

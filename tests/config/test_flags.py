@@ -44,7 +44,7 @@ DEFAULTS = CLIENT | {
     "linear_logprobs": False, "fp32_lm_head": False, "inplace_gradient": False,
     "pad_sequences": False, "max_tokens_per_microbatch": None,
     "server_check": "semantic", "max_first_step_kl": None, "bucket_mib": 256.0, "log_dir": None,
-    "save_trajectories": None, "save_hf": None, "save_hf_interval": None,
+    "save_trajectories": None, "save_hf": None, "save_hf_interval": None, "replay": None,
     "router_replay": "off", "router_replay_min_agreement": None, "expert_statistics": False,
     "weight_transport": "distributed", "weight_dir": None, "verify_push": "checksum",
     "reference_checkpoint": None, "reference_reset": None, "reference_urls": (),
@@ -539,3 +539,23 @@ def test_updates_of_a_batch_when_several_then_clips_old_routes_and_a_bound_on_th
 )
 def test_updates_of_a_batch_when_they_make_no_sense_then_refused_with_the_remedy(flags, message):
     assert refusal(*REQUIRED, *flags).startswith(message)
+
+
+REPLAY = ["--rollout-replay", "samples", "--rollout-hf-checkpoint", "m"]
+
+
+def test_parse_when_a_run_is_replayed_then_nothing_of_sampling_is_required():
+    _, options = parse([*REPLAY, "--rollout-temperature", "0.7", "--rollout-group-size", "4"])
+    assert options.replay == "samples" and options.urls == () and options.prompts == ()
+    parse([*REPLAY, "--rollout-kl-loss-coef", "0.1", "--rollout-reference-url", "http://a:1",
+           "--rollout-max-concurrency", "3"])  # fmt: skip
+
+
+@pytest.mark.parametrize("given", [
+    ["--rollout-url", "http://a:1"], ["--rollout-prompts", "p.jsonl"], ["--rollout-reward-function", "r.py:f"],
+    ["--rollout-eval-prompts", "p.jsonl"], ["--rollout-environment", "e.py:E"], ["--rollout-bucket-mib", "2"],
+    ["--rollout-max-lag", "1", "--rollout-correction-preset", "decoupled_token_is"], ["--rollout-max-retries", "5"],
+])  # fmt: skip
+def test_parse_when_a_replay_is_given_what_only_sampling_needs_then_refused_by_name(given):
+    with pytest.raises(ValueError, match=f"{given[0]} has no effect with --rollout-replay"):
+        parse([*REPLAY, *given])

@@ -35,13 +35,19 @@ def replayed(server, model, folder):
 
 
 def launch(folder, name, model, url, script, *flags, processes, **variables):
-    """The ended run, whose log and checkpoints are in folder/name. variables: of its environment, too."""
+    """The ended run, whose log and checkpoints are in folder/name. variables: of its environment, too.
+
+    url: of the server; None: for a run that samples nothing.
+    """
+    sampling = [] if url is None else [
+        "--rollout-url", url, "--rollout-prompts", folder / "prompts.jsonl", folder / "prompts.parquet",
+        "--rollout-prompts-weights", 2, 1, "--rollout-reward-function", f"{folder / 'reward.py'}:reward",
+        "--rollout-server-check", "off",
+    ]  # fmt: skip
     ours = [
-        "--rollout-url", url, "--rollout-hf-checkpoint", model, "--rollout-prompts", folder / "prompts.jsonl",
-        folder / "prompts.parquet", "--rollout-prompts-weights", 2, 1,
-        "--rollout-reward-function", f"{folder / 'reward.py'}:reward", "--rollout-group-size", 4,
-        "--rollout-max-new-tokens", 8, "--rollout-correction-preset", "decoupled_token_is", "--rollout-server-check",
-        "off", "--rollout-log-dir", folder / name / "log", "--save", folder / name / "checkpoints",
+        *sampling, "--rollout-hf-checkpoint", model, "--rollout-group-size", 4,
+        "--rollout-max-new-tokens", 8, "--rollout-correction-preset", "decoupled_token_is", "--rollout-log-dir",
+        folder / name / "log", "--save", folder / name / "checkpoints",
         "--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable", "--weight-decay", 0.1,
     ]  # fmt: skip
     command = [

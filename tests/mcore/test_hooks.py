@@ -246,7 +246,8 @@ import pathlib, tempfile, torch
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.mcore import reference_checkpoint
 from megatron_rl_corr.mcore.reference import LocalReference, ReferenceInPlace, ReferenceWeights
-from megatron_rl_corr.mcore.session import WeightPush
+from megatron_rl_corr.mcore import serving
+from megatron_rl_corr.mcore.serving import WeightPush
 from megatron_rl_corr.mcore.step import CorrectedStep
 from megatron_rl_corr.models.shards import LocalParameter
 live = torch.nn.Parameter(torch.ones(3))
@@ -254,7 +255,7 @@ weights = ReferenceWeights([LocalParameter(live, "w", 0, 0, None)])
 with torch.no_grad():
     live += 1
 reference, seen = LocalReference(weights), []
-session.push_weights = lambda *args, **named: seen.append(["pushed", live.tolist()])
+serving.push_weights = lambda *args, **named: seen.append(["pushed", live.tolist()])
 push = WeightPush(None, None, "run", 1, reference)
 run = hooks.CorrectedTraining(*parse(FLAGS), None)
 step = CorrectedStep(config=RolloutCorrectionConfig(), layout=None, shape=None, collector=types.SimpleNamespace(

@@ -12,6 +12,7 @@ from tests.mcore.launched import checksums, launch, replayed, untimed_steps
 
 SCRIPT = Path(__file__).resolve().parents[1] / "matrix/pretrain_any.py"
 GROUPED = ["--moe-grouped-gemm", "--moe-permute-fusion"]
+NEAR = 1e-4  # of float32
 RUN = ["--global-batch-size", 16, "--train-iters", 4, "--save-interval", 2, "--rollout-save-hf-interval", 2]
 BEGIN = ["--train-iters", 1, "--save-interval", 1, "--rollout-save-hf-interval", 1, "--lr", 0, "--seed", 4321]
 """A step that moves nothing: what is served and saved after it is the start. The seed is for samples of its own."""
@@ -106,6 +107,28 @@ def test_checkpoint_when_exported_then_the_weights_are_those_that_the_run_wrote(
     for step, checkpoint in ((4, whole / "checkpoints"), (2, whole / "checkpoints/iter_0000002")):
         assert exported(checkpoint, tiny_moe_dir, tmp_path / f"{step}") == 0
         assert_same_weights(tmp_path / f"{step}", whole / f"hf/iter_{step:07d}")
+
+
+def replay(folder, of, name, model, *flags, processes=1):
+    """A run on the samples of the run `of`, without a server."""
+    flags = ["--rollout-replay", folder / of / "samples", "--rollout-save-hf", folder / name / "hf", *flags]
+    return launch(folder, name, model, None, SCRIPT, *RUN[:6], *flags, processes=processes)
+
+
+def test_run_when_replayed_without_a_server_in_another_layout_then_its_steps_are_nearly_the_same(runs, tiny_moe_dir):
+    _, whole, *_ = runs["whole"]
+    done = replay(whole.parent, "whole", "replayed", tiny_moe_dir, *GROUPED)
+    assert done.returncode == 0, done.stderr[-4000:]
+    steps, wanted = untimed_steps(whole.parent / "replayed"), untimed_steps(whole)
+    assert [step["step"] for step in steps] == [1, 2, 3, 4]
+    for step, expected in zip(steps, wanted, strict=True):
+        assert set(step) == set(expected)
+        for name in ("loss/policy", "loss/entropy", "grad_norm", "reward/mean", "weight_lag", "response_length/mean"):
+            assert step[name] == pytest.approx(expected[name], rel=NEAR, abs=1e-7), name
+        assert step["rollout_corr/k3_kl"] < 1e-6, "other samples than those that these weights gave"
+    found, weights = (HFCheckpoint(folder / "hf/iter_0000004") for folder in (whole.parent / "replayed", whole))
+    for name in weights.names:
+        torch.testing.assert_close(found.tensor(name), weights.tensor(name), rtol=0, atol=1e-6)
 
 
 def exported(checkpoint, model, out):

@@ -1,0 +1,17 @@
+"""Training from the samples of an earlier run, without servers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_rl_corr.config.fields import Options, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayConfig(Options):
+    """Replay: training from the samples of an earlier run, without servers."""
+
+    replay: str | None = option(None, metavar="DIR")
+    """Train on the samples that `save_trajectories` wrote to DIR, each step on those of the same step, to debug the
+    trainer alone: without servers, prompts and rewards, and with nothing pushed. Any parallel layout will do; the
+    temperature and what else samples were drawn with must be given as it was."""

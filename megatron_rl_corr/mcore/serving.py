@@ -1,0 +1,116 @@
+"""The servers of a run: reached, checked, and sent the first weights and those of every batch."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl_corr.config.run import RunConfig
+from megatron_rl_corr.engines.errors import RolloutError
+from megatron_rl_corr.engines.trajectory import SamplingParams
+from megatron_rl_corr.mcore.collect import SampleSource
+from megatron_rl_corr.mcore.first_step import FirstStep
+from megatron_rl_corr.mcore.reference import Reference
+from megatron_rl_corr.mcore.server_check import broadcast_first_step, check_servers
+from megatron_rl_corr.mcore.tokenizer_check import check_tokenizers
+from megatron_rl_corr.parallel.failure import WATCH, StartupError, all_reduce_failure, all_reduce_startup
+from megatron_rl_corr.rollout import versions
+from megatron_rl_corr.rollout.blocking import LoopThread
+from megatron_rl_corr.rollout.client import RolloutClient
+from megatron_rl_corr.weight_sync.coverage import make_coverage
+from megatron_rl_corr.weight_sync.export import StageExporter
+from megatron_rl_corr.weight_sync.servers import WeightServers
+from megatron_rl_corr.weight_sync.transports import make_transport
+from megatron_rl_corr.weight_sync.update import push_weights
+from megatron_rl_corr.weight_sync.verify import make_verifier
+
+WAIT_FOR_SERVERS_S = 60.0
+
+
+@dataclass(frozen=True)
+class WeightPush:
+    """Sends the current weights of this run to its servers."""
+
+    exporter: StageExporter
+    servers: WeightServers
+    run_id: str
+    """The name of this start within the names of its weight versions."""
+    bucket_bytes: int
+    reference: Reference
+
+    def __call__(self, version: int) -> None:
+        """Every rank calls it. Raises ReferenceInPlace as `Reference.check_live`."""
+        self.reference.check_live("pushed")
+        push_weights(
+            self.exporter, self.servers, version=versions.name(self.run_id, version), bucket_bytes=self.bucket_bytes
+        )
+
+
+def reach_servers(
+    options: RunConfig, exporter: StageExporter, source: SampleSource, reference: Reference
+) -> WeightPush:
+    """Find the servers, and make what sends them weights; every rank calls it.
+
+    Raises:
+        StartupError, RolloutError: on one rank, for servers that do not answer or a transport that can't work.
+        PeerFailure: then, on the other ranks.
+    """
+    client, loop = source.client, source.loop
+    run_id = _broadcast_reached(client, loop)
+    servers = _weight_servers(options, exporter, client, loop)
+    return WeightPush(exporter, servers, run_id, int(options.bucket_mib * 2**20), reference)
+
+
+def broadcast_checked(
+    options: RunConfig, args: argparse.Namespace, sampling: SamplingParams, source: SampleSource
+) -> FirstStep:
+    """Check the servers, which have the first weights; the bound of the first step's KL. Every rank calls it.
+
+    Raises:
+        StartupError, RolloutError: as `check_servers`, `check_tokenizers` and `broadcast_first_step`.
+    """
+    check_servers(options.server_check, sampling, source.client, source.loop)
+    check_tokenizers(options.server_check, source.tokenizer, source.prompts, source.client, source.loop)
+    return broadcast_first_step(options.max_first_step_kl, args, source.client, source.loop)
+
+
+def _weight_servers(
+    options: RunConfig, exporter: StageExporter, client: RolloutClient, loop: LoopThread
+) -> WeightServers:
+    checkpoint = Path(options.hf_checkpoint)
+    transport = all_reduce_startup(lambda: make_transport(
+        options.weight_transport, client, loop, backend="nccl" if torch.cuda.is_available() else "gloo",
+        checkpoint=checkpoint, folder=options.weight_dir, stage=exporter.stage, sends=exporter.sends,
+    ))  # fmt: skip
+    servers = WeightServers(
+        client, loop, transport, verifier=make_verifier(options.verify_push, checkpoint, client.engine),
+        coverage=make_coverage(checkpoint, client.engine), pause_mode=options.pause_mode,
+        samples_ahead=options.max_lag > 0,
+    )
+    if dist.get_rank() == 0:
+        WATCH.on_failure(servers.release)  # whichever rank fails
+    return servers
+
+
+def _broadcast_reached(client: RolloutClient, loop: LoopThread) -> str:
+    """Check from rank 0 that every server answers: failing here is cheaper than in the middle of a step.
+
+    The servers behind a router are listed once, so that all ranks talk to the same ones. Returns the id of this start
+    in the names of its weight versions, also rank 0's.
+    """
+    error, found = None, [client.base_urls, versions.new_run_id()]
+    if dist.get_rank() == 0:
+        try:
+            found[0] = loop.call(client.find_servers(WAIT_FOR_SERVERS_S))
+            loop.call(client.wait_healthy(WAIT_FOR_SERVERS_S))
+        except (RolloutError, ValueError) as failure:
+            error = failure if isinstance(failure, RolloutError) else StartupError(f"--rollout-url: {failure}")
+    all_reduce_failure(error)
+    dist.broadcast_object_list(found, src=0)
+    urls, run_id = found
+    client.use_servers(urls)
+    return run_id
