@@ -115,6 +115,11 @@ class LogsConfig(Options):
     """Write every batch's samples there, with both policies' log-probs, masks and advantages: a Parquet file a batch,
     named by its first step, and replica. It needs the pass that computes old log-probs, except in bypass mode."""
 
+    trace: str | None = option(None, metavar="DIR")
+    """Write when each sample was queued, sampled and scored and how long it waited, and the parts of each step, as
+    Chrome traces, which ui.perfetto.dev opens: a file a batch, named by its first step, and replica. Prefill and decode
+    are told apart where servers run with --enable-metrics."""
+
     save_hf: str | None = option(None, metavar="DIR")
     """Write the policy after the last step as a Hugging Face folder, DIR/iter_0000040: transformers and servers load
     it. All ranks must share DIR."""

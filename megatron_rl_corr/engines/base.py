@@ -259,6 +259,13 @@ class Engine(Inspection, Protocol):
         """Rename the weights; running requests go on."""
         raise self._unsupported("weight versions")
 
+    def server_times(self, body: bytes) -> dict[str, float]:
+        """Seconds that the server tells of a response: total_s, and where it measures them queue_s and first_token_s.
+
+        first_token_s is from the request to the first token; total_s to the last one.
+        """
+        return {}
+
     # Verification of an update
 
     def weights_checker(self, action: str = "checksum") -> Request:

@@ -24,6 +24,7 @@ from megatron_rl_corr.parallel.layout import Layout
 from megatron_rl_corr.rollout.cursor import SavedCursor
 from megatron_rl_corr.rollout.queue import Group, Taken
 from megatron_rl_corr.rollout.sample_file import Origin
+from megatron_rl_corr.rollout.trace import GroupTrace, clock
 
 
 class BatchCollector(ABC):
@@ -55,6 +56,10 @@ class BatchCollector(ABC):
         self.device = communication_device()
         self.trajectories: list[Trajectory] = []
         """The last batch's samples of this replica, on its data leader."""
+        self.traces: list[GroupTrace] = []
+        """The times of the last batch's groups, on its data leader; empty where nobody asks."""
+        self.taken_at: float | None = None
+        """When they were taken."""
         self._parts = RewardParts()
         self._new_parts = 0
         """Names of parts in the last batch of this leader that not all ranks know."""
@@ -170,6 +175,8 @@ class BatchCollector(ABC):
         since = time.monotonic()
 
         def read(taken: Taken) -> tuple[RolloutBatch | None, torch.Tensor]:
+            self.traces = [group.trace for group in taken.groups if group.trace is not None]
+            self.taken_at = clock()
             batch = None if self._packing else self._batch(taken, step)
             if self._packing is not None:
                 self._scored = self._numbered(taken, self._layout.dp_rank * self._groups)

@@ -90,6 +90,7 @@ class Collector(BatchCollector):
             group_size=shape.group_size, rewards=source.rewards, failures=self._failures,
             failed_prompts=self._failed_prompts, on_failed=options.on_failed_reward, episodes=source.episodes,
             drop_truncated=options.truncated_samples == "drop",
+            traces=options.trace is not None,
         )
         self._filter, self.oversampled = None, options.oversampling > 1
         if options.group_filter is not None:

@@ -145,6 +145,7 @@ class CorrectedTraining:
                 return result
             losses, *rest = result
             self.session.hf_saves.all_reduce_end_step(iteration + 1, model, optimizer)
+            self.session.end_step(iteration + 1)
             ahead = self._options.max_lag > 0 and iteration + 1 < training.get_args().train_iters
             self._reports.all_reduce_end_step(self.session.evaluation, iteration + 1, ahead=ahead)
             numbers = self._reports.numbers

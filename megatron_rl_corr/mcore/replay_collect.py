@@ -115,9 +115,10 @@ class ReplayCollector(BatchCollector):
         return bool(concurrent.futures.wait([taking], MEETING_INTERVAL_S).done)
 
     def _count(self, taken: Taken, version: int) -> list[float]:
-        """Values in the order of COUNTED: 0 for what only servers do."""
+        """Values in the order of COUNTED: 0 for what only servers do, and no sample has failed."""
         shape = self._routes.server_shape
         own = count_samples(taken, version, None if shape is None else shape.experts)
+        own["ended"] = own["samples"]
         return [float(own.get(name, 0)) for name in COUNTED]
 
     def _origin(self, group: Group) -> Origin | None:

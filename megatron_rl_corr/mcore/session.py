@@ -32,6 +32,7 @@ from megatron_rl_corr.mcore.sample_log import SampleLog
 from megatron_rl_corr.mcore.scoring import describe_start
 from megatron_rl_corr.mcore.serving import broadcast_checked, reach_servers
 from megatron_rl_corr.mcore.step import CorrectedStep
+from megatron_rl_corr.mcore.step_trace import StepTrace
 from megatron_rl_corr.mcore.updates import Updates
 from megatron_rl_corr.mcore.user_functions import check_user_functions
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
@@ -103,6 +104,12 @@ class Session:
     parts: _Parts
     servers: WeightServers | None
     """None in a replay."""
+    trace: StepTrace | None
+
+    def end_step(self, step: int) -> None:
+        """Write what --rollout-trace asks for, after each step. Raises OSError where it can't be written."""
+        if self.trace is not None:
+            self.trace.end_step(step, self.step.times, self.step.collector)
 
     def close(self) -> None:
         """Stop sampling and leave the servers."""
@@ -160,10 +167,11 @@ def start(
         updates=updates, logprobs=_logprobs(options, layout, parts.vocab_size, megatron.model), log=parts.log,
         first_step=first_step, reference=reference, before_push=before_push,
     )
+    trace = None if options.trace is None else StepTrace(options.trace, layout, updates.count)
     if dist.get_rank() == 0:
         for line in describe_start(config, step.scoring_reasons, step.updates.count):
             print(f"[rollout] {line}", flush=True)
-    return Session(step, parts.evaluation, HFSaves.of(options, args.train_iters, exporter), parts, servers)
+    return Session(step, parts.evaluation, HFSaves.of(options, args.train_iters, exporter), parts, servers, trace)
 
 
 def _no_push(reference: Reference) -> Callable[[int], None]:

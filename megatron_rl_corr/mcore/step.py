@@ -73,6 +73,7 @@ class CorrectedStep:
     """The bound of the KL in the first step after the start; None: no bound."""
     training: BatchInTraining | None = None
     """The batch whose updates are being made."""
+    times: StepTimes = field(default_factory=StepTimes)
     leaves_after_batch: bool = False
     """Megatron's rerun state machine asked to save and leave within the batch: the rest of it is left out."""
 
@@ -85,7 +86,7 @@ class CorrectedStep:
 
     def run(self, train_step: TrainStep, iteration: int, model: list, optimizer: Any, per_token: bool) -> tuple:
         """The step after `iteration` others; train_step(forward_step, data_iterator) is Megatron's own."""
-        times = StepTimes()
+        times = self.times = StepTimes()
         number, update = self.updates.batches(iteration), iteration % self.updates.count
         if update == 0:
             self.training = self._all_reduce_batch(number, iteration, model, optimizer, times)

@@ -12,11 +12,14 @@ class StepTimes:
 
     last: float = field(default_factory=time.perf_counter)
     seconds: dict[str, float] = field(default_factory=dict)
+    phases: list[tuple[str, float, float]] = field(default_factory=list)
+    """(name, begin, end) of each part."""
 
     def mark(self, name: str) -> None:
         """Count the time since the last mark as `name`."""
         now = time.perf_counter()
         self.seconds[f"time/{name}_s"] = now - self.last
+        self.phases.append((name, self.last, now))
         self.last = now
 
 

@@ -14,6 +14,7 @@ from megatron_rl_corr.rollout.episodes import Episodes
 from megatron_rl_corr.rollout.failures import FailedPrompts, Failures
 from megatron_rl_corr.rollout.queue import Group
 from megatron_rl_corr.rollout.sampling import sampling_of_row
+from megatron_rl_corr.rollout.trace import CURRENT, GroupTrace, clock
 
 TRUNCATED = "truncated"
 
@@ -33,18 +34,19 @@ class GroupSampler:
         on_failed: the reward of a sample whose reward failed; None: its group is dropped, as after any other failure.
         episodes: for an environment; None: a sample is one response.
         drop_truncated: drop a group as soon as one of its samples was cut (finish reason length).
+        traces: note the times of every group.
     """
 
     def __init__(
         self, client: RolloutClient, prompts: PromptDataset, numbers: GroupNumbers, sampling: SamplingParams, *,
         group_size: int, rewards: Rewards, failures: Failures, failed_prompts: FailedPrompts, on_failed: float | None,
-        episodes: Episodes | None, drop_truncated: bool = False,
+        episodes: Episodes | None, drop_truncated: bool = False, traces: bool = False,
     ):  # fmt: skip
         self._client, self._prompts, self._numbers, self._sampling = client, prompts, numbers, sampling
         self._group_size, self._rewards = group_size, rewards
         self._failed_score = None if on_failed is None else Score(on_failed)
         self._failures, self._failed_prompts = failures, failed_prompts
-        self._episodes, self._drop_truncated = episodes, drop_truncated
+        self._episodes, self._drop_truncated, self._traces = episodes, drop_truncated, traces
         rewards.late = self._late
 
     def draw(self) -> int:
@@ -65,6 +67,8 @@ class GroupSampler:
         Raises:
             TooManyFailures: nearly all samples fail.
         """
+        trace = GroupTrace(number) if self._traces else None
+        CURRENT.set(trace)  # each group is sampled by a task of its own
         prompt, lengths = self._prompts.at(number), []
         sampling = sampling_of_row(self._sampling, prompt)
         scores: list[Score | None] = [None] * self._group_size
@@ -81,6 +85,9 @@ class GroupSampler:
             else:
                 if not self._rewards.compares:
                     self._failures.scored()
+            finally:
+                if trace is not None:
+                    trace.rewards.append((index, begin, clock()))
 
         how = {"samples_per_prompt": self._group_size, "group_numbers": [number], "on_sample": score}
         try:
@@ -89,7 +96,10 @@ class GroupSampler:
             else:
                 trajectories = await self._episodes.generate(self._client, [prompt], sampling, **how)
             if self._rewards.compares:
+                begin = clock()
                 scores = await self._compared(prompt, trajectories, scores)
+                if trace is not None:
+                    trace.rewards.append((None, begin, clock()))
         except asyncio.CancelledError:
             self._failures.cut(lengths)
             raise
@@ -104,7 +114,8 @@ class GroupSampler:
             return None
         self._failures.kept()
         self._failures.check()
-        return Group(number, trajectories, [score.reward for score in scores], [score.parts for score in scores])
+        rewards, parts = [score.reward for score in scores], [score.parts for score in scores]
+        return Group(number, trajectories, rewards, parts, trace)
 
     async def _compared(self, prompt: Prompt, trajectories: list[Trajectory], scores: list[Score]) -> list[Score]:
         """The scores with the rewards of the whole group; a sample that has failed before keeps its own."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from megatron_rl_corr.engines.trajectory import Trajectory
 from megatron_rl_corr.rollout import versions
+from megatron_rl_corr.rollout.trace import GroupTrace
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,8 @@ class Group:
     """The reward of each trajectory."""
     reward_parts: list[dict[str, float]] = field(default_factory=list)
     """Of each trajectory its named rewards, before their weights; empty where the environment gave the reward."""
+    trace: GroupTrace | None = None
+    """When what was done, with --rollout-trace."""
 
     @property
     def oldest_version(self) -> int:

@@ -28,6 +28,7 @@ from megatron_rl_corr.rollout.health import ServerHealth
 from megatron_rl_corr.rollout.seeds import Draw
 from megatron_rl_corr.rollout.server_pool import Counts, Server, ServerPool
 from megatron_rl_corr.rollout.stop_texts import Decode, cut_at_stop
+from megatron_rl_corr.rollout.trace import CURRENT, RequestTrace, clock
 
 FAILS_EVERY_REQUEST = (301, 302, 303, 307, 308, 401, 403, 404, 405)
 """HTTP statuses of a wrong key or address: every other request would get them too."""
@@ -164,9 +165,12 @@ class Retries:
         routed, known = self._experts is not None, None
         if routed and so_far is not None:
             known = so_far.routed_experts[: first_without_routes(so_far.routed_experts, self._experts.experts)]
-        failures, failed = 0, set() if avoid is None else {avoid}
+        failures, failed, group = 0, set() if avoid is None else {avoid}, CURRENT.get()
         while True:
+            trace = None if group is None else group.request(names["sample_index"])
             server = await self._pool.take(failed, prefer)
+            if trace is not None:
+                trace.sent, trace.server = clock(), server.url
             joined = server.joined
             request_id = uuid.uuid4().hex
             request = self._engine.generate(  # made for those in flight only
@@ -174,10 +178,15 @@ class Retries:
                 routes_from=0 if known is None else len(known),
             )  # fmt: skip
             try:
-                return await self._ask(
-                    server, request, request_id, ids, sampling, known_routes=known, **names
+                part = await self._ask(
+                    server, request, request_id, ids, sampling, trace, known_routes=known, **names
                 )
+                if trace is not None:
+                    trace.tokens = part.output_ids.numel()
+                return part
             except RolloutError as error:
+                if trace is not None:
+                    trace.failure = type(error).__name__
                 if not may_retry(error):
                     if isinstance(error, RolloutProtocolError):  # or it would get, and spoil, all that comes
                         self._health.leave_out(server, joined, error)
@@ -188,13 +197,15 @@ class Retries:
                     error.add_note(f"it was asked {failures + 1} times")
                     raise
             finally:
+                if trace is not None and trace.answered is None:
+                    trace.answered = clock()
                 self._pool.give_back(server)
             failures += 1
             self._counts.retries += 1
 
     async def _ask(
         self, server: Server, request: Request, request_id: str, ids: torch.Tensor, sampling: SamplingParams,
-        **names: Any,
+        trace: RequestTrace | None, **names: Any,
     ) -> Trajectory:  # fmt: skip
         versions = self._health.expected_versions
         sent_for = len(versions) - 1
@@ -217,6 +228,8 @@ class Retries:
         except asyncio.CancelledError:
             await self._cut(server, request_id, sending, parse)
             raise
+        if trace is not None:
+            trace.answered, trace.server_times = clock(), self._engine.server_times(body)
         part = parse(body)
         # The weights may have been updated in flight, also more than once: a stale server has none of these versions.
         if sent_for >= 0 and part.output_ids.numel() and part.oldest_version not in versions[sent_for:]:

@@ -44,7 +44,7 @@ DEFAULTS = CLIENT | {
     "linear_logprobs": False, "fp32_lm_head": False, "inplace_gradient": False,
     "pad_sequences": False, "max_tokens_per_microbatch": None,
     "server_check": "semantic", "max_first_step_kl": None, "bucket_mib": 256.0, "log_dir": None,
-    "save_trajectories": None, "save_hf": None, "save_hf_interval": None, "replay": None,
+    "save_trajectories": None, "save_hf": None, "save_hf_interval": None, "replay": None, "trace": None,
     "router_replay": "off", "router_replay_min_agreement": None, "expert_statistics": False,
     "weight_transport": "distributed", "weight_dir": None, "verify_push": "checksum",
     "reference_checkpoint": None, "reference_reset": None, "reference_urls": (),

@@ -1,5 +1,6 @@
 """Whole runs on Transformer Engine's spec: they go on from a checkpoint, and give a Hugging Face folder."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,9 @@ import torch
 from megatron_rl_corr import cli
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.rollout.sample_file import read_trajectories
+from megatron_rl_corr.rollout.trace_file import TRAINER
 from tests.mcore.launched import checksums, launch, replayed, untimed_steps
+from tests.rollout.test_trace import read_trace
 
 SCRIPT = Path(__file__).resolve().parents[1] / "matrix/pretrain_any.py"
 GROUPED = ["--moe-grouped-gemm", "--moe-permute-fusion"]
@@ -31,7 +34,8 @@ def made(folder, server, model, wanted):
         for name, flags in wanted.items():
             door.replay()
             out = folder / name
-            saves = ["--rollout-save-hf", out / "hf", "--rollout-save-trajectories", out / "samples"]
+            saves = ["--rollout-save-hf", out / "hf", "--rollout-save-trajectories", out / "samples",
+                     "--rollout-trace", out / "traces"]  # fmt: skip
             done = launch(folder, name, model, door.url, SCRIPT, *RUN, *saves, *flags, processes=4)
             assert name == "local" or done.returncode == 0, done.stderr[-4000:] + done.stdout[-2000:]
             found[name] = done, folder / name, checksums(server.url), door.sampled
@@ -129,6 +133,27 @@ def test_run_when_replayed_without_a_server_in_another_layout_then_its_steps_are
     found, weights = (HFCheckpoint(folder / "hf/iter_0000004") for folder in (whole.parent / "replayed", whole))
     for name in weights.names:
         torch.testing.assert_close(found.tensor(name), weights.tensor(name), rtol=0, atol=1e-6)
+
+
+def test_trace_of_a_run_then_every_sample_and_part_of_a_step_is_in_it_and_adds_up(runs):
+    _, whole, *_ = runs["whole"]
+    paths = sorted((whole / "traces").iterdir())
+    assert [path.name for path in paths] == [f"step_00000{step}_replica0.json" for step in (1, 2, 3, 4)]
+    logged = [json.loads(line) for line in (whole / "log/metrics.jsonl").read_text().splitlines()]
+    for path, metrics in zip(paths, logged, strict=True):
+        slices, names, facts = read_trace(path)
+        assert facts["replicas"] == 1 and facts["samples_left_out"] == 0
+        trainer = {event["name"]: event["dur"] / 1e6 for event in slices.pop((TRAINER, 0))}
+        step = trainer.pop(f"step {metrics['step']}")
+        assert list(trainer) == ["collect", "reference", "score", "save", "train", "push"]
+        assert sum(trainer.values()) == pytest.approx(step, abs=1e-4)
+        assert step == pytest.approx(metrics["time/step_s"], rel=0.5, abs=0.2)  # of another rank
+        assert len(slices) == 16
+        for own in slices.values():
+            parts = {event["name"]: event["dur"] for event in own}
+            whole_s = parts.pop("sample")
+            assert set(parts) == {"queued", "generate", "reward", "wait"}
+            assert whole_s * 0.9 - 50_000 <= sum(parts.values()) <= whole_s + 10
 
 
 def exported(checkpoint, model, out):

@@ -45,6 +45,7 @@ class SGLang(Engine):
 
     generate = staticmethod(requests.generate_request)
     parse = staticmethod(responses.parse_generate)
+    server_times = staticmethod(responses.server_times)
 
     parse_control = staticmethod(responses.parse_control)
     health = staticmethod(requests.health)

@@ -272,3 +272,10 @@ def _check_vocabulary(ids: np.ndarray, vocab_size: int | None, what: str, server
 def _check_count(meta: dict, name: str, count: int, what: str, server: str) -> None:
     if name in meta and meta[name] != count:
         raise RolloutProtocolError(server, GENERATE, f"{name} is {meta[name]} where {count} {what}")
+
+
+def server_times(body: bytes) -> dict[str, float]:
+    """Seconds of a response; only servers with --enable-metrics tell more than the whole."""
+    meta = orjson.loads(body)["meta_info"]
+    names = {"queue_s": "queue_time", "first_token_s": "first_token_latency", "total_s": "e2e_latency"}
+    return {ours: float(meta[theirs]) for ours, theirs in names.items() if meta.get(theirs) is not None}
