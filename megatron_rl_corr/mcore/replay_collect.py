@@ -144,11 +144,14 @@ class ReplayCollector(BatchCollector):
         for name, (flag, value) in flags.items():
             if vars(batch)[name] != value:
                 raise ValueError(f"{where} was made with {flag} {vars(batch)[name]}, got {value}; give what it was")
+        if batch.masks_truncated != self._mask_truncated:
+            was = "mask" if batch.masks_truncated else "train"
+            raise ValueError(f"{where} was made with --rollout-truncated-samples {was}; give what it was")
         if batch.replicas != self._layout.dp_size and self._shape.updates > 1:
             raise ValueError(
                 f"{where} was written by {batch.replicas} data-parallel replicas, and this run has "
-                f"{self._layout.dp_size}: with --rollout-updates-per-batch {self._shape.updates}, which samples an update "
-                "takes depends on it; use as many"
+                f"{self._layout.dp_size}: with --rollout-updates-per-batch {self._shape.updates} "
+                "which samples an update takes depends on it; use as many"
             )
         if batch.num_turns != self._num_turns:
             raise ValueError(f"{where} was made with `max_turns` {batch.num_turns}, the first step's files with "

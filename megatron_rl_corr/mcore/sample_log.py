@@ -31,6 +31,7 @@ class SampleLog:
             step=1, updates=options.updates_of_batch, replica=layout.dp_rank, replicas=layout.dp_size,
             group_size=shape.group_size, packed=shape.packing is not None, num_turns=options.max_turns,
             hf_checkpoint=str(Path(options.hf_checkpoint).resolve()),
+            masks_truncated=options.truncated_samples == "mask",
         )
         if layout.is_data_leader:
             self._folder.mkdir(parents=True, exist_ok=True)

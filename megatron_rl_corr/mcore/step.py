@@ -281,12 +281,11 @@ class CorrectedStep:
         if not self.layout.is_job_reporter:
             return
         update = iteration % self.updates.count
-        step_s = sum(times.seconds.values())
         if update == 0:
             whole.response_length, whole.weight_lag = numbers["response_length/mean"], numbers["weight_lag"]
         # A probability band or a kind of turn without a token has no mean: it is left out, not reported as NaN.
         numbers = {name: value for name, value in numbers.items() if "/by_" not in name or not math.isnan(value)}
-        whole.seconds += step_s
+        whole.seconds += (step_s := sum(times.seconds.values()))
         if update == self.updates.count - 1:
             numbers["tokens_per_s"] = whole.response_length * self.shape.collected / whole.seconds
         if self.updates.count > 1:

@@ -78,6 +78,7 @@ class GroupSampler:
             lengths.append(int(trajectory.sampled.sum()))
             if self._drop_truncated and trajectory.finish_reason == "length":
                 raise SampleFailure(TRUNCATED, "it was cut")  # ends the others of the group too
+            begin = clock()
             try:
                 scores[index] = await self._rewards.of_sample(prompt, trajectory)
             except SampleFailure as failure:
@@ -96,10 +97,10 @@ class GroupSampler:
             else:
                 trajectories = await self._episodes.generate(self._client, [prompt], sampling, **how)
             if self._rewards.compares:
-                begin = clock()
+                compared = clock()
                 scores = await self._compared(prompt, trajectories, scores)
                 if trace is not None:
-                    trace.rewards.append((None, begin, clock()))
+                    trace.rewards.append((None, compared, clock()))
         except asyncio.CancelledError:
             self._failures.cut(lengths)
             raise

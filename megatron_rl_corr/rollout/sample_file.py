@@ -56,6 +56,8 @@ class SavedBatch:
     """The largest number of turns that a sample may have; None without an environment."""
     hf_checkpoint: str
     """The model's Hugging Face folder, which has the tokenizer."""
+    masks_truncated: bool = False
+    """Samples that were cut (finish reason length) are kept out of the loss."""
 
     @property
     def file_name(self) -> str:
