@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megatron_rl_corr.config.flags import warn
 from megatron_rl_corr.config.reward_specs import RewardSpec, parse_rewards
 from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.data.loading import load
@@ -140,6 +141,21 @@ class Rewards:
                     "key that holds it with `label_key`, or leave the row out"
                 )
 
+    def check_alone(self, flag: str) -> None:
+        """Warn that `score` leaves rewards of groups out. Raises ValueError where there are no others.
+
+        Args:
+            flag: the option that wants samples scored alone.
+        """
+        left_out = " ".join(spec.source for spec in self._of_groups)
+        if left_out and not self._alone:
+            raise ValueError(
+                f"{flag}: {FLAG} {left_out} compares the samples of a group, and an evaluation has none; add a reward "
+                "that looks at one sample"
+            )
+        if left_out:
+            warn(f"{flag}: its rewards are without those of {left_out}, which compares the samples of a group")
+
     async def close(self) -> None:
         """End the workers, whatever they are doing."""
         await self._functions.close()
@@ -148,14 +164,12 @@ class Rewards:
         self._decoder.shutdown(wait=False)
 
     async def score(self, prompt: Prompt, trajectory: Trajectory) -> float:
-        """The reward of a sample that has no group: to a reward of groups it is a group of one.
+        """The reward of a sample that has no group: the sum of the rewards that look at one sample alone.
 
         Raises:
             SampleFailure: as `of_sample`.
         """
-        score = await self.of_sample(prompt, trajectory)
-        [score] = await self.of_group(prompt, [trajectory], [score])
-        return score.reward
+        return (await self.of_sample(prompt, trajectory)).reward
 
     async def of_sample(self, prompt: Prompt, trajectory: Trajectory) -> Score:
         """The sum of the rewards that look at one sample alone.

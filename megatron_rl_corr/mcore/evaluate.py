@@ -91,6 +91,7 @@ class Evaluation:
             HeldOut(one, held_out_prompts(one.path, *given, source.client.vocab_size))
             for one in options.evaluation_sets()
         ]
+        source.rewards.check_alone("--rollout-eval-prompts")
         for one in sets:
             source.rewards.check_labels(one.prompts, "--rollout-eval-prompts")
         return cls(

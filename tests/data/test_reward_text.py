@@ -82,7 +82,7 @@ def file(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("workers", [1, 0])
-def test_rewards_when_of_all_forms_then_weighted_sums_of_text_ids_and_groups(file, tmp_path, workers):
+def test_rewards_when_of_all_forms_then_weighted_sums_of_text_ids_and_groups(file, tmp_path, workers, capsys):
     specs = [f"long={file}:reward", f"{file}:waits", f"{file}:rewards", f"{file}:best_of", f"{file}:with_ids",
              "exact", "overlong:cache=4"]  # fmt: skip
     weights = [0.5, 2, 10, 0, 1, 100, 4]
@@ -100,12 +100,23 @@ def test_rewards_when_of_all_forms_then_weighted_sums_of_text_ids_and_groups(fil
         assert [one.reward for one in whole] == [109.5, 21.0]  # the longest gets 10, best_of counts 0
         assert whole[0].parts.keys() - alone[0].parts.keys() == {"rewards", "best_of", "best_of/place"}
         assert [one.parts["best_of/place"] for one in whole] == [0, 1]
+        assert await rewards.score(OF_IDS, group[0]) == 109.5  # alone
+        rewards.check_alone("--rollout-eval-prompts")
+        assert f"its rewards are without those of {file}:rewards {file}:best_of" in capsys.readouterr().err
 
     run(specs, scenario, weights, workers=workers)
-    assert (tmp_path / "told").read_text().splitlines() == [
+    assert (tmp_path / "told").read_text().splitlines()[:2] == [
         '["hi", "cab", "cab", {"kind": "x"}, [8, 9, 0], [3, 1, 2, 0]]',
         '["hi", "aaaaaa", "cab", {"kind": "x"}, [8, 9, 0], [1, 1, 1, 1, 1, 1]]',
     ]
+
+
+def test_evaluation_when_all_rewards_compare_then_refused(file):
+    async def scenario(rewards):
+        with pytest.raises(ValueError, match="compares the samples of a group, and an evaluation has none; add a rewa"):
+            rewards.check_alone("--rollout-eval-prompts")
+
+    run(f"{file}:rewards", scenario, workers=0)
 
 
 def test_prompt_when_the_row_has_text_then_that_and_no_decoded_ids(file, tmp_path):
