@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import functools
+import os
 import re
 import sys
 import textwrap
@@ -160,7 +161,8 @@ def given_flags(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tu
     names = {action.dest: fields[action.option_strings[0]] for action in parser._actions}
     for action in parser._actions:
         flag = action.option_strings[0]
-        if action.nargs == "+" and sum(one.split("=")[0] == flag for one in arguments) > 1:
+        first = os.environ.get("RANK", "0") == "0"  # one line is enough for all ranks
+        if first and action.nargs == "+" and sum(one.split("=")[0] == flag for one in arguments) > 1:
             warn(f"{flag} is given twice: the last one counts; for several values, put all behind one")
     unset = argparse.Namespace(**dict.fromkeys(names, _NOT_GIVEN))
     try:

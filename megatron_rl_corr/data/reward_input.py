@@ -5,7 +5,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from megatron_rl_corr.data.prompts import Prompt
+    from megatron_rl_corr.engines.trajectory import Trajectory
 
 Form = Literal["sample", "group", "ids"]
 FORMS = (
@@ -49,6 +53,15 @@ class RewardInput:
                 "score sample.output_ids"
             )
         raise AttributeError(f"a sample has no {name!r}; it has {', '.join(self.__dataclass_fields__)}")
+
+
+def reward_input(prompt: Prompt, trajectory: Trajectory, texts: tuple[str | None, str | None]) -> RewardInput:
+    """A sample as functions see it, with copies of what a function may change."""
+    own = prompt.copied()
+    return RewardInput(
+        *texts, label=own.label, metadata=own.metadata, prompt_ids=own.input_ids,
+        output_ids=trajectory.output_ids.tolist(), finish_reason=trajectory.finish_reason, row=prompt.index,
+    )
 
 
 def form_of(function: Callable, source: str) -> Form:

@@ -17,7 +17,7 @@ from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.data.loading import load
 from megatron_rl_corr.data.prompts import Prompt, PromptDataset
 from megatron_rl_corr.data.reward_functions import RewardFunctions, as_sample_failure, value_of
-from megatron_rl_corr.data.reward_input import RewardInput
+from megatron_rl_corr.data.reward_input import RewardInput, reward_input
 from megatron_rl_corr.data.reward_url import RewardURL
 from megatron_rl_corr.data.reward_worker import FLAG
 from megatron_rl_corr.data.rows import BadRow
@@ -112,9 +112,13 @@ class Rewards:
                 f"{FLAG} {texts[0].source} needs the responses' text, and `hf_checkpoint` has no tokenizer; add its "
                 "files, or use a reward of your own that scores ids"
             )
-        for url in self._urls.values():
-            await url.start()
-        await self._functions.start()
+        try:
+            for url in self._urls.values():
+                await url.start()
+            await self._functions.start()
+        except BaseException:
+            await self.close()
+            raise
         forms = {
             spec.name: "sample" if spec.kind == "url" else self._functions.form_of(spec.name) for spec in self._specs
         }
@@ -274,15 +278,6 @@ class Rewards:
         task = asyncio.get_running_loop().create_task(tell())
         self._telling.add(task)  # the loop itself holds tasks weakly
         task.add_done_callback(self._telling.discard)
-
-
-def reward_input(prompt: Prompt, trajectory: Trajectory, texts: tuple[str | None, str | None]) -> RewardInput:
-    """A sample as functions see it, with copies of what a function may change."""
-    own = prompt.copied()
-    return RewardInput(
-        *texts, label=own.label, metadata=own.metadata, prompt_ids=own.input_ids,
-        output_ids=trajectory.output_ids.tolist(), finish_reason=trajectory.finish_reason, row=prompt.index,
-    )
 
 
 def _failure_of(call: asyncio.Task) -> SampleFailure | None:
