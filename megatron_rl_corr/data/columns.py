@@ -39,7 +39,7 @@ class ParquetRows:
         self._firsts: list[int] = []
         """The row that each file begins with."""
         names, rows = None, 0
-        for number, file in enumerate(self._files):
+        for place, file in enumerate(self._files):
             try:
                 metadata = pq.read_metadata(file)
             except pa.ArrowInvalid as error:
@@ -55,8 +55,9 @@ class ParquetRows:
             for group in range(metadata.num_row_groups):
                 part = metadata.row_group(group)
                 if part.num_rows:
-                    self.groups.append((part.num_rows, part.total_byte_size))
-                    self._places.append((number, group))
+                    size = sum(part.column(number).total_uncompressed_size for number in range(part.num_columns))
+                    self.groups.append((part.num_rows, size))
+                    self._places.append((place, group))
             rows += metadata.num_rows
         if not rows:
             raise ValueError(f"{self.path}: no prompts in it, its Parquet files have no rows")

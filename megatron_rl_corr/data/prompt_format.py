@@ -57,7 +57,7 @@ class PromptFormat:
             ValueError: the chat template has no place for the tools or for a variable of it that is given.
         """
         variables = config.template_variables()
-        if tokenizer is not None and tokenizer.has_template:
+        if tokenizer is not None and tokenizer.has_template and (variables or config.tools_key is not None):
             tokenizer.check_variables(variables, with_tools=config.tools_key is not None)
         return cls(
             tokenizer, config.input_key, config.label_key, config.tools_key, config.system_prompt,
@@ -82,6 +82,10 @@ class PromptFormat:
             raise LongPrompt(f"{where}: {error}") from None
         except ValueError as error:
             raise BadRow(f"{where}: {error}") from None
+
+    def is_plain_text(self, prompt: Prompt) -> bool:
+        """Whether the prompt is the row's text as it is, without a template."""
+        return prompt.text is not None and prompt.text == _at(prompt.metadata, self._key(prompt.metadata))
 
     def _made(self, row: dict[str, Any], index: int) -> Prompt:
         key = self._key(row)

@@ -69,12 +69,12 @@ class Stamp:
         if self._now() != self._value:
             raise ChangedFile(self._path)
 
-    def _now(self) -> tuple[int, int, int] | None:
+    def _now(self) -> tuple[int, int] | None:
         try:
             found = os.stat(self._path)
         except FileNotFoundError:
             return None
-        return found.st_ino, found.st_size, found.st_mtime_ns
+        return found.st_size, found.st_mtime_ns
 
 
 class JsonLines:

@@ -16,8 +16,9 @@ from megatron_rl_corr.mcore.collect import SampleSource
 from megatron_rl_corr.mcore.first_step import FirstStep
 from megatron_rl_corr.mcore.reference import Reference
 from megatron_rl_corr.mcore.server_check import broadcast_first_step, check_servers
-from megatron_rl_corr.mcore.tokenizer_check import check_tokenizers
+from megatron_rl_corr.mcore.source_check import check_source
 from megatron_rl_corr.parallel.failure import WATCH, StartupError, all_reduce_failure, all_reduce_startup
+from megatron_rl_corr.parallel.layout import Layout
 from megatron_rl_corr.rollout import versions
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
@@ -66,15 +67,15 @@ def reach_servers(
 
 
 def broadcast_checked(
-    options: RunConfig, args: argparse.Namespace, sampling: SamplingParams, source: SampleSource
+    options: RunConfig, args: argparse.Namespace, sampling: SamplingParams, source: SampleSource, layout: Layout
 ) -> FirstStep:
-    """Check the servers, which have the first weights; the bound of the first step's KL. Every rank calls it.
+    """Check servers and prompts, as the servers have the first weights; the bound of the first step's KL. Every rank calls it.
 
     Raises:
-        StartupError, RolloutError: as `check_servers`, `check_tokenizers` and `broadcast_first_step`.
+        StartupError, RolloutError: as `check_servers`, `check_source` and `broadcast_first_step`.
     """
     check_servers(options.server_check, sampling, source.client, source.loop)
-    check_tokenizers(options.server_check, source.tokenizer, source.prompts, source.client, source.loop)
+    check_source(options.server_check, source, layout)
     return broadcast_first_step(options.max_first_step_kl, args, source.client, source.loop)
 
 

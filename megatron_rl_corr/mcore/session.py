@@ -158,7 +158,7 @@ def start(
         with compat.gathered_parameters(megatron.model, megatron.optimizer):
             push(updates.batches(args.iteration))
         try:
-            first_step = broadcast_checked(options, args, collector.sampling, parts.source)
+            first_step = broadcast_checked(options, args, collector.sampling, parts.source, layout)
         except BaseException:
             parts.close(servers)
             raise

@@ -233,7 +233,7 @@ def config(**given):
         ("template", {"chat_template_kwargs": '{"thinks": true}'},
          "has thinks, which the chat template of .* does not use; drop it, or use .*think"),
         ("plain-tools", {"tools_key": "tools"}, "`tools_key`: the chat template of .* does not show tools"),
-        ("broken", {}, "the chat template of .* cannot be used"),
+        ("broken", {"tools_key": "t"}, "the chat template of .* cannot be used"),
     ],
 )  # fmt: skip
 def test_format_when_the_template_has_no_place_for_an_option_then_refused_at_the_start(

@@ -93,3 +93,21 @@ def test_check_rows_when_there_are_many_then_the_first_the_last_and_a_thousand_a
     else:
         assert {0, size - 1} <= made and CHECKED_ROWS <= len(made) == counted <= CHECKED_ROWS + 2
         assert 400 < sum(row < size / 2 for row in made) < 600
+
+
+@pytest.mark.parametrize("has_template, flags, told", [
+    (True, (), True), (False, (), False), (True, ("--rollout-apply-chat-template",), False),
+])  # fmt: skip
+def test_prompts_when_text_is_not_rendered_though_there_is_a_template_then_a_line_says_so(
+    tmp_path, capsys, has_template, flags, told
+):
+    tokenizer = types.SimpleNamespace(
+        has_template=has_template, bos_id=None, encode=lambda text: [1, 2],
+        apply_chat_template=lambda messages, tools: ("<user>" + messages[0]["content"], [1, 2, 3]),
+    )
+    (tmp_path / "p.jsonl").write_text('{"prompt": "1+1"}')
+    _, options = parse([*FLAGS, "--rollout-prompts", str(tmp_path / "p.jsonl"), *flags])
+    layout = types.SimpleNamespace(is_data_leader=True, dp_rank=0)
+    training_prompts(options, types.SimpleNamespace(seq_length=32, seed=1), layout, tokenizer, 10)
+    line = "[rollout] --rollout-prompts: text is tokenised as it is, though the tokenizer has a chat template; "
+    assert capsys.readouterr().err == (line + "--rollout-apply-chat-template makes a user's message of it\n") * told

@@ -8,7 +8,7 @@ import pytest
 from megatron_rl_corr.data.tokenizer import Tokenizer
 from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.engines.errors import RolloutServerError
-from megatron_rl_corr.mcore.tokenizer_check import _difference, texts_of
+from megatron_rl_corr.mcore.source_check import _all_gather_difference, _difference, fingerprint, texts_of
 from megatron_rl_corr.rollout import Prompt, PromptDataset, RolloutClient
 
 PROMPTS = PromptDataset([Prompt(0, [1, 67, 1]), Prompt(1, [], text="2+2=")])
@@ -87,3 +87,34 @@ def test_texts_when_the_tokenizer_can_encode_any_then_one_of_many_signs_is_among
     texts = texts_of(anything, PROMPTS)
     assert len(texts) == 3 and all(ids == list(text.encode()) for text, ids in texts.items())
     assert any("\u4f60" in text for text in texts)
+
+
+def test_fingerprint_when_rows_or_their_order_differ_then_it_does():
+    rows = [Prompt(i, [i]) for i in range(20)]
+    same = fingerprint(PromptDataset(rows, seed=1))
+    assert same == fingerprint(PromptDataset(list(rows), seed=1))
+    others = [fingerprint(PromptDataset(*other, seed=seed)) for *other, seed in (
+        (rows, 2), (rows[:19], 1), ([Prompt(i, [i + 1]) for i in range(20)], 1),
+    )]  # fmt: skip
+    assert all(other != same for other in others) and others[1]["rows"] == "19 (one source)"
+
+
+def test_replicas_when_a_host_has_other_data_then_the_run_is_refused(monkeypatch):
+    mine = PromptDataset([Prompt(i, [i]) for i in range(20)])
+
+    def difference(*others):
+        def gather(gathered, own, group):
+            gathered[:] = [None, *((n, fingerprint(data)) for n, data in enumerate(others, 1)), own]
+
+        monkeypatch.setattr("torch.distributed.all_gather_object", gather)
+        group = SimpleNamespace(size=lambda: 2 + len(others))
+        error = _all_gather_difference(mine, SimpleNamespace(dp_rank=0, dp_cp_group=group))
+        return None if error is None else str(error)
+
+    assert difference() is None and difference(mine, mine) is None
+    assert difference(mine, PromptDataset([Prompt(0, [1])])) == (
+        "--rollout-prompts: rows 20 (one source) for the first data-parallel replica, 1 (one source) for replica 2; "
+        "give every host the same files, checkpoint and flags"
+    )
+    others = PromptDataset([Prompt(i, [i + 1]) for i in range(20)])
+    assert "first prompts [[10]," in difference(others) and "for replica 1; give every host" in difference(others)

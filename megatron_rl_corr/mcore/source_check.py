@@ -1,4 +1,4 @@
-"""Checks at a run's start that its servers make the same ids of a text as the tokenizer that makes the prompts."""
+"""Checks at a run's start that its prompts are the same for all replicas, and tokenised as its servers do."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from megatron_rl_corr.data.rows import BadRow
 from megatron_rl_corr.data.tokenizer import Tokenizer
 from megatron_rl_corr.engines.errors import RolloutError, RolloutServerError
 from megatron_rl_corr.engines.types import UnsupportedByEngine
+from megatron_rl_corr.mcore.collect import SampleSource
 from megatron_rl_corr.parallel.failure import StartupError, all_reduce_failure
-from megatron_rl_corr.rollout.blocking import LoopThread
+from megatron_rl_corr.parallel.layout import Layout
 from megatron_rl_corr.rollout.client import RolloutClient
 
 TEXT = "The 1st test, 12 + 345 = 357?\n\tna\u00efve \u4f60\u597d \U0001f642  <|end|>"
@@ -20,31 +21,56 @@ PROMPTS = 8
 _NOT_FOUND = 404
 
 
-def check_tokenizers(
-    kind: str, tokenizer: Tokenizer | None, prompts: PromptDataset | None, client: RolloutClient, loop: LoopThread
-) -> None:
-    """Ask every server from rank 0 for the ids of a few texts; every rank calls it.
+def check_source(kind: str, source: SampleSource, layout: Layout) -> None:
+    """That all replicas draw from the same data, and that servers and prompts have one tokenizer; every rank calls it.
 
-    A server that has no tokenizer, or cannot be asked for ids, is named in one line.
+    Every server is asked from rank 0 for the ids of a few texts; one that has no tokenizer, or cannot be asked for ids,
+    is named in one line.
 
     Args:
-        kind: --rollout-server-check; off asks nothing.
-        tokenizer: of --rollout-hf-checkpoint; None: nothing is tokenised in this run, and nothing is asked.
-        prompts: of the run, on the ranks that draw them.
-        client: of the servers.
-        loop: the event loop of the client.
+        kind: --rollout-server-check; off asks no server.
+        source: of the samples. Without a tokenizer nothing is tokenised in this run, and no server is asked.
+        layout: of the ranks.
 
     Raises:
-        StartupError: a server makes other ids, or none.
+        StartupError: replicas have other data, or a server makes other ids.
         RolloutError: a server does not answer.
     """
-    error = None
-    if kind != "off" and tokenizer is not None and dist.get_rank() == 0:
+    tokenizer, error = source.tokenizer, _all_gather_difference(source.prompts, layout)
+    if error is None and kind != "off" and tokenizer is not None and dist.get_rank() == 0:
         try:
-            error = loop.call(_difference(client, texts_of(tokenizer, prompts)))
+            error = source.loop.call(_difference(source.client, texts_of(tokenizer, source.prompts)))
         except RolloutError as failure:
             error = failure
     all_reduce_failure(error)
+
+
+def _all_gather_difference(prompts: PromptDataset | None, layout: Layout) -> StartupError | None:
+    """What tells another replica's data from those of the first: hosts may have different files at one path."""
+    own = None if prompts is None else (layout.dp_rank, fingerprint(prompts))
+    group = layout.dp_cp_group
+    gathered: list[tuple[int, dict[str, str]] | None] = [None] * group.size()
+    dist.all_gather_object(gathered, own, group=group)
+    (_, first), *others = sorted(one for one in gathered if one is not None) or [(0, {})]
+    for rank, other in others:
+        for name in first:
+            if other[name] != first[name]:
+                return StartupError(
+                    f"--rollout-prompts: {name} {first[name][:200]} for the first data-parallel replica, "
+                    f"{other[name][:200]} for replica {rank}; give every host the same files, checkpoint and flags"
+                )
+    return None
+
+
+def fingerprint(prompts: PromptDataset) -> dict[str, str]:
+    """What replicas must agree on: how many rows there are of each source, and the first prompts that the run draws."""
+    drawn = []
+    for number in range(PROMPTS):
+        try:
+            drawn.append(prompts.at(number).input_ids)
+        except BadRow:
+            drawn.append(None)
+    return {"rows": f"{len(prompts)} ({prompts.identity or 'one source'})", "first prompts": str(drawn)}
 
 
 def texts_of(tokenizer: Tokenizer, prompts: PromptDataset) -> dict[str, list[int]]:
