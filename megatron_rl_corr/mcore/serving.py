@@ -69,7 +69,7 @@ def reach_servers(
 def broadcast_checked(
     options: RunConfig, args: argparse.Namespace, sampling: SamplingParams, source: SampleSource, layout: Layout
 ) -> FirstStep:
-    """Check servers and prompts, as the servers have the first weights; the bound of the first step's KL. Every rank calls it.
+    """Check servers, which have the first weights, and prompts; the bound of the first step's KL. Every rank calls it.
 
     Raises:
         StartupError, RolloutError: as `check_servers`, `check_source` and `broadcast_first_step`.
