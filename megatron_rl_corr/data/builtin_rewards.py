@@ -23,7 +23,9 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 def builtin_reward(spec: RewardSpec) -> Callable[[RewardInput], float]:
-    """The function of a built-in reward, with its parameters."""
+    """The function of a built-in reward, with its parameters. Raises ValueError for a `max` that nobody knows."""
+    if spec.parameters.get("max", 0) is None:
+        raise ValueError(f"`reward_function` {spec.source} needs max where there is no run: give {spec.source}:max=N")
     make = {
         "math": _math, "exact": lambda: exact, "f1": lambda: f1, "format": _format, "overlong": _overlong,
         "length": _length,

@@ -109,6 +109,12 @@ def test_length_when_computed_then_a_share_of_the_penalty():
     assert value("length:max=10,penalty=2", tokens=5) == -1.0
 
 
+def test_max_when_nothing_says_what_it_is_then_refused():
+    [parsed] = parse_rewards(["length"], [], [])
+    with pytest.raises(ValueError, match="length needs max where there is no run: give length:max=N"):
+        builtin_reward(parsed)
+
+
 def test_built_in_rewards_when_listed_then_each_can_be_made():
     for name in BUILTIN_REWARDS:
         value("overlong:cache=1" if name == "overlong" else name, "1", "1", 1)
