@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import megatron_rl_corr
+from megatron_rl_corr.data.rewards import Score
 from megatron_rl_corr.engines.types import UnsupportedByEngine
 from megatron_rl_corr.rollout import Prompt, PromptDataset, RolloutClient, SamplingParams
 from megatron_rl_corr.rollout.cursor import Cursor, GroupNumbers
@@ -21,8 +22,10 @@ GREEDY_LENGTH = SamplingParams(8, temperature=0.5, top_p=0.9)  # SGLang would ne
 class CountTokens:
     """A reward function of this process: the number of tokens."""
 
-    async def score(self, prompt, trajectory):
-        return float(trajectory.output_ids.numel())
+    compares = False
+
+    async def of_sample(self, prompt, trajectory):
+        return Score(float(trajectory.output_ids.numel()))
 
 
 def recorded(path):

@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from megatron_rl_corr.data.rewards import Score
 from megatron_rl_corr.rollout import Prompt, PromptDataset, RolloutClient, SamplingParams
 from megatron_rl_corr.rollout.cursor import Cursor, GroupNumbers
 from megatron_rl_corr.rollout.failures import FailedPrompts, Failures
@@ -28,8 +29,10 @@ async def odd(prompt, group):
 class Parity:
     """The reward of a sample: whether its first id is odd."""
 
-    async def score(self, prompt, trajectory):
-        return float(trajectory.output_ids[0] % 2)
+    compares = False
+
+    async def of_sample(self, prompt, trajectory):
+        return Score(float(trajectory.output_ids[0] % 2))
 
 
 def run(server, spec, scenario, *, tokens=3, **options):
