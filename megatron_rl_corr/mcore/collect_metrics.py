@@ -216,7 +216,7 @@ METRICS = (
         ),
         MetricSpec(
             "rollout/groups_without_spread",
-            "groups whose rewards are all equal: their advantages are 0, they teach nothing", "count",
+            "groups of equal rewards: group-relative advantages are 0; --rollout-group-filter", "count",
         ),
         MetricSpec(
             "rollout/duplicate_samples",

@@ -68,6 +68,18 @@ def test_loss_when_it_adds_metrics_then_they_stand_beside_the_usual_ones():
     assert made(with_metrics)[2]["share"] == 0.25 and "policy" in made(with_metrics)[2]
 
 
+def test_loss_when_it_adds_other_metrics_than_at_first_then_refused_since_ranks_would_exchange_unlike_ones():
+    names = iter(["share", "share", "other"])
+
+    def fickle(inputs, config, *, metrics):
+        metrics[next(names)] = Mean((inputs.logprobs.sum() * torch.ones(2)).float())  # with a gradient, which is cut
+        return -inputs.advantages * inputs.logprobs
+
+    made(fickle), made(fickle)
+    with pytest.raises(ValueError, match=r"it added \['share'\] at first, then \['other'\]"):
+        made(fickle)
+
+
 @pytest.mark.parametrize(("loss", "words"), [
     (lambda inputs, config: 3.0, "must return a tensor, got float"),
     (lambda inputs, config: inputs.logprobs.sum(), r"shape \[6\] on cpu, got torch.float32 \[\] on cpu"),

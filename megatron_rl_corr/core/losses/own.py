@@ -20,6 +20,8 @@ OwnLoss = Callable[..., Tensor]
 """loss(inputs: PolicyLossInputs, config) -> [T], or with the keyword metrics, a dict that it adds Metrics to."""
 STANDARD = ("policy", "old_new_k3_kl", "old_new_k3_kl_clamped")
 """The metrics that `record` makes of every loss."""
+_NAMES: dict[OwnLoss, list[str]] = {}
+"""Function -> the names of its metrics."""
 
 
 def own_loss(
@@ -42,17 +44,33 @@ def own_loss(
     takes_metrics = "metrics" in inspect.signature(function).parameters
     loss = function(given, config, metrics=own) if takes_metrics else function(given, config)
     check_tensor("`loss`", loss, mask)
+    own = _checked_metrics(function, own)
+    loss = inside(mask, loss)
+    if metrics is not None:
+        record(metrics, mask, loss, moved_log_ratio(inputs.logprobs.detach(), inputs.old_logprobs, mask))
+        metrics |= own
+    return loss
+
+
+def _checked_metrics(function: OwnLoss, own: dict[str, Metric]) -> dict[str, Metric]:
+    """The function's metrics without gradient, under the names of its first call: ranks exchange them by their order.
+
+    Raises:
+        ValueError: what is added is no metric, bears the name of a usual one, or other names come than at first.
+    """
     for name, metric in own.items():
         if not isinstance(metric, Metric) or name in STANDARD:
             raise ValueError(
                 f"`loss` adds {name!r} to metrics, which must be a Metric (Mean, Sum, ...) and none of "
                 f"{', '.join(STANDARD)}; got {metric!r}"
             )
-    loss = inside(mask, loss)
-    if metrics is not None:
-        record(metrics, mask, loss, moved_log_ratio(inputs.logprobs.detach(), inputs.old_logprobs, mask))
-        metrics |= own
-    return loss
+    first = _NAMES.setdefault(function, sorted(own))
+    if sorted(own) != first:
+        raise ValueError(
+            f"`loss` must add the same metrics in every call, whatever its inputs are: it added {first} at first, then "
+            f"{sorted(own)}"
+        )
+    return {name: type(metric)(metric.values.detach().double()) for name, metric in own.items()}
 
 
 def check_tensor(field: str, made: object, like: Tensor) -> None:
