@@ -237,7 +237,7 @@ METRICS = (
         ),
         MetricSpec(
             "rollout/skipped_prompts/",
-            "rows that were drawn since the batch before and left out: bad: they make no prompt; long: too long",
+            "rows drawn since the batch before and left out; bad: they make no prompt; long: too long",
             "bad, long",
         ),
         MetricSpec(
