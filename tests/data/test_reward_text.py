@@ -184,7 +184,7 @@ def test_reward_when_it_fails_then_the_failure_names_flag_file_rule_and_remedy(t
         assert error.value.cause == cause
         assert str(error.value).startswith("`reward_function`") and expected in str(error.value)
 
-    run(spec, scenario, limit_s=0.7)
+    run(spec, scenario, limit_s=0.7 if name == "hangs" else 20.0)
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,10 @@ def test_group_when_given_up_then_a_sample_with_two_running_calls_is_counted_onc
         call.cancel()
         await asyncio.wait([call])
         assert call.cancelled()
-        await asyncio.sleep(1.0)
+        async with asyncio.timeout(20):
+            while not late:
+                await asyncio.sleep(0.05)
+        await asyncio.sleep(0.1)
         assert len(late) == 1 and "KeyError" in str(late[0])
 
     run([f"{path}:a", f"{path}:b"], scenario, workers=2)
