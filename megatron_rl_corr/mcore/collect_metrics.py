@@ -17,8 +17,8 @@ from megatron_rl_corr.rollout.queue import Group, Taken
 
 COUNTED = (
     "samples", "tokens", "token_lags", "mixed", "length", "abort", "ready", "running", "dropped", "retries",
-    "continuations", "left_out", "route_tokens", "route_bytes", "unrouted", "equal_groups", "duplicates", "ended",
-    *(f"failed_{cause}" for cause in CAUSES), "replaced", "truncated", "lost_samples", "lost_tokens",
+    "continuations", "missed_stops", "left_out", "route_tokens", "route_bytes", "unrouted", "equal_groups",
+    "duplicates", "ended", *(f"failed_{cause}" for cause in CAUSES), "replaced", "truncated", "lost_samples", "lost_tokens",
     "skipped_bad", "skipped_long",
     "moved_bytes", "filtered", "filtered_above_0", "filtered_samples", "filtered_tokens", "filtered_rewards",
     "refilled", "aborted", "surplus", "surplus_samples", "surplus_tokens", "surplus_kept", "cut", "cut_tokens",
@@ -136,6 +136,7 @@ def collection_metrics(
         "rollout/groups_dropped": Sum(values["dropped"][None]),
         "rollout/retries": Sum(values["retries"][None]),
         "rollout/continuations": Sum(values["continuations"][None]),
+        "rollout/missed_stops": Sum(values["missed_stops"][None]),
         "rollout/servers_left_out": Sum(values["left_out"][None]),
         "rollout/failed_fraction": mean("failed", "ended"),
         **{f"rollout/failed/{cause}": Sum(values[f"failed_{cause}"][None]) for cause in CAUSES},
@@ -247,6 +248,9 @@ METRICS = (
         *FILTER, *SURPLUS,
         MetricSpec("rollout/retries", "requests sent again because a server failed, since the batch before"),
         MetricSpec("rollout/continuations", "requests that continued an aborted response, since the batch before"),
+        MetricSpec(
+            "rollout/missed_stops", "samples cut at a stop text that the server had missed, since the batch before"
+        ),
         MetricSpec("rollout/servers_left_out", "times that a server was left out, since the batch before"),
         MetricSpec(
             "rollout/failed_fraction",

@@ -60,13 +60,13 @@ class StepReports:
         if self._running is None:
             return False
         running, self._running = self._running, None
-        held, self._held = self._held, {}
         evaluated: dict[str, float] = {}
         try:
             evaluated = running.all_reduce_metrics()
         finally:  # without the evaluation where it failed
+            held, self._held = self._held, {}  # empty where `close` has written them meanwhile
             if held and waited:
-                held["time/eval_s"] = time.monotonic() - running.begun
+                held["time/eval_s"] = held.get("time/eval_s", 0.0) + time.monotonic() - running.begun
             self._write_numbers(held | evaluated if held else held)
         if held:
             for line in _lines(running, evaluated):

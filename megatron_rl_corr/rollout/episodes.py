@@ -156,6 +156,8 @@ class _Episode:
             raise SampleFailure("environment", f"{FLAG} failed in {self.doing} of {self.label}:\n{text}") from error
 
     async def _turns(self, environment: Environment, max_turns: int) -> Trajectory:
+        if isinstance(environment.stop, str):  # each of its letters would end a turn
+            raise SampleFailure("environment", f"{FLAG}: stop must be a list of texts, got {environment.stop!r}")
         ids = (*self._sampling.stop_token_ids, *environment.stop_token_ids)
         sampling = replace(self._sampling, stop_token_ids=ids, stop=(*self._sampling.stop, *environment.stop))
         self.doing = "turn 0"

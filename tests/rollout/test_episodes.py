@@ -106,6 +106,26 @@ def test_episode_when_the_environment_answers_twice_then_one_trajectory_of_three
     assert whole.finish_reason == "stop" and whole.environment_reward == 0.5
 
 
+@pytest.mark.parametrize("stop", [["</call>"], "</call>"])
+def test_episode_when_a_text_ends_its_turns_then_each_request_has_it_and_a_bare_text_is_refused(stop):
+    class Asked(Script):
+        async def turn(self, prompt_ids, sampling, draw, *, after=None):
+            stops.append(sampling.stop)
+            return await super().turn(prompt_ids, sampling, draw, after=after)
+
+    stops, environment = [], Says([50], DONE)
+    environment.stop = stop
+    client, sampling = Asked(([10], "stop"), ([11], "stop")), SamplingParams(20, stop=("x",))
+    run = generate_episodes(client, PROMPTS, sampling, environment=lambda prompt: environment, max_turns=5)
+    if isinstance(stop, str):  # or each of its letters would end a turn
+        with pytest.raises(SampleFailure, match="stop must be a list of texts, got '</call>'"):
+            asyncio.run(run)
+        assert stops == [] and environment.closed == 1
+    else:
+        asyncio.run(run)
+        assert stops == [("x", "</call>")] * 2
+
+
 def test_episode_when_every_method_is_async_then_the_same():
     class Waits(Environment):
         stop_token_ids = (33,)
