@@ -18,7 +18,8 @@ from megatron_rl_corr.rollout.queue import Group, Taken
 COUNTED = (
     "samples", "tokens", "token_lags", "mixed", "length", "abort", "ready", "running", "dropped", "retries",
     "continuations", "missed_stops", "left_out", "route_tokens", "route_bytes", "unrouted", "equal_groups",
-    "duplicates", "ended", *(f"failed_{cause}" for cause in CAUSES), "replaced", "truncated", "lost_samples", "lost_tokens",
+    "duplicates", "ended",
+    *(f"failed_{cause}" for cause in CAUSES), "replaced", "truncated", "lost_samples", "lost_tokens",
     "skipped_bad", "skipped_long",
     "moved_bytes", "filtered", "filtered_above_0", "filtered_samples", "filtered_tokens", "filtered_rewards",
     "refilled", "aborted", "surplus", "surplus_samples", "surplus_tokens", "surplus_kept", "cut", "cut_tokens",
