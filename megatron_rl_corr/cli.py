@@ -51,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     correct.set_defaults(run=_correct)
 
     _add_samples(commands)
+    _add_rollout(commands)
     _add_patch(commands)
 
     export = commands.add_parser("export", help="write a Megatron checkpoint as a Hugging Face folder")
@@ -115,6 +116,36 @@ def _samples(arguments: argparse.Namespace) -> None:
         raise ValueError(f"--limit must be at least 1, got {arguments.limit}")
     sys.stdout.reconfigure(errors="backslashreplace")  # samples hold any character, and not every terminal does
     run(arguments, sys.stdout)
+
+
+def _add_rollout(commands) -> None:
+    from megatron_rl_corr.config.rollout_command import add_flags
+
+    rollout = commands.add_parser("rollout", help="sample and score prompts without a trainer, into sample files")
+    rollout.add_argument("--out", metavar="DIR", required=True, help="a folder for the Parquet files")
+    rollout.add_argument("--groups", metavar="N", type=int, help="prompts that are sampled (default: each row once)")
+    rollout.add_argument("--seed", metavar="S", type=int, default=0, help="of the order of prompts and of samples")
+    add_flags(rollout)
+    rollout.set_defaults(run=_rollout)
+
+
+def _rollout(arguments: argparse.Namespace) -> None:
+    import asyncio
+    from pathlib import Path
+
+    from megatron_rl_corr.config.rollout_command import config_of, named
+    from megatron_rl_corr.engines.errors import RolloutError
+    from megatron_rl_corr.rollout.offline import OfflineRun
+
+    options = config_of(arguments)
+    if arguments.groups is not None and arguments.groups < 1:
+        raise ValueError(f"--groups must be at least 1, got {arguments.groups}")
+    try:
+        run = OfflineRun(options, Path(arguments.out), seed=arguments.seed, groups=arguments.groups)
+        summary = asyncio.run(run.run(lambda line: print(line, flush=True)))
+    except (RolloutError, ValueError) as error:
+        raise ValueError(named(error)) from error
+    print("\n".join([*summary.lines(), f"written: {arguments.out}"]))
 
 
 def _add_patch(commands) -> None:

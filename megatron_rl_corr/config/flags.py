@@ -56,7 +56,7 @@ def add_group(parser: argparse.ArgumentParser, owners: Sequence[type], only: Ite
     for owner in owners:
         for name, one in options_of(owner).items():
             if one.flag is not None and (only is None or name in only):
-                group.add_argument(one.flag, **_arguments(one, docs_of(owner)[name], overrides=owners == CORRECTION))
+                group.add_argument(one.flag, **arguments_of(one, docs_of(owner)[name], overrides=owners == CORRECTION))
 
 
 def title_of(owner: type) -> tuple[str, str]:
@@ -65,7 +65,7 @@ def title_of(owner: type) -> tuple[str, str]:
     return title, about
 
 
-def _arguments(one: Option, doc: str, *, overrides: bool) -> dict[str, Any]:
+def arguments_of(one: Option, doc: str, *, overrides: bool) -> dict[str, Any]:
     """What argparse is given; overrides: the flag is laid over a preset or a file, so that False can be said too."""
     default = None if one.required or overrides else one.default
     arguments: dict[str, Any] = {"default": default, "help": help_of(one, doc).replace("%", "%%")}
