@@ -36,7 +36,7 @@ WAIT_FOR_SERVERS_S = 60.0
 
 
 @dataclass
-class Summary:
+class OfflineSummary:
     """What came of a run of the command."""
 
     groups: int = 0
@@ -105,10 +105,10 @@ class OfflineRun:
         self._rewards = Rewards.of(options, self._tokenizer)
         self._rewards.check_labels(self._prompts, "--prompts")
         self._failures = Failures(options.max_failed_fraction, warn)
-        self._summary, self._done = Summary(), []
+        self._summary, self._done = OfflineSummary(), []
         out.mkdir(parents=True, exist_ok=True)
 
-    async def run(self, progress: Callable[[str], None]) -> Summary:
+    async def run(self, progress: Callable[[str], None]) -> OfflineSummary:
         """Sample all of them. What is done is written also where an error or Ctrl-C ends the run.
 
         Args:

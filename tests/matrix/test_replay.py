@@ -24,6 +24,9 @@ REPLICAS = [*GROUPED, "--expert-model-parallel-size", 2, "--expert-tensor-parall
 SEVERAL = ["--rollout-updates-per-batch", 2, "--router-replay", "R3"]
 FILTERED = ["--rollout-temperature", 0.8, "--rollout-top-p", 0.95, "--rollout-top-k", 20]
 
+OF_SAMPLING = ("packing/moved_bytes", "rollout/skipped_prompts/long")
+"""What rows were left out; and the size of samples on their way, which share their prompt's ids as they are sampled."""
+
 
 @pytest.fixture(scope="module")
 def runs(keeping_server, tiny_moe_dir, tmp_path_factory):
@@ -45,7 +48,8 @@ def test_run_when_replayed_in_its_layout_then_its_steps_and_weights_bit_for_bit(
     done = replay(folder, name, again, tiny_moe_dir, *flags, *saves, processes=4)
     assert done.returncode == 0, done.stderr[-4000:]
     for step, expected in zip(untimed_steps(folder / again), untimed_steps(folder / name), strict=True):
-        assert {key: (step.get(key), one) for key, one in expected.items() if step.get(key) != one} == {}
+        differ = {key: (step.get(key), one) for key, one in expected.items() if step.get(key) != one}
+        assert {key: pair for key, pair in differ.items() if key not in OF_SAMPLING} == {}
     assert_same_weights(folder / again / "hf/iter_0000004", folder / name / "hf/iter_0000004")
     # What a replay saves can be replayed itself.
     for path in (folder / name / "samples").iterdir():
@@ -75,7 +79,6 @@ def test_run_when_the_files_do_not_fit_then_refused_with_the_file_and_the_flag(r
     for name, change, words in (
         ("longer", ["--train-iters", 6], "has no samples of 2 of this run's 6 batches; the first is step_000005"),
         ("warmer", ["--rollout-temperature", 0.5], "was sampled with --rollout-temperature 1.0, got 0.5"),
-        ("grouped", ["--rollout-group-size", 2], "was made with --rollout-group-size 4, got 2"),
         ("smaller", ["--global-batch-size", 8], "16 samples, and a batch of this run 8"),
         ("routed", ["--router-replay", "R3"], "has no routed experts"),
         ("several", ["--rollout-updates-per-batch", 2], "was made with --rollout-updates-per-batch x"),
