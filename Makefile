@@ -1,6 +1,6 @@
 # `make setup` once; `make test`, `make quickstart`. `make help` lists the rest.
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-matrix lint quickstart quickstart-stop clean
+.PHONY: help setup test test-matrix lint quickstart quickstart-stop arithmetic arithmetic-stop clean
 
 PYTHON := .venv/bin/python
 # For tools/ and tests/, which are not installed; the package itself is, in editable form.
@@ -32,6 +32,12 @@ quickstart: setup ## Train the tiny MoE against a real SGLang server; SEED= STEP
 
 quickstart-stop: setup ## End what an interrupted quickstart left running
 	$(QUICKSTART) --stop
+
+arithmetic: setup ## From chat messages and a verifier to a Hugging Face folder that solves more; SEED= STEPS=
+	$(PYTHON) examples/arithmetic/run.py $(if $(SEED),--seed $(SEED)) $(if $(STEPS),--steps $(STEPS))
+
+arithmetic-stop: setup ## End what an interrupted arithmetic run left running
+	$(PYTHON) examples/arithmetic/run.py --stop
 
 clean: ## Remove caches and .venv (the packages that it shares with other checkouts stay)
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

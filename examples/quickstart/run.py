@@ -7,34 +7,21 @@ run.py --stop
 
 import argparse
 import json
-import os
-import signal
-import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-sys.path[:0] = [str(ROOT), str(HERE)]
+sys.path[:0] = [str(ROOT), str(HERE.parent), str(HERE)]
 
 from comparison import Run, draw, table  # noqa: E402
+from local_run import HIDDEN_GPU, Example, local_server, make_model, torchrun, train, wait_ready  # noqa: E402
 from reward import KINDS, WANTED_TOKENS  # noqa: E402
-from running import Running  # noqa: E402
 
 from tools import cpu  # noqa: E402
-from tools.local_server import LocalServer, LocalServerError, free_port, print_wait  # noqa: E402
-from tools.process_group import (  # noqa: E402
-    adopt_orphans,
-    die_with_parent,
-    end_descendants,
-    end_group,
-)
 
-SHOWN = ("[rl-corr]", "[rollout]", "megatron_rl_corr")
+EXAMPLE = Example("quickstart")
 PROMPTS_A_KIND = 4
-HIDDEN_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 
 def parse_arguments(argv):
@@ -54,13 +41,6 @@ def parse_arguments(argv):
         help="end every quickstart that is running, and all it started; with --out that run alone")
     add("launcher_flags", nargs="*", metavar="-- FLAGS", help="appended to the launcher's command")
     return parser.parse_args(argv)
-
-
-def environment(engine):
-    """Variables of a process that uses no GPU, since the model is tiny: the same run works everywhere."""
-    base = {**os.environ, **HIDDEN_GPU, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    base["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return cpu.environment(engine, base)
 
 
 def write_prompts(path):
@@ -94,82 +74,44 @@ def training_command(out, folder, model, url, options, *ahead):
         "--rollout-rs", "seq_mean_ratio", "--rollout-rs-threshold", "0.996_1.004",
         "--router-replay", options.router_replay, *ahead, *options.launcher_flags,
     ]  # fmt: skip
-    return [
-        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "4",
-        "--master-addr", "127.0.0.1", "--master-port", str(free_port()),
-        "-m", "megatron_rl_corr.launch", str(HERE / "pretrain_moe.py"), *map(str, flags),
-    ]  # fmt: skip
-
-
-def train(command, log_path, running, server_group):
-    """Run torchrun and return its exit status; the log gets all its output, the screen the table and our messages."""
-    adopt_orphans()
-    process = subprocess.Popen(
-        command, env=environment("megatron"), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, errors="replace", start_new_session=True, preexec_fn=die_with_parent(signal.SIGTERM),
-    )
-    running.add(process.pid)
-    output = threading.Thread(target=show, args=(process.stdout, log_path), daemon=True)
-    output.start()
-    try:
-        return process.wait()
-    finally:
-        end_group(process.pid, grace_s=5.0, reap=process.poll)
-        # torchrun's workers have sessions of their own, and the checkpoint writers they start outlive them.
-        end_descendants(keep_group=server_group)
-        output.join()
-
-
-def show(lines, log_path):
-    with log_path.open("w") as log:
-        for line in lines:
-            log.write(line)
-            log.flush()
-            if line.startswith(SHOWN) and "FAILED" not in line:
-                print(line, end="", flush=True)
+    return torchrun(HERE / "pretrain_moe.py", flags, processes=4)
 
 
 def run(options, out, running):
-    say(f"1/4 making a tiny Qwen3-MoE and its tokenizer in {out / 'model'}")
+    EXAMPLE.say(f"1/4 making a tiny Qwen3-MoE and its tokenizer in {out / 'model'}")
     model = out / "model"
-    subprocess.run(
-        [sys.executable, str(HERE / "make_model.py"), str(model), "--seed", str(options.seed)],
-        env=environment("sglang"), check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )
+    make_model(HERE / "make_model.py", model, "--seed", options.seed)
     write_prompts(out / "prompts.jsonl")
-    say(f"2/4 starting SGLang in {options.server_dtype}; its log is {out / 'server.log'}")
-    server = LocalServer(
-        model, dtype=options.server_dtype, log_path=out / "server.log", environment=environment("sglang"),
-        extra_arguments=[*cpu.sglang_arguments(HIDDEN_GPU), "--max-running-requests", "64",
-                         "--random-seed", str(options.seed),
-                         *(["--enable-return-routed-experts"] if options.router_replay == "R3" else [])],
-    )  # fmt: skip
+    EXAMPLE.say(f"2/4 starting SGLang in {options.server_dtype}; its log is {out / 'server.log'}")
+    replayed = ["--enable-return-routed-experts"] if options.router_replay == "R3" else []
+    server = local_server(
+        model, dtype=options.server_dtype, log_path=out / "server.log",
+        extra_arguments=["--max-running-requests", "64", "--random-seed", str(options.seed), *replayed],
+    )
     server.start()
     running.add(server.pid)
     try:
-        started = time.monotonic()
-        server.wait_ready(on_wait=print_wait)
-        print_wait.done(f"{server.url} is ready after {time.monotonic() - started:.0f} s")
+        wait_ready(server)
         used = cpu.transformer_engine(HIDDEN_GPU)
         for folder, ahead in runs(out, options).items():
             folder.mkdir(exist_ok=True)
             how, log = ", samples made during the step before" if ahead else "", folder / "train.log"
-            say(f"3/4 training with 4 processes, TP 2 x PP 2 x EP 2, Transformer Engine: {used}{how}; "
+            EXAMPLE.say(f"3/4 training with 4 processes, TP 2 x PP 2 x EP 2, Transformer Engine: {used}{how}; "
                 f"their log is {log}")  # fmt: skip
             status = train(training_command(out, folder, model, server.url, options, *ahead), log, running, server.pid)
             if status:
-                say(f"training ended with status {status}: see {log} and {out / 'server.log'}")
+                EXAMPLE.say(f"training ended with status {status}: see {log} and {out / 'server.log'}")
                 return status
     finally:
         server.stop()
     from megatron_rl_corr.observability.page import write_page
 
     for folder in runs(out, options):
-        say(f"4/4 the run, drawn: {write_page(folder)}")
+        EXAMPLE.say(f"4/4 the run, drawn: {write_page(folder)}")
     if options.asynchronous:
         compared = [Run("synchronous", out), Run("asynchronous", out / "asynchronous")]
         print(table(compared))
-        say(f"both, drawn: {draw(compared, out / 'comparison.png')}")
+        EXAMPLE.say(f"both, drawn: {draw(compared, out / 'comparison.png')}")
     return 0
 
 
@@ -180,35 +122,9 @@ def runs(out, options):
     return {out: []} | ({out / "asynchronous": ahead} if options.asynchronous else {})
 
 
-def say(text):
-    print(f"[quickstart] {text}", flush=True)
-
-
 def main(argv=None):
     options = parse_arguments(argv)
-    home = ROOT / "runs" / "quickstart"
-    if options.stop:
-        return Running(home).stop(say, options.out and options.out.resolve())
-    out = options.out or home / f"{time.strftime('%Y%m%d-%H%M%S')}-seed{options.seed}"
-    out = out.resolve()
-    if out.exists() and any(out.iterdir()):
-        say(f"--out {out} is not empty; name a new folder, so that no other run's files are overwritten")
-        return 2
-    out.mkdir(parents=True, exist_ok=True)
-    # Ctrl-C and `quickstart-stop` both unwind through the `finally` blocks, which end what was started.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    with Running(home, out) as running:
-        try:
-            return run(options, out, running)
-        except LocalServerError as error:
-            say(str(error))
-            return 1
-        except KeyboardInterrupt:
-            say("stopped; all its processes have ended")
-            return 130
-        except SystemExit:
-            say("stopped by SIGTERM; all its processes have ended")
-            raise
+    return EXAMPLE.stop(options.out) if options.stop else EXAMPLE.run(run, options)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ def main(pretrain_script=None):
         pretrain_script: trained with in place of the quickstart's own.
     """
     sys.path[:0] = [str(ROOT), str(ROOT / "examples/quickstart")]
+    import local_run
     import run
 
     from tests.forked_torchrun import TORCHRUN, forking
@@ -35,7 +36,7 @@ def main(pretrain_script=None):
         command = [str(pretrain_script or usual) if word == usual else word for word in forking(command)]
         return PreloadedPopen(command, **options)
 
-    subprocess.Popen, run.LocalServer.popen = popen, staticmethod(popen)
+    subprocess.Popen, local_run.LocalServer.popen = popen, staticmethod(popen)
     return run.main()
 
 

@@ -2,7 +2,7 @@
 
 import json
 
-from examples.quickstart.running import Running
+from examples.running import Running
 
 ENDED = {"pid": 2**22 + 1, "started": 1.0}
 """A process that can't be: Linux gives numbers up to 2**22."""
@@ -14,10 +14,10 @@ def test_stop_of_one_run_when_another_ends_meanwhile_then_the_first_is_stopped(t
     other.write_text(json.dumps({"driver": ENDED, "out": "/runs/b", "groups": []}))
     (tmp_path / "running-1.json").symlink_to(tmp_path / "gone")  # listed, and no longer there when it is read
     lines = []
-    assert Running(tmp_path).stop(lines.append, "/runs/a") == 0
+    assert Running(tmp_path).stop(lines.append, "quickstart", "/runs/a") == 0
     assert lines == [f"stopped the quickstart of process {ENDED['pid']}"]
     assert other.is_file() and not own.exists()
-    assert Running(tmp_path).stop(lines.append, "/runs/a") == 0
+    assert Running(tmp_path).stop(lines.append, "quickstart", "/runs/a") == 0
     assert lines[1:] == ["no quickstart is running that writes to /runs/a"]
 
 

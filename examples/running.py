@@ -1,4 +1,4 @@
-"""Keep in a file which processes a quickstart started, so that `--stop` can end them from another terminal."""
+"""Keep in a file which processes an example started, so that `--stop` can end them from another terminal."""
 
 import json
 import os
@@ -40,8 +40,8 @@ class Running:
         new.write_text(json.dumps({"driver": identity(os.getpid()), "out": self.out, "groups": self.groups}))
         new.replace(self.path)
 
-    def stop(self, say, out=None):
-        """End every quickstart recorded in the folder, or the one that writes to `out`; 0 also where there is none."""
+    def stop(self, say, name, out=None):
+        """End every run of this name in the folder, or the one that writes to `out`; 0 also where there is none."""
         stopped = 0
         for path in sorted(self.folder.glob("running-*.json")):
             try:
@@ -51,10 +51,10 @@ class Running:
             if out is None or record.get("out") == str(out):
                 end_recorded(record)
                 path.unlink(missing_ok=True)
-                say(f"stopped the quickstart of process {record['driver']['pid']}")
+                say(f"stopped the {name} of process {record['driver']['pid']}")
                 stopped += 1
         if not stopped:
-            say("no quickstart is running" if out is None else f"no quickstart is running that writes to {out}")
+            say(f"no {name} is running" if out is None else f"no {name} is running that writes to {out}")
         return 0
 
 

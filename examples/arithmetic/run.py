@@ -1,0 +1,129 @@
+"""Arithmetic: from a data set of chat messages and a verifier to a Hugging Face folder that solves more.
+
+run.py [--seed 0] [--steps 80] [--out DIR] [-- more launcher flags]
+run.py --stop
+
+Makes a tiny Qwen3-MoE that is mostly wrong, serves it with SGLang, trains it with Megatron and the built-in
+`math` reward on chat messages, evaluates it on two sets of held-out questions, and asks the exported folder the same.
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(ROOT), str(HERE.parent), str(HERE)]
+
+from local_run import Example, local_server, make_model, torchrun, train, wait_ready  # noqa: E402
+from solve import share_solved  # noqa: E402
+from task import KINDS, split  # noqa: E402
+
+from tools import cpu  # noqa: E402
+
+EXAMPLE = Example("arithmetic")
+NEW_TOKENS = 8
+EVERY = 20
+"""Steps from one evaluation to the next."""
+
+
+def parse_arguments(argv):
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
+    add = parser.add_argument
+    add("--seed", type=int, default=0, help="of the model, the sampling and the order of the questions")
+    add("--steps", type=int, default=80, help=f"optimizer steps, a multiple of {EVERY} (default 80)")
+    add("--out", type=Path, help="new folder for the run (default runs/arithmetic/TIME-seedN)")
+    add("--stop", action="store_true",
+        help="end every such run that is going, and all it started; with --out that run alone")
+    add("launcher_flags", nargs="*", metavar="-- FLAGS", help="appended to the launcher's command")
+    return parser.parse_args(argv)
+
+
+def write_data(folder):
+    """train.jsonl, and a held-out file of each kind: JSON lines with messages and a label."""
+    folder.mkdir()
+    parts = {kind: split(kind) for kind in KINDS}
+    files = {"train": [row for training, _ in parts.values() for row in training]}
+    files |= {kind: held_out for kind, (_, held_out) in parts.items()}
+    for name, rows in files.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def training_command(out, url, options):
+    """torchrun's command line."""
+    from megatron_rl_corr.models.megatron_flags import model_flags
+
+    model, data, layers = out / "model", out / "data", cpu.megatron_arguments()
+    te = "transformer_engine" in layers
+    flags = [
+        # As `megatron-rl-corr model-flags` prints them.
+        *model_flags(json.loads((model / "config.json").read_text())), *layers,
+        *(["--moe-grouped-gemm", "--moe-permute-fusion"] if te else ["--rollout-pad-sequences"]),
+        "--expert-model-parallel-size", 2,
+        "--seq-length", 32, "--micro-batch-size", 128, "--global-batch-size", 256, "--train-iters", options.steps,
+        "--lr", 5e-4, "--lr-decay-style", "constant", "--weight-decay", 0, "--clip-grad", 1.0,
+        "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", model, "--seed", options.seed + 1,
+        "--mock-data", "--split", "100,0,0", "--num-workers", 0, "--no-create-attention-mask-in-dataloader",
+        "--eval-iters", 0, "--eval-interval", EVERY, "--log-interval", 1000, "--tensorboard-dir", out / "tensorboard",
+        "--rollout-url", url, "--rollout-hf-checkpoint", model,
+        # The data: messages, in the tokenizer's own chat template.
+        "--rollout-prompts", data / "train.jsonl", "--rollout-input-key", "messages", "--rollout-label-key", "label",
+        # The reward: math-verify compares the answer with the label.
+        "--rollout-reward-function", "math",
+        # Groups of 16 whose samples are all right or all wrong are replaced.
+        "--rollout-group-size", 16, "--rollout-max-new-tokens", NEW_TOKENS, "--rollout-group-filter", "spread",
+        # Two sets that are not trained on, answered greedily.
+        "--rollout-eval-prompts", *[f"{kind}={data / kind}.jsonl" for kind in KINDS],
+        "--rollout-eval-temperature", 0,
+        "--rollout-correction-preset", "decoupled_geo_rs_token_tis",
+        "--rollout-rs", "seq_mean_ratio", "--rollout-rs-threshold", "0.99_1.01",
+        "--rollout-log-dir", out, "--rollout-save-trajectories", out / "samples", "--rollout-save-hf", out / "hf",
+        *options.launcher_flags,
+    ]  # fmt: skip
+    return torchrun(HERE.parent / "quickstart/pretrain_moe.py", flags, processes=2)
+
+
+def run(options, out, running):
+    started = time.monotonic()
+    EXAMPLE.say(f"1/5 making data of chat messages and a tiny Qwen3-MoE that is mostly wrong in {out}")
+    write_data(out / "data")
+    make_model(HERE / "make_model.py", out / "model", "--seed", options.seed)
+    before = {kind: share_solved(out / "model", out / "data" / f"{kind}.jsonl", NEW_TOKENS) for kind in KINDS}
+    EXAMPLE.say(f"2/5 starting SGLang in bfloat16; its log is {out / 'server.log'}")
+    server = local_server(
+        out / "model", dtype="bfloat16", log_path=out / "server.log",
+        extra_arguments=["--max-running-requests", "128", "--random-seed", str(options.seed)],
+    )
+    server.start()
+    running.add(server.pid)
+    try:
+        wait_ready(server)
+        EXAMPLE.say(f"3/5 training with 2 processes; their log is {out / 'train.log'}")
+        status = train(training_command(out, server.url, options), out / "train.log", running, server.pid)
+    finally:
+        server.stop()
+    if status:
+        EXAMPLE.say(f"training ended with status {status}: see {out / 'train.log'} and {out / 'server.log'}")
+        return status
+    from megatron_rl_corr.observability.page import write_page
+
+    EXAMPLE.say(f"4/5 the run, drawn: {write_page(out)}")
+    exported = out / "hf" / f"iter_{options.steps:07d}"
+    EXAMPLE.say(f"5/5 the exported folder {exported}, asked with transformers:")
+    for kind in KINDS:
+        solved = share_solved(exported, out / "data" / f"{kind}.jsonl", NEW_TOKENS)
+        EXAMPLE.say(f"    held-out {kind:<12} solved before {before[kind]:.2f}, after {solved:.2f}")
+    EXAMPLE.say(f"all of it took {time.monotonic() - started:.0f} s")
+    return 0
+
+
+def main(argv=None):
+    options = parse_arguments(argv)
+    return EXAMPLE.stop(options.out) if options.stop else EXAMPLE.run(run, options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

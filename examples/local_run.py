@@ -1,0 +1,128 @@
+"""What the examples share: an SGLang server and Megatron on this machine, without a GPU, and a clean end of both."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from running import Running
+
+from tools import cpu
+from tools.local_server import LocalServer, LocalServerError, free_port, print_wait
+from tools.process_group import adopt_orphans, die_with_parent, end_descendants, end_group
+
+ROOT = Path(__file__).resolve().parents[1]
+SHOWN = ("[rl-corr]", "[rollout]", "megatron_rl_corr")
+HIDDEN_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+
+
+class Example:
+    """One example: its name is that of its messages and of its folder in runs/."""
+
+    def __init__(self, name):
+        self.name, self.home = name, ROOT / "runs" / name
+
+    def say(self, text):
+        print(f"[{self.name}] {text}", flush=True)
+
+    def stop(self, out):
+        """End every run of the example, or the one that writes to `out`."""
+        return Running(self.home).stop(self.say, self.name, out and out.resolve())
+
+    def run(self, steps, options):
+        """Call steps(options, out, running) with a new folder; its exit status, whatever ends it.
+
+        Args:
+            steps: the example's own work; `running` is told the groups of processes that it starts.
+            options: has `out`, a new folder for the run or None, and `seed`.
+        """
+        out = options.out or self.home / f"{time.strftime('%Y%m%d-%H%M%S')}-seed{options.seed}"
+        out = out.resolve()
+        if out.exists() and any(out.iterdir()):
+            self.say(f"--out {out} is not empty; name a new folder, so that no other run's files are overwritten")
+            return 2
+        out.mkdir(parents=True, exist_ok=True)
+        # Ctrl-C and SIGTERM both unwind through the `finally` blocks, which end what was started.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        with Running(self.home, out) as running:
+            try:
+                return steps(options, out, running)
+            except LocalServerError as error:
+                self.say(str(error))
+                return 1
+            except KeyboardInterrupt:
+                self.say("stopped; all its processes have ended")
+                return 130
+            except SystemExit:
+                self.say("stopped by SIGTERM; all its processes have ended")
+                raise
+
+
+def environment(engine):
+    """Variables of a process that uses no GPU, since the model is tiny: the same run works everywhere."""
+    base = {**os.environ, **HIDDEN_GPU, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    base["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return cpu.environment(engine, base)
+
+
+def make_model(script, model, *options):
+    """Run the script that writes a model into the folder."""
+    subprocess.run(
+        [sys.executable, str(script), str(model), *map(str, options)],
+        env=environment("sglang"), check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+def local_server(model, *, dtype, log_path, extra_arguments=()):
+    """A server of the model; start it with `start`."""
+    return LocalServer(
+        model, dtype=dtype, log_path=log_path, environment=environment("sglang"),
+        extra_arguments=[*cpu.sglang_arguments(HIDDEN_GPU), *extra_arguments],
+    )  # fmt: skip
+
+
+def wait_ready(server):
+    """Wait until the server answers, with a line of progress."""
+    started = time.monotonic()
+    server.wait_ready(on_wait=print_wait)
+    print_wait.done(f"{server.url} is ready after {time.monotonic() - started:.0f} s")
+
+
+def torchrun(script, flags, *, processes):
+    """The command that trains with a Megatron script under the launcher."""
+    return [
+        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes),
+        "--master-addr", "127.0.0.1", "--master-port", str(free_port()),
+        "-m", "megatron_rl_corr.launch", str(script), *map(str, flags),
+    ]  # fmt: skip
+
+
+def train(command, log_path, running, server_group):
+    """Run torchrun and return its exit status; the log gets all its output, the screen the table and our messages."""
+    adopt_orphans()
+    process = subprocess.Popen(
+        command, env=environment("megatron"), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, errors="replace", start_new_session=True, preexec_fn=die_with_parent(signal.SIGTERM),
+    )
+    running.add(process.pid)
+    output = threading.Thread(target=_show, args=(process.stdout, log_path), daemon=True)
+    output.start()
+    try:
+        return process.wait()
+    finally:
+        end_group(process.pid, grace_s=5.0, reap=process.poll)
+        # torchrun's workers have sessions of their own, and the checkpoint writers they start outlive them.
+        end_descendants(keep_group=server_group)
+        output.join()
+
+
+def _show(lines, log_path):
+    with log_path.open("w") as log:
+        for line in lines:
+            log.write(line)
+            log.flush()
+            if line.startswith(SHOWN) and "FAILED" not in line:
+                print(line, end="", flush=True)
