@@ -11,7 +11,7 @@ import random
 import string
 from pathlib import Path
 
-from task import KINDS, questions
+from task import KINDS, questions, row
 
 CHARACTERS = string.digits + string.ascii_letters + " +-=.,:?!{}()\\\n"
 SPECIALS = ("<pad>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>")
@@ -23,6 +23,9 @@ TEMPLATE = (
 RIGHT = 0.2
 """Share of the right answers among those that the model is shown."""
 LARGEST = 18
+LONGEST = 5
+"""Tokens of the longest response."""
+IGNORED = -100
 
 
 def make_tokenizer():
@@ -56,12 +59,18 @@ def model_config(tokenizer):
     )  # fmt: skip
 
 
-def demonstrations(generator, right):
-    """Every question once, as (prompt's messages, an answer that is right in this share of the cases)."""
-    for kind in KINDS:
-        for question, answer in questions(kind):
-            shown = answer if generator.random() < right else generator.randrange(LARGEST + 1)
-            yield [{"role": "user", "content": question}], f"{BOXED}{shown}}}<|end|>"
+def share_right(done):
+    """Of the answers shown when this fraction of the training is done: all at first, RIGHT at the end."""
+    return 1.0 - (1.0 - RIGHT) * min(1.0, max(0.0, (done - 0.4) / 0.4))
+
+
+def demonstration(prompt, answer, right, tokenizer, generator):
+    """(ids, labels) of a question whose answer is right in this share of the cases, else made up."""
+    shown = answer if generator.random() < right else generator.randrange(LARGEST + 1)
+    response = tokenizer.encode(f"{BOXED}{shown}}}<|end|>")
+    padding = LONGEST - len(response)
+    ids = [*prompt, *response, *[tokenizer.pad_token_id] * padding]
+    return ids, [IGNORED] * len(prompt) + response + [IGNORED] * padding
 
 
 def teach(model, tokenizer, *, steps, seed):
@@ -71,20 +80,19 @@ def teach(model, tokenizer, *, steps, seed):
     generator = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, steps)
+    asked = []
+    for kind in KINDS:
+        for question, answer in questions(kind):
+            text = tokenizer.apply_chat_template(
+                row(question, answer)["messages"], add_generation_prompt=True, tokenize=False
+            )
+            asked.append((tokenizer.encode(text), answer))
     for step in range(steps):
-        rows, starts = [], []
-        for messages, answer in demonstrations(generator, 1.0 - (1.0 - RIGHT) * min(1.0, step / (0.8 * steps))):
-            prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-            starts.append(len(tokenizer.encode(prompt)))
-            rows.append(tokenizer.encode(prompt + answer))
-        width = max(map(len, rows))
-        ids = torch.tensor([row + [tokenizer.pad_token_id] * (width - len(row)) for row in rows])
-        labels = ids.clone()
-        for row, (start, own) in enumerate(zip(starts, rows, strict=True)):
-            labels[row, :start] = -100
-            labels[row, len(own) :] = -100
+        right = share_right(step / steps)
+        shown = [demonstration(prompt, answer, right, tokenizer, generator) for prompt, answer in asked]
+        ids, labels = (torch.tensor(rows) for rows in zip(*shown, strict=True))
         logits = model(input_ids=ids).logits[:, :-1]
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -35,6 +35,7 @@ def parse_arguments(argv):
     add = parser.add_argument
     add("--seed", type=int, default=0, help="of the model, the sampling and the order of the questions")
     add("--steps", type=int, default=80, help=f"optimizer steps, a multiple of {EVERY} (default 80)")
+    add("--supervised-steps", type=int, default=450, help="of the training that makes the model (default 450)")
     add("--out", type=Path, help="new folder for the run (default runs/arithmetic/TIME-seedN)")
     add("--stop", action="store_true",
         help="end every such run that is going, and all it started; with --out that run alone")
@@ -76,21 +77,20 @@ def training_command(out, url, options):
         # Groups of 16 whose samples are all right or all wrong are replaced.
         "--rollout-group-size", 16, "--rollout-max-new-tokens", NEW_TOKENS, "--rollout-group-filter", "spread",
         # Two sets that are not trained on, answered greedily.
-        "--rollout-eval-prompts", *[f"{kind}={data / kind}.jsonl" for kind in KINDS],
-        "--rollout-eval-temperature", 0,
+        "--rollout-eval-prompts", data / "sums.jsonl",
         "--rollout-correction-preset", "decoupled_geo_rs_token_tis",
         "--rollout-rs", "seq_mean_ratio", "--rollout-rs-threshold", "0.99_1.01",
         "--rollout-log-dir", out, "--rollout-save-trajectories", out / "samples", "--rollout-save-hf", out / "hf",
         *options.launcher_flags,
     ]  # fmt: skip
-    return torchrun(HERE.parent / "quickstart/pretrain_moe.py", flags, processes=2)
+    return torchrun(ROOT / "examples/quickstart/pretrain_moe.py", flags, processes=2)
 
 
 def run(options, out, running):
     started = time.monotonic()
     EXAMPLE.say(f"1/5 making data of chat messages and a tiny Qwen3-MoE that is mostly wrong in {out}")
     write_data(out / "data")
-    make_model(HERE / "make_model.py", out / "model", "--seed", options.seed)
+    make_model(HERE / "make_model.py", out / "model", "--seed", options.seed, "--steps", options.supervised_steps)
     before = {kind: share_solved(out / "model", out / "data" / f"{kind}.jsonl", NEW_TOKENS) for kind in KINDS}
     EXAMPLE.say(f"2/5 starting SGLang in bfloat16; its log is {out / 'server.log'}")
     server = local_server(

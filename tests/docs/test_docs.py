@@ -138,9 +138,9 @@ def test_command_of_a_page_then_runs(page, command, tmp_path):
     elif words[0].endswith("megatron-rl-corr"):
         assert run_cli(words[1:], tmp_path) == 0
         return
-    elif words[1] == "examples/quickstart/run.py":
+    elif re.fullmatch("examples/[a-z]+/run.py", words[1]):
         run = subprocess.run([sys.executable, words[1], "--help"], cwd=ROOT, capture_output=True, text=True)
-        for flag in words[2 : words.index("--")]:
+        for flag in words[2 : words.index("--") if "--" in words else None]:
             assert not flag.startswith("--") or flag in run.stdout
     elif words[1] == "scripts/generate_docs.py" or words[1:3] == ["-m", "sglang.launch_server"]:
         return  # the first writes pages, and has a test above; flags of the second: test_first_gpu_run.py

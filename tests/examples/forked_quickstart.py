@@ -1,6 +1,7 @@
-"""The quickstart with its processes from tests/preloaded.py: all else is examples/quickstart/run.py's own.
+"""An example with its processes from tests/preloaded.py: all else is its own run.py's, the quickstart's or another's.
 
-torchrun is tests/forked_torchrun.py; or torchrun itself, where the first word is --torchrun.
+torchrun is tests/forked_torchrun.py; or torchrun itself, where the first word is --torchrun. Where the first word is
+--arithmetic, that example is run.
 """
 
 import subprocess
@@ -11,19 +12,22 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def main(pretrain_script=None):
-    """The quickstart's exit status.
+    """The example's exit status.
 
     Args:
         pretrain_script: trained with in place of the quickstart's own.
     """
-    sys.path[:0] = [str(ROOT), str(ROOT / "examples/quickstart")]
+    example = "quickstart"
+    if sys.argv[1:2] == ["--arithmetic"]:
+        example = sys.argv.pop(1).removeprefix("--")
+    sys.path[:0] = [str(ROOT), str(ROOT / "examples"), str(ROOT / "examples" / example)]
     import local_run
     import run
 
     from tests.forked_torchrun import TORCHRUN, forking
     from tests.preloaded import PreloadedPopen
 
-    new_interpreter, usual = subprocess.Popen, str(run.HERE / "pretrain_moe.py")
+    new_interpreter, usual = subprocess.Popen, str(ROOT / "examples/quickstart/pretrain_moe.py")
     real = sys.argv[1:2] == ["--torchrun"]
     if real:
         del sys.argv[1]
