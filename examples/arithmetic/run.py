@@ -18,13 +18,12 @@ ROOT = HERE.parents[1]
 sys.path[:0] = [str(ROOT), str(HERE.parent), str(HERE)]
 
 from local_run import Example, local_server, make_model, torchrun, train, wait_ready  # noqa: E402
-from solve import share_solved  # noqa: E402
+from solve import NEW_TOKENS, share_solved  # noqa: E402
 from task import KINDS, split  # noqa: E402
 
 from tools import cpu  # noqa: E402
 
 EXAMPLE = Example("arithmetic")
-NEW_TOKENS = 8
 EVERY = 20
 """Steps from one evaluation to the next."""
 
@@ -91,7 +90,7 @@ def run(options, out, running):
     EXAMPLE.say(f"1/5 making data of chat messages and a tiny Qwen3-MoE that is mostly wrong in {out}")
     write_data(out / "data")
     make_model(HERE / "make_model.py", out / "model", "--seed", options.seed, "--steps", options.supervised_steps)
-    before = {kind: share_solved(out / "model", out / "data" / f"{kind}.jsonl", NEW_TOKENS) for kind in KINDS}
+    before = sampled(out, out / "model")
     EXAMPLE.say(f"2/5 starting SGLang in bfloat16; its log is {out / 'server.log'}")
     server = local_server(
         out / "model", dtype="bfloat16", log_path=out / "server.log",
@@ -113,11 +112,20 @@ def run(options, out, running):
     EXAMPLE.say(f"4/5 the run, drawn: {write_page(out)}")
     exported = out / "hf" / f"iter_{options.steps:07d}"
     EXAMPLE.say(f"5/5 the exported folder {exported}, asked with transformers:")
+    after = sampled(out, exported)
     for kind in KINDS:
-        solved = share_solved(exported, out / "data" / f"{kind}.jsonl", NEW_TOKENS)
-        EXAMPLE.say(f"    held-out {kind:<12} solved before {before[kind]:.2f}, after {solved:.2f}")
+        greedy = share_solved(exported, out / "data" / f"{kind}.jsonl")
+        EXAMPLE.say(f"    held-out {kind:<12} right when sampled: {before[kind]:.2f} before, {after[kind]:.2f} after; "
+                    f"solved greedily: {greedy:.2f}")  # fmt: skip
     EXAMPLE.say(f"all of it took {time.monotonic() - started:.0f} s")
     return 0
+
+
+def sampled(out, model):
+    """Kind -> share of right answers, of 8 samples to each held-out question."""
+    return {
+        kind: share_solved(model, out / "data" / f"{kind}.jsonl", samples=8, greedy=False) for kind in KINDS
+    }
 
 
 def main(argv=None):

@@ -4,26 +4,38 @@ import argparse
 import json
 from pathlib import Path
 
+NEW_TOKENS = 8
 
-def share_solved(folder, file, new_tokens=8):
-    """The share of the questions that the model answers rightly, greedily."""
+
+def share_solved(folder, file, *, samples=1, greedy=True):
+    """The share of right answers to the file's questions.
+
+    Args:
+        folder: the model, in Hugging Face format.
+        file: JSON lines with messages and a label.
+        samples: answers to each question.
+        greedy: the likeliest token each time; else drawn at temperature 1, as the training does.
+    """
     import torch
     from math_verify import parse, verify
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    how = {"do_sample": False} if greedy else {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     rows = [json.loads(line) for line in Path(file).read_text().splitlines()]
-    solved = 0
+    right = 0
     for row in rows:
         text = tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True, tokenize=False)
-        ids = torch.tensor([tokenizer.encode(text, add_special_tokens=False)])
-        answer = model.generate(
-            ids, do_sample=False, max_new_tokens=new_tokens, attention_mask=torch.ones_like(ids),
-            pad_token_id=tokenizer.pad_token_id,
-        )[0, ids.shape[1] :]  # fmt: skip
-        solved += verify(parse(row["label"]), parse(tokenizer.decode(answer, skip_special_tokens=True)))
-    return solved / len(rows)
+        ids = torch.tensor([tokenizer.encode(text, add_special_tokens=False)] * samples)
+        answers = model.generate(
+            ids, max_new_tokens=NEW_TOKENS, attention_mask=torch.ones_like(ids), pad_token_id=tokenizer.pad_token_id,
+            **how,
+        )[:, ids.shape[1] :]  # fmt: skip
+        label = parse(row["label"])
+        right += sum(verify(label, parse(tokenizer.decode(answer, skip_special_tokens=True))) for answer in answers)
+    return right / len(rows) / samples
 
 
 def main():
@@ -32,7 +44,7 @@ def main():
     parser.add_argument("files", metavar="FILE.jsonl", nargs="+")
     arguments = parser.parse_args()
     for file in arguments.files:
-        print(f"{file}: {share_solved(arguments.folder, file):.3f}")
+        print(f"{file}: {share_solved(arguments.folder, file):.3f} solved greedily")
 
 
 if __name__ == "__main__":
