@@ -64,7 +64,7 @@ def training_command(out, url, options):
         *(["--moe-grouped-gemm", "--moe-permute-fusion"] if te else ["--rollout-pad-sequences"]),
         "--expert-model-parallel-size", 2,
         "--seq-length", 32, "--micro-batch-size", 128, "--global-batch-size", 256, "--train-iters", options.steps,
-        "--lr", 5e-4, "--lr-decay-style", "constant", "--weight-decay", 0, "--clip-grad", 1.0,
+        "--lr", 5e-4, "--min-lr", 5e-5, "--lr-decay-style", "linear", "--weight-decay", 0, "--clip-grad", 1.0,
         "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", model, "--seed", options.seed + 1,
         "--mock-data", "--split", "100,0,0", "--num-workers", 0, "--no-create-attention-mask-in-dataloader",
         "--eval-iters", 0, "--eval-interval", EVERY, "--log-interval", 1000, "--tensorboard-dir", out / "tensorboard",
@@ -76,9 +76,11 @@ def training_command(out, url, options):
         # Groups of 16 whose samples are all right or all wrong are replaced.
         "--rollout-group-size", 16, "--rollout-max-new-tokens", NEW_TOKENS, "--rollout-group-filter", "spread",
         # Two sets that are not trained on, answered greedily.
-        "--rollout-eval-prompts", data / "sums.jsonl",
+        "--rollout-eval-prompts", *[f"{kind}={data / kind}.jsonl" for kind in KINDS],
+        "--rollout-eval-temperature", 0,
         "--rollout-correction-preset", "decoupled_geo_rs_token_tis",
-        "--rollout-rs", "seq_mean_ratio", "--rollout-rs-threshold", "0.99_1.01",
+        # The preset's bounds are for long responses: of five tokens a single one moves the mean by a fifth of itself.
+        "--rollout-rs", "seq_mean_ratio", "--rollout-rs-threshold", "0.9_1.1",
         "--rollout-log-dir", out, "--rollout-save-trajectories", out / "samples", "--rollout-save-hf", out / "hf",
         *options.launcher_flags,
     ]  # fmt: skip
