@@ -29,6 +29,7 @@ from torch.multiprocessing import start_processes
 from benchmarks.exchanges import ExchangeCount
 from benchmarks.metric_exchanges import WAYS, check_equal
 from megatron_rl_corr.config.correction import PRESETS, RejectionRule
+from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.data.prompts import Prompt, PromptDataset
 from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.mcore import compat, forward, step
@@ -101,7 +102,7 @@ def answered(asking: Coroutine) -> Future:
     """Stands for a loop's `submit`: there is nothing to wait for."""
     asking.close()
     future = Future()
-    future.set_result(None)
+    future.set_result(SimpleNamespace(groups=[]))
     return future
 
 
@@ -143,13 +144,12 @@ def run(case: Case, layout: Layout, names: dict[str, str]) -> dict:
         micro_batch_size=case.sequences // case.microbatches, seq_length=case.length,
     )
     collector = SyntheticCollector(
-        SimpleNamespace(
-            group_size=GROUP_SIZE, max_new_tokens=1, temperature=1.0, top_p=1.0, top_k=-1, max_lag=0,
-            stale_samples="keep", max_turns=None, max_failed_fraction=0.05, on_failed_reward=None,
-            truncated_samples="train", save_trajectories=None,
+        RunConfig(
+            urls=("http://server:1",), hf_checkpoint="model", prompts=("p.jsonl",), reward_function=("length",),
+            group_size=GROUP_SIZE, max_new_tokens=1,
         ),
         layout, shape, SampleSource(
-            client=SimpleNamespace(counts=lambda: {"tokens": 0}, vocab_size=VOCAB, engine=load_engine("sglang")),
+            client=SimpleNamespace(counts=lambda: {"tokens": 0}, vocab_size=VOCAB, check_sampling=print),
             loop=SimpleNamespace(submit=answered),
             rewards=SimpleNamespace(check_labels=print), prompts=PromptDataset([Prompt(0, [0])]),
         ), batches=(0, 1),

@@ -10,6 +10,8 @@ import pytest
 from benchmarks.collectives import laws_of, seconds, totals
 from benchmarks.exchanges import bytes_sent
 from benchmarks.metric_exchanges import check_equal
+from megatron_rl_corr.mcore.collect_metrics import COUNTED
+from megatron_rl_corr.rollout.failures import CAUSES
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,14 +47,14 @@ def test_step_when_counted_then_number_and_bytes_of_every_collective_are_those_b
     # Valid and kept tokens, and sequences, in float64; 2 x 4096 bins.
     assert laws["dp_cp", "counts of the batch", "all"] == ["all-reduce", "1", "24"]
     assert laws["dp_cp", "M2PO's histogram", "M2PO"] == ["all-reduce", "1", "65536"]
-    # Three int64 and a float32 a token, three float32 a row; 28 float64 of how the samples came.
+    # Three int64 and a float32 a token, four float32 a row; a float64 for each count of how the samples came.
     for group in ("tp_cp", "pp"):
-        assert laws[group, "the batch", "all"] == ["broadcast", "3", "232 + 12 S + 28 T"]
+        assert laws[group, "the batch", "all"] == ["broadcast", "3", f"{8 * len(COUNTED)} + 16 S + 28 T"]
     # What is kept, what has a gradient, and the first step's KL.
     assert laws["pp", "may the step update", "all"] == ["broadcast", "1", "32"]
     assert laws["world", "did a replica fail", "all"] == ["all-reduce", "1", "16"]
-    # Samples that ended and groups that were replaced, and seven causes, in float64.
-    assert laws["world", "samples that failed", "all"] == ["all-reduce", "1", "72"]
+    # Samples that ended, groups that were replaced, new names of rewards, and the causes, in float64.
+    assert laws["world", "samples that failed", "all"] == ["all-reduce", "1", str(8 * (3 + len(CAUSES)))]
     # Sums in one, extrema in the other.
     metrics = [law for (_, purpose, _), law in laws.items() if purpose == "metrics"]
     assert metrics and all(law[:2] == ["all-reduce", "2"] and int(law[2]) % 8 == 0 for law in metrics)
