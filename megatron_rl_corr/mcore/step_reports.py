@@ -1,8 +1,9 @@
 """Writes each step's numbers once, with those of the evaluation that was started after it.
 
 Without samples ahead of training an evaluation is waited for at once. With them the trainer goes on with the next step,
-and waits before that step's push, which would change the weights: an evaluation is of one version of them. The numbers
-of the step that it belongs to wait with it.
+and waits before the next push, which would change the weights: an evaluation is of one version of them. The numbers of
+the step that it belongs to wait with it, and behind them those of the steps that end meanwhile, the first updates of the
+next batch: a file whose steps go back is read as that of a run which began again from there.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class StepReports:
         self.numbers: dict[str, float] = {}
         """Of the step under way, or the last."""
         self._running: RunningEvaluation | None = None
-        self._held: dict[str, float] = {}
-        """Of the step that the running evaluation belongs to."""
+        self._held: list[dict[str, float]] = []
+        """Of the step that the running evaluation belongs to, and of those that have ended since."""
 
     def all_reduce_end_step(self, evaluation: Evaluation | None, step: int, *, ahead: bool) -> None:
         """Write the numbers of the step that has ended, or keep them for its evaluation; every rank calls it.
@@ -40,10 +41,13 @@ class StepReports:
             ahead: another step follows, whose samples are taken meanwhile.
         """
         if evaluation is None or not evaluation.is_due(step):
-            self._write_numbers(self.numbers)
+            if self._running is None:
+                self._write_numbers(self.numbers)
+            else:
+                self._held.append(dict(self.numbers))
             return
         assert self._running is None, "an evaluation was not waited for before a push"
-        self._running, self._held = evaluation.start(step), dict(self.numbers)
+        self._running, self._held = evaluation.start(step), [dict(self.numbers)]
         if not ahead:
             self._all_reduce_evaluated(waited=True)
 
@@ -64,10 +68,13 @@ class StepReports:
         try:
             evaluated = running.all_reduce_metrics()
         finally:  # without the evaluation where it failed
-            held, self._held = self._held, {}  # empty where `close` has written them meanwhile
+            # Empty where `close` has written them meanwhile.
+            held, *since = self._held or [{}]
+            self._held = []
             if held and waited:
                 held["time/eval_s"] = held.get("time/eval_s", 0.0) + time.monotonic() - running.begun
-            self._write_numbers(held | evaluated if held else held)
+            for numbers in (held | evaluated if held else held, *since):
+                self._write_numbers(numbers)
         if held:
             for line in _lines(running, evaluated):
                 print(line, flush=True)
@@ -76,10 +83,11 @@ class StepReports:
     def close(self) -> None:
         """Write what still waits, after a failure: its evaluation is given up. On this rank alone, from any thread."""
         running, self._running = self._running, None
-        held, self._held = self._held, {}
+        held, self._held = self._held, []
         if running is not None:
             running.close()
-        self._write_numbers(held)
+        for numbers in held:
+            self._write_numbers(numbers)
 
     def _write_numbers(self, numbers: dict[str, float]) -> None:
         if numbers:
