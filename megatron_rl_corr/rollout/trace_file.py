@@ -41,6 +41,8 @@ def write_trace(
     tracks = [(group, sample) for group in groups for sample in sorted({one.sample for one in group.requests})]
     events = [*_names(tracks[:MOST_SAMPLES])]
     for number, phases in steps.items():
+        if not phases:  # an update that was left out, as its batch had ended early
+            continue
         events.append(_slice(f"step {number}", TRAINER, 0, phases[0][1], phases[-1][2], base))
         events += [_slice(name, TRAINER, 0, begin, end, base) for name, begin, end in phases]
     for track, (group, sample) in enumerate(tracks[:MOST_SAMPLES]):

@@ -75,6 +75,13 @@ def test_file_when_a_batch_is_large_then_bounded_and_what_is_left_out_is_counted
     assert len(slices) == 3 and facts == {"samples_left_out": 2}
 
 
+def test_file_when_an_update_was_left_out_then_the_other_steps_are_in_it(tmp_path):
+    steps = {1: [("collect", 0.0, 1.0), ("train", 1.0, 2.0)], 2: [], 3: [("push", 2.0, 3.0)]}
+    path = write_trace(tmp_path / "t.json", [], steps, taken=None, base=0.0, facts={})
+    slices, _, _ = read_trace(path)
+    assert [event["name"] for event in slices[TRAINER, 0]] == ["step 1", "collect", "train", "step 3", "push"]
+
+
 def test_nesting_when_slices_overlap_then_the_check_says_so(tmp_path):
     group = GroupTrace(1, 0.0, [RequestTrace(0, 0.0, 0.5, 2.0), RequestTrace(0, 1.0, 1.0, 3.0)])
     path = write_trace(tmp_path / "t.json", [group], {}, taken=4.0, base=0.0, facts={})
