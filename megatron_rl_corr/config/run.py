@@ -177,3 +177,10 @@ class RunConfig(*reversed(TOPICS)):
                     f"`{name}` has no effect with `replay`, which trains on saved samples: no server is asked, nothing "
                     "is scored or pushed; drop it"
                 )
+        if self.save_trajectories is not None and os.path.realpath(self.save_trajectories) == os.path.realpath(
+            self.replay
+        ):
+            raise ValueError(
+                f"`save_trajectories` {self.save_trajectories} is the folder of `replay`, whose files it would replace "
+                "while they are read; give another one, or drop it"
+            )

@@ -2,8 +2,8 @@
 
 Without samples ahead of training an evaluation is waited for at once. With them the trainer goes on with the next step,
 and waits before the next push, which would change the weights: an evaluation is of one version of them. The numbers of
-the step that it belongs to wait with it, and behind them those of the steps that end meanwhile, the first updates of the
-next batch: a file whose steps go back is read as that of a run which began again from there.
+the step that it belongs to wait with it, and behind them those of the steps that end meanwhile, the first updates of
+the next batch: a file whose steps go back is read as that of a run which began again from there.
 """
 
 from __future__ import annotations

@@ -559,3 +559,10 @@ def test_parse_when_a_run_is_replayed_then_nothing_of_sampling_is_required():
 def test_parse_when_a_replay_is_given_what_only_sampling_needs_then_refused_by_name(given):
     with pytest.raises(ValueError, match=f"{given[0]} has no effect with --rollout-replay"):
         parse([*REPLAY, *given])
+
+
+def test_replay_when_its_own_files_would_be_replaced_then_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    given = ["--rollout-save-trajectories", str(tmp_path / "samples/"), "--rollout-group-size", "4"]
+    said = refusal(*REPLAY, *given, "--rollout-max-new-tokens", "8")
+    assert "is the folder of --rollout-replay, whose files it would replace" in said
