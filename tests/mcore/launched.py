@@ -27,21 +27,22 @@ def reward(prompt, output_ids, finish_reason):
 def replayed(server, model, folder):
     """The server behind a door that repeats its samples; the folder has what `launch` needs."""
     (folder / "reward.py").write_text(REWARD)
-    rows = [[3, 1, 4, n] for n in range(4, 12)] + [[5] * 40]  # the last is too long, and left out
-    (folder / "prompts.jsonl").write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
-    pq.write_table(pa.table({"input_ids": [[2, 7, n] for n in range(5)]}), folder / "prompts.parquet")
+    (folder / "prompts.jsonl").write_text("".join(f'{{"input_ids": [3, 1, 4, {n}]}}\n' for n in range(4, 12)))
+    rows = [*([2, 7, n] for n in range(5)), [5] * 40]  # the last is too long, and left out
+    pq.write_table(pa.table({"input_ids": rows}), folder / "prompts.parquet")
     with unchanged(server, model), ReplayingServer(server.url) as door:
         yield door
 
 
-def launch(folder, name, model, url, script, *flags, processes, **variables):
+def launch(folder, name, model, url, script, *flags, processes, mixed=False, **variables):
     """The ended run, whose log and checkpoints are in folder/name. variables: of its environment, too.
 
-    url: of the server; None: for a run that samples nothing.
+    url: of the server; None: for a run that samples nothing. mixed: prompts of two sources, a row too long.
     """
+    more = [folder / "prompts.parquet", "--rollout-prompts-weights", 2, 1] if mixed else []
     sampling = [] if url is None else [
-        "--rollout-url", url, "--rollout-prompts", folder / "prompts.jsonl", folder / "prompts.parquet",
-        "--rollout-prompts-weights", 2, 1, "--rollout-reward-function", f"{folder / 'reward.py'}:reward",
+        "--rollout-url", url, "--rollout-prompts", folder / "prompts.jsonl", *more,
+        "--rollout-reward-function", f"{folder / 'reward.py'}:reward",
         "--rollout-server-check", "off",
     ]  # fmt: skip
     ours = [

@@ -36,7 +36,7 @@ def made(folder, server, model, wanted):
             out = folder / name
             saves = ["--rollout-save-hf", out / "hf", "--rollout-save-trajectories", out / "samples",
                      "--rollout-trace", out / "traces"]  # fmt: skip
-            done = launch(folder, name, model, door.url, SCRIPT, *RUN, *saves, *flags, processes=4)
+            done = launch(folder, name, model, door.url, SCRIPT, *RUN, *saves, *flags, processes=4, mixed=True)
             assert name == "local" or done.returncode == 0, done.stderr[-4000:] + done.stdout[-2000:]
             found[name] = done, folder / name, checksums(server.url), door.sampled
     return found
