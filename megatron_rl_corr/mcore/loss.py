@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
+from megatron_rl_corr.config.losses import is_own
 from megatron_rl_corr.config.rules import RULE_INPUTS, inputs_of
 from megatron_rl_corr.core.aggregation import token_coefficients
 from megatron_rl_corr.core.correction import Correction, compute_correction
 from megatron_rl_corr.core.losses import policy_loss
+from megatron_rl_corr.core.losses.own import gradient_of
 from megatron_rl_corr.core.losses.penalties import mean_entropy
 from megatron_rl_corr.core.losses.ratio import as_exponent
 from megatron_rl_corr.core.metrics import Max, Mean, Metric, Min, Std, Sum
@@ -218,7 +220,8 @@ class CorrectedLoss:
             entropy=entropy, metrics=metrics, seq_ids=micro.seq_ids, num_sequences=micro.num_sequences,
             groups=self.groups, ref_logprobs=inputs.ref_logprobs, rollout_logprobs=inputs.rollout_logprobs,
         )
-        decision = self._decision(inputs, correction, current, old)
+        gradient = gradient_of(losses, logprobs) if is_own(config.loss) else None
+        decision = self._decision(inputs, correction, current, old, gradient)
         parts = {"loss": metrics, "rollout_corr": corrected, "decision": decision}
         self.metrics[micro.index] = {
             f"{prefix}/{name}": metric for prefix, part in parts.items() for name, metric in part.items()
@@ -244,17 +247,20 @@ class CorrectedLoss:
 
     @torch.no_grad()
     def _decision(
-        self, inputs: LossInputs, correction: Correction, current: Tensor, old: Tensor
+        self, inputs: LossInputs, correction: Correction, current: Tensor, old: Tensor, gradient: Tensor | None
     ) -> dict[str, Metric]:
         """What decides whether the step updates the weights.
 
         kept: tokens in the loss. pulling: those of them that have a gradient, as weight x advantage is not 0 (with an
-        entropy bonus each has, with a KL penalty those that are not where it pulls them). first_step_kl: mean k3 over
-        the tokens that were sampled by the trainer's own weights.
+        entropy bonus each has, with a KL penalty those that are not where it pulls them; `gradient` [T] tells it of a
+        loss of the user's own, which may need no advantage). first_step_kl: mean k3 over the tokens that were sampled
+        by the trainer's own weights.
         kl_to_old: mean k3 between pi_old and the policy over the tokens in the loss.
         """
         pulling, config = correction.mask, self.config
-        if not config.entropy_coef:
+        if gradient is not None:
+            pulling = pulling & (gradient != 0) if not config.entropy_coef else pulling
+        elif not config.entropy_coef:
             moved = correction.weights * inputs.advantages != 0
             penalties = (config.kl_loss_coef, inputs.ref_logprobs), (config.sampler_kl_coef, inputs.rollout_logprobs)
             for coefficient, other in penalties:

@@ -11,6 +11,7 @@ from megatron_rl_corr.mcore.forward import LogprobSettings
 from megatron_rl_corr.mcore.loss import CorrectedLoss, LossScale, make_bypass_loss_inputs
 from megatron_rl_corr.mcore.microbatches import microbatches
 from megatron_rl_corr.parallel.collectives import ParallelGroups, merge
+from tests.mcore.layout_cases import OWN
 
 CONFIGS = {
     "ppo_clip": RolloutCorrectionConfig(
@@ -24,6 +25,8 @@ CONFIGS = {
         bypass_mode=True, loss="reinforce", rollout_is="turn", rollout_is_upper=1.2, advantage="raw",
         rollout_rs=(RejectionRule("turn_mean", "ratio", 0.8, 1.25),),
     ),
+    "own": RolloutCorrectionConfig(bypass_mode=True, loss=f"{OWN}:distance", advantage="raw"),
+    "gate": RolloutCorrectionConfig(bypass_mode=True, loss=f"{OWN}:soft_gate", advantage="raw"),
 }
 
 
@@ -49,6 +52,8 @@ def main(path: str) -> None:
     for name, config in CONFIGS.items():
         groups = ParallelGroups()
         rows_of = replace(batch, turn_ids=turn_ids, num_turns=3) if name == "turns" else batch
+        if config.loss.startswith(str(OWN)):
+            rows_of = replace(batch, rewards=torch.zeros(rows))
         targets = make_bypass_loss_inputs(rows_of, config, groups, group_size=2)
         scale = LossScale(num_microbatches=2, dp_size=1, per_token=False, global_positions=rows * length)
         loss = CorrectedLoss(config, LogprobSettings(None, 1.0, vocab), scale, scored=False, groups=groups)

@@ -19,3 +19,8 @@ def soft_gate(inputs, config, *, metrics):
     used = torch.stack([(gate.detach() * inputs.mask).sum(dtype=torch.float64), inputs.mask.sum(dtype=torch.float64)])
     metrics["gate"] = Mean(used)
     return -inputs.correction.weights * inputs.advantages * ratio * gate
+
+
+def distance(inputs, config):
+    """A loss that needs no advantage."""
+    return inputs.logprobs - inputs.old_logprobs

@@ -92,3 +92,12 @@ def test_bypass_when_rows_are_rejected_in_the_loss_then_the_naive_loss_and_gradi
     assert [row for row in range(4) if not result["grad"][row].any()] == rejected_rows
     assert result["kept_fraction"] == pytest.approx(kept_fraction)
     assert math.isfinite(result["entropy"])
+
+
+@pytest.mark.parametrize("loss, pulls", [("own", True), ("gate", False)])
+def test_update_when_every_advantage_is_0_then_a_loss_of_the_users_makes_one_only_if_it_has_a_gradient(
+    made, loss, pulls
+):
+    assert made[loss]["decision/kept"] == made["mask"].sum() - 1  # a token without a log-prob of the server
+    assert made[loss]["decision/pulling"] == (made[loss]["decision/kept"] if pulls else 0)
+    assert bool(made[loss]["grad"].any()) == pulls

@@ -88,8 +88,8 @@ def check_tensor(field: str, made: object, like: Tensor) -> None:
 
 
 def gradient_of(loss: Tensor, logprobs: Tensor) -> Tensor:
-    """d sum(loss) / d logprobs, [T]; zeros where the loss does not depend on them."""
+    """d sum(loss) / d logprobs, [T]; zeros where the loss does not depend on them. A backward pass may follow."""
     if not loss.requires_grad:
         return torch.zeros_like(logprobs)
-    (gradient,) = torch.autograd.grad(loss.sum(), logprobs, allow_unused=True)
+    (gradient,) = torch.autograd.grad(loss.sum(), logprobs, retain_graph=True, allow_unused=True)
     return torch.zeros_like(logprobs) if gradient is None else gradient
