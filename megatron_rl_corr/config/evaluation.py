@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Annotated
@@ -60,6 +61,8 @@ class EvaluationConfig(Options):
             raise ValueError(
                 f"`eval_top_k` must be -1 (off) or at least 2, got {self.eval_top_k}; `eval_temperature` 0 is greedy"
             )
+        if math.isnan(self.eval_pass_reward):
+            raise ValueError("`eval_pass_reward` must be a number, got nan, which no reward reaches")
         for one in self.evaluation_sets():
             if greedy and one.samples > 1:
                 raise ValueError(

@@ -135,6 +135,8 @@ EVALUATED = ("--rollout-eval-prompts", "a=p", "q")
         ((*EVALUATED, "--rollout-eval-top-k", "1"),
          "--rollout-eval-top-k must be -1 (off) or at least 2, got 1; --rollout-eval-temperature 0 is greedy"),
         ((*EVALUATED, "--rollout-eval-top-p", "0"), "--rollout-eval-top-p must be positive, got 0"),
+        ((*EVALUATED, "--rollout-eval-pass-reward", "nan"),
+         "--rollout-eval-pass-reward must be a number, got nan, which no reward reaches"),
     ],
 )  # fmt: skip
 def test_evaluation_flags_when_they_can_not_act_then_refused(given, told):
