@@ -154,7 +154,7 @@ class RewardURL:
                 if isinstance(value, SampleFailure):
                     raise value
                 one.parts.set_result(checked_parts(value, self._spec.name, self._shown))
-            except (ValueError, SampleFailure) as error:
+            except (ValueError, RecursionError, SampleFailure) as error:
                 own = error if isinstance(error, SampleFailure) else SampleFailure("reward_error", str(error))
                 one.parts.set_exception(own)
 
@@ -197,7 +197,7 @@ class RewardURL:
             raise _Failed(text if retry else f"{text}; {_remedy(status)}", retry=retry)
         try:
             values = json.loads(body)  # takes NaN, which is then an error of its sample alone
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # the latter for lists in lists in lists
             raise _Failed(f"its answer is no JSON ({error}): {body_start(body)}", retry=False) from None
         if not isinstance(values, list) or len(values) != count:
             got = f"{len(values)}" if isinstance(values, list) else f"{str(values)[:200]!r}"

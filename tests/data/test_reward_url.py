@@ -53,6 +53,8 @@ class Server:
         }.get(fault, values)
         if fault == "slow":
             await asyncio.sleep(30)
+        if fault == "deep":
+            return web.Response(text="[" * 100_000 + "]" * 100_000)
         if fault == "html":
             return web.Response(text="<html>busy</html>")
         if fault == "moved":
@@ -144,6 +146,7 @@ FAULTS = {
     "short": "it must answer a list of 2 rewards, one for each sample, got 1",
     "dict": "it must answer a list of 2 rewards, one for each sample, got",
     "html": "its answer is no JSON (Expecting value: line 1 column 1 (char 0)): <html>busy</html>",
+    "deep": "its answer is no JSON (maximum recursion depth exceeded",
     "large": "its answer has more than 4 MiB; it must be a list of numbers",
     "moved": "it answered HTTP 307: 307: Temporary Redirect; a redirect is not followed: give the address that it",
     "teapot": "it answered HTTP 418: no Bearer ***; see its server's log",
