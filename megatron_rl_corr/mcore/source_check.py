@@ -63,14 +63,19 @@ def _all_gather_difference(prompts: PromptDataset | None, layout: Layout) -> Sta
 
 
 def fingerprint(prompts: PromptDataset) -> dict[str, str]:
-    """What replicas must agree on: how many rows there are of each source, and the first prompts that the run draws."""
-    drawn = []
+    """What replicas must agree on: how many rows there are of each source, and the first prompts that the run draws, with
+    their labels."""
+    drawn, labels = [], []
     for number in range(PROMPTS):
         try:
-            drawn.append(prompts.at(number).input_ids)
+            prompt = prompts.at(number)
         except BadRow:
             drawn.append(None)
-    return {"rows": f"{len(prompts)} ({prompts.identity or 'one source'})", "first prompts": str(drawn)}
+            continue
+        drawn.append(prompt.input_ids)
+        labels.append(prompt.label)
+    rows = f"{len(prompts)} ({prompts.identity or 'one source'})"
+    return {"rows": rows, "first prompts": str(drawn), "first labels": str(labels)}
 
 
 def texts_of(tokenizer: Tokenizer, prompts: PromptDataset) -> dict[str, list[int]]:

@@ -118,3 +118,5 @@ def test_replicas_when_a_host_has_other_data_then_the_run_is_refused(monkeypatch
     )
     others = PromptDataset([Prompt(i, [i + 1]) for i in range(20)])
     assert "first prompts [[10]," in difference(others) and "for replica 1; give every host" in difference(others)
+    others = PromptDataset([Prompt(i, [i], label=str(i + 1)) for i in range(20)])
+    assert "first labels [None, None," in difference(others) and "for replica 1; give every host" in difference(others)
