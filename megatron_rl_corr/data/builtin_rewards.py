@@ -11,6 +11,8 @@ import string
 import unicodedata
 from collections import Counter
 from collections.abc import Callable
+from decimal import Decimal
+from math import isfinite
 from typing import Any
 
 from megatron_rl_corr.config.reward_specs import RewardSpec
@@ -57,13 +59,21 @@ def labels_of(sample: RewardInput) -> list[str]:
         ValueError: the row has no label, or one that is neither text nor number.
     """
     given = sample.label if isinstance(sample.label, (list, tuple)) else [sample.label]
-    texts = [str(int(one)) if isinstance(one, float) and one.is_integer() else one for one in given]
-    if not texts or not all(isinstance(one, (str, int, float)) for one in texts):
+    if not given or not all(isinstance(one, (str, int)) or _is_finite(one) for one in given):
         raise ValueError(
             f"row {sample.row} of the data set has the label {sample.label!r}; it must be text, a number, or a list of "
             "right ones: is `label_key` the right one?"
         )
-    return [str(one) for one in texts]
+    return [_plain(one) if isinstance(one, float) else str(one) for one in given]
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, float) and isfinite(value)
+
+
+def _plain(number: float) -> str:
+    """0.00001, where str() writes 1e-05, which is 1 x e - 5 to math-verify; whole numbers without their .0."""
+    return "0" if number == 0 else format(Decimal(repr(float(number))), "f").removesuffix(".0")
 
 
 def exact(sample: RewardInput) -> float:
@@ -147,7 +157,8 @@ def _math() -> Callable[[RewardInput], float]:
     }
 
     def read(text: str) -> list[Any]:
-        return parse(f"\\boxed{{{text}}}", **how)
+        # With the end of its sentence, "13." would be no number to math-verify, and equal nothing.
+        return parse(f"\\boxed{{{text.strip().removesuffix('.')}}}", **how)
 
     def right_answer(label: str, row: int) -> list[Any]:
         text = answer_of(label.rpartition("####")[2]).strip().strip("$")
@@ -157,6 +168,8 @@ def _math() -> Callable[[RewardInput], float]:
         return found
 
     def math(sample: RewardInput) -> float:
+        if isinstance(sample.label, bool):  # "True" would be T x r x u x e
+            raise ValueError(f"row {sample.row} of the data set has the label {sample.label}, no mathematics; use exact")
         right = [right_answer(label, sample.row) for label in labels_of(sample)]
         response, answer = sample.response, answer_of(sample.response)
         if answer == response:

@@ -1,5 +1,6 @@
 """Built-in rewards: by hand, and against those who defined them."""
 
+import math
 import string
 
 import pytest
@@ -46,6 +47,8 @@ def test_math_when_the_answer_has_another_form_then_equal_as_mathematics(equals)
         (r"\boxed{x^2 + 2x + 1}", "(x+1)^2"), (r"\boxed{1,234}", "1234"), (r"\boxed{1234}", "1,234"),
         ("it makes 72", "She has 3 x 24. #### 72"), (r"\boxed{2\sqrt{2}}", r"so it is \boxed{\sqrt{8}}"),
         ("<answer>1/3</answer>", r"\frac{1}{3}"), ("7", ["8", "7"]),
+        (r"\boxed{0.00001}", 1e-05), (r"\boxed{10^{23}}", 1e23), (r"\boxed{13.}", "13"), ("<answer> 13. </answer>", "13"),
+        (r"\boxed{13}", "13."), (r"\boxed{.5}", 0.5), (r"\boxed{0}", -0.0),
     ]  # fmt: skip
     wrong = [
         (r"\boxed{42}, no, \boxed{41}", 42), ("12 and 13", "12"), ("", "42"), ("I do not know.", "42"),
@@ -56,7 +59,7 @@ def test_math_when_the_answer_has_another_form_then_equal_as_mathematics(equals)
     assert [pair for pair in wrong if equals(*pair) != 0] == []
 
 
-@pytest.mark.parametrize("label", [None, {"a": 1}, [], "", "#### "])
+@pytest.mark.parametrize("label", [None, {"a": 1}, [], "", "#### ", math.nan, [1, math.inf], True])
 def test_math_when_the_label_is_no_mathematics_then_an_error_that_shows_it(equals, label):
     with pytest.raises(ValueError, match="row 0 of the data set has the label .*; "):
         equals("1", label)
