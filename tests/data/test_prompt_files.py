@@ -162,6 +162,14 @@ def test_parquet_when_a_column_has_no_json_values_then_it_is_left_out_with_a_lin
     ]
 
 
+def test_parquet_when_numbers_have_4_bytes_or_2_then_they_are_as_they_were_written(tmp_path):
+    path, values = tmp_path / "p.parquet", [123.1, None, float("inf"), 2.0]
+    columns = {"a": pa.array(values, pa.float32()), "b": pa.array([0.1, None, 1, 2], pa.float16())}
+    pq.write_table(pa.table({"input_ids": [[1]] * 4, **columns}), path)
+    found = [open_rows(path).read(row) for row in range(4)]
+    assert [row["a"] for row in found] == values and [row["b"] for row in found] == [0.1, None, 1, 2]
+
+
 def test_order_when_there_are_several_sources_then_every_row_of_all_comes_once_an_epoch(tmp_path):
     paths = [jsonl(tmp_path / "a", range(30)), parquet(tmp_path / "b", range(30, 40)), jsonl(tmp_path / "c", [40])]
     data = open_prompts(paths, IDS, seed=1)
