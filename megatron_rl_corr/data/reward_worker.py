@@ -85,7 +85,7 @@ class LoadedReward:
     def call(self, samples: Sequence[RewardInput]) -> Any:
         """What the function returns: for one sample, or for a whole group where that is its form."""
         if self.form == "group":
-            return self.function(list(samples))
+            return self.function(tuple(samples))  # a list sorted in place would give rewards to other samples
         [sample] = samples
         if self.form == "sample":
             return self.function(sample)

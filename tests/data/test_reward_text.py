@@ -153,6 +153,8 @@ FAILING = {
             "{path}:reward must return a number that is finite in float32, got nan"),
     "length": ("def reward(samples): return [1.0]", "reward_error",
                "{path}:reward must return a list of 2 rewards, one for each sample, got 1 values"),
+    "sorts": ("def reward(samples): samples.sort(key=len); return [1.0] * 2", "reward_error",
+              "AttributeError: 'tuple' object has no attribute 'sort'"),
     "hangs": ("import time\ndef reward(sample): time.sleep(60)", "reward_timeout",
               "{path}:reward: it took longer than 0.7 s; make it faster, or raise `reward_timeout_s`"),
     "dies": ("import os\ndef reward(sample): os._exit(7)", "reward_error",
