@@ -158,6 +158,12 @@ class PromptFormat:
                 f'"{key}" begins with the token that the tokenizer puts before every text, and has it twice then; '
                 "leave it out of the text"
             )
+        eos = self.tokenizer.eos_id
+        if ids[1:][-1:] == [eos] and self.tokenizer.encode(text, special_tokens=False)[-1:] != [eos]:
+            raise ValueError(
+                f'"{key}" gets the end token, which the tokenizer puts behind every text, and nothing follows an end; '
+                "use a tokenizer without it (add_eos_token in tokenizer_config.json), or give messages or ids"
+            )
         return text, ids
 
     def _rendered(self, messages: list[dict[str, Any]], row: Mapping[str, Any], key: str) -> tuple[str, list[int]]:

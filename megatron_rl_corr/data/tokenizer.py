@@ -57,6 +57,11 @@ class Tokenizer:
         return self._tokenizer.bos_token_id
 
     @property
+    def eos_id(self) -> int | None:
+        """The id that ends a text, where the tokenizer has one."""
+        return self._tokenizer.eos_token_id
+
+    @property
     def has_template(self) -> bool:
         """Whether it can render messages."""
         return bool(getattr(self._tokenizer, "chat_template", None))

@@ -30,18 +30,21 @@ USER = {"role": "user", "content": "1+1"}
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory):
-    """Name -> tokenizer: with a template, without one, and with one that begins every text and template with <eos>."""
+    """Name -> tokenizer: with a template, without one, one that begins every text and template with <eos>, and one that
+    ends texts with it."""
     found = {}
-    for name, template in (("template", TEMPLATE), ("plain", None), ("bos", "{{ bos_token }}" + TEMPLATE)):
+    for name, template in (
+        ("template", TEMPLATE), ("plain", None), ("bos", "{{ bos_token }}" + TEMPLATE), ("eos", TEMPLATE)
+    ):  # fmt: skip
         folder = tmp_path_factory.mktemp(name)
         made = make_tokenizer()
         made.chat_template = template
-        if name == "bos":
+        if name in ("bos", "eos"):
             from tokenizers.processors import TemplateProcessing
 
-            made.bos_token = "<eos>"
+            made.bos_token = "<eos>" if name == "bos" else None
             made.backend_tokenizer.post_processor = TemplateProcessing(
-                single="<eos> $A", special_tokens=[("<eos>", made.eos_token_id)]
+                single="<eos> $A" if name == "bos" else "$A <eos>", special_tokens=[("<eos>", made.eos_token_id)]
             )
         made.save_pretrained(folder)
         found[name] = Tokenizer.from_folder(folder)
@@ -190,6 +193,7 @@ def test_row_when_it_is_malformed_then_error_names_file_line_key_and_remedy(tmp_
         (None, {"messages": [USER]}, {}, '"messages" is messages and there is no tokenizer in --rollout-hf-checkpoint'),
         (None, {"prompt": "a"}, {}, '"prompt" is text and there is no tokenizer in --rollout-hf-checkpoint; put one'),
         ("bos", {"prompt": "<eos>1+1"}, {}, '"prompt" begins with the token that the tokenizer puts before every text'),
+        ("eos", {"prompt": "1+1"}, {}, '"prompt" gets the end token, which the tokenizer puts behind every text, and'),
     ],
 )  # fmt: skip
 def test_row_when_the_tokenizer_can_not_make_a_prompt_of_it_then_error(tokenizers, name, row, how, named):

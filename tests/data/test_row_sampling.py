@@ -11,7 +11,7 @@ from megatron_rl_corr.rollout.sampling import sampling_of_row
 class Letters:
     """A tokenizer without a template."""
 
-    bos_id, has_template = None, False
+    bos_id, eos_id, has_template = None, None, False
 
     def encode(self, text):
         return [ord(letter) - ord("a") for letter in text]

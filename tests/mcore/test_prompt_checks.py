@@ -102,7 +102,7 @@ def test_prompts_when_text_is_not_rendered_though_there_is_a_template_then_a_lin
     tmp_path, capsys, has_template, flags, told
 ):
     tokenizer = types.SimpleNamespace(
-        has_template=has_template, bos_id=None, encode=lambda text: [1, 2],
+        has_template=has_template, bos_id=None, eos_id=None, encode=lambda text: [1, 2],
         apply_chat_template=lambda messages, tools: ("<user>" + messages[0]["content"], [1, 2, 3]),
     )
     (tmp_path / "p.jsonl").write_text('{"prompt": "1+1"}')
