@@ -169,7 +169,7 @@ def _math() -> Callable[[RewardInput], float]:
 
     def math(sample: RewardInput) -> float:
         if isinstance(sample.label, bool):  # "True" would be T x r x u x e
-            raise ValueError(f"row {sample.row} of the data set has the label {sample.label}, no mathematics; use exact")
+            raise ValueError(f"row {sample.row} of the data set has the label {sample.label}; use exact for it")
         right = [right_answer(label, sample.row) for label in labels_of(sample)]
         response, answer = sample.response, answer_of(sample.response)
         if answer == response:

@@ -63,8 +63,8 @@ def _all_gather_difference(prompts: PromptDataset | None, layout: Layout) -> Sta
 
 
 def fingerprint(prompts: PromptDataset) -> dict[str, str]:
-    """What replicas must agree on: how many rows there are of each source, and the first prompts that the run draws, with
-    their labels."""
+    """What replicas must agree on: how many rows there are of each source, the first prompts that are drawn, and their
+    labels."""
     drawn, labels = [], []
     for number in range(PROMPTS):
         try:

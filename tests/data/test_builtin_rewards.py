@@ -47,7 +47,8 @@ def test_math_when_the_answer_has_another_form_then_equal_as_mathematics(equals)
         (r"\boxed{x^2 + 2x + 1}", "(x+1)^2"), (r"\boxed{1,234}", "1234"), (r"\boxed{1234}", "1,234"),
         ("it makes 72", "She has 3 x 24. #### 72"), (r"\boxed{2\sqrt{2}}", r"so it is \boxed{\sqrt{8}}"),
         ("<answer>1/3</answer>", r"\frac{1}{3}"), ("7", ["8", "7"]),
-        (r"\boxed{0.00001}", 1e-05), (r"\boxed{10^{23}}", 1e23), (r"\boxed{13.}", "13"), ("<answer> 13. </answer>", "13"),
+        (r"\boxed{0.00001}", 1e-05), (r"\boxed{10^{23}}", 1e23), (r"\boxed{13.}", "13"),
+        ("<answer> 13. </answer>", "13"),
         (r"\boxed{13}", "13."), (r"\boxed{.5}", 0.5), (r"\boxed{0}", -0.0),
     ]  # fmt: skip
     wrong = [
