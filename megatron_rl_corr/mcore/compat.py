@@ -277,3 +277,8 @@ def unwrapped(model: list) -> list:
     from megatron.core.utils import unwrap_model
 
     return unwrap_model(model)
+
+
+def begins_with_pretrained(args: argparse.Namespace) -> bool:
+    """Whether Megatron has loaded --pretrained-checkpoint, which it does where --load has no checkpoint yet."""
+    return args.iteration == 0 and args.finetune

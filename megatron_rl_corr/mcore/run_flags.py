@@ -127,11 +127,6 @@ def check_loaded_iteration(args: argparse.Namespace) -> None:
         )
 
 
-def begins_with_pretrained(args: argparse.Namespace) -> bool:
-    """Whether Megatron has loaded --pretrained-checkpoint, which it does where --load has no checkpoint yet."""
-    return args.iteration == 0 and args.finetune
-
-
 def check_begin(args: argparse.Namespace) -> None:
     """ValueError for a checkpoint of --load that Megatron would go on from at iteration 0, as if there were none.
 

@@ -27,7 +27,6 @@ from megatron_rl_corr.mcore.prompt_checks import training_prompts
 from megatron_rl_corr.mcore.reference import Reference
 from megatron_rl_corr.mcore.reference_start import broadcast_reference
 from megatron_rl_corr.mcore.replay_collect import ReplayCollector
-from megatron_rl_corr.mcore.run_flags import begins_with_pretrained
 from megatron_rl_corr.mcore.sample_log import SampleLog
 from megatron_rl_corr.mcore.scoring import describe_start
 from megatron_rl_corr.mcore.serving import broadcast_checked, reach_servers
@@ -200,7 +199,7 @@ def _prepare(
         collector = Collector(options, layout, shape, source, batches=batches, saved=saved, routes=routes)
         evaluation = Evaluation.of(options, args, source, layout)
     parameters = _parameters(checkpoint, args, megatron.model)
-    if args.iteration == 0 and not begins_with_pretrained(args):
+    if args.iteration == 0 and not compat.begins_with_pretrained(args):
         with naming_checkpoint(options.hf_checkpoint):
             load_shards(parameters, checkpoint, layout.shard)
     log = SampleLog(options, layout, shape, collector.sampling) if options.save_trajectories else None
