@@ -19,7 +19,9 @@ def share_solved(folder, file, *, samples=1, greedy=True):
     import torch
     from math_verify import parse, verify
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
