@@ -73,8 +73,9 @@ def training_command(out, url, options):
         "--rollout-prompts", data / "train.jsonl", "--rollout-input-key", "messages", "--rollout-label-key", "label",
         # The reward: math-verify compares the answer with the label.
         "--rollout-reward-function", "math",
-        # Groups of 16 whose samples are all right or all wrong are replaced.
+        # Groups of 16 whose samples are all right or all wrong are replaced, as long as there are others.
         "--rollout-group-size", 16, "--rollout-max-new-tokens", NEW_TOKENS, "--rollout-group-filter", "spread",
+        "--rollout-group-filter-exhausted", "take",
         # Two sets that are not trained on, answered greedily.
         "--rollout-eval-prompts", *[f"{kind}={data / kind}.jsonl" for kind in KINDS],
         "--rollout-eval-temperature", 0,
