@@ -18,7 +18,7 @@ class EvaluationSet:
     """"" for the one that is given without a name."""
     path: str
     samples: int
-    """Of each prompt."""
+    """Samples of each prompt."""
 
     @property
     def prefix(self) -> str:

@@ -68,7 +68,7 @@ class RewardSpec:
     """path/to/file.py:name, package.module:name, the name of a built-in reward, or an address."""
     weight: float = 1.0
     parameters: Mapping[str, float | str | None] = field(default_factory=dict)
-    """Of a built-in reward, all of them."""
+    """All parameters of a built-in reward; empty for the user's own."""
     kind: str = "function"
     """function, builtin or url."""
 

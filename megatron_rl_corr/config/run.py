@@ -118,7 +118,7 @@ class LogsConfig(Options):
     trace: str | None = option(None, metavar="DIR")
     """Write when each sample was queued, sampled and scored and how long it waited, and the parts of each step, as
     Chrome traces, which ui.perfetto.dev opens: a file a batch, named by its first step, and replica. Prefill and decode
-    are told apart where servers run with --enable-metrics."""
+    are separate where servers run with --enable-metrics."""
 
     save_hf: str | None = option(None, metavar="DIR")
     """Write the policy after the last step as a Hugging Face folder, DIR/iter_0000040: transformers and servers load

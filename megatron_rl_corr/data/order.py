@@ -143,7 +143,7 @@ class MixedOrder:
 
 
 def _shares(weights: Sequence[float], sources: int) -> list[int]:
-    """Of SHARE_PERIOD draws those of each source: its part of the weights, rounded, so that they add up.
+    """Draws of each source in SHARE_PERIOD draws: its part of the weights, rounded, so that they add up.
 
     Example: weights 1 and 2 are 333 and 667 of 1000; what rounding down leaves goes to the largest remainders.
     """

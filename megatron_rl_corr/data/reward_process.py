@@ -39,7 +39,7 @@ class RewardProcess:
     def __init__(self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
         self._process, self._reader, self._writer = process, reader, writer
         self.forms: list[tuple[str, bool]] = []
-        """Of each function its form, and whether it is async."""
+        """(form, whether it is async) of each function."""
 
     @classmethod
     async def start(cls, specs: Sequence[RewardSpec], texts: Sequence[str | None]) -> RewardProcess:

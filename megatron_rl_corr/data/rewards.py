@@ -49,7 +49,7 @@ class Score:
     reward: float
     """Finite in float32."""
     parts: dict[str, float] = field(default_factory=dict)
-    """The named rewards before their weights, and what else they told; empty where the environment scored."""
+    """Named rewards before their weights, and further numbers of their dicts; empty where the environment scored."""
 
 
 class Rewards:

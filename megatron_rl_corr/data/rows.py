@@ -13,7 +13,7 @@ import numpy as np
 import orjson
 
 CHUNK_BYTES = 1 << 24
-"""Of a file that is searched for line ends."""
+"""Bytes of a file that are searched for line ends at a time."""
 _BOM = b"\xef\xbb\xbf"
 _WHITESPACE = 32
 """The last of the bytes that a blank line may have."""

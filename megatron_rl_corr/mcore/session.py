@@ -75,7 +75,7 @@ class _Parts:
     source: SampleSource | None
     """None in a replay."""
     loop: LoopThread
-    """Of everything that speaks HTTP."""
+    """Runs everything that speaks HTTP."""
     collector: BatchCollector
     evaluation: Evaluation | None
     vocab_size: int

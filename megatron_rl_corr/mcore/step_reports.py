@@ -27,10 +27,10 @@ class StepReports:
     def __init__(self, write: Write):
         self._write = write
         self.numbers: dict[str, float] = {}
-        """Of the step under way, or the last."""
+        """Metrics of the step under way, or the last."""
         self._running: RunningEvaluation | None = None
         self._held: list[dict[str, float]] = []
-        """Of the step that the running evaluation belongs to, and of those that have ended since."""
+        """Rows that wait: that of the step which the running evaluation belongs to, and those of the steps since."""
 
     def all_reduce_end_step(self, evaluation: Evaluation | None, step: int, *, ahead: bool) -> None:
         """Write the numbers of the step that has ended, or keep them for its evaluation; every rank calls it.

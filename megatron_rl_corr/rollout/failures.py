@@ -46,7 +46,7 @@ class Failures:
         self.lengths: list[int] = [0, 0]
         """Samples of dropped groups that had been sampled to their end, and their tokens."""
         self.truncated_groups = 0
-        """Of the dropped groups those with a sample that was cut, with `truncated_samples` drop."""
+        """Groups dropped for a sample that was cut, with `truncated_samples` drop; `groups` counts them too."""
         self.cut_lengths: list[int] = [0, 0]
         """Samples that had ended of groups that were cut as surplus, and their tokens."""
         self.texts: dict[str, str] = {}

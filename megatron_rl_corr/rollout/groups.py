@@ -19,7 +19,7 @@ class Group:
     rewards: list[float]
     """The reward of each trajectory."""
     reward_parts: list[dict[str, float]] = field(default_factory=list)
-    """Of each trajectory its named rewards, before their weights; empty where the environment gave the reward."""
+    """Each trajectory's named rewards, before their weights; empty where the environment gave the reward."""
     trace: GroupTrace | None = None
     """When what was done, with --rollout-trace."""
 
