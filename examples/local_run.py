@@ -1,5 +1,7 @@
 """What the examples share: an SGLang server and Megatron on this machine, without a GPU, and a clean end of both."""
 
+import argparse
+import json
 import os
 import signal
 import subprocess
@@ -28,17 +30,28 @@ class Example:
     def say(self, text):
         print(f"[{self.name}] {text}", flush=True)
 
-    def stop(self, out):
-        """End every run of the example, or the one that writes to `out`."""
-        return Running(self.home).stop(self.say, self.name, out and out.resolve())
+    def parser(self, description, *, steps, seed_help):
+        """The options that every example has: its seed, steps and folder, --stop, and flags for the launcher."""
+        layout = argparse.RawDescriptionHelpFormatter
+        parser = argparse.ArgumentParser(description=description, formatter_class=layout)
+        add = parser.add_argument
+        add("--seed", type=int, default=0, help=seed_help)
+        add("--steps", type=int, default=steps, help=f"optimizer steps (default {steps})")
+        add("--out", type=Path, help=f"new folder for the run (default runs/{self.name}/TIME-seedN)")
+        add("--stop", action="store_true",
+            help=f"end every {self.name} that is running, and all it started; with --out that run alone")
+        add("launcher_flags", nargs="*", metavar="-- FLAGS", help="appended to the launcher's command")
+        return parser
 
-    def run(self, steps, options):
-        """Call steps(options, out, running) with a new folder; its exit status, whatever ends it.
+    def main(self, work, options):
+        """Call work(options, out, running) with a new folder, or end such runs with --stop; the exit status.
 
         Args:
-            steps: the example's own work; `running` is told the groups of processes that it starts.
-            options: has `out`, a new folder for the run or None, and `seed`.
+            work: the example's own; `running` is told the groups of processes that it starts.
+            options: of `parser`.
         """
+        if options.stop:
+            return Running(self.home).stop(self.say, self.name, options.out and options.out.resolve())
         out = options.out or self.home / f"{time.strftime('%Y%m%d-%H%M%S')}-seed{options.seed}"
         out = out.resolve()
         if out.exists() and any(out.iterdir()):
@@ -49,7 +62,7 @@ class Example:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         with Running(self.home, out) as running:
             try:
-                return steps(options, out, running)
+                return work(options, out, running)
             except LocalServerError as error:
                 self.say(str(error))
                 return 1
@@ -91,8 +104,28 @@ def wait_ready(server):
     print_wait.done(f"{server.url} is ready after {time.monotonic() - started:.0f} s")
 
 
-def torchrun(script, flags, *, processes):
-    """The command that trains with a Megatron script under the launcher."""
+def megatron_flags(model, tensorboard):
+    """Flags of the model, of this machine, and of a script whose own data are not used."""
+    from megatron_rl_corr.models.megatron_flags import model_flags
+
+    layers = cpu.megatron_arguments()
+    # The local spec's attention takes padded rows only.
+    te = "transformer_engine" in layers
+    return [
+        # As `megatron-rl-corr model-flags` prints them.
+        *model_flags(json.loads((model / "config.json").read_text())), *layers,
+        *(["--moe-grouped-gemm", "--moe-permute-fusion"] if te else ["--rollout-pad-sequences"]),
+        "--seq-length", 32, "--weight-decay", 0, "--clip-grad", 1.0,
+        "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", model,
+        "--mock-data", "--split", "100,0,0", "--num-workers", 0, "--no-create-attention-mask-in-dataloader",
+        "--eval-iters", 0, "--log-interval", 1000, "--tensorboard-dir", tensorboard,
+        "--rollout-hf-checkpoint", model,
+    ]  # fmt: skip
+
+
+def torchrun(flags, *, processes):
+    """The command that trains with the quickstart's Megatron script under the launcher."""
+    script = ROOT / "examples/quickstart/pretrain_moe.py"
     return [
         sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes),
         "--master-addr", "127.0.0.1", "--master-port", str(free_port()),

@@ -7,7 +7,6 @@ Makes a tiny Qwen3-MoE that is mostly wrong, serves it with SGLang, trains it wi
 `math` reward on chat messages, evaluates it on two sets of held-out questions, and asks the exported folder the same.
 """
 
-import argparse
 import json
 import sys
 import time
@@ -17,11 +16,9 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(ROOT), str(HERE.parent), str(HERE)]
 
-from local_run import Example, local_server, make_model, torchrun, train, wait_ready  # noqa: E402
+from local_run import Example, local_server, make_model, megatron_flags, torchrun, train, wait_ready  # noqa: E402
 from solve import NEW_TOKENS, share_solved  # noqa: E402
 from task import KINDS, split  # noqa: E402
-
-from tools import cpu  # noqa: E402
 
 EXAMPLE = Example("arithmetic")
 EVERY = 20
@@ -29,16 +26,12 @@ EVERY = 20
 
 
 def parse_arguments(argv):
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
-    add = parser.add_argument
-    add("--seed", type=int, default=0, help="of the model, the sampling and the order of the questions")
-    add("--steps", type=int, default=80, help=f"optimizer steps, a multiple of {EVERY} (default 80)")
-    add("--supervised-steps", type=int, default=450, help="of the training that makes the model (default 450)")
-    add("--out", type=Path, help="new folder for the run (default runs/arithmetic/TIME-seedN)")
-    add("--stop", action="store_true",
-        help="end every such run that is going, and all it started; with --out that run alone")
-    add("launcher_flags", nargs="*", metavar="-- FLAGS", help="appended to the launcher's command")
+    parser = EXAMPLE.parser(
+        __doc__, steps=80, seed_help="of the model, the sampling and the order of the questions"
+    )
+    parser.add_argument(
+        "--supervised-steps", type=int, default=450, help="of the training that makes the model (default 450)"
+    )
     return parser.parse_args(argv)
 
 
@@ -54,21 +47,12 @@ def write_data(folder):
 
 def training_command(out, url, options):
     """torchrun's command line."""
-    from megatron_rl_corr.models.megatron_flags import model_flags
-
-    model, data, layers = out / "model", out / "data", cpu.megatron_arguments()
-    te = "transformer_engine" in layers
+    model, data = out / "model", out / "data"
     flags = [
-        # As `megatron-rl-corr model-flags` prints them.
-        *model_flags(json.loads((model / "config.json").read_text())), *layers,
-        *(["--moe-grouped-gemm", "--moe-permute-fusion"] if te else ["--rollout-pad-sequences"]),
-        "--expert-model-parallel-size", 2,
-        "--seq-length", 32, "--micro-batch-size", 128, "--global-batch-size", 256, "--train-iters", options.steps,
-        "--lr", 5e-4, "--min-lr", 5e-5, "--lr-decay-style", "linear", "--weight-decay", 0, "--clip-grad", 1.0,
-        "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", model, "--seed", options.seed + 1,
-        "--mock-data", "--split", "100,0,0", "--num-workers", 0, "--no-create-attention-mask-in-dataloader",
-        "--eval-iters", 0, "--eval-interval", EVERY, "--log-interval", 1000, "--tensorboard-dir", out / "tensorboard",
-        "--rollout-url", url, "--rollout-hf-checkpoint", model,
+        *megatron_flags(model, out / "tensorboard"), "--expert-model-parallel-size", 2,
+        "--micro-batch-size", 128, "--global-batch-size", 256, "--train-iters", options.steps,
+        "--lr", 5e-4, "--min-lr", 5e-5, "--lr-decay-style", "linear", "--seed", options.seed + 1,
+        "--eval-interval", EVERY, "--rollout-url", url,
         # The data: messages, in the tokenizer's own chat template.
         "--rollout-prompts", data / "train.jsonl", "--rollout-input-key", "messages", "--rollout-label-key", "label",
         # The reward: math-verify compares the answer with the label.
@@ -85,7 +69,7 @@ def training_command(out, url, options):
         "--rollout-log-dir", out, "--rollout-save-trajectories", out / "samples", "--rollout-save-hf", out / "hf",
         *options.launcher_flags,
     ]  # fmt: skip
-    return torchrun(ROOT / "examples/quickstart/pretrain_moe.py", flags, processes=2)
+    return torchrun(flags, processes=2)
 
 
 def run(options, out, running):
@@ -132,8 +116,7 @@ def sampled(out, model):
 
 
 def main(argv=None):
-    options = parse_arguments(argv)
-    return EXAMPLE.stop(options.out) if options.stop else EXAMPLE.run(run, options)
+    return EXAMPLE.main(run, parse_arguments(argv))
 
 
 if __name__ == "__main__":

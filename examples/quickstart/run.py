@@ -5,7 +5,6 @@ run.py [--seed 0] [--steps 60] [--server-dtype bfloat16] [--router-replay R3] [-
 run.py --stop
 """
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -15,7 +14,7 @@ ROOT = HERE.parents[1]
 sys.path[:0] = [str(ROOT), str(HERE.parent), str(HERE)]
 
 from comparison import Run, draw, table  # noqa: E402
-from local_run import HIDDEN_GPU, Example, local_server, make_model, torchrun, train, wait_ready  # noqa: E402
+from local_run import HIDDEN_GPU, Example, local_server, make_model, megatron_flags, torchrun, train, wait_ready  # noqa: E402
 from reward import KINDS, WANTED_TOKENS  # noqa: E402
 
 from tools import cpu  # noqa: E402
@@ -25,21 +24,16 @@ PROMPTS_A_KIND = 4
 
 
 def parse_arguments(argv):
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
+    parser = EXAMPLE.parser(
+        __doc__, steps=60, seed_help="of the model's weights, the sampling and the order of prompts"
+    )
     add = parser.add_argument
-    add("--seed", type=int, default=0, help="of the model's weights, the sampling and the order of prompts")
-    add("--steps", type=int, default=60, help="optimizer steps (default 60)")
     add("--server-dtype", choices=("bfloat16", "float32"), default="bfloat16",
         help="bfloat16 shows a real mismatch with the float32 trainer, float32 next to none")
     add("--router-replay", choices=("off", "R3"), default="off",
         help="experts of a token in training: Megatron's choice, or the server's")
     add("--asynchronous", action="store_true",
         help="train twice: each step waiting for its samples, then with samples that are made during the step before")
-    add("--out", type=Path, help="new folder for the run (default runs/quickstart/TIME-seedN)")
-    add("--stop", action="store_true",
-        help="end every quickstart that is running, and all it started; with --out that run alone")
-    add("launcher_flags", nargs="*", metavar="-- FLAGS", help="appended to the launcher's command")
     return parser.parse_args(argv)
 
 
@@ -50,23 +44,13 @@ def write_prompts(path):
 
 def training_command(out, folder, model, url, options, *ahead):
     """torchrun's command line; folder: for the run's logs, ahead: flags for sampling ahead of training."""
-    from megatron_rl_corr.models.megatron_flags import model_flags
-
-    layers = cpu.megatron_arguments()
-    # The local spec's attention takes padded rows only.
-    te = "transformer_engine" in layers
-    grouped = ["--moe-grouped-gemm", "--moe-permute-fusion"] if te else ["--rollout-pad-sequences"]
     flags = [
-        # As `megatron-rl-corr model-flags` prints them.
-        *model_flags(json.loads((model / "config.json").read_text())), *layers, *grouped,
+        *megatron_flags(model, folder / "tensorboard"),
         "--tensor-model-parallel-size", 2, "--pipeline-model-parallel-size", 2, "--sequence-parallel",
         "--expert-model-parallel-size", 2, "--expert-tensor-parallel-size", 1,
-        "--seq-length", 32, "--micro-batch-size", 16, "--global-batch-size", 64, "--train-iters", options.steps,
-        "--lr", 2e-3, "--lr-decay-style", "constant", "--weight-decay", 0, "--clip-grad", 1.0,
-        "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", model, "--seed", options.seed + 1,
-        "--mock-data", "--split", "100,0,0", "--num-workers", 0, "--no-create-attention-mask-in-dataloader",
-        "--eval-iters", 0, "--eval-interval", 1000, "--log-interval", 1000, "--tensorboard-dir", folder / "tensorboard",
-        "--rollout-url", url, "--rollout-hf-checkpoint", model, "--rollout-prompts", out / "prompts.jsonl",
+        "--micro-batch-size", 16, "--global-batch-size", 64, "--train-iters", options.steps,
+        "--lr", 2e-3, "--lr-decay-style", "constant", "--seed", options.seed + 1, "--eval-interval", 1000,
+        "--rollout-url", url, "--rollout-prompts", out / "prompts.jsonl",
         "--rollout-reward-function", f"{HERE / 'reward.py'}:reward", "--rollout-group-size", 8,
         "--rollout-max-new-tokens", WANTED_TOKENS, "--rollout-log-dir", folder,
         # Token weights truncated at 2; a response whose geometric mean ratio is off by 0.4% is rejected.
@@ -74,7 +58,7 @@ def training_command(out, folder, model, url, options, *ahead):
         "--rollout-rs", "seq_mean_ratio", "--rollout-rs-threshold", "0.996_1.004",
         "--router-replay", options.router_replay, *ahead, *options.launcher_flags,
     ]  # fmt: skip
-    return torchrun(HERE / "pretrain_moe.py", flags, processes=4)
+    return torchrun(flags, processes=4)
 
 
 def run(options, out, running):
@@ -123,8 +107,7 @@ def runs(out, options):
 
 
 def main(argv=None):
-    options = parse_arguments(argv)
-    return EXAMPLE.stop(options.out) if options.stop else EXAMPLE.run(run, options)
+    return EXAMPLE.main(run, parse_arguments(argv))
 
 
 if __name__ == "__main__":
