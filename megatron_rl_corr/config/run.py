@@ -23,7 +23,7 @@ from megatron_rl_corr.config.rewards import RewardsConfig
 from megatron_rl_corr.config.samples import SamplesConfig
 from megatron_rl_corr.config.updates import UpdatesConfig
 
-ENGINES = {"sglang": "megatron_rl_corr.engines.sglang"}
+ENGINES = {"sglang": "megatron_rl_corr.engines.sglang", "vllm": "megatron_rl_corr.engines.vllm"}
 """The programs that servers may run, and the module that speaks to each."""
 
 
