@@ -56,7 +56,8 @@ class Probe(ServerControl):
 
     async def served_model(self) -> ServedModel:
         """The model, and what its weights are called."""
-        return self.engine.served_model((await self.model_info())[0])
+        (model,), (server,) = await self.model_info(), await self.server_info()
+        return self.engine.served_model(model, server)
 
     async def generate(
         self, prompt: list[int], tokens: int, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int = -1,

@@ -172,7 +172,7 @@ async def _updates(probe: Probe) -> UpdateSupport | str:
             raise
         return error.detail
     try:
-        return probe.engine.update_support(probe.url, answer)
+        return probe.engine.update_support(probe.url, answer, await _info(probe))
     except RolloutProtocolError as error:
         return error.detail
 

@@ -47,10 +47,12 @@ class DetailedSample:
     """What top-p and top-k kept; a text: why that is unknown."""
     routed_ids: int | str | None = None
     """How many expert ids came with P + R - 1 tokens; a text: what is wrong with them; None: none came."""
-    retractions: int = 0
-    """Times that a pause made the server compute the request anew."""
+    retractions: int | None = 0
+    """Times that a pause made the server compute the request anew; None: the server does not tell."""
     version_spans: tuple[VersionSpan, ...] | None = None
     """Which weights sampled which tokens; None: the server does not tell."""
+    cached_tokens: int | None = None
+    """Prompt tokens whose keys and values were cached; None: the server does not tell."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ class UpdateSupport:
     session: bool
     """Weights are sent between `Engine.begin_weight_update` and `Engine.end_weight_update`."""
     remark: str = ""
-    """Which versions have no session, for messages."""
+    """What limits it, for messages."""
 
 
 class Inspection(Protocol):
@@ -209,16 +211,22 @@ class Inspection(Protocol):
         """Whether logits are float32 though the server computes in 16 bits."""
         return False
 
-    def served_model(self, model_info: Mapping[str, Any]) -> ServedModel:
-        """The model in an answer to `Engine.model_info`."""
+    def cache_block(self, server_info: Mapping[str, Any]) -> int:
+        """Tokens that the prefix cache holds or lacks together: a hit is a multiple of it, and leaves one to compute."""
+        return 1
+
+    def served_model(self, model_info: Mapping[str, Any], server_info: Mapping[str, Any]) -> ServedModel:
+        """The model in the answers to `Engine.model_info` and `Engine.server_info`."""
         raise self._unsupported("model_info")
 
     def list_endpoints(self) -> Request:
         """Ask which requests the server has."""
         raise self._unsupported("lists of endpoints")
 
-    def update_support(self, url: str, answer: Mapping[str, Any]) -> UpdateSupport:
-        """How weights can be updated, from the answer to `list_endpoints`.
+    def update_support(
+        self, url: str, answer: Mapping[str, Any], server_info: Mapping[str, Any]
+    ) -> UpdateSupport:
+        """How weights can be updated, from the answers to `list_endpoints` and `Engine.server_info`.
 
         Raises:
             RolloutProtocolError: the answer lists none.

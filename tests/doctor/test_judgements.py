@@ -337,7 +337,7 @@ def test_version_when_judged_then_by_what_it_can_do(version, status, words):
 
 def test_endpoints_when_listed_then_the_transports_and_whether_there_is_a_session():
     def judged(*paths):
-        return judge_updates(SGLANG.update_support("u", {"paths": dict.fromkeys(paths, {})}))
+        return judge_updates(SGLANG.update_support("u", {"paths": dict.fromkeys(paths, {})}, {}))
 
     row = judged("/begin_weight_update", "/update_weights_from_disk", "/update_weights_from_distributed")
     assert row.status == "ok" and row.message == "distributed, disk, in a session"
@@ -346,7 +346,7 @@ def test_endpoints_when_listed_then_the_transports_and_whether_there_is_a_sessio
     assert judged("/update_weights_from_disk").defect == "version_unsupported"
     assert judge_updates("HTTP 404").message == "the server does not list its endpoints: HTTP 404"
     with pytest.raises(RolloutProtocolError, match="no paths in /openapi.json"):
-        SGLANG.update_support("u", {})
+        SGLANG.update_support("u", {}, {})
 
 
 SHAPE = ExpertShape(num_layers=3, layers=(0, 1, 2), top_k=2, experts=4)

@@ -85,8 +85,8 @@ def test_parse_when_spans_are_malformed_then_protocol_error():
 
 def test_served_model_when_told_then_initial_until_a_push():
     info = {"model_path": "m", "served_model_name": "n", "model_type": "qwen3_moe", "weight_version": "default"}
-    assert SGLANG.served_model(info) == ServedModel("m", "n", "qwen3_moe", "default", is_initial=True)
-    assert not SGLANG.served_model(info | {"weight_version": "1"}).is_initial
+    assert SGLANG.served_model(info, {}) == ServedModel("m", "n", "qwen3_moe", "default", is_initial=True)
+    assert not SGLANG.served_model(info | {"weight_version": "1"}, {}).is_initial
 
 
 def test_context_length_when_not_listed_then_protocol_error():

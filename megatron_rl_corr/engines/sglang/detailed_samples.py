@@ -66,6 +66,7 @@ def parse_detailed_sample(
             meta.get("num_retractions", 0),
             None if spans is None
             else tuple(VersionSpan(span["version"], span["start"], span["end"]) for span in spans),
+            meta.get("cached_tokens", 0),
         )  # fmt: skip
     except MALFORMED as error:
         detail = f"log-probs of {tokens} sampled tokens are missing or malformed ({error!r})"

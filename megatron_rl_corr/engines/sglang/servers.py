@@ -195,8 +195,8 @@ def has_float32_head(server_info: Mapping[str, Any]) -> bool:
     return bool(server_info.get("enable_fp32_lm_head"))
 
 
-def served_model(model_info: Mapping[str, Any]) -> ServedModel:
-    """The model in an answer to /model_info."""
+def served_model(model_info: Mapping[str, Any], server_info: Mapping[str, Any]) -> ServedModel:
+    """The model in an answer to /model_info, which tells all of it."""
     version = model_info.get("weight_version")
     return ServedModel(
         model_info.get("model_path"), model_info.get("served_model_name"), model_info.get("model_type"), version,
@@ -204,12 +204,13 @@ def served_model(model_info: Mapping[str, Any]) -> ServedModel:
     )  # fmt: skip
 
 
-def update_support(url: str, answer: Mapping[str, Any]) -> UpdateSupport:
+def update_support(url: str, answer: Mapping[str, Any], server_info: Mapping[str, Any]) -> UpdateSupport:
     """Which endpoints for weights /openapi.json lists.
 
     Args:
         url: names the server in the error.
         answer: to `list_endpoints`.
+        server_info: tells nothing of them.
 
     Raises:
         RolloutProtocolError: it lists no paths.

@@ -1,0 +1,166 @@
+"""Samples and scores in more detail than training needs: what the doctor asks a vLLM server for.
+
+P prompt tokens, R response tokens, K likeliest ids of a token.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from megatron_rl_corr.engines.errors import RolloutProtocolError
+from megatron_rl_corr.engines.inspection import DetailedSample, KeptIds, TokenScores
+from megatron_rl_corr.engines.routes import ExpertShape
+from megatron_rl_corr.engines.trajectory import SamplingParams, VersionSpan
+from megatron_rl_corr.engines.types import Request, UnsupportedByEngine
+from megatron_rl_corr.engines.vllm.seeds import server_seed
+
+GENERATE = "/inference/v1/generate"
+MALFORMED = (KeyError, TypeError, IndexError, ValueError)
+
+
+def detailed_sample(
+    prompt_ids: list[int], sampling: SamplingParams, *, seed: int | None = None, likeliest: int,
+    sampling_mask: bool = False, routed_experts: bool = False, request_id: str | None = None,
+    cache_key: str | None = None,
+) -> Request:  # fmt: skip
+    """POST /inference/v1/generate with `logprobs`; arguments as in `Inspection.detailed_sample`.
+
+    Whether the sampling mask and the routed experts are returned is for the server's flags alone: no request asks.
+    """
+    params = {
+        "max_tokens": sampling.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": max(sampling.top_k, 0),  # 0: off
+        "min_p": sampling.min_p,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": sampling.ignore_eos,
+        # One more than K: the list begins with the sampled id, and is cut to this length.
+        "logprobs": likeliest + 1,
+        "detokenize": False,
+    }
+    if seed is not None:
+        params["seed"] = server_seed(seed)
+    return _generate(prompt_ids, params, request_id=request_id, cache_key=cache_key)
+
+
+def parse_detailed_sample(
+    answer: Mapping[str, Any], *, server: str, prompt_ids: list[int], tokens: int, experts: ExpertShape | None = None
+) -> DetailedSample:
+    """The response; arguments and errors as in `Inspection.parse_detailed_sample`."""
+    try:
+        (choice,) = answer["choices"]
+        output = [int(token) for token in choice["token_ids"] or []]
+        rows = (choice["logprobs"] or {}).get("content") or []
+        if [row["token_id"] for row in rows] != output:
+            raise ValueError("token_ids and logprobs are of different tokens")
+        logprobs = _finite([row["logprob"] for row in rows])
+        top, top_ids = _likeliest([row["top_logprobs"] for row in rows])
+        spans, mask = choice.get("weight_versions"), choice.get("sampling_mask")
+        kept = "the answer holds no sampling_mask" if mask is None else KeptIds(mask, logprobs.tolist())
+        return DetailedSample(
+            prompt_ids, output, logprobs, top, top_ids, kept,
+            routed_ids(choice.get("routed_experts"), tokens=len(prompt_ids) + len(output), shape=experts),
+            retractions=None,
+            version_spans=None if spans is None
+            else tuple(VersionSpan(span["version"], span["start"], span["end"]) for span in spans),
+            cached_tokens=_cached_tokens(answer),
+        )  # fmt: skip
+    except MALFORMED as error:
+        detail = f"log-probs of {tokens} sampled tokens are missing or malformed ({error!r})"
+        raise RolloutProtocolError(server, GENERATE, detail) from None
+
+
+def score(
+    prompt_ids: list[int], output_ids: list[int], *, cached: bool, likeliest: int, cache_key: str | None = None
+) -> Request:
+    """POST /inference/v1/generate with `prompt_logprobs`; arguments as in `Inspection.score`.
+
+    vLLM answers from the softmax at temperature 1, whatever its logprobs mode, and reads no prefix from its cache.
+    """
+    if cached:
+        raise UnsupportedByEngine("vLLM", "scores with cached prefixes")
+    params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": likeliest, "detokenize": False}
+    return _generate([*prompt_ids, *output_ids], params, cache_key=cache_key)
+
+
+def parse_scores(answer: Mapping[str, Any], *, server: str, output_ids: list[int], vocab_size: int) -> TokenScores:
+    """The scores; arguments and errors as in `Inspection.parse_scores`."""
+    count = len(output_ids)
+    try:
+        rows = answer["prompt_logprobs"][1:][-count:]
+        # The id itself always comes, beside the likeliest.
+        logprobs = _finite([row[str(token)]["logprob"] for row, token in zip(rows, output_ids, strict=True)])
+        top, _ = _likeliest([[{"token_id": int(token)} | entry for token, entry in row.items()] for row in rows])
+        return TokenScores(logprobs, top, cached_tokens=0)
+    except MALFORMED as error:
+        detail = f"log-probs of {count} scored tokens are missing or malformed ({error!r})"
+        raise RolloutProtocolError(server, GENERATE, detail) from None
+
+
+def routed_ids(encoded: str | None, *, tokens: int, shape: ExpertShape | None) -> int | str | None:
+    """How many ids a server's `routed_experts` has; a text: what is wrong with them; None: it has no such field.
+
+    Args:
+        encoded: base64 of a .npy file, with a row for each token but the last, for which nothing was computed.
+        tokens: of prompt and response.
+        shape: the model's; None: unknown, so that only the number of rows is checked.
+    """
+    if encoded is None:
+        return None
+    try:
+        ids = np.load(io.BytesIO(base64.b64decode(encoded, validate=True)), allow_pickle=False)
+    except (ValueError, EOFError, OSError) as error:
+        return f"routed_experts is no base64 of a .npy file ({error})"
+    expected = (tokens - 1, *ids.shape[1:]) if shape is None else (tokens - 1, shape.num_layers, shape.top_k)
+    if ids.shape != expected or ids.ndim != 3 or ids.size == 0:
+        return f"{ids.shape} ids, where the model has {expected}: tokens, layers, experts of a token"
+    if shape is not None and int(ids[:, list(shape.layers)].max()) >= shape.experts:
+        return f"expert {int(ids[:, list(shape.layers)].max())} of {shape.experts}"
+    return int(ids.size)
+
+
+def _generate(
+    token_ids: list[int], params: dict[str, Any], *, request_id: str | None = None, cache_key: str | None = None
+) -> Request:
+    body: dict[str, Any] = {"token_ids": token_ids, "sampling_params": params, "stream": False}
+    if request_id is not None:
+        body["request_id"] = request_id
+    if cache_key is not None:
+        body["cache_salt"] = cache_key
+    return Request("POST", GENERATE, body)
+
+
+def _cached_tokens(answer: Mapping[str, Any]) -> int | None:
+    """Prompt tokens that came from the cache; None without --enable-prompt-tokens-details."""
+    details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
+    cached = details.get("cached_tokens")
+    return None if cached is None else int(cached)
+
+
+def _finite(values: list[float | None]) -> np.ndarray:
+    """[R] float64. Raises ValueError for a log-prob that is not finite."""
+    array = np.array(values, dtype=np.float64)  # None becomes NaN
+    if not np.isfinite(array).all():
+        raise ValueError(f"{int((~np.isfinite(array)).sum())} of {array.size} log-probs are not finite")
+    return array
+
+
+def _likeliest(rows: list[list[Mapping[str, Any]]]) -> tuple[np.ndarray, np.ndarray]:
+    """Log-probs and ids of the likeliest, [R, K] each, in falling order; K is what all rows have.
+
+    Args:
+        rows: for each of R tokens entries of `token_id`, `logprob` and `rank` (from 1): of the likeliest, and of the
+            token's own id, wherever that ranks.
+    """
+    ordered = [sorted(row, key=lambda entry: entry["rank"]) for row in rows]
+    width = min((sum(entry["rank"] == place for place, entry in enumerate(row, 1)) for row in ordered), default=0)
+    shape = (len(rows), width)
+    logprobs = np.array([[entry["logprob"] for entry in row[:width]] for row in ordered], dtype=np.float64)
+    ids = np.array([[entry["token_id"] for entry in row[:width]] for row in ordered], dtype=np.int64)
+    return logprobs.reshape(shape), ids.reshape(shape)
