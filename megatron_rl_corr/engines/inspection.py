@@ -212,7 +212,7 @@ class Inspection(Protocol):
         return False
 
     def cache_block(self, server_info: Mapping[str, Any]) -> int:
-        """Tokens that the prefix cache holds or lacks together: a hit is a multiple of it, and leaves one to compute."""
+        """Tokens of which the prefix cache keeps all or none; a hit has a multiple of it and leaves one to compute."""
         return 1
 
     def served_model(self, model_info: Mapping[str, Any], server_info: Mapping[str, Any]) -> ServedModel:
