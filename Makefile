@@ -1,6 +1,6 @@
 # `make setup` once; `make test`, `make quickstart`. `make help` lists the rest.
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-matrix lint quickstart quickstart-stop arithmetic arithmetic-stop clean
+.PHONY: help setup setup-vllm test test-matrix lint quickstart quickstart-stop arithmetic arithmetic-stop clean
 
 PYTHON := .venv/bin/python
 # For tools/ and tests/, which are not installed; the package itself is, in editable form.
@@ -17,11 +17,14 @@ help: ## List the targets
 setup: ## Make .venv (once; later it only checks), with or without a GPU
 	@scripts/setup
 
+setup-vllm: setup ## Lay vLLM for the CPU beside .venv (once), for make quickstart ENGINE=vllm and the tests
+	@scripts/setup-vllm
+
 # Two processes share the tests (tests/schedule.py).
-test: setup ## Run every test; TESTS=path or TESTS="-k name" for some of them
+test: setup-vllm ## Run every test; TESTS=path or TESTS="-k name" for some of them
 	$(PYTHON) -m pytest $(if $(TESTS),$(TESTS),-n 2 --durations=10)
 
-test-matrix: setup ## Run corrected steps on every supported release of megatron-core (fetches five wheels once); MEGATRON_CHECKOUT= adds one
+test-matrix: setup-vllm ## Run corrected steps on every supported release of megatron-core (fetches five wheels once); MEGATRON_CHECKOUT= adds one
 	MEGATRON_RELEASES=all $(PYTHON) -m pytest -n 2 tests/matrix $(TESTS)
 
 lint: setup ## Check style and line length

@@ -1,4 +1,4 @@
-"""The tiny model and the real SGLang server that tests share: made once a session, if a test asks."""
+"""The tiny model and the real servers that tests share: made once a session, if a test asks."""
 
 import functools
 import importlib.util
@@ -12,7 +12,7 @@ import pytest
 from tests import server_load, stand_in_server
 from tests.preloaded import PreloadedServer, preload_all, run_preloaded
 from tests.schedule import pytest_collection_modifyitems, pytest_xdist_make_scheduler  # noqa: F401
-from tools.cpu import environment, sglang_arguments
+from tools.cpu import environment, gpu_available, sglang_arguments, vllm_arguments
 from tools.process_group import group_members
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -64,6 +64,26 @@ def sglang_server_fp32(tiny_moe_dir, tmp_path_factory):
         group = server.pid
         yield server
     assert group_members(group) == []
+
+
+@pytest.fixture(scope="session")
+def vllm_server_fp32(tiny_moe_dir, tmp_path_factory):
+    """A real vLLM server of the tiny model in float32."""
+    if gpu_available():
+        pytest.skip("make setup-vllm installs vLLM without a GPU only")
+    with PreloadedServer(
+        tiny_moe_dir, engine="vllm", dtype="float32", log_path=tmp_path_factory.mktemp("vllm") / "server.log",
+        extra_arguments=vllm_arguments(), environment=environment("vllm"),
+    ) as server:  # fmt: skip
+        group = server.pid
+        yield server
+    assert group_members(group) == []
+
+
+@pytest.fixture(params=["sglang", "vllm"])
+def engine_server(request):
+    """(engine, server): a test that takes it runs on a real server of each engine, of the same model in float32."""
+    return request.param, request.getfixturevalue(f"{request.param}_server_fp32")
 
 
 @pytest.fixture(scope="session")

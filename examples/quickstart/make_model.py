@@ -41,7 +41,7 @@ def model_config():
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
+        head_dim=32,
         num_experts=8,
         num_experts_per_tok=2,
         moe_intermediate_size=64,

@@ -8,7 +8,7 @@ import pytest
 
 import tools.cpu.process_environment as module
 from tests.preloaded import run_preloaded
-from tools.cpu import environment, gpu_available, sglang_arguments
+from tools.cpu import environment, gpu_available, sglang_arguments, vllm_arguments
 
 
 @pytest.fixture
@@ -42,6 +42,19 @@ def test_environment_when_made_from_another_engines_then_only_the_new_one_is_on(
     assert variables["MEGATRON_RL_CORR_CPU"] == "sglang"
     assert variables["PYTHONPATH"].split(os.pathsep).count(str(module.SITE)) == 1
     assert variables["SGLANG_USE_CPU_ENGINE"] == "1"
+
+
+def test_environment_when_of_vllm_then_its_packages_come_last_and_in_no_other_engines(no_gpu, monkeypatch, tmp_path):
+    monkeypatch.setattr(module, "VLLM_PACKAGES", tmp_path)
+    with pytest.raises(FileNotFoundError, match="run make setup-vllm"):
+        environment("vllm", {})
+    (tmp_path / ".complete").touch()
+    variables = environment("vllm", {"PYTHONPATH": "/mine"})
+    assert variables["PYTHONPATH"].split(os.pathsep) == [
+        str(module.SITE), str(module.PACKAGE_ROOT), "/mine", str(tmp_path)
+    ]  # fmt: skip
+    for engine in ("megatron", "sglang"):
+        assert str(tmp_path) not in environment(engine, variables)["PYTHONPATH"]
 
 
 def installed(folder):
@@ -104,7 +117,8 @@ def test_environment_when_threads_are_given_then_they_stay(no_gpu, given, expect
 def test_environment_when_there_is_a_gpu_then_it_is_unchanged(gpu):
     assert environment("megatron", {"PYTHONPATH": "/mine"}) == {"PYTHONPATH": "/mine"}
     assert environment("sglang", {}) == {}
-    assert sglang_arguments({}) == []
+    assert environment("vllm", {}) == {}
+    assert sglang_arguments({}) == vllm_arguments({}) == []
 
 
 @pytest.mark.parametrize("visible, expected", [("", False), ("-1", False), ("0", True), ("1,0", True)])
@@ -114,10 +128,10 @@ def test_gpu_available_when_devices_are_hidden_then_there_is_none(gpu, visible, 
 
 
 def test_environment_when_engine_is_unknown_then_error_names_the_known_ones():
-    with pytest.raises(ValueError, match="one of megatron, sglang, got 'vllm'"):
-        environment("vllm", {})
-    with pytest.raises(ValueError, match="one of megatron, sglang, got 'vllm'"):
-        module.replacements("vllm")
+    with pytest.raises(ValueError, match="one of megatron, sglang, vllm, got 'slime'"):
+        environment("slime", {})
+    with pytest.raises(ValueError, match="one of megatron, sglang, vllm, got 'slime'"):
+        module.replacements("slime")
 
 
 def test_transformer_engine_when_asked_under_the_hook_with_the_stand_in_on_the_path_then_found(tmp_path):

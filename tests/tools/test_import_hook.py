@@ -44,13 +44,13 @@ def test_hook_when_variable_is_unset_then_python_is_as_it_was():
     assert "_Waiting" not in finders and not torch_loaded
 
 
-@pytest.mark.parametrize("engine", ["megatron", "sglang"])
+@pytest.mark.parametrize("engine", ["megatron", "sglang", "vllm"])
 def test_hook_when_engine_is_not_imported_then_nothing_is_loaded(engine):
     finders, torch_loaded = output(LOADED, environment(engine))
     assert finders[0] == "_Waiting" and not torch_loaded
 
 
-@pytest.mark.parametrize("value", ["vllm", "", "Megatron"])
+@pytest.mark.parametrize("value", ["slime", "", "Megatron"])
 def test_hook_when_value_is_unknown_then_the_process_ends(value):
     answer = run("print('went on')", {**environment("megatron"), VARIABLE: value})
     assert answer.returncode == 2 and answer.stdout == ""
@@ -182,5 +182,15 @@ import json, megatron.core, transformers
 model = transformers.AutoModelForCausalLM.from_pretrained({str(tiny_moe_dir)!r})
 print(json.dumps(model.model.rotary_emb.inv_freq.tolist()))
 """
-    # 10000 ** (-2 i / 16) for head size 16
-    assert preloaded_output(code, "megatron", tmp_path) == pytest.approx([10 ** (-i / 2) for i in range(8)])
+    # 10000 ** (-2 i / 32) for head size 32
+    assert preloaded_output(code, "megatron", tmp_path) == pytest.approx([10 ** (-i / 4) for i in range(16)])
+
+
+def test_vllm_when_imported_under_the_hook_then_its_list_is_replaced(tmp_path):
+    code = """
+import json, vllm.v1.engine.core
+from tools.cpu.vllm_replacements import LATE
+print(json.dumps([r.is_applied() for r in LATE]))
+"""
+    applied = preloaded_output(code, "vllm", tmp_path)
+    assert applied and all(applied)

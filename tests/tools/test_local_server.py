@@ -1,8 +1,9 @@
-"""A local SGLang server: its log-probs are the model's, failures are told, it never outlives its owner."""
+"""A local server of either engine: its log-probs are the model's, failures are told, it never outlives its owner."""
 
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -14,20 +15,30 @@ import pytest
 import torch
 
 from tests.preloaded import PreloadedServer
-from tools.cpu import environment, sglang_arguments
+from tools.cpu import environment, gpu_available, sglang_arguments, vllm_arguments
 from tools.local_server import LocalServer, LocalServerError, WaitLine
 from tools.process_group import group_members, shared_memory
 
 PROMPT = [3, 67, 4, 71]  # "3+4="
 
 
-def generate(url: str, **sampling) -> dict:
-    body = {"input_ids": PROMPT, "sampling_params": {"ignore_eos": True, **sampling}, "return_logprob": True}
+def generate(engine: str, url: str, tokens: int) -> tuple[list[int], list[float]]:
+    """Sampled token ids at temperature 1, and their log-probs."""
+    if engine == "sglang":
+        path, sampling = "generate", {"ignore_eos": True, "temperature": 1.0, "max_new_tokens": tokens}
+        body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True}
+    else:
+        path, sampling = "inference/v1/generate", {"ignore_eos": True, "temperature": 1.0, "max_tokens": tokens}
+        body = {"token_ids": PROMPT, "sampling_params": {**sampling, "logprobs": 0}}
     request = urllib.request.Request(
-        f"{url}/generate", data=json.dumps(body).encode(), headers={"content-type": "application/json"}
+        f"{url}/{path}", data=json.dumps(body).encode(), headers={"content-type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return json.load(answer)
+    with urllib.request.urlopen(request, timeout=60) as response:
+        answer = json.load(response)
+    if engine == "sglang":
+        return answer["output_ids"], [logprob for logprob, _, _ in answer["meta_info"]["output_token_logprobs"]]
+    [choice] = answer["choices"]
+    return choice["token_ids"], [entry["logprob"] for entry in choice["logprobs"]["content"]]
 
 
 def wait_until(condition, timeout_s: float) -> bool:
@@ -37,13 +48,12 @@ def wait_until(condition, timeout_s: float) -> bool:
     return condition()
 
 
-def test_generate_when_served_in_float32_then_logprobs_are_the_models(sglang_server_fp32, tiny_moe_dir):
+def test_generate_when_served_in_float32_then_logprobs_are_the_models(engine_server, tiny_moe_dir):
     from transformers import AutoModelForCausalLM
 
-    answer = generate(sglang_server_fp32.url, temperature=1.0, max_new_tokens=24)
-    entries = answer["meta_info"]["output_token_logprobs"]
-    output = answer["output_ids"]
-    assert [token for _, token, _ in entries] == output and len(output) == 24
+    engine, server = engine_server
+    output, logprobs = generate(engine, server.url, 24)
+    assert len(output) == len(logprobs) == 24
 
     model = AutoModelForCausalLM.from_pretrained(tiny_moe_dir, dtype=torch.float32).eval()
     with torch.no_grad():
@@ -51,14 +61,31 @@ def test_generate_when_served_in_float32_then_logprobs_are_the_models(sglang_ser
     # The logits at position p predict token p + 1: the prompt's last position predicts the first output.
     predicted = torch.log_softmax(logits, -1)[len(PROMPT) - 1 : -1]
     expected = predicted.gather(1, torch.tensor(output)[:, None]).squeeze(1)
-    served = torch.tensor([logprob for logprob, _, _ in entries])
-    assert (served - expected).abs().max() < 1e-4
+    assert (torch.tensor(logprobs) - expected).abs().max() < 1e-4
 
 
-def test_server_when_running_then_its_children_are_in_its_group(sglang_server_fp32):
-    assert sglang_server_fp32.is_running()
-    # The HTTP front, the scheduler and the detokenizer at least.
-    assert len(group_members(sglang_server_fp32.pid)) >= 3
+def test_server_when_running_then_its_children_are_in_its_group(engine_server):
+    engine, server = engine_server
+    assert server.is_running()
+    # SGLang: the HTTP front, the scheduler and the detokenizer at least. vLLM: the HTTP front and the engine.
+    assert len(group_members(server.pid)) >= {"sglang": 3, "vllm": 2}[engine]
+
+
+@pytest.mark.skipif(gpu_available(), reason="make setup-vllm installs vLLM without a GPU only")
+def test_vllm_when_either_of_its_processes_is_killed_then_none_of_them_is_left(tiny_moe_dir, tmp_path):
+    server = PreloadedServer(
+        tiny_moe_dir, engine="vllm", log_path=tmp_path / "server.log", extra_arguments=vllm_arguments(),
+        environment=environment("vllm"),
+    )  # fmt: skip
+    with server:
+        [engine] = set(group_members(server.pid)) - {server.pid}
+        os.kill(server.pid, signal.SIGKILL)
+        assert wait_until(lambda: not group_members(server.pid), 5), "the engine lives on without its server"
+    with server:
+        [engine] = set(group_members(server.pid)) - {server.pid}
+        os.kill(engine, signal.SIGKILL)
+        group = server.pid
+    assert group_members(group) == []
 
 
 def test_start_when_model_path_is_wrong_then_error_has_the_logs_tail(tmp_path):

@@ -1,4 +1,4 @@
-"""Run real Megatron-core and a real SGLang server on a machine without a GPU.
+"""Run real Megatron-core and real SGLang and vLLM servers on a machine without a GPU.
 
 Importing this changes no process. `environment(engine)` returns the variables for a new process; there
 `site/sitecustomize.py` installs an import hook, and the hook replaces the few functions that need CUDA; the garbage
@@ -13,6 +13,7 @@ from tools.cpu.process_environment import (
     replacements,
     sglang_arguments,
     transformer_engine,
+    vllm_arguments,
 )
 
 __all__ = [
@@ -22,4 +23,5 @@ __all__ = [
     "replacements",
     "sglang_arguments",
     "transformer_engine",
+    "vllm_arguments",
 ]

@@ -9,7 +9,7 @@ from tools.cpu.process_environment import TRANSFORMER_ENGINE
 from tools.cpu.replacement import Replacement
 
 # `megatron` itself is a namespace without code; these are the modules through which it is entered.
-ENTRIES = {"megatron": ("megatron.core", "megatron.training"), "sglang": ("sglang",)}
+ENTRIES = {"megatron": ("megatron.core", "megatron.training"), "sglang": ("sglang",), "vllm": ("vllm",)}
 
 
 class ReplacingFinder:
@@ -33,6 +33,8 @@ class ReplacingFinder:
             from tools.cpu.megatron_replacements import EARLY, LATE
 
             self.hidden = "transformer_engine"
+        elif engine == "vllm":
+            from tools.cpu.vllm_replacements import EARLY, LATE
         else:
             from tools.cpu.sglang_replacements import EARLY, LATE, STUB
 

@@ -1,4 +1,4 @@
-"""The environment and flags that make a new process run Megatron or SGLang without a GPU (stdlib only)."""
+"""The environment and flags that make a new process run Megatron, SGLang or vLLM without a GPU (stdlib only)."""
 
 import os
 import re
@@ -11,18 +11,22 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 VARIABLE = "MEGATRON_RL_CORR_CPU"
-ENGINES = ("megatron", "sglang")
+ENGINES = ("megatron", "sglang", "vllm")
 SITE = Path(__file__).resolve().parent / "site"
 PACKAGE_ROOT = SITE.parents[2]
 TRANSFORMER_ENGINE = SITE.with_name("te")
 """Holds the stand-in for Transformer Engine."""
 _TE = "transformer_engine"
+VLLM_PACKAGES = Path(sys.prefix) / "vllm"
+"""What `make setup-vllm` links: packages for the path of a vLLM server only, since others need other versions."""
 
 _ENGINE_VARIABLES = {
     # Megatron checks it for tensor parallelism; it has no effect on a CPU.
     "megatron": {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCHDYNAMO_DISABLE": "1"},
     # Compiling the seeded sampler takes longer than a test; nothing else of a server is compiled.
     "sglang": {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"},
+    # With the flag for one process (vllm_arguments), the worker runs in the engine's: 2 processes instead of 3.
+    "vllm": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1"},
 }
 
 
@@ -75,30 +79,41 @@ def transformer_engine(base: Mapping[str, str] = os.environ) -> str:
 
 
 def environment(engine: str, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """`base` with what a process of `engine` ("megatron" or "sglang") needs on the CPU.
+    """`base` with what a process of `engine` ("megatron", "sglang" or "vllm") needs on the CPU.
 
     With a GPU it is `base` unchanged, so a caller need not ask. PYTHONPATH gets the `site` folder and the
-    repository's root in front of what it held and, for Megatron, a stand-in for Transformer Engine behind it. Where
-    that itself can be imported, there is no stand-in, and Megatron does not find the package, which needs a GPU.
-    OMP_NUM_THREADS is 1 unless `base` sets it, since ranks share the cores.
+    repository's root in front of what it held; behind it, for Megatron, a stand-in for Transformer Engine, and for vLLM
+    its packages. Where Transformer Engine itself can be imported, there is no stand-in, and Megatron does not find the
+    package, which needs a GPU. OMP_NUM_THREADS is 1 unless `base` sets it, since ranks share the cores.
 
     Raises:
-        ValueError: `engine` is neither of the two.
+        ValueError: `engine` is none of the three.
+        FileNotFoundError: vLLM's packages are not installed.
     """
     if engine not in ENGINES:
         raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
     variables = dict(base)
     if gpu_available(base):
         return variables
-    first = [str(SITE), str(PACKAGE_ROOT)]
-    last = [str(TRANSFORMER_ENGINE)] if engine == "megatron" and not real_transformer_engine(base) else []
+    first, last = [str(SITE), str(PACKAGE_ROOT)], []
+    if engine == "megatron" and not real_transformer_engine(base):
+        last = [str(TRANSFORMER_ENGINE)]
+    elif engine == "vllm":
+        last = [str(_installed_vllm())]
     given = variables.get("PYTHONPATH", "").split(os.pathsep)
-    kept = [path for path in given if path and path not in (*first, str(TRANSFORMER_ENGINE))]
+    # Of another engine's environment nothing stays on the path.
+    kept = [path for path in given if path and path not in (*first, str(TRANSFORMER_ENGINE), str(VLLM_PACKAGES))]
     variables["PYTHONPATH"] = os.pathsep.join(first + kept + last)
     variables[VARIABLE] = engine
     variables.setdefault("OMP_NUM_THREADS", "1")
     variables.update(_ENGINE_VARIABLES[engine])
     return variables
+
+
+def _installed_vllm() -> Path:
+    if not (VLLM_PACKAGES / ".complete").exists():
+        raise FileNotFoundError(f"vLLM for the CPU is not installed: {VLLM_PACKAGES} is missing; run make setup-vllm")
+    return VLLM_PACKAGES
 
 
 def sglang_arguments(base: Mapping[str, str] = os.environ) -> list[str]:
@@ -119,6 +134,19 @@ def sglang_arguments(base: Mapping[str, str] = os.environ) -> list[str]:
         "--max-running-requests", "32",
         # Without it an idle server spins on a whole core.
         "--sleep-on-idle",
+    ]  # fmt: skip
+
+
+def vllm_arguments(base: Mapping[str, str] = os.environ) -> list[str]:
+    """The flags that a vLLM server needs on the CPU; none with a GPU. A flag given again later wins."""
+    if gpu_available(base):
+        return []
+    return [
+        "--enforce-eager",
+        "--distributed-executor-backend", "uni",
+        # The default takes whole GiB; 64 MiB hold 16384 tokens of the tiny models in float32.
+        "--kv-cache-memory-bytes", str(64 << 20),
+        "--max-num-seqs", "32",
     ]  # fmt: skip
 
 
@@ -154,4 +182,8 @@ def replacements(engine: str) -> list[tuple[str, str]]:
         from tools.cpu.sglang_replacements import EARLY, LATE, STUB, STUB_WHY
 
         return [(STUB, STUB_WHY), *((r.target, r.why) for r in (*EARLY, *LATE))]
+    if engine == "vllm":
+        from tools.cpu.vllm_replacements import LATE
+
+        return [(r.target, r.why) for r in LATE]
     raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")

@@ -11,7 +11,9 @@ import os
 import sys
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-_HOOKED = {"megatron": ("megatron", "transformer_engine"), "sglang": ("sglang", "sgl_kernel")}
+_HOOKED = {
+    "megatron": ("megatron", "transformer_engine"), "sglang": ("sglang", "sgl_kernel"), "vllm": ("vllm",)
+}  # fmt: skip
 
 
 class _Waiting:
