@@ -18,7 +18,7 @@ from tools.process_group import die_with_parent, end_group, shared_memory
 
 HOST = "127.0.0.1"
 POLL_S = 0.5
-# SGLang 0.5.23 takes 9 s over SIGTERM even when idle, vLLM 0.32 hangs where its engine has died, and neither has anything
+# SGLang 0.5.23 takes 9 s over SIGTERM even when idle, and vLLM 0.32 hangs where its engine has died. Both have nothing
 # to save: a short grace, then SIGKILL.
 STOP_GRACE_S = 1.0
 LOG_TAIL_LINES = 30
