@@ -84,8 +84,8 @@ def measured(kind, url, weights, folder, options) -> tuple[float, float]:
         kind, client, loop, backend="gloo", checkpoint=folder / "model", stage=0, sends=True,
         folder=str(folder / "weights") if kind == "disk" else None,
     )  # fmt: skip
-    verifier = PushVerifier(client.engine, 1, kept_bytes=2**40)
-    servers = WeightServers(client, loop, transport, verifier=verifier)
+    verifier = PushVerifier(client.fleet.engines["sglang"], 1, kept_bytes=2**40)
+    servers = WeightServers(client, loop, transport, verifiers={"sglang": verifier})
     verify_s = []
     servers.checksums = timed(servers.checksums, verify_s)
     verifier.compare = timed(verifier.compare, verify_s)

@@ -25,6 +25,8 @@ from megatron_rl_corr.config.updates import UpdatesConfig
 
 ENGINES = {"sglang": "megatron_rl_corr.engines.sglang", "vllm": "megatron_rl_corr.engines.vllm"}
 """The programs that servers may run, and the module that speaks to each."""
+AUTO = "auto"
+"""Ask each server which of them it runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +36,8 @@ class ServersConfig(Options):
     urls: tuple[str, ...] = option((), flag="--rollout-url", metavar="URL", required_unless="replay")
     """Servers, for example http://127.0.0.1:30000."""
 
-    engine: str = option("sglang", choices=tuple(ENGINES))
-    """The program that the servers run."""
+    engine: str = option(AUTO, choices=(AUTO, *ENGINES))
+    """The program that the servers run; auto: each is asked which it is, and a run may have servers of both kinds."""
 
     server_check: Literal["semantic", "all", "off"] = "semantic"
     """Ask the servers at the start what `megatron-rl-corr doctor` asks in a second: semantic refuses to train on

@@ -30,7 +30,8 @@ class Probe(ServerControl):
     """
 
     def __init__(self, client: RolloutClient, url: str, timeout_s: float = 60.0):
-        super().__init__(client.engine, [url], client._transport, update_timeout_s=timeout_s)
+        super().__init__(client.fleet, [url], update_timeout_s=timeout_s)
+        self.engine = client.engine_of(url)
         self.client, self.url, self.timeout_s = client, url, timeout_s
 
     def fresh_prompt(self) -> list[int]:

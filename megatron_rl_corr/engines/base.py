@@ -56,6 +56,10 @@ class Engine(Inspection, Protocol):
         """A transport to these servers. Raises ValueError for a key or a file that can't be used."""
         raise self._unsupported("a transport")
 
+    async def recognizes(self, url: str, transport: Transport, timeout_s: float) -> bool:
+        """Whether this engine, or a router of its servers, answers there. Raises RolloutServerError for no answer."""
+        raise self._unsupported("being recognized")
+
     async def find_servers(self, urls: Sequence[str], transport: Transport, timeout_s: float) -> tuple[str, ...]:
         """The addresses, each router's replaced by those of the servers behind it."""
         return tuple(urls)

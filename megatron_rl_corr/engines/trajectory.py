@@ -153,6 +153,9 @@ class Trajectory:
     turn_ids: torch.Tensor | None = None
     """[R] int64: which turn of the policy each token is of, from 0; ENVIRONMENT for what the environment said, which
     was not sampled: its log-prob is NaN, its support the token itself. None: the policy sampled all, in one turn."""
+    engine: str = ""
+    """What that server runs, a name in config/run.py ENGINES: "vllm"; several with "+" between, in the order of the
+    alphabet, where a response was continued at a server of another one. "": not known."""
     environment_reward: float | None = None
     """What the environment scored the episode; None: it did not, or there is none."""
 
@@ -250,6 +253,7 @@ def concatenated(partial: Trajectory, continuation: Trajectory, *, between: torc
         finish_reason=continuation.finish_reason,
         weight_versions=_joined_spans(partial, continuation, between.numel()),
         server=continuation.server,
+        engine="+".join(sorted({*partial.engine.split("+"), *continuation.engine.split("+")} - {""})),
         support=support,
         routed_experts=routes,
     )

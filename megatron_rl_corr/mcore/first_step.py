@@ -44,17 +44,18 @@ class FirstStep:
         )
 
 
-def first_step_bound(float32: bool, engine: Engine, infos: Sequence[Mapping[str, Any]]) -> float:
+def first_step_bound(float32: bool, engines: Sequence[Engine], infos: Sequence[Mapping[str, Any]]) -> float:
     """The bound for both sides' number types.
 
     Args:
         float32: the trainer computes in float32.
-        engine: what the servers run.
+        engines: what each server runs.
         infos: their answers to `Engine.server_info`.
 
     Raises:
         UnsupportedByEngine: the engine does not tell its servers' number types.
     """
-    if any(engine.is_quantized(info) for info in infos):
+    servers = list(zip(engines, infos, strict=True))
+    if any(engine.is_quantized(info) for engine, info in servers):
         return QUANTIZED_KL
-    return FLOAT32_KL if float32 and all(engine.dtype(info) == "float32" for info in infos) else HALF_KL
+    return FLOAT32_KL if float32 and all(engine.dtype(info) == "float32" for engine, info in servers) else HALF_KL

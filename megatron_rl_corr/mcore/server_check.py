@@ -46,7 +46,7 @@ def check_servers(kind: str, sampling: SamplingParams, client: RolloutClient, lo
 
 def _sampling_problem(sampling: SamplingParams, client: RolloutClient, loop: LoopThread) -> StartupError | None:
     for url, info in zip(client.base_urls, loop.call(client.server_info()), strict=True):
-        problem = client.engine.sampling_problem(info, sampling)
+        problem = client.engine_of(url).sampling_problem(info, sampling)
         if problem is not None:
             return StartupError(f"{url}: {problem}")
     return None
@@ -71,7 +71,8 @@ def broadcast_first_step(
     if given is None and dist.get_rank() == 0:
         try:
             infos = loop.call(client.server_info())
-            bound = [first_step_bound(args.params_dtype == torch.float32, client.engine, infos)]
+            engines = [client.engine_of(url) for url in client.base_urls]
+            bound = [first_step_bound(args.params_dtype == torch.float32, engines, infos)]
         except (RolloutError, UnsupportedByEngine) as failure:
             error = failure
     all_reduce_failure(error)

@@ -27,7 +27,7 @@ from megatron_rl_corr.weight_sync.export import StageExporter
 from megatron_rl_corr.weight_sync.servers import WeightServers
 from megatron_rl_corr.weight_sync.transports import make_transport
 from megatron_rl_corr.weight_sync.update import push_weights
-from megatron_rl_corr.weight_sync.verify import make_verifier
+from megatron_rl_corr.weight_sync.verify import make_verifiers
 
 WAIT_FOR_SERVERS_S = 60.0
 
@@ -88,8 +88,8 @@ def _weight_servers(
         checkpoint=checkpoint, folder=options.weight_dir, stage=exporter.stage, sends=exporter.sends,
     ))  # fmt: skip
     servers = WeightServers(
-        client, loop, transport, verifier=make_verifier(options.verify_push, checkpoint, client.engine),
-        coverage=make_coverage(checkpoint, client.engine), pause_mode=options.pause_mode,
+        client, loop, transport, verifiers=make_verifiers(options.verify_push, checkpoint, client.fleet.engines),
+        coverage=make_coverage(checkpoint), pause_mode=options.pause_mode,
         samples_ahead=options.max_lag > 0,
     )
     if dist.get_rank() == 0:
@@ -103,7 +103,7 @@ def _broadcast_reached(client: RolloutClient, loop: LoopThread) -> str:
     The servers behind a router are listed once, so that all ranks talk to the same ones. Returns the id of this start
     in the names of its weight versions, also rank 0's.
     """
-    error, found = None, [client.base_urls, versions.new_run_id()]
+    error, found = None, [{}, versions.new_run_id()]
     if dist.get_rank() == 0:
         try:
             found[0] = loop.call(client.find_servers(WAIT_FOR_SERVERS_S))
@@ -112,6 +112,6 @@ def _broadcast_reached(client: RolloutClient, loop: LoopThread) -> str:
             error = failure if isinstance(failure, RolloutError) else StartupError(f"--rollout-url: {failure}")
     all_reduce_failure(error)
     dist.broadcast_object_list(found, src=0)
-    urls, run_id = found
-    client.use_servers(urls)
+    names, run_id = found
+    client.use_servers(names)
     return run_id

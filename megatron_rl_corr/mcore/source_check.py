@@ -99,13 +99,14 @@ def texts_of(tokenizer: Tokenizer, prompts: PromptDataset) -> dict[str, list[int
 async def _difference(client: RolloutClient, texts: dict[str, list[int]]) -> StartupError | None:
     infos = await client.server_info()
     for url, info in zip(client.base_urls, infos, strict=True):
-        if not client.engine.has_tokenizer(info):
+        engine = client.engine_of(url)
+        if not engine.has_tokenizer(info):
             warn(f"{url} has no tokenizer: that its ids are those of --rollout-hf-checkpoint is not checked")
             continue
         for text, own in texts.items():
             try:
-                answer = await client.ask(url, client.engine.tokenize(text))
-                theirs: object = client.engine.tokenized(answer)
+                answer = await client.ask(url, engine.tokenize(text))
+                theirs: object = engine.tokenized(answer)
             except (UnsupportedByEngine, RolloutServerError) as error:
                 if isinstance(error, UnsupportedByEngine) or error.status == _NOT_FOUND:
                     warn(f"{url} can't be asked for ids: its tokenizer is not compared with --rollout-hf-checkpoint's")

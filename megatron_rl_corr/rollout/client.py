@@ -2,16 +2,16 @@
 
 import itertools
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from megatron_rl_corr.config.run import ENGINES
-from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.engines.concurrency import all_or_first_failure
 from megatron_rl_corr.engines.control import ServerControl
+from megatron_rl_corr.engines.fleet import Fleet
 from megatron_rl_corr.engines.routes import ExpertShape
 from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
 from megatron_rl_corr.engines.types import checked_prompt_ids
@@ -27,7 +27,7 @@ FIRST_OWN_NUMBER = 1 << 40
 
 
 class RolloutClient(ServerControl):
-    """Several servers of one engine with the same weights, used as one.
+    """Several servers with the same weights, used as one.
 
     The HTTP session belongs to the event loop of the first call: use and close the client on that loop
     (`LoopThread` for synchronous callers). Times are in seconds. Failures are RolloutServerError (no answer, or
@@ -37,7 +37,7 @@ class RolloutClient(ServerControl):
     Args:
         base_urls: addresses of servers, or of routers (`find_servers`).
         vocab_size: of the model; ids at or above it are refused.
-        engine: what the servers run, a name in config/run.py ENGINES.
+        engine: what the servers run, a name in config/run.py ENGINES; "auto": `find_servers` asks each of them.
         max_concurrency: samples in flight over all servers.
         max_per_server: samples in flight at each server; None: as many.
         timeout_s: limit of a request that is no sample, from its start to the end of its answer.
@@ -83,8 +83,10 @@ class RolloutClient(ServerControl):
         keyed_cache: bool = False,
         decode: Decode | None = None,
     ):
-        loaded = load_engine(engine)
-        urls = loaded.checked_urls(base_urls)
+        fleet = Fleet(
+            base_urls, engine=engine, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s, api_key=api_key,
+            ca_file=ca_file,
+        )  # fmt: skip
         positive = {
             "vocab_size": vocab_size, "max_concurrency": max_concurrency, "max_per_server": max_per_server,
             "timeout_s": timeout_s, "connect_timeout_s": connect_timeout_s, "read_timeout_s": read_timeout_s,
@@ -102,17 +104,14 @@ class RolloutClient(ServerControl):
         self.vocab_size, self.seed, self.keyed_cache, self._decode = vocab_size, seed, keyed_cache, decode
         self._own_numbers = itertools.count(FIRST_OWN_NUMBER)
         self._counts = Counts()
-        transport = loaded.open_transport(
-            urls, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s, api_key=api_key, ca_file=ca_file
-        )
-        super().__init__(loaded, urls, transport, update_timeout_s=update_timeout_s)
+        super().__init__(fleet, fleet.urls, update_timeout_s=update_timeout_s)
         self._pool = pool = ServerPool(
-            urls, max_outstanding=max_concurrency, max_per_server=max_per_server,
+            fleet.urls, max_outstanding=max_concurrency, max_per_server=max_per_server,
             outage_timeout_s=outage_timeout_s,
         )  # fmt: skip
-        self._health = ServerHealth(loaded, pool, transport, self._counts, read_timeout_s=read_timeout_s)
+        self._health = ServerHealth(fleet, pool, self._counts, read_timeout_s=read_timeout_s)
         self._retries = Retries(
-            loaded, pool, self._health, transport, self._counts, max_retries=max_retries,
+            fleet, pool, self._health, self._counts, max_retries=max_retries,
             max_continuations=max_continuations, experts=experts, keyed_cache=keyed_cache, decode=decode,
         )  # fmt: skip
 
@@ -128,22 +127,28 @@ class RolloutClient(ServerControl):
     async def close(self) -> None:
         """Close the HTTP session, and stop asking after servers that are left out. The next call opens another."""
         await self._health.close()
-        await self._transport.close()
+        await self.fleet.close()
 
-    async def find_servers(self, timeout_s: float) -> tuple[str, ...]:
-        """Put the servers behind each router among base_urls in its place; call it before anything else.
+    async def find_servers(self, timeout_s: float) -> dict[str, str]:
+        """Find out what each server runs, and put those behind a router in its place; call it before anything else.
+
+        Returns:
+            Address -> name of the engine there.
 
         Raises:
-            RolloutServerError: an address does not answer, or a router has no server, within timeout_s seconds.
+            RolloutServerError: an address does not answer within timeout_s seconds.
+            RolloutProtocolError: it is no server, or a router without one.
         """
-        urls = await self.engine.find_servers(self.base_urls, self._transport, timeout_s)
-        self.use_servers(urls)
-        return urls
+        await self.fleet.find(timeout_s)
+        self.use_servers(self.fleet.names)
+        return self.fleet.names
 
-    def use_servers(self, urls: Sequence[str]) -> None:
-        """Use these servers, which another client has found; call it before the first request."""
-        self.base_urls = tuple(urls)
-        self._pool.use(urls)
+    def use_servers(self, names: Mapping[str, str]) -> None:
+        """Use these servers, which another client has found, as `find_servers` returns them; before the first request.
+        """
+        self.fleet.use(names)
+        self.base_urls = self.fleet.urls
+        self._pool.use(self.base_urls)
 
     def counts(self) -> dict[str, int]:
         """The `Counts` since the client was made, by name."""
@@ -151,7 +156,7 @@ class RolloutClient(ServerControl):
 
     def control(self, urls: Sequence[str]) -> ServerControl:
         """Control of some of the servers, for updates that leave the others alone."""
-        return ServerControl(self.engine, urls, self._transport, update_timeout_s=self._update_timeout_s)
+        return ServerControl(self.fleet, urls, update_timeout_s=self._update_timeout_s)
 
     async def expect_pause(self) -> None:
         """Declare no outage until the next `expect_version`: call it before a weight update, which pauses servers."""
@@ -255,8 +260,9 @@ class RolloutClient(ServerControl):
             )  # fmt: skip
 
     def check_sampling(self, sampling: SamplingParams) -> None:
-        """Raise ValueError for parameters that the engine does not support, or that this client can't honour."""
-        self.engine.check_sampling(sampling)
+        """Raise ValueError for parameters that an engine does not support, or that this client can't honour."""
+        for engine in self.fleet.engines.values():
+            engine.check_sampling(sampling)
         check_decode(sampling.stop, self._decode)
         outside = [token for token in sampling.stop_token_ids if token >= self.vocab_size]
         if outside:

@@ -10,10 +10,9 @@ import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from megatron_rl_corr.engines.base import Engine
 from megatron_rl_corr.engines.control import HEALTH_PROBE_TIMEOUT_S
 from megatron_rl_corr.engines.errors import RolloutError, RolloutServerError, StaleWeightsError
-from megatron_rl_corr.engines.types import Transport
+from megatron_rl_corr.engines.fleet import Fleet
 from megatron_rl_corr.rollout.server_pool import Counts, Server, ServerPool
 
 FIRST_PROBE_S, LONGEST_BACKOFF_S = 0.5, 30.0
@@ -25,20 +24,18 @@ class ServerHealth:
     """Decides which servers are in a pool.
 
     Args:
-        engine: builds requests and parses answers.
+        fleet: the way to the servers, and what each runs.
         pool: of the servers.
-        transport: to them.
         counts: counts servers that are left out and that come back.
         read_timeout_s: longest time without progress of a server with requests in flight.
     """
 
     def __init__(
-        self, engine: Engine, pool: ServerPool, transport: Transport, counts: Counts, *, read_timeout_s: float
+        self, fleet: Fleet, pool: ServerPool, counts: Counts, *, read_timeout_s: float
     ):
         self.expected_versions: list[str] = []
         """All versions so far, in order: servers must have the last one."""
-        self._engine = engine
-        self._pool, self._transport, self._counts = pool, transport, counts
+        self._fleet, self._pool, self._counts = fleet, pool, counts
         self._read_timeout_s = read_timeout_s
         self._probes: dict[Server, asyncio.Task] = {}
         self._watchers, self._watched = 0, None
@@ -136,13 +133,14 @@ class ServerHealth:
         server.refused = error
 
     async def _check(self, url: str) -> None:
-        await self._transport.send(url, self._engine.health(), timeout_s=HEALTH_PROBE_TIMEOUT_S)
+        engine = self._fleet.engine_of(url)
+        await self._fleet.send(url, engine.health(), timeout_s=HEALTH_PROBE_TIMEOUT_S)
         if self.expected_version is None:
             return
-        request = self._engine.model_info()
-        status, body = await self._transport.send(url, request, timeout_s=self._read_timeout_s)
-        answer = self._engine.parse_control(body, server=url, endpoint=request.endpoint, status=status)
-        version = self._engine.weight_version(answer)
+        request = engine.model_info()
+        status, body = await self._fleet.send(url, request, timeout_s=self._read_timeout_s)
+        answer = engine.parse_control(body, server=url, endpoint=request.endpoint, status=status)
+        version = engine.weight_version(answer)
         if version != self.expected_version:
             raise StaleWeightsError(url, request.endpoint, version, self.expected_version)
 
@@ -168,7 +166,8 @@ class ServerHealth:
             begun, joined = now(), server.joined
             if progress is None or begun > due + period:  # this process was too busy to check
                 moved = begun
-            progress = progress or self._engine.progress(self._transport, server.url)
+            engine = self._fleet.engine_of(server.url)
+            progress = progress or engine.progress(self._fleet, server.url)
             since = max(moved, oldest)
             timeout_s = max(since + bound - begun, period)
             try:
@@ -182,6 +181,6 @@ class ServerHealth:
                 pause = min(period, bound - silent_s)
             elif server.joined == joined and server.oldest_sent == oldest and not self._pool.held:
                 detail = f"its requests made no progress for {silent_s:.2g} s ({silence.detail})"
-                cause = RolloutServerError(server.url, self._engine.generate_endpoint, None, detail)
+                cause = RolloutServerError(server.url, engine.generate_endpoint, None, detail)
                 self.leave_out(server, joined, cause)
                 server.abandon(cause)

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from megatron_rl_corr.engines.base import Engine
 from megatron_rl_corr.engines.errors import (
     RolloutError,
     RolloutProtocolError,
@@ -21,9 +20,10 @@ from megatron_rl_corr.engines.errors import (
     SampleFailure,
     StaleWeightsError,
 )
+from megatron_rl_corr.engines.fleet import Fleet
 from megatron_rl_corr.engines.routes import ExpertShape, first_without_routes
 from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory, join
-from megatron_rl_corr.engines.types import Request, Transport, UnsupportedByEngine
+from megatron_rl_corr.engines.types import Request, UnsupportedByEngine
 from megatron_rl_corr.rollout.health import ServerHealth
 from megatron_rl_corr.rollout.seeds import Draw
 from megatron_rl_corr.rollout.server_pool import Counts, Server, ServerPool
@@ -69,10 +69,9 @@ class Retries:
     """Samples from a pool. A sample has one request in flight at a time, so it can't be answered twice.
 
     Args:
-        engine: builds requests and parses answers.
+        fleet: the way to the servers, and what each runs.
         pool: hands out servers.
         health: leaves servers out that fail, and knows the expected weight version.
-        transport: sends.
         counts: counts samples, tokens and retries.
         max_retries: failed requests of a sample after which it fails.
         max_continuations: times that an aborted sample is continued; 0 returns its tokens so far.
@@ -82,12 +81,11 @@ class Retries:
     """
 
     def __init__(
-        self, engine: Engine, pool: ServerPool, health: ServerHealth, transport: Transport, counts: Counts, *,
+        self, fleet: Fleet, pool: ServerPool, health: ServerHealth, counts: Counts, *,
         max_retries: int, max_continuations: int, experts: ExpertShape | None = None, keyed_cache: bool = False,
         decode: Decode | None = None,
     ):  # fmt: skip
-        self._engine = engine
-        self._pool, self._health, self._transport, self._counts = pool, health, transport, counts
+        self._fleet, self._pool, self._health, self._counts = fleet, pool, health, counts
         self._max_retries, self._max_continuations, self._experts = max_retries, max_continuations, experts
         self._keyed_cache, self._decode = keyed_cache, decode
 
@@ -173,7 +171,7 @@ class Retries:
                 trace.sent, trace.server = clock(), server.url
             joined = server.joined
             request_id = uuid.uuid4().hex
-            request = self._engine.generate(  # made for those in flight only
+            request = self._fleet.engine_of(server.url).generate(  # made for those in flight only
                 ids.tolist(), sampling, request_id, seed=seed, routed_experts=routed, cache_key=self.cache_key,
                 routes_from=0 if known is None else len(known),
             )  # fmt: skip
@@ -209,12 +207,13 @@ class Retries:
     ) -> Trajectory:  # fmt: skip
         versions = self._health.expected_versions
         sent_for = len(versions) - 1
+        engine = self._fleet.engine_of(server.url)
         parse = functools.partial(
-            self._engine.parse, prompt_ids=ids, server=server.url, truncated=sampling.needs_mask, experts=self._experts,
+            engine.parse, prompt_ids=ids, server=server.url, truncated=sampling.needs_mask, experts=self._experts,
             **names,
         )
         # No limit while the server makes progress, however long the answer is: `ServerHealth` watches that.
-        sending = asyncio.ensure_future(self._transport.send(server.url, request, timeout_s=math.inf))
+        sending = asyncio.ensure_future(self._fleet.send(server.url, request, timeout_s=math.inf))
         try:
             async with asyncio.timeout(None) as scope:
                 server.scopes[scope] = asyncio.get_running_loop().time()
@@ -229,8 +228,8 @@ class Retries:
             await self._cut(server, request_id, sending, parse)
             raise
         if trace is not None:
-            trace.answered, trace.server_times = clock(), self._engine.server_times(body)
-        part = parse(body)
+            trace.answered, trace.server_times = clock(), engine.server_times(body)
+        part = replace(parse(body), engine=self._fleet.name_of(server.url))
         # The weights may have been updated in flight, also more than once: a stale server has none of these versions.
         if sent_for >= 0 and part.output_ids.numel() and part.oldest_version not in versions[sent_for:]:
             raise StaleWeightsError(server.url, request.endpoint, part.oldest_version, versions[-1])
@@ -245,10 +244,11 @@ class Retries:
     ) -> None:
         """End a request that nobody waits for; the server would go on with it, also while weights change."""
         self._counts.cut += 1
+        abort = self._fleet.engine_of(server.url).abort_request
         try:
             async with asyncio.timeout(CUT_S):
                 while not sending.done():
-                    await self._transport.send(server.url, self._engine.abort_request(request_id))
+                    await self._fleet.send(server.url, abort(request_id))
                     await asyncio.wait([sending], timeout=CUT_POLL_S)
             _, body = sending.result()
             self._counts.cut_tokens += parse(body).output_ids.numel()

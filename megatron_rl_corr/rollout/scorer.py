@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from megatron_rl_corr.config.run import ENGINES
-from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.engines.control import ServerControl
 from megatron_rl_corr.engines.errors import RolloutError, RolloutServerError
+from megatron_rl_corr.engines.fleet import Fleet
 from megatron_rl_corr.engines.trajectory import Trajectory
 
 
@@ -37,19 +37,24 @@ class Scorer:
         self, urls: Sequence[str], *, vocab_size: int, engine: str = next(iter(ENGINES)), max_concurrency: int = 64,
         timeout_s: float = 600.0, max_retries: int = 3, api_key: str | None = None, ca_file: str | Path | None = None,
     ):  # fmt: skip
-        self._engine = load_engine(engine)
-        self.urls = self._engine.checked_urls(urls)
-        self._transport = self._engine.open_transport(
-            self.urls, timeout_s=timeout_s, connect_timeout_s=10.0, api_key=api_key, ca_file=ca_file
+        self._fleet = Fleet(
+            urls, engine=engine, timeout_s=timeout_s, connect_timeout_s=10.0, api_key=api_key, ca_file=ca_file
         )
-        self._control = ServerControl(self._engine, self.urls, self._transport, update_timeout_s=timeout_s)
+        self.urls = self._fleet.urls
+        self._control = ServerControl(self._fleet, self.urls, update_timeout_s=timeout_s)
         self._vocab_size, self._max_retries, self._in_flight = vocab_size, max_retries, max_concurrency
         self._waiting = dict.fromkeys(self.urls, 0)
         self._names: list[str | None] = [None] * len(self.urls)
         """What each server called its weights when it was healthy; None where it did not tell."""
 
     async def wait_healthy(self, timeout_s: float) -> None:
-        """Return once every server can score. Raises RolloutServerError for one that can't in time."""
+        """Find out what each server runs, and return once all can score.
+
+        Raises:
+            RolloutServerError: one can't in time.
+            RolloutProtocolError: one is no server.
+        """
+        await self._fleet.recognize(timeout_s)
         await self._control.wait_healthy(timeout_s)
         self._names = await self._reported_names()
 
@@ -81,7 +86,7 @@ class Scorer:
 
     async def close(self) -> None:
         """Close the HTTP session."""
-        await self._transport.close()
+        await self._fleet.close()
 
     async def _one(self, sample: Trajectory, places: asyncio.Semaphore) -> np.ndarray | RolloutError:
         prompt, output, failed, error = sample.prompt_ids.tolist(), sample.output_ids.tolist(), [], None
@@ -100,6 +105,7 @@ class Scorer:
         return error
 
     async def _scored(self, url: str, prompt: list[int], output: list[int]) -> np.ndarray:
-        answer = await self._control.ask(url, self._engine.score(prompt, output, cached=False, likeliest=1))
-        scores = self._engine.parse_scores(answer, server=url, output_ids=output, vocab_size=self._vocab_size)
+        engine = self._fleet.engine_of(url)
+        answer = await self._control.ask(url, engine.score(prompt, output, cached=False, likeliest=1))
+        scores = engine.parse_scores(answer, server=url, output_ids=output, vocab_size=self._vocab_size)
         return scores.logprobs

@@ -24,16 +24,15 @@ from megatron_rl_corr.weight_sync.verify import shortened
 logger = logging.getLogger(__name__)
 
 
-def make_coverage(checkpoint: Path, engine: Engine) -> Coverage:
+def make_coverage(checkpoint: Path) -> Coverage:
     """One rank's check.
 
     Args:
         checkpoint: the Hugging Face folder that the servers were started with.
-        engine: what the servers run.
     """
     folder = HFCheckpoint(checkpoint)
     table = NameTable(folder.config, padded_vocab_size=folder.config["vocab_size"])
-    return Coverage(folder.names, table.why_kept, engine)
+    return Coverage(folder.names, table.why_kept)
 
 
 class Coverage:
@@ -42,11 +41,10 @@ class Coverage:
     Args:
         names: of all tensors of the checkpoint.
         why_kept: the reason why servers keep a tensor, or a parameter, as loaded; None if it must be sent.
-        engine: what the servers run.
     """
 
-    def __init__(self, names: Iterable[str], why_kept: Callable[[str], str | None], engine: Engine):
-        self._why_kept, self._engine = why_kept, engine
+    def __init__(self, names: Iterable[str], why_kept: Callable[[str], str | None]):
+        self._why_kept = why_kept
         self._names = sorted(names)
         self._place = {name: i for i, name in enumerate(self._names)}
         self._kept = {name: reason for name in self._names if (reason := why_kept(name)) is not None}
@@ -101,19 +99,23 @@ class Coverage:
             return IncompletePush(f"sent more than once, so that only the last one counts: {shortened(twice)}")
         return None
 
-    def check_servers(self, servers: Sequence[ServerChecksums]) -> None:
+    def check_servers(self, servers: Sequence[ServerChecksums], engine: Engine) -> None:
         """Compare the servers' parameters with what was sent; rank 0 calls it after all_reduce_check.
+
+        Args:
+            servers: what each server has.
+            engine: what they run.
 
         Raises:
             RolloutProtocolError: a server has a parameter that must be sent and was not, lacks one that was sent, or is
                 quantised and keeps its old scales.
         """
-        endpoint = self._engine.weights_checker().endpoint
+        endpoint = engine.weights_checker().endpoint
         sent = zip(self._names, self._counts, strict=True)
-        parameters = {self._engine.server_parameter(name)[0] for name, times in sent if times}
+        parameters = {engine.server_parameter(name)[0] for name, times in sent if times}
         for server in servers:
             held = {name for _, sums in server.ranks for name in sums}
-            filled = {self._engine.held_in(parameter, held) for parameter in parameters}
+            filled = {engine.held_in(parameter, held) for parameter in parameters}
             # A separate output layer never stands for the embedding: a server that ties them has only the embedding.
             unsent = held - filled - {"lm_head.weight"}
             kept = {name: reason for name in unsent if (reason := self._why_kept(name)) is not None}
@@ -125,7 +127,7 @@ class Coverage:
                     f"loaded: {shortened(left)}. Start it with the checkpoint that `hf_checkpoint` names; if "
                     "it only holds its weights under other names, use `verify_push` off",
                 )
-            lacking = sorted(name for name in parameters if self._engine.held_in(name, held) not in held)
+            lacking = sorted(name for name in parameters if engine.held_in(name, held) not in held)
             if lacking and server.shows_all:
                 raise RolloutProtocolError(
                     server.url, endpoint,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError
@@ -34,7 +35,7 @@ class WeightServers:
         client: of all servers; `expect` sets the version that it samples from.
         loop: the event loop of the client.
         transport: sends the weights.
-        verifier: compares checksums after an update; None: not verified.
+        verifiers: compare checksums after an update, one for each engine by its name; none: not verified.
         coverage: checks that all tensors of the checkpoint are sent; None: not checked.
         pause_mode: of running responses. retract: their keys and values are computed anew with the new weights;
             in_place: they go on with the old ones; abort: they end, and the client requests the rest.
@@ -43,10 +44,10 @@ class WeightServers:
 
     def __init__(
         self, client: RolloutClient, loop: LoopThread, transport: WeightTransport, *,
-        verifier: PushVerifier | None = None, coverage: Coverage | None = None, pause_mode: str = "retract",
-        samples_ahead: bool = False,
-    ):
-        self.client, self.transport, self.verifier, self.coverage = client, transport, verifier, coverage
+        verifiers: Mapping[str, PushVerifier] = MappingProxyType({}), coverage: Coverage | None = None,
+        pause_mode: str = "retract", samples_ahead: bool = False,
+    ):  # fmt: skip
+        self.client, self.transport, self.verifiers, self.coverage = client, transport, verifiers, coverage
         self._loop, self._pause_mode, self._samples_ahead = loop, pause_mode, samples_ahead
         self._control = client.control(client.base_urls)
         self._version: str | None = None
@@ -85,9 +86,10 @@ class WeightServers:
             rejoined = [url for url in self.urls if state[url] == READY]
         self._control = self.client.control(urls)
         self.transport.aim(self._control, rejoined=rejoined)
-        for counts in (self.verifier, self.coverage):
-            if counts is not None:
-                counts.clear()
+        for verifier in self.verifiers.values():
+            verifier.clear()
+        if self.coverage is not None:
+            self.coverage.clear()
 
     def start(self, version: str) -> None:
         """Prepare the transport; rank 0 calls it before anything is sent."""
@@ -108,8 +110,8 @@ class WeightServers:
             self._loop.call(self._control.reopen_weight_update())
 
     def _check_pause(self) -> None:
-        engine = self._control.engine
         for url, info in zip(self.urls, self._loop.call(self._control.server_info()), strict=True):
+            engine = self._control.engine_of(url)
             problem = engine.pause_problem(
                 info, self._pause_mode, keyed_cache=self.client.keyed_cache, samples_ahead=self._samples_ahead
             )
@@ -118,8 +120,8 @@ class WeightServers:
 
     def send(self, bucket: list[NamedTensor], version: str) -> None:
         """Send one bucket to all servers, and keep what `checksums` are compared with."""
-        if self.verifier is not None:
-            self.verifier.keep(bucket, version)
+        for verifier in self.verifiers.values():
+            verifier.keep(bucket, version)
         self.transport.send(bucket)
         if self.coverage is not None:
             self.coverage.count(bucket)
@@ -135,8 +137,8 @@ class WeightServers:
         if self.transport.in_session:
             self._loop.call(self._control.end_weight_update())
         self._loop.call(self._control.update_weight_version(version))
-        engine = self._control.engine
         for url, answer in zip(self.urls, self._loop.call(self._control.model_info()), strict=True):
+            engine = self._control.engine_of(url)
             reported = engine.weight_version(answer)
             if reported != version:
                 raise RolloutProtocolError(
@@ -147,16 +149,23 @@ class WeightServers:
         if self._pause_mode != "in_place":
             self._loop.call(self._control.flush_cache())
 
-    def checksums(self) -> list[ServerChecksums]:
-        """Rank 0: the servers' checksums of their weights; [] if their version has none.
+    def checksums(self) -> dict[str, list[ServerChecksums]]:
+        """Rank 0: the servers' checksums of their weights, by engine; [] if its version has none.
 
         Raises:
             RolloutProtocolError: servers disagree, or have other parameters than were sent.
         """
-        checksums = self._loop.call(self.verifier.read(self._control))
-        if self.coverage is not None:
-            self.coverage.check_servers(checksums)
-        return checksums
+        found = {}
+        for name, servers in self._control.by_engine().items():
+            found[name] = self._loop.call(self.verifiers[name].read(servers))
+            if self.coverage is not None:
+                self.coverage.check_servers(found[name], self._control.fleet.engines[name])
+        return found
+
+    def compare(self, checksums: Mapping[str, list[ServerChecksums]]) -> None:
+        """Compare this rank's part of what was sent with `checksums`. Raises as `PushVerifier.compare`."""
+        for name, own in checksums.items():
+            self.verifiers[name].compare(own)
 
     def resume(self) -> None:
         """Let the servers sample again."""

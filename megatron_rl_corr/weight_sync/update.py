@@ -86,7 +86,7 @@ def _push_once(exporter: StageExporter, servers: WeightServers, version: str, bu
         _all_reduce_led(exporter, servers.begin)
     _all_reduce_led(exporter, partial(transport.deliver, version))
     _all_reduce_led(exporter, partial(servers.end, version))
-    if servers.verifier is not None:
+    if servers.verifiers:
         _broadcast_and_compare(exporter, servers)
     servers.expect(version)
     all_reduce_failure(None)  # every rank expects the new version before a server samples with it
@@ -192,7 +192,7 @@ def _broadcast_and_compare(exporter: StageExporter, servers: WeightServers) -> N
 
     _all_reduce_led(exporter, read)
     dist.broadcast_object_list(checksums, src=0, device=communication_device())
-    compare = partial(servers.verifier.compare, checksums[0])
+    compare = partial(servers.compare, checksums[0])
     all_reduce_failure(_failure_of(compare) if exporter.sends else None)
 
 

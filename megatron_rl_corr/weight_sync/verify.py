@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -28,15 +28,18 @@ _SHOWN = 5
 logger = logging.getLogger(__name__)
 
 
-def make_verifier(kind: str, checkpoint: Path, engine: Engine) -> PushVerifier | None:
-    """One rank's verifier for `verify_push`; None for "off".
+def make_verifiers(kind: str, checkpoint: Path, engines: Mapping[str, Engine]) -> dict[str, PushVerifier]:
+    """One rank's verifiers for `verify_push`, by the name of their engine; none for "off".
 
     Args:
         kind: "off" or "checksum".
         checkpoint: the Hugging Face folder of the model.
-        engine: what the servers run.
+        engines: what the servers run, by name.
     """
-    return None if kind == "off" else PushVerifier(engine, count_elements(checkpoint))
+    if kind == "off":
+        return {}
+    elements = count_elements(checkpoint)
+    return {name: PushVerifier(engine, elements) for name, engine in engines.items()}
 
 
 def count_elements(checkpoint: Path) -> int:

@@ -26,7 +26,7 @@ SERVED = ("--rollout-kl-loss-coef", "1", "--rollout-reference-url", "http://c:1"
 CLIENT = {
     "max_concurrency": 64, "max_per_server": None, "timeout_s": 600.0, "read_timeout_s": 60.0,
     "outage_timeout_s": 10.0, "update_timeout_s": 3600.0, "max_retries": 3, "max_continuations": 8, "ca_file": None,
-    "engine": "sglang",
+    "engine": "auto",
 }
 DEFAULTS = CLIENT | {
     "urls": ("http://a:30000", "http://b:30000"), "api_key_env": None,
@@ -273,12 +273,13 @@ def test_client_options_when_parsed_then_the_clients_arguments(monkeypatch):
     flags = [word for name, value in given.items() for word in (f"--rollout-{name.replace('_', '-')}", str(value))]
     monkeypatch.setenv("SERVER_KEY", "s3cret")
     _, options = parse([*REQUIRED, *flags, "--rollout-api-key-env", "SERVER_KEY"])
-    assert options.client_arguments() == given | {"engine": "sglang", "api_key": "s3cret"}
+    assert options.client_arguments() == given | {"engine": "auto", "api_key": "s3cret"}
     assert "s3cret" not in repr(options)
     RolloutClient(options.urls, vocab_size=10, **CLIENT)
     # The flags' defaults are the client's, which has five arguments more.
     others = {"connect_timeout_s": 10.0, "experts": None, "seed": 0, "keyed_cache": False, "decode": None}
-    assert RolloutClient.__init__.__kwdefaults__ == CLIENT | {"api_key": None} | others
+    others |= {"api_key": None, "engine": "sglang"}  # a client need not ask first what its servers run
+    assert RolloutClient.__init__.__kwdefaults__ == CLIENT | others
 
 
 @pytest.mark.parametrize(

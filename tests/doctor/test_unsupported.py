@@ -107,7 +107,7 @@ async def certain(request):
 
 def test_quick_when_the_engine_lacks_scores_then_only_the_rows_that_need_them_failed(faulty):
     async def scenario(client):
-        client.engine = NoScores()
+        client.fleet._engines["sglang"] = NoScores()
         return await ask_quick(Probe(client, client.base_urls[0]), Expected())
 
     rows, facts = faulty.run(scenario, certain)
@@ -131,7 +131,7 @@ def test_quick_when_seeds_are_asked_for_then_no_other_request_is_under_way(fault
             del under_way[id(request)]
 
     async def scenario(client):
-        client.engine = NoScores()
+        client.fleet._engines["sglang"] = NoScores()
         return await ask_quick(Probe(client, client.base_urls[0]), Expected())
 
     faulty.run(scenario, noting)

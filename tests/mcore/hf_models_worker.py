@@ -44,7 +44,7 @@ from megatron_rl_corr.weight_sync.export import StageExporter
 from megatron_rl_corr.weight_sync.servers import WeightServers
 from megatron_rl_corr.weight_sync.transports import make_transport
 from megatron_rl_corr.weight_sync.update import push_weights
-from megatron_rl_corr.weight_sync.verify import make_verifier
+from megatron_rl_corr.weight_sync.verify import make_verifiers
 from tools.cpu.cp_attention import ContextParallelAttention
 from tools.local_server import free_port
 
@@ -218,8 +218,8 @@ def push(url, path):
         sends=exporter.sends,
     )  # fmt: skip
     servers = WeightServers(
-        client, loop, transport, verifier=make_verifier("checksum", path, client.engine),
-        coverage=make_coverage(path, client.engine),
+        client, loop, transport, verifiers=make_verifiers("checksum", path, client.fleet.engines),
+        coverage=make_coverage(path),
     )
     push_weights(exporter, servers, version="1", bucket_bytes=20_000)  # several buckets
     servers.close()

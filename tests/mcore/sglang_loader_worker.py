@@ -29,7 +29,7 @@ from megatron_rl_corr.engines.errors import RolloutError
 from megatron_rl_corr.engines.types import ServerChecksums
 from megatron_rl_corr.weight_sync.coverage import make_coverage
 from megatron_rl_corr.weight_sync.export import buckets
-from megatron_rl_corr.weight_sync.verify import make_verifier
+from megatron_rl_corr.weight_sync.verify import make_verifiers
 from tools.cpu import sglang_arguments
 from tools.local_server import free_port
 
@@ -82,10 +82,10 @@ def told(call):
 
 def count(path, shown, *requests):
     """What the count says of a server that shows this, after these requests."""
-    coverage = make_coverage(path, ENGINE)
+    coverage = make_coverage(path)
     for bucket in requests:
         coverage.count(bucket)
-    return told(coverage.all_reduce_check) or told(lambda: coverage.check_servers([shown]))
+    return told(coverage.all_reduce_check) or told(lambda: coverage.check_servers([shown], ENGINE))
 
 
 def judge(path):
@@ -106,7 +106,7 @@ def judge(path):
     found = {"model": path.name, "tensors": len(tensors)}
     for how, requests in {"singly": singly, "units": list(buckets(units, 1))}.items():
         send(model, updater, requests)
-        shown, verifier = show(), make_verifier("checksum", path, ENGINE)
+        shown, verifier = show(), make_verifiers("checksum", path, {"sglang": ENGINE})["sglang"]
         for bucket in requests:
             verifier.keep(bucket, "1")
         found[how] = {

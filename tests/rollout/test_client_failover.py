@@ -8,8 +8,7 @@ import time
 import pytest
 from aiohttp import web
 
-from megatron_rl_corr.engines import load_engine
-from megatron_rl_corr.engines.http import HTTPTransport
+from megatron_rl_corr.engines.fleet import Fleet
 from megatron_rl_corr.rollout import (
     RolloutOutage,
     RolloutServerError,
@@ -141,8 +140,8 @@ def test_close_when_a_server_is_left_out_then_forgotten_and_the_next_call_asks_i
 def test_failure_when_the_server_has_come_back_since_then_it_does_not_count_against_it():
     async def scenario():
         pool = ServerPool(["http://a:1"], max_outstanding=1, max_per_server=None, outage_timeout_s=5)
-        transport = HTTPTransport(timeout_s=1, connect_timeout_s=1)
-        health_ = ServerHealth(load_engine("sglang"), pool, transport, Counts(), read_timeout_s=1)
+        fleet = Fleet(["http://a:1"], engine="sglang", timeout_s=1, connect_timeout_s=1)
+        health_ = ServerHealth(fleet, pool, Counts(), read_timeout_s=1)
         (server,) = pool.servers
         before = server.joined
         late = RolloutServerError(server.url, "/generate", None, "timed out")

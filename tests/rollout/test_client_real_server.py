@@ -280,6 +280,7 @@ def test_weight_version_when_renamed_then_samples_and_model_info_carry_the_name(
 def test_server_info_when_asked_then_holds_the_version(client, loop):
     (info,) = loop.call(client.server_info())
     assert info["version"].count(".") >= 2 and info["internal_states"]
+    engine = client.engine_of(client.base_urls[0])
     # What the bound of a run's first step is chosen by, under the names that are read.
-    assert info["dtype"] == "float32" and info["quantization"] is None and not client.engine.is_quantized(info)
-    assert first_step_bound(True, client.engine, [info]) == 1e-4
+    assert info["dtype"] == "float32" and info["quantization"] is None and not engine.is_quantized(info)
+    assert first_step_bound(True, [engine], [info]) == 1e-4

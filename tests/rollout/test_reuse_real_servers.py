@@ -50,7 +50,7 @@ def episodes(tiny_moe_dir):
         ]
         with LoopThread() as loop:
             client = kind(urls, vocab_size=vocab_size, timeout_s=120, experts=experts)
-            rows, send = [], client._transport.send
+            rows, send = [], client.fleet.send
 
             async def counted(url, request, **options):
                 status, body = await send(url, request, **options)
@@ -59,7 +59,7 @@ def episodes(tiny_moe_dir):
                     rows.append(len(base64.b64decode(encoded)) // (4 * SHAPE.num_layers * SHAPE.top_k))
                 return status, body
 
-            client._transport.send = counted
+            client.fleet.send = counted
             loop.call(client.flush_cache())
             whole = loop.call(generate_episodes(
                 client, prompts, SamplingParams(200), environment=Talks, max_turns=TURNS

@@ -33,7 +33,8 @@ class Servers:
 
     def __init__(self, case):
         self.case, self.calls = case, []
-        self.transport = self.verifier = self.coverage = self  # one list of calls
+        self.transport = self.coverage = self  # one list of calls
+        self.verifiers = {"of all": self}
 
     def find(self):
         self.calls.append("find")

@@ -9,22 +9,30 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
 from megatron_rl_corr.engines import load_engine
+from megatron_rl_corr.engines.control import ServerControl
 from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError
+from megatron_rl_corr.engines.fleet import Fleet
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.weight_sync.transports import broadcast
 from megatron_rl_corr.weight_sync.transports.base import common_ranks
 from megatron_rl_corr.weight_sync.transports.broadcast import DistributedTransport, UpdateGroup, _join
 
 ENGINE = load_engine("sglang")
+
+def servers(*urls):
+    fleet = Fleet(urls, engine="sglang", timeout_s=1, connect_timeout_s=1)
+    return ServerControl(fleet, fleet.urls, update_timeout_s=1)
+
+
 ONE = {"tp_size": 4, "pp_size": 2, "dp_size": 1, "enable_dp_attention": False}
 
 
 def test_ranks_of_two_servers_of_tp4_pp2_then_eight_each():
-    assert common_ranks(ENGINE, ["http://a", "http://b"], [ONE, ONE]).count == 8
+    assert common_ranks(servers("http://a", "http://b"), [ONE, ONE]).count == 8
 
 
 def test_ranks_when_dp_attention_shares_the_tensor_ranks_then_they_are_not_counted_again():
-    assert common_ranks(ENGINE, ["http://a"], [{**ONE, "dp_size": 4, "enable_dp_attention": True}]).count == 8
+    assert common_ranks(servers("http://a"), [{**ONE, "dp_size": 4, "enable_dp_attention": True}]).count == 8
 
 
 @pytest.mark.parametrize(
@@ -36,13 +44,13 @@ def test_ranks_when_dp_attention_shares_the_tensor_ranks_then_they_are_not_count
 )
 def test_ranks_when_servers_differ_or_hide_replicas_then_refused_by_name(second, words):
     with pytest.raises(RolloutProtocolError, match=words):
-        common_ranks(ENGINE, ["http://a", "http://b"], [ONE, second])
+        common_ranks(servers("http://a", "http://b"), [ONE, second])
 
 
 class Server:
     """Stands for the control of servers: whatever they are asked, they do what `answer` does."""
 
-    engine = ENGINE
+    engine_of = staticmethod(lambda url: ENGINE)
 
     def __init__(self, answer, urls=("http://127.0.0.1:9",)):
         self.base_urls, self.answer = urls, answer

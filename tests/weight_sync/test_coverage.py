@@ -33,7 +33,7 @@ def one_rank():
 
 
 def coverage(*names, **config):
-    return Coverage(names, NameTable(CONFIG | config, padded_vocab_size=4).why_kept, ENGINE)
+    return Coverage(names, NameTable(CONFIG | config, padded_vocab_size=4).why_kept)
 
 
 def sent(counted, *names):
@@ -98,25 +98,25 @@ def test_server_when_it_has_what_was_sent_then_fused_parameters_count_once_for_a
     held = [layer + "self_attn.fused_qkv_a_proj_with_mqa.weight"]
     held += [layer + "mlp.experts.w13_weight", layer + "mlp.experts.w2_weight"]
     own = [layer + "mlp.shared_experts.gate_up_proj.weight", layer + "mlp.shared_experts.down_proj.weight"]
-    counted.check_servers([server(*held, *own), server(*held)])  # the second has it among its experts
+    counted.check_servers([server(*held, *own), server(*held)], ENGINE)  # the second has it among its experts
     with pytest.raises(RolloutProtocolError, match="1 of 5 weights were sent that it does not have: .*fused_qkv_a"):
-        counted.check_servers([server(*held, *own), server(*held[1:], *own)])
+        counted.check_servers([server(*held, *own), server(*held[1:], *own)], ENGINE)
 
 
 @pytest.mark.parametrize("name", ["model.layers.3.mlp.down_proj.weight_scale", HEAD, "model.layers.3.mlp.gate.weight"])
 def test_server_when_it_has_a_parameter_that_nothing_was_sent_for_then_it_is_named(name):
     counted = sent(coverage(EMBEDDING, tie_word_embeddings=True), EMBEDDING)
     with pytest.raises(RolloutProtocolError, match=f"nothing was sent for 1 of its 2 weights, .*: {name}\\. Start it"):
-        counted.check_servers([server(EMBEDDING, name)])
+        counted.check_servers([server(EMBEDDING, name)], ENGINE)
 
 
 def test_server_when_it_is_quantised_then_refused_unless_it_makes_its_scales_of_what_it_is_sent():
     scale = "model.layers.3.mlp.down_proj.weight_scale"
     counted = sent(coverage(EMBEDDING), EMBEDDING)
-    counted.check_servers([server(EMBEDDING, scale, quantization="fp8", quantises_updates=True)])
+    counted.check_servers([server(EMBEDDING, scale, quantization="fp8", quantises_updates=True)], ENGINE)
     # SGLang 0.5.23 hides the scales of blocks: the refusal does not need them.
     with pytest.raises(RolloutProtocolError, match=r"its weights are quantised \(fp8\), and their scales would stay"):
-        counted.check_servers([server(EMBEDDING, quantization="fp8")])
+        counted.check_servers([server(EMBEDDING, quantization="fp8")], ENGINE)
 
 
 def test_answer_when_only_the_checkpoint_says_that_it_is_quantised_then_its_folder_is_read(tmp_path):
@@ -130,14 +130,14 @@ def test_answer_when_only_the_checkpoint_says_that_it_is_quantised_then_its_fold
 
 def test_server_when_it_shows_only_its_first_pipeline_stage_then_the_others_weights_are_not_missed():
     counted = sent(coverage(EMBEDDING, NORM), EMBEDDING, NORM)
-    counted.check_servers([server(EMBEDDING, pp_size=2)])
+    counted.check_servers([server(EMBEDDING, pp_size=2)], ENGINE)
     with pytest.raises(RolloutProtocolError, match=f"were sent that it does not have: {NORM}"):
-        counted.check_servers([server(EMBEDDING)])
+        counted.check_servers([server(EMBEDDING)], ENGINE)
 
 
 def test_server_when_it_has_a_scale_of_its_kv_cache_then_it_stays(caplog):
     counted = sent(coverage(NORM), NORM)
-    counted.check_servers([server(NORM, "model.layers.0.self_attn.attn.k_scale")] * 2)
+    counted.check_servers([server(NORM, "model.layers.0.self_attn.attn.k_scale")] * 2, ENGINE)
     [told] = caplog.records
     assert "stays as loaded, 1 at http://a: model.layers.0.self_attn.attn.k_scale" in told.getMessage()
 

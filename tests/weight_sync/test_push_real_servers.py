@@ -16,7 +16,7 @@ from megatron_rl_corr.weight_sync.coverage import make_coverage
 from megatron_rl_corr.weight_sync.servers import WeightServers
 from megatron_rl_corr.weight_sync.transports import make_transport
 from megatron_rl_corr.weight_sync.update import push_weights
-from megatron_rl_corr.weight_sync.verify import make_verifier
+from megatron_rl_corr.weight_sync.verify import make_verifiers
 from tests.hf_truth import assert_is_truth
 
 TRANSPORTS = ("distributed", "tensor", "disk")
@@ -35,11 +35,12 @@ class Pushing:
         self.transport = make_transport(
             kind, self.client, self.loop, backend="gloo", checkpoint=model_dir, folder=str(folder), stage=0, sends=True
         )
-        self.verifier = make_verifier("checksum", model_dir, self.client.engine)
+        verifiers = make_verifiers("checksum", model_dir, self.client.fleet.engines)
+        (self.verifier,) = verifiers.values()
         self.compared = None
         self.servers = WeightServers(
-            self.client, self.loop, self.transport, verifier=self.verifier,
-            coverage=make_coverage(model_dir, self.client.engine),
+            self.client, self.loop, self.transport, verifiers=verifiers,
+            coverage=make_coverage(model_dir),
         )
         compare = self.verifier.compare
 

@@ -17,7 +17,7 @@ A, B, C = "http://a:1", "http://b:1", "http://c:1"
 class Recorder:
     """Stands for a client and for the control of some of its servers: notes who is asked what."""
 
-    engine, keyed_cache, info = load_engine("sglang"), False, {"disable_radix_cache": True}
+    engine_of, keyed_cache, info = staticmethod(lambda url: load_engine("sglang")), False, {"disable_radix_cache": True}
 
     def __init__(self, urls, versions, asked):
         self.base_urls, self.versions, self.asked = tuple(urls), versions, asked

@@ -40,6 +40,8 @@ class SGLang(Engine):
             tls=certificates(ca_file, urls), remedy=servers.remedy,
         )  # fmt: skip
 
+    recognizes = staticmethod(router.recognizes)
+
     async def find_servers(self, urls: Sequence[str], transport: Transport, timeout_s: float) -> tuple[str, ...]:
         return await router.servers_behind(urls, transport, timeout_s)
 

@@ -13,10 +13,23 @@ from megatron_rl_corr.engines.concurrency import all_or_first_failure, poll_unti
 from megatron_rl_corr.engines.control import HEALTH_PROBE_TIMEOUT_S
 from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, RolloutServerError
 from megatron_rl_corr.engines.http import checked_urls
+from megatron_rl_corr.engines.sglang.requests import model_info
 from megatron_rl_corr.engines.types import Request, Transport
 
 POLL_S = 0.5
 WORKERS = Request("GET", "/workers")  # sglang-router 0.3.2; a server has no such endpoint
+
+
+async def recognizes(url: str, transport: Transport, timeout_s: float) -> bool:
+    """Whether a router, or a server, of SGLang answers at an address."""
+    for request in (WORKERS, model_info()):
+        try:
+            await transport.send(url, request, timeout_s=timeout_s)
+            return True
+        except RolloutServerError as error:
+            if error.status != 404:
+                raise
+    return False
 
 
 async def servers_behind(urls: Sequence[str], transport: Transport, timeout_s: float) -> tuple[str, ...]:

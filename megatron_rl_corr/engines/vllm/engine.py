@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron_rl_corr.engines.base import Engine
 from megatron_rl_corr.engines.http import HTTPTransport, certificates, checked_key, checked_urls
 from megatron_rl_corr.engines.types import EngineLimits
-from megatron_rl_corr.engines.vllm import detailed_samples, server_facts
+from megatron_rl_corr.engines.vllm import detailed_samples, server_facts, server_version
 
 
 class VLLM(Engine):
@@ -29,6 +29,7 @@ class VLLM(Engine):
             tls=certificates(ca_file, urls),
         )  # fmt: skip
 
+    recognizes = staticmethod(server_version.recognizes)
     detailed_sample = staticmethod(detailed_samples.detailed_sample)
     parse_detailed_sample = staticmethod(detailed_samples.parse_detailed_sample)
     score = staticmethod(detailed_samples.score)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_rl_corr.engines.base import Engine
 from megatron_rl_corr.engines.control import ServerControl
 from megatron_rl_corr.engines.errors import RolloutProtocolError
 from megatron_rl_corr.engines.types import NamedTensor, ServerRanks
@@ -57,22 +56,22 @@ class WeightTransport:
         """Remove what was set up at the servers."""
 
 
-def common_ranks(engine: Engine, urls: Sequence[str], infos: Sequence[Mapping[str, Any]]) -> ServerRanks:
+def common_ranks(servers: ServerControl, infos: Sequence[Mapping[str, Any]]) -> ServerRanks:
     """The number of ranks that each server runs its model on.
 
     Args:
-        engine: what the servers run.
-        urls: their addresses.
+        servers: the servers.
         infos: their answers to `Engine.server_info`.
 
     Raises:
         RolloutProtocolError: a server has another number of ranks than the first one, or hides several replicas.
     """
-    ranks = [engine.ranks(url, info) for url, info in zip(urls, infos, strict=True)]
+    urls = servers.base_urls
+    ranks = [servers.engine_of(url).ranks(url, info) for url, info in zip(urls, infos, strict=True)]
     for url, own in zip(urls, ranks, strict=True):
         if own.count != ranks[0].count:
             raise RolloutProtocolError(
-                url, engine.server_info().endpoint,
+                url, servers.engine_of(url).server_info().endpoint,
                 f"it has {own.count} ranks and {urls[0]} has {ranks[0].count}; give all servers the same "
                 "tensor-parallel and pipeline-parallel size",
             )

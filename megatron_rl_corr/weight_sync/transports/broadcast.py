@@ -67,7 +67,7 @@ class DistributedTransport(WeightTransport):
 
     def _make_group(self) -> None:
         infos = self._loop.call(self.servers.server_info())
-        ranks_per_server = common_ranks(self.servers.engine, self.servers.base_urls, infos).count
+        ranks_per_server = common_ranks(self.servers, infos).count
         try:
             self._group = UpdateGroup(
                 self.servers, self._loop, backend=self._backend, ranks_per_server=ranks_per_server

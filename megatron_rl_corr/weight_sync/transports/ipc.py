@@ -30,16 +30,21 @@ class TensorTransport(WeightTransport):
 
     def send(self, bucket: list[NamedTensor]) -> None:
         if not self._ranks:
-            urls, engine = self.servers.base_urls, self.servers.engine
             infos = self._loop.call(self.servers.server_info())
-            common_ranks(engine, urls, infos)  # raises for servers of unlike size, and for hidden replicas
-            self._ranks = {url: engine.ranks(url, info).tensor for url, info in zip(urls, infos, strict=True)}
+            common_ranks(self.servers, infos)  # raises for servers of unlike size, and for hidden replicas
+            self._ranks = {
+                url: self.servers.engine_of(url).ranks(url, info).tensor
+                for url, info in zip(self.servers.base_urls, infos, strict=True)
+            }
         # A CUDA handle can be opened only once, so each rank needs its own entry; bytes can be shared.
-        serialized = self.servers.engine.serialized
-        shared = None if any(tensor.is_cuda for _, tensor in bucket) else serialized(bucket)
+        shared = {}
+        if not any(tensor.is_cuda for _, tensor in bucket):
+            shared = {name: engine.serialized(bucket) for name, engine in self.servers.fleet.engines.items()}
         entries = [
-            [shared or serialized(bucket) for _ in range(self._ranks[url])] for url in self.servers.base_urls
-        ]
+            [shared.get(self.servers.fleet.name_of(url)) or self.servers.engine_of(url).serialized(bucket)
+             for _ in range(self._ranks[url])]
+            for url in self.servers.base_urls
+        ]  # fmt: skip
         self._loop.call(self.servers.update_weights_from_tensor(entries))
 
 

@@ -1,0 +1,121 @@
+"""The servers of a client: which engine answers at each address, and the transport to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megatron_rl_corr.config.run import AUTO, ENGINES
+from megatron_rl_corr.engines import load_engine
+from megatron_rl_corr.engines.base import Engine
+from megatron_rl_corr.engines.concurrency import all_or_first_failure, poll_until
+from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, RolloutServerError
+from megatron_rl_corr.engines.types import Request, Transport
+
+POLL_S, LONGEST_ATTEMPT_S = 0.5, 30.0
+
+
+class Fleet(Transport):
+    """Servers of one engine or of several; a request goes to an address in the way of the engine there.
+
+    Args:
+        urls: addresses of servers, or of routers.
+        engine: what they run, a name in config/run.py ENGINES; "auto": `find` asks each of them.
+        timeout_s, connect_timeout_s, api_key, ca_file: as `Engine.open_transport`'s.
+
+    Raises:
+        ValueError: no address, an engine that is not known, or a key or file that can't be used.
+    """
+
+    def __init__(
+        self, urls: Sequence[str], *, engine: str, timeout_s: float, connect_timeout_s: float,
+        api_key: str | None = None, ca_file: str | Path | None = None,
+    ):  # fmt: skip
+        names = tuple(ENGINES) if engine == AUTO else (engine,)
+        self._engines = {name: load_engine(name) for name in names}
+        self.urls = self._engines[names[0]].checked_urls(urls)
+        self._transports = {
+            name: loaded.open_transport(
+                self.urls, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s, api_key=api_key, ca_file=ca_file
+            )
+            for name, loaded in self._engines.items()
+        }
+        self._name_at: dict[str, str] = {} if engine == AUTO else dict.fromkeys(self.urls, engine)
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Address -> name of the engine there, in the order of the addresses."""
+        return {url: self.name_of(url) for url in self.urls}
+
+    @property
+    def engines(self) -> dict[str, Engine]:
+        """Name -> engine of those that some server runs, in the order of the servers."""
+        return {name: self._engines[name] for name in self.names.values()}
+
+    def name_of(self, url: str) -> str:
+        """The name in config/run.py ENGINES of what a server runs."""
+        if url not in self._name_at:
+            raise RuntimeError(f"it is not known what runs at {url}: call find_servers first")
+        return self._name_at[url]
+
+    def engine_of(self, url: str) -> Engine:
+        """What a server runs."""
+        return self._engines[self.name_of(url)]
+
+    async def recognize(self, timeout_s: float) -> None:
+        """Find out what runs at each address, where that is not given; a router stays what it is.
+
+        Raises:
+            RolloutServerError, RolloutProtocolError: as `find`.
+        """
+        names = await all_or_first_failure([self._recognized(url, timeout_s) for url in self.urls])
+        self._name_at = dict(zip(self.urls, names, strict=True))
+
+    async def find(self, timeout_s: float) -> None:
+        """Find out what runs at each address, where that is not given, and put servers in the place of their router.
+
+        Raises:
+            RolloutServerError: an address does not answer within timeout_s seconds.
+            RolloutProtocolError: none of the engines answers there, or a router has no server.
+        """
+        await self.recognize(timeout_s)
+        found = {}
+        for name, engine in self.engines.items():
+            urls = [url for url in self.urls if self.name_of(url) == name]
+            found |= dict.fromkeys(await engine.find_servers(urls, self._transports[name], timeout_s), name)
+        self.use(found)
+
+    def use(self, names: Mapping[str, str]) -> None:
+        """Use these servers: address -> name of the engine there."""
+        self.urls, self._name_at = tuple(names), dict(names)
+
+    async def send(self, url: str, request: Request, *, timeout_s: float | None = None) -> tuple[int, bytes]:
+        return await self._transports[self.name_of(url)].send(url, request, timeout_s=timeout_s)
+
+    async def close(self) -> None:
+        for transport in self._transports.values():
+            await transport.close()
+
+    async def _recognized(self, url: str, timeout_s: float) -> str:
+        """The name of the engine that answers at an address."""
+        if url in self._name_at:
+            return self._name_at[url]
+
+        async def ask(limit_s: float) -> str:
+            for name, engine in self._engines.items():
+                if await engine.recognizes(url, self._transports[name], limit_s):
+                    return name
+            known = ", ".join(engine.name for engine in self._engines.values())
+            raise RolloutProtocolError(
+                url, "/", f"what answers there is none of {known}; is this the address of a rollout server?"
+            )
+
+        return await poll_until(
+            ask, timeout_s=timeout_s, pause_s=POLL_S, longest_attempt_s=LONGEST_ATTEMPT_S,
+            retry=_may_change, waited_for="it to tell what it is",
+        )  # fmt: skip
+
+
+def _may_change(error: RolloutError) -> bool:
+    """Whether a server that starts, or a proxy before it, may answer otherwise later."""
+    return isinstance(error, RolloutServerError) and (error.status is None or error.status >= 500)

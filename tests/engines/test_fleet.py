@@ -1,0 +1,79 @@
+"""Which engine answers at an address, and that each server is spoken to in the words of its own."""
+
+import asyncio
+
+import pytest
+from aiohttp import web
+
+from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError
+from megatron_rl_corr.engines.fleet import Fleet
+from megatron_rl_corr.rollout.client import RolloutClient
+
+
+def sglang(request):
+    return web.json_response({"weight_version": "1"}, status=200 if request.path == "/model_info" else 404)
+
+
+def vllm(request):
+    return web.json_response({"version": "0.32.0"}, status=200 if request.path == "/version" else 404)
+
+
+def neither(request):
+    return web.Response(status=404)
+
+
+def served(handler, failures=0):
+    """A server that answers as this engine's, after some answers as of one that starts."""
+    left = [failures]
+
+    async def handle(request):
+        if left[0]:
+            left[0] -= 1
+            return web.Response(status=503)
+        return handler(request)
+
+    return handle
+
+
+def found(faulty, *handlers, engine="auto", timeout_s=5.0):
+    async def scenario():
+        async with faulty.serving(handlers[0]) as first, faulty.serving(handlers[-1]) as last:
+            urls = [first, last][: len(handlers)]
+            fleet = Fleet(urls, engine=engine, timeout_s=5, connect_timeout_s=5)
+            try:
+                await fleet.find(timeout_s)
+                return [fleet.name_of(url) for url in urls], fleet
+            finally:
+                await fleet.close()
+
+    return asyncio.run(scenario())
+
+
+def test_engine_when_auto_then_each_server_is_asked_and_both_kinds_may_be_in_one_run(faulty):
+    names, fleet = found(faulty, served(vllm), served(sglang))
+    assert names == ["vllm", "sglang"] and list(fleet.engines) == ["vllm", "sglang"]
+    assert [fleet.engine_of(url).name for url in fleet.urls] == ["vLLM", "SGLang"]
+
+
+def test_engine_when_a_server_starts_then_waited_for(faulty):
+    assert found(faulty, served(vllm, failures=2))[0] == ["vllm"]
+
+
+def test_engine_when_given_then_not_asked(faulty):
+    assert found(faulty, served(neither), engine="vllm")[0] == ["vllm"]
+
+
+def test_engine_when_none_answers_then_error_names_them_and_does_not_wait(faulty):
+    with pytest.raises(RolloutProtocolError, match="none of SGLang, vLLM; is this the address of a rollout server"):
+        found(faulty, served(neither), timeout_s=60)
+
+
+def test_engine_when_the_key_is_wrong_then_raised_at_once(faulty):
+    with pytest.raises(RolloutServerError, match="HTTP 401"):
+        found(faulty, lambda request: asyncio.sleep(0, web.Response(status=401)), timeout_s=60)
+
+
+def test_engine_when_not_known_yet_then_error_says_what_to_call():
+    client = RolloutClient(["http://127.0.0.1:1"], vocab_size=8, engine="auto")
+    with pytest.raises(RuntimeError, match="call find_servers first"):
+        client.engine_of("http://127.0.0.1:1")
