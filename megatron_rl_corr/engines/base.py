@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_rl_corr.engines.inspection import Inspection
 from megatron_rl_corr.engines.routes import ExpertShape
+from megatron_rl_corr.engines.sampling_limits import check_limits
 from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
 from megatron_rl_corr.engines.types import (
     EngineLimits,
@@ -72,32 +73,7 @@ class Engine(Inspection, Protocol):
 
     def check_sampling(self, sampling: SamplingParams) -> None:
         """Raise ValueError, naming the field, the value and the remedy, where the limits forbid these parameters."""
-        limits = self.limits
-        if 0 < sampling.temperature < limits.min_temperature:
-            raise ValueError(
-                f"`temperature` must be 0 (greedy) or at least {limits.min_temperature:g} with {self.name}, got "
-                f"{sampling.temperature}"
-            )
-        if limits.max_top_k is not None and sampling.with_support and sampling.top_k > limits.max_top_k:
-            raise ValueError(
-                f"`top_k` must be -1 (off) or in [2, {limits.max_top_k}], for which {self.name} returns the sampling "
-                f"mask, got {sampling.top_k}; use {limits.max_top_k} or less, or -1"
-            )
-        if limits.top_p_needs_top_k and sampling.needs_mask and sampling.top_k == -1:
-            name, what, value = ("`top_p`", "`top_p` below 1", sampling.top_p)
-            if sampling.top_p == 1:
-                name, what, value = ("`min_p`", "`min_p` above 0", sampling.min_p)
-            raise ValueError(
-                f"{what} needs a `top_k` in [2, {limits.max_top_k}] with {self.name}: only then it returns "
-                f"the sampling mask, without which truncated samples cannot be corrected; got {name} {value} "
-                f"with `top_k` -1; give `top_k` {limits.max_top_k} beside it, or the vocabulary size where that is "
-                "smaller"
-            )
-        if limits.max_stop_texts is not None and len(sampling.stop) > limits.max_stop_texts:
-            raise ValueError(
-                f"`stop` has {len(sampling.stop)} texts, and {self.name} takes at most {limits.max_stop_texts}; leave "
-                "some out"
-            )
+        check_limits(self.name, self.limits, sampling)
 
     def sampling_problem(self, server_info: Mapping[str, Any], sampling: SamplingParams) -> str | None:
         """Why this server, as it was started, can't sample so, with the remedy; None: it can."""

@@ -5,6 +5,7 @@ P prompt tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -115,6 +116,8 @@ class EngineLimits:
 
     min_temperature: float = 0.0
     """Below it, 0 excepted, the engine samples from another distribution than it is asked for."""
+    max_temperature: float = math.inf
+    """Above it the engine refuses a request."""
     max_top_k: int | None = None
     """Largest top_k for which it returns the sampling mask; None: any."""
     top_p_needs_top_k: bool = False

@@ -17,9 +17,9 @@ from megatron_rl_corr.engines.inspection import DetailedSample, KeptIds, TokenSc
 from megatron_rl_corr.engines.routes import ExpertShape
 from megatron_rl_corr.engines.trajectory import SamplingParams, VersionSpan
 from megatron_rl_corr.engines.types import Request, UnsupportedByEngine
+from megatron_rl_corr.engines.vllm.requests import GENERATE
 from megatron_rl_corr.engines.vllm.seeds import server_seed
 
-GENERATE = "/inference/v1/generate"
 MALFORMED = (KeyError, TypeError, IndexError, ValueError)
 
 

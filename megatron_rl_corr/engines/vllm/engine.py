@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_rl_corr.engines.base import Engine
 from megatron_rl_corr.engines.http import HTTPTransport, certificates, checked_key, checked_urls
 from megatron_rl_corr.engines.types import EngineLimits
-from megatron_rl_corr.engines.vllm import detailed_samples, server_facts, server_version
+from megatron_rl_corr.engines.vllm import (
+    detailed_samples,
+    requests,
+    responses,
+    server_facts,
+    server_version,
+    servers,
+)
+from megatron_rl_corr.engines.vllm.progress import MetricsProgress
 
 
 class VLLM(Engine):
     """vLLM servers over HTTP."""
 
     name = "vLLM"
-    generate_endpoint = detailed_samples.GENERATE
-    limits = EngineLimits()
+    generate_endpoint = requests.GENERATE
+    limits = EngineLimits(
+        min_temperature=0.01,  # a smaller one, 0 excepted, vLLM takes for this one
+        max_temperature=2.0,
+        top_p_needs_top_k=True,  # a server that returns the sampling mask answers HTTP 500 to requests without one
+    )
 
     checked_urls = staticmethod(checked_urls)
+    progress = staticmethod(MetricsProgress)
 
     def open_transport(
         self, urls: Sequence[str], *, timeout_s: float, connect_timeout_s: float, api_key: str | None = None,
@@ -26,8 +40,24 @@ class VLLM(Engine):
     ) -> HTTPTransport:  # fmt: skip
         return HTTPTransport(
             timeout_s=timeout_s, connect_timeout_s=connect_timeout_s, api_key=checked_key(api_key),
-            tls=certificates(ca_file, urls),
+            tls=certificates(ca_file, urls), remedy=servers.remedy,
         )  # fmt: skip
+
+    generate = staticmethod(requests.generate_request)
+    parse = staticmethod(responses.parse_generate)
+    sampling_problem = staticmethod(servers.sampling_problem)
+
+    parse_control = staticmethod(responses.parse_control)
+    health = staticmethod(requests.health)
+    server_info = staticmethod(requests.server_info)
+    model_info = staticmethod(requests.weight_info)
+    is_quantized = staticmethod(servers.is_quantized)
+    dtype = staticmethod(servers.dtype)
+    flush_cache = staticmethod(requests.flush_cache)
+    ranks = staticmethod(servers.ranks)
+
+    def weight_version(self, model_info: Mapping[str, Any]) -> str:
+        return str(model_info.get("weight_version"))
 
     recognizes = staticmethod(server_version.recognizes)
     detailed_sample = staticmethod(detailed_samples.detailed_sample)

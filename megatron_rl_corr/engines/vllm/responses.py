@@ -1,0 +1,188 @@
+"""Parses what a vLLM server answers: bytes in, `Trajectory` or dict out, or a `RolloutProtocolError`.
+
+P prompt tokens, R response tokens, K_t ids that token t was drawn from.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import orjson
+import torch
+
+from megatron_rl_corr.engines import answers
+from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError, body_start
+from megatron_rl_corr.engines.routes import ExpertShape, no_routes
+from megatron_rl_corr.engines.trajectory import Trajectory, VersionSpan
+from megatron_rl_corr.engines.vllm.requests import GENERATE
+from megatron_rl_corr.engines.vllm.routed_experts import decode
+
+FLOOR = -9999.0
+"""What vLLM writes for a log-prob that is NaN or -inf, and for one that it does not have."""
+UNKNOWN_VERSION = "unknown"
+"""The weight version of a response without tokens, for which vLLM tells none."""
+
+
+def parse_generate(
+    body: bytes, *, prompt_ids: torch.Tensor, prompt_index: int, sample_index: int, server: str,
+    vocab_size: int | None = None, truncated: bool = False, experts: ExpertShape | None = None,
+    known_routes: torch.Tensor | None = None,
+) -> Trajectory:  # fmt: skip
+    """The trajectory in the answer to one `generate_request`.
+
+    Log-probs that are null, NaN or infinite become NaN. An abort for a pause or by request gives the tokens so far.
+
+    Args:
+        body: of the answer.
+        prompt_ids: [P] int64, what was sent.
+        prompt_index, sample_index, server: go into the trajectory.
+        vocab_size: every id must be below it.
+        truncated: the request had top_p, top_k or min_p, so the trajectory has a support, and its log-probs are
+            renormalised on it.
+        experts: the request asked for routed experts, and the model routes so.
+        known_routes: [routes_from, M, k], of the first tokens, which the request did not ask for.
+
+    Raises:
+        RolloutServerError: the answer is an error.
+        RolloutProtocolError: the answer is not what was asked for: ids that differ from those the log-probs are of,
+            lengths that disagree, unknown ids, spans of weight versions that don't partition the response, a support
+            that is missing or lacks the token drawn from it, routes that break a rule of `decode`.
+    """
+    answer = _json_object(body, server, GENERATE)
+    _raise_error(answer, server, GENERATE, 200)
+    try:
+        choice = _choice(answer)
+        ids = answers.token_ids(choice.get("token_ids"), "token_ids")
+        usage = answer.get("usage") or {}
+        answers.check_count(usage, "prompt_tokens", prompt_ids.numel(), "ids were sent")
+        answers.check_count(usage, "completion_tokens", ids.size, "token_ids were returned")
+        answers.check_vocabulary(ids, vocab_size, "token id")
+        return Trajectory(
+            prompt_index=prompt_index, sample_index=sample_index, prompt_ids=prompt_ids,
+            output_ids=torch.from_numpy(ids),
+            rollout_logprobs=torch.from_numpy(_logprobs(choice, ids)),
+            finish_reason=choice["finish_reason"],
+            weight_versions=_weight_versions(choice, ids.size),
+            cached_tokens=_cached_tokens(usage),
+            server=server,
+            support=_support(choice, ids, vocab_size) if truncated else None,
+            routed_experts=_routes(choice, prompt_ids.numel() + ids.size, experts, known_routes),
+        )  # fmt: skip
+    except ValueError as error:
+        raise RolloutProtocolError(server, GENERATE, str(error)) from None
+
+
+def parse_control(body: bytes, *, server: str, endpoint: str, status: int) -> dict[str, Any]:
+    """The JSON object of a control endpoint's answer; {} for an empty one.
+
+    Raises RolloutServerError for {"success": false} and for {"error": ..}, whatever the status.
+    """
+    answer = _json_object(body, server, endpoint) if body else {}
+    if answer.get("success") is False:
+        raise RolloutServerError(server, endpoint, status, body_start(body))
+    _raise_error(answer, server, endpoint, status)
+    return answer
+
+
+def _json_object(body: bytes, server: str, endpoint: str) -> dict[str, Any]:
+    try:
+        answer = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        try:
+            answer = json.loads(body)  # the standard library reads the NaN and Infinity that orjson refuses
+        except ValueError as error:
+            raise RolloutProtocolError(server, endpoint, f"not JSON ({error}): {body_start(body)}") from None
+    if not isinstance(answer, dict):
+        raise RolloutProtocolError(server, endpoint, f"expected a JSON object, got {body_start(body)}")
+    return answer
+
+
+def _raise_error(answer: dict, server: str, endpoint: str, status: int) -> None:
+    """{"error": {"message", "type", "param", "code"}}, in older endpoints {"error": text}."""
+    error = answer.get("error")
+    if error is None:
+        return
+    code, message = None, error
+    if isinstance(error, dict):
+        code, message = error.get("code"), error.get("message")
+    raise RolloutServerError(server, endpoint, code if type(code) is int else status, str(message))
+
+
+def _choice(answer: dict) -> dict:
+    choices = answer.get("choices")
+    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
+        raise ValueError(f"choices must hold one response, got {str(choices)[:200]}")
+    reason = choices[0].get("finish_reason")
+    if reason not in ("stop", "length", "abort"):
+        raise ValueError(f"finish_reason must be stop, length or abort, got {reason!r}")
+    return choices[0]
+
+
+def _logprobs(choice: dict, ids: np.ndarray) -> np.ndarray:
+    """[R] float32 from rows of {"token_id", "logprob"}, whose ids must be the response's."""
+    name = "logprobs.content"
+    content = (choice.get("logprobs") or {}).get("content")
+    if content is None and not ids.size:  # aborted before the first token
+        return np.empty(0, np.float32)
+    rows = answers.check_lengths(content, ids.size, name)
+    try:
+        values, of_ids = [row["logprob"] for row in rows], [row["token_id"] for row in rows]
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"{name} is not a list of token_id and logprob: {error}") from None
+    answers.check_same_ids(ids, answers.token_ids(of_ids, name), "token_ids", name)
+    logprobs = answers.float32(values, f"{name} has a logprob that is no number")
+    logprobs[logprobs <= FLOOR] = np.nan
+    return logprobs
+
+
+def _weight_versions(choice: dict, response_length: int) -> tuple[VersionSpan, ...]:
+    """Spans that partition [0, R)."""
+    spans = choice.get("weight_versions")
+    if not spans and not response_length:
+        return (VersionSpan(UNKNOWN_VERSION, 0, 0),)
+    if spans is None:
+        raise ValueError("it sent no weight_versions, so which weights sampled what is unknown: use vLLM 0.32 or newer")
+    return answers.version_spans(spans, response_length)
+
+
+def _cached_tokens(usage: dict) -> int:
+    """Only a server with --enable-prompt-tokens-details tells; 0 else."""
+    details = usage.get("prompt_tokens_details") or {}
+    return int(details.get("cached_tokens") or 0)
+
+
+def _support(choice: dict, ids: np.ndarray, vocab_size: int | None):
+    sets = choice.get("sampling_mask")
+    if sets is None and ids.size:
+        raise ValueError(
+            "it sent no sampling_mask, so what `top_p`, `top_k` and `min_p` kept is unknown: start the server with "
+            "--return-sampling-mask (and VLLM_USE_V2_MODEL_RUNNER=1 where that runner is not the default), or leave "
+            "them out"
+        )
+    sets = answers.check_lengths(sets or [], ids.size, "sampling_mask")
+    return answers.support(sets, ids, vocab_size, "sampling_mask")
+
+
+def _routes(
+    choice: dict, tokens: int, experts: ExpertShape | None, known: torch.Tensor | None
+) -> torch.Tensor | None:
+    """[T - 1, M, k]: the known rows, and those of the answer behind them."""
+    if experts is None:
+        return None
+    if known is None:
+        known = no_routes(experts, 0)
+    encoded = choice.get("routed_experts")
+    if encoded is None and choice["finish_reason"] == "abort":  # before it ran: the server has no routes to give
+        return torch.cat([known, no_routes(experts, tokens - 1 - len(known))])
+    if encoded is None:
+        raise ValueError(
+            "rule presence: it sent no routed_experts though they were asked for, which `router_replay` R3 needs: "
+            "start the server with --enable-return-routed-experts (and VLLM_USE_V2_MODEL_RUNNER=1 where that runner is "
+            "not the default)"
+        )
+    try:
+        return torch.cat([known, decode(encoded, tokens=tokens, shape=experts, first=len(known))])
+    except ValueError as error:
+        raise ValueError(f"{error}; is it serving another model?") from None

@@ -1,0 +1,79 @@
+"""Decodes the routed experts that a vLLM server returns: from base64 of a .npy file to checked ids.
+
+T tokens of prompt and response, H hidden layers, M of them with experts, k experts a token.
+"""
+
+import base64
+import binascii
+import io
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_rl_corr.engines.routes import ExpertShape
+
+TYPES = ("uint8", "uint16", "int32")
+
+
+def read_ids(encoded: object) -> np.ndarray:
+    """The array in a server's `routed_experts`. Raises ValueError naming the rule: base64, npy, type."""
+    if not isinstance(encoded, str):
+        raise ValueError(f"rule base64: routed_experts must be base64 of a .npy file, got {type(encoded).__name__}")
+    try:
+        raw = base64.b64decode(encoded, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ValueError(f"rule base64: routed_experts of {len(encoded)} characters are no base64: {error}") from None
+    stream = io.BytesIO(raw)
+    try:
+        ids = np.lib.format.read_array(stream, allow_pickle=False)  # a pickle could run code
+    except (ValueError, EOFError, OSError) as error:
+        raise ValueError(f"rule npy: routed_experts of {len(raw)} bytes are no .npy file: {error}") from None
+    if stream.read(1):
+        raise ValueError(f"rule npy: routed_experts of {len(raw)} bytes go on after the array")
+    if ids.dtype.name not in TYPES:
+        raise ValueError(f"rule type: routed_experts must be {', '.join(TYPES)}, got {ids.dtype}")
+    return ids
+
+
+def decode(encoded: object, *, tokens: int, shape: ExpertShape, first: int = 0) -> Tensor:
+    """The routes in a server's `routed_experts`, checked.
+
+    Nothing was computed for the last token, so it has no row.
+
+    Args:
+        encoded: base64 of a .npy file of [T - 1 - first, H, k].
+        tokens: T.
+        shape: the model's.
+        first: the token that the rows begin with.
+
+    Returns:
+        [T - 1 - first, M, k] of shape.dtype.
+
+    Raises:
+        ValueError: it breaks a rule, which the message names: base64, npy, type, rows, range, distinct ids.
+    """
+    ids, rows = read_ids(encoded), tokens - 1 - first
+    if ids.shape != (rows, shape.num_layers, shape.top_k):
+        raise ValueError(
+            f"rule rows: routed_experts of {' x '.join(map(str, ids.shape))}, where {rows} rows of {shape.num_layers} "
+            f"layers x {shape.top_k} experts belong to {tokens} tokens, prompt included"
+            + f", from token {first} on" * (first > 0)
+        )
+    ids = ids[:, shape.layers].astype(np.int64)
+    outside = np.argwhere((ids < 0) | (ids >= shape.experts))
+    if outside.size:
+        token, layer, place = outside[0]
+        raise ValueError(
+            f"rule range: expert {ids[token, layer, place]} of token {first + token} in layer {shape.layers[layer]} is "
+            f"outside [0, {shape.experts})"
+        )
+    in_order = np.sort(ids, axis=2)
+    twice = np.argwhere((in_order[:, :, 1:] == in_order[:, :, :-1]).any(axis=2))
+    if twice.size:
+        token, layer = twice[0]
+        raise ValueError(
+            f"rule distinct ids: experts {ids[token, layer].tolist()} of token {first + token} in layer "
+            f"{shape.layers[layer]} are not distinct"
+        )
+    return torch.from_numpy(ids).to(shape.dtype)

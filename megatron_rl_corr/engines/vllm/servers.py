@@ -1,0 +1,143 @@
+"""What a vLLM server tells of itself: its ranks, its type, how it can sample, and what to do about its errors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_rl_corr.engines.errors import RolloutProtocolError
+from megatron_rl_corr.engines.trajectory import SamplingParams
+from megatron_rl_corr.engines.types import ServerRanks
+from megatron_rl_corr.engines.vllm.requests import GENERATE
+from megatron_rl_corr.engines.vllm.server_facts import config_of
+
+_FULL_PRECISION_CACHES = ("auto", "bfloat16", "float16", "float32")
+_GUARDED = ("/v1", "/v2", "/inference")
+"""The paths that --api-key guards."""
+
+
+def remedy(endpoint: str, status: int, detail: str) -> str:
+    """What to do about an answer with this HTTP status; "" where that is not known.
+
+    Args:
+        endpoint: what was requested, for instance "/health".
+        status: of HTTP, not 2xx.
+        detail: the start of the answer's body.
+    """
+    if status == 401:
+        return "give the client the server's --api-key"
+    if status == 403 and endpoint == GENERATE:
+        return "start the server with --enable-scale-out"
+    if status == 404 and not endpoint.startswith((*_GUARDED, "/health", "/version")):
+        return "start the server with VLLM_SERVER_DEV_MODE=1 in its environment, with vLLM 0.32 or newer"
+    if status == 404:
+        return "is this the address of a vLLM server, and is its version 0.32 or newer?"
+    if "sampling distribution replay requires" in detail:
+        return (
+            "a server with --return-sampling-mask samples with `top_k` at a `temperature` above 0 only; start it "
+            "without, or sample so in evaluations too"
+        )
+    if status == 503 and endpoint == "/health":
+        return "its engine has died; see its log, and start it anew"
+    return ""
+
+
+def ranks(url: str, server_info: Mapping[str, Any]) -> ServerRanks:
+    """The server's tensor- and pipeline-parallel sizes.
+
+    Args:
+        url: names the server in the error.
+        server_info: its answer to /server_info.
+
+    Raises:
+        RolloutProtocolError: it hides several replicas behind one address, has ranks of another kind, or does not tell.
+    """
+    parallel = config_of(server_info, "parallel_config")
+    try:
+        tensor, pipeline = parallel["tensor_parallel_size"], parallel["pipeline_parallel_size"]
+        replicas, world = parallel["data_parallel_size"], parallel["world_size"]
+    except KeyError as error:
+        raise RolloutProtocolError(url, "/server_info", f"no {error} in its parallel_config") from None
+    if replicas > 1:
+        raise RolloutProtocolError(
+            url, "/server_info",
+            f"it runs --data-parallel-size {replicas} replicas; start as many servers and name each in `urls`",
+        )  # fmt: skip
+    if world != tensor * pipeline:
+        raise RolloutProtocolError(
+            url, "/server_info",
+            f"its {world} ranks are not --tensor-parallel-size {tensor} x --pipeline-parallel-size {pipeline}; start "
+            "it with these alone",
+        )  # fmt: skip
+    return ServerRanks(tensor, pipeline)
+
+
+def is_quantized(server_info: Mapping[str, Any]) -> bool:
+    """Whether the server computes with weights, or keeps keys and values, of fewer than 16 bits."""
+    cache = config_of(server_info, "cache_config").get("cache_dtype") or "auto"
+    return bool(config_of(server_info, "model_config").get("quantization")) or cache not in _FULL_PRECISION_CACHES
+
+
+def dtype(server_info: Mapping[str, Any]) -> str:
+    """What the server computes in, for instance "bfloat16"."""
+    return str(config_of(server_info, "model_config").get("dtype")).removeprefix("torch.")
+
+
+def sampling_problem(server_info: Mapping[str, Any], sampling: SamplingParams) -> str | None:
+    """Why the server can't sample so, with the remedy; None: it can.
+
+    Args:
+        server_info: its answer to /server_info.
+        sampling: the run's.
+    """
+    model = config_of(server_info, "model_config")
+    mode, longest = model.get("logprobs_mode"), model.get("max_model_len")
+    if mode in ("raw_logits", "processed_logits"):
+        return f"its --logprobs-mode {mode} returns no log-probs; start it with --logprobs-mode processed_logprobs"
+    if mode == "raw_logprobs" and needs_processed(sampling):
+        return raw_problem(sampling)
+    if model.get("logits_processors"):
+        return (
+            f"its --logits-processors {model['logits_processors']} change what it samples from in a way that the "
+            "trainer can't compute; start it without"
+        )
+    if sampling.stop and model.get("skip_tokenizer_init"):
+        return (
+            f"`stop` {list(sampling.stop)}: a server with --skip-tokenizer-init has no texts to compare; start it "
+            "without, or use `stop_token_ids`"
+        )
+    if isinstance(longest, int) and sampling.max_new_tokens >= longest:
+        return (
+            f"`max_new_tokens` {sampling.max_new_tokens} leaves no room for a prompt in its --max-model-len {longest}, "
+            "where it cuts responses; use fewer tokens, or start it with more"
+        )
+    return _mask_problem(bool(model.get("return_sampling_mask")), sampling)
+
+
+def needs_processed(sampling: SamplingParams) -> bool:
+    """Whether raw log-probs are of another distribution than the one sampled from."""
+    return sampling.temperature not in (0, 1) or sampling.truncated
+
+
+def raw_problem(sampling: SamplingParams) -> str:
+    """What is wrong with raw log-probs, for messages."""
+    return (
+        f"its log-probs are those of the softmax at temperature 1 over the whole vocabulary, and it samples at "
+        f"`temperature` {sampling.temperature:g}, `top_p` {sampling.top_p:g}, `top_k` {sampling.top_k} and `min_p` "
+        f"{sampling.min_p:g}; start it with --logprobs-mode processed_logprobs"
+    )
+
+
+def _mask_problem(returns_mask: bool, sampling: SamplingParams) -> str | None:
+    if sampling.needs_mask and not returns_mask:
+        return (
+            f"`top_p` {sampling.top_p:g}, `top_k` {sampling.top_k} and `min_p` {sampling.min_p:g} need the sampling "
+            "mask, without which truncated samples cannot be corrected; start it with --return-sampling-mask (and "
+            "VLLM_USE_V2_MODEL_RUNNER=1 where that runner is not the default), or leave them out"
+        )
+    if returns_mask and (sampling.temperature == 0 or sampling.top_k == -1):
+        return (
+            f"a server with --return-sampling-mask answers HTTP 500 to `temperature` {sampling.temperature:g} with "
+            f"`top_k` {sampling.top_k}: it samples with `top_k` at a `temperature` above 0 only; start it without"
+        )
+    return None

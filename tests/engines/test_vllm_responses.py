@@ -1,0 +1,183 @@
+"""vLLM's answers, made by hand after those of a real 0.32 server: what is read, and each way to be wrong."""
+
+import base64
+import copy
+import io
+
+import numpy as np
+import orjson
+import pytest
+import torch
+
+from megatron_rl_corr.engines import load_engine
+from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError
+from megatron_rl_corr.engines.routes import ExpertShape, no_routes
+from megatron_rl_corr.engines.trajectory import VersionSpan
+
+ENGINE, URL = load_engine("vllm"), "http://host:1"
+PROMPT = torch.tensor([3, 1, 4])
+SHAPE = ExpertShape(num_layers=2, layers=(0, 1), top_k=2, experts=4)
+ROUTES = np.array([[[0, 1], [2, 3]], [[1, 0], [3, 1]], [[2, 0], [0, 3]], [[3, 2], [1, 2]]], np.uint8)  # P + R - 1 = 4
+
+
+def npy(array, **options):
+    file = io.BytesIO()
+    np.save(file, array, **options)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def answer():
+    return {
+        "request_id": "generate-tokens-r1", "model": "m", "created": 1,
+        "usage": {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5,
+                  "prompt_tokens_details": {"cached_tokens": 2}},
+        "choices": [{
+            "index": 0, "finish_reason": "length", "stop_reason": None, "token_ids": [14, 31],
+            "routed_experts": npy(ROUTES), "sampling_mask": [[14, 20], [2, 31]],
+            "weight_versions": [{"version": "7", "start": 0, "end": 1}, {"version": "8", "start": 1, "end": 2}],
+            "logprobs": {"content": [
+                {"token_id": 14, "logprob": -4.05, "rank": 14, "top_logprobs": []},
+                {"token_id": 31, "logprob": -0.25, "rank": 1, "top_logprobs": []},
+            ]},
+        }],
+    }  # fmt: skip
+
+
+def changed(path, value):
+    made = copy.deepcopy(answer())
+    *steps, last = path
+    place = made
+    for step in steps:
+        place = place[step]
+    place[last] = value
+    return made
+
+
+def parse(made, **options):
+    body = made if isinstance(made, bytes) else orjson.dumps(made)
+    return ENGINE.parse(body, prompt_ids=PROMPT, prompt_index=5, sample_index=6, server=URL,
+                        **{"vocab_size": 83, "truncated": True, "experts": SHAPE, **options})  # fmt: skip
+
+
+CHOICE = ("choices", 0)
+CONTENT = (*CHOICE, "logprobs", "content")
+
+
+def test_parse_when_answer_is_right_then_every_field_is_there():
+    sample = parse(answer())
+    assert sample.output_ids.tolist() == [14, 31] and sample.prompt_ids is PROMPT
+    assert sample.rollout_logprobs.tolist() == pytest.approx([-4.05, -0.25])
+    assert (sample.prompt_index, sample.sample_index, sample.server) == (5, 6, URL)
+    assert sample.finish_reason == "length" and sample.cached_tokens == 2
+    assert sample.weight_versions == (VersionSpan("7", 0, 1), VersionSpan("8", 1, 2))
+    assert sample.support.ids.tolist() == [14, 20, 2, 31] and sample.support.lengths.tolist() == [2, 2]
+    assert sample.routed_experts.dtype == torch.uint8 and sample.routed_experts.tolist() == ROUTES.tolist()
+
+
+def test_parse_when_a_part_of_the_routes_is_known_then_the_answer_has_the_rest():
+    known = torch.from_numpy(ROUTES[:3])
+    made = changed((*CHOICE, "routed_experts"), npy(ROUTES[3:]))
+    assert parse(made, known_routes=known).routed_experts.tolist() == ROUTES.tolist()
+    with pytest.raises(RolloutProtocolError, match="rule rows.*from token 3 on"):
+        parse(answer(), known_routes=known)
+
+
+def test_parse_when_not_asked_for_mask_and_routes_then_they_are_left_out():
+    sample = parse(answer(), truncated=False, experts=None)
+    assert sample.support is None and sample.routed_experts is None
+
+
+@pytest.mark.parametrize("value", [None, -9999.0, -1e39, "NaN", "-Infinity"])
+def test_parse_when_a_logprob_is_not_finite_then_nan(value):
+    body = orjson.dumps(changed((*CONTENT, 1, "logprob"), value))
+    for text in (b"NaN", b"-Infinity"):
+        body = body.replace(b'"' + text + b'"', text)
+    logprobs = parse(body).rollout_logprobs
+    assert logprobs[0] == pytest.approx(-4.05) and logprobs[1].isnan()
+
+
+def test_parse_when_aborted_before_the_first_token_then_an_empty_response():
+    made = changed((*CHOICE, "finish_reason"), "abort")
+    made["usage"] |= {"completion_tokens": 0, "prompt_tokens_details": None}
+    made["choices"][0] |= {"token_ids": [], "weight_versions": None, "logprobs": {"content": []},
+                           "routed_experts": None, "sampling_mask": None}  # fmt: skip
+    sample = parse(made)
+    assert sample.output_ids.numel() == 0 and sample.cached_tokens == 0
+    assert torch.equal(sample.routed_experts, no_routes(SHAPE, 2))
+    made["choices"][0]["finish_reason"] = "stop"
+    with pytest.raises(RolloutProtocolError, match="--enable-return-routed-experts"):
+        parse(made)
+
+
+WRONG = [
+    (("choices",), [], "choices must hold one response"),
+    (("choices",), None, "choices must hold one response"),
+    ((*CHOICE, "finish_reason"), "repetition", "finish_reason must be stop, length or abort"),
+    ((*CHOICE, "finish_reason"), None, "finish_reason must be"),
+    ((*CHOICE, "token_ids"), [14], "completion_tokens is 2 where 1 token_ids"),
+    ((*CHOICE, "token_ids"), [14, 30], "differ at 1 of 2 positions, first at 1: 30 and 31"),
+    ((*CHOICE, "token_ids"), [14, 83], r"outside \[0, 83\)"),
+    ((*CHOICE, "token_ids"), [14, 1.5], "token_ids is not a list of integers"),
+    (("usage", "prompt_tokens"), 4, "prompt_tokens is 4 where 3 ids were sent"),
+    ((*CHOICE, "logprobs"), None, "2 output_ids have no list in logprobs.content"),
+    (CONTENT, [], "2 output_ids have 0 entries"),
+    ((*CONTENT, 0), {"token_id": 14}, "logprobs.content is not a list of token_id and logprob"),
+    ((*CONTENT, 0, "token_id"), 15, "differ at 1 of 2 positions, first at 0: 14 and 15"),
+    ((*CONTENT, 0, "logprob"), "x", "no number"),
+    ((*CHOICE, "weight_versions"), None, "use vLLM 0.32 or newer"),
+    ((*CHOICE, "weight_versions"), [], "do not partition the 2 output_ids"),
+    ((*CHOICE, "weight_versions", 1, "start"), 0, "do not partition"),
+    ((*CHOICE, "weight_versions", 1, "end"), 3, "do not partition"),
+    ((*CHOICE, "weight_versions", 0, "version"), 7, "do not partition"),
+    ((*CHOICE, "sampling_mask"), None, "--return-sampling-mask"),
+    ((*CHOICE, "sampling_mask"), [[14]], "2 output_ids have 1 entries in sampling_mask"),
+    ((*CHOICE, "sampling_mask", 1), [2, 30], "sampling_mask at position 1 has not the token 31"),
+    ((*CHOICE, "sampling_mask", 1), [], "sampling_mask is empty at position 1"),
+    ((*CHOICE, "sampling_mask", 1), [31, 31], "has id 31 twice"),
+    ((*CHOICE, "sampling_mask", 1), [31, 83], r"sampling_mask with id 83, outside \[0, 83\)"),
+    ((*CHOICE, "routed_experts"), None, "rule presence.*--enable-return-routed-experts"),
+    ((*CHOICE, "routed_experts"), 5, "rule base64"),
+    ((*CHOICE, "routed_experts"), "?", "rule base64"),
+    ((*CHOICE, "routed_experts"), base64.b64encode(ROUTES.tobytes()).decode(), "rule npy"),
+    ((*CHOICE, "routed_experts"), npy(np.array([{}]), allow_pickle=True), "rule npy"),
+    ((*CHOICE, "routed_experts"), npy(ROUTES.astype(np.float32)), "rule type"),
+    ((*CHOICE, "routed_experts"), npy(ROUTES[:3]), "rule rows"),
+    ((*CHOICE, "routed_experts"), npy(ROUTES[:, :1]), "rule rows"),
+    ((*CHOICE, "routed_experts"), npy(ROUTES + np.uint8(1)), r"rule range: expert 4 .*outside \[0, 4\)"),
+    ((*CHOICE, "routed_experts"), npy(np.zeros_like(ROUTES)), "rule distinct ids"),
+]
+
+
+@pytest.mark.parametrize("path, value, message", WRONG, ids=[message[:40] for *_, message in WRONG])
+def test_parse_when_one_field_is_wrong_then_the_error_says_which(path, value, message):
+    with pytest.raises(RolloutProtocolError, match=message):
+        parse(changed(path, value))
+
+
+def test_parse_when_npy_is_followed_by_bytes_or_cut_then_the_error_says_so():
+    raw = base64.b64decode(npy(ROUTES))
+    for wrong in (raw + b"x", raw[:-1]):
+        with pytest.raises(RolloutProtocolError, match="rule npy"):
+            parse(changed((*CHOICE, "routed_experts"), base64.b64encode(wrong).decode()))
+
+
+@pytest.mark.parametrize("body", [b"", b"oops", b"[1]"])
+def test_parse_when_answer_is_no_object_then_the_error_shows_it(body):
+    with pytest.raises(RolloutProtocolError, match="not JSON|expected a JSON object"):
+        parse(body)
+
+
+def test_parse_when_answer_is_an_error_then_it_is_the_servers():
+    with pytest.raises(RolloutServerError, match="HTTP 500: engine died") as failed:
+        parse({"error": {"message": "engine died", "type": "InternalServerError", "param": None, "code": 500}})
+    assert failed.value.status == 500
+
+
+def test_parse_control_when_empty_failed_or_an_error():
+    def control(body):
+        return ENGINE.parse_control(body, server=URL, endpoint="/x", status=200)
+
+    assert control(b"") == {} and control(b'{"success": true}') == {"success": True}
+    for body in (b'{"success": false}', b'{"error": "Failed to pause"}'):
+        with pytest.raises(RolloutServerError, match="success|Failed to pause"):
+            control(body)
