@@ -65,7 +65,8 @@ async def _examine(arguments: argparse.Namespace) -> list[Examination]:
         with suppress(RolloutServerError):  # reported below, for each server
             await client.find_servers(CONNECT_TIMEOUT_S)
         for url in client.base_urls:
-            examination, probe = Examination(url), Probe(client, url, arguments.timeout)
+            probe = Probe(client, url, arguments.timeout)
+            examination = Examination(url, remedies=probe.engine.remedies)
             examinations.append(examination)
             try:
                 served = config or await _served_config(probe)
@@ -222,7 +223,7 @@ def _described(finding: Finding) -> list[str]:
         f"  {finding.name} ({finding.server})",
         f"    {DEFECTS[finding.name].means}",
         f"    measured: {finding.message}",
-        f"    fix: {finding.remedy}",
+        f"    fix: {finding.remedy or 'none is known'}",
     ]
 
 

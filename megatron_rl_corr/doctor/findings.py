@@ -16,131 +16,62 @@ KINDS: dict[Kind, str] = {
 
 @dataclass(frozen=True)
 class Defect:
-    """Something that can be wrong with a server."""
+    """Something that can be wrong with a server; what mends it is the engine's own (`Inspection.remedies`)."""
 
     kind: Kind
     means: str
     """What is wrong, in one phrase."""
-    remedy: str
-    """The flags that fix it."""
 
-
-DETERMINISTIC = (
-    "with --enable-deterministic-inference (it needs --attention-backend fa3, fa4, flashinfer or triton, and a seed in "
-    "every request, as ours have)"
-)
 
 DEFECTS: dict[str, Defect] = {
-    "temperature_ignored": Defect(
-        "semantic",
-        "samples are not drawn at the requested temperature",
-        "train with --rollout-temperature 1, or serve with an SGLang that applies the temperature",
-    ),
+    "temperature_ignored": Defect("semantic", "samples are not drawn at the requested temperature"),
     "logprobs_without_temperature": Defect(
-        "semantic",
-        "samples follow the temperature, log-probs are of temperature 1",
-        "start the server without SGLANG_RETURN_ORIGINAL_LOGPROB, or train with --rollout-temperature 1",
+        "semantic", "samples follow the temperature, log-probs are of temperature 1"
     ),
-    "logprobs_of_another_temperature": Defect(
+    "logprobs_of_another_temperature": Defect("semantic", "log-probs are scaled, but not by the requested temperature"),
+    "logprobs_of_another_set": Defect(
         "semantic",
-        "log-probs are scaled, but not by the requested temperature",
-        "train with --rollout-temperature 1, or serve with an unpatched SGLang 0.5.23",
+        "log-probs under top-p are of another set of ids than those that the engine defines them on",
     ),
-    "logprobs_filtered": Defect(
-        "semantic",
-        "top-p changes the log-probs, which SGLang defines over the whole vocabulary",
-        "train with --rollout-top-p 1 --rollout-top-k -1, or serve with SGLang 0.5.23",
-    ),
-    "sampling_mask_missing": Defect(
-        "semantic",
-        "the server does not tell which ids top-p and top-k kept",
-        "serve with SGLang 0.5.16 or newer, or train with --rollout-top-p 1 --rollout-top-k -1",
-    ),
+    "sampling_mask_missing": Defect("semantic", "the server does not tell which ids top-p and top-k kept"),
     "sampling_mask_wrong": Defect(
-        "semantic",
-        "the log-probs renormalised on the kept ids are not those of the kept ids",
-        "train with --rollout-top-p 1 --rollout-top-k -1, or serve with SGLang 0.5.23",
+        "semantic", "the log-probs renormalised on the kept ids are not those of the kept ids"
     ),
-    "one_response": Defect(
-        "semantic",
-        "samples of one prompt with different seeds are one and the same response",
-        "serve with SGLang 0.5.23, or without --enable-deterministic-inference and --rl-on-policy-target",
-    ),
+    "one_response": Defect("semantic", "samples of one prompt with different seeds are one and the same response"),
     "another_checkpoint": Defect(
         "semantic",
-        "log-probs differ from the model's by far more than 16-bit rounding",
-        "start the server with the --model-path that --rollout-hf-checkpoint names",
+        "log-probs differ from the model's by far more than the server's precision explains: its weights differ",
     ),
-    "servers_differ": Defect(
-        "semantic",
-        "two servers score the same tokens differently",
-        "start all servers with one --model-path and one --dtype, and push the weights to all of them",
-    ),
-    "vocabulary_differs": Defect(
-        "semantic",
-        "the server's vocabulary or tokenizer is not the model's",
-        "start the server with the --model-path and --tokenizer-path that --rollout-hf-checkpoint names",
-    ),
-    "dtype_differs": Defect(
-        "inference-path",
-        "the server computes in another precision than the trainer",
-        "start the server with the trainer's --dtype, or correct with --rollout-correction-preset decoupled_token_is",
-    ),
+    "servers_differ": Defect("semantic", "two servers score the same tokens differently"),
+    "vocabulary_differs": Defect("semantic", "the server's vocabulary or tokenizer is not the model's"),
+    "dtype_differs": Defect("inference-path", "the server computes in another precision than the trainer"),
     "model_difference": Defect(
-        "inference-path",
-        "log-probs differ from the float32 model's as 16-bit rounding makes them differ",
-        "start the server with --dtype float32, or correct with --rollout-correction-preset decoupled_token_is",
+        "inference-path", "log-probs differ from the float32 model's as 16-bit rounding makes them differ"
     ),
     "decode_prefill_difference": Defect(
-        "inference-path",
-        "a token's log-prob is another one when it is sampled than when it is scored",
-        "start the server with another --attention-backend, or " + DETERMINISTIC,
+        "inference-path", "a token's log-prob is another one when it is sampled than when it is scored"
     ),
     "not_deterministic": Defect(
-        "inference-path",
-        "the same greedy request has other log-probs each time, beyond rounding",
-        "start the server " + DETERMINISTIC,
+        "inference-path", "the same greedy request has other log-probs each time, beyond rounding"
     ),
     "routed_experts_missing": Defect(
-        "inference-path",
-        "the server does not return the experts that each token went through",
-        "start the server with --enable-return-routed-experts",
+        "inference-path", "the server does not return the experts that each token went through"
     ),
     "routed_experts_wrong": Defect(
-        "inference-path",
-        "the routed experts returned do not have one row for each token, layer and expert",
-        "serve with SGLang 0.5.23, and with the checkpoint that --rollout-hf-checkpoint names",
+        "inference-path", "the routed experts returned do not have one row for each token, layer and expert"
     ),
     "version_unsupported": Defect(
         "objective",
-        "this SGLang cannot be paused for a weight update, or does not tell which weights sampled a token",
-        "serve with SGLang 0.5.19 to 0.5.23",
+        "this version cannot be paused for a weight update, or does not tell which weights sampled a token",
     ),
-    "stale_prefix_cache": Defect(
-        "objective",
-        "cached prefixes hold keys and values of weights that are gone",
-        "POST /flush_cache after every weight update (a push of ours does), or start with --disable-radix-cache",
-    ),
+    "no_weight_updates": Defect("objective", "the server cannot be sent new weights in the way that a push sends them"),
+    "stale_prefix_cache": Defect("objective", "cached prefixes hold keys and values of weights that are gone"),
     "version_spans_wrong": Defect(
-        "objective",
-        "the reported switch of weights inside a response is not where the log-probs switch",
-        "start the server with --disable-overlap-schedule, or pause with retract (a push of ours does)",
+        "objective", "the reported switch of weights inside a response is not where the log-probs switch"
     ),
-    "pause_mode_broken": Defect(
-        "objective",
-        "a pause did not do what its mode says to the request that was running",
-        "serve with SGLang 0.5.23; a push of ours needs the mode retract",
-    ),
-    "update_without_effect": Defect(
-        "objective",
-        "the server accepted new weights and kept its log-probs",
-        "look for a failed load in the server's log; serve with SGLang 0.5.23",
-    ),
-    "state_not_restored": Defect(
-        "objective",
-        "the server's weights are not those from before the check",
-        "restart the server, or push the weights again",
-    ),
+    "pause_mode_broken": Defect("objective", "a pause did not do what its mode says to the request that was running"),
+    "update_without_effect": Defect("objective", "the server accepted new weights and kept its log-probs"),
+    "state_not_restored": Defect("objective", "the server's weights are not those from before the check"),
 }
 
 
@@ -153,17 +84,16 @@ class Finding:
     server: str
     message: str
     numbers: Mapping[str, Any] = field(default_factory=dict)
+    remedy: str = ""
+    """What mends it, in the words of the server's engine."""
 
     @property
     def kind(self) -> Kind:
         return DEFECTS[self.name].kind
 
-    @property
-    def remedy(self) -> str:
-        return DEFECTS[self.name].remedy
-
     def __str__(self) -> str:
-        return f"{self.server}: {self.name} ({self.kind} mismatch): {self.message}; {self.remedy}"
+        found = f"{self.server}: {self.name} ({self.kind} mismatch): {self.message}"
+        return f"{found}; {self.remedy}" if self.remedy else found
 
 
 @dataclass(frozen=True)
@@ -187,6 +117,10 @@ class Row:
         assert (self.status == "finding") == (self.defect is not None), self
         assert self.defect is None or self.defect in DEFECTS, self.defect
 
+    def finding(self, server: str, remedies: Mapping[str, str]) -> Finding:
+        """The finding of a row that is one, with the remedy of the server's engine."""
+        return Finding(self.defect, server, self.message, self.numbers, remedies.get(self.defect, ""))
+
 
 def found(check: str, defect: str, message: str, **numbers: Any) -> Row:
     """A row that is a finding."""
@@ -199,10 +133,12 @@ class Examination:
 
     server: str
     rows: list[Row] = field(default_factory=list)
+    remedies: Mapping[str, str] = field(default_factory=dict)
+    """The engine's: a name in DEFECTS -> what mends it."""
 
     @property
     def findings(self) -> list[Finding]:
-        return [Finding(row.defect, self.server, row.message, row.numbers) for row in self.rows if row.defect]
+        return [row.finding(self.server, self.remedies) for row in self.rows if row.defect]
 
     @property
     def failed(self) -> bool:

@@ -86,7 +86,8 @@ def judge_updates(support: UpdateSupport | str) -> Row:
     numbers = {"transports": transports, "session": support.session}
     if "distributed" not in transports:
         message = f"no distributed update, which a push of ours needs; there is {', '.join(transports) or 'none'}"
-        return found("weight updates", "version_unsupported", message, **numbers)
+        message += f" ({support.remark})" if support.remark else ""
+        return found("weight updates", "no_weight_updates", message, **numbers)
     session = "in a session" if support.session else "without a session"
     remark = f" ({support.remark})" if support.remark else ""
     return Row("weight updates", "ok", f"{', '.join(transports)}, {session}{remark}", numbers)
@@ -153,7 +154,7 @@ def judge_top_p(answer: DetailedSample, scores: TokenScores, half: bool) -> Row:
     numbers = far.numbers() | {"shift": shift}
     if not far.is_rounding(half) and shift > FILTERED_SHIFT:
         message = f"with top-p {TOP_P:g} log-probs are {shift:.2f} nats above those of the whole vocabulary"
-        return found("top-p", "logprobs_filtered", message, **numbers)
+        return found("top-p", "logprobs_of_another_set", message, **numbers)
     return Row("top-p", "ok", f"log-probs are of the whole vocabulary also with top-p {TOP_P:g}: {far}", numbers)
 
 

@@ -76,11 +76,12 @@ async def quick_check(
     probes = [Probe(client, url, timeout_s) for url in client.base_urls]
     asked = await asyncio.gather(*[ask_quick(probe, expected) for probe in probes])
     rows = [(probe.url, row) for probe, (own, _) in zip(probes, asked, strict=True) for row in own]
+    remedies = {probe.url: probe.engine.remedies for probe in probes}
     rows += await ask_same(probes, [facts for _, facts in asked])
     for url, row in rows:
         if row.status == "failed":
             warn(f"{url}: {row.check} is not checked: {row.message}")
-    return [Finding(row.defect, url, row.message, row.numbers) for url, row in rows if row.defect]
+    return [row.finding(url, remedies[url]) for url, row in rows if row.defect]
 
 
 async def ask_quick(probe: Probe, expected: Expected) -> tuple[list[Row], Facts]:

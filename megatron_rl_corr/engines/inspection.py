@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -116,6 +117,8 @@ class Inspection(Protocol):
     """
 
     name: str
+    remedies: Mapping[str, str] = MappingProxyType({})
+    """What mends what an examination finds, in this engine's flags: a name in DEFECTS of doctor/findings.py -> that."""
 
     # Samples and scores
 

@@ -10,6 +10,7 @@ from megatron_rl_corr.engines.base import Engine
 from megatron_rl_corr.engines.http import HTTPTransport, certificates, checked_key, checked_urls
 from megatron_rl_corr.engines.sglang import detailed_samples, requests, responses, router, servers, tensors, weights
 from megatron_rl_corr.engines.sglang.progress import LoadsProgress
+from megatron_rl_corr.engines.sglang.remedies import REMEDIES
 from megatron_rl_corr.engines.sglang.server_version import version_support
 from megatron_rl_corr.engines.types import EngineLimits, Transport
 
@@ -85,6 +86,7 @@ class SGLang(Engine):
     held_in = staticmethod(weights.held_in)
     possible_layouts = staticmethod(weights.possible_layouts)
 
+    remedies = REMEDIES
     detailed_sample = staticmethod(detailed_samples.detailed_sample)
     parse_detailed_sample = staticmethod(detailed_samples.parse_detailed_sample)
     score = staticmethod(detailed_samples.score)

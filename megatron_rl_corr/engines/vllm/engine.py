@@ -18,6 +18,7 @@ from megatron_rl_corr.engines.vllm import (
     servers,
 )
 from megatron_rl_corr.engines.vllm.progress import MetricsProgress
+from megatron_rl_corr.engines.vllm.remedies import REMEDIES
 
 
 class VLLM(Engine):
@@ -60,6 +61,7 @@ class VLLM(Engine):
         return str(model_info.get("weight_version"))
 
     recognizes = staticmethod(server_version.recognizes)
+    remedies = REMEDIES
     detailed_sample = staticmethod(detailed_samples.detailed_sample)
     parse_detailed_sample = staticmethod(detailed_samples.parse_detailed_sample)
     score = staticmethod(detailed_samples.score)
