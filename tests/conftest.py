@@ -69,11 +69,22 @@ def sglang_server_fp32(tiny_moe_dir, tmp_path_factory):
 @pytest.fixture(scope="session")
 def vllm_server_fp32(tiny_moe_dir, tmp_path_factory):
     """A real vLLM server of the tiny model in float32."""
+    yield from vllm_server("vllm", tiny_moe_dir, tmp_path_factory.mktemp("vllm"))
+
+
+@pytest.fixture(scope="session")
+def vllm_v2_server_fp32(tiny_moe_dir, tmp_path_factory):
+    """As vllm_server_fp32, with the V2 model runner: routed experts and sampling masks, at 12 tokens a second."""
+    flags = ["--enable-return-routed-experts", "--return-sampling-mask"]
+    yield from vllm_server("vllm_v2", tiny_moe_dir, tmp_path_factory.mktemp("vllm_v2"), *flags)
+
+
+def vllm_server(engine, model_dir, folder, *flags):
     if gpu_available():
         pytest.skip("make setup-vllm installs vLLM without a GPU only")
     with PreloadedServer(
-        tiny_moe_dir, engine="vllm", dtype="float32", log_path=tmp_path_factory.mktemp("vllm") / "server.log",
-        extra_arguments=vllm_arguments(), environment=environment("vllm"),
+        model_dir, engine="vllm", dtype="float32", log_path=folder / "server.log",
+        extra_arguments=[*vllm_arguments(), *flags], environment=environment(engine),
     ) as server:  # fmt: skip
         group = server.pid
         yield server

@@ -35,6 +35,7 @@ MODULES = {
     "megatron": ("megatron.training", "transformers", "megatron_rl_corr.mcore.hooks"),
     "sglang": ("sglang.srt.entrypoints.http_server", "sglang.srt.models.registry"),
     "vllm": ("vllm.entrypoints.openai.api_server",),
+    "vllm_v2": ("vllm.entrypoints.openai.api_server",),
 }
 """What a process of each engine spends its first seconds on."""
 LARGEST = 200_000
@@ -159,7 +160,7 @@ def address(engine: str) -> str:
 
 def preload_all() -> None:
     """Start what every process below this one shares, and a program that starts processes of both engines needs."""
-    for engine in MODULES:
+    for engine in ("megatron", "sglang", "vllm"):
         address(engine)
 
 

@@ -128,9 +128,9 @@ def test_gpu_available_when_devices_are_hidden_then_there_is_none(gpu, visible, 
 
 
 def test_environment_when_engine_is_unknown_then_error_names_the_known_ones():
-    with pytest.raises(ValueError, match="one of megatron, sglang, vllm, got 'slime'"):
+    with pytest.raises(ValueError, match="one of megatron, sglang, vllm, vllm_v2, got 'slime'"):
         environment("slime", {})
-    with pytest.raises(ValueError, match="one of megatron, sglang, vllm, got 'slime'"):
+    with pytest.raises(ValueError, match="one of megatron, sglang, vllm, vllm_v2, got 'slime'"):
         module.replacements("slime")
 
 

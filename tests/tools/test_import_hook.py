@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.preloaded import run_preloaded
-from tools.cpu.process_environment import VARIABLE, environment, gpu_available, replacements
+from tools.cpu.process_environment import ENGINES, VARIABLE, environment, gpu_available, replacements
 
 pytestmark = pytest.mark.skipif(gpu_available(), reason="the hook is inert where there is a GPU")
 
@@ -114,7 +114,7 @@ def test_finder_when_torch_sees_a_gpu_then_it_replaces_nothing(monkeypatch):
     from tools.cpu.import_hook import ReplacingFinder
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for engine in ("megatron", "sglang"):
+    for engine in ENGINES:
         finder = ReplacingFinder(engine)
         assert finder.early == [] and not finder.late and finder.stub is None
 
@@ -157,7 +157,7 @@ def test_list_when_printed_then_every_target_and_reason_is_there(capsys, monkeyp
     monkeypatch.setattr(sys, "argv", ["tools.cpu"])
     runpy.run_module("tools.cpu", run_name="__main__")
     printed = capsys.readouterr().out
-    for engine in ("megatron", "sglang"):
+    for engine in ENGINES:
         for target, why in replacements(engine):
             assert f"    {target}\n" in printed and f"  {why}:\n" in printed
 

@@ -9,7 +9,9 @@ from tools.cpu.process_environment import TRANSFORMER_ENGINE
 from tools.cpu.replacement import Replacement
 
 # `megatron` itself is a namespace without code; these are the modules through which it is entered.
-ENTRIES = {"megatron": ("megatron.core", "megatron.training"), "sglang": ("sglang",), "vllm": ("vllm",)}
+ENTRIES = {
+    "megatron": ("megatron.core", "megatron.training"), "sglang": ("sglang",), "vllm": ("vllm",), "vllm_v2": ("vllm",)
+}  # fmt: skip
 
 
 class ReplacingFinder:
@@ -35,6 +37,9 @@ class ReplacingFinder:
             self.hidden = "transformer_engine"
         elif engine == "vllm":
             from tools.cpu.vllm_replacements import EARLY, LATE
+        elif engine == "vllm_v2":
+            from tools.cpu.vllm_replacements import EARLY
+            from tools.cpu.vllm_replacements import LATE_V2 as LATE
         else:
             from tools.cpu.sglang_replacements import EARLY, LATE, STUB
 

@@ -11,7 +11,9 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 VARIABLE = "MEGATRON_RL_CORR_CPU"
-ENGINES = ("megatron", "sglang", "vllm")
+ENGINES = ("megatron", "sglang", "vllm", "vllm_v2")
+"""vllm_v2: vLLM with its V2 model runner, whose kernels Triton's interpreter runs at about 50 tokens/s; routed experts
+and sampling masks need it."""
 SITE = Path(__file__).resolve().parent / "site"
 PACKAGE_ROOT = SITE.parents[2]
 TRANSFORMER_ENGINE = SITE.with_name("te")
@@ -20,13 +22,15 @@ _TE = "transformer_engine"
 VLLM_PACKAGES = Path(sys.prefix) / "vllm"
 """What `make setup-vllm` links: packages for the path of a vLLM server only, since others need other versions."""
 
+# With the flag for one process (vllm_arguments), the worker runs in the engine's: 2 processes instead of 3.
+_VLLM = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1"}
 _ENGINE_VARIABLES = {
     # Megatron checks it for tensor parallelism; it has no effect on a CPU.
     "megatron": {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCHDYNAMO_DISABLE": "1"},
     # Compiling the seeded sampler takes longer than a test; nothing else of a server is compiled.
     "sglang": {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"},
-    # With the flag for one process (vllm_arguments), the worker runs in the engine's: 2 processes instead of 3.
-    "vllm": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1"},
+    "vllm": _VLLM,
+    "vllm_v2": _VLLM | {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"},
 }
 
 
@@ -79,7 +83,7 @@ def transformer_engine(base: Mapping[str, str] = os.environ) -> str:
 
 
 def environment(engine: str, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """`base` with what a process of `engine` ("megatron", "sglang" or "vllm") needs on the CPU.
+    """`base` with what a process of `engine` (of ENGINES) needs on the CPU.
 
     With a GPU it is `base` unchanged, so a caller need not ask. PYTHONPATH gets the `site` folder and the
     repository's root in front of what it held; behind it, for Megatron, a stand-in for Transformer Engine, and for vLLM
@@ -87,7 +91,7 @@ def environment(engine: str, base: Mapping[str, str] = os.environ) -> dict[str, 
     package, which needs a GPU. OMP_NUM_THREADS is 1 unless `base` sets it, since ranks share the cores.
 
     Raises:
-        ValueError: `engine` is none of the three.
+        ValueError: `engine` is none of ENGINES.
         FileNotFoundError: vLLM's packages are not installed.
     """
     if engine not in ENGINES:
@@ -98,7 +102,7 @@ def environment(engine: str, base: Mapping[str, str] = os.environ) -> dict[str, 
     first, last = [str(SITE), str(PACKAGE_ROOT)], []
     if engine == "megatron" and not real_transformer_engine(base):
         last = [str(TRANSFORMER_ENGINE)]
-    elif engine == "vllm":
+    elif engine in ("vllm", "vllm_v2"):
         last = [str(_installed_vllm())]
     given = variables.get("PYTHONPATH", "").split(os.pathsep)
     # Of another engine's environment nothing stays on the path.
@@ -182,8 +186,8 @@ def replacements(engine: str) -> list[tuple[str, str]]:
         from tools.cpu.sglang_replacements import EARLY, LATE, STUB, STUB_WHY
 
         return [(STUB, STUB_WHY), *((r.target, r.why) for r in (*EARLY, *LATE))]
-    if engine == "vllm":
-        from tools.cpu.vllm_replacements import LATE
+    if engine in ("vllm", "vllm_v2"):
+        from tools.cpu.vllm_replacements import LATE, LATE_V2
 
-        return [(r.target, r.why) for r in LATE]
+        return [(r.target, r.why) for r in (LATE if engine == "vllm" else LATE_V2)]
     raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")

@@ -1,4 +1,4 @@
-"""Replace one attribute of a module, or add a missing one: its place, its new value and the reason."""
+"""Replace one attribute of a module, or add what it misses: its place, its new value and the reason."""
 
 import importlib
 from collections.abc import Callable
@@ -69,3 +69,24 @@ class MissingName:
     def is_applied(self) -> bool:
         module, name = self.locate()
         return hasattr(module, name)
+
+
+@dataclass(frozen=True)
+class NewEntry:
+    """The mapping `module.name` gets an entry `key`, made once its module was executed."""
+
+    module: str
+    name: str
+    key: str
+    make: Callable[[], Any]
+    why: str
+
+    @property
+    def target(self) -> str:
+        return f"{self.module}.{self.name}[{self.key!r}]"
+
+    def apply(self) -> None:
+        getattr(importlib.import_module(self.module), self.name)[self.key] = self.make()
+
+    def is_applied(self) -> bool:
+        return self.key in getattr(importlib.import_module(self.module), self.name)

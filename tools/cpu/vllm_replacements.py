@@ -5,7 +5,9 @@ import multiprocessing
 import os
 import signal
 
-from tools.cpu.replacement import Replacement
+import torch
+
+from tools.cpu.replacement import NewEntry, Replacement
 from tools.process_group import PR_SET_PDEATHSIG
 
 EARLY: list[Replacement] = []
@@ -29,6 +31,41 @@ def _forked(original):
     return get_mp_context
 
 
+def _triton_backend():
+    """A backend without a compiler: what its kernels are called with goes to Triton's interpreter."""
+    from triton.backends import Backend
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.driver import DriverBase
+
+    class InterpreterDriver(DriverBase):
+        @classmethod
+        def is_active(cls) -> bool:
+            return True
+
+        def map_python_to_cpp_type(self, ty: str) -> str:
+            return ty
+
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cpu", 0, 1)
+
+        def get_active_torch_device(self) -> torch.device:
+            return torch.device("cpu")
+
+        def get_benchmarker(self):
+            raise NotImplementedError("interpreted kernels are not tuned")
+
+    return Backend(compiler=None, driver=InterpreterDriver)
+
+
+def _sorts_instead(original):
+    def apply_top_k_top_p_triton(logits: torch.Tensor, k, p) -> torch.Tensor:
+        from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
+
+        return apply_top_k_top_p_pytorch(logits, k, p, allow_cpu_sync=True)
+
+    return apply_top_k_top_p_triton
+
+
 LATE = [
     Replacement(
         "vllm.v1.engine.core", "EngineCoreProc.run_engine_core", _ends_with_its_parent,
@@ -39,3 +76,16 @@ LATE = [
         "vLLM's CPU platform spawns the engine's process, which imports for seconds what a fork has imported",
     ),
 ]  # fmt: skip
+
+LATE_V2 = [
+    *LATE,
+    NewEntry(
+        "triton.backends", "backends", "cpu", _triton_backend,
+        "vLLM's V2 model runner wants a Triton for the CPU; its interpreter runs the kernels, slowly",
+    ),
+    Replacement(
+        "vllm.v1.sample.ops.topk_topp_triton", "apply_top_k_top_p_triton", _sorts_instead,
+        "Triton's interpreter cannot run this kernel; vLLM's own torch code computes the same",
+    ),
+]  # fmt: skip
+"""Of the V2 model runner, which alone returns routed experts and sampling masks."""

@@ -12,8 +12,11 @@ import sys
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 _HOOKED = {
-    "megatron": ("megatron", "transformer_engine"), "sglang": ("sglang", "sgl_kernel"), "vllm": ("vllm",)
-}  # fmt: skip
+    "megatron": ("megatron", "transformer_engine"),
+    "sglang": ("sglang", "sgl_kernel"),
+    "vllm": ("vllm",),
+    "vllm_v2": ("vllm", "triton"),
+}
 
 
 class _Waiting:
