@@ -54,6 +54,8 @@ PROGRAMS = {
             "--enable-scale-out",  # /inference/v1/generate
             "--logprobs-mode", "processed_logprobs",  # of the distribution that was sampled from
             "--generation-config", "vllm",  # else the model's own file sets what a request leaves out
+            "--worker-extension-cls", "megatron_rl_corr.engines.vllm.worker.Extension",  # updates of weights
+            "--weight-transfer-config", '{"backend": "rl_corr"}',
         ),
         variables={"VLLM_SERVER_DEV_MODE": "1"},  # /pause, /resume, updates of weights, /server_info
     ),

@@ -9,8 +9,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from megatron_rl_corr.config.run import ENGINES
-
 if TYPE_CHECKING:
     from megatron_rl_corr.engines.base import Engine
 
@@ -24,6 +22,8 @@ def load_engine(name: str) -> Engine:
     Raises:
         ValueError: no engine has this name.
     """
+    from megatron_rl_corr.config.run import ENGINES  # here: vLLM's workers import this package for our extension alone
+
     if name not in ENGINES:
         raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {name!r}")
     return importlib.import_module(ENGINES[name]).ENGINE

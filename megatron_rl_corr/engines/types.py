@@ -13,10 +13,10 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
+from megatron_rl_corr.engines.stacked_parameters import Part as Part
+
 NamedTensor = tuple[str, Tensor]
 """A weight under its Hugging Face name."""
-Part = tuple[int, int]
-"""A tensor's place in a server's parameter: (expert, place within the stack); expert is -1 where there are none."""
 
 
 class UnsupportedByEngine(ValueError):

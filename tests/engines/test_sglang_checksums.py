@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl_corr.engines.sglang import weights as checksums
-from megatron_rl_corr.engines.sglang.weights import checksum, cpu_checksum, gpu_checksum
+from megatron_rl_corr.engines import checksums
+from megatron_rl_corr.engines.checksums import checksum, cpu_checksum, gpu_checksum
 
 WORKER = Path(__file__).with_name("sglang_hash_worker.py")
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_rl_corr.engines.sglang.weights import possible_layouts, server_parameter
+from megatron_rl_corr.engines.stacked_parameters import possible_layouts, server_parameter
 
 
 @pytest.mark.parametrize(

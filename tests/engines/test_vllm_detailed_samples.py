@@ -169,14 +169,6 @@ def test_update_support_when_the_extension_is_missing_then_disk_alone():
         VLLM.update_support("u", {}, extended)
 
 
-def test_all_checksums_when_a_matrix_is_packed_away_then_it_is_left_out():
-    empty = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
-    answer = {"checksums": {"dp0:pp0:pcp0:tp0:a": "1", "dp0:pp0:pcp0:tp0:b": empty, "dp0:pp0:pcp0:tp1:a": "2"}}
-    assert VLLM.all_checksums("u", answer) == [{"a": "1"}, {"a": "2"}]
-    with pytest.raises(RolloutProtocolError, match="no checksums"):
-        VLLM.all_checksums("u", {})
-
-
 def test_requests_when_named_then_vllms_endpoints():
     assert VLLM.abort_request("x").json == {"request_ids": ["generate-tokens-x"]}
     assert VLLM.tokenize("hi").json == {"prompt": "hi"} and VLLM.tokenized({"tokens": [3]}) == [3]

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_rl_corr.engines import load_engine
-from megatron_rl_corr.engines.sglang.weights import cpu_checksum, gpu_checksum
+from megatron_rl_corr.engines.checksums import cpu_checksum, gpu_checksum
 from megatron_rl_corr.engines.types import ServerChecksums
 from megatron_rl_corr.rollout import RolloutProtocolError
 from megatron_rl_corr.weight_sync.verify import PushVerifier, check_agreement, count_elements

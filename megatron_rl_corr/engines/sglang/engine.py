@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_rl_corr.engines import stacked_parameters
 from megatron_rl_corr.engines.base import Engine
+from megatron_rl_corr.engines.checksums import checksum
 from megatron_rl_corr.engines.http import HTTPTransport, certificates, checked_key, checked_urls
-from megatron_rl_corr.engines.sglang import detailed_samples, requests, responses, router, servers, tensors, weights
+from megatron_rl_corr.engines.sglang import detailed_samples, requests, responses, router, servers, tensors
 from megatron_rl_corr.engines.sglang.progress import LoadsProgress
 from megatron_rl_corr.engines.sglang.remedies import REMEDIES
 from megatron_rl_corr.engines.sglang.server_version import version_support
@@ -81,10 +83,10 @@ class SGLang(Engine):
 
     weights_checker = staticmethod(requests.weights_checker)
     checksums = staticmethod(servers.checksums)
-    checksum = staticmethod(weights.checksum)
-    server_parameter = staticmethod(weights.server_parameter)
-    held_in = staticmethod(weights.held_in)
-    possible_layouts = staticmethod(weights.possible_layouts)
+    checksum = staticmethod(checksum)
+    server_parameter = staticmethod(stacked_parameters.server_parameter)
+    held_in = staticmethod(stacked_parameters.held_in)
+    possible_layouts = staticmethod(stacked_parameters.possible_layouts)
 
     remedies = REMEDIES
     detailed_sample = staticmethod(detailed_samples.detailed_sample)

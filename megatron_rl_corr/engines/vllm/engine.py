@@ -16,6 +16,9 @@ from megatron_rl_corr.engines.vllm import (
     server_facts,
     server_version,
     servers,
+    tensors,
+    updates,
+    weights,
 )
 from megatron_rl_corr.engines.vllm.progress import MetricsProgress
 from megatron_rl_corr.engines.vllm.remedies import REMEDIES
@@ -30,6 +33,8 @@ class VLLM(Engine):
         min_temperature=0.01,  # a smaller one, 0 excepted, vLLM takes for this one
         max_temperature=2.0,
         top_p_needs_top_k=True,  # a server that returns the sampling mask answers HTTP 500 to requests without one
+        pause_modes=tuple(updates.PAUSE_MODES),
+        weight_transports=updates.WEIGHT_TRANSPORTS,
     )
 
     checked_urls = staticmethod(checked_urls)
@@ -78,4 +83,25 @@ class VLLM(Engine):
     update_support = staticmethod(server_facts.update_support)
     list_models = staticmethod(server_facts.list_models)
     context_length = staticmethod(server_facts.context_length)
-    all_checksums = staticmethod(server_facts.all_checksums)
+
+    pause_generation = staticmethod(updates.pause_generation)
+    continue_generation = staticmethod(updates.continue_generation)
+    pause_problem = staticmethod(updates.pause_problem)
+    begin_weight_update = staticmethod(updates.begin_weight_update)
+    end_weight_update = staticmethod(updates.end_weight_update)
+    update_is_open = staticmethod(updates.update_is_open)
+    init_weights_update_group = staticmethod(updates.init_weights_update_group)
+    destroy_weights_update_group = staticmethod(updates.destroy_weights_update_group)
+    update_weights_from_distributed = staticmethod(updates.update_weights_from_distributed)
+    serialized = staticmethod(tensors.serialized)
+    update_weights_from_tensor = staticmethod(updates.update_weights_from_tensor)
+    update_weights_from_disk = staticmethod(updates.update_weights_from_disk)
+    update_weight_version = staticmethod(updates.update_weight_version)
+
+    weights_checker = staticmethod(updates.weights_checker)
+    checksums = staticmethod(updates.checksums)
+    all_checksums = staticmethod(updates.all_checksums)
+    checksum = staticmethod(weights.checksum)
+    server_parameter = staticmethod(weights.server_parameter)
+    held_in = staticmethod(weights.held_in)
+    possible_layouts = staticmethod(weights.possible_layouts)

@@ -9,15 +9,13 @@ from typing import Any
 from megatron_rl_corr.engines.errors import RolloutProtocolError
 from megatron_rl_corr.engines.inspection import ServedModel, UpdateSupport, VersionSupport
 from megatron_rl_corr.engines.types import Request
+from megatron_rl_corr.engines.vllm.updates import EXTENSION_CLASS, WEIGHT_TRANSPORTS
 
 OLDEST, NEWEST = "0.32.0", "0.32.0"
 """The versions that were tested."""
-CHECKER = "/weight_checker"
-_EMPTY = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
-"""SHA-256 of nothing: of a matrix that a CPU holds packed (0.32)."""
 _INITIAL_VERSION = "default"
 """What the weights are called that a server was started with."""
-_NEEDS = {"/start_weight_update", "/update_weights", "/finish_weight_update", "/pause", "/resume"}
+_NEEDS = {"/collective_rpc", "/update_weights", "/update_weight_version", "/pause", "/resume"}
 
 
 def version_key(version: str) -> tuple[int, ...]:
@@ -132,29 +130,6 @@ def update_support(url: str, answer: Mapping[str, Any], server_info: Mapping[str
     if "paths" not in answer:
         raise RolloutProtocolError(url, "/openapi.json", "no paths in /openapi.json")
     extension = str(config_of(server_info, "parallel_config").get("worker_extension_cls") or "")
-    ours = extension.startswith("megatron_rl_corr.")
-    transports = ("distributed", "tensor") if ours and set(answer["paths"]) >= _NEEDS else ()
-    if "/collective_rpc" in answer["paths"]:
-        transports = (*transports, "disk")
+    ours = extension == EXTENSION_CLASS
+    transports = WEIGHT_TRANSPORTS if ours and set(answer["paths"]) >= _NEEDS else ()
     return UpdateSupport(transports, True, "" if ours else f"worker extension {extension or 'none'}")
-
-
-def all_checksums(url: str, answer: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Checksums of every rank in an answer to /weight_checker, without those of nothing.
-
-    Args:
-        url: names the server in the error.
-        answer: to `weights_checker`; {"checksums": {"dp0:pp0:pcp0:tp0:NAME": SHA-256}}.
-
-    Raises:
-        RolloutProtocolError: there are none.
-    """
-    by_rank: dict[str, dict[str, str]] = {}
-    try:
-        for key, checksum in answer["checksums"].items():
-            rank, _, name = key.rpartition(":")
-            if checksum != _EMPTY:
-                by_rank.setdefault(rank, {})[name] = checksum
-    except (KeyError, TypeError, AttributeError) as error:
-        raise RolloutProtocolError(url, CHECKER, f"no checksums ({error!r})") from None
-    return [by_rank[rank] for rank in sorted(by_rank)]

@@ -10,6 +10,7 @@ from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.engines.types import ServerRanks
 from megatron_rl_corr.engines.vllm.requests import GENERATE
 from megatron_rl_corr.engines.vllm.server_facts import config_of
+from megatron_rl_corr.engines.vllm.updates import EXTENSION
 
 _FULL_PRECISION_CACHES = ("auto", "bfloat16", "float16", "float32")
 _GUARDED = ("/v1", "/v2", "/inference")
@@ -24,6 +25,8 @@ def remedy(endpoint: str, status: int, detail: str) -> str:
         status: of HTTP, not 2xx.
         detail: the start of the answer's body.
     """
+    if "rl_corr_" in detail and "not implemented" in detail or "Weight transfer not configured" in detail:
+        return f"start the server with {EXTENSION}"
     if status == 401:
         return "give the client the server's --api-key"
     if status == 403 and endpoint == GENERATE:

@@ -1,0 +1,72 @@
+"""How servers stack Hugging Face tensors into their parameters, and what a rank may hold of one.
+
+q, k, v; gate, up; and latent attention's two down projections are stacked along dimension 0, and a layer's experts into
+one tensor of three dimensions. SGLang and vLLM do so under the same names.
+
+A server's worker imports this module too: standard library and torch only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+Part = tuple[int, int]
+"""A tensor's place in a parameter: (expert, place within the stack); expert is -1 where there are none."""
+
+_EXPERT = re.compile(r"(?P<layer>.*\.experts)\.(?P<expert>\d+)\.(?P<kind>gate_proj|up_proj|down_proj|w[123])\.weight")
+_LATENT = re.compile(r"(?P<module>.*)\.(?P<kind>q_a_proj|kv_a_proj_with_mqa)\.weight")
+_STACKED = re.compile(r"(?P<module>.*)\.(?P<kind>q|k|v|gate|up)_proj\.(?P<what>weight|bias)")
+_PLACE = {"q": 0, "k": 1, "v": 2, "gate": 0, "up": 1}
+_EXPERT_STACK = {"gate_proj": ("w13_weight", 0), "up_proj": ("w13_weight", 1), "down_proj": ("w2_weight", 0),
+                 "w1": ("w13_weight", 0), "w3": ("w13_weight", 1), "w2": ("w2_weight", 0)}  # fmt: skip
+"""w1, w2, w3: Mixtral's names."""
+_SHARED = re.compile(r"(?P<mlp>.*\.mlp)\.shared_experts\.(?P<kind>gate_up|down)_proj\.weight")
+_LATENT_PLACE = {"q_a_proj": 0, "kv_a_proj_with_mqa": 1}
+_VOCABULARY_ROWS = 64  # vocabularies are padded with zeros to a multiple of it
+
+
+def server_parameter(name: str) -> tuple[str, Part]:
+    """The server's name of the parameter that this tensor is a part of, and which part; others keep their names."""
+    if match := _EXPERT.fullmatch(name):
+        stack, place = _EXPERT_STACK[match["kind"]]
+        return f"{match['layer']}.{stack}", (int(match["expert"]), place)
+    if match := _LATENT.fullmatch(name):
+        return f"{match['module']}.fused_qkv_a_proj_with_mqa.weight", (-1, _LATENT_PLACE[match["kind"]])
+    if match := _STACKED.fullmatch(name):
+        stack = "qkv_proj" if match["kind"] in "qkv" else "gate_up_proj"
+        return f"{match['module']}.{stack}.{match['what']}", (-1, _PLACE[match["kind"]])
+    return name, (-1, 0)
+
+
+def held_in(parameter: str, held: Container[str]) -> str:
+    """The parameter that a server with the parameters `held` has this one in: SGLang may make DeepSeek's shared expert
+    the last of the experts."""
+    match = _SHARED.fullmatch(parameter)
+    if match is None or parameter in held:
+        return parameter
+    return f"{match['mlp']}.experts.{'w13' if match['kind'] == 'gate_up' else 'w2'}_weight"
+
+
+def possible_layouts(parts: Mapping[Part, Tensor], *, rank: int, size: int) -> Iterator[Tensor]:
+    """What tensor-parallel rank `rank` of `size` may hold of a parameter: whole, or its share of rows or columns.
+
+    Which of them it does depends on the module; a checksum that fits one of them tells.
+    """
+    whole = _stacked(parts)
+    yield whole
+    if size == 1 and whole.dim() == 2 and len(parts) == 1 and whole.shape[0] % _VOCABULARY_ROWS:
+        yield torch.cat([whole, whole.new_zeros(-whole.shape[0] % _VOCABULARY_ROWS, whole.shape[1])])
+    if size > 1:
+        for dim in (0, 1):
+            if all(part.dim() > dim and part.shape[dim] % size == 0 for part in parts.values()):
+                yield _stacked({key: part.chunk(size, dim)[rank] for key, part in parts.items()})
+
+
+def _stacked(parts: Mapping[Part, Tensor]) -> Tensor:
+    experts = sorted({expert for expert, _ in parts})
+    rows = [torch.cat([parts[key] for key in sorted(parts) if key[0] == expert]) for expert in experts]
+    return torch.stack(rows) if experts[0] >= 0 else rows[0]

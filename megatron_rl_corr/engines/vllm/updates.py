@@ -1,0 +1,177 @@
+"""Requests that pause a vLLM server and give it new weights, and what its answers to them mean.
+
+Buckets go to vLLM's own /update_weights; begin, end, folders and checksums to methods of our worker extension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError
+from megatron_rl_corr.engines.types import Request, ServerChecksums
+
+PAUSE_MODES = {"abort": "abort", "in_place": "keep&clear_cache=false", "retract": "keep"}
+"""Ways to pause, and what /pause calls them. With `keep` running requests get new keys and values after the pause."""
+WEIGHT_TRANSPORTS = ("distributed", "tensor", "disk")
+_RPC = "/collective_rpc"
+EXTENSION_CLASS = "megatron_rl_corr.engines.vllm.worker.Extension"
+EXTENSION = f"--worker-extension-cls {EXTENSION_CLASS} --weight-transfer-config '{{\"backend\": \"rl_corr\"}}'"
+"""Flags of a server that takes weights from this package."""
+
+
+def pause_generation(mode: str) -> Request:
+    """Stop sampling. New requests wait; running ones, by mode:
+
+    abort: return at once with the tokens so far; in_place: go on later with the keys and values they have;
+    retract: go on later with keys and values computed anew.
+    """
+    if mode not in PAUSE_MODES:
+        raise ValueError(f"pause mode must be one of {', '.join(PAUSE_MODES)}, got {mode!r}")
+    return Request("POST", f"/pause?mode={PAUSE_MODES[mode]}")
+
+
+def continue_generation() -> Request:
+    """Go on after a pause; harmless without one."""
+    return Request("POST", "/resume")
+
+
+def pause_problem(
+    server_info: Mapping[str, Any], mode: str, *, keyed_cache: bool, samples_ahead: bool
+) -> str | None:
+    """Why the server can't be paused in this mode for a weight update, with the remedy; None: it can.
+
+    Args:
+        server_info: its answer to /server_info.
+        mode: abort, in_place or retract.
+        keyed_cache: requests name their weights as their cache key.
+        samples_ahead: responses run while weights are updated.
+    """
+    cache = (server_info.get("vllm_config") or {}).get("cache_config") or {}
+    if mode == "in_place" and not keyed_cache and cache.get("enable_prefix_caching") is not False:
+        return (
+            "`pause_mode` in_place keeps the prefix cache, from which later prompts would take keys and values of old "
+            "weights; start the server with --no-enable-prefix-caching, or use `pause_mode` retract"
+        )
+    return None
+
+
+def begin_weight_update(
+    tensors: Mapping[str, Sequence[int]] | None = None, *, checksums: bool = True
+) -> Request:
+    """Begin an update; one that a killed trainer left open is broken off. Refused if it does not fit the model.
+
+    Args:
+        tensors: all that it will bring, Hugging Face name -> shape; None: checked bucket by bucket.
+        checksums: hash the parameters while they are loaded.
+    """
+    shapes = None if tensors is None else {name: list(shape) for name, shape in tensors.items()}
+    return _call("rl_corr_begin", tensors=shapes, checksums=checksums)
+
+
+def end_weight_update() -> Request:
+    """End it; refused if tensors are missing."""
+    return _call("rl_corr_end")
+
+
+def update_is_open(error: RolloutError) -> bool:
+    """Never: `begin_weight_update` ends what an earlier trainer left open."""
+    return False
+
+
+def init_weights_update_group(
+    master_address: str, master_port: int, *, rank_offset: int, world_size: int, group_name: str, backend: str
+) -> Request:
+    """Join the process group in which the trainer is rank 0; the server's ranks start at rank_offset."""
+    info = {
+        "master_address": master_address, "master_port": master_port, "rank_offset": rank_offset,
+        "world_size": world_size, "group_name": group_name, "backend": backend,
+    }  # fmt: skip
+    return Request("POST", "/init_weight_transfer_engine", {"init_info": info})
+
+
+def destroy_weights_update_group(group_name: str) -> Request:
+    """Leave the process group; a server is in one at most."""
+    return Request("POST", "/shutdown_weight_transfer_engine")
+
+
+def update_weights_from_distributed(
+    names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], *, group_name: str,
+    flush_cache: bool, weight_version: str | None,
+) -> Request:  # fmt: skip
+    """Receive one broadcast from rank 0 per name, in order.
+
+    Args:
+        names: Hugging Face names.
+        dtypes: for instance "bfloat16".
+        shapes: of the whole tensors.
+        group_name, flush_cache, weight_version: without effect; a server is in one group, and forgets cached prefixes
+            when it is paused; weights are named at the end of an update.
+    """
+    if not len(names) == len(dtypes) == len(shapes):
+        raise ValueError(f"{len(names)} names have {len(dtypes)} dtypes and {len(shapes)} shapes")
+    info = {"names": list(names), "dtypes": list(dtypes), "shapes": [list(shape) for shape in shapes]}
+    return Request("POST", "/update_weights", {"update_info": info})
+
+
+def update_weights_from_tensor(entries: Sequence[str], *, weight_version: str | None = None) -> Request:
+    """Load a bucket: for each tensor-parallel rank what `tensors.serialized` made."""
+    infos = [{"serialized": entry} for entry in entries]
+    same = all(entry is entries[0] or entry == entries[0] for entry in entries)
+    return Request("POST", "/update_weights", {"update_info": infos[0] if same else infos})
+
+
+def update_weights_from_disk(model_path: str) -> Request:
+    """Load a Hugging Face folder, by the path that the server knows it by; the weights keep their version's name."""
+    return _call("rl_corr_load_folder", path=model_path)
+
+
+def update_weight_version(new_version: str) -> Request:
+    """Rename the weights; running requests go on."""
+    return Request("POST", "/update_weight_version", {"new_version": new_version})
+
+
+def weights_checker(action: str = "checksum") -> Request:
+    """Checksums of each parameter as an update loaded it, before it was packed for the server's kernels."""
+    return _call("rl_corr_checksums")
+
+
+def checksums(url: str, server_info: Mapping[str, Any], answer: Mapping[str, Any]) -> ServerChecksums:
+    """The server's checksums, from its answer to `weights_checker`.
+
+    Raises:
+        RolloutProtocolError: there is no checksum for each rank.
+    """
+    try:
+        ranks = answer["results"]
+        first = ranks[0]
+        layout = tuple(first[key] for key in ("device", "tp_size", "expert_parallel", "dtype", "quantization"))
+        sums = tuple((rank["tp_rank"], _by_parameter(rank)) for rank in ranks)
+    except (KeyError, IndexError, TypeError) as error:
+        raise RolloutProtocolError(url, _RPC, f"no checksum by rank ({error!r} is missing)") from None
+    return ServerChecksums(
+        url=url, device=first["device"], tp_size=first["tp_size"], layout=(*layout, len(ranks)),
+        quantization=first["quantization"], ranks=sums,
+        layout_is_known=first["device"] == "cpu" and first["tp_size"] == 1,  # before any packing, in 16 bits too
+    )  # fmt: skip
+
+
+def all_checksums(url: str, answer: Mapping[str, Any]) -> list[dict[str, str]]:
+    """`checksums` of every rank in an answer to `weights_checker`.
+
+    Raises:
+        RolloutProtocolError: there are none.
+    """
+    try:
+        return [_by_parameter(rank) for rank in answer["results"]]
+    except (KeyError, TypeError) as error:
+        raise RolloutProtocolError(url, _RPC, f"no checksums ({error!r})") from None
+
+
+def _by_parameter(rank: Mapping[str, Any]) -> dict[str, str]:
+    """{parameter: checksum}; vLLM 0.32 has a layer's experts in a module of their own."""
+    return {name.replace(".experts.routed_experts.", ".experts."): one for name, one in rank["checksums"].items()}
+
+
+def _call(method: str, **arguments: Any) -> Request:
+    return Request("POST", _RPC, {"method": method, "kwargs": arguments})

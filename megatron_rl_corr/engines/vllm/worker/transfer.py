@@ -1,0 +1,215 @@
+"""The weight-transfer backend "rl_corr" of vLLM: receives buckets by broadcast or in requests, and loads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, rendezvous
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+from megatron_rl_corr.engines.vllm import checks, tensors
+from megatron_rl_corr.engines.vllm.worker.loading import LayerwiseUpdate, experts_problem
+
+BACKEND = "rl_corr"
+GROUP_BACKENDS = ("gloo", "nccl")
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """A process group in which the trainer is rank 0 and this server's ranks start at rank_offset."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    group_name: str
+    backend: str
+    timeout_s: float = 300.0
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """One bucket: its names, types and shapes if rank 0 broadcasts it, or what `tensors.serialized` made of it."""
+
+    names: list[str] = field(default_factory=list)
+    dtypes: list[str] = field(default_factory=list)
+    shapes: list[list[int]] = field(default_factory=list)
+    serialized: str | None = None
+
+
+class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Nothing of the model is touched before the first bucket, and nothing by a bucket that does not fit it."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, config, vllm_config, device, model):
+        super().__init__(config, vllm_config, device, model)
+        self._group: dist.ProcessGroup | None = None
+        self._held: dict[str, list[int]] | None = None
+        self._planned: checks.Shapes | None = None
+        self._with_checksums = True
+        self._received: set[str] = set()
+        self._update: LayerwiseUpdate | None = None
+        self.is_open = False
+        self.is_mixed = False
+        """An update broke off: some layers have its weights, the others those of before."""
+        self.checksums: dict[str, str] = {}
+        """Of each parameter that an update has loaded, before it was packed."""
+
+    # The group
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Join the trainer's group, by the rendezvous that the trainer's side has too."""
+        if init_info.backend not in GROUP_BACKENDS:
+            raise ValueError(f"backend must be one of {', '.join(GROUP_BACKENDS)}, got {init_info.backend!r}")
+        self.shutdown()
+        timeout = timedelta(seconds=init_info.timeout_s)
+        address, size = init_info.master_address, init_info.world_size
+        rank = init_info.rank_offset + self.parallel_config.rank
+        host = f"[{address}]" if ":" in address else address
+        store, _, _ = next(rendezvous(f"tcp://{host}:{init_info.master_port}", rank, size, timeout=timeout))
+        store.set_timeout(timeout)
+        self._group, _ = _new_process_group_helper(
+            size, rank, [], Backend(init_info.backend), PrefixStore(init_info.group_name, store),
+            group_name=init_info.group_name, backend_options=None, timeout=timeout,
+        )  # fmt: skip
+        _world.pg_group_ranks[self._group] = {i: i for i in range(size)}
+
+    def shutdown(self) -> None:
+        """Leave the group."""
+        group, self._group = self._group, None
+        if group is not None:
+            dist.destroy_process_group(group)
+
+    # An update
+
+    def plan(self, sent: checks.Shapes | None, *, with_checksums: bool) -> None:
+        """Check the next update before it begins, and end one that a killed trainer has left open.
+
+        Args:
+            sent: all of its tensors; None: any that the server's checkpoint has.
+            with_checksums: hash the parameters.
+
+        Raises:
+            ValueError: this server can't take it; its weights have not been touched.
+        """
+        self.break_off()
+        if self.model_config.quantization is not None:
+            raise ValueError(f"updates of quantised weights ({self.model_config.quantization}) are not proven")
+        if self.parallel_config.enable_eplb:
+            raise ValueError("updates with --enable-eplb are not proven; start the server without")
+        if self.parallel_config.pipeline_parallel_size > 1:
+            raise ValueError("updates of several pipeline stages are not proven; use tensor-parallel ranks alone")
+        if self._held is None:
+            self._held = checks.shapes_of_folder(model_folder(self.model_config))
+        problem = experts_problem(self.model, self.device)
+        if problem is None and sent is not None:
+            problem = checks.problem(sent, self._held)
+        if problem is not None:
+            raise ValueError(problem)
+        self._planned, self._with_checksums = sent, with_checksums
+
+    def start_weight_update(self) -> None:
+        """Accept buckets; `plan` comes before."""
+        self.is_open, self._received = True, set()
+
+    def update_weights(self, update_info: dict) -> None:
+        """Check, receive and load one bucket; if that fails the update is broken off."""
+        try:
+            self.receive_weights(self.parse_update_info(update_info))
+            if self.device.type != "cpu":
+                torch.accelerator.synchronize()
+        except BaseException:
+            self.break_off()
+            raise
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Check, receive and load one bucket."""
+        if not self.is_open:
+            raise ValueError("no update is open; begin one before its buckets")
+        entries = [] if update_info.serialized is None else tensors.entries(update_info.serialized)
+        named = [(one["name"], one["shape"]) for one in entries]
+        named = named or list(zip(update_info.names, update_info.shapes, strict=True))
+        planned = self._held if self._planned is None else self._planned
+        problem = checks.bucket_problem(dict(named), planned, self._received)
+        if problem is None and len(dict(named)) < len(named):
+            problem = "a tensor is twice in one bucket"
+        if problem is None and not entries and self._group is None:
+            problem = "this server is in no group for broadcasts"
+        if problem is not None:
+            raise ValueError(problem)
+        if entries:
+            self.load((one["name"], tensors.decoded(one, self.device)) for one in entries)
+        else:
+            self.load(self._broadcast(update_info))
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Load tensors that were checked."""
+        if self._update is None:
+            self._update = LayerwiseUpdate(
+                self.model, self.model_config, self.device, with_checksums=self._with_checksums
+            )
+
+        def noted() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights:
+                self._received.add(name)
+                yield name, tensor
+
+        self._update.load(noted())
+
+    def _broadcast(self, info: UpdateInfo) -> Iterator[tuple[str, Tensor]]:
+        received = []
+        for name, dtype, shape in zip(info.names, info.dtypes, info.shapes, strict=True):
+            tensor = torch.empty(shape, dtype=tensors.dtype_named(dtype), device=self.device)
+            work = dist.broadcast(tensor, src=0, group=self._group, async_op=True)
+            received.append((name, tensor, work))
+        for name, tensor, work in received:
+            work.wait()
+            yield name, tensor
+
+    def finish_weight_update(self) -> None:
+        """End an update that is complete. Raises ValueError for one that is not; it is broken off then."""
+        planned = self._planned if self._planned is not None else self._received
+        problem = checks.incomplete(planned, self._received)
+        if problem is None and self._planned is None:
+            problem = checks.problem({name: self._held[name] for name in self._received}, self._held)
+        if problem is not None:
+            self.break_off()
+            raise ValueError(f"the update is not complete: {problem}")
+        self.checksums |= self._update.finish()
+        self._update, self.is_open, self.is_mixed = None, False, False
+
+    def break_off(self) -> None:
+        """End an open update: layers that are not complete get their old weights back, so that the server can run.
+
+        With a complete one it has weights of two versions then, and must not be sampled from before a whole update.
+        """
+        update, self._update, self.is_open, self._received = self._update, None, False, set()
+        if update is not None:
+            update.roll_back()
+            if update.touched:
+                self.is_mixed = True
+                self.checksums = dict.fromkeys(self.checksums, "unknown")
+
+
+def model_folder(model_config) -> Path:
+    """The folder of the checkpoint that the server was started with, or its copy in Hugging Face's cache."""
+    folder = Path(model_config.model)
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(model_config.model, revision=model_config.revision, local_files_only=True))
+
+
+if BACKEND not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(BACKEND, WeightTransfer)
