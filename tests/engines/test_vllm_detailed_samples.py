@@ -157,13 +157,13 @@ def test_facts_when_told_then_model_tokenizer_head_and_block():
     assert not VLLM.has_tokenizer(other) and not VLLM.has_float32_head(other)
 
 
-def test_update_support_when_the_extension_is_missing_then_disk_alone():
-    paths = ["/start_weight_update", "/update_weights", "/finish_weight_update", "/pause", "/resume", "/collective_rpc"]
+def test_update_support_when_the_extension_is_missing_then_none():
+    paths = ["/update_weights", "/update_weight_version", "/pause", "/resume", "/collective_rpc"]
     extended = info(parallel_config={"worker_extension_cls": "megatron_rl_corr.engines.vllm.worker.Extension"})
     listed = {"paths": dict.fromkeys(paths)}
     assert VLLM.update_support("u", listed, extended) == UpdateSupport(("distributed", "tensor", "disk"), True)
     alone = VLLM.update_support("u", listed, info(parallel_config={"worker_extension_cls": ""}))
-    assert alone == UpdateSupport(("disk",), True, "worker extension none")
+    assert alone == UpdateSupport((), True, "worker extension none")
     assert VLLM.update_support("u", {"paths": {}}, extended).transports == ()
     with pytest.raises(RolloutProtocolError, match="no paths"):
         VLLM.update_support("u", {}, extended)
