@@ -10,6 +10,7 @@ from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.engines.base import Engine
 from megatron_rl_corr.engines.concurrency import all_or_first_failure, poll_until
 from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, RolloutServerError
+from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.engines.types import Request, Transport
 
 POLL_S, LONGEST_ATTEMPT_S = 0.5, 30.0
@@ -61,6 +62,21 @@ class Fleet(Transport):
     def engine_of(self, url: str) -> Engine:
         """What a server runs."""
         return self._engines[self.name_of(url)]
+
+    def check_sampling(self, sampling: SamplingParams) -> None:
+        """Raise ValueError for parameters that one of the servers' engines does not support.
+
+        Before it is known what the servers run: that none supports.
+        """
+        known = all(url in self._name_at for url in self.urls)
+        refusals = []
+        for engine in (self.engines if known else self._engines).values():
+            try:
+                engine.check_sampling(sampling)
+            except ValueError as refusal:
+                refusals.append(refusal)
+        if refusals and (known or len(refusals) == len(self._engines)):
+            raise refusals[0]
 
     async def recognize(self, timeout_s: float) -> None:
         """Find out what runs at each address, where that is not given; a router stays what it is.

@@ -45,6 +45,10 @@ def check_servers(kind: str, sampling: SamplingParams, client: RolloutClient, lo
 
 
 def _sampling_problem(sampling: SamplingParams, client: RolloutClient, loop: LoopThread) -> StartupError | None:
+    try:
+        client.check_sampling(sampling)  # now that it is known what the servers run
+    except ValueError as refusal:
+        return StartupError(str(refusal))
     for url, info in zip(client.base_urls, loop.call(client.server_info()), strict=True):
         problem = client.engine_of(url).sampling_problem(info, sampling)
         if problem is not None:

@@ -260,9 +260,11 @@ class RolloutClient(ServerControl):
             )  # fmt: skip
 
     def check_sampling(self, sampling: SamplingParams) -> None:
-        """Raise ValueError for parameters that an engine does not support, or that this client can't honour."""
-        for engine in self.fleet.engines.values():
-            engine.check_sampling(sampling)
+        """Raise ValueError for parameters that an engine does not support, or that this client can't honour.
+
+        Before it is known what the servers run: that no engine supports.
+        """
+        self.fleet.check_sampling(sampling)
         check_decode(sampling.stop, self._decode)
         outside = [token for token in sampling.stop_token_ids if token >= self.vocab_size]
         if outside:

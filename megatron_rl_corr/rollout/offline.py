@@ -122,8 +122,8 @@ class OfflineRun:
             options.urls, vocab_size=self._vocab_size, seed=self._seed,
             decode=self._tokenizer and self._tokenizer.decode_all, **options.client_arguments(),
         ) as client:  # fmt: skip
-            client.check_sampling(self._sampling)
             await client.find_servers(WAIT_FOR_SERVERS_S)
+            client.check_sampling(self._sampling)
             await client.wait_healthy(WAIT_FOR_SERVERS_S)
             await self._rewards.start()
             # Enough that every place at the servers is taken while the last samples of a group run.

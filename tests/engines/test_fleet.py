@@ -7,6 +7,7 @@ from aiohttp import web
 
 from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError
 from megatron_rl_corr.engines.fleet import Fleet
+from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.rollout.client import RolloutClient
 
 
@@ -77,3 +78,15 @@ def test_engine_when_not_known_yet_then_error_says_what_to_call():
     client = RolloutClient(["http://127.0.0.1:1"], vocab_size=8, engine="auto")
     with pytest.raises(RuntimeError, match="call find_servers first"):
         client.engine_of("http://127.0.0.1:1")
+
+
+def test_sampling_when_the_engines_are_not_known_then_refused_where_none_supports_it_and_later_where_one_does_not():
+    client = RolloutClient(["http://127.0.0.1:1", "http://127.0.0.1:2"], vocab_size=8, engine="auto")
+    truncated = SamplingParams(1, top_p=0.5)  # SGLang needs a top_k beside it
+    client.check_sampling(truncated)
+    client.use_servers({"http://127.0.0.1:1": "vllm", "http://127.0.0.1:2": "sglang"})
+    with pytest.raises(ValueError, match="needs a `top_k` .* with SGLang"):
+        client.check_sampling(truncated)
+    client = RolloutClient(["http://127.0.0.1:1"], vocab_size=8, engine="auto")
+    with pytest.raises(ValueError, match="`temperature` must be 0"):
+        client.check_sampling(SamplingParams(1, temperature=1e-9))
