@@ -185,8 +185,15 @@ class Engine(Inspection, Protocol):
         """How the server is sharded. Raises RolloutProtocolError for several replicas behind one address."""
         raise self._unsupported("weight updates")
 
-    def begin_weight_update(self) -> Request:
-        """Open the session that weights must be sent in."""
+    def begin_weight_update(
+        self, tensors: Mapping[str, Sequence[int]] | None = None, *, checksums: bool = True
+    ) -> Request:
+        """Open the session that weights must be sent in.
+
+        Args:
+            tensors: all that will be sent, Hugging Face name -> shape, for servers that check it; None: not known.
+            checksums: `weights_checker` will be asked afterwards.
+        """
         raise self._unsupported("weight updates")
 
     def end_weight_update(self) -> Request:

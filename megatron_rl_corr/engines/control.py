@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_rl_corr.engines.base import Engine
@@ -92,21 +92,30 @@ class ServerControl:
         """Go on after a pause; harmless without one. Every server is asked, even where another fails."""
         return await self._ask_all(lambda engine: engine.continue_generation())
 
-    async def begin_weight_update(self) -> bool:
-        """Open the session that weights must be sent in. False: the servers have none, and need none."""
-        return await self._ask_all_that_have(lambda engine: engine.begin_weight_update())
+    async def begin_weight_update(
+        self, tensors: Mapping[str, Sequence[int]] | None = None, *, checksums: bool = True
+    ) -> bool:
+        """Open the session that weights must be sent in. False: the servers have none, and need none.
 
-    async def reopen_weight_update(self) -> bool:
+        Args:
+            tensors: as in `Engine.begin_weight_update`.
+            checksums: as there.
+        """
+        return await self._ask_all_that_have(lambda engine: engine.begin_weight_update(tensors, checksums=checksums))
+
+    async def reopen_weight_update(
+        self, tensors: Mapping[str, Sequence[int]] | None = None, *, checksums: bool = True
+    ) -> bool:
         """`begin_weight_update`, also where an earlier trainer was killed and left its session open."""
         try:
-            return await self.begin_weight_update()
+            return await self.begin_weight_update(tensors, checksums=checksums)
         except RolloutServerError as error:
             if not self.engine_of(error.url).update_is_open(error):
                 raise
         # One by one: some servers have an open session and some have none, which they answer with HTTP 400.
         answers = await self._ask_each(lambda engine: engine.end_weight_update(), timeout_s=self._update_timeout_s)
         raise_first([a for a in answers if not (isinstance(a, RolloutServerError) and a.status in (400, 404))])
-        return await self.begin_weight_update()
+        return await self.begin_weight_update(tensors, checksums=checksums)
 
     async def end_weight_update(self) -> bool:
         """Close that session; a server may then repack its weights. False: the servers have none."""

@@ -98,6 +98,30 @@ class StageExporter:
                 yield waiting.pop(rule.sent_with)
         assert not waiting, f"this stage has only a part of {list(waiting)}"
 
+    def planned(self) -> dict[str, list[int]]:
+        """Hugging Face names and shapes of all that `units` will yield, on the sending rank; {} on others.
+
+        Nothing is gathered: the same conversion runs on tensors without memory.
+        """
+        if not self.sends:
+            return {}
+        shapes = {}
+        for parameter in self._parameters:
+            rule = parameter.rule(self._ranks.ep_rank)
+            if rule.is_copy:
+                continue
+            shard = torch.empty(parameter.tensor.shape, dtype=parameter.tensor.dtype, device="meta")
+            if rule.is_expert:
+                ep_ranks = [ep_rank for ep_rank, _ in self._expert_places]
+                rules = [(parameter.rule(ep_rank), ep_ranks.count(ep_rank)) for ep_rank in sorted(set(ep_ranks))]
+            else:
+                whole = rule.layout.replicated or self._groups.tp is None
+                rules = [(rule, 1 if whole else self._groups.tp.size())]
+            for one, size in rules:
+                merged = zip(one.hf_names, one.layout.merge([shard] * size), strict=True)
+                shapes |= {name: list(tensor.shape) for name, tensor in merged}
+        return shapes
+
     @torch.no_grad()
     def _tensors(self, after_parameter: Callable[[], None]) -> Iterator[tuple[ParameterRule, NamedTensor]]:
         for parameter in self._parameters:

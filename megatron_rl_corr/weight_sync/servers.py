@@ -53,6 +53,8 @@ class WeightServers:
         self._version: str | None = None
         self._started: str | None = None
         self._stopped = False
+        self.planned: dict[str, list[int]] | None = None
+        """Names and shapes of all tensors of an update; None: not known yet, and checked bucket by bucket."""
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -68,7 +70,8 @@ class WeightServers:
                 logger.warning("rollout server %s does not answer and misses a weight update", url)
                 states.append(ABSENT)
                 continue
-            is_ready = self._version is None or version in (self._version, self._started)
+            own = (self._version, self._started, unfinished(self._started or ""))
+            is_ready = self._version is None or version in own
             if not is_ready:
                 logger.warning(
                     "rollout server %s has weights %r instead of %r: was it restarted?", url, version, self._version
@@ -97,17 +100,22 @@ class WeightServers:
         self.transport.start(version)
 
     def begin(self) -> None:
-        """Pause the servers and open their update session.
+        """Pause the servers and open their update session; from here on their weights are called unfinished.
+
+        So weights that a killed trainer has half sent pass for no version.
 
         Raises:
             RolloutProtocolError: a server can't be paused in this mode; none has been paused then.
+            RolloutServerError: a server refuses the update, for instance because a name or a shape does not fit its
+                model; its weights and their name are as before.
         """
         if self._pause_mode == "in_place" or self._samples_ahead:
             self._check_pause()
         self._stopped = True
         self._loop.call(self._control.pause_generation(self._pause_mode))
         if self.transport.in_session:
-            self._loop.call(self._control.reopen_weight_update())
+            self._loop.call(self._control.reopen_weight_update(self.planned, checksums=bool(self.verifiers)))
+        self._loop.call(self._control.update_weight_version(unfinished(self._started or "")))
 
     def _check_pause(self) -> None:
         for url, info in zip(self.urls, self._loop.call(self._control.server_info()), strict=True):
@@ -208,6 +216,11 @@ class WeightServers:
     def close(self) -> None:
         """Remove what the transport has set up at the servers."""
         self.transport.close()
+
+
+def unfinished(version: str) -> str:
+    """What a server's weights are called while those of `version` are sent."""
+    return f"unfinished {version}"
 
 
 async def _briefly(request: Coroutine[Any, Any, object]) -> None:

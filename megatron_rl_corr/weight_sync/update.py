@@ -76,6 +76,8 @@ def push_weights(exporter: StageExporter, servers: WeightServers, *, version: st
 def _push_once(exporter: StageExporter, servers: WeightServers, version: str, bucket_bytes: int) -> None:
     transport, coverage = servers.transport, servers.coverage
     _all_reduce_led(exporter, partial(servers.start, version))
+    if servers.planned is None and transport.in_session:
+        servers.planned = _all_gather_planned(exporter)
     if transport.in_session:
         _all_reduce_led(exporter, servers.begin)
     for stage in range(exporter.num_stages):
@@ -91,6 +93,13 @@ def _push_once(exporter: StageExporter, servers: WeightServers, version: str, bu
     servers.expect(version)
     all_reduce_failure(None)  # every rank expects the new version before a server samples with it
     _all_reduce_led(exporter, servers.resume)
+
+
+def _all_gather_planned(exporter: StageExporter) -> dict[str, list[int]]:
+    """Names and shapes of all tensors of all stages, which servers check before the first byte; once a run."""
+    stages: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(stages, exporter.planned())
+    return {name: shape for stage in stages for name, shape in stage.items()}
 
 
 def _all_reduce_led(exporter: StageExporter, call: Callable[[], None]) -> None:

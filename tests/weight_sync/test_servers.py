@@ -43,8 +43,11 @@ class Recorder:
     async def pause_generation(self, mode):
         self.asked.append(mode)
 
-    async def reopen_weight_update(self):
+    async def reopen_weight_update(self, tensors, *, checksums):
         self.asked.append("begin")
+
+    async def update_weight_version(self, version):
+        self.asked.append(version)
 
     async def destroy_weights_update_group(self, name):
         self.asked.append((name, self.base_urls))
@@ -173,5 +176,7 @@ def test_begin_when_a_server_cannot_flush_under_retracted_requests_then_refused_
 )  # fmt: skip
 def test_begin_when_no_request_waits_at_a_flush_or_the_server_can_then_it_is_stopped(client, release, options):
     client.release, loop = release, SimpleNamespace(call=asyncio.run)
-    WeightServers(client, loop, WeightTransport(), **options).begin()
-    assert client.asked == [options.get("pause_mode", "retract"), "begin"]
+    servers = WeightServers(client, loop, WeightTransport(), **options)
+    servers.start("7")
+    servers.begin()
+    assert client.asked == [options.get("pause_mode", "retract"), "begin", "unfinished 7"]

@@ -1,6 +1,6 @@
 """Builds the requests that are sent to an SGLang server: data in, `Request` out, nothing is sent here."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.engines.types import Request
@@ -103,8 +103,15 @@ def continue_generation() -> Request:
     return Request("POST", "/continue_generation", {})
 
 
-def begin_weight_update() -> Request:
-    """Opens the session in which SGLang >= 0.5.21 accepts weights from a process group."""
+def begin_weight_update(
+    tensors: Mapping[str, Sequence[int]] | None = None, *, checksums: bool = True
+) -> Request:
+    """Opens the session in which SGLang >= 0.5.21 accepts weights from a process group.
+
+    Args:
+        tensors: without effect; SGLang checks each tensor as it comes, and refuses a wrong one without harm.
+        checksums: without effect; SGLang hashes what it holds when it is asked.
+    """
     return Request("POST", "/begin_weight_update", {})
 
 
