@@ -72,7 +72,10 @@ def _parser() -> argparse.ArgumentParser:
 def _add_doctor(commands) -> None:
     doctor = commands.add_parser("doctor", help="check live rollout servers for train-inference mismatch")
     add = doctor.add_argument
+    from megatron_rl_corr.config.run import AUTO, ENGINES
+
     add("--url", metavar="URL", action="append", required=True, help="a server's address; once for each server")
+    add("--engine", choices=[AUTO, *ENGINES], default=AUTO, help="what the servers run (default: each is asked)")
     add("--model", metavar="HF_DIR", help="compare log-probs with this Hugging Face folder's model in float32")
     add("--full", action="store_true", help="also pause the server and change its weights for a moment")
     add("--json", action="store_true", help="print JSON, not tables")

@@ -53,6 +53,7 @@ PROGRAMS = {
         arguments=(
             "--enable-scale-out",  # /inference/v1/generate
             "--logprobs-mode", "processed_logprobs",  # of the distribution that was sampled from
+            "--enable-prompt-tokens-details",  # how many tokens of a prompt were cached
             "--generation-config", "vllm",  # else the model's own file sets what a request leaves out
             "--worker-extension-cls", "megatron_rl_corr.engines.vllm.worker.Extension",  # updates of weights
             "--weight-transfer-config", '{"backend": "rl_corr"}',

@@ -8,22 +8,23 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megatron_rl_corr.config.run import AUTO
 from megatron_rl_corr.doctor.findings import DEFECTS, KINDS, Examination, Finding, Row, exit_status
 from megatron_rl_corr.doctor.full_check import ask_full
 from megatron_rl_corr.doctor.probe import Probe
 from megatron_rl_corr.doctor.questions import Expected, Facts, ask_quick, ask_same
 from megatron_rl_corr.doctor.reference_model import ask_model, experts_shape
 from megatron_rl_corr.engines import load_engine
-from megatron_rl_corr.engines.errors import RolloutError, RolloutServerError
+from megatron_rl_corr.engines.errors import RolloutError
 from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.engines.types import UnsupportedByEngine
 from megatron_rl_corr.models.hf_checkpoint import read_config
-from megatron_rl_corr.rollout.client import DEFAULT_ENGINE, RolloutClient
+from megatron_rl_corr.rollout.client import RolloutClient
 from megatron_rl_corr.tables import text_table
 
 CONNECT_TIMEOUT_S = 5.0
@@ -58,27 +59,36 @@ async def _examine(arguments: argparse.Namespace) -> list[Examination]:
     """One server after the other, so that the load of one does not disturb the answers of another."""
     sampling, config = _sampling(arguments), _given_config(arguments.model)
     options = {
-        "timeout_s": arguments.timeout, "connect_timeout_s": CONNECT_TIMEOUT_S, "api_key": _api_key(arguments)
-    }
+        "engine": arguments.engine, "timeout_s": arguments.timeout, "connect_timeout_s": CONNECT_TIMEOUT_S,
+        "api_key": _api_key(arguments),
+    }  # fmt: skip
     examinations, asked = [], []
-    async with RolloutClient(arguments.url, vocab_size=1, **options) as client:
-        with suppress(RolloutServerError):  # reported below, for each server
-            await client.find_servers(CONNECT_TIMEOUT_S)
-        for url in client.base_urls:
-            probe = Probe(client, url, arguments.timeout)
-            examination = Examination(url, remedies=probe.engine.remedies)
-            examinations.append(examination)
+    async with AsyncExitStack() as stack:
+        for address in RolloutClient(arguments.url, vocab_size=1, **options).base_urls:
+            # A client for each: one that does not answer must not keep the others from being recognised.
+            client = await stack.enter_async_context(RolloutClient([address], vocab_size=1, **options))
             try:
-                served = config or await _served_config(probe)
-                client.vocab_size = _vocab_size(url, arguments.vocab_size, served)
-                expected = Expected(
-                    sampling, arguments.expect_dtype, arguments.expect_routed_experts, experts_shape(served)
-                )
-                asked.append((probe, await _ask(probe, expected, arguments, examination.rows, first=not asked)))
+                await client.find_servers(CONNECT_TIMEOUT_S)
             except RolloutError as error:
-                examination.rows.append(Row("asked", "failed", str(error)))
-                if asyncio.current_task().cancelling():  # Ctrl-C, and restoring the server failed
-                    break
+                examinations.append(Examination(address, [Row("asked", "failed", str(error))]))
+                continue
+            for url in client.base_urls:
+                probe = Probe(client, url, arguments.timeout)
+                examination = Examination(url, remedies=probe.engine.remedies)
+                examinations.append(examination)
+                if sampling is not None:
+                    probe.engine.check_sampling(sampling)
+                try:
+                    served = config or await _served_config(probe)
+                    client.vocab_size = _vocab_size(url, arguments.vocab_size, served)
+                    expected = Expected(
+                        sampling, arguments.expect_dtype, arguments.expect_routed_experts, experts_shape(served)
+                    )
+                    asked.append((probe, await _ask(probe, expected, arguments, examination.rows, first=not asked)))
+                except RolloutError as error:
+                    examination.rows.append(Row("asked", "failed", str(error)))
+                    if asyncio.current_task().cancelling():  # Ctrl-C, and restoring the server failed
+                        return examinations
         if len(asked) > 1:
             await _compare(examinations, [probe for probe, _ in asked], [facts for _, facts in asked])
     return examinations
@@ -96,7 +106,7 @@ async def _ask(
     quick, facts = await ask_quick(probe, expected)
     rows += quick
     if arguments.model and first:
-        rows += await ask_model(probe, arguments.model, say)
+        rows += await ask_model(probe, facts.half, arguments.model, say)
     if arguments.full:
         with _signals_cancel():
             await ask_full(probe, facts, arguments.model, say, rows)
@@ -165,8 +175,8 @@ def _sampling(arguments: argparse.Namespace) -> SamplingParams | None:
     given = {"temperature": arguments.temperature, "top_p": arguments.top_p, "top_k": arguments.top_k}
     given = {name: value for name, value in given.items() if value is not None}
     sampling = SamplingParams(1, **given) if given else None
-    if sampling is not None:
-        load_engine(DEFAULT_ENGINE).check_sampling(sampling)
+    if sampling is not None and arguments.engine != AUTO:  # else once it is known what answers
+        load_engine(arguments.engine).check_sampling(sampling)
     return sampling
 
 

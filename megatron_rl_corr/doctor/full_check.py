@@ -7,15 +7,13 @@ import asyncio
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
-
-from megatron_rl_corr.doctor.distances import FLOAT32_MAX, distance, switch_position
+from megatron_rl_corr.doctor.distances import distance
 from megatron_rl_corr.doctor.findings import Row, found
 from megatron_rl_corr.doctor.probe import PROMPT_TOKENS, Probe, known, unsupported
-from megatron_rl_corr.doctor.questions import Facts
+from megatron_rl_corr.doctor.questions import CACHED_TOKENS, Facts
+from megatron_rl_corr.doctor.update_judgements import judge_spans, judge_update
 from megatron_rl_corr.doctor.weight_change import (
     FINAL_NORM,
     FIRST_NORM,
@@ -35,8 +33,6 @@ ANSWER_S = 20.0
 """Seconds in which a server must return the requests that a pause aborts."""
 COMPANION_TOKENS = 16
 VERSION = "doctor"
-MARGIN, MARGIN_HALF = FLOAT32_MAX, 0.1
-"""Nats by which the reported switch may fit worse than the best one."""
 
 
 async def ask_full(
@@ -82,7 +78,7 @@ async def _ask_updates(
         rows.append(weights)
         return
     say("computing the checksum of the weights")
-    before = await weights.checksum()
+    before, was = await weights.checksum(), await _fixed_scores(probe)
     for mode in PAUSE_MODES:
         if mode == "abort" or mode not in probe.engine.limits.pause_modes:  # an aborted response has no later token
             continue
@@ -91,7 +87,7 @@ async def _ask_updates(
     say("updating weights and flushing the cache")
     rows.append(await ask_update(probe, weights, half))
     say("comparing the checksum of the weights")
-    rows.append(await _restored(probe, weights, before, model.weight_version))
+    rows.append(await _restored(probe, weights, before, model.weight_version, was, half))
 
 
 async def _room(probe: Probe) -> int:
@@ -120,12 +116,24 @@ async def _weights(probe: Probe, facts: Facts, directory: str) -> TemporaryWeigh
     return TemporaryWeights(probe, originals, ranks=ranks, version=model.weight_version)
 
 
-async def _restored(probe: Probe, weights: TemporaryWeights, before: list, version: str) -> Row:
+async def _fixed_scores(probe: Probe) -> TokenScores:
+    """Of a text that is always the same."""
+    prompt = probe.fixed_prompt()
+    return await probe.score(prompt, prompt)
+
+
+async def _restored(
+    probe: Probe, weights: TemporaryWeights, before: list, version: str, was: TokenScores, half: bool
+) -> Row:
+    """Are weights, version and log-probs what they were before the check?"""
     now, named = await weights.checksum(), (await probe.served_model()).weight_version
     changed = [name for old, new in zip(before, now, strict=True) for name in old if old[name] != new.get(name)]
     if changed or named != version:
         message = f"weights {named!r} differ from before in {', '.join(changed) or 'their name'}"
         return found("restored", "state_not_restored", message, changed=changed, version=named)
+    far = distance((await _fixed_scores(probe)).logprobs, was.logprobs)
+    if not far.is_rounding(half):
+        return found("restored", "state_not_restored", f"log-probs differ from before: {far}", **far.numbers())
     return Row("restored", "ok", f"checksums of {sum(map(len, now))} weights and the version {named!r} are as before")
 
 
@@ -199,8 +207,9 @@ async def ask_pause(probe: Probe, mode: str, tokens: int, half: bool) -> Row:
             await request.sample_on()
         answer = await request.stop()
     retractions = answer.retractions
-    did = f"the running request {'ended' if ended else 'waited and went on'} ({retractions} retractions)"
-    if sampled or ended != (mode == "abort") or not answer.output or (mode == "retract" and not retractions):
+    times = "" if retractions is None else f" ({retractions} retractions)"
+    did = f"the running request {'ended' if ended else 'waited and went on'}{times}"
+    if sampled or ended != (mode == "abort") or not answer.output or (mode == "retract" and retractions == 0):
         message = f"{did}, a new one {'was answered during the pause' if sampled else 'waited'}"
         return found(check, "pause_mode_broken", message, tokens=len(answer.output))
     far = distance(answer.logprobs, (await probe.score(answer.prompt, answer.output)).logprobs)
@@ -232,60 +241,21 @@ async def ask_spans(probe: Probe, weights: TemporaryWeights, mode: str, tokens: 
     return judge_spans(check, answer, before.logprobs, after.logprobs, half)
 
 
-def judge_spans(check: str, answer: DetailedSample, before: np.ndarray, after: np.ndarray, half: bool) -> Row:
-    """Compare the reported first token of the new weights with the one that the log-probs show.
-
-    Args:
-        check: name of the row.
-        answer: R tokens, sampled across the update, with the spans that the server reports.
-        before: [R] log-probs of its tokens under the old weights.
-        after: [R] log-probs of its tokens under the new weights.
-        half: the server computes in 16 bits.
-    """
-    true, costs = switch_position(answer.logprobs, before, after)
-    spans = answer.version_spans
-    reported_spans = None if spans is None else [asdict(span) for span in spans]
-    numbers = {"tokens": len(answer.output), "true": true, "spans": reported_spans}
-    if not 0 < true < len(answer.output):
-        return Row(check, "note", f"no switch of weights among the {len(answer.output)} tokens", numbers)
-    if spans is None or len(spans) != 2:
-        message = f"{0 if spans is None else len(spans)} spans for {len(answer.output)} tokens of two weights"
-        return found(check, "version_spans_wrong", message, **numbers)
-    reported = spans[1].start
-    worse = float(costs[reported] - costs[true]) if 0 <= reported < len(costs) else float("inf")
-    message = f"reported switch at token {reported}, log-probs switch at {true} of {len(answer.output)}"
-    if not worse <= (MARGIN_HALF if half else MARGIN):
-        return found(check, "version_spans_wrong", message, reported=reported, worse=worse, **numbers)
-    return Row(check, "ok", message, numbers | {"reported": reported})
-
-
 async def ask_update(probe: Probe, weights: TemporaryWeights, half: bool) -> Row:
     """Check that an update, made as a push makes it, takes effect and leaves no prefix of the old weights."""
-    prompt, tail = probe.fresh_prompt(), probe.fresh_prompt()[:8]
-    await probe.score(prompt, tail)
-    before = await probe.score(prompt, tail, cached=True)
+    prompt = probe.fresh_prompt(await probe.cacheable())
+    sample = await probe.generate(prompt, CACHED_TOKENS, temperature=0.0)  # leaves the prompt in the cache
+    before = await probe.score(prompt, sample.output)
     try:
         await probe.pause_generation("retract")
         async with weights.scaled(FIRST_NORM, 4.0, VERSION):
             await probe.continue_generation()
-            cached = await probe.score(prompt, tail, cached=True)
-            fresh = await probe.score(prompt, tail)
+            after = await probe.score(prompt, sample.output)
+            cached = await probe.generate(prompt, CACHED_TOKENS, temperature=0.0)
+            fresh = await probe.score(prompt, cached.output)
     finally:
         await uninterrupted(_resume(probe))
-    return judge_update(before, cached, fresh, half)
-
-
-def judge_update(before: TokenScores, cached: TokenScores, fresh: TokenScores, half: bool) -> Row:
-    """Compare scores under the old weights, and under the new ones with the cache and without it."""
-    effect, stale = distance(before.logprobs, fresh.logprobs), distance(cached.logprobs, fresh.logprobs)
-    numbers = {"effect": effect.numbers(), "stale": stale.numbers(), "cached_tokens": cached.cached_tokens}
-    if effect.is_rounding(half):
-        return found("update", "update_without_effect", f"log-probs moved by {effect}", **numbers)
-    if not stale.is_rounding(half):
-        message = f"after update and flush {cached.cached_tokens} old tokens are still used: {stale}"
-        return found("update", "stale_prefix_cache", message, **numbers)
-    message = f"log-probs moved by {effect.mean:.2f} nats on average; then {cached.cached_tokens} tokens were cached"
-    return Row("update", "ok", message, numbers)
+    return judge_update(before, after, cached, fresh, half)
 
 
 async def _resume(probe: Probe) -> None:

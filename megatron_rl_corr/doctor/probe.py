@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_rl_corr.doctor.findings import Row
 from megatron_rl_corr.engines.control import ServerControl
+from megatron_rl_corr.engines.errors import RolloutServerError
 from megatron_rl_corr.engines.inspection import DetailedSample, ServedModel, TokenScores
 from megatron_rl_corr.engines.routes import ExpertShape
 from megatron_rl_corr.engines.trajectory import SamplingParams
@@ -34,13 +35,18 @@ class Probe(ServerControl):
         self.engine = client.engine_of(url)
         self.client, self.url, self.timeout_s = client, url, timeout_s
 
-    def fresh_prompt(self) -> list[int]:
+    def fresh_prompt(self, tokens: int = PROMPT_TOKENS) -> list[int]:
         """P random ids, of which no server has anything cached."""
-        return [self._id(secrets.randbelow(1 << 30)) for _ in range(PROMPT_TOKENS)]
+        return [self._id(secrets.randbelow(1 << 30)) for _ in range(tokens)]
 
-    def fixed_prompt(self) -> list[int]:
+    def fixed_prompt(self, tokens: int = PROMPT_TOKENS) -> list[int]:
         """The same P ids each time, which an earlier examination may have left in the server's cache."""
-        return [self._id(7 * i * i + 3 * i) for i in range(PROMPT_TOKENS)]
+        return [self._id(7 * i * i + 3 * i) for i in range(tokens)]
+
+    async def cacheable(self) -> int:
+        """P of a prompt of which the server's cache can hold a part: a whole block and some more ids."""
+        block = self.engine.cache_block((await self.server_info())[0])
+        return PROMPT_TOKENS if block == 1 else block + PROMPT_TOKENS
 
     def _id(self, number: int) -> int:
         # From the middle of the vocabulary, at most 1000: special ids stand at its ends.
@@ -81,18 +87,22 @@ class Probe(ServerControl):
         ids = checked_prompt_ids(prompt, vocab_size=self.client.vocab_size, prompt_index=0)
         sampling = SamplingParams(tokens, temperature=temperature, top_p=top_p, top_k=top_k, ignore_eos=True)
         options = {"likeliest": LIKELIEST, "cache_key": self.client.cache_key} | options
+        options["likeliest"] = self._likeliest(options["likeliest"])
         answer = await self.control(self.engine.detailed_sample(ids, sampling, **options))
         return self.engine.parse_detailed_sample(
             answer, server=self.url, prompt_ids=ids, tokens=tokens, experts=experts
         )
 
-    async def score(self, prompt: list[int], output: list[int], *, cached: bool = False) -> TokenScores:
-        """Log-probs of `output` after `prompt` from one prefill.
+    def _likeliest(self, count: int) -> int:
+        """`count`, or what the vocabulary has beside a sampled id: asked for more, a server may end."""
+        return max(1, min(count, self.client.vocab_size - 1))
+
+    async def score(self, prompt: list[int], output: list[int]) -> TokenScores:
+        """Log-probs of `output` after `prompt` from one prefill, without any cached key or value.
 
         Args:
             prompt: P ids.
             output: R ids.
-            cached: use the prompt's cached keys and values, if there are any.
 
         Raises:
             ValueError, RolloutError, UnsupportedByEngine: as for `generate`.
@@ -100,7 +110,7 @@ class Probe(ServerControl):
         vocab_size = self.client.vocab_size
         checked_prompt_ids([*prompt, *output], vocab_size=vocab_size, prompt_index=0)
         request = self.engine.score(
-            prompt, output, cached=cached, likeliest=LIKELIEST, cache_key=self.client.cache_key
+            prompt, output, cached=False, likeliest=self._likeliest(LIKELIEST), cache_key=self.client.cache_key
         )
         answer = await self.control(request)
         return self.engine.parse_scores(answer, server=self.url, output_ids=output, vocab_size=vocab_size)
@@ -109,35 +119,51 @@ class Probe(ServerControl):
 # Questions that an engine may not support
 
 
-async def if_supported[T](answer: Awaitable[T]) -> T | UnsupportedByEngine:
-    """The answer, or the `UnsupportedByEngine` that takes its place."""
+NotAnswered = UnsupportedByEngine | RolloutServerError
+"""Why a question has no answer: the engine does not have it, or this server refused it and lives on."""
+REFUSED = (400, 500)
+
+
+async def if_supported[T](answer: Awaitable[T]) -> T | NotAnswered:
+    """The answer, or the error that takes its place.
+
+    Raises:
+        RolloutServerError: the server did not answer, or lets nobody in.
+    """
     try:
         return await answer
     except UnsupportedByEngine as error:
         return error
+    except RolloutServerError as error:
+        if error.status not in REFUSED:
+            raise
+        return error
 
 
-def known[T](answer: T | UnsupportedByEngine) -> T:
+def known[T](answer: T | NotAnswered) -> T:
     """The answer.
 
     Raises:
         UnsupportedByEngine: the engine does not support the question.
+        RolloutServerError: the server refused it.
     """
-    if isinstance(answer, UnsupportedByEngine):
+    if isinstance(answer, NotAnswered):
         raise answer
     return answer
 
 
-def unsupported(check: str, error: UnsupportedByEngine) -> Row:
-    """The row of a question that the engine does not support."""
+def unsupported(check: str, error: NotAnswered) -> Row:
+    """The row of a question that has no answer."""
+    if isinstance(error, RolloutServerError):
+        return Row(check, "failed", f"refused: {error.detail}" + (f"; {error.remedy}" if error.remedy else ""))
     return Row(check, "failed", f"{error.what}: not supported by {error.engine}")
 
 
-def attempt[T](function: Callable[..., T], *answers: Any) -> T | UnsupportedByEngine:
-    """function(*answers), or the `UnsupportedByEngine` among the answers or of the function itself."""
+def attempt[T](function: Callable[..., T], *answers: Any) -> T | NotAnswered:
+    """function(*answers), or the error among the answers or of the function itself."""
     try:
         return function(*map(known, answers))
-    except UnsupportedByEngine as error:
+    except (UnsupportedByEngine, RolloutServerError) as error:
         return error
 
 
@@ -150,4 +176,4 @@ def row_of(check: str, judge: Callable[..., Row], *answers: Any) -> Row:
         answers: as `if_supported` and `attempt` return them.
     """
     row = attempt(judge, *answers)
-    return unsupported(check, row) if isinstance(row, UnsupportedByEngine) else row
+    return unsupported(check, row) if isinstance(row, NotAnswered) else row

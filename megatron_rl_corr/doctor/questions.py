@@ -5,20 +5,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl_corr.config.flags import warn
-from megatron_rl_corr.doctor import judgements
+from megatron_rl_corr.doctor import distribution, judgements
 from megatron_rl_corr.doctor.distances import grid_step
 from megatron_rl_corr.doctor.findings import Finding, Row
-from megatron_rl_corr.doctor.probe import Probe, attempt, if_supported, known, row_of
+from megatron_rl_corr.doctor.probe import NotAnswered, Probe, attempt, if_supported, known, row_of
 from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, RolloutServerError
 from megatron_rl_corr.engines.inspection import DetailedSample, ServedModel, TokenScores, UpdateSupport
 from megatron_rl_corr.engines.routes import ExpertShape
 from megatron_rl_corr.engines.trajectory import SamplingParams
-from megatron_rl_corr.engines.types import UnsupportedByEngine
 from megatron_rl_corr.rollout.client import RolloutClient
 
 TOKENS = 24
 MASK_TOKENS = 8
-TAIL = 8
+CACHED_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -47,12 +46,12 @@ class Expected:
 class Facts:
     """Answers that later questions use, each of them as `if_supported` returns it."""
 
-    info: dict[str, Any] | UnsupportedByEngine
+    info: dict[str, Any] | NotAnswered
     """As `Engine.server_info` brings it."""
-    model: ServedModel | UnsupportedByEngine
-    half: bool | UnsupportedByEngine
+    model: ServedModel | NotAnswered
+    half: bool | NotAnswered
     """The server computes in 16 bits."""
-    plain: DetailedSample | UnsupportedByEngine
+    plain: DetailedSample | NotAnswered
     """Sampled at temperature 1."""
 
 
@@ -101,23 +100,24 @@ async def ask_quick(probe: Probe, expected: Expected) -> tuple[list[Row], Facts]
     info, model, updates = await asyncio.gather(
         if_supported(_info(probe)), if_supported(probe.served_model()), if_supported(_updates(probe))
     )
-    fixed, tail = probe.fixed_prompt()[:-TAIL], probe.fixed_prompt()[-TAIL:]
+    fixed = attempt(probe.fixed_prompt, await if_supported(probe.cacheable()))
+    cold_at = max(distribution.COLD, engine.limits.min_temperature)
     repeated = probe.fresh_prompt()
     plain, hot, cold, top_p, mask, first, cached = await asyncio.gather(*map(if_supported, [
         probe.generate(probe.fresh_prompt(), TOKENS, routed_experts=True, experts=expected.experts),
-        probe.generate(probe.fresh_prompt(), TOKENS, temperature=judgements.HOT),
-        probe.generate(probe.fresh_prompt(), TOKENS, temperature=judgements.COLD),
-        probe.generate(probe.fresh_prompt(), TOKENS, top_p=judgements.TOP_P),
+        probe.generate(probe.fresh_prompt(), TOKENS, temperature=distribution.HOT),
+        probe.generate(probe.fresh_prompt(), TOKENS, temperature=cold_at),
+        probe.generate(probe.fresh_prompt(), TOKENS, top_p=distribution.TOP_P),
         _mask(probe),
         probe.generate(repeated, TOKENS, temperature=0.0),
-        probe.score(fixed, tail, cached=True),
+        _greedy(probe, fixed),
     ]))  # fmt: skip
     plain_scores, hot_scores, top_p_scores, fixed_scores = await asyncio.gather(*map(if_supported, [
-        _scored(probe, plain), _scored(probe, hot), _scored(probe, top_p), probe.score(fixed, tail),
+        _scored(probe, plain), _scored(probe, hot), _scored(probe, top_p), _scored(probe, cached),
     ]))  # fmt: skip
     second = await if_supported(probe.generate(repeated, TOKENS, temperature=0.0))
     # By themselves: SGLang draws a whole batch by rank and not by id once a truncated or greedy request has joined it.
-    seeded = await if_supported(_seeded(probe, [*judgements.SEEDS, judgements.SEEDS[0]]))
+    seeded = await if_supported(_seeded(probe, [*distribution.SEEDS, distribution.SEEDS[0]]))
     dtype, step, float32_head = (
         attempt(engine.dtype, info), attempt(_grid_step, plain), attempt(engine.has_float32_head, info)
     )
@@ -126,10 +126,15 @@ async def ask_quick(probe: Probe, expected: Expected) -> tuple[list[Row], Facts]
         row_of("version", lambda info: judgements.judge_version(engine.name, engine.version_support(info)), info),
         row_of("model", lambda model: judgements.judge_model(model, vocab_size), model),
         row_of("weight updates", judgements.judge_updates, updates),
-        row_of("temperature", judgements.judge_temperature, hot, hot_scores, cold, expected.temperature_matters),
-        row_of("top-p", judgements.judge_top_p, top_p, top_p_scores, half),
-        row_of("sampling mask", judgements.judge_mask, mask, expected.truncated),
-        row_of("seeds", lambda seeded: judgements.judge_seeds(seeded[:-1], seeded[-1]), seeded),
+        row_of(
+            "temperature", distribution.judge_temperature, hot, hot_scores, cold, cold_at, expected.temperature_matters
+        ),
+        row_of(
+            "top-p", distribution.judge_top_p_kept if engine.renormalises else distribution.judge_top_p, top_p,
+            top_p_scores, half, expected.truncated,
+        ),
+        row_of("sampling mask", distribution.judge_mask, mask, expected.truncated),
+        row_of("seeds", lambda seeded: distribution.judge_seeds(seeded[:-1], seeded[-1]), seeded),
         row_of("precision", judgements.judge_precision, dtype, step, expected.dtype),
         row_of("decode and prefill", judgements.judge_decode, plain, plain_scores, half),
         row_of("repeats", judgements.judge_repeats, first, second, half),
@@ -178,10 +183,15 @@ async def _updates(probe: Probe) -> UpdateSupport | str:
         return error.detail
 
 
-async def _scored(probe: Probe, sample: DetailedSample | UnsupportedByEngine) -> TokenScores:
+async def _scored(probe: Probe, sample: DetailedSample | NotAnswered) -> TokenScores:
     """The server's scores of a sample's tokens."""
     sample = known(sample)
     return await probe.score(sample.prompt, sample.output)
+
+
+async def _greedy(probe: Probe, prompt: list[int] | NotAnswered) -> DetailedSample:
+    """A few greedy tokens after a prompt, on its cached keys and values, if there are any."""
+    return await probe.generate(known(prompt), CACHED_TOKENS, temperature=0.0)
 
 
 async def _seeded(probe: Probe, seeds: list[int]) -> list[DetailedSample]:
@@ -194,8 +204,8 @@ async def _mask(probe: Probe) -> DetailedSample | str:
     """A response with its sampling mask, or the reason why the server refused the request."""
     try:
         return await probe.generate(
-            probe.fresh_prompt(), MASK_TOKENS, top_p=judgements.MASK_TOP_P, top_k=judgements.MASK_TOP_K,
-            likeliest=2 * judgements.MASK_TOP_K, sampling_mask=True,
+            probe.fresh_prompt(), MASK_TOKENS, top_p=distribution.MASK_TOP_P, top_k=distribution.MASK_TOP_K,
+            likeliest=2 * distribution.MASK_TOP_K, sampling_mask=True,
         )
     except RolloutError as error:
         if isinstance(error, RolloutServerError) and error.status is None:

@@ -64,7 +64,6 @@ class TemporaryWeights:
         try:
             await self._probe.pause_generation("retract")
             await self._send({name: self._originals[name]}, self._version)
-            await self._probe.update_weight_version(self._version)
             await self._probe.flush_cache()
         finally:
             await self._probe.continue_generation()
@@ -82,8 +81,9 @@ class TemporaryWeights:
         engine = self._probe.engine
         payload = engine.serialized(list(tensors.items()))
         await self._probe.reopen_weight_update()
-        await self._probe.control(engine.update_weights_from_tensor([payload] * self._ranks, weight_version=version))
+        await self._probe.control(engine.update_weights_from_tensor([payload] * self._ranks))
         await self._probe.end_weight_update()
+        await self._probe.update_weight_version(version)
 
 
 async def uninterrupted(work: Coroutine[Any, Any, None]) -> None:

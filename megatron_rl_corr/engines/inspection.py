@@ -120,6 +120,9 @@ class Inspection(Protocol):
     remedies: Mapping[str, str] = MappingProxyType({})
     """What mends what an examination finds, in this engine's flags: a name in DEFECTS of doctor/findings.py -> that."""
 
+    renormalises: bool = False
+    """Log-probs of a sample under top_p are renormalised on what it kept; False: of the whole vocabulary."""
+
     # Samples and scores
 
     def detailed_sample(

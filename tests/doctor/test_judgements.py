@@ -14,24 +14,28 @@ import torch
 from megatron_rl_corr.doctor import DEFECTS, KINDS, Examination, Expected, Row, exit_status
 from megatron_rl_corr.doctor.command import as_json, as_table
 from megatron_rl_corr.doctor.distances import by_probability, distance, grid_step, slope, switch_position
+from megatron_rl_corr.doctor.distribution import (
+    judge_mask,
+    judge_seeds,
+    judge_temperature,
+    judge_top_p,
+    judge_top_p_kept,
+)
 from megatron_rl_corr.doctor.findings import found
-from megatron_rl_corr.doctor.full_check import _weights, judge_spans, judge_update
+from megatron_rl_corr.doctor.full_check import _weights
 from megatron_rl_corr.doctor.judgements import (
     is_half,
     judge_cache,
     judge_decode,
-    judge_mask,
     judge_precision,
     judge_repeats,
     judge_routes,
-    judge_seeds,
-    judge_temperature,
-    judge_top_p,
     judge_updates,
     judge_version,
 )
 from megatron_rl_corr.doctor.questions import Facts
 from megatron_rl_corr.doctor.reference_model import experts_shape, hypotheses, judge_model
+from megatron_rl_corr.doctor.update_judgements import judge_spans, judge_update
 from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.engines.inspection import DetailedSample, KeptIds, ServedModel, TokenScores
 from megatron_rl_corr.engines.routes import ExpertShape
@@ -148,7 +152,7 @@ def tempered(hot_slope, cold_gap, matters=True):
     hot = answer(-2 + hot_slope * (raw - best), top=[[-2.0]] * 3)
     reported = cold_gap * 1000 if abs(hot_slope - 0.5) < 0.05 else cold_gap
     cold = answer([-1 - reported, -1, -1], top=[[-1.0]] * 3)
-    return judge_temperature(hot, scores(raw, top=best[:, None]), cold, matters)
+    return judge_temperature(hot, scores(raw, top=best[:, None]), cold, 1e-3, matters)
 
 
 @pytest.mark.parametrize(
@@ -175,13 +179,13 @@ def test_temperature_when_the_run_samples_at_1_then_unscaled_logprobs_are_a_note
 
 def test_temperature_when_the_model_is_certain_then_it_cannot_be_told():
     certain = scores([-1e-9] * 3)
-    row = judge_temperature(answer([-1e-9] * 3), certain, answer([0.0] * 3), True)
+    row = judge_temperature(answer([-1e-9] * 3), certain, answer([0.0] * 3), 1e-3, True)
     assert row.status == "note" and "unknown: " in row.message
 
 
 @pytest.mark.parametrize("rise, defect", [(0.0, None), (0.05, None), (math.log(2), "logprobs_of_another_set")])
 def test_top_p_when_logprobs_rise_by_the_kept_half_then_filtered(rise, defect):
-    assert judge_top_p(answer([-2 + rise, -3 + rise]), scores([-2, -3]), half=False).defect == defect
+    assert judge_top_p(answer([-2 + rise, -3 + rise]), scores([-2, -3]), half=False, matters=True).defect == defect
 
 
 def masked(logprob, mask=(7, 9), output=7):
@@ -306,10 +310,58 @@ def test_repeats_when_the_first_id_differs_then_found_unless_rounding_explains_i
     assert row.status == status and row.numbers["lead"] == pytest.approx(lead) and row.numbers["same_ids"] == 0
 
 
+def kept_top_p(rises, likeliest, half=False, matters=True):
+    """The row of answers whose log-probs lie above their scores by `rises`, at tokens whose likeliest id has these."""
+    scored = scores([-3.0] * len(rises), top=np.log(np.array(likeliest))[:, None])
+    return judge_top_p_kept(answer([-3.0 + rise for rise in rises]), scored, half, matters)
+
+
+@pytest.mark.parametrize(
+    "rises, likeliest, status, words",
+    [
+        # The likeliest has 0.2: kept are 0.5 to 0.7, so log-probs rise by 0.357 to 0.693. It has 0.8: alone, by 0.223.
+        ([0.36, 0.69], [0.2, 0.2], "ok", "rise by"),
+        ([0.5, -math.log(0.8)], [0.2, 0.8], "ok", "rise by"),
+        ([0.34, 0.69], [0.2, 0.2], "finding", "50% of the log-probs"),
+        ([0.36, 0.70], [0.2, 0.2], "finding", "50% of the log-probs"),
+        ([0.5, 0.3], [0.2, 0.8], "finding", "50% of the log-probs"),
+        ([0.0, 0.0], [0.2, 0.2], "finding", "of the whole vocabulary"),
+        ([0.0, 0.0], [0.9995, 0.9999], "note", "unknown"),
+    ],
+)
+def test_top_p_when_log_probs_are_of_what_it_kept_then_they_rise_by_what_the_likeliest_id_allows(
+    rises, likeliest, status, words
+):
+    row = kept_top_p(rises, likeliest)
+    assert row.status == status and words in row.message
+    assert row.defect == ("logprobs_of_another_set" if status == "finding" else None)
+
+
+def test_top_p_when_log_probs_are_raw_and_the_run_does_not_truncate_then_a_note():
+    row = kept_top_p([0.0, 0.0], [0.2, 0.2], matters=False)
+    assert row.status == "note" and row.message.startswith("the run does not truncate")
+
+
+def test_temperature_when_the_engine_has_a_lowest_one_then_the_gap_is_measured_in_it():
+    # At 0.01 a sample 0.9 nats (at temperature 1) below the likeliest has a chance of e^-90, one of 1.1 nats e^-110.
+    raw, best = array(-3, -2, -4), array(-1, -1, -1)
+    hot = answer(raw / 2, top=(best / 2)[:, None])
+    for gap, defect in ((0.9, None), (1.1, "temperature_ignored")):
+        cold = answer([-gap / 0.01], top=[[0.0]])
+        row = judge_temperature(hot, scores(raw, top=best[:, None]), cold, 0.01, True)
+        assert row.defect == defect and row.numbers["gap"] == pytest.approx(gap)
+
+
 def test_cache_when_cached_scores_differ_then_stale_and_without_cache_nothing_is_said():
-    assert judge_cache(scores([-1], cached_tokens=9), scores([-1]), half=False).status == "ok"
-    assert judge_cache(scores([-1], cached_tokens=9), scores([-1.1]), half=False).defect == "stale_prefix_cache"
-    assert judge_cache(scores([-1]), scores([-1.1]), half=False).status == "note"
+    assert judge_cache(answer([-1], cached_tokens=9), scores([-1]), half=False).status == "ok"
+    assert judge_cache(answer([-1], cached_tokens=9), scores([-1.1]), half=False).defect == "stale_prefix_cache"
+    assert judge_cache(answer([-1], cached_tokens=0), scores([-1.1]), half=False).status == "note"
+
+
+def test_cache_when_the_server_does_not_tell_what_was_cached_then_stale_is_found_and_right_is_a_note():
+    assert judge_cache(answer([-1]), scores([-1.1]), half=False).defect == "stale_prefix_cache"
+    row = judge_cache(answer([-1]), scores([-1]), half=False)
+    assert row.status == "note" and "does not tell how many" in row.message
 
 
 # Identity
@@ -423,10 +475,10 @@ def test_spans_when_no_token_is_of_the_new_weights_then_nothing_is_said():
 
 
 def test_update_when_logprobs_stay_or_the_cache_is_old_then_found():
-    old, new = scores([-1]), scores([-2])
-    assert judge_update(old, new, new, half=False).status == "ok"
-    assert judge_update(old, old, old, half=False).defect == "update_without_effect"
-    assert judge_update(old, scores([-1], cached_tokens=9), new, half=False).defect == "stale_prefix_cache"
+    old, new, sample = scores([-1]), scores([-2]), answer([-3], cached_tokens=9)
+    assert judge_update(old, new, sample, scores([-3]), half=False).status == "ok"
+    assert judge_update(old, old, sample, scores([-3]), half=False).defect == "update_without_effect"
+    assert judge_update(old, new, sample, scores([-4]), half=False).defect == "stale_prefix_cache"
 
 
 # Against the model
@@ -438,8 +490,15 @@ def test_update_when_logprobs_stay_or_the_cache_is_old_then_found():
 )
 def test_model_when_bfloat16_moves_it_by_a_hundredth_then_four_times_that_is_rounding(d, defect):
     reference = array(-1, -2)
-    row = judge_model(reference - d, reference, reference + 0.01)
+    row = judge_model(reference - d, reference, reference + 0.01, half=True)
     assert row.defect == defect
+
+
+@pytest.mark.parametrize("d, defect", [(2e-3, "model_difference"), (3e-3, "another_checkpoint")])
+def test_model_when_the_server_is_in_float32_then_a_quarter_of_what_bfloat16_does_is_another_checkpoint(d, defect):
+    reference = array(-1, -2)
+    measured = reference - array(0, d)  # as one expert of many makes them differ: few tokens, by much less than 16 bits
+    assert judge_model(measured, reference, reference + 0.01, half=False).defect == defect
 
 
 def test_hypotheses_when_the_answer_is_of_one_then_its_mean_is_zero():

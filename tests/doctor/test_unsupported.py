@@ -56,7 +56,7 @@ def test_quick_when_the_engine_supports_no_question_then_each_row_failed_and_nam
     assert messages["version"] == "server_info: not supported by recorded samples"
     assert messages["weight updates"] == "lists of endpoints: not supported by recorded samples"
     assert messages["temperature"] == messages["seeds"] == messages["sampling mask"] == SAMPLES
-    assert messages["prefix cache"] == "scores of given tokens: not supported by recorded samples"
+    assert messages["prefix cache"] == "server_info: not supported by recorded samples"
     assert (same.check, same.status, same.message) == ("servers", "failed", SAMPLES) and url.endswith("second.jsonl")
     examination = Examination(url, rows)
     assert exit_status([examination]) == 2 and f"  FAILED  temperature         {SAMPLES}" in as_table([examination])
@@ -74,7 +74,7 @@ def test_full_and_model_when_the_engine_supports_no_question_then_rows_say_so(as
         probe, rows = Probe(client, client.base_urls[0]), []
         _, facts = await ask_quick(probe, Expected())
         await ask_full(probe, facts, None, lambda what: None, rows)
-        return rows, await ask_model(probe, "no folder", lambda what: None)
+        return rows, await ask_model(probe, False, "no folder", lambda what: None)
 
     full, model = ask_recorded(scenario)
     assert [(row.check, row.status, row.message) for row in full] == [

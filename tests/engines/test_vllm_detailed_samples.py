@@ -114,15 +114,15 @@ def npy(array):
 
 
 def test_routed_ids_when_the_shape_is_not_the_models_then_it_says_so():
-    ids = np.zeros((3, 2, 2), np.uint8)
+    ids = np.array([[[0, 1]] * 2] * 3, np.uint8)
     shape = ExpertShape(2, (0, 1), 2, 8)
     assert routed_ids(None, tokens=4, shape=shape) is None
     assert routed_ids(npy(ids), tokens=4, shape=shape) == routed_ids(npy(ids), tokens=4, shape=None) == 12
-    assert "(3, 2, 2) ids, where the model has (4, 2, 2)" in routed_ids(npy(ids), tokens=5, shape=None)
-    assert "(3, 2, 4)" in routed_ids(npy(ids), tokens=4, shape=ExpertShape(2, (0, 1), 4, 8))
-    assert routed_ids(npy(ids + 8), tokens=4, shape=shape) == "expert 8 of 8"
-    for wrong in ("no base64!", base64.b64encode(b"no npy").decode()):
-        assert "no base64 of a .npy file" in routed_ids(wrong, tokens=4, shape=shape)
+    assert routed_ids(npy(ids), tokens=5, shape=None) == "3 x 2 x 2 ids for 4 tokens"
+    assert "rule rows" in routed_ids(npy(ids), tokens=4, shape=ExpertShape(2, (0, 1), 4, 8))
+    assert "rule range: expert 8" in routed_ids(npy(ids + 8), tokens=4, shape=shape)
+    assert "rule base64" in routed_ids("no base64!", tokens=4, shape=shape)
+    assert "rule npy" in routed_ids(base64.b64encode(b"no npy").decode(), tokens=4, shape=shape)
 
 
 # What a server tells of itself

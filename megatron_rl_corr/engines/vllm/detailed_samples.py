@@ -5,8 +5,6 @@ P prompt tokens, R response tokens, K likeliest ids of a token.
 
 from __future__ import annotations
 
-import base64
-import io
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +15,8 @@ from megatron_rl_corr.engines.inspection import DetailedSample, KeptIds, TokenSc
 from megatron_rl_corr.engines.routes import ExpertShape
 from megatron_rl_corr.engines.trajectory import SamplingParams, VersionSpan
 from megatron_rl_corr.engines.types import Request, UnsupportedByEngine
-from megatron_rl_corr.engines.vllm.requests import GENERATE
+from megatron_rl_corr.engines.vllm.requests import GENERATE, sampling_fields
+from megatron_rl_corr.engines.vllm.routed_experts import decode, read_ids
 from megatron_rl_corr.engines.vllm.seeds import server_seed
 
 MALFORMED = (KeyError, TypeError, IndexError, ValueError)
@@ -32,18 +31,8 @@ def detailed_sample(
 
     Whether the sampling mask and the routed experts are returned is for the server's flags alone: no request asks.
     """
-    params = {
-        "max_tokens": sampling.max_new_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": max(sampling.top_k, 0),  # 0: off
-        "min_p": sampling.min_p,
-        "stop_token_ids": list(sampling.stop_token_ids),
-        "ignore_eos": sampling.ignore_eos,
-        # One more than K: the list begins with the sampled id, and is cut to this length.
-        "logprobs": likeliest + 1,
-        "detokenize": False,
-    }
+    # One more than K: the list begins with the sampled id, and is cut to this length.
+    params = sampling_fields(sampling) | {"logprobs": likeliest + 1}
     if seed is not None:
         params["seed"] = server_seed(seed)
     return _generate(prompt_ids, params, request_id=request_id, cache_key=cache_key)
@@ -85,7 +74,7 @@ def score(
     """
     if cached:
         raise UnsupportedByEngine("vLLM", "scores with cached prefixes")
-    params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": likeliest, "detokenize": False}
+    params = sampling_fields(SamplingParams(1, temperature=0.0)) | {"prompt_logprobs": likeliest}
     return _generate([*prompt_ids, *output_ids], params, cache_key=cache_key)
 
 
@@ -114,15 +103,14 @@ def routed_ids(encoded: str | None, *, tokens: int, shape: ExpertShape | None) -
     if encoded is None:
         return None
     try:
-        ids = np.load(io.BytesIO(base64.b64decode(encoded, validate=True)), allow_pickle=False)
-    except (ValueError, EOFError, OSError) as error:
-        return f"routed_experts is no base64 of a .npy file ({error})"
-    expected = (tokens - 1, *ids.shape[1:]) if shape is None else (tokens - 1, shape.num_layers, shape.top_k)
-    if ids.shape != expected or ids.ndim != 3 or ids.size == 0:
-        return f"{ids.shape} ids, where the model has {expected}: tokens, layers, experts of a token"
-    if shape is not None and int(ids[:, list(shape.layers)].max()) >= shape.experts:
-        return f"expert {int(ids[:, list(shape.layers)].max())} of {shape.experts}"
-    return int(ids.size)
+        ids = read_ids(encoded)
+        if shape is not None:
+            decode(encoded, tokens=tokens, shape=shape)
+        elif ids.ndim != 3 or len(ids) != tokens - 1 or ids.size == 0:
+            raise ValueError(f"{' x '.join(map(str, ids.shape))} ids for {tokens - 1} tokens")
+        return int(ids.size)
+    except ValueError as error:
+        return str(error)
 
 
 def _generate(

@@ -67,6 +67,7 @@ class VLLM(Engine):
 
     recognizes = staticmethod(server_version.recognizes)
     remedies = REMEDIES
+    renormalises = True
     detailed_sample = staticmethod(detailed_samples.detailed_sample)
     parse_detailed_sample = staticmethod(detailed_samples.parse_detailed_sample)
     score = staticmethod(detailed_samples.score)
