@@ -250,9 +250,10 @@ async def ask_update(probe: Probe, weights: TemporaryWeights, half: bool) -> Row
         await probe.pause_generation("retract")
         async with weights.scaled(FIRST_NORM, 4.0, VERSION):
             await probe.continue_generation()
-            after = await probe.score(prompt, sample.output)
+            # First: scores read no cache, but vLLM's leave the prompt in it, computed anew.
             cached = await probe.generate(prompt, CACHED_TOKENS, temperature=0.0)
             fresh = await probe.score(prompt, cached.output)
+            after = await probe.score(prompt, sample.output)
     finally:
         await uninterrupted(_resume(probe))
     return judge_update(before, after, cached, fresh, half)

@@ -1,5 +1,7 @@
 """What mends each finding of the doctor at a vLLM server."""
 
+from megatron_rl_corr.engines.vllm.updates import EXTENSION
+
 _TESTED = "vLLM 0.32"
 _INVARIANT = "with VLLM_BATCH_INVARIANT=1 in its environment"
 _PROCESSED = "start the server with --logprobs-mode processed_logprobs"
@@ -30,8 +32,7 @@ REMEDIES = {
         f"serve with {_TESTED}, and with the checkpoint that --rollout-hf-checkpoint names",
     "version_unsupported": f"serve with {_TESTED}",
     "no_weight_updates":
-        f"serve with {_TESTED}, VLLM_SERVER_DEV_MODE=1 in its environment, and the --worker-extension-cls and "
-        "--weight-transfer-config of this package",
+        f"serve with {_TESTED}, VLLM_SERVER_DEV_MODE=1 in its environment, and {EXTENSION}",
     "stale_prefix_cache":
         "pause with clear_cache=true, or POST /reset_prefix_cache after every weight update (a push of ours does), or "
         "start with --no-enable-prefix-caching",
