@@ -34,6 +34,7 @@ class Probe(ServerControl):
         super().__init__(client.fleet, [url], update_timeout_s=timeout_s)
         self.engine = client.engine_of(url)
         self.client, self.url, self.timeout_s = client, url, timeout_s
+        self._info: dict[str, Any] | None = None
 
     def fresh_prompt(self, tokens: int = PROMPT_TOKENS) -> list[int]:
         """P random ids, of which no server has anything cached."""
@@ -45,7 +46,7 @@ class Probe(ServerControl):
 
     async def cacheable(self) -> int:
         """P of a prompt of which the server's cache can hold a part: a whole block and some more ids."""
-        block = self.engine.cache_block((await self.server_info())[0])
+        block = self.engine.cache_block(await self.info())
         return PROMPT_TOKENS if block == 1 else block + PROMPT_TOKENS
 
     def _id(self, number: int) -> int:
@@ -63,8 +64,14 @@ class Probe(ServerControl):
 
     async def served_model(self) -> ServedModel:
         """The model, and what its weights are called."""
-        (model,), (server,) = await self.model_info(), await self.server_info()
-        return self.engine.served_model(model, server)
+        (model,) = await self.model_info()
+        return self.engine.served_model(model, await self.info())
+
+    async def info(self) -> dict[str, Any]:
+        """Version and launch options, as the first answer told them."""
+        if self._info is None:
+            (self._info,) = await self.server_info()
+        return self._info
 
     async def generate(
         self, prompt: list[int], tokens: int, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int = -1,

@@ -97,9 +97,8 @@ async def ask_quick(probe: Probe, expected: Expected) -> tuple[list[Row], Facts]
         RolloutError: the server could not be asked.
     """
     engine, vocab_size = probe.engine, probe.client.vocab_size
-    info, model, updates = await asyncio.gather(
-        if_supported(_info(probe)), if_supported(probe.served_model()), if_supported(_updates(probe))
-    )
+    info = await if_supported(probe.info())
+    model, updates = await asyncio.gather(if_supported(probe.served_model()), if_supported(_updates(probe)))
     fixed = attempt(probe.fixed_prompt, await if_supported(probe.cacheable()))
     cold_at = max(distribution.COLD, engine.limits.min_temperature)
     repeated = probe.fresh_prompt()
@@ -165,10 +164,6 @@ async def ask_same(probes: list[Probe], facts: list[Facts]) -> list[tuple[str, R
     return rows
 
 
-async def _info(probe: Probe) -> dict[str, Any]:
-    return (await probe.server_info())[0]
-
-
 async def _updates(probe: Probe) -> UpdateSupport | str:
     """How weights can be updated, or why the server does not list its endpoints."""
     try:
@@ -178,7 +173,7 @@ async def _updates(probe: Probe) -> UpdateSupport | str:
             raise
         return error.detail
     try:
-        return probe.engine.update_support(probe.url, answer, await _info(probe))
+        return probe.engine.update_support(probe.url, answer, await probe.info())
     except RolloutProtocolError as error:
         return error.detail
 

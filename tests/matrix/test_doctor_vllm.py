@@ -1,0 +1,57 @@
+"""The doctor on vLLM servers that need flags of their own: raw log-probs, and the V2 model runner."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_rl_corr import cli
+from tests.preloaded import PreloadedServer
+from tools.cpu import environment, gpu_available, vllm_arguments
+
+pytestmark = pytest.mark.skipif(gpu_available(), reason="make setup-vllm installs vLLM without a GPU only")
+PROCESSED = "start the server with --logprobs-mode processed_logprobs, or train with "
+
+
+@pytest.fixture(scope="module")
+def raw_server(tiny_moe_dir, tmp_path_factory):
+    """bfloat16, and log-probs of the softmax at temperature 1, whatever is asked for: vLLM's default."""
+    with PreloadedServer(
+        tiny_moe_dir, engine="vllm", dtype="bfloat16", log_path=tmp_path_factory.mktemp("raw") / "server.log",
+        extra_arguments=[*vllm_arguments(), "--logprobs-mode", "raw_logprobs"], environment=environment("vllm"),
+    ) as server:  # fmt: skip
+        yield server
+
+
+@pytest.fixture
+def doctor(capsys):
+    """doctor(url, *flags): exit status, rows by name and {name of a finding: its remedy}."""
+
+    def run(url, *flags):
+        status = cli.main(["doctor", "--url", url, "--json", *map(str, flags)])
+        (server,) = json.loads(capsys.readouterr().out)["servers"]
+        rows = {row["check"]: row for row in server["rows"]}
+        found = {finding["name"]: finding["remedy"] for finding in server["findings"]}
+        return SimpleNamespace(status=status, found=found, rows=rows)
+
+    return run
+
+
+def test_doctor_when_log_probs_are_raw_and_the_run_samples_hot_then_found_by_name(raw_server, doctor, tiny_moe_dir):
+    answer = doctor(raw_server.url, "--temperature", 2, "--model", tiny_moe_dir, "--expect-dtype", "float32")
+    assert set(answer.found) == {"logprobs_without_temperature", "dtype_differs", "model_difference"}
+    assert answer.found["logprobs_without_temperature"] == PROCESSED + "--rollout-temperature 1"
+    assert answer.rows["temperature"]["numbers"]["slope"] == pytest.approx(1, abs=0.05)
+    assert answer.rows["precision"]["numbers"]["grid"] in (2**-8, 2**-9)  # logits around 1 in 8 bits
+
+
+def test_doctor_when_log_probs_are_raw_and_the_run_truncates_then_found_by_name(raw_server, doctor):
+    answer = doctor(raw_server.url, "--top-p", 0.9, "--top-k", 8, "--expect-dtype", "bfloat16")
+    assert set(answer.found) == {"logprobs_of_another_set", "sampling_mask_missing"}
+    assert answer.found["logprobs_of_another_set"] == PROCESSED + "--rollout-top-p 1 --rollout-top-k -1"
+
+
+def test_doctor_when_the_run_samples_at_temperature_1_then_the_same_server_is_right(raw_server, doctor):
+    answer = doctor(raw_server.url, "--temperature", 1, "--expect-dtype", "bfloat16")
+    assert answer.found == {} and answer.status == 0
+    assert answer.rows["temperature"]["status"] == answer.rows["top-p"]["status"] == "note"
