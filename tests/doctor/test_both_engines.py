@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +14,7 @@ from megatron_rl_corr.doctor.weight_change import FIRST_NORM, TemporaryWeights, 
 from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.rollout import RolloutClient
+from tests.preloaded import run_preloaded
 
 ROOT = Path(__file__).resolve().parents[2]
 UNEQUAL = ("repeats", "prefix cache")
@@ -95,11 +94,20 @@ def test_full_when_the_server_is_right_then_every_row_is_what_its_engine_can_do(
     assert numbers["temperature-scaled"] < 1e-5 and numbers["raw"] > 1e-2
 
 
-def test_model_when_it_is_another_checkpoint_then_semantic_with_the_engines_remedy(engine_server, doctor, tmp_path):
+@pytest.fixture(scope="module")
+def other_checkpoint(tmp_path_factory):
+    """The tiny model of another seed."""
+    folder = tmp_path_factory.mktemp("other")
+    made = run_preloaded([ROOT / "examples/quickstart/make_model.py", folder, "--seed", 1], engine="sglang")
+    assert made.returncode == 0, made.stderr
+    return folder
+
+
+def test_model_when_it_is_another_checkpoint_then_semantic_with_the_engines_remedy(
+    engine_server, doctor, other_checkpoint
+):
     engine, server = engine_server
-    make = [sys.executable, ROOT / "examples/quickstart/make_model.py", tmp_path, "--seed", "1"]
-    subprocess.run(make, check=True, capture_output=True)
-    answer = doctor(server.url, "--model", tmp_path)
+    answer = doctor(server.url, "--model", other_checkpoint)
     ((name, remedy),) = [(finding["name"], finding["remedy"]) for finding in answer.findings]
     assert name == "another_checkpoint" and remedy == load_engine(engine).remedies[name]
     numbers = answer.findings[0]["numbers"]
@@ -139,7 +147,6 @@ def test_model_when_two_experts_of_one_layer_are_exchanged_then_the_weights_diff
     ((name, numbers),) = [(finding["name"], finding["numbers"]) for finding in answer.findings]
     # Less than four times what 16 bits would do, and the server computes in 32.
     assert name == "another_checkpoint" and numbers["max"] > 1e-2
-    assert doctor(server.url, "--model", tiny_moe_dir).rows["model difference"]["status"] == "ok"
 
 
 def test_quick_check_when_the_cache_is_older_than_the_weights_then_stale_prefix_cache(engine_server, tiny_moe_dir):
@@ -160,3 +167,14 @@ def test_quick_check_when_the_cache_is_older_than_the_weights_then_stale_prefix_
     # Of 83 ids: one time in ten another prompt of the check begins as one that is cached, and is decoded on stale keys.
     assert {finding.name for finding in during} <= {"stale_prefix_cache", "decode_prefill_difference"}
     assert finding.kind == "objective" and finding.remedy == load_engine(engine).remedies[finding.name]
+
+
+def test_servers_when_one_command_asks_both_engines_then_each_in_its_words_and_their_scores_agree(
+    sglang_server_fp32, vllm_server_fp32, capsys
+):
+    urls = [sglang_server_fp32.url, vllm_server_fp32.url]
+    assert cli.main(["doctor", "--json", *(word for url in urls for word in ("--url", url))]) == 0
+    servers = json.loads(capsys.readouterr().out)["servers"]
+    first, second = ({row["check"]: row for row in server["rows"]} for server in servers)
+    assert first["version"]["message"].startswith("SGLang ") and second["version"]["message"].startswith("vLLM ")
+    assert second["servers"]["status"] == "ok" and second["servers"]["numbers"]["max"] < 1e-5
