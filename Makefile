@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 
 QUICKSTART := $(PYTHON) examples/quickstart/run.py
 QUICKSTART_OPTIONS := $(if $(SEED),--seed $(SEED)) $(if $(STEPS),--steps $(STEPS)) \
-	$(if $(SERVER_DTYPE),--server-dtype $(SERVER_DTYPE)) $(if $(ASYNC),--asynchronous)
+	$(if $(ENGINE),--engine $(ENGINE)) $(if $(SERVER_DTYPE),--server-dtype $(SERVER_DTYPE)) $(if $(ASYNC),--asynchronous)
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,7 +30,7 @@ test-matrix: setup-vllm ## Run corrected steps on every supported release of meg
 lint: setup ## Check style and line length
 	$(PYTHON) -m ruff check .
 
-quickstart: setup ## Train the tiny MoE against a real SGLang server; SEED= STEPS= SERVER_DTYPE= ASYNC=1
+quickstart: $(if $(filter vllm,$(ENGINE)),setup-vllm,setup) ## Train the tiny MoE against a real SGLang server; ENGINE=vllm SEED= STEPS= SERVER_DTYPE= ASYNC=1
 	$(QUICKSTART) $(QUICKSTART_OPTIONS)
 
 quickstart-stop: setup ## End what an interrupted quickstart left running

@@ -1,4 +1,4 @@
-"""What the examples share: an SGLang server and Megatron on this machine, without a GPU, and a clean end of both."""
+"""What the examples share: a rollout server and Megatron on this machine, without a GPU, and a clean end of both."""
 
 import argparse
 import json
@@ -89,11 +89,28 @@ def make_model(script, model, *options):
     )  # fmt: skip
 
 
-def local_server(model, *, dtype, log_path, extra_arguments=()):
-    """A server of the model; start it with `start`."""
+def local_server(model, *, engine="sglang", dtype, log_path, seed, slots, extra_arguments=()):
+    """A server of the model; start it with `start`.
+
+    Args:
+        engine: "sglang" or "vllm".
+        dtype: the weights' and activations'.
+        log_path: file for all that it prints.
+        seed: of its sampling.
+        slots: requests that it works on at a time.
+        extra_arguments: its own flags.
+    """
+    arguments = {"sglang": cpu.sglang_arguments, "vllm": cpu.vllm_arguments}[engine](HIDDEN_GPU)
+    slots_flag, seed_flag = {
+        "sglang": ("--max-running-requests", "--random-seed"), "vllm": ("--max-num-seqs", "--seed")
+    }[engine]  # fmt: skip
+    try:
+        variables = environment(engine)
+    except FileNotFoundError as error:
+        raise LocalServerError(str(error)) from error
     return LocalServer(
-        model, dtype=dtype, log_path=log_path, environment=environment("sglang"),
-        extra_arguments=[*cpu.sglang_arguments(HIDDEN_GPU), *extra_arguments],
+        model, engine=engine, dtype=dtype, log_path=log_path, environment=variables,
+        extra_arguments=[*arguments, slots_flag, str(slots), seed_flag, str(seed), *extra_arguments],
     )  # fmt: skip
 
 

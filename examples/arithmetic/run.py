@@ -80,8 +80,7 @@ def run(options, out, running):
     before = sampled(out, out / "model")
     EXAMPLE.say(f"2/5 starting SGLang in bfloat16; its log is {out / 'server.log'}")
     server = local_server(
-        out / "model", dtype="bfloat16", log_path=out / "server.log",
-        extra_arguments=["--max-running-requests", "128", "--random-seed", str(options.seed)],
+        out / "model", dtype="bfloat16", log_path=out / "server.log", seed=options.seed, slots=128
     )
     server.start()
     running.add(server.pid)

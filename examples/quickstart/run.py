@@ -1,7 +1,7 @@
-"""The quickstart: make a tiny MoE, serve it with SGLang, train it with Megatron against that, draw the run.
+"""The quickstart: make a tiny MoE, serve it with SGLang or vLLM, train it with Megatron against that, draw the run.
 
-run.py [--seed 0] [--steps 60] [--server-dtype bfloat16] [--router-replay R3] [--asynchronous] [--out DIR]
-       [-- more launcher flags]
+run.py [--engine vllm] [--seed 0] [--steps 60] [--server-dtype bfloat16] [--router-replay R3] [--asynchronous]
+       [--out DIR] [-- more launcher flags]
 run.py --stop
 """
 
@@ -21,6 +21,7 @@ from tools import cpu  # noqa: E402
 
 EXAMPLE = Example("quickstart")
 PROMPTS_A_KIND = 4
+TITLES = {"sglang": "SGLang", "vllm": "vLLM"}
 
 
 def parse_arguments(argv):
@@ -28,13 +29,20 @@ def parse_arguments(argv):
         __doc__, steps=60, seed_help="of the model's weights, the sampling and the order of prompts"
     )
     add = parser.add_argument
+    add("--engine", choices=TITLES, default="sglang", help="the program that samples; vllm needs make setup-vllm")
     add("--server-dtype", choices=("bfloat16", "float32"), default="bfloat16",
         help="bfloat16 shows a real mismatch with the float32 trainer, float32 next to none")
     add("--router-replay", choices=("off", "R3"), default="off",
         help="experts of a token in training: Megatron's choice, or the server's")
     add("--asynchronous", action="store_true",
         help="train twice: each step waiting for its samples, then with samples that are made during the step before")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.engine == "vllm" and options.router_replay != "off":
+        parser.error(
+            "--router-replay R3 needs --engine sglang: without a GPU, vLLM returns routed experts from its V2 model "
+            "runner only, which Triton's interpreter runs at some ten tokens a second"
+        )
+    return options
 
 
 def write_prompts(path):
@@ -50,7 +58,7 @@ def training_command(out, folder, model, url, options, *ahead):
         "--expert-model-parallel-size", 2, "--expert-tensor-parallel-size", 1,
         "--micro-batch-size", 16, "--global-batch-size", 64, "--train-iters", options.steps,
         "--lr", 2e-3, "--lr-decay-style", "constant", "--seed", options.seed + 1, "--eval-interval", 1000,
-        "--rollout-url", url, "--rollout-prompts", out / "prompts.jsonl",
+        "--rollout-url", url, "--rollout-engine", options.engine, "--rollout-prompts", out / "prompts.jsonl",
         "--rollout-reward-function", f"{HERE / 'reward.py'}:reward", "--rollout-group-size", 8,
         "--rollout-max-new-tokens", WANTED_TOKENS, "--rollout-log-dir", folder,
         # Token weights truncated at 2; a response whose geometric mean ratio is off by 0.4% is rejected.
@@ -66,12 +74,11 @@ def run(options, out, running):
     model = out / "model"
     make_model(HERE / "make_model.py", model, "--seed", options.seed)
     write_prompts(out / "prompts.jsonl")
-    EXAMPLE.say(f"2/4 starting SGLang in {options.server_dtype}; its log is {out / 'server.log'}")
-    replayed = ["--enable-return-routed-experts"] if options.router_replay == "R3" else []
+    EXAMPLE.say(f"2/4 starting {TITLES[options.engine]} in {options.server_dtype}; its log is {out / 'server.log'}")
     server = local_server(
-        model, dtype=options.server_dtype, log_path=out / "server.log",
-        extra_arguments=["--max-running-requests", "64", "--random-seed", str(options.seed), *replayed],
-    )
+        model, engine=options.engine, dtype=options.server_dtype, log_path=out / "server.log", seed=options.seed,
+        slots=64, extra_arguments=["--enable-return-routed-experts"] if options.router_replay == "R3" else [],
+    )  # fmt: skip
     server.start()
     running.add(server.pid)
     try:

@@ -148,7 +148,7 @@ def vllm_arguments(base: Mapping[str, str] = os.environ) -> list[str]:
     return [
         "--enforce-eager",
         "--distributed-executor-backend", "uni",
-        # The default takes whole GiB; 64 MiB hold 16384 tokens of the tiny models in float32.
+        # The default takes whole GiB; 64 MiB hold 32768 tokens of the tiny models in float32.
         "--kv-cache-memory-bytes", str(64 << 20),
         "--max-num-seqs", "32",
     ]  # fmt: skip
