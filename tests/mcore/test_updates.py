@@ -79,8 +79,9 @@ def test_updates_of_a_batch_when_the_policy_moves_then_they_are_those_of_plain_d
         if loss == BYPASS:  # pi_rollout is another policy from the first update on
             assert report["loss/clip_fraction"] > 0 and "rollout_corr/k3_kl" in report
             continue
-        assert (report["loss/clip_fraction"] > 0) == (report["loss/old_new_k3_kl"] > 1e-6) == (update > 0)
+        assert (report["loss/old_new_k3_kl"] > 1e-6) == (update > 0) >= (report["loss/clip_fraction"] > 0)
         assert ("rollout_corr/weight_mean" in report) == (update == 0)
+    assert any(report["loss/clip_fraction"] > 0 for report in reports)
     assert all(rank[loss][1] == [4] for rank in ranks), "weights are pushed once, after the last update"
     weights = {name: tensor for rank in ranks for name, tensor in rank[loss][2].items()}
     assert weights.keys() == wanted["weights"].keys()
