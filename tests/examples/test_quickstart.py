@@ -1,4 +1,4 @@
-"""The quickstart as a user starts it: real SGLang, real Megatron, four processes; and what it leaves behind."""
+"""The quickstart as a user starts it: a real server, real Megatron, four processes; and what it leaves behind."""
 
 import json
 import os
