@@ -79,6 +79,14 @@ class Engine(Inspection, Protocol):
         """Why this server, as it was started, can't sample so, with the remedy; None: it can."""
         return None
 
+    def sampling_test(self, sampling: SamplingParams) -> Request | None:
+        """Ask for a sample that shows which distribution log-probs are of; None: there is nothing to find out."""
+        return None
+
+    def sampling_test_problem(self, answer: Mapping[str, Any], sampling: SamplingParams) -> str | None:
+        """What the answer to `sampling_test` says is wrong, with the remedy; None: nothing."""
+        return None
+
     def generate(
         self, prompt_ids: list[int], sampling: SamplingParams, request_id: str | None = None, *, seed: int,
         routed_experts: bool = False, routes_from: int = 0, cache_key: str | None = None,
@@ -89,7 +97,7 @@ class Engine(Inspection, Protocol):
             prompt_ids: P ids, each in the vocabulary.
             sampling: how to sample; where it `needs_mask` the answer must bring the sampling mask.
             request_id: a name by which `abort_request` can end it.
-            seed: in [-2**63, 2**63), for servers with deterministic inference.
+            seed: in [-2**63, 2**63), for servers that heed one.
             routed_experts: also return which experts each token but the last went to.
             routes_from: leave out the routes of the first tokens.
             cache_key: share keys and values only with requests of the same one.

@@ -45,12 +45,16 @@ def check_servers(kind: str, sampling: SamplingParams, client: RolloutClient, lo
 
 
 def _sampling_problem(sampling: SamplingParams, client: RolloutClient, loop: LoopThread) -> StartupError | None:
+    """By what each server tells of itself, and by what it samples."""
     try:
         client.check_sampling(sampling)  # now that it is known what the servers run
     except ValueError as refusal:
         return StartupError(str(refusal))
     for url, info in zip(client.base_urls, loop.call(client.server_info()), strict=True):
-        problem = client.engine_of(url).sampling_problem(info, sampling)
+        engine = client.engine_of(url)
+        problem, test = engine.sampling_problem(info, sampling), engine.sampling_test(sampling)
+        if problem is None and test is not None:
+            problem = engine.sampling_test_problem(loop.call(client.ask(url, test)), sampling)
         if problem is not None:
             return StartupError(f"{url}: {problem}")
     return None

@@ -65,6 +65,19 @@ def may_retry(error: RolloutError) -> bool:
     )
 
 
+def _check_length(part: Trajectory, sampling: SamplingParams, request: Request) -> None:
+    """RolloutServerError for a response that a server cut silently, before max_new_tokens, at its context length."""
+    tokens = part.output_ids.numel()
+    if part.finish_reason == "length" and tokens < sampling.max_new_tokens:
+        raise RolloutServerError(
+            part.server, request.endpoint, 200,
+            f"a response cut to {tokens} of {sampling.max_new_tokens} tokens, behind {part.prompt_ids.numel()} of "
+            "prompt",
+            remedy="its context length has no room for both: start it with a longer one, or use shorter prompts or a "
+            "smaller `max_new_tokens`",
+        )  # fmt: skip
+
+
 class Retries:
     """Samples from a pool. A sample has one request in flight at a time, so it can't be answered twice.
 
@@ -233,6 +246,7 @@ class Retries:
         # The weights may have been updated in flight, also more than once: a stale server has none of these versions.
         if sent_for >= 0 and part.output_ids.numel() and part.oldest_version not in versions[sent_for:]:
             raise StaleWeightsError(server.url, request.endpoint, part.oldest_version, versions[-1])
+        _check_length(part, sampling, request)
         server.flaps = 0
         if part.output_ids.numel():
             # What was computed anew after a pause counts as cached.

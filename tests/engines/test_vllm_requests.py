@@ -101,6 +101,22 @@ def test_sampling_problem_when_the_server_was_started_so_then_it_is_named_with_t
     assert problem is None if message is None else message in problem
 
 
+def one_token(logprob):
+    return {"choices": [{"logprobs": {"content": [{"token_id": 4, "logprob": logprob}]}}]}
+
+
+def test_sampling_test_when_temperature_or_truncation_then_one_id_whose_logprob_must_be_0():
+    assert all(ENGINE.sampling_test(SamplingParams(8, **fields)) is None for fields in ({}, {"temperature": 0}))
+    for fields in ({"temperature": 2.0}, {"top_k": 5}, {"top_p": 0.9, "top_k": 5}):
+        sampling = SamplingParams(8, **fields)
+        asked = ENGINE.sampling_test(sampling).json["sampling_params"]
+        assert (asked["top_k"], asked["max_tokens"], asked["temperature"]) == (1, 1, sampling.temperature)
+        assert ENGINE.sampling_test_problem(one_token(-1e-7), sampling) is None
+        problem = ENGINE.sampling_test_problem(one_token(-3.5), sampling)
+        assert "log-prob -3.5, not 0" in problem and "--logprobs-mode processed_logprobs" in problem
+        assert "has no log-prob" in ENGINE.sampling_test_problem({"choices": []}, sampling)
+
+
 def test_server_info_when_read():
     assert ENGINE.dtype(INFO) == "bfloat16" and not ENGINE.is_quantized(INFO)
     assert ENGINE.is_quantized(info("model_config", quantization="fp8"))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from aiohttp import web
 
-from megatron_rl_corr.rollout import SamplingParams
+from megatron_rl_corr.rollout import SampleFailure, SamplingParams
 
 ONE = SamplingParams(1)
 
@@ -60,7 +60,8 @@ def test_generate_when_cut_short_then_not_continued_where_it_was_cut_though_the_
         asked.append(("busy", body["input_ids"]))
         if len(asked) == 1:
             await asyncio.sleep(0.3)
-        return faulty.one_token(len(body["input_ids"]))
+        tokens = body["sampling_params"]["max_new_tokens"]
+        return faulty.answer(len(body["input_ids"]), [5] * tokens, {"type": "length", "length": tokens})
 
     async def pausing(request):
         body = await request.json()
@@ -172,7 +173,7 @@ def test_generate_when_a_stop_text_spans_the_cut_then_the_response_ends_with_it(
 
     async def scenario(client):
         top_k = 5 if truncated else -1
-        (trajectory,) = await client.generate([[1]], SamplingParams(8, stop=("de",), top_k=top_k))
+        (trajectory,) = await client.generate([[1]], SamplingParams(5, stop=("de",), top_k=top_k))
         assert trajectory.output_ids.tolist() == [2, 3, 4] and trajectory.finish_reason == "stop"
         assert trajectory.rollout_logprobs.tolist() == [-2, -3, -4]
         assert [(span.start, span.end) for span in trajectory.weight_versions] == [(0, 3)]
@@ -207,3 +208,14 @@ def test_generate_when_what_stops_can_not_be_honoured_then_refused_before_anythi
             await client.generate([[1]], SamplingParams(8, **sampling))
 
     faulty.run(scenario, always_cut(faulty, [2]))
+
+
+def test_generate_when_a_response_is_cut_before_max_new_tokens_then_refused_and_the_server_stays(faulty):
+    """As vLLM does at its --max-model-len, without a word."""
+
+    async def scenario(client):
+        with pytest.raises(SampleFailure, match="cut to 1 of 2 tokens, behind 1 of prompt; its context length") as error:
+            await client.generate([[1]], SamplingParams(2))
+        assert error.value.cause == "refused" and client.counts()["left_out"] == 0
+
+    faulty.run(scenario, faulty.good)

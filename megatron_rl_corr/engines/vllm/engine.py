@@ -52,6 +52,8 @@ class VLLM(Engine):
     generate = staticmethod(requests.generate_request)
     parse = staticmethod(responses.parse_generate)
     sampling_problem = staticmethod(servers.sampling_problem)
+    sampling_test = staticmethod(servers.sampling_test)
+    sampling_test_problem = staticmethod(servers.sampling_test_problem)
 
     parse_control = staticmethod(responses.parse_control)
     health = staticmethod(requests.health)

@@ -7,14 +7,17 @@ from typing import Any
 
 from megatron_rl_corr.engines.errors import RolloutProtocolError
 from megatron_rl_corr.engines.trajectory import SamplingParams
-from megatron_rl_corr.engines.types import ServerRanks
-from megatron_rl_corr.engines.vllm.requests import GENERATE
+from megatron_rl_corr.engines.types import Request, ServerRanks
+from megatron_rl_corr.engines.vllm.requests import GENERATE, generate_request
 from megatron_rl_corr.engines.vllm.server_facts import config_of
 from megatron_rl_corr.engines.vllm.updates import EXTENSION
 
 _FULL_PRECISION_CACHES = ("auto", "bfloat16", "float16", "float32")
 _GUARDED = ("/v1", "/v2", "/inference")
 """The paths that --api-key guards."""
+
+_ROUNDING = 1e-3
+"""A log-prob that is 0 but for rounding."""
 
 
 def remedy(endpoint: str, status: int, detail: str) -> str:
@@ -129,6 +132,35 @@ def raw_problem(sampling: SamplingParams) -> str:
         f"`temperature` {sampling.temperature:g}, `top_p` {sampling.top_p:g}, `top_k` {sampling.top_k} and `min_p` "
         f"{sampling.min_p:g}; start it with --logprobs-mode processed_logprobs"
     )
+
+
+def sampling_test(sampling: SamplingParams) -> Request | None:
+    """A sample of one token at the run's temperature from one id, by `top_k` 1, whose log-prob must be 0.
+
+    /server_info tells how a server was started; this tells what it does. Every prompt is good for it.
+    """
+    if not needs_processed(sampling):
+        return None
+    sampled = SamplingParams(1, temperature=sampling.temperature or 1.0, ignore_eos=True)
+    request = generate_request([0], sampled, seed=0)
+    request.json["sampling_params"]["top_k"] = 1
+    return request
+
+
+def sampling_test_problem(answer: Mapping[str, Any], sampling: SamplingParams) -> str | None:
+    """Why log-probs are not of the distribution sampled from, with the remedy; None: they are.
+
+    Args:
+        answer: to `sampling_test`.
+        sampling: the run's.
+    """
+    try:
+        logprob = answer["choices"][0]["logprobs"]["content"][0]["logprob"]
+    except (KeyError, IndexError, TypeError) as error:
+        return f"its answer to a sample of one token has no log-prob ({error!r})"
+    if abs(logprob) <= _ROUNDING:
+        return None
+    return f"a sample from one id alone had log-prob {logprob:g}, not 0: {raw_problem(sampling)}"
 
 
 def _mask_problem(returns_mask: bool, sampling: SamplingParams) -> str | None:
