@@ -1,7 +1,9 @@
 """Waits until a real server has sampled, by what it says of its load."""
 
+import functools
 import json
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 
@@ -11,7 +13,17 @@ WITHIN_S = 30.0
 
 def wait_until_sampling(url: str) -> None:
     """Returns once a real server holds 20 tokens of running requests."""
-    _wait(lambda: _load(url)["num_used_tokens"] >= 20, f"{url} has not sampled 20 tokens")
+    before = None
+
+    def has_sampled() -> bool:
+        nonlocal before
+        if not has_loads(url):
+            running, tokens = _vllm_load(url)
+            before = tokens if before is None else before
+            return running > 0 and tokens >= before + 20
+        return _load(url)["num_used_tokens"] >= 20
+
+    _wait(has_sampled, f"{url} has not sampled 20 tokens")
 
 
 def wait_for_tokens(urls: Sequence[str], steps: int = 5) -> None:
@@ -32,6 +44,26 @@ def wait_for_tokens(urls: Sequence[str], steps: int = 5) -> None:
         return bool(grown) and grown == running
 
     _wait(have_grown, f"{urls} have not sampled {steps} tokens of each request")
+
+
+@functools.cache
+def has_loads(url: str) -> bool:
+    """SGLang tells its load at /v1/loads; vLLM tells of tokens among its metrics."""
+    try:
+        _load(url)
+    except urllib.error.HTTPError:
+        return False
+    return True
+
+
+def _vllm_load(url: str) -> tuple[float, float]:
+    """(running requests, tokens sampled so far)."""
+    with OPENER.open(f"{url}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    return tuple(
+        sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"vllm:{name}{{"))
+        for name in ("num_requests_running", "generation_tokens_total")
+    )
 
 
 def _load(url: str) -> dict:
