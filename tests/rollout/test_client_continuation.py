@@ -214,7 +214,7 @@ def test_generate_when_a_response_is_cut_before_max_new_tokens_then_refused_and_
     """As vLLM does at its --max-model-len, without a word."""
 
     async def scenario(client):
-        with pytest.raises(SampleFailure, match="cut to 1 of 2 tokens, behind 1 of prompt; its context length") as error:
+        with pytest.raises(SampleFailure, match="cut to 1 of 2 tokens, behind 1 of prompt; its context") as error:
             await client.generate([[1]], SamplingParams(2))
         assert error.value.cause == "refused" and client.counts()["left_out"] == 0
 
