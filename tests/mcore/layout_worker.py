@@ -318,7 +318,11 @@ def whole_gradients(parameters, layout):
     grads = [replace(p, tensor=p.tensor.main_grad) for p in parameters]
     exporter = StageExporter(grads, layout.shard, layout.stage_groups, stage=layout.pp_rank, num_stages=layout.pp_size)
     tensors = {name: tensor.clone() for unit in exporter.units() for name, tensor in unit}
-    return tensors if exporter.sends else {}
+    if not exporter.sends:
+        assert exporter.planned() == {}
+        return {}
+    assert exporter.planned() == {name: list(tensor.shape) for name, tensor in tensors.items()}
+    return tensors
 
 
 def gradient_error(expected, grads):

@@ -120,7 +120,8 @@ def test_export_of_a_last_stage_when_embeddings_are_tied_then_all_but_the_copy_a
     chunk.decoder.layers[0].mlp.router.expert_bias.copy_(BIAS)
     parameters = local_parameters([chunk], NameTable(CONFIG, padded_vocab_size=4), experts_per_rank=0)
     groups = StageGroups(tp=None, expert=None, sender=0)
-    units = list(StageExporter(parameters, ShardRanks(), groups, stage=1, num_stages=2).units())
+    exporter = StageExporter(parameters, ShardRanks(), groups, stage=1, num_stages=2)
+    units = list(exporter.units())
     attention = "model.layers.2.self_attn."
     assert sorted([name for name, _ in unit] for unit in units) == [
         [GATE + "e_score_correction_bias"], [GATE + "weight"],
@@ -128,3 +129,4 @@ def test_export_of_a_last_stage_when_embeddings_are_tied_then_all_but_the_copy_a
     ]  # fmt: skip
     sent = dict(named for unit in units for named in unit)
     assert torch.equal(sent[GATE + "e_score_correction_bias"], BIAS)
+    assert exporter.planned() == {name: list(tensor.shape) for name, tensor in sent.items()}
