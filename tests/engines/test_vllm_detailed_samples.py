@@ -92,7 +92,8 @@ def test_parse_when_logprobs_are_of_something_else_then_error_names_the_endpoint
 def test_scores_when_parsed_then_of_the_ids_after_the_prompt_and_never_from_the_cache():
     body = VLLM.score([1, 2], [3, 4], cached=False, likeliest=2, cache_key="v3").json
     assert body["token_ids"] == [1, 2, 3, 4] and body["cache_salt"] == "v3"
-    assert {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 2}.items() <= body["sampling_params"].items()
+    params = {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "prompt_logprobs": 2}
+    assert params.items() <= body["sampling_params"].items()
     with pytest.raises(UnsupportedByEngine, match="scores with cached prefixes"):
         VLLM.score([1, 2], [3, 4], cached=True, likeliest=2)
     rows = [

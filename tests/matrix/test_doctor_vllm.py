@@ -55,3 +55,27 @@ def test_doctor_when_the_run_samples_at_temperature_1_then_the_same_server_is_ri
     answer = doctor(raw_server.url, "--temperature", 1, "--expect-dtype", "bfloat16")
     assert answer.found == {} and answer.status == 0
     assert answer.rows["temperature"]["status"] == answer.rows["top-p"]["status"] == "note"
+
+
+def test_doctor_when_the_v2_runner_returns_routed_experts_then_they_are_of_the_models_shape(
+    tiny_moe_dir, tmp_path_factory, doctor
+):
+    with PreloadedServer(
+        tiny_moe_dir, engine="vllm", dtype="float32", log_path=tmp_path_factory.mktemp("experts") / "server.log",
+        extra_arguments=[*vllm_arguments(), "--enable-return-routed-experts"], environment=environment("vllm_v2"),
+    ) as server:  # fmt: skip
+        answer = doctor(server.url, "--expect-routed-experts", "--expect-dtype", "float32", "--timeout", 300)
+    assert answer.found == {}
+    row = answer.rows["routed experts"]
+    assert row["status"] == "ok" and row["numbers"]["ids"] == 47 * 4 * 2  # 24 + 24 - 1 tokens, layers, experts
+
+
+def test_doctor_when_the_server_returns_masks_then_what_it_refuses_is_named_and_the_mask_is_right(
+    vllm_v2_server_fp32, doctor
+):
+    answer = doctor(vllm_v2_server_fp32.url, "--top-p", 0.9, "--top-k", 8, "--timeout", 300)
+    assert answer.found == {} and answer.status == 2
+    assert answer.rows["sampling mask"]["status"] == "ok"
+    refused = {check: row["message"] for check, row in answer.rows.items() if row["status"] == "failed"}
+    assert {"repeats", "prefix cache"} <= set(refused)
+    assert all(message.startswith("refused: ") and "--return-sampling-mask" in message for message in refused.values())

@@ -74,7 +74,8 @@ def score(
     """
     if cached:
         raise UnsupportedByEngine("vLLM", "scores with cached prefixes")
-    params = sampling_fields(SamplingParams(1, temperature=0.0)) | {"prompt_logprobs": likeliest}
+    # A server that returns sampling masks refuses temperature 0, and a request without a top_k. 1 is greedy.
+    params = sampling_fields(SamplingParams(1)) | {"top_k": 1, "prompt_logprobs": likeliest}
     return _generate([*prompt_ids, *output_ids], params, cache_key=cache_key)
 
 
