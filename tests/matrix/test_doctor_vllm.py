@@ -78,4 +78,4 @@ def test_doctor_when_the_server_returns_masks_then_what_it_refuses_is_named_and_
     assert answer.rows["sampling mask"]["status"] == "ok"
     refused = {check: row["message"] for check, row in answer.rows.items() if row["status"] == "failed"}
     assert {"repeats", "prefix cache"} <= set(refused)
-    assert all(message.startswith("refused: ") and "--return-sampling-mask" in message for message in refused.values())
+    assert [m for m in refused.values() if not m.startswith("refused: ") or "--return-sampling-mask" not in m] == []
