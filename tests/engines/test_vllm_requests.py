@@ -148,7 +148,7 @@ def test_version_when_too_old_new_or_unknown_then_it_is_named(version, lacks, no
         ("/inference/v1/generate", 403, "", "--enable-scale-out"),
         ("/weight_info", 404, "", "VLLM_SERVER_DEV_MODE=1"),
         ("/inference/v1/generate", 404, "", "is this the address"),
-        ("/inference/v1/generate", 500, "sampling distribution replay requires top_k > 0", "without"),
+        ("/inference/v1/generate", 500, '{"error":{"message":""}}', "--return-sampling-mask samples with `top_k`"),
         ("/health", 503, "", "its engine has died"),
         ("/inference/v1/generate", 400, "", ""),
     ],
