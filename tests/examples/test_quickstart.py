@@ -272,7 +272,7 @@ def test_stop_while_the_server_starts_then_no_process_is_left(tmp_path):
     out = tmp_path / "run"
     with Quickstart(out) as quickstart:
         quickstart.read_until("2/4 starting SGLang")
-        quickstart.read_until("waiting for the SGLang server")
+        quickstart.read_until("waiting for the server")
         [server] = quickstart.groups()
         # Only this one: another test's quickstart may be running in the same checkout.
         stop = [sys.executable, RUN, "--stop", "--out"]
