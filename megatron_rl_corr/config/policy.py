@@ -71,6 +71,14 @@ class WeightSyncConfig(Options):
     """After every push, checksum asks every server for checksums of its weights, which must agree with the other
     servers' and with the trainer's own of up to 256 MiB a pipeline stage; off asks nothing."""
 
+    probe_push: Literal["on", "off"] = "on"
+    """After every push, every server scores the data's first prompts (256 tokens at most), and its log-probs must be
+    those of the trainer's own forward pass; off asks nothing."""
+
+    max_probe_log_ratio: Annotated[float | None, Positive()] = option(None, metavar="X", needs="probe_push=on")
+    """Largest |log-ratio| of a token of these prompts (default: 1e-4 where trainer and server compute in float32; else
+    no bound of one token, but a mean k3 of at most 0.01, 0.1 for a quantised server)."""
+
     def check(self) -> None:
         if self.weight_transport == "disk" and self.weight_dir is None:
             raise ValueError(

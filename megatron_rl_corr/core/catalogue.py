@@ -105,6 +105,10 @@ TOKENS = in_group(
         "rollout_corr/by_turn/", "the same for first turns and later ones; later ones often contain tool results",
         "the metric of that name over turn 0 (first) and the others (later)", only_with="an environment",
     ),
+    MetricSpec(
+        "rollout_corr/by_engine/", "the same, and log_ratio_abs_max, of the samples of one rollout engine",
+        "over each engine, and a+b: responses begun at a and continued at b", only_with="servers of two engines",
+    ),
 )
 
 SEQUENCES = in_group(

@@ -5,6 +5,7 @@ T tokens of packed sequences (this context-parallel rank's), S sequences.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import TYPE_CHECKING
@@ -15,7 +16,14 @@ from torch import Tensor
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.config.rules import RULE_INPUTS, inputs_of
 from megatron_rl_corr.core.metrics import Max, Metric
-from megatron_rl_corr.core.mismatch import pack, rejection_metrics, sequence_metrics, token_metrics, weight_metrics
+from megatron_rl_corr.core.mismatch import (
+    engine_metrics,
+    pack,
+    rejection_metrics,
+    sequence_metrics,
+    token_metrics,
+    weight_metrics,
+)
 from megatron_rl_corr.core.ratios import Spans, SpanSums, TokenRatios
 from megatron_rl_corr.core.rejection import (
     Rejection,
@@ -108,6 +116,8 @@ def compute_correction(
     groups: ParallelGroups | None = None,
     turn_ids: Tensor | None = None,
     num_turns: int | None = None,
+    engine_ids: Tensor | None = None,
+    engines: Sequence[str] = (),
     **inputs: Tensor | None,
 ) -> Correction:
     """Weights w = bounded(rho), keep mask and metrics, with rho = pi_train / pi_rollout.
@@ -122,6 +132,7 @@ def compute_correction(
         seq_ids: [T] int64 in [0, num_sequences), the same numbering on every context-parallel rank.
         groups: the ranks that the batch is sharded over; None: this rank has all of it.
         turn_ids: [T] int64, 0 for a sequence's first turn, below num_turns where turns decide something.
+        engine_ids: [T] int64, which of `engines` sampled it; None: no metrics by engine.
         inputs: [T] each, by their names in config/rules.RULE_INPUTS: advantages, routing.
 
     Raises:
@@ -133,7 +144,8 @@ def compute_correction(
     ratios = TokenRatios.of(train_logprobs, rollout_logprobs, loss_mask, needed)
     spans = Spans(seq_ids, num_sequences, turn_ids, num_turns if _by_turn(config) else 1)
 
-    parts = token_metrics(ratios, turn_ids)  # first, while nothing else is held: its rows are the largest
+    by_engine = {} if engine_ids is None else engine_metrics(ratios, engine_ids, engines)
+    parts = by_engine | token_metrics(ratios, turn_ids)  # first, while nothing else is held: its rows are the largest
 
     verdicts = token_verdicts(config, ratios)
     if config.rollout_m2_threshold is not None:

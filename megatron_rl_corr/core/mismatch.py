@@ -7,6 +7,7 @@ to +-20. Everything is 0 outside the valid tokens, so plain sums over T are sums
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache, partial
 
 import torch
@@ -115,6 +116,28 @@ def _sums_by_part(ratios: TokenRatios, turn_ids: Tensor | None, columns: Columns
     if turn_ids is not None:
         found |= dict(zip([f"by_turn/{turn}/" for turn in TURNS], table.sum(dim=1).unbind(dim=1), strict=True))
     return {part: sums.unbind() for part, sums in found.items()}
+
+
+def engine_metrics(ratios: TokenRatios, engine_ids: Tensor, engines: Sequence[str]) -> Parts:
+    """The main means and the largest |D| over the tokens that each engine sampled.
+
+    Args:
+        ratios: of the tokens.
+        engine_ids: [T] int64 in [0, len(engines)).
+        engines: their names, the same on all ranks.
+    """
+    d, e, size = ratios.log_ratio, ratios.rho_less_one, ratios.log_ratio.abs()
+    sums = segment_sums({
+        "tokens": lambda: ratios.one, "d": lambda: d, "d_clamped": lambda: d.clamp(LOWEST, OUTLIER), "e": lambda: e,
+        "e_clamped": lambda: e.clamp(math.expm1(LOWEST), math.expm1(OUTLIER)), "size": lambda: size,
+        "size_clamped": lambda: size.clamp(max=OUTLIER),
+    }, engine_ids, len(engines))  # fmt: skip
+    parts: Parts = {}
+    for number, (name, totals) in enumerate(zip(engines, sums.unbind(dim=1), strict=True)):
+        parts |= _main_means(f"by_engine/{name}/", *totals.unbind())
+        largest = _largest(torch.where(engine_ids == number, size, constant(0.0, size.dtype, size.device)))
+        parts[f"by_engine/{name}/log_ratio_abs_max"] = m.MaxOfPresent, (largest, totals[0])
+    return parts
 
 
 def _main_means(

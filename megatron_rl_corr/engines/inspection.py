@@ -66,6 +66,8 @@ class TokenScores:
     """[R, K] log-probs of the likeliest ids at their positions, in falling order."""
     cached_tokens: int
     """Prompt tokens whose keys and values were cached."""
+    version: str | None = None
+    """The name of the weights that answered; None: the server does not tell."""
 
 
 @dataclass(frozen=True)

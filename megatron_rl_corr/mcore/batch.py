@@ -107,6 +107,10 @@ class RolloutBatch:
     """Larger than every turn id, the same on all ranks; None without turn_ids."""
     in_loss: Tensor | None = None
     """[N] bool: False for a sample that only its group's baseline counts. None: all are in the loss."""
+    engine_ids: Tensor | None = None
+    """[N] int64: which of `engines` sampled it; None where all have the same."""
+    engines: tuple[str, ...] = ()
+    """Names as `Trajectory.engine` has them."""
     ends: Tensor | None = None
     """[N] int64: number of real positions of the whole row, where columns were cut; None: read from the mask."""
     sampling_masks: SamplingMasks | None = None
@@ -199,7 +203,7 @@ class RolloutBatch:
         """These rows of the batch, by their places in it, in this order."""
         rows, masks = torch.as_tensor(samples, device=self.tokens.device), self.sampling_masks
         names = ("tokens", "labels", "loss_mask", "rollout_logprobs", "rewards", "group_ids", "version_lags",
-                 "turn_ids", "ends", "in_loss")  # fmt: skip
+                 "turn_ids", "ends", "in_loss", "engine_ids")  # fmt: skip
         cut = {name: getattr(self, name)[rows] for name in names if getattr(self, name) is not None}
         return replace(self, **cut, sampling_masks=masks and masks.at(self.host_places_of(samples)))
 

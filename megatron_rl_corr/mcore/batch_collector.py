@@ -74,6 +74,11 @@ class BatchCollector(ABC):
         self.filtered = self.oversampled = False
         """Groups are filtered; more are sampled than steps take. Either has metrics of its own."""
 
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """What `Trajectory.engine` may be, the same on all ranks, where servers run several engines; else ()."""
+        return ()
+
     @abstractmethod
     def _submit_take(self, number: int) -> concurrent.futures.Future[Taken]:
         """Begin to take this leader's groups of a batch."""
@@ -118,6 +123,8 @@ class BatchCollector(ABC):
             filtered=self.filtered, oversampled=self.oversampled, truncated_samples=self._truncated_samples,
         )
         whole = self._broadcast(batch)
+        if self.engines:
+            whole = replace(whole, engine_ids=self._broadcast_engine_ids(), engines=self.engines)
         own = whole.context_slice(self._layout.cp_group.rank(), self._layout.cp_group.size())
         if self.sampling.truncated:
             parts, self._sampling_masks = self._sampling_masks, None
@@ -126,6 +133,14 @@ class BatchCollector(ABC):
         experts = [sample.routed_experts for sample in self.trajectories] if self._layout.is_data_leader else None
         self._routes.scatter(experts, whole.cu_seqlens.tolist())
         return own
+
+    def _broadcast_engine_ids(self) -> torch.Tensor:
+        """Which of `engines` each of the batch's samples came from, [S] int64 on every rank of its replica."""
+        ids = torch.zeros(self._rows, dtype=torch.int64, device=self.device)
+        if self._layout.is_data_leader:
+            ids = torch.tensor([self.engines.index(one.engine) for one in self.trajectories], device=self.device)
+        broadcast_to_replica([ids], self._layout)
+        return ids
 
     def _broadcast(self, batch: RolloutBatch | PackedBatch | None) -> RolloutBatch | PackedBatch:
         """The leader's batch (None on others) on every rank of its replica."""

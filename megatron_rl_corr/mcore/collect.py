@@ -163,6 +163,11 @@ class Collector(BatchCollector):
             if self._failed_prompts.add(row, number) and dist.get_rank() == 0:
                 warn(f"row {row} of --rollout-prompts is left out for an epoch: its groups failed {NAMED_AFTER} times")
 
+    @property
+    def engines(self) -> tuple[str, ...]:
+        names = sorted(self._client.fleet.engines)
+        return (*names, "+".join(names)) if len(names) > 1 else ()
+
     def _submit_take(self, number: int) -> concurrent.futures.Future[Taken]:
         self._tokens_before = self._client.counts()["tokens"]
         return self._loop.submit(self._stream.take(number))

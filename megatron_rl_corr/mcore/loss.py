@@ -53,6 +53,9 @@ class LossInputs:
     turn_ids: Tensor | None = None
     """[T] int64, in [0, num_turns); None where sequences have one turn."""
     num_turns: int | None = None
+    engine_ids: Tensor | None = None
+    """[T] int64: which of `engines` sampled the label; None where all have the same."""
+    engines: tuple[str, ...] = ()
 
     def tokens(self, start: int, stop: int) -> LossInputs:
         """Those of tokens [start, stop)."""
@@ -91,7 +94,7 @@ def make_loss_inputs(
     correction = compute_correction(
         old_logprobs, batch.flat(batch.rollout_logprobs), trained_tokens(batch), batch.seq_ids,
         num_sequences=batch.num_sequences, config=config, groups=groups, turn_ids=batch.flat_turn_ids,
-        num_turns=batch.num_turns, **inputs,
+        num_turns=batch.num_turns, engine_ids=_engine_ids(batch), engines=batch.engines, **inputs,
     )
     advantages = all_reduce_advantages(batch, config, groups, group_size=group_size, correction=correction)
     return _loss_inputs(batch, correction, advantages, config, old_logprobs=old_logprobs)
@@ -122,8 +125,12 @@ def _loss_inputs(
     return LossInputs(
         batch.flat(batch.rollout_logprobs), mask, mask & batch.spread(batch.version_lags == 0),
         batch.spread(advantages), correction, token_coefficients(correction, batch.seq_ids, config), old_logprobs,
-        turn_ids=batch.flat_turn_ids, num_turns=batch.num_turns,
+        turn_ids=batch.flat_turn_ids, num_turns=batch.num_turns, engine_ids=_engine_ids(batch), engines=batch.engines,
     )
+
+
+def _engine_ids(batch: RolloutBatch | PackedBatch) -> Tensor | None:
+    return None if batch.engine_ids is None else batch.spread(batch.engine_ids)
 
 
 def batch_metrics(
@@ -242,7 +249,7 @@ class CorrectedLoss:
             config=self.config,
             # The batch's totals are known, and the other replicas may be at another microbatch.
             groups=None if self.groups is None else replace(self.groups, dp_cp=None), advantages=inputs.advantages,
-            turn_ids=inputs.turn_ids, num_turns=inputs.num_turns,
+            turn_ids=inputs.turn_ids, num_turns=inputs.num_turns, engine_ids=inputs.engine_ids, engines=inputs.engines,
         )
 
     @torch.no_grad()

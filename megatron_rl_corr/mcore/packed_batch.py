@@ -57,6 +57,10 @@ class PackedBatch:
     """[S] float32: the trainer's weight version minus the one that sampled the first token."""
     in_loss: Tensor | None = None
     """[S] bool: False for a sample that only its group's baseline counts. None: all are in the loss."""
+    engine_ids: Tensor | None = None
+    """[S] int64: which of `engines` sampled it; None where all have the same."""
+    engines: tuple[str, ...] = ()
+    """Names as `Trajectory.engine` has them."""
     turn_ids: Tensor | None = None
     """[T] int64: the policy's turn that sampled the label, from 0; 0 outside the mask. None: sequences of one turn."""
     num_turns: int | None = None
@@ -193,7 +197,7 @@ class PackedBatch:
         padded = np.diff(self.cu_seqlens)[np.asarray(samples, dtype=np.int64)]
         numbers = np.repeat(np.arange(len(samples)), padded // self.cp[1])
         cut = self._tokens_at(places) | {"seq_ids": torch.from_numpy(numbers).to(places.device, non_blocking=True)}
-        names = ("rewards", "group_ids", "version_lags", "in_loss")
+        names = ("rewards", "group_ids", "version_lags", "in_loss", "engine_ids")
         by_row = {name: getattr(self, name)[rows] for name in names if getattr(self, name) is not None}
         return replace(
             self, **cut, **by_row, cu_seqlens=np.concatenate([[0], np.cumsum(padded)]),

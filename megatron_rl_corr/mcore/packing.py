@@ -57,8 +57,13 @@ def pack_limits(args: argparse.Namespace) -> PackLimits | None:
     if args.rollout_pad_sequences:
         return None
     tokens = args.rollout_max_tokens_per_microbatch or args.seq_length * args.micro_batch_size
+    return PackLimits(tokens, attention_share(args), microbatch_multiple(args))
+
+
+def microbatch_multiple(args: argparse.Namespace) -> int:
+    """A pass of the model takes a multiple of so many microbatches: interleaved pipeline stages take them in groups."""
     stages = args.virtual_pipeline_model_parallel_size and args.pipeline_model_parallel_size
-    return PackLimits(tokens, attention_share(args), args.microbatch_group_size_per_vp_stage or stages or 1)
+    return args.microbatch_group_size_per_vp_stage or stages or 1
 
 
 def karmarkar_karp(costs: Sequence[float], parts: int, *, equal_sizes: bool = False) -> list[list[int]]:

@@ -14,6 +14,7 @@ from megatron_rl_corr.engines.errors import RolloutError
 from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.mcore.collect import SampleSource
 from megatron_rl_corr.mcore.first_step import FirstStep
+from megatron_rl_corr.mcore.push_probe import PushProbe
 from megatron_rl_corr.mcore.reference import Reference
 from megatron_rl_corr.mcore.server_check import broadcast_first_step, check_servers
 from megatron_rl_corr.mcore.source_check import check_source
@@ -42,17 +43,24 @@ class WeightPush:
     """The name of this start within the names of its weight versions."""
     bucket_bytes: int
     reference: Reference
+    probe: PushProbe | None = None
+    """--rollout-probe-push."""
 
-    def __call__(self, version: int) -> None:
-        """Every rank calls it. Raises ReferenceInPlace as `Reference.check_live`."""
+    def __call__(self, version: int) -> dict[str, float]:
+        """What the probe found, on every rank. Every rank calls it, with whole and current weights.
+
+        Raises:
+            ReferenceInPlace: as `Reference.check_live`.
+            RolloutError, OSError, PeerFailure: as `push_weights` and `PushProbe.all_reduce_compared`.
+        """
         self.reference.check_live("pushed")
-        push_weights(
-            self.exporter, self.servers, version=versions.name(self.run_id, version), bucket_bytes=self.bucket_bytes
-        )
+        name = versions.name(self.run_id, version)
+        push_weights(self.exporter, self.servers, version=name, bucket_bytes=self.bucket_bytes)
+        return {} if self.probe is None else self.probe.all_reduce_compared(self.servers, name)
 
 
 def reach_servers(
-    options: RunConfig, exporter: StageExporter, source: SampleSource, reference: Reference
+    options: RunConfig, exporter: StageExporter, source: SampleSource, reference: Reference, probe: PushProbe | None
 ) -> WeightPush:
     """Find the servers, and make what sends them weights; every rank calls it.
 
@@ -63,7 +71,7 @@ def reach_servers(
     client, loop = source.client, source.loop
     run_id = _broadcast_reached(client, loop)
     servers = _weight_servers(options, exporter, client, loop)
-    return WeightPush(exporter, servers, run_id, int(options.bucket_mib * 2**20), reference)
+    return WeightPush(exporter, servers, run_id, int(options.bucket_mib * 2**20), reference, probe)
 
 
 def broadcast_checked(

@@ -24,6 +24,7 @@ from megatron_rl_corr.mcore.hf_saves import HFSaves, check_folder
 from megatron_rl_corr.mcore.packing import pack_limits
 from megatron_rl_corr.mcore.policy_check import check_model, naming_checkpoint
 from megatron_rl_corr.mcore.prompt_checks import training_prompts
+from megatron_rl_corr.mcore.push_probe import broadcast_probe, print_probe
 from megatron_rl_corr.mcore.reference import Reference
 from megatron_rl_corr.mcore.reference_start import broadcast_reference
 from megatron_rl_corr.mcore.replay_collect import ReplayCollector
@@ -148,14 +149,18 @@ def start(
         parts.parameters, layout.shard, layout.stage_groups, stage=layout.pp_rank, num_stages=layout.pp_size
     )
     collector, servers = parts.collector, None
+    logprobs = _logprobs(options, layout, parts.vocab_size, megatron.model)
     if parts.source is None:
         push = _no_push(reference)
         first_step = collector.broadcast_first_step(options.max_first_step_kl)
     else:
-        push = reach_servers(options, exporter, parts.source, reference)
+        probe = broadcast_probe(
+            options, args, parts.source, megatron.model, megatron.optimizer, layout, shape, logprobs
+        )
+        push = reach_servers(options, exporter, parts.source, reference, probe)
         servers = push.servers
         with compat.gathered_parameters(megatron.model, megatron.optimizer):
-            push(updates.batches(args.iteration))
+            print_probe(push(updates.batches(args.iteration)))
         try:
             first_step = broadcast_checked(options, args, collector.sampling, parts.source, layout)
         except BaseException:
@@ -163,7 +168,7 @@ def start(
             raise
     step = CorrectedStep(
         config=config, layout=layout, shape=shape, collector=collector, push=push, report=report, routes=routes,
-        updates=updates, logprobs=_logprobs(options, layout, parts.vocab_size, megatron.model), log=parts.log,
+        updates=updates, logprobs=logprobs, log=parts.log,
         first_step=first_step, reference=reference, before_push=before_push,
     )
     trace = None if options.trace is None else StepTrace(options.trace, layout, updates.count)
@@ -173,9 +178,14 @@ def start(
     return Session(step, parts.evaluation, HFSaves.of(options, args.train_iters, exporter), parts, servers, trace)
 
 
-def _no_push(reference: Reference) -> Callable[[int], None]:
+def _no_push(reference: Reference) -> Callable[[int], dict[str, float]]:
     """What takes the place of a push where there are no servers."""
-    return lambda version: reference.check_live("pushed")
+
+    def check(version: int) -> dict[str, float]:
+        reference.check_live("pushed")
+        return {}
+
+    return check
 
 
 def _prepare(

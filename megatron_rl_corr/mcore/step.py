@@ -56,8 +56,8 @@ class CorrectedStep:
     shape: BatchShape
     collector: BatchCollector
     logprobs: LogprobSettings
-    push: Callable[[int], None]
-    """push(version): send the current weights; every rank calls it."""
+    push: Callable[[int], dict[str, float]]
+    """push(version): send the current weights; every rank calls it. What a probe of the servers found."""
     report: Callable[[dict[str, float]], None]
     """Takes a step's numbers, on the job's last rank."""
     updates: Updates = field(default_factory=Updates)
@@ -107,7 +107,7 @@ class CorrectedStep:
             if self.before_push():
                 times.mark("eval")
             with compat.gathered_parameters(model, optimizer):
-                self.push(number + 1)
+                numbers |= self.push(number + 1)
                 self.reference.end_batch(number + 1)
             times.mark("push")
             self.training = None

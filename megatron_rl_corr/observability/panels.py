@@ -90,6 +90,14 @@ def draw_kl(axes: Axes, series: Series) -> None:
     axes.margins(y=0.1)
 
 
+def draw_probe(axes: Axes, series: Series) -> None:
+    if (series["rollout/probe_max_abs_log_ratio"] > 0).any():
+        axes.set_yscale("log", nonpositive="mask")
+    draw_line(axes, series, "rollout/probe_max_abs_log_ratio", label="max")
+    draw_line(axes, series, "rollout/probe_mean_abs_log_ratio", color=ORANGE, label="mean")
+    axes.margins(y=0.1)
+
+
 def draw_weight(axes: Axes, series: Series) -> None:
     if series.has("rollout_corr/weight_min", "rollout_corr/weight_max"):
         axes.fill_between(
@@ -251,6 +259,8 @@ PANELS = (
           ("rollout_corr/k3_kl",)),
     Panel("log_ratio_sizes", "Tokens by |log-ratio|", "darker: more tokens; the dark band should stay low",
           draw_bins, ("rollout_corr/log_ratio_abs_bin/upto_1e-06",)),
+    Panel("probe", "Pushed weights: |log-ratio| of a fixed text", "flat; the worst server after each push; log scale",
+          draw_probe, ("rollout/probe_max_abs_log_ratio",)),
     Panel("weight", "Importance weight", "mean close to 1", draw_weight, ("rollout_corr/weight_mean",)),
     Panel("ess", "ESS and kept tokens", "both close to 1", draw_shares,
           ("rollout_corr/ess", "rollout_corr/kept_fraction")),
@@ -265,6 +275,6 @@ PANELS = (
 _NEEDS = ordered(panel.needs[0] for panel in PANELS)
 PAGE_PANELS = tuple(sorted(PANELS, key=lambda panel: _NEEDS.index(panel.needs[0])))
 """All panels, in the catalogue's order of what they show."""
-_ON_THE_PAGE_ALONE = ("log_ratio_sizes", "queue", "eval_reward", "eval_pass")
+_ON_THE_PAGE_ALONE = ("log_ratio_sizes", "probe", "queue", "eval_reward", "eval_pass")
 OVERVIEW_PANELS = tuple(panel for panel in PAGE_PANELS if panel.name not in _ON_THE_PAGE_ALONE)
 """Those of the overview, nine of them."""

@@ -122,6 +122,7 @@ def _head(sample: Sample) -> str:
         low, high = readable(float(values.min())), readable(float(values.max()))
         parts.append(f"advantage {low}" + (f" to {high}" if high != low else ""))
     parts += [f"{row.output_ids.numel()} tokens", row.finish_reason, f"weights {row.oldest_version}"]
+    parts += [f"engine {row.engine}"] if row.engine else []
     return visible(" | ".join(parts))
 
 

@@ -37,7 +37,8 @@ class ReplayingServer:
 
     async def _answer(self, request):
         body = await request.read()
-        generate = request.path == "/generate"
+        # The score of a given text, after each push, is of the weights that the server has now.
+        generate = request.path == "/generate" and b'"logprob_start_len"' not in body
         if request.path == "/update_weight_version" and self.run_id is None:
             self.run_id = json.loads(body)["new_version"].rpartition("-")[0].encode() + b"-"
         if generate:

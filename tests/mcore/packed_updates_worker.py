@@ -91,7 +91,7 @@ def trained(model, parameters, layout, batch, settings, optimizer, spec, case, k
     train_step = megatrons(model, optimizer, batch.num_sequences // parts)
     corrected = CorrectedStep(
         config=BYPASS if case == "bypass" else config_of(case), layout=layout, logprobs=settings, routes=routes,
-        push=lambda version: None, report=reports.append,
+        push=lambda version: {}, report=reports.append,
         collector=SimpleNamespace(device="cpu", collect=lambda _: batch, metrics={}, trajectories=[]),
         shape=BatchShape(
             SAMPLES // parts, GROUP_SIZE, ROWS, LENGTH, packing=limits_of(spec) if kind == "packed" else None,

@@ -75,7 +75,7 @@ def auxiliary(model_dir, samples, spec):
 def corrected_step(config, layout, logprobs, collect, reports, **others):
     """A CorrectedStep on what collect(iteration) gives; what it reports and pushes goes to `reports`."""
     return CorrectedStep(
-        config=config, layout=layout, logprobs=logprobs, push=lambda version: reports.append({"pushed": version}),
+        config=config, layout=layout, logprobs=logprobs, push=lambda version: reports.append({"pushed": version}) or {},
         report=reports.append, collector=SimpleNamespace(device="cpu", collect=collect, metrics={}, trajectories=[]),
         shape=BatchShape(global_batch_size=16, group_size=4, micro_batch_size=MICRO_BATCH_SIZE, seq_length=LENGTH),
         **others,

@@ -82,7 +82,7 @@ def one_run(
     routed.scatter(own if layout.is_data_leader else None, boundaries)
     given = routed.given if kind == "R3" else None
     corrected = CorrectedStep(
-        config=config, layout=layout, logprobs=logprobs, push=lambda version: None,
+        config=config, layout=layout, logprobs=logprobs, push=lambda version: {},
         report=reports.append, routes=routed,
         collector=SimpleNamespace(device="cpu", collect=lambda step: batch, metrics={}, trajectories=[]),
         shape=BatchShape(

@@ -99,7 +99,8 @@ def trained(model_dir, samples, spec, loss, *, max_kl=None, replay="off", leaves
         return replace(batch, version_lags=batch.version_lags + 1)
 
     corrected = CorrectedStep(
-        config=config_of(loss), layout=layout, logprobs=logprobs, push=pushed.append, report=reports.append,
+        config=config_of(loss), layout=layout, logprobs=logprobs, report=reports.append,
+        push=lambda version: pushed.append(version) or {},
         routes=routes,
         collector=SimpleNamespace(device="cpu", collect=collect, metrics={}, trajectories=[]),
         shape=BatchShape(16 // parts, 4, ROWS, LENGTH, packing=limits_of(spec), updates=parts),

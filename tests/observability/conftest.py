@@ -20,6 +20,7 @@ HEALTHY = {
     "rollout_corr/pearson": 0.999, "loss/policy": -0.0125, "loss/clip_fraction": 0.002, "loss/entropy": 0.5,
     "grad_norm": 0.43219, "response_length/mean": 412.5, "tokens_per_s": 12345.6,
     "time/collect_s": 8.0, "time/score_s": 2.0, "time/train_s": 6.0, "time/push_s": 1.0, "time/step_s": 17.5,
+    "rollout/probe_max_abs_log_ratio": 2e-6, "rollout/probe_mean_abs_log_ratio": 4e-7,
     "weight_version": 7, "weight_lag": 1, "skipped": 0, "weight_lag_token_mean": 0.75,
     "rollout/groups_running": 8, "rollout/groups_ready": 1, "rollout/groups_dropped": 0,
 }

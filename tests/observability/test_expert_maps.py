@@ -19,7 +19,7 @@ def test_page_when_the_run_wrote_its_experts_then_four_heat_maps_of_the_last_ste
     assert "<h2>Experts, step 2</h2>" in page
     for title in ("Tokens", "Mean |log-ratio|", "Mean weight", "Rejected fraction"):
         assert f'alt="{title} of every expert, layers x experts"' in page
-    assert page.count("<figure>") == 11 + 4
+    assert page.count("<figure>") == 12 + 4
 
 
 @pytest.mark.parametrize("line", ["{", "[]", '{"step": 1}'])

@@ -63,7 +63,7 @@ def test_page_when_written_then_every_metric_its_meaning_and_the_summary_are_on_
 def test_page_when_written_then_it_loads_nothing_and_leaves_nothing_else_behind(write_run, make_steps):
     folder = write_run(make_steps(3))
     document = read(write_page(folder))
-    assert len(document.loads) == 11 and "Experts" not in document.text
+    assert len(document.loads) == 12 and "Experts" not in document.text
     assert all(url.startswith("data:image/svg+xml;base64,") for url in document.loads)
     assert not {"script", "link", "iframe"} & set(document.tags)
     assert sorted(file.name for file in folder.iterdir()) == ["metrics.jsonl", "overview.png", "report.html"]

@@ -101,7 +101,9 @@ def parse_scores(answer: Mapping[str, Any], *, server: str, output_ids: list[int
         if wrong:
             raise ValueError(f"input_token_logprobs are of other ids than were sent: {wrong[:4]}")
         top, _ = _top(meta["input_top_logprobs"][-count:])
-        return TokenScores(_logprobs(rows), top, int(meta.get("cached_tokens", 0)))
+        spans = meta.get("weight_versions")  # of the one token that was sampled, in the pass that scored the others
+        version = str(spans[-1]["version"]) if spans else None
+        return TokenScores(_logprobs(rows), top, int(meta.get("cached_tokens", 0)), version)
     except MALFORMED as error:
         detail = f"log-probs of {count} scored tokens are missing or malformed ({error!r})"
         raise RolloutProtocolError(server, GENERATE, detail) from None

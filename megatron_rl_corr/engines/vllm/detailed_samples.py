@@ -87,7 +87,8 @@ def parse_scores(answer: Mapping[str, Any], *, server: str, output_ids: list[int
         # The id itself always comes, beside the likeliest.
         logprobs = _finite([row[str(token)]["logprob"] for row, token in zip(rows, output_ids, strict=True)])
         top, _ = _likeliest([[{"token_id": int(token)} | entry for token, entry in row.items()] for row in rows])
-        return TokenScores(logprobs, top, cached_tokens=0)
+        spans = answer["choices"][0].get("weight_versions")  # of the one token that was sampled, after the scores
+        return TokenScores(logprobs, top, cached_tokens=0, version=spans[-1]["version"] if spans else None)
     except MALFORMED as error:
         detail = f"log-probs of {count} scored tokens are missing or malformed ({error!r})"
         raise RolloutProtocolError(server, GENERATE, detail) from None

@@ -1,0 +1,80 @@
+"""A server's log-probs of a text against Megatron's own in several layouts: probe_worker.py N MODEL_DIR URL OUT SPECS.
+
+OUT: of each layout every rank's (what the probe found, or its error; what it left changed; log-probs of the text).
+"""
+
+import sys
+from types import SimpleNamespace
+
+import torch
+from forked_layouts import save_results
+from layout_cases import LENGTH
+from layout_worker import limits_of, set_up
+from megatron.core import parallel_state as ps
+
+from megatron_rl_corr.data.prompts import Prompt, PromptDataset
+from megatron_rl_corr.engines.errors import RolloutError
+from megatron_rl_corr.mcore.batch import BatchShape
+from megatron_rl_corr.mcore.push_probe import broadcast_probe
+from megatron_rl_corr.parallel.failure import PeerFailure
+from megatron_rl_corr.rollout.blocking import LoopThread
+from megatron_rl_corr.rollout.client import RolloutClient
+
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [53, 58, 9, 79, 32, 38, 46, 26], [43, 38, 32, 79, 50, 28, 8, 41], [97 % 83]]
+
+
+def state(model):
+    """Everything that a pass might move."""
+    found = {f"{i}.{n}": t.detach().clone() for i, chunk in enumerate(model) for n, t in chunk.state_dict().items()
+             if torch.is_tensor(t)}  # fmt: skip
+    gradients = {f"{i}.{n}.grad": p.main_grad.clone() for i, c in enumerate(model) for n, p in c.named_parameters()}
+    return found | gradients
+
+
+def probed(model_dir, arguments, spec):
+    url, samples = arguments
+    model, _, layout, _, _, _, settings = set_up(model_dir, samples, spec)
+    with LoopThread() as loop:
+        client = RolloutClient([url, *spec.get("more", [])], vocab_size=settings.vocab_size, timeout_s=60)
+        [version] = set(filter(None, loop.call(client.reported_versions())))
+        loop.call(client.expect_version(version))
+        source = SimpleNamespace(
+            client=client, loop=loop, prompts=PromptDataset([Prompt(i, ids) for i, ids in enumerate(PROMPTS)])
+        )
+        options = SimpleNamespace(probe_push="on", max_probe_log_ratio=spec.get("bound"))
+        megatron = SimpleNamespace(
+            seq_length=LENGTH, params_dtype=torch.bfloat16 if spec.get("half") else torch.float32,
+            virtual_pipeline_model_parallel_size=spec.get("vpp"), pipeline_model_parallel_size=spec.get("pp", 1),
+            microbatch_group_size_per_vp_stage=None,
+        )
+        shape = BatchShape(8, 4, 2, LENGTH, packing=limits_of(spec))
+        # Another temperature, as of a run: a text is scored at 1.
+        settings = type(settings)(**(vars(settings) | {"temperature": 0.7}))
+        before = state(model)
+        probe = broadcast_probe(options, megatron, source, model, None, layout, shape, settings)
+        assert probe.ids == tuple(sum(PROMPTS, [])[:LENGTH])
+        logprobs = probe._all_reduce_logprobs()
+        try:
+            found = probe.all_reduce_compared(SimpleNamespace(urls=client.base_urls), version)
+        except (RolloutError, PeerFailure) as error:
+            found = f"{type(error).__name__}: {error}"
+        after = state(model)
+        moved = [name for name in before if not torch.equal(before[name], after[name])]
+        moved += [] if all(chunk.training for chunk in model) else ["evaluation mode"]
+        loop.call(client.close())
+    ps.destroy_model_parallel()
+    return found, moved, torch.from_numpy(logprobs)
+
+
+def main(processes, model_dir, url, out, *specs):
+    generator = torch.Generator().manual_seed(0)
+    samples = [
+        {"group": i // 4, "prompt": torch.randint(83, (4,), generator=generator), "reward": 0.0,
+         "output": torch.randint(83, (5,), generator=generator), "rollout": torch.zeros(5), "old_shift": torch.zeros(5)}
+        for i in range(8)
+    ]  # fmt: skip
+    save_results(probed, processes, model_dir, (url, samples), out, specs)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
