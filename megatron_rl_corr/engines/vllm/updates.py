@@ -91,8 +91,8 @@ def init_weights_update_group(
 
 
 def destroy_weights_update_group(group_name: str) -> Request:
-    """Leave the process group; a server is in one at most."""
-    return Request("POST", "/shutdown_weight_transfer_engine")
+    """Leave the process group of this name."""
+    return _call("rl_corr_leave", name=group_name)
 
 
 def update_weights_from_distributed(
@@ -105,12 +105,16 @@ def update_weights_from_distributed(
         names: Hugging Face names.
         dtypes: for instance "bfloat16".
         shapes: of the whole tensors.
-        group_name, flush_cache, weight_version: without effect; a server is in one group, and forgets cached prefixes
-            when it is paused; weights are named at the end of an update.
+        group_name: the group in which rank 0 broadcasts; each pipeline stage's sender has its own.
+        flush_cache, weight_version: without effect; a server forgets cached prefixes when it is paused, and weights
+            are named at the end of an update.
     """
     if not len(names) == len(dtypes) == len(shapes):
         raise ValueError(f"{len(names)} names have {len(dtypes)} dtypes and {len(shapes)} shapes")
-    info = {"names": list(names), "dtypes": list(dtypes), "shapes": [list(shape) for shape in shapes]}
+    info = {
+        "names": list(names), "dtypes": list(dtypes), "shapes": [list(shape) for shape in shapes],
+        "group_name": group_name,
+    }  # fmt: skip
     return Request("POST", "/update_weights", {"update_info": info})
 
 

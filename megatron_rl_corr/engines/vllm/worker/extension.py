@@ -63,6 +63,10 @@ class Extension:
             raise
         self.rl_corr_end()
 
+    def rl_corr_leave(self, name: str) -> None:
+        """Leave the group for broadcasts of this name."""
+        self._rl_corr_transfer().leave(name)
+
     def rl_corr_checksums(self) -> dict[str, Any]:
         """Checksums of all parameters, and what they depend on."""
         transfer, parallel = self._rl_corr_transfer(), self.vllm_config.parallel_config

@@ -41,6 +41,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
     names: list[str] = field(default_factory=list)
     dtypes: list[str] = field(default_factory=list)
     shapes: list[list[int]] = field(default_factory=list)
+    group_name: str | None = None
     serialized: str | None = None
 
 
@@ -53,7 +54,8 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def __init__(self, config, vllm_config, device, model):
         super().__init__(config, vllm_config, device, model)
-        self._group: dist.ProcessGroup | None = None
+        self._groups: dict[str, dist.ProcessGroup] = {}
+        """By name: each pipeline stage's sender has a group of its own."""
         self._held: dict[str, list[int]] | None = None
         self._planned: checks.Shapes | None = None
         self._with_checksums = True
@@ -71,22 +73,28 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Join the trainer's group, by the rendezvous that the trainer's side has too."""
         if init_info.backend not in GROUP_BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(GROUP_BACKENDS)}, got {init_info.backend!r}")
-        self.shutdown()
+        self.leave(init_info.group_name)
         timeout = timedelta(seconds=init_info.timeout_s)
         address, size = init_info.master_address, init_info.world_size
         rank = init_info.rank_offset + self.parallel_config.rank
         host = f"[{address}]" if ":" in address else address
         store, _, _ = next(rendezvous(f"tcp://{host}:{init_info.master_port}", rank, size, timeout=timeout))
         store.set_timeout(timeout)
-        self._group, _ = _new_process_group_helper(
+        group, _ = _new_process_group_helper(
             size, rank, [], Backend(init_info.backend), PrefixStore(init_info.group_name, store),
             group_name=init_info.group_name, backend_options=None, timeout=timeout,
         )  # fmt: skip
-        _world.pg_group_ranks[self._group] = {i: i for i in range(size)}
+        _world.pg_group_ranks[group] = {i: i for i in range(size)}
+        self._groups[init_info.group_name] = group
 
     def shutdown(self) -> None:
-        """Leave the group."""
-        group, self._group = self._group, None
+        """Leave every group."""
+        for name in list(self._groups):
+            self.leave(name)
+
+    def leave(self, name: str) -> None:
+        """Leave the group of this name, if this server is in it."""
+        group = self._groups.pop(name, None)
         if group is not None:
             dist.destroy_process_group(group)
 
@@ -143,8 +151,8 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         problem = checks.bucket_problem(dict(named), planned, self._received)
         if problem is None and len(dict(named)) < len(named):
             problem = "a tensor is twice in one bucket"
-        if problem is None and not entries and self._group is None:
-            problem = "this server is in no group for broadcasts"
+        if problem is None and not entries and update_info.group_name not in self._groups:
+            problem = f"this server is not in the group {update_info.group_name!r}; it was started again, or has left it"
         if problem is not None:
             raise ValueError(problem)
         if entries:
@@ -170,7 +178,7 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         received = []
         for name, dtype, shape in zip(info.names, info.dtypes, info.shapes, strict=True):
             tensor = torch.empty(shape, dtype=tensors.dtype_named(dtype), device=self.device)
-            work = dist.broadcast(tensor, src=0, group=self._group, async_op=True)
+            work = dist.broadcast(tensor, src=0, group=self._groups[info.group_name], async_op=True)
             received.append((name, tensor, work))
         for name, tensor, work in received:
             work.wait()
