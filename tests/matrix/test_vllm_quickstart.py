@@ -1,7 +1,12 @@
 """The quickstart on a real vLLM server, TP 2 x PP 2 x EP 2: each stage's sender has a broadcast group of its own."""
 
+import pytest
+
 from megatron_rl_corr.observability.metrics_file import read_metrics
 from tests.examples.test_quickstart import FORKED, IN_FLOAT32, Quickstart, assert_no_mismatch, left_of, saved_samples
+from tests.matrix.releases import OVERLAID, chosen
+
+pytestmark = pytest.mark.skipif(chosen() != OVERLAID, reason="make test-matrix runs it")
 
 
 def test_quickstart_when_vllm_samples_in_float32_then_log_ratios_after_every_push_are_below_1e_4(tmp_path):

@@ -6,11 +6,14 @@ import json
 import urllib.request
 
 import numpy
+import pytest
 import torch
 
+from tests.matrix.releases import OVERLAID, chosen
 from tests.preloaded import run_preloaded
 from tools.cpu.process_environment import environment, replacements
 
+pytestmark = pytest.mark.skipif(chosen() != OVERLAID, reason="make test-matrix runs it")
 PROMPT, TOP_K = [3, 67, 4, 71], 5
 
 
