@@ -152,7 +152,7 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         if problem is None and len(dict(named)) < len(named):
             problem = "a tensor is twice in one bucket"
         if problem is None and not entries and update_info.group_name not in self._groups:
-            problem = f"this server is not in the group {update_info.group_name!r}; it was started again, or has left it"
+            problem = f"this server is not in the group {update_info.group_name!r}; it was started again, or left it"
         if problem is not None:
             raise ValueError(problem)
         if entries:
