@@ -43,8 +43,8 @@ class SamplingParams:
     ignore_eos: bool = False
     """Go on after end-of-sequence and stop ids until max_new_tokens, or until a text of `stop`."""
     with_support: bool = True
-    """The ids that a truncated token was drawn from are returned, as training needs them. False, for evaluation: the
-    log-probs are those of the whole softmax, and any top_p, top_k and min_p goes."""
+    """The ids that a truncated token was drawn from are returned, as training needs them. False, for evaluation: any
+    top_p, top_k and min_p goes, and the log-probs are those of the whole softmax, or (vLLM) of what was kept."""
 
     def __post_init__(self):
         if not _is_int(self.max_new_tokens) or self.max_new_tokens < 1:
