@@ -39,11 +39,10 @@ def test_silence_when_sampling_paused_stopped_or_idle(vllm_server_fp32):
         await transport.send(url, ENGINE.continue_generation())
         os.kill(core, signal.SIGSTOP)
         try:
-            await asyncio.sleep(0.2)
-            await watch.silence(1)  # what was told before the stop
             await transport.send(url, ENGINE.health())  # the HTTP process is well
             with pytest.raises(RolloutServerError, match="did not answer GET /is_paused: timed out after 1 s"):
-                await watch.silence(1)
+                for _ in range(3):  # the first may still see what was told before the stop
+                    await watch.silence(1)
         finally:
             os.kill(core, signal.SIGCONT)
         await sampling
