@@ -82,11 +82,34 @@ def test_engine_when_not_known_yet_then_error_says_what_to_call():
 
 def test_sampling_when_the_engines_are_not_known_then_refused_where_none_supports_it_and_later_where_one_does_not():
     client = RolloutClient(["http://127.0.0.1:1", "http://127.0.0.1:2"], vocab_size=8, engine="auto")
-    truncated = SamplingParams(1, top_p=0.5)  # SGLang needs a top_k beside it
+    truncated = SamplingParams(1, top_k=5000)  # SGLang returns no sampling mask for so many
     client.check_sampling(truncated)
     client.use_servers({"http://127.0.0.1:1": "vllm", "http://127.0.0.1:2": "sglang"})
-    with pytest.raises(ValueError, match="needs a `top_k` .* with SGLang"):
+    with pytest.raises(ValueError, match="for which SGLang returns the sampling mask"):
         client.check_sampling(truncated)
     client = RolloutClient(["http://127.0.0.1:1"], vocab_size=8, engine="auto")
     with pytest.raises(ValueError, match="`temperature` must be 0"):
         client.check_sampling(SamplingParams(1, temperature=1e-9))
+def test_control_when_servers_run_two_engines_then_each_is_asked_in_its_own_words(faulty):
+    asked = []
+
+    def answering(name):
+        async def handle(request):
+            asked.append((name, request.path))
+            return web.json_response({})
+
+        return handle
+
+    async def scenario():
+        async with faulty.serving(answering("sglang")) as first, faulty.serving(answering("vllm")) as last:
+            client = RolloutClient([first, last], vocab_size=8, engine="auto")
+            client.use_servers({first: "sglang", last: "vllm"})
+            await client.wait_healthy(5)
+            await client.pause_generation("retract")
+            parts = client.by_engine()
+            assert {name: part.base_urls for name, part in parts.items()} == {"sglang": (first,), "vllm": (last,)}
+            await client.close()
+
+    asyncio.run(scenario())
+    assert ("sglang", "/pause_generation") in asked and not {("vllm", "/pause_generation")} & set(asked)
+    assert {path for name, path in asked if name == "vllm"} == {"/health", "/pause"}
