@@ -1,4 +1,4 @@
-"""A server's log-probs of a text against Megatron's own in several layouts: probe_worker.py N MODEL_DIR URL OUT SPECS.
+"""A server's log-probs of a text against Megatron's own in several layouts: probe_worker.py N MODEL_DIR ENGINE=URL OUT SPECS.
 
 OUT: of each layout every rank's (what the probe found, or its error; what it left changed; log-probs of the text).
 """
@@ -32,10 +32,10 @@ def state(model):
 
 
 def probed(model_dir, arguments, spec):
-    url, samples = arguments
+    (engine, url), samples = arguments
     model, _, layout, _, _, _, settings = set_up(model_dir, samples, spec)
     with LoopThread() as loop:
-        client = RolloutClient([url, *spec.get("more", [])], vocab_size=settings.vocab_size, timeout_s=60)
+        client = RolloutClient([url], vocab_size=settings.vocab_size, engine=engine, timeout_s=60)
         [version] = set(filter(None, loop.call(client.reported_versions())))
         loop.call(client.expect_version(version))
         source = SimpleNamespace(
@@ -73,7 +73,7 @@ def main(processes, model_dir, url, out, *specs):
          "output": torch.randint(83, (5,), generator=generator), "rollout": torch.zeros(5), "old_shift": torch.zeros(5)}
         for i in range(8)
     ]  # fmt: skip
-    save_results(probed, processes, model_dir, (url, samples), out, specs)
+    save_results(probed, processes, model_dir, (url.split("=", 1), samples), out, specs)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.rollout import RolloutClient
 from tests.megatron_forks import run_megatron
 
@@ -20,17 +21,18 @@ LAYOUTS = {
 EXPERT = "model.layers.1.mlp.experts.{}.down_proj.weight"
 
 
-def probed(processes, model_dir, server, folder, specs):
+def probed(processes, model_dir, engine_server, folder, specs):
     """Of each layout every rank's results."""
-    out = folder / "found.pt"
-    run = run_megatron(HERE / "probe_worker.py", processes, model_dir, server.url, out, *map(json.dumps, specs))
+    (engine, server), out = engine_server, folder / "found.pt"
+    where = f"{engine}={server.url}"
+    run = run_megatron(HERE / "probe_worker.py", processes, model_dir, where, out, *map(json.dumps, specs))
     assert run.returncode == 0 and out.exists(), run.stderr[-4000:]
     return torch.load(out, weights_only=False)
 
 
-async def load(url, tensors):
-    """Put tensors into a server, without a new name for its weights."""
-    async with RolloutClient([url], vocab_size=83) as client:
+async def load(engine, url, tensors):
+    """Put a whole model into a server, without a new name for its weights."""
+    async with RolloutClient([url], vocab_size=83, engine=engine) as client:
         await client.pause_generation("retract")
         await client.reopen_weight_update()
         await client.update_weights_from_tensor([[client.engine_of(url).serialized(list(tensors.items()))]])
@@ -40,22 +42,22 @@ async def load(url, tensors):
 
 
 @contextmanager
-def exchanged_experts(url, model_dir):
+def exchanged_experts(engine, url, model_dir):
     """Within, the server has one expert's weights in another's place."""
     weights = load_file(model_dir / "model.safetensors")
-    right = {EXPERT.format(i): weights[EXPERT.format(i)] for i in (0, 1)}
-    asyncio.run(load(url, {EXPERT.format(0): right[EXPERT.format(1)], EXPERT.format(1): right[EXPERT.format(0)]}))
+    one, other = EXPERT.format(0), EXPERT.format(1)
+    asyncio.run(load(engine, url, weights | {one: weights[other], other: weights[one]}))
     try:
         yield
     finally:
-        asyncio.run(load(url, right))
+        asyncio.run(load(engine, url, weights))
 
 
 @pytest.mark.parametrize("processes", LAYOUTS)
 def test_probe_in_every_layout_then_its_logprobs_are_the_servers_and_nothing_is_moved(
-    processes, tiny_moe_dir, sglang_server_fp32, tmp_path
+    processes, tiny_moe_dir, engine_server, tmp_path
 ):
-    layouts = probed(processes, tiny_moe_dir, sglang_server_fp32, tmp_path, LAYOUTS[processes])
+    layouts = probed(processes, tiny_moe_dir, engine_server, tmp_path, LAYOUTS[processes])
     for spec, ranks in zip(LAYOUTS[processes], layouts, strict=True):
         numbers, _, logprobs = ranks[0]
         assert 0 < numbers["rollout/probe_max_abs_log_ratio"] < 1e-5, spec  # measured 1e-6
@@ -67,13 +69,14 @@ def test_probe_in_every_layout_then_its_logprobs_are_the_servers_and_nothing_is_
 
 
 def test_probe_when_one_experts_weights_are_exchanged_at_the_server_then_it_is_named_and_every_rank_ends(
-    tiny_moe_dir, sglang_server_fp32, tmp_path
+    tiny_moe_dir, engine_server, tmp_path
 ):
     specs = [{"ep": 2}, {"ep": 2, "bound": 5.0}]
-    with exchanged_experts(sglang_server_fp32.url, tiny_moe_dir):
-        (first, second), allowed = probed(2, tiny_moe_dir, sglang_server_fp32, tmp_path, specs)
-    url = sglang_server_fp32.url
-    words = f"rollout server {url} broke the protocol of /generate: its weights differ from the trainer's: "
+    engine, server = engine_server
+    with exchanged_experts(engine, server.url, tiny_moe_dir):
+        (first, second), allowed = probed(2, tiny_moe_dir, engine_server, tmp_path, specs)
+    endpoint = load_engine(engine).generate_endpoint
+    words = f"rollout server {server.url} broke the protocol of {endpoint}: its weights differ from the trainer's: "
     assert first[0].startswith(f"RolloutProtocolError: {words}"), first[0]
     assert "max |log-ratio| may be 0.0001, as both compute in float32. All 1 servers differ" in first[0], first[0]
     assert second[0] == "PeerFailure: another rank failed; its message says why"
