@@ -1,4 +1,4 @@
-"""A server's log-probs of a text against Megatron's own in several layouts: probe_worker.py N MODEL_DIR ENGINE=URL OUT SPECS.
+"""Log-probs of a text, a server's and Megatron's in several layouts: probe_worker.py N MODEL_DIR ENGINE=URL OUT SPECS.
 
 OUT: of each layout every rank's (what the probe found, or its error; what it left changed; log-probs of the text).
 """
