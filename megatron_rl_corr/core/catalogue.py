@@ -107,7 +107,7 @@ TOKENS = in_group(
     ),
     MetricSpec(
         "rollout_corr/by_engine/", "the same, and log_ratio_abs_max, of the samples of one rollout engine",
-        "over each engine, and a+b: responses begun at a and continued at b", only_with="servers of two engines",
+        "over each engine, and a+b: responses of which both sampled a part", only_with="servers of two engines",
     ),
 )
 

@@ -10,6 +10,7 @@ from megatron_rl_corr.engines.base import Engine
 from megatron_rl_corr.engines.concurrency import all_or_first_failure, poll_until, raise_first
 from megatron_rl_corr.engines.errors import RolloutServerError
 from megatron_rl_corr.engines.fleet import Fleet
+from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.engines.types import Request
 
 EngineRequest = Callable[[Engine], Request | None]
@@ -188,6 +189,20 @@ class ServerControl:
     async def update_weight_version(self, new_version: str) -> list[dict[str, Any]]:
         """Rename the weights; running requests go on."""
         return await self._ask_all(lambda engine: engine.update_weight_version(new_version))
+
+    async def sampling_problem(self, sampling: SamplingParams) -> str | None:
+        """Why a server can't sample so, with its address and the remedy; None: all can.
+
+        By what each tells of itself, and by what it samples.
+        """
+        for url, info in zip(self.base_urls, await self.server_info(), strict=True):
+            engine = self.engine_of(url)
+            problem, test = engine.sampling_problem(info, sampling), engine.sampling_test(sampling)
+            if problem is None and test is not None:
+                problem = engine.sampling_test_problem(await self.ask(url, test), sampling)
+            if problem is not None:
+                return f"{url}: {problem}"
+        return None
 
     async def ask(self, url: str, request: Request | None, *, timeout_s: float | None = None) -> dict[str, Any]:
         """One server's answer to one request; {} for a step that its engine does not have."""

@@ -253,10 +253,16 @@ def concatenated(partial: Trajectory, continuation: Trajectory, *, between: torc
         finish_reason=continuation.finish_reason,
         weight_versions=_joined_spans(partial, continuation, between.numel()),
         server=continuation.server,
-        engine="+".join(sorted({*partial.engine.split("+"), *continuation.engine.split("+")} - {""})),
+        engine=_joined_engines(partial, continuation),
         support=support,
         routed_experts=routes,
     )
+
+
+def _joined_engines(partial: Trajectory, continuation: Trajectory) -> str:
+    """The names of those that sampled a token, in alphabetical order; the continuation's where there is no token."""
+    sampled = [part for part in (partial, continuation) if part.output_ids.numel()] or [continuation]
+    return "+".join(sorted({name for part in sampled for name in part.engine.split("+")} - {""}))
 
 
 def _joined_spans(partial: Trajectory, continuation: Trajectory, between: int) -> tuple[VersionSpan, ...]:

@@ -17,8 +17,14 @@ from megatron_rl_corr.parallel.failure import StartupError, all_reduce_failure
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
 
+EVALUATED = ("temperature", "top_p", "top_k", "max_new_tokens")
+"""Fields of sampling that an evaluation has its own settings for."""
 
-def check_servers(kind: str, sampling: SamplingParams, client: RolloutClient, loop: LoopThread) -> None:
+
+def check_servers(
+    kind: str, sampling: SamplingParams, client: RolloutClient, loop: LoopThread,
+    evaluation: SamplingParams | None = None,
+) -> None:
     """Whether the servers can sample so, and the doctor's quick check; from rank 0, after the first push.
 
     Every rank calls it.
@@ -28,6 +34,7 @@ def check_servers(kind: str, sampling: SamplingParams, client: RolloutClient, lo
         sampling: of the run.
         client: of the servers.
         loop: the event loop of the client.
+        evaluation: of evaluations; None: there are none.
 
     Raises:
         StartupError: a server was started so that it can't sample so; a semantic finding, or with `all` any finding.
@@ -37,6 +44,8 @@ def check_servers(kind: str, sampling: SamplingParams, client: RolloutClient, lo
     if dist.get_rank() == 0:
         try:
             error = _sampling_problem(sampling, client, loop)
+            if error is None and evaluation is not None:
+                error = _of_evaluation(_sampling_problem(evaluation, client, loop))
             if error is None and kind != "off":
                 error = judge(loop.call(quick_check(client, Expected(sampling=sampling))), kind)
         except RolloutError as failure:
@@ -45,19 +54,22 @@ def check_servers(kind: str, sampling: SamplingParams, client: RolloutClient, lo
 
 
 def _sampling_problem(sampling: SamplingParams, client: RolloutClient, loop: LoopThread) -> StartupError | None:
-    """By what each server tells of itself, and by what it samples."""
     try:
         client.check_sampling(sampling)  # now that it is known what the servers run
     except ValueError as refusal:
         return StartupError(str(refusal))
-    for url, info in zip(client.base_urls, loop.call(client.server_info()), strict=True):
-        engine = client.engine_of(url)
-        problem, test = engine.sampling_problem(info, sampling), engine.sampling_test(sampling)
-        if problem is None and test is not None:
-            problem = engine.sampling_test_problem(loop.call(client.ask(url, test)), sampling)
-        if problem is not None:
-            return StartupError(f"{url}: {problem}")
-    return None
+    problem = loop.call(client.sampling_problem(sampling))
+    return None if problem is None else StartupError(problem)
+
+
+def _of_evaluation(error: StartupError | None) -> StartupError | None:
+    """The same with the names of the evaluation's settings."""
+    if error is None:
+        return None
+    text = str(error)
+    for name in EVALUATED:
+        text = text.replace(f"`{name}`", f"`eval_{name}`")
+    return StartupError(f"{text} (evaluations are sampled so)")
 
 
 def broadcast_first_step(

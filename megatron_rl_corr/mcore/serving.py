@@ -75,14 +75,15 @@ def reach_servers(
 
 
 def broadcast_checked(
-    options: RunConfig, args: argparse.Namespace, sampling: SamplingParams, source: SampleSource, layout: Layout
+    options: RunConfig, args: argparse.Namespace, sampling: SamplingParams, source: SampleSource, layout: Layout,
+    evaluation: SamplingParams | None = None,
 ) -> FirstStep:
     """Check servers, which have the first weights, and prompts; the bound of the first step's KL. Every rank calls it.
 
     Raises:
         StartupError, RolloutError: as `check_servers`, `check_source` and `broadcast_first_step`.
     """
-    check_servers(options.server_check, sampling, source.client, source.loop)
+    check_servers(options.server_check, sampling, source.client, source.loop, evaluation)
     check_source(options.server_check, source, layout)
     return broadcast_first_step(options.max_first_step_kl, args, source.client, source.loop)
 

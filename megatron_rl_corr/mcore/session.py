@@ -162,7 +162,8 @@ def start(
         with compat.gathered_parameters(megatron.model, megatron.optimizer):
             print_probe(push(updates.batches(args.iteration)))
         try:
-            first_step = broadcast_checked(options, args, collector.sampling, parts.source, layout)
+            evaluated = parts.evaluation and parts.evaluation.sampling
+            first_step = broadcast_checked(options, args, collector.sampling, parts.source, layout, evaluated)
         except BaseException:
             parts.close(servers)
             raise

@@ -69,7 +69,7 @@ class ServerHealth:
             return
         self._counts.left_out += 1
         server.flaps += 1
-        logger.warning("rollout server left out: %s", cause)
+        logger.warning("%s server left out: %s", self._fleet.engine_of(server.url).name, cause)
         self._pool.leave_out(server, cause)
         if isinstance(cause, StaleWeightsError):
             self._refuse(server, cause)
@@ -123,7 +123,7 @@ class ServerHealth:
                 continue
             self._pool.rejoin(server)
             self._counts.rejoined += 1
-            logger.warning("rollout server %s is back", server.url)
+            logger.warning("%s server %s is back", self._fleet.engine_of(server.url).name, server.url)
             return
 
     def _refuse(self, server: Server, error: RolloutError) -> None:

@@ -115,6 +115,7 @@ class OfflineRun:
             progress: takes a line now and then.
 
         Raises:
+            ValueError: a server can't sample so, with the remedy.
             TooManyFailures, RolloutError: as `GroupSampler.sample`.
         """
         options, begun = self._options, time.monotonic()
@@ -125,6 +126,8 @@ class OfflineRun:
             await client.find_servers(WAIT_FOR_SERVERS_S)
             client.check_sampling(self._sampling)
             await client.wait_healthy(WAIT_FOR_SERVERS_S)
+            if (problem := await client.sampling_problem(self._sampling)) is not None:
+                raise ValueError(problem)
             await self._rewards.start()
             # Enough that every place at the servers is taken while the last samples of a group run.
             at_once = 2 + 2 * options.max_concurrency // options.group_size

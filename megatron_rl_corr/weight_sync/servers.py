@@ -66,16 +66,23 @@ class WeightServers:
         states = []
         versions = self._loop.call(self.client.reported_versions())
         for url, version in zip(self.client.base_urls, versions, strict=True):
+            engine = self.client.engine_of(url).name
             if version is None:
-                logger.warning("rollout server %s does not answer and misses a weight update", url)
+                logger.warning("%s server %s does not answer and misses a weight update", engine, url)
                 states.append(ABSENT)
                 continue
+            if self._version is None and version.startswith(unfinished("")):
+                logger.warning(
+                    "%s server %s has weights %r: a trainer was killed while it sent them; they are sent anew",
+                    engine, url, version,
+                )  # fmt: skip
             own = (self._version, self._started, unfinished(self._started or ""))
             is_ready = self._version is None or version in own
             if not is_ready:
                 logger.warning(
-                    "rollout server %s has weights %r instead of %r: was it restarted?", url, version, self._version
-                )
+                    "%s server %s has weights %r instead of %r: was it restarted?",
+                    engine, url, version, self._version,
+                )  # fmt: skip
             states.append(READY if is_ready else RESTARTED)
         return states
 

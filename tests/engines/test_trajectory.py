@@ -1,5 +1,7 @@
 """The ids that tokens were drawn from, as flat and as padded tensors, and what a trajectory refuses."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -105,6 +107,16 @@ def test_join_when_a_part_has_no_token_then_the_other_part(partial, rest, spans)
     whole = join(sample([1], *partial), sample([1, *partial[0]], *rest))
     assert whole.output_ids.tolist() == partial[0] + rest[0] and whole.finish_reason == "abort"
     assert whole.weight_versions == tuple(VersionSpan(*span) for span in spans)
+
+
+@pytest.mark.parametrize(
+    "tokens, rest, engine",
+    [([5], [6], "sglang+vllm"), ([], [6], "sglang"), ([5], [], "vllm"), ([], [], "sglang")],
+)
+def test_join_when_continued_on_another_engine_then_those_that_sampled_a_token_are_named(tokens, rest, engine):
+    partial = replace(sample([1], tokens, [("v1", 0, len(tokens))]), engine="vllm")
+    later = replace(sample([1, *tokens], rest, [("v1", 0, len(rest))]), engine="sglang")
+    assert join(partial, later).engine == engine
 
 
 def test_join_when_thrice_then_as_one():

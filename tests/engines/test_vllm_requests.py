@@ -82,7 +82,8 @@ CASES = [
     ({"logprobs_mode": "raw_logprobs"}, {}, None),
     ({"logprobs_mode": "raw_logprobs"}, {"temperature": 0}, None),
     ({"logprobs_mode": "raw_logprobs"}, {"temperature": 2.0}, "--logprobs-mode processed_logprobs"),
-    ({"logprobs_mode": "raw_logprobs"}, {"top_k": 5, "with_support": False}, "--logprobs-mode processed_logprobs"),
+    ({"logprobs_mode": "raw_logprobs"}, {"top_k": 5}, "--logprobs-mode processed_logprobs"),
+    ({"logprobs_mode": "raw_logprobs"}, {"top_k": 5, "with_support": False}, None),  # an evaluation uses none
     ({"logprobs_mode": "processed_logits"}, {}, "returns no log-probs"),
     ({"logits_processors": ["a.b"]}, {}, "--logits-processors"),
     ({"skip_tokenizer_init": True}, {"stop": ("x",)}, "--skip-tokenizer-init"),
@@ -92,6 +93,7 @@ CASES = [
     ({"return_sampling_mask": True}, {"top_k": 5}, None),
     ({"return_sampling_mask": True}, {}, "HTTP 500"),
     ({"return_sampling_mask": True}, {"temperature": 0}, "HTTP 500"),
+    ({"return_sampling_mask": True}, {"temperature": 0, "with_support": False}, "HTTP 500"),
 ]
 
 

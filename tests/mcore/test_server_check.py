@@ -5,7 +5,7 @@ import pytest
 from megatron_rl_corr.doctor import Finding
 from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.mcore.first_step import FirstStep, first_step_bound
-from megatron_rl_corr.mcore.server_check import judge
+from megatron_rl_corr.mcore.server_check import _of_evaluation, judge
 from megatron_rl_corr.parallel.failure import StartupError
 
 SEMANTIC = Finding("temperature_ignored", "http://a:1", "slope 1.00 where 0.50 is right")
@@ -39,6 +39,12 @@ def test_finding_when_printed_in_a_run_then_with_flags_and_not_with_fields(capsy
     judge([Finding("dtype_differs", "http://b:2", "`weight_transport` disk has float16")], "semantic")
     printed = capsys.readouterr().err
     assert printed.startswith("[rollout] http://b:2: ") and "--rollout-weight-transport disk has float16" in printed
+
+
+def test_problem_of_an_evaluation_when_told_then_with_the_names_of_its_settings():
+    error = _of_evaluation(StartupError("http://a:1: HTTP 500 to `temperature` 0 with `top_k` -1"))
+    assert str(error).startswith("http://a:1: HTTP 500 to `eval_temperature` 0 with `eval_top_k` -1")
+    assert _of_evaluation(None) is None
 
 
 HALF = {"dtype": "bfloat16", "quantization": None, "kv_cache_dtype": "auto"}

@@ -68,6 +68,12 @@ def test_command_when_an_argument_is_wrong_then_its_own_flag_is_named(command, c
         assert words in capsys.readouterr().err
 
 
+def test_command_when_the_server_can_not_sample_so_then_refused_before_it_samples(command, vllm_server_fp32, capsys):
+    assert cli.main([*command, "--url", vllm_server_fp32.url, "--top-k", "5"]) == 2
+    error = capsys.readouterr().err
+    assert f"{vllm_server_fp32.url}: --top-p 1, --top-k 5" in error and "start it with --return-sampling-mask" in error
+
+
 def test_modules_of_the_command_when_imported_then_neither_megatron_nor_process_groups():
     code = (
         "import sys, megatron_rl_corr.rollout.offline; "

@@ -90,6 +90,12 @@ def test_find_before_the_first_update_then_every_version_will_do(client):
     assert made(client).find() == [READY] * 3
 
 
+def test_find_when_a_trainer_was_killed_in_a_push_then_the_server_is_named(client, caplog):
+    client.versions[B] = "unfinished 7"
+    assert made(client).find() == [READY] * 3
+    assert f"SGLang server {B} has weights 'unfinished 7': a trainer was killed while it sent them" in caplog.text
+
+
 def test_use_when_nothing_changed_then_the_group_stays(client, servers):
     servers.use([READY, READY, READY])
     assert servers.transport._group is not None and client.asked == []

@@ -121,8 +121,8 @@ def sampling_problem(server_info: Mapping[str, Any], sampling: SamplingParams) -
 
 
 def needs_processed(sampling: SamplingParams) -> bool:
-    """Whether raw log-probs are of another distribution than the one sampled from."""
-    return sampling.temperature not in (0, 1) or sampling.truncated
+    """Whether raw log-probs are of another distribution than the one sampled from, and are used."""
+    return sampling.with_support and (sampling.temperature not in (0, 1) or sampling.truncated)
 
 
 def raw_problem(sampling: SamplingParams) -> str:
@@ -173,6 +173,6 @@ def _mask_problem(returns_mask: bool, sampling: SamplingParams) -> str | None:
     if returns_mask and (sampling.temperature == 0 or sampling.top_k == -1):
         return (
             f"a server with --return-sampling-mask answers HTTP 500 to `temperature` {sampling.temperature:g} with "
-            f"`top_k` {sampling.top_k}: it samples with `top_k` at a `temperature` above 0 only; start it without"
+            f"`top_k` {sampling.top_k}: give a `top_k` and a `temperature` above 0, or start it without"
         )
     return None
