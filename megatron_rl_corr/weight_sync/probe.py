@@ -137,7 +137,10 @@ async def ask_scores(
             answer, info = await servers.ask(url, request), await servers.ask(url, engine.server_info())
         except RolloutServerError as error:
             if error.status is not None and error.status < 500:
-                raise
+                raise RolloutServerError(
+                    url, error.endpoint, error.status, error.detail,
+                    remedy=f"it was asked to score {len(ids)} ids after a push, which `probe_push` off leaves out",
+                ) from error
             logger.warning("%s is not compared with the trainer after this push: %s", url, error)
             return None
         scores = engine.parse_scores(answer, server=url, output_ids=output, vocab_size=vocab_size)

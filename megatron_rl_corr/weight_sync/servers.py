@@ -8,7 +8,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError
+from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, RolloutServerError
 from megatron_rl_corr.engines.types import NamedTensor, ServerChecksums
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
@@ -197,6 +197,10 @@ class WeightServers:
         try:
             if self.transport.in_session and not self.transport.broken:
                 self._loop.call(self._control.end_weight_update())
+        except RolloutServerError as error:
+            if error.status is None:
+                raise
+            logger.info("an update that is not complete is refused its end, and is not used: %s", error)
         finally:
             self.resume()
 

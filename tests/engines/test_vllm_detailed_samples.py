@@ -159,7 +159,7 @@ def test_facts_when_told_then_model_tokenizer_head_and_block():
 
 
 def test_update_support_when_the_extension_is_missing_then_none():
-    paths = ["/update_weights", "/update_weight_version", "/pause", "/resume", "/collective_rpc"]
+    paths = ["/update_weight_version", "/pause", "/resume", "/collective_rpc"]
     extended = info(parallel_config={"worker_extension_cls": "megatron_rl_corr.engines.vllm.worker.Extension"})
     listed = {"paths": dict.fromkeys(paths)}
     assert VLLM.update_support("u", listed, extended) == UpdateSupport(("distributed", "tensor", "disk"), True)

@@ -1,14 +1,17 @@
 """The extension that runs inside vLLM: what it needs, which updates it refuses, how tensors travel."""
 
+import json
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_rl_corr.engines import load_engine
-from megatron_rl_corr.engines.vllm.checks import bucket_problem, incomplete, problem
+from megatron_rl_corr.engines.errors import RolloutServerError
+from megatron_rl_corr.engines.vllm.checks import bucket_problem, config_problem, incomplete, problem
 from megatron_rl_corr.engines.vllm.tensors import decoded, entries, serialized
 
 VLLM = load_engine("vllm")
@@ -32,9 +35,16 @@ for name in ("vllm", "vllm.config", "vllm.distributed", "vllm.distributed.weight
              "vllm.model_executor", "vllm.model_executor.model_loader", "vllm.model_executor.model_loader.reload",
              "vllm.model_executor.model_loader.reload.meta"):
     sys.modules[name] = StandIn(name)
+import contextlib
+sys.modules["vllm.config"].set_current_vllm_config = contextlib.nullcontext
 sys.meta_path.insert(0, Blocked())
 from megatron_rl_corr.engines.vllm.worker import Extension
-print([name for name in dir(Extension) if name.startswith("rl_corr")])
+worker = Extension()
+worker.vllm_config = worker.weight_transfer_engine = None
+methods = [name for name in dir(Extension) if name.startswith("rl_corr")]
+sys.modules["safetensors"] = StandIn("safetensors")  # vLLM has it
+arguments = {"rl_corr_bucket": [[]], "rl_corr_load_folder": ["/"], "rl_corr_leave": ["x"]}
+print({name: getattr(worker, name)(*arguments.get(name, [])) for name in methods})
 """
 
 
@@ -42,6 +52,42 @@ def test_extension_when_imported_beside_vllm_then_it_needs_torch_and_the_standar
     ran = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     assert "rl_corr_begin" in ran.stdout and "rl_corr <class" in ran.stdout  # the backend was registered
+    # A method that fails answers and raises nothing: an exception puts every later answer of other ranks one call late.
+    answers = eval(ran.stdout.splitlines()[-1])
+    assert len(answers) == 8
+    for answer in answers.values():
+        assert answer == {"error": "start the server with --weight-transfer-config '{\"backend\": \"rl_corr\"}'"}
+
+
+def test_answer_when_ranks_have_refused_then_error_says_why_once():
+    refused = json.dumps({"results": [{"error": "why"}, {"error": "why"}, {}]}).encode()
+    with pytest.raises(RolloutServerError, match="answered POST /collective_rpc with HTTP 400: why$") as error:
+        VLLM.parse_control(refused, server="http://a", endpoint="/collective_rpc", status=200)
+    assert error.value.status == 400
+    assert VLLM.parse_control(b'{"results": ["None"]}', server="u", endpoint="e", status=200) == {"results": ["None"]}
+
+
+PLAIN = {
+    "model_config": SimpleNamespace(quantization=None), "kv_transfer_config": None, "lora_config": None,
+    "parallel_config": SimpleNamespace(data_parallel_size=1, enable_eplb=False, pipeline_parallel_size=1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"model_config": SimpleNamespace(quantization="fp8")}, r"quantised weights \(fp8\) are not proven"),
+        ({"kv_transfer_config": SimpleNamespace(kv_connector="LMCacheConnectorV1")}, "its LMCacheConnectorV1 keeps"),
+        ({"lora_config": object()}, "--enable-lora"),
+        ({"parallel_config": SimpleNamespace(data_parallel_size=2)}, "without --data-parallel-size"),
+        ({"parallel_config": SimpleNamespace(data_parallel_size=1, enable_eplb=True)}, "--enable-eplb"),
+        ({"parallel_config": SimpleNamespace(data_parallel_size=1, enable_eplb=False, pipeline_parallel_size=2)},
+         "pipeline stages are not proven"),
+    ],
+)  # fmt: skip
+def test_server_when_started_so_that_an_update_is_not_proven_then_the_flag_is_named(changed, told):
+    assert config_problem(SimpleNamespace(**PLAIN)) is None
+    assert re.search(told, config_problem(SimpleNamespace(**PLAIN | changed)))
 
 
 HELD = {
@@ -102,8 +148,32 @@ def test_tensors_when_of_a_type_that_is_not_sent_then_refused():
 
 
 def test_bucket_when_every_rank_gets_the_same_text_then_it_is_sent_once():
-    assert VLLM.update_weights_from_tensor(["a", "a"]).json == {"update_info": {"serialized": "a"}}
-    assert VLLM.update_weights_from_tensor(["a", "b"]).json["update_info"] == [{"serialized": "a"}, {"serialized": "b"}]
+    def buckets(*entries):
+        return VLLM.update_weights_from_tensor(entries).json["kwargs"]["buckets"]
+
+    assert buckets("a", "a") == [{"serialized": "a"}]
+    assert buckets("a", "b") == [{"serialized": "a"}, {"serialized": "b"}]
+
+
+def test_handle_when_the_senders_gpu_is_another_one_of_this_server_then_it_is_opened_there(monkeypatch):
+    uuids, opened = ["GPU-own", "GPU-trainer"], []
+    fields = [None, [1], [1], 0, None, None, "GPU-trainer", "", 0, 0, 0, "", 0, "", True]
+
+    class Opened:
+        def to(self, device, copy):
+            return device, copy
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(uuids))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: SimpleNamespace(uuid=uuids[number]))
+    monkeypatch.setattr(
+        "torch.multiprocessing.reductions.rebuild_cuda_tensor", lambda *fields: opened.append(fields) or Opened()
+    )
+    entry = {"name": "x", "dtype": "bfloat16", "shape": [1], "handle": fields}
+    assert decoded(entry, "cuda:0") == ("cuda:0", True)  # a copy, on the rank's own GPU
+    assert opened[0][6] == 1
+    uuids.pop()
+    with pytest.raises(ValueError, match="x lies on GPU GPU-trainer, and this server sees GPU-own; .*CUDA_VISIB"):
+        decoded(entry, "cuda:0")
 
 
 def test_pause_modes_then_retract_computes_keys_anew_and_in_place_keeps_them():
@@ -115,9 +185,12 @@ def test_pause_modes_then_retract_computes_keys_anew_and_in_place_keeps_them():
     assert VLLM.pause_problem(info, "retract", keyed_cache=False, samples_ahead=True) is None
 
 
-def test_checksums_when_answered_then_experts_have_the_names_that_senders_know():
+def test_checksums_when_answered_then_parameters_have_the_names_that_senders_know():
     rank = {"device": "cpu", "tp_rank": 0, "tp_size": 1, "expert_parallel": False, "dtype": "bfloat16",
             "quantization": None,
-            "checksums": {"model.layers.0.mlp.experts.routed_experts.w13_weight": "ab"}}  # fmt: skip
+            "checksums": {"a.mlp.experts.routed_experts.w13_weight": "ab", "a.self_attn.fused_qkv_a_proj.weight": "cd",
+                          "a.self_attn.mla_attn.mla_attn.W_UK_T": "", "a.self_attn.mla_attn.mla_attn.W_UV": ""}}
     server = VLLM.checksums("http://a", {}, {"results": [rank]})
-    assert server.ranks == ((0, {"model.layers.0.mlp.experts.w13_weight": "ab"}),) and server.layout_is_known
+    latent, place = VLLM.server_parameter("a.self_attn.kv_a_proj_with_mqa.weight")
+    assert server.ranks == ((0, {"a.mlp.experts.w13_weight": "ab", latent: "cd"}),) and place == (-1, 1)
+    assert server.layout_is_known

@@ -111,6 +111,6 @@ def test_scores_when_a_server_dies_or_is_restarted_then_the_others_are_compared(
     assert "its weights are 'default' instead of 'v2'" in caplog.text and caplog.text.count("is not compared") == 3
 
 
-def test_scores_when_a_server_refuses_then_that_is_an_error():
-    with pytest.raises(RolloutServerError, match="HTTP 400"):
+def test_scores_when_a_server_refuses_then_that_is_an_error_which_names_the_flag():
+    with pytest.raises(RolloutServerError, match="HTTP 400: too long; it was asked to score 3 ids .*`probe_push` off"):
         ask(Servers(a=RolloutServerError("a", "/score", 400, "too long"), b="v2"))

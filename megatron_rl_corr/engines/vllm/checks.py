@@ -1,4 +1,4 @@
-"""Whether an update fits the model that a server was started with, from names and shapes alone.
+"""Whether a server can be updated as it was started, and whether an update fits its model, from names and shapes alone.
 
 A wrong name, a wrong shape or a part of a fused layer would leave a vLLM server with a layer of random numbers.
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_rl_corr.engines.stacked_parameters import server_parameter
 
@@ -17,6 +18,35 @@ Shapes = Mapping[str, Sequence[int]]
 """Tensors of a checkpoint: Hugging Face name -> shape. Example: {"model.norm.weight": [64]}."""
 
 _SHOWN = 5
+
+
+def config_problem(vllm_config: Any) -> str | None:
+    """Why a server that was started so can't be updated, with the remedy; None: it can.
+
+    Args:
+        vllm_config: vLLM's own, in the server's worker.
+    """
+    quantization, parallel = vllm_config.model_config.quantization, vllm_config.parallel_config
+    if quantization is not None:
+        return f"updates of quantised weights ({quantization}) are not proven; serve the model in bfloat16"
+    if vllm_config.kv_transfer_config is not None:
+        return (
+            f"its {vllm_config.kv_transfer_config.kv_connector} keeps keys and values outside the server's own cache, "
+            "and may give those of old weights to requests for new ones; start it without --kv-transfer-config and "
+            "--kv-offloading-size"
+        )
+    if vllm_config.lora_config is not None:
+        return "updates with --enable-lora are not proven; start the server without"
+    if parallel.data_parallel_size > 1:
+        return (
+            "updates of several replicas behind one address are not proven; start as many servers, each without "
+            "--data-parallel-size"
+        )
+    if parallel.enable_eplb:
+        return "updates with --enable-eplb are not proven; start the server without"
+    if parallel.pipeline_parallel_size > 1:
+        return "updates of several pipeline stages are not proven; use tensor-parallel ranks alone"
+    return None
 
 
 def shapes_of_folder(folder: Path) -> dict[str, list[int]]:

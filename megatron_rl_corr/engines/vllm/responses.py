@@ -21,6 +21,8 @@ from megatron_rl_corr.engines.vllm.routed_experts import decode
 
 FLOOR = -9999.0
 """What vLLM writes for a log-prob that is NaN or -inf, and for one that it does not have."""
+REFUSED = 400
+"""The status of what a method of the worker extension has refused: vLLM answers 200 with the refusal in it."""
 UNKNOWN_VERSION = "unknown"
 """The weight version of a response without tokens, for which vLLM tells none."""
 
@@ -77,12 +79,17 @@ def parse_generate(
 def parse_control(body: bytes, *, server: str, endpoint: str, status: int) -> dict[str, Any]:
     """The JSON object of a control endpoint's answer; {} for an empty one.
 
-    Raises RolloutServerError for {"success": false} and for {"error": ..}, whatever the status.
+    Raises RolloutServerError for {"success": false}, for {"error": ..}, whatever the status, and for an error that a
+    worker extension's method has answered.
     """
     answer = _json_object(body, server, endpoint) if body else {}
     if answer.get("success") is False:
         raise RolloutServerError(server, endpoint, status, body_start(body))
     _raise_error(answer, server, endpoint, status)
+    results = answer.get("results")
+    told = [one["error"] for one in results if isinstance(one, dict) and "error" in one] if results else []
+    if told:  # of each rank that refused, mostly the same
+        raise RolloutServerError(server, endpoint, REFUSED, "; ".join(dict.fromkeys(told)))
     return answer
 
 

@@ -15,7 +15,7 @@ OLDEST, NEWEST = "0.32.0", "0.32.0"
 """The versions that were tested."""
 _INITIAL_VERSION = "default"
 """What the weights are called that a server was started with."""
-_NEEDS = {"/collective_rpc", "/update_weights", "/update_weight_version", "/pause", "/resume"}
+_NEEDS = {"/collective_rpc", "/update_weight_version", "/pause", "/resume"}
 
 
 def version_key(version: str) -> tuple[int, ...]:

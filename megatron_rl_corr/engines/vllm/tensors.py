@@ -62,7 +62,7 @@ def decoded(entry: dict[str, Any], device: torch.device) -> Tensor:
     """One entry as a tensor of this process on `device`.
 
     Raises:
-        ValueError: a type that is not sent, or a handle of another GPU's memory.
+        ValueError: a type that is not sent, or a handle of memory on a GPU that this process does not see.
     """
     dtype = dtype_named(entry["dtype"])
     if "data" in entry:
@@ -72,17 +72,25 @@ def decoded(entry: dict[str, Any], device: torch.device) -> Tensor:
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
     fields = list(entry["handle"])
-    own = str(torch.cuda.get_device_properties(device).uuid)
-    if fields[_DEVICE] != own:
-        raise ValueError(f"{entry['name']} lies on GPU {fields[_DEVICE]}, and this rank computes on {own}")
-    fields[_DEVICE] = torch.device(device).index or 0
+    fields[_DEVICE] = _number_of(fields[_DEVICE], entry["name"])
     fields[_DTYPE] = dtype
     for place, kind in _TYPES.items():
         fields[place] = kind
     for place in (_HANDLE, _COUNTER, _EVENT):
         fields[place] = base64.b64decode(fields[place])
     # A copy: vLLM keeps a tensor until its whole layer has come, and the sender's memory may change before that.
-    return rebuild_cuda_tensor(*fields).clone()
+    return rebuild_cuda_tensor(*fields).to(device, copy=True)
+
+
+def _number_of(uuid: str, name: str) -> int:
+    """The number that a GPU has in this process. Raises ValueError where it is not seen here."""
+    seen = [str(torch.cuda.get_device_properties(number).uuid) for number in range(torch.cuda.device_count())]
+    if uuid not in seen:
+        raise ValueError(
+            f"{name} lies on GPU {uuid}, and this server sees {', '.join(seen) or 'none'}; start it with a "
+            "CUDA_VISIBLE_DEVICES that has the trainer's GPUs too, or use `weight_transport` distributed"
+        )
+    return seen.index(uuid)
 
 
 def dtype_named(name: str) -> torch.dtype:

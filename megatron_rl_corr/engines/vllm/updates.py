@@ -1,10 +1,11 @@
 """Requests that pause a vLLM server and give it new weights, and what its answers to them mean.
 
-Buckets go to vLLM's own /update_weights; begin, end, folders and checksums to methods of our worker extension.
+Weights go to methods of our worker extension, through /collective_rpc; what it refuses is in its answer as "error".
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -83,11 +84,10 @@ def init_weights_update_group(
     master_address: str, master_port: int, *, rank_offset: int, world_size: int, group_name: str, backend: str
 ) -> Request:
     """Join the process group in which the trainer is rank 0; the server's ranks start at rank_offset."""
-    info = {
-        "master_address": master_address, "master_port": master_port, "rank_offset": rank_offset,
-        "world_size": world_size, "group_name": group_name, "backend": backend,
-    }  # fmt: skip
-    return Request("POST", "/init_weight_transfer_engine", {"init_info": info})
+    return _call(
+        "rl_corr_join", master_address=master_address, master_port=master_port, rank_offset=rank_offset,
+        world_size=world_size, group_name=group_name, backend=backend,
+    )  # fmt: skip
 
 
 def destroy_weights_update_group(group_name: str) -> Request:
@@ -115,14 +115,13 @@ def update_weights_from_distributed(
         "names": list(names), "dtypes": list(dtypes), "shapes": [list(shape) for shape in shapes],
         "group_name": group_name,
     }  # fmt: skip
-    return Request("POST", "/update_weights", {"update_info": info})
+    return _call("rl_corr_bucket", buckets=[info])
 
 
 def update_weights_from_tensor(entries: Sequence[str], *, weight_version: str | None = None) -> Request:
     """Load a bucket: for each tensor-parallel rank what `tensors.serialized` made."""
-    infos = [{"serialized": entry} for entry in entries]
     same = all(entry is entries[0] or entry == entries[0] for entry in entries)
-    return Request("POST", "/update_weights", {"update_info": infos[0] if same else infos})
+    return _call("rl_corr_bucket", buckets=[{"serialized": entry} for entry in (entries[:1] if same else entries)])
 
 
 def update_weights_from_disk(model_path: str) -> Request:
@@ -173,8 +172,20 @@ def all_checksums(url: str, answer: Mapping[str, Any]) -> list[dict[str, str]]:
 
 
 def _by_parameter(rank: Mapping[str, Any]) -> dict[str, str]:
-    """{parameter: checksum}; vLLM 0.32 has a layer's experts in a module of their own."""
-    return {name.replace(".experts.routed_experts.", ".experts."): one for name, one in rank["checksums"].items()}
+    """{parameter: checksum}, by the names of `server_parameter`, without what vLLM derives from other parameters."""
+    return {
+        _NAMES.sub(lambda match: _OUR_NAMES[match[0]], name): one for name, one in rank["checksums"].items()
+        if not name.endswith(_DERIVED)
+    }  # fmt: skip
+
+
+_OUR_NAMES = {
+    ".experts.routed_experts.": ".experts.",  # 0.32 has a layer's experts in a module of their own
+    ".fused_qkv_a_proj.": ".fused_qkv_a_proj_with_mqa.",  # of latent attention
+}
+_NAMES = re.compile("|".join(map(re.escape, _OUR_NAMES)))
+_DERIVED = (".W_UK_T", ".W_UV")
+"""Latent attention's, from kv_b_proj, at the end of each update."""
 
 
 def _call(method: str, **arguments: Any) -> Request:

@@ -1,8 +1,14 @@
-"""What /collective_rpc can call in a worker of vLLM: begin and end of an update, a folder to load, checksums, state."""
+"""What /collective_rpc can call in a worker of vLLM: a group, an update's steps, a folder to load, checksums, state.
+
+A method that fails returns {"error": text} and raises nothing: where vLLM (0.32) has several ranks it stops reading
+their answers at the first exception, and from then on every call gets other ranks' answers to the call before it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +19,39 @@ from megatron_rl_corr.engines.vllm import checks
 from megatron_rl_corr.engines.vllm.worker.loading import checksums_of
 from megatron_rl_corr.engines.vllm.worker.transfer import BACKEND, WeightTransfer
 
+logger = logging.getLogger(__name__)
+
+
+def _answers_errors(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Make an exception of the method its answer, and let it run with the worker's configuration."""
+
+    @functools.wraps(method)
+    def answered(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            with set_current_vllm_config(self.vllm_config):
+                return method(self, *args, **kwargs)
+        except Exception as error:
+            logger.exception("%s failed", method.__name__)
+            return {"error": str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"}
+
+    return answered
+
 
 class Extension:
-    """Mixed into vLLM's worker by --worker-extension-cls. Buckets come through vLLM's own /update_weights."""
+    """Mixed into vLLM's worker by --worker-extension-cls."""
 
+    @_answers_errors
+    def rl_corr_join(self, **init_info: Any) -> None:
+        """Join the trainer's group for broadcasts; arguments as the fields of `InitInfo`."""
+        transfer = self._rl_corr_transfer()
+        transfer.init_transfer_engine(transfer.parse_init_info(init_info))
+
+    @_answers_errors
+    def rl_corr_leave(self, name: str) -> None:
+        """Leave the group for broadcasts of this name."""
+        self._rl_corr_transfer().leave(name)
+
+    @_answers_errors
     def rl_corr_begin(self, tensors: Mapping[str, Sequence[int]] | None = None, checksums: bool = True) -> None:
         """Begin an update, whatever became of the one before.
 
@@ -24,23 +59,25 @@ class Extension:
             tensors: all that it will bring, Hugging Face name -> shape; None: checked bucket by bucket.
             checksums: hash the parameters while they are loaded.
 
-        Raises:
-            ValueError: this server can't take it; its weights have not been touched.
+        Refused, before its weights are touched, where this server can't take it.
         """
-        transfer = self._rl_corr_transfer()
-        with set_current_vllm_config(self.vllm_config):
-            transfer.plan(tensors, with_checksums=checksums)
-        self._weight_update_active = False  # True after a trainer's death in mid-update
-        self.start_weight_update()
+        self._rl_corr_transfer().begin(tensors, with_checksums=checksums)
 
+    @_answers_errors
+    def rl_corr_bucket(self, buckets: Sequence[Mapping[str, Any]]) -> None:
+        """Receive and load one bucket.
+
+        Args:
+            buckets: the fields of an `UpdateInfo`: of one for all ranks, or of one for each.
+        """
+        self._rl_corr_transfer().update_weights(buckets[self.rank if len(buckets) > 1 else 0])
+
+    @_answers_errors
     def rl_corr_end(self) -> None:
-        """End it. Raises ValueError for one that is not complete."""
-        try:
-            self.finish_weight_update()
-        except BaseException:
-            self._weight_update_active = False
-            raise
+        """End it. Refused where it is not complete."""
+        self._rl_corr_transfer().finish_weight_update()
 
+    @_answers_errors
     def rl_corr_load_folder(self, path: str, checksums: bool = True) -> None:
         """A whole update from a Hugging Face folder, checked before anything is loaded."""
         from safetensors import safe_open
@@ -49,24 +86,18 @@ class Extension:
         folder = Path(path)
         if not folder.is_dir():
             raise ValueError(f"there is no folder {path} on this server's host, or it may not be read")
-        self.rl_corr_begin(checks.shapes_of_folder(folder), checksums)
+        transfer.begin(checks.shapes_of_folder(folder), with_checksums=checksums)
         try:
-            with set_current_vllm_config(self.vllm_config):
-                for file in sorted(folder.glob("*.safetensors")):
-                    with safe_open(file, framework="pt") as opened:
-                        names = opened.keys()
-                        transfer.load((name, opened.get_tensor(name).to(self.device)) for name in names)
+            for file in sorted(folder.glob("*.safetensors")):
+                with safe_open(file, framework="pt") as opened:
+                    names = opened.keys()
+                    transfer.load((name, opened.get_tensor(name).to(self.device)) for name in names)
         except BaseException:
-            with set_current_vllm_config(self.vllm_config):
-                transfer.break_off()
-            self._weight_update_active = False
+            transfer.break_off()
             raise
-        self.rl_corr_end()
+        transfer.finish_weight_update()
 
-    def rl_corr_leave(self, name: str) -> None:
-        """Leave the group for broadcasts of this name."""
-        self._rl_corr_transfer().leave(name)
-
+    @_answers_errors
     def rl_corr_checksums(self) -> dict[str, Any]:
         """Checksums of all parameters, and what they depend on."""
         transfer, parallel = self._rl_corr_transfer(), self.vllm_config.parallel_config
@@ -81,6 +112,7 @@ class Extension:
             "version": vllm.__version__,
         }
 
+    @_answers_errors
     def rl_corr_state(self) -> dict[str, bool]:
         """Whether an update is open, and whether one was broken off, so that weights of two versions are mixed."""
         transfer = self._rl_corr_transfer()

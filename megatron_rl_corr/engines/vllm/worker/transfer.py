@@ -100,8 +100,8 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     # An update
 
-    def plan(self, sent: checks.Shapes | None, *, with_checksums: bool) -> None:
-        """Check the next update before it begins, and end one that a killed trainer has left open.
+    def begin(self, sent: checks.Shapes | None, *, with_checksums: bool) -> None:
+        """Check the next update, end one that a killed trainer has left open, and accept buckets.
 
         Args:
             sent: all of its tensors; None: any that the server's checkpoint has.
@@ -111,12 +111,9 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             ValueError: this server can't take it; its weights have not been touched.
         """
         self.break_off()
-        if self.model_config.quantization is not None:
-            raise ValueError(f"updates of quantised weights ({self.model_config.quantization}) are not proven")
-        if self.parallel_config.enable_eplb:
-            raise ValueError("updates with --enable-eplb are not proven; start the server without")
-        if self.parallel_config.pipeline_parallel_size > 1:
-            raise ValueError("updates of several pipeline stages are not proven; use tensor-parallel ranks alone")
+        problem = checks.config_problem(self.vllm_config)
+        if problem is not None:
+            raise ValueError(problem)
         if self._held is None:
             self._held = checks.shapes_of_folder(model_folder(self.model_config))
         problem = experts_problem(self.model, self.device)
@@ -125,10 +122,11 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         if problem is not None:
             raise ValueError(problem)
         self._planned, self._with_checksums = sent, with_checksums
+        self.is_open, self._received = True, set()
 
     def start_weight_update(self) -> None:
-        """Accept buckets; `plan` comes before."""
-        self.is_open, self._received = True, set()
+        """vLLM's own endpoint of this name. Raises ValueError: `begin` is needed."""
+        raise ValueError("this server takes updates by its worker extension alone; see /collective_rpc rl_corr_begin")
 
     def update_weights(self, update_info: dict) -> None:
         """Check, receive and load one bucket; if that fails the update is broken off."""
@@ -186,6 +184,8 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def finish_weight_update(self) -> None:
         """End an update that is complete. Raises ValueError for one that is not; it is broken off then."""
+        if not self.is_open:
+            raise ValueError("no update is open")
         planned = self._planned if self._planned is not None else self._received
         problem = checks.incomplete(planned, self._received)
         if problem is None and self._planned is None:

@@ -1,0 +1,56 @@
+"""A vLLM server of two tensor-parallel ranks in processes of their own: what arrives, and what a refusal costs."""
+
+import pytest
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from megatron_rl_corr.rollout import RolloutServerError
+from tests.hf_truth import assert_is_truth
+from tests.matrix.releases import OVERLAID, chosen
+from tests.weight_sync.test_push_real_servers import TRANSPORTS, Pushing, model_of, noisy
+from tools.cpu import environment, vllm_arguments
+from tools.local_server import LocalServer
+
+pytestmark = pytest.mark.skipif(chosen() != OVERLAID, reason="make test-matrix runs it")
+WHOLE = 37
+"""Parameters of 39 that are compared: the vocabulary of 83 is padded before it is cut."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def url(tiny_moe_dir, tmp_path_factory):
+    flags = [*vllm_arguments(), "--distributed-executor-backend", "mp", "--tensor-parallel-size", "2"]
+    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    with LocalServer(
+        tiny_moe_dir, engine="vllm", dtype="float32", log_path=tmp_path_factory.mktemp("tp") / "server.log",
+        extra_arguments=flags, environment=environment("vllm") | variables,
+    ) as server:  # fmt: skip
+        yield server.url
+
+
+@pytest.mark.parametrize("kind", TRANSPORTS)
+def test_push_to_two_ranks_when_one_was_refused_before_then_samples_are_of_the_pushed_weights(
+    url, tiny_moe_dir, tmp_path, kind
+):
+    weights = load_file(tiny_moe_dir / "model.safetensors")
+    trainer, new = Pushing([url], kind, tiny_moe_dir, tmp_path / "weights", "vllm"), noisy(weights, seed=1)
+    try:
+        part = {name: tensor for name, tensor in new.items() if "layers.0.self_attn.q_proj" not in name}
+        # The trainer's own count finds it first where the folder is complete before servers are asked.
+        with pytest.raises(Exception, match="q_proj.weight") as refusal:
+            trainer.push(part, "part")
+        if kind != "disk":
+            assert isinstance(refusal.value, RolloutServerError) and not getattr(refusal.value, "__notes__", [])
+        trainer.push(new, kind)
+        assert trainer.compared == WHOLE
+        sample = trainer.sample()
+        assert sample.oldest_version == kind
+        assert_is_truth(sample, model_of(tiny_moe_dir, new, tmp_path / "hf"), atol=1e-5)
+    finally:
+        trainer.close()
