@@ -110,7 +110,7 @@ def bucket_problem(bucket: Shapes, planned: Shapes, received: set[str]) -> str |
         return f"{_shortened(unknown)} is not part of this update, or not in the server's checkpoint"
     again = [name for name in bucket if name in received]
     if again:
-        return f"{_shortened(again)} was sent before in this update"
+        return f"{_shortened(again)} was sent before in this update; does another trainer push to this server?"
     for name, shape in bucket.items():
         if list(shape) != list(planned[name]):
             return f"{name} has shape {list(shape)}, and {list(planned[name])} in the server's checkpoint"

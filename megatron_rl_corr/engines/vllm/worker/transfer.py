@@ -193,7 +193,11 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         if problem is not None:
             self.break_off()
             raise ValueError(f"the update is not complete: {problem}")
-        self.checksums |= self._update.finish()
+        try:
+            self.checksums |= self._update.finish()
+        except BaseException:
+            self.break_off()
+            raise
         self._update, self.is_open, self.is_mixed = None, False, False
 
     def break_off(self) -> None:
