@@ -45,6 +45,7 @@ BROAD_EXCEPTIONS = {
     ("weight_sync/update.py", "run"): "the thread's error is raised where its answer is read",
     ("rollout/queue.py", "_replace"): "raised by take",
     ("rollout/group_filter.py", "passes"): "counted as a failure, with the user's traceback",
+    ("engines/vllm/worker/extension.py", "answered"): "the client raises it, as the answer to its request",
 }
 """(file, function): how an error that is caught broadly is raised after all."""
 
