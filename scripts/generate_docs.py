@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+from engines_page import engines_page  # noqa: E402
 
 from megatron_rl_corr.config.correction import PRESETS, RolloutCorrectionConfig  # noqa: E402
 from megatron_rl_corr.config.dialects import keys_by_trainer  # noqa: E402
@@ -183,6 +185,7 @@ def cell(text: str) -> str:
 
 PAGES = {
     "docs/reference/config.md": config_page,
+    "docs/reference/engines.md": engines_page,
     "docs/reference/flags.md": flags_page,
     "docs/reference/losses.md": losses_page,
     "docs/reference/metrics.md": metrics_page,

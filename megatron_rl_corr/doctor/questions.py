@@ -61,7 +61,7 @@ async def quick_check(
     """The defects of a client's servers, without changing anything there.
 
     Sends 20 requests of at most 24 tokens to each server, at most 7 at once. Questions that the engine does not
-    support are named on stderr.
+    support are named on stderr, and so is a version that was not tested or can't do everything.
 
     Args:
         client: of the servers.
@@ -80,6 +80,8 @@ async def quick_check(
     for url, row in rows:
         if row.status == "failed":
             warn(f"{url}: {row.check} is not checked: {row.message}")
+        elif (row.check, row.status) == ("version", "note"):
+            warn(f"{url}: {row.message}")
     return [row.finding(url, remedies[url]) for url, row in rows if row.defect]
 
 

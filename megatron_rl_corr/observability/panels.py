@@ -86,6 +86,9 @@ def draw_kl(axes: Axes, series: Series) -> None:
     if (series["rollout_corr/k3_kl"] > 0).any():
         axes.set_yscale("log", nonpositive="mask")
     draw_line(axes, series, "rollout_corr/k3_kl", label="k3")
+    by_engine = series.matching(r"rollout_corr/by_engine/(.+)/k3_kl")
+    for (name, engine), color in zip(by_engine.items(), (ORANGE, GREEN, SKY), strict=False):
+        draw_line(axes, series, name, color=color, label=engine)
     draw_bound(axes, usual_range("rollout_corr/k3_kl").high, "alert level")
     axes.margins(y=0.1)
 

@@ -7,14 +7,17 @@ import pytest
 from aiohttp import web
 
 from megatron_rl_corr.config.run import ENGINES
-from megatron_rl_corr.doctor import Examination, Expected, exit_status, quick_check
+from megatron_rl_corr.doctor import Examination, Expected, exit_status, questions, quick_check
 from megatron_rl_corr.doctor.command import as_table
+from megatron_rl_corr.doctor.findings import Row
 from megatron_rl_corr.doctor.full_check import ask_full
+from megatron_rl_corr.doctor.judgements import judge_version
 from megatron_rl_corr.doctor.probe import Probe
 from megatron_rl_corr.doctor.questions import ask_quick, ask_same
 from megatron_rl_corr.doctor.reference_model import ask_model
 from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.engines.base import Engine
+from megatron_rl_corr.engines.inspection import VersionSupport
 from megatron_rl_corr.engines.types import UnsupportedByEngine
 from megatron_rl_corr.rollout import RolloutClient
 
@@ -67,6 +70,25 @@ def test_quick_check_when_the_engine_supports_no_question_then_no_finding_and_a_
     warned = capsys.readouterr().err.splitlines()
     assert len(warned) == 2 * len(CHECKS) + 1  # of two servers, and their comparison
     assert all(line.startswith("[rollout] ") and " is not checked: " in line for line in warned)
+
+
+def test_quick_check_when_a_version_was_not_tested_then_a_warning_says_so_and_other_notes_stay_unsaid(
+    ask_recorded, capsys, monkeypatch
+):
+    support = VersionSupport("0.33.0", "0.32.0", note="vLLM 0.33.0 is newer than 0.32.0, the newest tested")
+    rows = [judge_version("vLLM", support), Row("sampling mask", "note", "needed only with --rollout-top-p")]
+
+    async def asked(probe, expected):
+        return (rows if probe.url.endswith("first.jsonl") else []), None
+
+    async def compared(probes, facts):
+        return []
+
+    monkeypatch.setattr(questions, "ask_quick", asked)
+    monkeypatch.setattr(questions, "ask_same", compared)
+    assert ask_recorded(quick_check) == []
+    [warned] = capsys.readouterr().err.splitlines()
+    assert warned.startswith("[rollout] ") and warned.endswith(f"first.jsonl: {support.note}")
 
 
 def test_full_and_model_when_the_engine_supports_no_question_then_rows_say_so(ask_recorded):

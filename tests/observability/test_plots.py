@@ -45,6 +45,14 @@ def test_overview_when_there_are_no_steps_then_an_error_says_so(tmp_path):
         write_overview([], tmp_path / "overview.png")
 
 
+def test_kl_when_servers_of_two_engines_sampled_then_a_line_for_each_and_both_together(make_steps):
+    own = {"rollout_corr/by_engine/sglang/k3_kl": 2e-5, "rollout_corr/by_engine/vllm/k3_kl": 1e-5}
+    axes = drawn("kl", [row | own for row in make_steps(3)])
+    lines = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
+    assert lines["sglang"] == [2e-5] * 3 and lines["vllm"] == [1e-5] * 3
+    assert list(lines) == ["k3", "sglang", "vllm", "alert level"]
+
+
 EVALUATED = {
     "eval/reward": 0.5, "eval/pass@1": 0.25, "eval/aime/reward": 0.1, "eval/aime/pass@1": 0.0, "eval/aime/pass@4": 0.5,
 }  # fmt: skip
