@@ -73,7 +73,7 @@ NEEDS = {
 """What is needed for it -> the finding of the doctor whose remedy says how."""
 
 
-def engines_page() -> str:
+def page() -> str:
     """Both engines side by side."""
     engines = {name: load_engine(name) for name in TITLES}
     lines = [

@@ -9,7 +9,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from engines_page import engines_page  # noqa: E402
 
 from megatron_rl_corr.config.correction import PRESETS, RolloutCorrectionConfig  # noqa: E402
 from megatron_rl_corr.config.dialects import keys_by_trainer  # noqa: E402
@@ -166,6 +165,13 @@ def formula_of(name: str) -> str:
     function = getattr(importlib.import_module(f"megatron_rl_corr.core.losses.{name}"), name)
     begins = " ".join(inspect.getdoc(function).split("\n\n")[0].split())
     return re.sub(r"[;,.]? ?\[T\].*|\.$", "", begins)
+
+
+def engines_page() -> str:
+    """Both engines side by side; engines_page.py has it."""
+    from engines_page import page
+
+    return page()
 
 
 def table(*columns: str) -> list[str]:
