@@ -6,14 +6,31 @@ R response tokens, K_t ids that token t was drawn from.
 from __future__ import annotations
 
 import itertools
+import json
 from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import orjson
 import torch
 
+from megatron_rl_corr.engines.errors import RolloutProtocolError, body_start
 from megatron_rl_corr.engines.trajectory import Support, VersionSpan
+
+
+def json_object(body: bytes, server: str, endpoint: str) -> dict[str, Any]:
+    """The JSON object that a body is. Raises RolloutProtocolError, naming server and endpoint, for anything else."""
+    try:
+        answer = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        try:
+            answer = json.loads(body)  # the standard library reads the NaN and Infinity that orjson refuses
+        except ValueError as error:
+            raise RolloutProtocolError(server, endpoint, f"not JSON ({error}): {body_start(body)}") from None
+    if not isinstance(answer, dict):
+        raise RolloutProtocolError(server, endpoint, f"expected a JSON object, got {body_start(body)}")
+    return answer
 
 
 def token_ids(values: object, name: str) -> np.ndarray:

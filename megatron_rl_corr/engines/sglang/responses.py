@@ -3,15 +3,13 @@
 P prompt tokens, R response tokens, K_t ids that token t was drawn from.
 """
 
-import itertools
-import json
-from array import array
 from typing import Any
 
 import numpy as np
 import orjson
 import torch
 
+from megatron_rl_corr.engines import answers
 from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError, body_start
 from megatron_rl_corr.engines.routes import ExpertShape, no_routes
 from megatron_rl_corr.engines.sglang.logprob_rows import read_flat
@@ -55,33 +53,36 @@ def parse_generate(
             lengths that disagree, unknown ids, a support that is missing or lacks the token drawn from it, routes that
             break a rule of `decode`.
     """
-    answer, values = read_flat(body) or (_json_object(body, server, GENERATE), None)
+    answer, values = read_flat(body) or (answers.json_object(body, server, GENERATE), None)
     meta = answer.get("meta_info")
     if not isinstance(meta, dict) or "output_ids" not in answer:
         raise RolloutProtocolError(server, GENERATE, f"no output_ids or meta_info in {body_start(body)}")
-    finish_reason = _finish_reason(meta, server)
-    output_ids = _token_ids(answer["output_ids"], "output_ids", server)
-    _check_count(meta, "prompt_tokens", prompt_ids.numel(), "ids were sent", server)
-    _check_count(meta, "completion_tokens", output_ids.size, "output_ids were returned", server)
-    _check_vocabulary(output_ids, vocab_size, "token id", server)
-    if values is None:
-        values = _logprob_values(meta, output_ids, server)
-    logprobs, support = _float32(values, NO_ROWS, server), None
-    if truncated:
-        logprobs, support = _truncated(meta, output_ids, vocab_size, server)
-    return Trajectory(
-        prompt_index=prompt_index,
-        sample_index=sample_index,
-        prompt_ids=prompt_ids,
-        output_ids=torch.from_numpy(output_ids),
-        rollout_logprobs=torch.from_numpy(logprobs),
-        finish_reason=finish_reason,
-        weight_versions=_weight_versions(meta, output_ids.size, server),
-        cached_tokens=meta.get("cached_tokens", 0),  # absent when a request was aborted before it started
-        server=server,
-        support=support,
-        routed_experts=_routes(meta, prompt_ids.numel() + output_ids.size, experts, known_routes, server),
-    )
+    try:
+        finish_reason = _finish_reason(meta, server)
+        output_ids = answers.token_ids(answer["output_ids"], "output_ids")
+        answers.check_count(meta, "prompt_tokens", prompt_ids.numel(), "ids were sent")
+        answers.check_count(meta, "completion_tokens", output_ids.size, "output_ids were returned")
+        answers.check_vocabulary(output_ids, vocab_size, "token id")
+        if values is None:
+            values = _logprob_values(meta, output_ids)
+        logprobs, support = answers.float32(values, NO_ROWS), None
+        if truncated:
+            logprobs, support = _truncated(meta, output_ids, vocab_size)
+        return Trajectory(
+            prompt_index=prompt_index,
+            sample_index=sample_index,
+            prompt_ids=prompt_ids,
+            output_ids=torch.from_numpy(output_ids),
+            rollout_logprobs=torch.from_numpy(logprobs),
+            finish_reason=finish_reason,
+            weight_versions=_weight_versions(meta, output_ids.size),
+            cached_tokens=meta.get("cached_tokens", 0),  # absent when a request was aborted before it started
+            server=server,
+            support=support,
+            routed_experts=_routes(meta, prompt_ids.numel() + output_ids.size, experts, known_routes),
+        )
+    except ValueError as error:
+        raise RolloutProtocolError(server, GENERATE, str(error)) from None
 
 
 def parse_control(body: bytes, *, server: str, endpoint: str, status: int) -> dict[str, Any]:
@@ -100,111 +101,35 @@ def parse_control(body: bytes, *, server: str, endpoint: str, status: int) -> di
     return answer
 
 
-def _json_object(body: bytes, server: str, endpoint: str) -> dict[str, Any]:
-    try:
-        answer = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        try:
-            answer = json.loads(body)  # the standard library reads the NaN and Infinity that orjson refuses
-        except ValueError as error:
-            raise RolloutProtocolError(server, endpoint, f"not JSON ({error}): {body_start(body)}") from None
-    if not isinstance(answer, dict):
-        raise RolloutProtocolError(server, endpoint, f"expected a JSON object, got {body_start(body)}")
-    return answer
-
-
-def _token_ids(values, name: str, server: str) -> np.ndarray:
-    try:
-        return np.asarray(array("q", values or ()))
-    except (TypeError, OverflowError):
-        detail = f"{name} is not a list of integers: {str(values)[:200]}"
-        raise RolloutProtocolError(server, GENERATE, detail) from None
-
-
-def _logprob_values(meta: dict, output_ids: np.ndarray, server: str) -> list:
+def _logprob_values(meta: dict, output_ids: np.ndarray) -> list:
     """[R] log-probs or null, from rows of (log-prob or null, id, text or null); the ids must be the output_ids."""
-    rows = meta.get("output_token_logprobs") or []
-    if not isinstance(rows, list) or len(rows) != output_ids.size:
-        entries = f"{len(rows)} entries" if isinstance(rows, list) else "no list"
-        detail = f"{output_ids.size} output_ids have {entries} in output_token_logprobs"
-        raise RolloutProtocolError(server, GENERATE, detail)
+    name = "output_token_logprobs"
+    rows = answers.check_lengths(meta.get(name) or [], output_ids.size, name)
     try:
-        values = [row[0] for row in rows]
-        ids = _token_ids([row[1] for row in rows], "output_token_logprobs", server)
+        values, of_ids = [row[0] for row in rows], [row[1] for row in rows]
     except (TypeError, IndexError, KeyError) as error:
-        raise RolloutProtocolError(server, GENERATE, f"{NO_ROWS}: {error}") from None
-    differs = np.flatnonzero(ids != output_ids)
-    if differs.size:
-        first = differs[0]
-        detail = (
-            f"output_ids and the ids of output_token_logprobs differ at {differs.size} of {ids.size} "
-            f"positions, first at {first}: {output_ids[first]} and {ids[first]}"
-        )
-        raise RolloutProtocolError(server, GENERATE, detail)
+        raise ValueError(f"{NO_ROWS}: {error}") from None
+    answers.check_same_ids(output_ids, answers.token_ids(of_ids, name), "output_ids", name)
     return values
 
 
-def _float32(values: list | np.ndarray, what: str, server: str) -> np.ndarray:
-    """[R] float32; NaN for null and for what is not finite in float32."""
-    try:
-        with np.errstate(over="ignore"):  # to infinity, and below to NaN
-            logprobs = np.array(values, dtype=np.float32)  # None becomes NaN
-    except (TypeError, ValueError):
-        logprobs = np.empty((0, 0))
-    if logprobs.ndim != 1:
-        raise RolloutProtocolError(server, GENERATE, f"{what}: {str(values)[:200]}")
-    logprobs[~np.isfinite(logprobs)] = np.nan
-    return logprobs
-
-
-def _truncated(
-    meta: dict, output_ids: np.ndarray, vocab_size: int | None, server: str
-) -> tuple[np.ndarray, Support]:
+def _truncated(meta: dict, output_ids: np.ndarray, vocab_size: int | None) -> tuple[np.ndarray, Support]:
     """[R] float32 log-probs renormalised on the ids that each token was drawn from, and those ids."""
     if not output_ids.size:  # an abort before the first token has neither field
         meta = {MASK: [], MASK_LOGPROBS: []} | meta
     for name in (MASK, MASK_LOGPROBS):
-        values = meta.get(name)
-        if values is None:
-            detail = (
+        if meta.get(name) is None:
+            raise ValueError(
                 f"it sent no {name} though return_sampling_mask asked for it, so what `top_p`, "
                 "`top_k` and `min_p` kept is unknown: use SGLang 0.5.16 or newer, or leave them out"
             )
-            raise RolloutProtocolError(server, GENERATE, detail)
-        if not isinstance(values, list) or len(values) != output_ids.size:
-            entries = f"{len(values)} entries" if isinstance(values, list) else "no list"
-            raise RolloutProtocolError(server, GENERATE, f"{output_ids.size} output_ids have {entries} in {name}")
-    logprobs = _float32(meta[MASK_LOGPROBS], f"{MASK_LOGPROBS} is not a list of log-probs", server)
-    return logprobs, _support(meta[MASK], output_ids, vocab_size, server)
-
-
-def _support(sets: list, output_ids: np.ndarray, vocab_size: int | None, server: str) -> Support:
-    """The sets, each not empty, of distinct ids in the vocabulary, and with the token drawn from it."""
-    if not all(isinstance(ids, list) for ids in sets):
-        raise RolloutProtocolError(server, GENERATE, f"{MASK} is not a list of lists: {str(sets)[:200]}")
-    ids = _token_ids(list(itertools.chain.from_iterable(sets)), MASK, server)
-    _check_vocabulary(ids, vocab_size, f"{MASK} with id", server)
-    lengths = np.array([len(ids) for ids in sets], dtype=np.int32)
-    if not lengths.all():
-        detail = f"{MASK} is empty at position {lengths.argmin()}, where a token was drawn from it"
-        raise RolloutProtocolError(server, GENERATE, detail)
-    rows = np.repeat(np.arange(lengths.size), lengths)
-    found = np.bincount(rows[ids == output_ids[rows]], minlength=lengths.size)
-    if not found.all():
-        first = int(np.argmin(found))
-        detail = f"{MASK} at position {first} has not the token {output_ids[first]} that was drawn from it"
-        raise RolloutProtocolError(server, GENERATE, detail)
-    stride = ids.max(initial=0) + 1
-    pairs = np.sort(rows * stride + ids)
-    repeated = pairs[1:][np.diff(pairs) == 0]
-    if repeated.size:
-        row, token = divmod(int(repeated[0]), int(stride))
-        raise RolloutProtocolError(server, GENERATE, f"{MASK} at position {row} has id {token} twice")
-    return Support(torch.from_numpy(ids.astype(np.int32)), torch.from_numpy(lengths))
+        answers.check_lengths(meta[name], output_ids.size, name)
+    logprobs = answers.float32(meta[MASK_LOGPROBS], f"{MASK_LOGPROBS} is not a list of log-probs")
+    return logprobs, answers.support(meta[MASK], output_ids, vocab_size, MASK)
 
 
 def _routes(
-    meta: dict, tokens: int, experts: ExpertShape | None, known: torch.Tensor | None, server: str
+    meta: dict, tokens: int, experts: ExpertShape | None, known: torch.Tensor | None
 ) -> torch.Tensor | None:
     """[T - 1, M, k]: the known rows, and those of the answer behind them."""
     if experts is None:
@@ -216,23 +141,21 @@ def _routes(
     if encoded is None and meta["finish_reason"]["type"] == "abort":
         return torch.cat([known, no_routes(experts, tokens - 1 - len(known))])
     if encoded is None:
-        detail = (
+        raise ValueError(
             "rule presence: it sent no routed_experts though they were asked for, which `router_replay` R3 needs: "
             "start the server with --enable-return-routed-experts"
         )
-        raise RolloutProtocolError(server, GENERATE, detail)
     try:
         return torch.cat([known, decode(encoded, tokens=tokens, shape=experts, first=len(known))])
     except ValueError as error:
-        raise RolloutProtocolError(server, GENERATE, f"{error}; is it serving another model?") from None
+        raise ValueError(f"{error}; is it serving another model?") from None
 
 
 def _finish_reason(meta: dict, server: str) -> str:
     reason = meta.get("finish_reason")
     kind = reason.get("type") if isinstance(reason, dict) else None
     if kind not in ("stop", "length", "abort"):
-        detail = f"finish_reason must be stop, length or abort, got {reason!r}"
-        raise RolloutProtocolError(server, GENERATE, detail)
+        raise ValueError(f"finish_reason must be stop, length or abort, got {reason!r}")
     failed = kind == "abort" and (reason.get("status_code") is not None or reason.get("err_type") is not None)
     if failed:
         detail = f"request {meta.get('id')} was aborted ({reason.get('err_type')}): {reason.get('message')}"
@@ -241,37 +164,15 @@ def _finish_reason(meta: dict, server: str) -> str:
     return kind
 
 
-def _weight_versions(meta: dict, response_length: int, server: str) -> tuple[VersionSpan, ...]:
+def _weight_versions(meta: dict, response_length: int) -> tuple[VersionSpan, ...]:
     """Spans that partition [0, R). SGLang before 0.5.19 reports no spans, only the version at the end."""
     spans = meta.get("weight_versions")
-    if spans is None:
-        version = meta.get("weight_version")
-        if not isinstance(version, str):
-            raise RolloutProtocolError(server, GENERATE, f"weight_version must be a string, got {version!r}")
-        return (VersionSpan(version, 0, response_length),)
-    try:
-        parsed = tuple(VersionSpan(span["version"], span["start"], span["end"]) for span in spans)
-    except (TypeError, KeyError):
-        parsed = ()
-    bounds = [0, *(span.end for span in parsed)]
-    adjoin = bounds[-1] == response_length and bounds[:-1] == [span.start for span in parsed]
-    if not parsed or not adjoin or not all(isinstance(span.version, str) for span in parsed):
-        detail = f"weight_versions {spans} do not partition the {response_length} output_ids"
-        raise RolloutProtocolError(server, GENERATE, detail)
-    return parsed
-
-
-def _check_vocabulary(ids: np.ndarray, vocab_size: int | None, what: str, server: str) -> None:
-    limit = np.iinfo(np.int32).max if vocab_size is None else vocab_size
-    outside = ids[(ids < 0) | (ids >= limit)]
-    if outside.size:
-        detail = f"it returned {what} {outside[0]}, outside [0, {limit}): is it serving another model?"
-        raise RolloutProtocolError(server, GENERATE, detail)
-
-
-def _check_count(meta: dict, name: str, count: int, what: str, server: str) -> None:
-    if name in meta and meta[name] != count:
-        raise RolloutProtocolError(server, GENERATE, f"{name} is {meta[name]} where {count} {what}")
+    if spans is not None:
+        return answers.version_spans(spans, response_length)
+    version = meta.get("weight_version")
+    if not isinstance(version, str):
+        raise ValueError(f"weight_version must be a string, got {version!r}")
+    return (VersionSpan(version, 0, response_length),)
 
 
 def server_times(body: bytes) -> dict[str, float]:

@@ -5,11 +5,9 @@ P prompt tokens, R response tokens, K_t ids that token t was drawn from.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import numpy as np
-import orjson
 import torch
 
 from megatron_rl_corr.engines import answers
@@ -52,7 +50,7 @@ def parse_generate(
             lengths that disagree, unknown ids, spans of weight versions that don't partition the response, a support
             that is missing or lacks the token drawn from it, routes that break a rule of `decode`.
     """
-    answer = _json_object(body, server, GENERATE)
+    answer = answers.json_object(body, server, GENERATE)
     _raise_error(answer, server, GENERATE, 200)
     try:
         choice = _choice(answer)
@@ -82,7 +80,7 @@ def parse_control(body: bytes, *, server: str, endpoint: str, status: int) -> di
     Raises RolloutServerError for {"success": false}, for {"error": ..}, whatever the status, and for an error that a
     worker extension's method has answered.
     """
-    answer = _json_object(body, server, endpoint) if body else {}
+    answer = answers.json_object(body, server, endpoint) if body else {}
     if answer.get("success") is False:
         raise RolloutServerError(server, endpoint, status, body_start(body))
     _raise_error(answer, server, endpoint, status)
@@ -90,19 +88,6 @@ def parse_control(body: bytes, *, server: str, endpoint: str, status: int) -> di
     told = [one["error"] for one in results if isinstance(one, dict) and "error" in one] if results else []
     if told:  # of each rank that refused, mostly the same
         raise RolloutServerError(server, endpoint, REFUSED, "; ".join(dict.fromkeys(told)))
-    return answer
-
-
-def _json_object(body: bytes, server: str, endpoint: str) -> dict[str, Any]:
-    try:
-        answer = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        try:
-            answer = json.loads(body)  # the standard library reads the NaN and Infinity that orjson refuses
-        except ValueError as error:
-            raise RolloutProtocolError(server, endpoint, f"not JSON ({error}): {body_start(body)}") from None
-    if not isinstance(answer, dict):
-        raise RolloutProtocolError(server, endpoint, f"expected a JSON object, got {body_start(body)}")
     return answer
 
 
