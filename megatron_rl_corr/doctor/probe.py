@@ -117,7 +117,7 @@ class Probe(ServerControl):
         vocab_size = self.client.vocab_size
         checked_prompt_ids([*prompt, *output], vocab_size=vocab_size, prompt_index=0)
         request = self.engine.score(
-            prompt, output, cached=False, likeliest=self._likeliest(LIKELIEST), cache_key=self.client.cache_key
+            prompt, output, likeliest=self._likeliest(LIKELIEST), cache_key=self.client.cache_key
         )
         answer = await self.control(request)
         return self.engine.parse_scores(answer, server=self.url, output_ids=output, vocab_size=vocab_size)

@@ -73,6 +73,14 @@ def float32(values: object, what: str) -> np.ndarray:
     return numbers
 
 
+def finite_logprobs(values: list) -> np.ndarray:
+    """[N] float64. Raises ValueError for a log-prob that is null or not finite."""
+    logprobs = np.array(values, dtype=np.float64)  # None becomes NaN
+    if not np.isfinite(logprobs).all():
+        raise ValueError(f"{int((~np.isfinite(logprobs)).sum())} of {logprobs.size} log-probs are not finite")
+    return logprobs
+
+
 def support(sets: list, output_ids: np.ndarray, vocab_size: int | None, name: str) -> Support:
     """The ids that each token was drawn from: distinct, in the vocabulary, and the token among them.
 

@@ -223,18 +223,15 @@ class Engine(Inspection, Protocol):
         raise self._unsupported("weight transport distributed")
 
     def update_weights_from_distributed(
-        self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], *, group_name: str,
-        flush_cache: bool, weight_version: str | None,
+        self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], *, group_name: str
     ) -> Request:  # fmt: skip
-        """Receive one broadcast from rank 0 per name, in order.
+        """Receive one broadcast from rank 0 per name, in order; weights keep their name, and cached prefixes stay.
 
         Args:
             names: Hugging Face names.
             dtypes: for instance "bfloat16".
             shapes: of the whole tensors.
             group_name: as the group was made.
-            flush_cache: forget cached prefixes afterwards.
-            weight_version: the name of the new weights; None: they keep theirs.
         """
         raise self._unsupported("weight transport distributed")
 
@@ -242,7 +239,7 @@ class Engine(Inspection, Protocol):
         """A bucket as text that one tensor-parallel rank of a server on this host can load."""
         raise self._unsupported("weight transport tensor")
 
-    def update_weights_from_tensor(self, entries: Sequence[str], *, weight_version: str | None = None) -> Request:
+    def update_weights_from_tensor(self, entries: Sequence[str]) -> Request:
         """Load a bucket: for each tensor-parallel rank what `serialized` made."""
         raise self._unsupported("weight transport tensor")
 
@@ -263,7 +260,7 @@ class Engine(Inspection, Protocol):
 
     # Verification of an update
 
-    def weights_checker(self, action: str = "checksum") -> Request:
+    def weights_checker(self) -> Request:
         """Ask for the server's checksums of its weights."""
         raise self._unsupported("checksums")
 

@@ -142,14 +142,11 @@ class ServerControl:
         return await self._ask_together(joins)
 
     async def update_weights_from_distributed(
-        self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], *, group_name: str,
-        flush_cache: bool, weight_version: str | None = None,
+        self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], *, group_name: str
     ) -> list[dict[str, Any]]:  # fmt: skip
         """Receive one broadcast per name, in order. Returns when all have arrived, so broadcast meanwhile."""
         requests = {
-            name: engine.update_weights_from_distributed(
-                names, dtypes, shapes, group_name=group_name, flush_cache=flush_cache, weight_version=weight_version
-            )
+            name: engine.update_weights_from_distributed(names, dtypes, shapes, group_name=group_name)
             for name, engine in self.fleet.engines.items()
         }
         return await self._ask_together([requests[self.fleet.name_of(url)] for url in self.base_urls])
@@ -182,9 +179,9 @@ class ServerControl:
         """Forget cached prefixes. Raises RolloutServerError while requests run or wait."""
         return await self._ask_all(lambda engine: engine.flush_cache())
 
-    async def weights_checker(self, action: str = "checksum") -> list[dict[str, Any]]:
+    async def weights_checker(self) -> list[dict[str, Any]]:
         """Checksums of the weights that each server holds."""
-        return await self._ask_all(lambda engine: engine.weights_checker(action), timeout_s=self._update_timeout_s)
+        return await self._ask_all(lambda engine: engine.weights_checker(), timeout_s=self._update_timeout_s)
 
     async def update_weight_version(self, new_version: str) -> list[dict[str, Any]]:
         """Rename the weights; running requests go on."""

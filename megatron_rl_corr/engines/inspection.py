@@ -64,8 +64,6 @@ class TokenScores:
     """[R] log-probs of the ids after the prompt, finite."""
     top: np.ndarray
     """[R, K] log-probs of the likeliest ids at their positions, in falling order."""
-    cached_tokens: int
-    """Prompt tokens whose keys and values were cached."""
     version: str | None = None
     """The name of the weights that answered; None: the server does not tell."""
 
@@ -166,15 +164,13 @@ class Inspection(Protocol):
         raise self._unsupported("samples with the likeliest ids")
 
     def score(
-        self, prompt_ids: list[int], output_ids: list[int], *, cached: bool, likeliest: int,
-        cache_key: str | None = None,
-    ) -> Request:  # fmt: skip
-        """Ask for log-probs of given tokens from one prefill.
+        self, prompt_ids: list[int], output_ids: list[int], *, likeliest: int, cache_key: str | None = None
+    ) -> Request:
+        """Ask for log-probs of given tokens from one prefill that reads no cached keys and values.
 
         Args:
             prompt_ids: P ids, each in the vocabulary.
             output_ids: R ids after them, which are scored.
-            cached: use the prompt's cached keys and values, if there are any.
             likeliest: K.
             cache_key: as in `detailed_sample`.
         """

@@ -3,9 +3,12 @@
 T tokens of prompt and response, H hidden layers, M of them with experts, k experts a token.
 """
 
+import base64
+import binascii
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,6 +38,50 @@ class ExpertShape:
     def bytes_per_token(self) -> int:
         """Memory of one token's routes."""
         return len(self.layers) * self.top_k * self.dtype.itemsize
+
+
+def decoded_base64(encoded: object, content: str) -> bytes:
+    """The bytes of a server's `routed_experts`. content: what they should be, for the error.
+
+    Raises:
+        ValueError: rule base64.
+    """
+    if not isinstance(encoded, str):
+        raise ValueError(f"rule base64: routed_experts must be base64 of {content}, got {type(encoded).__name__}")
+    try:
+        return base64.b64decode(encoded, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ValueError(f"rule base64: routed_experts of {len(encoded)} characters are no base64: {error}") from None
+
+
+def check_experts(ids: np.ndarray, shape: ExpertShape, *, first: int, present: np.ndarray | None = None) -> None:
+    """Every token's experts exist, and are distinct.
+
+    Args:
+        ids: [T, M, k], signed.
+        shape: the model's.
+        first: the token of the first row, for the error.
+        present: [T] bool, which rows hold routes; None: all.
+
+    Raises:
+        ValueError: rule range, or rule distinct ids.
+    """
+    outside = np.argwhere((ids < 0) | (ids >= shape.experts))
+    if outside.size:
+        token, layer, place = outside[0]
+        raise ValueError(
+            f"rule range: expert {ids[token, layer, place]} of token {first + token} in layer {shape.layers[layer]} is "
+            f"outside [0, {shape.experts})"
+        )
+    in_order = np.sort(ids, axis=2)
+    repeats = (in_order[:, :, 1:] == in_order[:, :, :-1]).any(axis=2)
+    twice = np.argwhere(repeats if present is None else repeats & present[:, None])
+    if twice.size:
+        token, layer = twice[0]
+        raise ValueError(
+            f"rule distinct ids: experts {ids[token, layer].tolist()} of token {first + token} in layer "
+            f"{shape.layers[layer]} are not distinct"
+        )
 
 
 def no_routes(shape: ExpertShape, *sizes: int) -> Tensor:

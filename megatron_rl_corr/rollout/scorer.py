@@ -106,6 +106,6 @@ class Scorer:
 
     async def _scored(self, url: str, prompt: list[int], output: list[int]) -> np.ndarray:
         engine = self._fleet.engine_of(url)
-        answer = await self._control.ask(url, engine.score(prompt, output, cached=False, likeliest=1))
+        answer = await self._control.ask(url, engine.score(prompt, output, likeliest=1))
         scores = engine.parse_scores(answer, server=url, output_ids=output, vocab_size=self._vocab_size)
         return scores.logprobs

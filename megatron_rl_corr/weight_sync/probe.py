@@ -132,7 +132,7 @@ async def ask_scores(
     async def ask(url: str) -> ProbeAnswer | None:
         prompt, output = list(ids[:1]), list(ids[1:])
         engine = servers.engine_of(url)
-        request = engine.score(prompt, output, cached=False, likeliest=1, cache_key=cache_key)
+        request = engine.score(prompt, output, likeliest=1, cache_key=cache_key)
         try:
             answer, info = await servers.ask(url, request), await servers.ask(url, engine.server_info())
         except RolloutServerError as error:

@@ -59,9 +59,9 @@ def answer(logprobs, top=None, output=None, top_ids=None, **more):
     return DetailedSample([1, 2], output, logprobs, top, top_ids, **more)
 
 
-def scores(logprobs, top=None, cached_tokens=0):
+def scores(logprobs, top=None):
     logprobs = np.array(logprobs, dtype=np.float64)
-    return TokenScores(logprobs, logprobs[:, None] if top is None else np.array(top, dtype=np.float64), cached_tokens)
+    return TokenScores(logprobs, logprobs[:, None] if top is None else np.array(top, dtype=np.float64))
 
 
 # Distances

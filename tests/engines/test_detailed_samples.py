@@ -43,11 +43,10 @@ def test_detailed_sample_when_it_has_options_then_each_in_its_field():
     assert expected.items() <= body.items()
 
 
-@pytest.mark.parametrize("cached, start", [(False, 0), (True, 1)])
-def test_score_when_cached_then_log_probs_from_the_prompts_last_token_on(cached, start):
-    request = SGLANG.score([1, 2], [3], cached=cached, likeliest=8, cache_key="v3")
+def test_score_then_of_every_token_and_so_none_from_the_cache():
+    request = SGLANG.score([1, 2], [3], likeliest=8, cache_key="v3")
     assert request.json == {
-        "input_ids": [1, 2, 3], "return_logprob": True, "logprob_start_len": start, "top_logprobs_num": 8,
+        "input_ids": [1, 2, 3], "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 8,
         "sampling_params": NEUTRAL | {"max_new_tokens": 1, "temperature": 0.0}, "extra_key": "v3",
     }  # fmt: skip
 

@@ -135,15 +135,11 @@ def test_pause_generation_when_the_mode_is_unknown_then_error_lists_the_modes():
 
 def test_update_weights_when_lengths_differ_then_refused_before_it_can_hang():
     with pytest.raises(ValueError, match="2 names have 1 dtypes and 2 shapes"):
-        requests.update_weights_from_distributed(
-            ["a", "b"], ["float32"], [[1], [2]], group_name="g", flush_cache=True, weight_version="v"
-        )
+        requests.update_weights_from_distributed(["a", "b"], ["float32"], [[1], [2]], group_name="g")
 
 
-def test_update_weights_when_no_version_is_given_then_the_field_is_left_out():
-    request = requests.update_weights_from_distributed(
-        ("a",), ("bfloat16",), ((2, 3),), group_name="g", flush_cache=False, weight_version=None
-    )
+def test_update_weights_when_built_then_their_name_stays_and_no_cache_is_dropped_bucket_by_bucket():
+    request = requests.update_weights_from_distributed(("a",), ("bfloat16",), ((2, 3),), group_name="g")
     assert request.json == {
         "names": ["a"],
         "dtypes": ["bfloat16"],

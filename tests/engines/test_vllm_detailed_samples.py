@@ -10,7 +10,6 @@ from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.engines.inspection import KeptIds, ServedModel, UpdateSupport
 from megatron_rl_corr.engines.routes import ExpertShape
 from megatron_rl_corr.engines.trajectory import SamplingParams, VersionSpan
-from megatron_rl_corr.engines.types import UnsupportedByEngine
 from megatron_rl_corr.engines.vllm.detailed_samples import routed_ids
 from megatron_rl_corr.engines.vllm.seeds import server_seed
 from megatron_rl_corr.rollout import RolloutProtocolError
@@ -90,12 +89,10 @@ def test_parse_when_logprobs_are_of_something_else_then_error_names_the_endpoint
 
 
 def test_scores_when_parsed_then_of_the_ids_after_the_prompt_and_never_from_the_cache():
-    body = VLLM.score([1, 2], [3, 4], cached=False, likeliest=2, cache_key="v3").json
+    body = VLLM.score([1, 2], [3, 4], likeliest=2, cache_key="v3").json
     assert body["token_ids"] == [1, 2, 3, 4] and body["cache_salt"] == "v3"
     params = {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "prompt_logprobs": 2}
     assert params.items() <= body["sampling_params"].items()
-    with pytest.raises(UnsupportedByEngine, match="scores with cached prefixes"):
-        VLLM.score([1, 2], [3, 4], cached=True, likeliest=2)
     rows = [
         None, {"2": {"logprob": -9.0, "rank": 1}},
         {"3": {"logprob": -4.0, "rank": 40}, "8": {"logprob": -0.5, "rank": 1}, "9": {"logprob": -0.7, "rank": 2}},

@@ -8,7 +8,7 @@ from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.engines.vllm import servers
 from megatron_rl_corr.engines.vllm.progress import EngineCounts
 from megatron_rl_corr.engines.vllm.seeds import server_seed
-from megatron_rl_corr.engines.vllm.server_facts import version_key
+from megatron_rl_corr.engines.vllm.server_version import version_key
 
 ENGINE = load_engine("vllm")
 INFO = {

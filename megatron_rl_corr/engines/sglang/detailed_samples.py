@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rl_corr.engines import answers
 from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError
 from megatron_rl_corr.engines.inspection import DetailedSample, KeptIds, TokenScores
 from megatron_rl_corr.engines.routes import ExpertShape
@@ -61,7 +62,7 @@ def parse_detailed_sample(
             raise ValueError("output_ids, output_token_logprobs and output_top_logprobs are of different tokens")
         top, top_ids = _top(tops)
         return DetailedSample(
-            prompt_ids, output, _logprobs(rows), top, top_ids, _kept(meta),
+            prompt_ids, output, answers.finite_logprobs([row[0] for row in rows]), top, top_ids, _kept(meta),
             routed_ids(meta.get("routed_experts"), tokens=len(prompt_ids) + len(output), shape=experts),
             meta.get("num_retractions", 0),
             None if spans is None
@@ -74,15 +75,14 @@ def parse_detailed_sample(
 
 
 def score(
-    prompt_ids: list[int], output_ids: list[int], *, cached: bool, likeliest: int, cache_key: str | None = None
+    prompt_ids: list[int], output_ids: list[int], *, likeliest: int, cache_key: str | None = None
 ) -> Request:
     """POST /generate for one token after both; arguments as in `Inspection.score`."""
     body = {
         "input_ids": [*prompt_ids, *output_ids],
         "sampling_params": {**NEUTRAL, "max_new_tokens": 1, "temperature": 0.0},
         "return_logprob": True,
-        # SGLang takes at most the tokens before this one from its cache.
-        "logprob_start_len": len(prompt_ids) - 1 if cached else 0,
+        "logprob_start_len": 0,  # SGLang takes at most the tokens before this one from its cache
         "top_logprobs_num": likeliest,
     }
     if cache_key is not None:
@@ -103,7 +103,7 @@ def parse_scores(answer: Mapping[str, Any], *, server: str, output_ids: list[int
         top, _ = _top(meta["input_top_logprobs"][-count:])
         spans = meta.get("weight_versions")  # of the one token that was sampled, in the pass that scored the others
         version = str(spans[-1]["version"]) if spans else None
-        return TokenScores(_logprobs(rows), top, int(meta.get("cached_tokens", 0)), version)
+        return TokenScores(answers.finite_logprobs([row[0] for row in rows]), top, version)
     except MALFORMED as error:
         detail = f"log-probs of {count} scored tokens are missing or malformed ({error!r})"
         raise RolloutProtocolError(server, GENERATE, detail) from None
@@ -146,14 +146,6 @@ def _kept(meta: Mapping[str, Any]) -> KeptIds | str:
     if meta.get(MASK) is None or meta.get(MASK_LOGPROBS) is None:
         return f"the answer holds no {MASK}"
     return KeptIds(meta[MASK], meta[MASK_LOGPROBS])
-
-
-def _logprobs(rows: list) -> np.ndarray:
-    """[R] float64, from rows that begin with it. Raises ValueError for a log-prob that is not finite."""
-    values = np.array([row[0] for row in rows], dtype=np.float64)
-    if not np.isfinite(values).all():
-        raise ValueError(f"{int((~np.isfinite(values)).sum())} of {values.size} log-probs are not finite")
-    return values
 
 
 def _top(tops: list) -> tuple[np.ndarray, np.ndarray]:

@@ -139,15 +139,9 @@ def init_weights_update_group(
 
 
 def update_weights_from_distributed(
-    names: Sequence[str],
-    dtypes: Sequence[str],
-    shapes: Sequence[Sequence[int]],
-    *,
-    group_name: str,
-    flush_cache: bool,
-    weight_version: str | None,
+    names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], *, group_name: str
 ) -> Request:
-    """Receive one broadcast from rank 0 per name, in order. dtypes as "bfloat16"; None keeps the version."""
+    """Receive one broadcast from rank 0 per name, in order. dtypes as "bfloat16"; the weights keep their name."""
     if not len(names) == len(dtypes) == len(shapes):
         raise ValueError(f"{len(names)} names have {len(dtypes)} dtypes and {len(shapes)} shapes")
     body = {
@@ -155,20 +149,14 @@ def update_weights_from_distributed(
         "dtypes": list(dtypes),
         "shapes": [list(shape) for shape in shapes],
         "group_name": group_name,
-        "flush_cache": flush_cache,
+        "flush_cache": False,
     }
-    if weight_version is not None:
-        body["weight_version"] = weight_version
     return Request("POST", "/update_weights_from_distributed", body)
 
 
-def update_weights_from_tensor(
-    serialized_named_tensors: Sequence[str], *, weight_version: str | None = None
-) -> Request:
+def update_weights_from_tensor(serialized_named_tensors: Sequence[str]) -> Request:
     """Load the tensors of a pickled [(name, tensor)] in base64: one entry for each tensor-parallel rank."""
     body = {"serialized_named_tensors": list(serialized_named_tensors), "flush_cache": False}
-    if weight_version is not None:
-        body["weight_version"] = weight_version
     return Request("POST", "/update_weights_from_tensor", body)
 
 
@@ -191,9 +179,9 @@ def flush_cache() -> Request:
     return Request("POST", "/flush_cache")
 
 
-def weights_checker(action: str = "checksum") -> Request:
+def weights_checker() -> Request:
     """A digest of the weights the server holds, by rank."""
-    return Request("POST", "/weights_checker", {"action": action})
+    return Request("POST", "/weights_checker", {"action": "checksum"})
 
 
 def update_weight_version(new_version: str) -> Request:

@@ -3,24 +3,16 @@
 T tokens of prompt and response, H hidden layers, M of them with experts, k experts a token.
 """
 
-import base64
-import binascii
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl_corr.engines.routes import ExpertShape
+from megatron_rl_corr.engines.routes import ExpertShape, check_experts, decoded_base64
 
 
 def read_ids(encoded: object) -> np.ndarray:
     """All ids in a server's `routed_experts`, [N] int32. Raises ValueError naming the rule: base64, int32."""
-    if not isinstance(encoded, str):
-        raise ValueError(f"rule base64: routed_experts must be base64 of int32, got {type(encoded).__name__}")
-    try:
-        raw = base64.b64decode(encoded, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise ValueError(f"rule base64: routed_experts of {len(encoded)} characters are no base64: {error}") from None
+    raw = decoded_base64(encoded, "int32")
     if len(raw) % 4:
         raise ValueError(f"rule int32: routed_experts of {len(raw)} bytes are no whole number of int32")
     return np.frombuffer(raw, dtype="<i4")
@@ -54,24 +46,9 @@ def decode(encoded: object, *, tokens: int, shape: ExpertShape, first: int = 0) 
             + f" from token {first} on" * (first > 0)
         )
     ids = ids.reshape(rows, shape.num_layers, shape.top_k)[:, shape.layers]
-    outside = np.argwhere((ids < 0) | (ids >= shape.experts))
-    if outside.size:
-        token, layer, place = outside[0]
-        raise ValueError(
-            f"rule range: expert {ids[token, layer, place]} of token {first + token} in layer {shape.layers[layer]} is "
-            f"outside [0, {shape.experts})"
-        )
-    if shape.top_k == 1:
-        return torch.from_numpy(ids.astype(np.int16)).to(shape.dtype)
     known = ids.any(axis=(1, 2))
-    in_order = np.sort(ids, axis=2)
-    twice = np.argwhere((in_order[:, :, 1:] == in_order[:, :, :-1]).any(axis=2) & known[:, None])
-    if twice.size:
-        token, layer = twice[0]
-        raise ValueError(
-            f"rule distinct ids: experts {ids[token, layer].tolist()} of token {first + token} in layer "
-            f"{shape.layers[layer]} are not distinct"
-        )
+    check_experts(ids, shape, first=first, present=known)
     routes = torch.from_numpy(ids.astype(np.int16)).to(shape.dtype)
-    routes[~torch.from_numpy(known)] = torch.iinfo(shape.dtype).max
+    if shape.top_k > 1:
+        routes[~torch.from_numpy(known)] = torch.iinfo(shape.dtype).max
     return routes

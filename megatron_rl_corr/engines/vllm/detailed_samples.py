@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rl_corr.engines import answers
 from megatron_rl_corr.engines.errors import RolloutProtocolError
 from megatron_rl_corr.engines.inspection import DetailedSample, KeptIds, TokenScores
 from megatron_rl_corr.engines.routes import ExpertShape
 from megatron_rl_corr.engines.trajectory import SamplingParams, VersionSpan
-from megatron_rl_corr.engines.types import Request, UnsupportedByEngine
+from megatron_rl_corr.engines.types import Request
 from megatron_rl_corr.engines.vllm.requests import GENERATE, sampling_fields
 from megatron_rl_corr.engines.vllm.routed_experts import decode, read_ids
 from megatron_rl_corr.engines.vllm.seeds import server_seed
@@ -48,7 +49,7 @@ def parse_detailed_sample(
         rows = (choice["logprobs"] or {}).get("content") or []
         if [row["token_id"] for row in rows] != output:
             raise ValueError("token_ids and logprobs are of different tokens")
-        logprobs = _finite([row["logprob"] for row in rows])
+        logprobs = answers.finite_logprobs([row["logprob"] for row in rows])
         top, top_ids = _likeliest([row["top_logprobs"] for row in rows])
         spans, mask = choice.get("weight_versions"), choice.get("sampling_mask")
         kept = "the answer holds no sampling_mask" if mask is None else KeptIds(mask, logprobs.tolist())
@@ -66,14 +67,12 @@ def parse_detailed_sample(
 
 
 def score(
-    prompt_ids: list[int], output_ids: list[int], *, cached: bool, likeliest: int, cache_key: str | None = None
+    prompt_ids: list[int], output_ids: list[int], *, likeliest: int, cache_key: str | None = None
 ) -> Request:
     """POST /inference/v1/generate with `prompt_logprobs`; arguments as in `Inspection.score`.
 
     vLLM answers from the softmax at temperature 1, whatever its logprobs mode, and reads no prefix from its cache.
     """
-    if cached:
-        raise UnsupportedByEngine("vLLM", "scores with cached prefixes")
     # A server that returns sampling masks refuses temperature 0, and a request without a top_k. 1 is greedy.
     params = sampling_fields(SamplingParams(1)) | {"top_k": 1, "prompt_logprobs": likeliest}
     return _generate([*prompt_ids, *output_ids], params, cache_key=cache_key)
@@ -85,10 +84,10 @@ def parse_scores(answer: Mapping[str, Any], *, server: str, output_ids: list[int
     try:
         rows = answer["prompt_logprobs"][1:][-count:]
         # The id itself always comes, beside the likeliest.
-        logprobs = _finite([row[str(token)]["logprob"] for row, token in zip(rows, output_ids, strict=True)])
+        own = [row[str(token)]["logprob"] for row, token in zip(rows, output_ids, strict=True)]
         top, _ = _likeliest([[{"token_id": int(token)} | entry for token, entry in row.items()] for row in rows])
         spans = answer["choices"][0].get("weight_versions")  # of the one token that was sampled, after the scores
-        return TokenScores(logprobs, top, cached_tokens=0, version=spans[-1]["version"] if spans else None)
+        return TokenScores(answers.finite_logprobs(own), top, spans[-1]["version"] if spans else None)
     except MALFORMED as error:
         detail = f"log-probs of {count} scored tokens are missing or malformed ({error!r})"
         raise RolloutProtocolError(server, GENERATE, detail) from None
@@ -131,14 +130,6 @@ def _cached_tokens(answer: Mapping[str, Any]) -> int | None:
     details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
     cached = details.get("cached_tokens")
     return None if cached is None else int(cached)
-
-
-def _finite(values: list[float | None]) -> np.ndarray:
-    """[R] float64. Raises ValueError for a log-prob that is not finite."""
-    array = np.array(values, dtype=np.float64)  # None becomes NaN
-    if not np.isfinite(array).all():
-        raise ValueError(f"{int((~np.isfinite(array)).sum())} of {array.size} log-probs are not finite")
-    return array
 
 
 def _likeliest(rows: list[list[Mapping[str, Any]]]) -> tuple[np.ndarray, np.ndarray]:

@@ -6,19 +6,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_rl_corr.engines import stacked_parameters
 from megatron_rl_corr.engines.base import Engine
+from megatron_rl_corr.engines.checksums import checksum
 from megatron_rl_corr.engines.http import HTTPTransport, certificates, checked_key, checked_urls
 from megatron_rl_corr.engines.types import EngineLimits
 from megatron_rl_corr.engines.vllm import (
     detailed_samples,
     requests,
     responses,
-    server_facts,
+    sampling_checks,
     server_version,
     servers,
     tensors,
     updates,
-    weights,
 )
 from megatron_rl_corr.engines.vllm.progress import MetricsProgress
 from megatron_rl_corr.engines.vllm.remedies import REMEDIES
@@ -51,9 +52,9 @@ class VLLM(Engine):
 
     generate = staticmethod(requests.generate_request)
     parse = staticmethod(responses.parse_generate)
-    sampling_problem = staticmethod(servers.sampling_problem)
-    sampling_test = staticmethod(servers.sampling_test)
-    sampling_test_problem = staticmethod(servers.sampling_test_problem)
+    sampling_problem = staticmethod(sampling_checks.sampling_problem)
+    sampling_test = staticmethod(sampling_checks.sampling_test)
+    sampling_test_problem = staticmethod(sampling_checks.sampling_test_problem)
 
     parse_control = staticmethod(responses.parse_control)
     health = staticmethod(requests.health)
@@ -74,18 +75,18 @@ class VLLM(Engine):
     parse_detailed_sample = staticmethod(detailed_samples.parse_detailed_sample)
     score = staticmethod(detailed_samples.score)
     parse_scores = staticmethod(detailed_samples.parse_scores)
-    abort_request = staticmethod(server_facts.abort_request)
-    tokenize = staticmethod(server_facts.tokenize)
-    tokenized = staticmethod(server_facts.tokenized)
-    has_tokenizer = staticmethod(server_facts.has_tokenizer)
-    version_support = staticmethod(server_facts.version_support)
-    has_float32_head = staticmethod(server_facts.has_float32_head)
-    cache_block = staticmethod(server_facts.cache_block)
-    served_model = staticmethod(server_facts.served_model)
-    list_endpoints = staticmethod(server_facts.list_endpoints)
-    update_support = staticmethod(server_facts.update_support)
-    list_models = staticmethod(server_facts.list_models)
-    context_length = staticmethod(server_facts.context_length)
+    abort_request = staticmethod(servers.abort_request)
+    tokenize = staticmethod(servers.tokenize)
+    tokenized = staticmethod(servers.tokenized)
+    has_tokenizer = staticmethod(servers.has_tokenizer)
+    version_support = staticmethod(server_version.version_support)
+    has_float32_head = staticmethod(servers.has_float32_head)
+    cache_block = staticmethod(servers.cache_block)
+    served_model = staticmethod(servers.served_model)
+    list_endpoints = staticmethod(servers.list_endpoints)
+    update_support = staticmethod(servers.update_support)
+    list_models = staticmethod(servers.list_models)
+    context_length = staticmethod(servers.context_length)
 
     pause_generation = staticmethod(updates.pause_generation)
     continue_generation = staticmethod(updates.continue_generation)
@@ -104,7 +105,7 @@ class VLLM(Engine):
     weights_checker = staticmethod(updates.weights_checker)
     checksums = staticmethod(updates.checksums)
     all_checksums = staticmethod(updates.all_checksums)
-    checksum = staticmethod(weights.checksum)
-    server_parameter = staticmethod(weights.server_parameter)
-    held_in = staticmethod(weights.held_in)
-    possible_layouts = staticmethod(weights.possible_layouts)
+    checksum = staticmethod(checksum)
+    server_parameter = staticmethod(stacked_parameters.server_parameter)
+    held_in = staticmethod(stacked_parameters.held_in)
+    possible_layouts = staticmethod(stacked_parameters.possible_layouts)

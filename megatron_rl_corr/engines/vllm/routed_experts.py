@@ -3,27 +3,20 @@
 T tokens of prompt and response, H hidden layers, M of them with experts, k experts a token.
 """
 
-import base64
-import binascii
 import io
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl_corr.engines.routes import ExpertShape
+from megatron_rl_corr.engines.routes import ExpertShape, check_experts, decoded_base64
 
 TYPES = ("uint8", "uint16", "int32")
 
 
 def read_ids(encoded: object) -> np.ndarray:
     """The array in a server's `routed_experts`. Raises ValueError naming the rule: base64, npy, type."""
-    if not isinstance(encoded, str):
-        raise ValueError(f"rule base64: routed_experts must be base64 of a .npy file, got {type(encoded).__name__}")
-    try:
-        raw = base64.b64decode(encoded, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise ValueError(f"rule base64: routed_experts of {len(encoded)} characters are no base64: {error}") from None
+    raw = decoded_base64(encoded, "a .npy file")
     stream = io.BytesIO(raw)
     try:
         ids = np.lib.format.read_array(stream, allow_pickle=False)  # a pickle could run code
@@ -61,19 +54,5 @@ def decode(encoded: object, *, tokens: int, shape: ExpertShape, first: int = 0) 
             + f", from token {first} on" * (first > 0)
         )
     ids = ids[:, shape.layers].astype(np.int64)
-    outside = np.argwhere((ids < 0) | (ids >= shape.experts))
-    if outside.size:
-        token, layer, place = outside[0]
-        raise ValueError(
-            f"rule range: expert {ids[token, layer, place]} of token {first + token} in layer {shape.layers[layer]} is "
-            f"outside [0, {shape.experts})"
-        )
-    in_order = np.sort(ids, axis=2)
-    twice = np.argwhere((in_order[:, :, 1:] == in_order[:, :, :-1]).any(axis=2))
-    if twice.size:
-        token, layer = twice[0]
-        raise ValueError(
-            f"rule distinct ids: experts {ids[token, layer].tolist()} of token {first + token} in layer "
-            f"{shape.layers[layer]} are not distinct"
-        )
+    check_experts(ids, shape, first=first)
     return torch.from_numpy(ids).to(shape.dtype)

@@ -1,4 +1,4 @@
-"""What a vLLM server tells of itself: its ranks, its type, how it can sample, and what to do about its errors."""
+"""What a vLLM server tells of itself: its ranks, type, model, tokenizer and updates; what to do about its errors."""
 
 from __future__ import annotations
 
@@ -6,18 +6,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_rl_corr.engines.errors import RolloutProtocolError
-from megatron_rl_corr.engines.trajectory import SamplingParams
+from megatron_rl_corr.engines.inspection import ServedModel, UpdateSupport
 from megatron_rl_corr.engines.types import Request, ServerRanks
-from megatron_rl_corr.engines.vllm.requests import GENERATE, generate_request
-from megatron_rl_corr.engines.vllm.server_facts import config_of
-from megatron_rl_corr.engines.vllm.updates import EXTENSION
+from megatron_rl_corr.engines.vllm.requests import GENERATE
+from megatron_rl_corr.engines.vllm.updates import EXTENSION, EXTENSION_CLASS, WEIGHT_TRANSPORTS
 
 _FULL_PRECISION_CACHES = ("auto", "bfloat16", "float16", "float32")
 _GUARDED = ("/v1", "/v2", "/inference")
 """The paths that --api-key guards."""
+_INITIAL_VERSION = "default"
+"""What the weights are called that a server was started with."""
+_NEEDS = {"/collective_rpc", "/update_weight_version", "/pause", "/resume"}
 
-_ROUNDING = 1e-3
-"""A log-prob that is 0 but for rounding."""
+
+def config_of(server_info: Mapping[str, Any], section: str) -> Mapping[str, Any]:
+    """A section of `vllm_config` in an answer to /server_info, for instance "model_config"; {} where there is none."""
+    return (server_info.get("vllm_config") or {}).get(section) or {}
 
 
 def remedy(endpoint: str, status: int, detail: str) -> str:
@@ -89,90 +93,85 @@ def dtype(server_info: Mapping[str, Any]) -> str:
     return str(config_of(server_info, "model_config").get("dtype")).removeprefix("torch.")
 
 
-def sampling_problem(server_info: Mapping[str, Any], sampling: SamplingParams) -> str | None:
-    """Why the server can't sample so, with the remedy; None: it can.
+def served_model(model_info: Mapping[str, Any], server_info: Mapping[str, Any]) -> ServedModel:
+    """The model in an answer to /server_info, and what /weight_info calls its weights."""
+    config, version = config_of(server_info, "model_config"), model_info.get("weight_version")
+    name = config.get("served_model_name")
+    served = name[0] if isinstance(name, list) and name else name
+    return ServedModel(config.get("model"), served, None, version, version == _INITIAL_VERSION)
+
+
+def has_tokenizer(server_info: Mapping[str, Any]) -> bool:
+    """Whether it runs without --skip-tokenizer-init."""
+    return not config_of(server_info, "model_config").get("skip_tokenizer_init")
+
+
+def has_float32_head(server_info: Mapping[str, Any]) -> bool:
+    """Whether it runs with --hf-overrides '{"head_dtype": "float32"}'."""
+    overrides = config_of(server_info, "model_config").get("hf_overrides")
+    return isinstance(overrides, Mapping) and overrides.get("head_dtype") == "float32"
+
+
+def cache_block(server_info: Mapping[str, Any]) -> int:
+    """Tokens of one block, of which the prefix cache holds whole ones: 16 on most GPUs, 128 on a CPU (0.32)."""
+    return int(config_of(server_info, "cache_config").get("block_size") or 16)
+
+
+def tokenize(text: str) -> Request:
+    """POST /tokenize."""
+    return Request("POST", "/tokenize", {"prompt": text})
+
+
+def tokenized(answer: Mapping[str, Any]) -> list[int] | None:
+    """`tokens` of the answer to `tokenize`."""
+    return answer.get("tokens")
+
+
+def abort_request(request_id: str) -> Request:
+    """POST /abort_requests: the request returns its tokens so far. vLLM puts a prefix before the name it was given."""
+    return Request("POST", "/abort_requests", {"request_ids": [f"generate-tokens-{request_id}"]})
+
+
+def list_models() -> Request:
+    """GET /v1/models."""
+    return Request("GET", "/v1/models")
+
+
+def context_length(url: str, answer: Mapping[str, Any]) -> int:
+    """`max_model_len` of the first model that /v1/models lists.
 
     Args:
-        server_info: its answer to /server_info.
-        sampling: the run's.
-    """
-    model = config_of(server_info, "model_config")
-    mode, longest = model.get("logprobs_mode"), model.get("max_model_len")
-    if mode in ("raw_logits", "processed_logits"):
-        return f"its --logprobs-mode {mode} returns no log-probs; start it with --logprobs-mode processed_logprobs"
-    if mode == "raw_logprobs" and needs_processed(sampling):
-        return raw_problem(sampling)
-    if model.get("logits_processors"):
-        return (
-            f"its --logits-processors {model['logits_processors']} change what it samples from in a way that the "
-            "trainer can't compute; start it without"
-        )
-    if sampling.stop and model.get("skip_tokenizer_init"):
-        return (
-            f"`stop` {list(sampling.stop)}: a server with --skip-tokenizer-init has no texts to compare; start it "
-            "without, or use `stop_token_ids`"
-        )
-    if isinstance(longest, int) and sampling.max_new_tokens >= longest:
-        return (
-            f"`max_new_tokens` {sampling.max_new_tokens} leaves no room for a prompt in its --max-model-len {longest}, "
-            "where it cuts responses; use fewer tokens, or start it with more"
-        )
-    return _mask_problem(bool(model.get("return_sampling_mask")), sampling)
+        url: names the server in the error.
+        answer: to `list_models`.
 
-
-def needs_processed(sampling: SamplingParams) -> bool:
-    """Whether raw log-probs are of another distribution than the one sampled from, and are used."""
-    return sampling.with_support and (sampling.temperature not in (0, 1) or sampling.truncated)
-
-
-def raw_problem(sampling: SamplingParams) -> str:
-    """What is wrong with raw log-probs, for messages."""
-    return (
-        f"its log-probs are those of the softmax at temperature 1 over the whole vocabulary, and it samples at "
-        f"`temperature` {sampling.temperature:g}, `top_p` {sampling.top_p:g}, `top_k` {sampling.top_k} and `min_p` "
-        f"{sampling.min_p:g}; start it with --logprobs-mode processed_logprobs"
-    )
-
-
-def sampling_test(sampling: SamplingParams) -> Request | None:
-    """A sample of one token at the run's temperature from one id, by `top_k` 1, whose log-prob must be 0.
-
-    /server_info tells how a server was started; this tells what it does. Every prompt is good for it.
-    """
-    if not needs_processed(sampling):
-        return None
-    sampled = SamplingParams(1, temperature=sampling.temperature or 1.0, ignore_eos=True)
-    request = generate_request([0], sampled, seed=0)
-    request.json["sampling_params"]["top_k"] = 1
-    return request
-
-
-def sampling_test_problem(answer: Mapping[str, Any], sampling: SamplingParams) -> str | None:
-    """Why log-probs are not of the distribution sampled from, with the remedy; None: they are.
-
-    Args:
-        answer: to `sampling_test`.
-        sampling: the run's.
+    Raises:
+        RolloutProtocolError: there is none.
     """
     try:
-        logprob = answer["choices"][0]["logprobs"]["content"][0]["logprob"]
+        return int(answer["data"][0]["max_model_len"])
     except (KeyError, IndexError, TypeError) as error:
-        return f"its answer to a sample of one token has no log-prob ({error!r})"
-    if abs(logprob) <= _ROUNDING:
-        return None
-    return f"a sample from one id alone had log-prob {logprob:g}, not 0: {raw_problem(sampling)}"
+        raise RolloutProtocolError(url, "/v1/models", f"no max_model_len ({error!r})") from None
 
 
-def _mask_problem(returns_mask: bool, sampling: SamplingParams) -> str | None:
-    if sampling.needs_mask and not returns_mask:
-        return (
-            f"`top_p` {sampling.top_p:g}, `top_k` {sampling.top_k} and `min_p` {sampling.min_p:g} need the sampling "
-            "mask, without which truncated samples cannot be corrected; start it with --return-sampling-mask (and "
-            "VLLM_USE_V2_MODEL_RUNNER=1 where that runner is not the default), or leave them out"
-        )
-    if returns_mask and (sampling.temperature == 0 or sampling.top_k == -1):
-        return (
-            f"a server with --return-sampling-mask answers HTTP 500 to `temperature` {sampling.temperature:g} with "
-            f"`top_k` {sampling.top_k}: give a `top_k` and a `temperature` above 0, or start it without"
-        )
-    return None
+def list_endpoints() -> Request:
+    """GET /openapi.json."""
+    return Request("GET", "/openapi.json")
+
+
+def update_support(url: str, answer: Mapping[str, Any], server_info: Mapping[str, Any]) -> UpdateSupport:
+    """Which ways to update weights the server's endpoints and flags allow.
+
+    Args:
+        url: names the server in the error.
+        answer: to `list_endpoints`.
+        server_info: its answer to /server_info.
+
+    Raises:
+        RolloutProtocolError: it lists no paths.
+    """
+    if "paths" not in answer:
+        raise RolloutProtocolError(url, "/openapi.json", "no paths in /openapi.json")
+    extension = str(config_of(server_info, "parallel_config").get("worker_extension_cls") or "")
+    ours = extension == EXTENSION_CLASS
+    transports = WEIGHT_TRANSPORTS if ours and set(answer["paths"]) >= _NEEDS else ()
+    return UpdateSupport(transports, True, "" if ours else f"worker extension {extension or 'none'}")

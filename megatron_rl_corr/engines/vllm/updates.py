@@ -96,9 +96,8 @@ def destroy_weights_update_group(group_name: str) -> Request:
 
 
 def update_weights_from_distributed(
-    names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], *, group_name: str,
-    flush_cache: bool, weight_version: str | None,
-) -> Request:  # fmt: skip
+    names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], *, group_name: str
+) -> Request:
     """Receive one broadcast from rank 0 per name, in order.
 
     Args:
@@ -106,8 +105,6 @@ def update_weights_from_distributed(
         dtypes: for instance "bfloat16".
         shapes: of the whole tensors.
         group_name: the group in which rank 0 broadcasts; each pipeline stage's sender has its own.
-        flush_cache, weight_version: without effect; a server forgets cached prefixes when it is paused, and weights
-            are named at the end of an update.
     """
     if not len(names) == len(dtypes) == len(shapes):
         raise ValueError(f"{len(names)} names have {len(dtypes)} dtypes and {len(shapes)} shapes")
@@ -118,7 +115,7 @@ def update_weights_from_distributed(
     return _call("rl_corr_bucket", buckets=[info])
 
 
-def update_weights_from_tensor(entries: Sequence[str], *, weight_version: str | None = None) -> Request:
+def update_weights_from_tensor(entries: Sequence[str]) -> Request:
     """Load a bucket: for each tensor-parallel rank what `tensors.serialized` made."""
     same = all(entry is entries[0] or entry == entries[0] for entry in entries)
     return _call("rl_corr_bucket", buckets=[{"serialized": entry} for entry in (entries[:1] if same else entries)])
@@ -134,7 +131,7 @@ def update_weight_version(new_version: str) -> Request:
     return Request("POST", "/update_weight_version", {"new_version": new_version})
 
 
-def weights_checker(action: str = "checksum") -> Request:
+def weights_checker() -> Request:
     """Checksums of each parameter as an update loaded it, before it was packed for the server's kernels."""
     return _call("rl_corr_checksums")
 

@@ -153,7 +153,6 @@ class UpdateGroup:
                 [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
                 [list(tensor.shape) for _, tensor in bucket],
                 group_name=self.name,
-                flush_cache=False,
             )
         )
         try:

@@ -1,0 +1,103 @@
+"""Whether a vLLM server, as it was started, can sample as a run wants it, and tells log-probs of what it samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_rl_corr.engines.trajectory import SamplingParams
+from megatron_rl_corr.engines.types import Request
+from megatron_rl_corr.engines.vllm.requests import generate_request
+from megatron_rl_corr.engines.vllm.servers import config_of
+
+_ROUNDING = 1e-3
+"""A log-prob that is 0 but for rounding."""
+
+
+def sampling_problem(server_info: Mapping[str, Any], sampling: SamplingParams) -> str | None:
+    """Why the server can't sample so, with the remedy; None: it can.
+
+    Args:
+        server_info: its answer to /server_info.
+        sampling: the run's.
+    """
+    model = config_of(server_info, "model_config")
+    mode, longest = model.get("logprobs_mode"), model.get("max_model_len")
+    if mode in ("raw_logits", "processed_logits"):
+        return f"its --logprobs-mode {mode} returns no log-probs; start it with --logprobs-mode processed_logprobs"
+    if mode == "raw_logprobs" and needs_processed(sampling):
+        return raw_problem(sampling)
+    if model.get("logits_processors"):
+        return (
+            f"its --logits-processors {model['logits_processors']} change what it samples from in a way that the "
+            "trainer can't compute; start it without"
+        )
+    if sampling.stop and model.get("skip_tokenizer_init"):
+        return (
+            f"`stop` {list(sampling.stop)}: a server with --skip-tokenizer-init has no texts to compare; start it "
+            "without, or use `stop_token_ids`"
+        )
+    if isinstance(longest, int) and sampling.max_new_tokens >= longest:
+        return (
+            f"`max_new_tokens` {sampling.max_new_tokens} leaves no room for a prompt in its --max-model-len {longest}, "
+            "where it cuts responses; use fewer tokens, or start it with more"
+        )
+    return _mask_problem(bool(model.get("return_sampling_mask")), sampling)
+
+
+def needs_processed(sampling: SamplingParams) -> bool:
+    """Whether raw log-probs are of another distribution than the one sampled from, and are used."""
+    return sampling.with_support and (sampling.temperature not in (0, 1) or sampling.truncated)
+
+
+def raw_problem(sampling: SamplingParams) -> str:
+    """What is wrong with raw log-probs, for messages."""
+    return (
+        f"its log-probs are those of the softmax at temperature 1 over the whole vocabulary, and it samples at "
+        f"`temperature` {sampling.temperature:g}, `top_p` {sampling.top_p:g}, `top_k` {sampling.top_k} and `min_p` "
+        f"{sampling.min_p:g}; start it with --logprobs-mode processed_logprobs"
+    )
+
+
+def sampling_test(sampling: SamplingParams) -> Request | None:
+    """A sample of one token at the run's temperature from one id, by `top_k` 1, whose log-prob must be 0.
+
+    /server_info tells how a server was started; this tells what it does. Every prompt is good for it.
+    """
+    if not needs_processed(sampling):
+        return None
+    sampled = SamplingParams(1, temperature=sampling.temperature or 1.0, ignore_eos=True)
+    request = generate_request([0], sampled, seed=0)
+    request.json["sampling_params"]["top_k"] = 1
+    return request
+
+
+def sampling_test_problem(answer: Mapping[str, Any], sampling: SamplingParams) -> str | None:
+    """Why log-probs are not of the distribution sampled from, with the remedy; None: they are.
+
+    Args:
+        answer: to `sampling_test`.
+        sampling: the run's.
+    """
+    try:
+        logprob = answer["choices"][0]["logprobs"]["content"][0]["logprob"]
+    except (KeyError, IndexError, TypeError) as error:
+        return f"its answer to a sample of one token has no log-prob ({error!r})"
+    if abs(logprob) <= _ROUNDING:
+        return None
+    return f"a sample from one id alone had log-prob {logprob:g}, not 0: {raw_problem(sampling)}"
+
+
+def _mask_problem(returns_mask: bool, sampling: SamplingParams) -> str | None:
+    if sampling.needs_mask and not returns_mask:
+        return (
+            f"`top_p` {sampling.top_p:g}, `top_k` {sampling.top_k} and `min_p` {sampling.min_p:g} need the sampling "
+            "mask, without which truncated samples cannot be corrected; start it with --return-sampling-mask (and "
+            "VLLM_USE_V2_MODEL_RUNNER=1 where that runner is not the default), or leave them out"
+        )
+    if returns_mask and (sampling.temperature == 0 or sampling.top_k == -1):
+        return (
+            f"a server with --return-sampling-mask answers HTTP 500 to `temperature` {sampling.temperature:g} with "
+            f"`top_k` {sampling.top_k}: give a `top_k` and a `temperature` above 0, or start it without"
+        )
+    return None
