@@ -108,22 +108,26 @@ def keeping_server(tiny_moe_dir, tmp_path_factory):
         yield server
 
 
-VICTIM = [
-    "--disable-overlap-schedule", "--disable-radix-cache", "--enable-deterministic-inference", "--random-seed", "1"
-]  # fmt: skip
+VICTIM = {
+    "sglang": [
+        *sglang_arguments(), "--disable-overlap-schedule", "--disable-radix-cache", "--enable-deterministic-inference",
+        "--random-seed", "1",
+    ],
+    "vllm": vllm_arguments(),
+}  # fmt: skip
 
 
 class Victim:
     """A server that a test may kill and start again at the same address; it may be paused in place, and heeds seeds."""
 
-    def __init__(self, model_dir, folder):
-        self._model_dir, self._folder = model_dir, folder
+    def __init__(self, engine, model_dir, folder):
+        self.engine, self._model_dir, self._folder = engine, model_dir, folder
         self.server, self.killed = self._made(port=0), False
 
     def _made(self, port):
         return PreloadedServer(
-            self._model_dir, dtype="float32", port=port, log_path=self._folder / "server.log",
-            extra_arguments=[*sglang_arguments(), *VICTIM], environment=environment("sglang"),
+            self._model_dir, engine=self.engine, dtype="float32", port=port, log_path=self._folder / "server.log",
+            extra_arguments=VICTIM[self.engine], environment=environment(self.engine),
         )  # fmt: skip
 
     def kill(self):
@@ -147,13 +151,23 @@ def victim(any_victim):
 
 @pytest.fixture(scope="session")
 def any_victim(tiny_moe_dir, tmp_path_factory):
-    """The one that all modules share."""
-    victim = Victim(tiny_moe_dir, tmp_path_factory.mktemp("victim"))
+    """The one that all modules share; tests/matrix/test_vllm_victim.py has another in its place."""
+    yield from running_victim("sglang", tiny_moe_dir, tmp_path_factory.mktemp("victim"))
+
+
+def running_victim(engine, model_dir, folder):
+    victim = Victim(engine, model_dir, folder)
     try:
         victim.server.start().wait_ready()
         yield victim
     finally:
         victim.server.stop()
+
+
+@pytest.fixture(scope="session")
+def companion(sglang_server_fp32):
+    """The server beside the victim: of the same engine and the same weights."""
+    return sglang_server_fp32
 
 
 @pytest.fixture

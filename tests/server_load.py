@@ -36,8 +36,11 @@ def wait_for_tokens(urls: Sequence[str], steps: int = 5) -> None:
     def have_grown() -> bool:
         grown, running = [], []
         for url in urls:
-            load = _load(url)
-            used, requests = load["num_used_tokens"], load["num_running_reqs"]
+            if has_loads(url):
+                load = _load(url)
+                used, requests = load["num_used_tokens"], load["num_running_reqs"]
+            else:
+                requests, used = _vllm_load(url)
             least[url] = min(used, least.get(url, used))  # after a pause they are computed anew, from none
             running += [url] if requests else []
             grown += [url] if requests and used >= least[url] + steps * requests else []

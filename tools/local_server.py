@@ -106,7 +106,7 @@ class LocalServer:
     ) -> None:
         self.model_path = Path(model_path)
         self.log_path = Path(log_path)
-        self.program = PROGRAMS[engine]
+        self.engine, self.program = engine, PROGRAMS[engine]
         self.dtype = dtype
         self.port = port
         self.extra_arguments = tuple(extra_arguments)

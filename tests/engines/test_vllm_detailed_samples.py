@@ -98,11 +98,14 @@ def test_scores_when_parsed_then_of_the_ids_after_the_prompt_and_never_from_the_
         {"3": {"logprob": -4.0, "rank": 40}, "8": {"logprob": -0.5, "rank": 1}, "9": {"logprob": -0.7, "rank": 2}},
         {"4": {"logprob": -0.6, "rank": 1}, "9": {"logprob": -0.8, "rank": 2}},
     ]  # fmt: skip
-    scores = VLLM.parse_scores({"prompt_logprobs": rows}, server="u", output_ids=[3, 4], vocab_size=10)
+    spans = [{"version": "v3", "start": 0, "end": 1}]
+    answer = {"prompt_logprobs": rows, "choices": [{"weight_versions": spans}]}
+    scores = VLLM.parse_scores(answer, server="u", output_ids=[3, 4], vocab_size=10)
+    assert scores.version == "v3"
     assert scores.logprobs.tolist() == [-4.0, -0.6] and scores.top.tolist() == [[-0.5, -0.7], [-0.6, -0.8]]
     for broken in (rows[:3], rows[:3] + [{"5": {"logprob": -1.0, "rank": 1}}], None):
         with pytest.raises(RolloutProtocolError, match="2 scored tokens are missing"):
-            VLLM.parse_scores({"prompt_logprobs": broken}, server="u", output_ids=[3, 4], vocab_size=10)
+            VLLM.parse_scores(answer | {"prompt_logprobs": broken}, server="u", output_ids=[3, 4], vocab_size=10)
 
 
 def npy(array):

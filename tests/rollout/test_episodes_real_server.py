@@ -1,4 +1,4 @@
-"""Episodes with a real SGLang server: a joined episode has the log-probs of one pass over all its tokens."""
+"""Episodes with a real server of each engine: a joined episode has the log-probs of one pass over all its tokens."""
 
 import importlib.util
 import json
@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl_corr.engines.http import HTTPTransport
-from megatron_rl_corr.engines.types import Request
 from megatron_rl_corr.rollout import Environment, LoopThread, Prompt, RolloutClient, SamplingParams, generate_episodes
 from tests.hf_truth import assert_is_truth
 
@@ -36,31 +34,23 @@ def loop():
         yield thread
 
 
-@pytest.fixture(scope="module")
-def client(sglang_server_fp32, tiny_moe_dir, loop):
+@pytest.fixture(scope="module", params=["sglang", "vllm"])
+def client(request, tiny_moe_dir, loop):
     vocab_size = json.loads((tiny_moe_dir / "config.json").read_text())["vocab_size"]
-    client = RolloutClient([sglang_server_fp32.url], vocab_size=vocab_size, timeout_s=120)
+    server = request.getfixturevalue(f"{request.param}_server_fp32")
+    client = RolloutClient([server.url], vocab_size=vocab_size, timeout_s=120, engine=request.param)
     loop.call(client.wait_healthy(60))
     yield client
     loop.call(client.close())
 
 
-def prefill_logprobs(loop, url, ids):
+def prefill_logprobs(client, loop, ids):
     """[len(ids)] of all tokens in one pass, NaN for the first."""
-
-    async def ask():
-        transport = HTTPTransport(timeout_s=60, connect_timeout_s=10)
-        try:
-            body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 1}, "return_logprob": True,
-                    "logprob_start_len": 0}  # fmt: skip
-            return (await transport.send(url, Request("POST", "/generate", body)))[1]
-        finally:
-            await transport.close()
-
-    rows = json.loads(loop.call(ask()))["meta_info"]["input_token_logprobs"]
-    last = 82  # SGLang 0.5.23 calls the last id of the vocabulary 0 here; the log-prob is the last id's
-    assert [row[1] for row in rows] == [0 if token == last else token for token in ids]
-    return torch.tensor([float("nan") if row[0] is None else row[0] for row in rows])
+    (url,) = client.base_urls
+    engine = client.engine_of(url)
+    answer = loop.call(client.ask(url, engine.score(ids[:1], ids[1:], likeliest=1)))
+    scores = engine.parse_scores(answer, server=url, output_ids=ids[1:], vocab_size=client.vocab_size)
+    return torch.tensor([float("nan"), *scores.logprobs], dtype=torch.float32)
 
 
 def check_form(episode):
@@ -95,7 +85,7 @@ def test_episode_when_of_three_turns_then_its_logprobs_are_those_of_one_pass_ove
     for episode in made:
         check_form(episode)
         ids = torch.cat([episode.prompt_ids, episode.output_ids]).tolist()
-        whole = prefill_logprobs(loop, client.base_urls[0], ids)[episode.prompt_ids.numel() :]
+        whole = prefill_logprobs(client, loop, ids)[episode.prompt_ids.numel() :]
         sampled = episode.sampled
         sampled_tokens += int(sampled.sum())
         torch.testing.assert_close(episode.rollout_logprobs[sampled], whole[sampled], atol=1e-4, rtol=0)
@@ -107,8 +97,14 @@ def test_episode_when_truncated_then_sampled_tokens_are_renormalised_on_their_se
 ):
     from transformers import AutoModelForCausalLM
 
+    sampling = {"temperature": 0.7, "top_p": 0.9, "top_k": 20}
+    engine = client.engine_of(client.base_urls[0])
+    if engine.name == "vLLM":  # its V1 runner returns no mask; tests/matrix samples from the V2 runner
+        (info,) = loop.call(client.server_info())
+        assert "--return-sampling-mask" in engine.sampling_problem(info, SamplingParams(120, **sampling))
+        return
     model = AutoModelForCausalLM.from_pretrained(tiny_moe_dir, dtype=torch.float32).eval()
-    made = episodes(client, loop, temperature=0.7, top_p=0.9, top_k=20)
+    made = episodes(client, loop, **sampling)
     assert len(made) >= 4
     for episode in made:
         check_form(episode)

@@ -30,7 +30,7 @@ def run(server, scenario, spec, prompts, **options):
         await rewards.start()
         workers = len(descendants(os.getpid()))
         try:
-            async with RolloutClient([server.url], vocab_size=100) as client:
+            async with RolloutClient([server.url], vocab_size=100, engine=server.engine) as client:
                 sampler = GroupSampler(
                     client, prompts, GroupNumbers(Cursor(0), 0, 1), SamplingParams(3, ignore_eos=True),
                     group_size=GROUP_SIZE, rewards=rewards, failures=failures,
@@ -53,7 +53,7 @@ def run(server, scenario, spec, prompts, **options):
 
 @pytest.mark.parametrize(("lag", "on_failed"), [(2, None), (0, -1.0)])
 def test_steps_when_rewards_sleep_raise_and_hang_then_none_is_lost_and_counts_are_those_planted(
-    sglang_server_fp32, tmp_path, monkeypatch, lag, on_failed
+    companion, tmp_path, monkeypatch, lag, on_failed
 ):
     calls = tmp_path / "calls"
     calls.touch()
@@ -74,7 +74,7 @@ def test_steps_when_rewards_sleep_raise_and_hang_then_none_is_lost_and_counts_ar
         return groups, failures
 
     groups, failures = run(
-        sglang_server_fp32, scenario, f"{PLANTED}:reward", prompts, max_lag=lag, on_failed=on_failed
+        companion, scenario, f"{PLANTED}:reward", prompts, max_lag=lag, on_failed=on_failed
     )
     planted = Counter(calls.read_text())
     assert planted["h"] >= 1 and planted["r"] >= 3 and planted["s"] >= 10
@@ -91,7 +91,7 @@ def test_steps_when_rewards_sleep_raise_and_hang_then_none_is_lost_and_counts_ar
 
 
 def test_step_when_the_reward_fails_for_every_sample_then_the_run_ends_with_its_traceback(
-    sglang_server_fp32, tmp_path
+    companion, tmp_path
 ):
     (tmp_path / "wrong.py").write_text("def reward(prompt, ids, reason):\n    return prompt.metadata['anwser']\n")
     prompts = PromptDataset([Prompt(i, [1 + i, 2, 3], {"answer": 1}) for i in range(60)])
@@ -101,4 +101,4 @@ def test_step_when_the_reward_fails_for_every_sample_then_the_run_ends_with_its_
             await stream.take(0)
         assert str(end.value).count("Traceback") == 1
 
-    run(sglang_server_fp32, scenario, f"{tmp_path}/wrong.py:reward", prompts)
+    run(companion, scenario, f"{tmp_path}/wrong.py:reward", prompts)

@@ -1,4 +1,4 @@
-"""Two real SGLang servers, of which one is paused, killed and started anew while samples are collected.
+"""Two real servers of an engine, of which one is paused, killed and started anew while samples are collected.
 
 P prompt tokens, R response tokens.
 """
@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_rl_corr.engines.sglang import requests
 from megatron_rl_corr.rollout import LoopThread, RolloutClient, SamplingParams, health
 from megatron_rl_corr.weight_sync.servers import ABSENT, READY, RESTARTED, WeightServers
 from megatron_rl_corr.weight_sync.transports.broadcast import DistributedTransport
@@ -29,16 +28,16 @@ def loop():
 
 
 @pytest.fixture
-def client(sglang_server_fp32, victim, tiny_moe_dir, loop, monkeypatch):
+def client(companion, victim, tiny_moe_dir, loop, monkeypatch):
     """Both servers with weights named "1"; the shared one gets its name back."""
     monkeypatch.setattr(health, "LONGEST_BACKOFF_S", 1.0)
     vocab_size = json.loads((tiny_moe_dir / "config.json").read_text())["vocab_size"]
-    urls = [sglang_server_fp32.url, victim.server.url]
-    client = RolloutClient(urls, vocab_size=vocab_size, max_concurrency=16, timeout_s=TIMEOUT_S)
-    before = loop.call(client.model_info())[0]["weight_version"]
+    urls = [companion.url, victim.server.url]
+    client = RolloutClient(urls, vocab_size=vocab_size, max_concurrency=16, timeout_s=TIMEOUT_S, engine=victim.engine)
+    before = loop.call(client.reported_versions())[0]
     loop.call(client.update_weight_version("1"))
     yield client
-    loop.call(client.ask(urls[0], requests.update_weight_version(before)))
+    loop.call(client.control(urls[:1]).update_weight_version(before))
     loop.call(client.close())
 
 
@@ -84,15 +83,15 @@ def test_collect_when_one_server_pauses_then_what_it_cut_is_continued_on_the_oth
 ):
     other, url = client.base_urls
     progress = []
-    loop.call(client.ask(url, requests.update_weight_version("paused")))  # the same weights, to tell whose tokens
+    loop.call(client.control([url]).update_weight_version("paused"))  # the same weights, to tell whose tokens
     future = collecting(client, loop, progress)
     wait_until_sampling(url)
     try:
-        loop.call(client.ask(url, requests.pause_generation("abort")))
+        loop.call(client.control([url]).pause_generation("abort"))
         time.sleep(2.0)  # the other one goes on
         assert not future.done(), future.exception()
     finally:
-        loop.call(client.ask(url, requests.continue_generation()))
+        loop.call(client.control([url]).continue_generation())
     trajectories = future.result(TIMEOUT_S)
     assert_whole(trajectories, progress, model)
     continued = [t for t in trajectories if [s.version for s in t.weight_versions] == ["paused", "1"]]
@@ -108,7 +107,7 @@ def push(client, loop, tiny_moe_dir):
     """push(version, norm): the model with a final norm, and so logits, of `norm` times the size. Puts it back."""
     weights = load_file(tiny_moe_dir / "model.safetensors")
     servers = WeightServers(client, loop, DistributedTransport(client.control, loop, backend="gloo"))
-    before = loop.call(client.model_info())[0]["weight_version"]
+    before = loop.call(client.reported_versions())[0]
 
     def send(version, norm=1.0):
         states = servers.find()

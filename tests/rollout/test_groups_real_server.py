@@ -40,7 +40,7 @@ def run(server, spec, scenario, *, tokens=3, **options):
 
     async def inner():
         failures, scored = Failures(0.5), {}
-        async with RolloutClient([server.url], vocab_size=100) as client:
+        async with RolloutClient([server.url], vocab_size=100, engine=server.engine) as client:
             numbers = GroupNumbers(Cursor(0), 0, 1)
             sampler = GroupSampler(
                 client, PROMPTS, numbers, SamplingParams(tokens, ignore_eos=True), group_size=GROUP_SIZE,
@@ -66,7 +66,7 @@ def run(server, spec, scenario, *, tokens=3, **options):
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-def test_steps_when_groups_need_a_spread_then_every_other_is_replaced_and_no_number_is_lost(sglang_server_fp32, lag):
+def test_steps_when_groups_need_a_spread_then_every_other_is_replaced_and_no_number_is_lost(companion, lag):
     async def scenario(stream, failures, scored, numbers):
         taken = [await stream.take(step) for step in range(STEPS)]
         groups = [group for step in taken for group in step.groups]
@@ -79,11 +79,11 @@ def test_steps_when_groups_need_a_spread_then_every_other_is_replaced_and_no_num
         assert {group.number for group in groups} | flat | set(left.open) == set(range(left.base))
         assert failures.groups == 0 and failures.ended == len(scored) * GROUP_SIZE
 
-    run(sglang_server_fp32, "spread", scenario, max_lag=lag)
+    run(companion, "spread", scenario, max_lag=lag)
 
 
 def test_steps_when_the_users_filter_fails_for_some_rows_then_their_groups_are_lost_and_counted(
-    sglang_server_fp32, tmp_path
+    companion, tmp_path
 ):
     file = tmp_path / "filters.py"
     file.write_text(FILTERS)
@@ -99,10 +99,10 @@ def test_steps_when_the_users_filter_fails_for_some_rows_then_their_groups_are_l
         assert failed and failures.by_cause["group_filter"] == failures.groups == failed
         assert "`group_filter`" in failures.texts["group_filter"] and "no such row" in failures.texts["group_filter"]
 
-    run(sglang_server_fp32, f"{file}:odd", scenario)
+    run(companion, f"{file}:odd", scenario)
 
 
-def test_take_when_surplus_runs_at_the_server_then_it_is_idle_when_the_step_has_its_groups(sglang_server_fp32):
+def test_take_when_surplus_runs_at_the_server_then_it_is_idle_when_the_step_has_its_groups(companion):
     async def scenario(client):
         async def sample(number):
             sampling = SamplingParams(4 if number in (1, 3) else 500, ignore_eos=True)
@@ -125,7 +125,7 @@ def test_take_when_surplus_runs_at_the_server_then_it_is_idle_when_the_step_has_
         assert failures.cut_lengths == [0, 0] and failures.groups == 0
 
     async def inner():
-        async with RolloutClient([sglang_server_fp32.url], vocab_size=100) as client:
+        async with RolloutClient([companion.url], vocab_size=100, engine=companion.engine) as client:
             began = time.monotonic()
             await asyncio.wait_for(scenario(client), 30)
             assert time.monotonic() - began < 10

@@ -1,4 +1,4 @@
-"""Weights that change while real SGLang servers sample: every token's version is the weights that sampled it.
+"""Weights that change while real servers sample: every token's version is the weights that sampled it.
 
 P prompt tokens, R response tokens. The truth is computed with Hugging Face models of both weights.
 """
@@ -21,12 +21,21 @@ LONG = SamplingParams(250, ignore_eos=True)
 VERSIONS = {"1": "first", "2": "second", "3": "first"}
 """Version of a push -> weights that it sends."""
 NEAR = 2e-4
+KEEPS_PREFIXES = {
+    "sglang": "--disable-overlap-schedule --disable-radix-cache; start it so",
+    "vllm": "start the server with --no-enable-prefix-caching, or use `pause_mode` retract",
+}
 
 
 @pytest.fixture(scope="module")
 def urls(victim, keeping_server):
-    """Two servers that may be paused in place, one without a prefix cache and one with."""
+    """Two servers of the victim's engine that may be paused in place, one without a prefix cache and one with."""
     return [victim.server.url, keeping_server.url]
+
+
+@pytest.fixture(scope="module")
+def engine(victim):
+    return victim.engine
 
 
 @pytest.fixture(scope="module")
@@ -98,9 +107,9 @@ def loop():
         yield thread
 
 
-def set_up(loop, urls, tiny_moe_dir, mode, *, keyed=True):
+def set_up(loop, urls, tiny_moe_dir, mode, *, engine, keyed=True):
     vocab_size = json.loads((tiny_moe_dir / "config.json").read_text())["vocab_size"]
-    client = RolloutClient(urls, vocab_size=vocab_size, timeout_s=120, keyed_cache=keyed)
+    client = RolloutClient(urls, vocab_size=vocab_size, timeout_s=120, keyed_cache=keyed, engine=engine)
     transport = DistributedTransport(client.control, loop, backend="gloo")
     return client, WeightServers(client, loop, transport, pause_mode=mode)
 
@@ -108,9 +117,9 @@ def set_up(loop, urls, tiny_moe_dir, mode, *, keyed=True):
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])
 def test_weights_when_changed_while_sampling_then_every_token_carries_the_version_that_sampled_it(
-    mode, count, urls, weights, models, loop, tiny_moe_dir, wait_until_sampling
+    mode, count, urls, engine, weights, models, loop, tiny_moe_dir, wait_until_sampling
 ):
-    client, servers = set_up(loop, urls[:count], tiny_moe_dir, mode)
+    client, servers = set_up(loop, urls[:count], tiny_moe_dir, mode, engine=engine)
     try:
         push(servers, weights["first"], "1")
         sampling = loop.submit(client.generate(PROMPTS, LONG, samples_per_prompt=SAMPLES))
@@ -146,10 +155,12 @@ def test_weights_when_changed_while_sampling_then_every_token_carries_the_versio
 def test_in_place_when_prompts_of_before_come_again_then_their_keys_are_not_met_where_caches_are_keyed(
     keyed, keeping_server, weights, models, loop, tiny_moe_dir, wait_until_sampling
 ):
-    client, servers = set_up(loop, [keeping_server.url], tiny_moe_dir, "in_place")
+    client, servers = set_up(loop, [keeping_server.url], tiny_moe_dir, "in_place", engine="sglang")
     # No other test's prompt begins with its first id, so nothing of it is cached.
     prompt, short = [75 - 7 * i % 71 for i in range(60)], SamplingParams(8, ignore_eos=True)
-    plain, _ = (client, None) if keyed else set_up(loop, [keeping_server.url], tiny_moe_dir, "in_place", keyed=False)
+    plain = client
+    if not keyed:
+        plain, _ = set_up(loop, [keeping_server.url], tiny_moe_dir, "in_place", engine="sglang", keyed=False)
 
     def ask():
         before = plain.counts()["prefilled"]
@@ -179,13 +190,14 @@ def test_in_place_when_prompts_of_before_come_again_then_their_keys_are_not_met_
 
 
 def test_in_place_when_a_server_keeps_prefixes_then_refused_before_it_is_paused(
-    loop, tiny_moe_dir, sglang_server_fp32
+    loop, tiny_moe_dir, engine_server
 ):
-    client, servers = set_up(loop, [sglang_server_fp32.url], tiny_moe_dir, "in_place", keyed=False)
+    engine, server = engine_server
+    client, servers = set_up(loop, [server.url], tiny_moe_dir, "in_place", engine=engine, keyed=False)
     try:
         servers.use(servers.find())
         servers.start("1")
-        with pytest.raises(RolloutProtocolError, match="--disable-overlap-schedule --disable-radix-cache; start it so"):
+        with pytest.raises(RolloutProtocolError, match=KEEPS_PREFIXES[engine]):
             servers.begin()
         (sample,) = loop.call(client.generate([[1, 2]], SamplingParams(2, ignore_eos=True)), timeout=60)
         assert sample.output_ids.numel() == 2

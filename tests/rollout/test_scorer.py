@@ -22,15 +22,16 @@ def sample_of(prompt, output):
     )  # fmt: skip
 
 
-def test_scorer_when_a_server_is_gone_then_the_other_scores_what_the_sampler_said(sglang_server_fp32, tiny_moe_dir):
+def test_scorer_when_a_server_is_gone_then_the_other_scores_what_the_sampler_said(engine_server, tiny_moe_dir):
+    engine, server = engine_server
     config = json.loads((tiny_moe_dir / "config.json").read_text())
     vocab_size, too_many = config["vocab_size"], config["max_position_embeddings"] + 1
     gone = f"http://127.0.0.1:{free_port()}"
 
     async def run():
-        async with RolloutClient([sglang_server_fp32.url], vocab_size=vocab_size) as client:
+        async with RolloutClient([server.url], vocab_size=vocab_size, engine=engine) as client:
             samples = await client.generate([[3, 1, 4], [1, 5, 9, 2]], SamplingParams(6), samples_per_prompt=2)
-        scorer = Scorer([gone, sglang_server_fp32.url], vocab_size=vocab_size, max_concurrency=2)
+        scorer = Scorer([gone, server.url], vocab_size=vocab_size, max_concurrency=2, engine=engine)
         found = await scorer.score(samples)
         # One that no server takes has no log-probs, and the others have theirs.
         mixed = await scorer.score([sample_of([3], [4] * too_many), samples[0]])
@@ -49,23 +50,23 @@ def test_scorer_when_a_server_is_gone_then_the_other_scores_what_the_sampler_sai
 
 
 def test_scorer_when_weights_are_pushed_to_one_of_its_servers_then_the_change_is_found(
-    sglang_server_fp32, tiny_moe_dir
+    engine_server, tiny_moe_dir
 ):
-    url = sglang_server_fp32.url
+    engine, url = engine_server[0], engine_server[1].url
     vocab_size = json.loads((tiny_moe_dir / "config.json").read_text())["vocab_size"]
 
     async def run():
-        scorer = Scorer([url], vocab_size=vocab_size)
+        scorer = Scorer([url], vocab_size=vocab_size, engine=engine)
         await scorer.wait_healthy(30)
         found = [await scorer.changed_weights()]
-        async with RolloutClient([url], vocab_size=vocab_size) as client:
-            [info] = await client.model_info()
+        async with RolloutClient([url], vocab_size=vocab_size, engine=engine) as client:
+            [before] = await client.reported_versions()
             await client.update_weight_version("another")
             found.append(await scorer.changed_weights())
-            await client.update_weight_version(info["weight_version"])
+            await client.update_weight_version(before)
         found.append(await scorer.changed_weights())
         await scorer.close()
-        return found, info["weight_version"]
+        return found, before
 
     found, name = asyncio.run(run())
     assert found == [None, (url, name, "another"), None]

@@ -1,4 +1,4 @@
-"""What is silence, and what only takes long: real SGLang servers whose scheduler is stopped, slow, paused or full."""
+"""What is silence, and what only takes long: real servers whose scheduler is stopped, slow, paused or full."""
 
 import asyncio
 import os
@@ -12,7 +12,7 @@ import psutil
 import pytest
 from aiohttp import web
 
-from megatron_rl_corr.engines.sglang import requests
+from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.rollout import LoopThread, RolloutClient, SamplingParams, health
 
 PROMPTS = [[3, 1, 4], [1, 5], [9, 2, 6, 5], [3, 5]]
@@ -37,7 +37,8 @@ def client_of(loop, *urls, **options):
 def scheduler_of(server):
     """The one process of a server that samples; its HTTP process is another."""
     below = psutil.Process(server.pid).children(recursive=True)
-    (scheduler,) = [process.pid for process in below if "sglang::scheduler" in "".join(process.cmdline())]
+    titles = {process.pid: "".join(process.cmdline()) for process in below}
+    (scheduler,) = [pid for pid, title in titles.items() if "sglang::scheduler" in title or "EngineCore" in title]
     return scheduler
 
 
@@ -46,17 +47,17 @@ def lengths(trajectories):
 
 
 def test_generate_when_the_scheduler_alone_is_stopped_then_left_out_within_the_bound_and_back_when_it_goes_on(
-    loop, sglang_server_fp32, victim, wait_until_sampling, monkeypatch
+    loop, companion, victim, wait_until_sampling, monkeypatch
 ):
     monkeypatch.setattr(health, "LONGEST_BACKOFF_S", 1.0)
     bound, url, scheduler = 4.0, victim.server.url, scheduler_of(victim.server)
-    with client_of(loop, sglang_server_fp32.url, url, read_timeout_s=bound) as client:
+    with client_of(loop, companion.url, url, engine=victim.engine, read_timeout_s=bound) as client:
         sampling = loop.submit(client.generate(PROMPTS, SamplingParams(300, ignore_eos=True), samples_per_prompt=4))
         wait_until_sampling(url)
         os.kill(scheduler, signal.SIGSTOP)
         stopped = time.monotonic()
         try:
-            assert loop.call(client.ask(url, requests.model_info()))["weight_version"]  # the HTTP process is well
+            assert loop.call(client.control([url]).reported_versions()) != [None]  # the HTTP process is well
             while not client.counts()["left_out"]:
                 assert time.monotonic() - stopped < bound + 0.3
                 time.sleep(0.05)
@@ -102,7 +103,8 @@ def test_generate_when_answers_take_many_times_the_bound_and_wait_in_the_queue_t
     32 run at a time, so the last begin when the first have ended.
     """
     arrived, bound = [], 4.0
-    with client_of(loop, victim.server.url, read_timeout_s=bound, timeout_s=bound, max_retries=0) as client:
+    options = {"read_timeout_s": bound, "timeout_s": bound, "max_retries": 0, "engine": victim.engine}
+    with client_of(loop, victim.server.url, **options) as client:
         started = time.monotonic()
         with slowed(scheduler_of(victim.server), stopped_s=0.3, running_s=0.1):
             sampling = client.generate(
@@ -118,7 +120,7 @@ def test_generate_when_answers_take_many_times_the_bound_and_wait_in_the_queue_t
 def test_generate_when_a_server_is_paused_for_longer_than_the_bound_then_it_is_not_silent(
     loop, victim, wait_until_sampling, mode
 ):
-    with client_of(loop, victim.server.url, read_timeout_s=6.0) as client:
+    with client_of(loop, victim.server.url, engine=victim.engine, read_timeout_s=6.0) as client:
         sampling = loop.submit(client.generate(PROMPTS, SamplingParams(400, ignore_eos=True)))
         wait_until_sampling(victim.server.url)  # long responses: they must not end before the pause
         loop.call(client.pause_generation(mode))
@@ -132,12 +134,12 @@ def test_generate_when_a_server_is_paused_for_longer_than_the_bound_then_it_is_n
 
 
 def test_generate_when_a_request_is_lost_on_its_way_then_given_up_though_the_scheduler_is_well(
-    loop, sglang_server_fp32, victim, faulty, caplog
+    loop, companion, victim, faulty, caplog
 ):
     """A proxy before a real server, idle and asleep, that hands on all but the requests for samples."""
 
     async def proxy(request):
-        if request.path == "/generate":
+        if request.path == load_engine(victim.engine).generate_endpoint:
             await asyncio.sleep(60)
         async with aiohttp.ClientSession() as session, session.get(victim.server.url + request.path_qs) as answer:
             return web.Response(body=await answer.read(), status=answer.status)
@@ -147,12 +149,14 @@ def test_generate_when_a_request_is_lost_on_its_way_then_given_up_though_the_sch
     async def scenario():
         async with (
             faulty.serving(proxy) as url,
-            RolloutClient([sglang_server_fp32.url, url], vocab_size=VOCAB, read_timeout_s=2.0) as client,
+            RolloutClient(
+                [companion.url, url], vocab_size=VOCAB, read_timeout_s=2.0, engine=victim.engine
+            ) as client,
         ):
             trajectories = await client.generate(PROMPTS, SamplingParams(4, ignore_eos=True))
             return trajectories, client.counts()
 
     trajectories, counts = loop.call(scenario(), timeout=30)
-    assert {t.server for t in trajectories} == {sglang_server_fp32.url}
+    assert {t.server for t in trajectories} == {companion.url}
     assert (counts["left_out"], counts["retries"]) == (1, 2)
     assert "it has no request, though this client waits for answers" in caplog.text

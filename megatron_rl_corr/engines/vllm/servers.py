@@ -34,6 +34,8 @@ def remedy(endpoint: str, status: int, detail: str) -> str:
     """
     if "rl_corr_" in detail and "not implemented" in detail or "Weight transfer not configured" in detail:
         return f"start the server with {EXTENSION}"
+    if "rl_corr_" in detail and "unexpected keyword argument" in detail:
+        return "its worker extension is older: install the trainer's megatron-rl-corr there, and start it again"
     if status == 401:
         return "give the client the server's --api-key"
     if status == 403 and endpoint == GENERATE:

@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError
 from megatron_rl_corr.engines.types import Request, ServerChecksums
+from megatron_rl_corr.engines.vllm.worker_code import worker_code
 
 PAUSE_MODES = {"abort": "abort", "in_place": "keep&clear_cache=false", "retract": "keep"}
 """Ways to pause, and what /pause calls them. With `keep` running requests get new keys and values after the pause."""
@@ -60,14 +61,16 @@ def pause_problem(
 def begin_weight_update(
     tensors: Mapping[str, Sequence[int]] | None = None, *, checksums: bool = True
 ) -> Request:
-    """Begin an update; one that a killed trainer left open is broken off. Refused if it does not fit the model.
+    """Begin an update; one that a killed trainer left open is broken off.
+
+    Refused if it does not fit the model, or if the server runs other code of this package.
 
     Args:
         tensors: all that it will bring, Hugging Face name -> shape; None: checked bucket by bucket.
         checksums: hash the parameters while they are loaded.
     """
     shapes = None if tensors is None else {name: list(shape) for name, shape in tensors.items()}
-    return _call("rl_corr_begin", tensors=shapes, checksums=checksums)
+    return _call("rl_corr_begin", tensors=shapes, checksums=checksums, code=worker_code())
 
 
 def end_weight_update() -> Request:
@@ -123,7 +126,7 @@ def update_weights_from_tensor(entries: Sequence[str]) -> Request:
 
 def update_weights_from_disk(model_path: str) -> Request:
     """Load a Hugging Face folder, by the path that the server knows it by; the weights keep their version's name."""
-    return _call("rl_corr_load_folder", path=model_path)
+    return _call("rl_corr_load_folder", path=model_path, code=worker_code())
 
 
 def update_weight_version(new_version: str) -> Request:

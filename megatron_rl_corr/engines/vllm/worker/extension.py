@@ -18,6 +18,10 @@ from vllm.config import set_current_vllm_config
 from megatron_rl_corr.engines.vllm import checks
 from megatron_rl_corr.engines.vllm.worker.loading import checksums_of
 from megatron_rl_corr.engines.vllm.worker.transfer import BACKEND, WeightTransfer
+from megatron_rl_corr.engines.vllm.worker_code import check_code, worker_code
+
+CODE = worker_code()
+"""As this process began: files may be replaced under it."""
 
 logger = logging.getLogger(__name__)
 
@@ -52,15 +56,19 @@ class Extension:
         self._rl_corr_transfer().leave(name)
 
     @_answers_errors
-    def rl_corr_begin(self, tensors: Mapping[str, Sequence[int]] | None = None, checksums: bool = True) -> None:
+    def rl_corr_begin(
+        self, tensors: Mapping[str, Sequence[int]] | None = None, checksums: bool = True, code: str | None = None
+    ) -> None:
         """Begin an update, whatever became of the one before.
 
         Args:
             tensors: all that it will bring, Hugging Face name -> shape; None: checked bucket by bucket.
             checksums: hash the parameters while they are loaded.
+            code: the trainer's `worker_code`.
 
         Refused, before its weights are touched, where this server can't take it.
         """
+        check_code(CODE, code)
         self._rl_corr_transfer().begin(tensors, with_checksums=checksums)
 
     @_answers_errors
@@ -78,7 +86,7 @@ class Extension:
         self._rl_corr_transfer().finish_weight_update()
 
     @_answers_errors
-    def rl_corr_load_folder(self, path: str, checksums: bool = True) -> None:
+    def rl_corr_load_folder(self, path: str, checksums: bool = True, code: str | None = None) -> None:
         """A whole update from a Hugging Face folder, checked before anything is loaded."""
         from safetensors import safe_open
 
@@ -86,6 +94,7 @@ class Extension:
         folder = Path(path)
         if not folder.is_dir():
             raise ValueError(f"there is no folder {path} on this server's host, or it may not be read")
+        check_code(CODE, code)
         transfer.begin(checks.shapes_of_folder(folder), with_checksums=checksums)
         try:
             for file in sorted(folder.glob("*.safetensors")):

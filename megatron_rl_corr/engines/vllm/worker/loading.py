@@ -2,8 +2,8 @@
 
 vLLM's layerwise reload: at the start every layer's parameters are put aside and replaced by ones without memory; a
 layer that is complete is loaded, packed for its kernels, and copied into the memory of the old one. What is added here:
-a checksum between loading and packing, the packing of experts on the CPU, and a way back for layers that are not
-complete.
+a checksum between loading and packing, the packing of experts and of tied output layers on the CPU, and a way back for
+layers that are not complete.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class LayerwiseUpdate:
         self._model, self._config, self._device, self._hashes = model, model_config, device, with_checksums
         self._names = {module: name for name, module in model.named_modules()}
         self._checksums: dict[str, str] = {}
+        self._processed: set[nn.Module] = set()
         self.touched = False
         """A layer has new weights."""
         layerwise.initialize_layerwise_reload(model)
@@ -61,7 +62,7 @@ class LayerwiseUpdate:
     def finish(self) -> dict[str, str]:
         """Process what is left. Returns the checksum of each parameter that was loaded."""
         with self._watched():
-            layerwise.finalize_layerwise_reload(self._model, self._config)
+            self._finalize()
         for name in [name for name in self._checksums if name.rpartition(".")[2] in SKIP_LOAD_TENSORS]:
             parameter = self._model.get_parameter(name)  # loaded by itself, maybe after its layer was complete
             self._checksums[name] = checksum(parameter.data, self._device.type) or ""
@@ -73,7 +74,19 @@ class LayerwiseUpdate:
             info = layerwise.get_layerwise_info(module)
             info.load_numel = 0
             info.loaded_weights.clear()
+        self._finalize()
+
+    def _finalize(self) -> None:
         layerwise.finalize_layerwise_reload(self._model, self._config)
+        if self._device.type != "cpu":
+            return
+        from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+        # An output layer that is tied to the embedding shares its memory, but on the CPU computes with a packed copy.
+        for module in self._model.modules():
+            method = getattr(module, "quant_method", None)
+            if isinstance(method, UnquantizedEmbeddingMethod) and module not in self._processed:
+                method.process_weights_after_loading(module)
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
@@ -87,6 +100,7 @@ class LayerwiseUpdate:
     def _process(self, original, layer: nn.Module, info: object) -> None:
         """vLLM's processing of a complete layer; its packing also hashes, and packs experts on the CPU."""
         self.touched = True
+        self._processed.add(layer)
         method = getattr(layer, "quant_method", None)
         if not isinstance(method, layerwise.QuantizeMethodBase):
             original(layer, info)

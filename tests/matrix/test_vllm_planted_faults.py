@@ -1,0 +1,249 @@
+"""Faults of a real vLLM server in a push, one planted at a time: each is found and named, or refused before a byte."""
+
+import asyncio
+import random
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megatron_rl_corr.doctor import quick_check
+from megatron_rl_corr.engines.types import Request
+from megatron_rl_corr.rollout import RolloutClient, RolloutProtocolError, RolloutServerError, SamplingParams
+from megatron_rl_corr.weight_sync.probe import ask_scores, compare, probe_bound
+from tests.hf_truth import assert_is_truth, scored
+from tests.preloaded import PreloadedServer
+from tests.weight_sync.test_push_real_servers import (  # noqa: F401
+    Pushing,
+    model_of,
+    noisy,
+    one_rank,
+    weights,
+)
+from tools.cpu import environment, gpu_available, vllm_arguments
+
+PLANTED = "tests.matrix.planted_extension.Planted"
+TEXT = [(7 * i * i + 3 * i) % 83 for i in range(64)]
+EXPERT = "model.layers.2.mlp.experts.3.up_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def planted(tiny_moe_dir, tmp_path_factory):
+    """A vLLM server whose worker extension has faults."""
+    if gpu_available():
+        pytest.skip("make setup-vllm installs vLLM without a GPU only")
+    with PreloadedServer(
+        tiny_moe_dir, engine="vllm", dtype="float32", log_path=tmp_path_factory.mktemp("planted") / "server.log",
+        extra_arguments=[*vllm_arguments(), "--worker-extension-cls", PLANTED], environment=environment("vllm"),
+    ) as server:  # fmt: skip
+        yield server
+
+
+@pytest.fixture
+def plant(planted):
+    """plant(fault, *names): as `Planted.rl_test_plant`; it is gone when the test is over."""
+
+    def ask(fault=None, *names):
+        async def scenario():
+            request = Request(
+                "POST", "/collective_rpc", {"method": "rl_test_plant", "kwargs": {"fault": fault, "names": names}}
+            )
+            async with RolloutClient([planted.url], vocab_size=83, engine="vllm", timeout_s=60) as client:
+                await client.ask(planted.url, request)
+
+        asyncio.run(scenario())
+
+    yield ask
+    ask(None)
+
+
+@pytest.fixture
+def trainer(planted, vllm_server_fp32, tiny_moe_dir, weights):  # noqa: F811
+    """A trainer rank that pushes to a right server and to the planted one."""
+    trainer = Pushing([vllm_server_fp32.url, planted.url], "tensor", tiny_moe_dir, None, "vllm")
+    trainer.push(weights, "0")
+    yield trainer
+    trainer.loop.call(trainer.client.continue_generation())
+    trainer.close()
+
+
+def probe(trainer, tensors, tiny_moe_dir, folder, version):
+    """What the run does after a push, with the log-probs of Hugging Face's model as the trainer's."""
+    ids, model = torch.tensor(TEXT), model_of(tiny_moe_dir, tensors, folder)
+    logits, _, _ = scored(model, ids)
+    own = torch.log_softmax(logits[:-1].double(), -1).gather(1, ids[1:, None])[:, 0].numpy()
+    client = trainer.client
+    answers = trainer.loop.call(
+        ask_scores(client.control(client.base_urls), TEXT, version=version, vocab_size=83, cache_key=None)
+    )
+    bounds = {url: probe_bound(None, both_float32=True, otherwise=np.nan) for url in answers}
+    return compare(answers, own, bounds, version=version)
+
+
+def test_push_when_two_follow_each_other_and_nothing_is_planted_then_the_probe_is_right(
+    trainer, plant, weights, tiny_moe_dir, tmp_path  # noqa: F811
+):
+    plant(None)
+    for version in (1, 2):
+        new = noisy(weights, seed=version)
+        trainer.push(new, str(version))
+        assert trainer.compared == len(trainer.parameters())
+        found = probe(trainer, new, tiny_moe_dir, tmp_path / str(version), str(version))
+        assert found["rollout/probe_max_abs_log_ratio"] < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("dropped", "told"),
+    [
+        ("model.norm.weight", "1 of its weights .*: model.norm.weight;"),
+        ("lm_head.weight", "1 of its weights .*: lm_head.weight;"),
+        ("model.layers.1.self_attn.k_proj.weight", "1 of its weights .*: model.layers.1.self_attn.qkv_proj.weight;"),
+        (EXPERT, "1 of its weights .*: model.layers.2.mlp.experts.w13_weight;"),
+        ("", "39 of its weights differ from those of"),
+    ],
+    ids=["norm", "head", "a part of a fused layer", "one expert", "all"],
+)
+def test_push_when_one_of_two_servers_drops_tensors_and_says_nothing_then_it_is_named_with_the_parameter(
+    trainer, plant, planted, weights, dropped, told  # noqa: F811
+):
+    plant("drops", *filter(None, [dropped]))
+    with pytest.raises(RolloutProtocolError, match=told) as error:
+        trainer.push(noisy(weights, seed=5), "new")
+    assert error.value.url == planted.url
+    plant(None)
+    trainer.push(weights, "healed")  # nothing of it is left
+    assert trainer.compared == len(trainer.parameters())
+
+
+@pytest.mark.parametrize("fault", ["exchanges experts", "keeps old weights"])
+def test_push_when_a_server_computes_with_other_weights_than_its_checksums_tell_then_the_probe_names_it(
+    trainer, plant, planted, weights, tiny_moe_dir, tmp_path, fault  # noqa: F811
+):
+    plant(fault)
+    trainer.push(weights, "1")  # which a server that keeps old weights falls back to
+    plant(fault)
+    new = noisy(weights, seed=6)
+    trainer.push(new, "2")
+    assert trainer.compared == len(trainer.parameters())  # checksums can't tell
+    with pytest.raises(RolloutProtocolError, match="its weights differ from the trainer's: .*1 of 2 servers") as error:
+        probe(trainer, new, tiny_moe_dir, tmp_path / "hf", "2")
+    assert error.value.url == planted.url
+
+
+def test_push_when_a_server_keeps_cached_prefixes_then_the_doctor_names_it_and_keyed_requests_meet_none(
+    trainer, plant, planted, weights, tiny_moe_dir, tmp_path  # noqa: F811
+):
+    plant("keeps cached prefixes")
+    prompt, short = [(5 * i) % 79 for i in range(300)], SamplingParams(4, ignore_eos=True)
+    new, sampled = noisy(weights, seed=7), {}
+
+    async def ask(keyed):
+        async with RolloutClient(
+            [planted.url], vocab_size=83, engine="vllm", timeout_s=60, keyed_cache=keyed
+        ) as client:
+            await client.expect_version(trainer.version())
+            (sample,) = await client.generate([prompt], short)
+            found = await quick_check(client)
+            # Its extension is a class that the doctor does not know.
+            return sample, {finding.name for finding in found} - {"no_weight_updates"}
+
+    for keyed in (False, True):
+        trainer.push(weights, f"old {keyed}")
+        asyncio.run(ask(keyed))
+        trainer.push(new, f"new {keyed}")
+        sampled[keyed] = asyncio.run(ask(keyed))
+    model = model_of(tiny_moe_dir, new, tmp_path / "hf")
+    (stale, found), (right, nothing) = sampled[False], sampled[True]
+    assert stale.cached_tokens >= 128 and right.cached_tokens == 0
+    assert "stale_prefix_cache" in found and nothing == set()
+    assert_is_truth(right, model, atol=1e-5)
+    with pytest.raises(AssertionError):
+        assert_is_truth(stale, model, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("other code", r"worker extension is of megatron-rl-corr 0.0.9-deadbeef, and the trainer's is 0.*install"),
+        ("older code", "its worker extension is older: install the trainer's megatron-rl-corr there"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["tensor", "disk"])
+def test_push_when_the_servers_extension_is_of_another_version_of_the_package_then_refused_before_the_first_byte(
+    trainer, plant, planted, tiny_moe_dir, weights, tmp_path, fault, words, kind  # noqa: F811
+):
+    before = trainer.version()
+    if (fault, kind) == ("older code", "disk"):
+        return  # rl_corr_load_folder of old took no code either
+    alone = Pushing([planted.url], kind, tiny_moe_dir, tmp_path / "weights", "vllm")
+    try:
+        checksums = alone.checksums()
+        plant(fault)
+        with pytest.raises(RolloutServerError, match=words):
+            alone.push(noisy(weights, seed=8), "new")
+        assert alone.checksums() == checksums
+        if kind == "tensor":  # a folder is read after the name has changed
+            assert alone.version() == before
+    finally:
+        alone.close()
+
+
+def test_push_when_tensors_come_in_another_order_then_every_parameter_is_the_same(
+    trainer, plant, weights, tiny_moe_dir, tmp_path  # noqa: F811
+):
+    plant(None)
+    new = noisy(weights, seed=9)
+    names = sorted(new)
+    random.Random(0).shuffle(names)  # v before q, up before gate, one layer's parts in several buckets
+    trainer.push({name: new[name] for name in names}, "shuffled")
+    assert trainer.compared == len(trainer.parameters())
+    found = probe(trainer, new, tiny_moe_dir, tmp_path / "hf", "shuffled")
+    assert found["rollout/probe_max_abs_log_ratio"] < 1e-5
+
+
+def test_push_when_parts_of_a_fused_layer_are_exchanged_on_their_way_then_its_parameter_is_named(
+    trainer, plant, weights, monkeypatch  # noqa: F811
+):
+    plant(None)
+    send, layer = trainer.transport.send, "model.layers.0.self_attn.{}_proj.weight"
+    other = {layer.format("k"): layer.format("v"), layer.format("v"): layer.format("k")}
+    monkeypatch.setattr(
+        trainer.transport, "send", lambda bucket: send([(other.get(name, name), one) for name, one in bucket])
+    )
+    with pytest.raises(RolloutProtocolError, match="not those that were sent: model.layers.0.self_attn.qkv_proj"):
+        trainer.push(noisy(weights, seed=10), "new")
+
+
+def test_push_when_embeddings_are_tied_then_samples_are_of_the_new_weights(tmp_path, tiny_moe_dir):
+    config = AutoConfig.for_model(
+        "qwen3", vocab_size=83, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, max_position_embeddings=512, tie_word_embeddings=True, eos_token_id=82,
+    )  # fmt: skip
+    models = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        models.append(AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval())
+        models[seed].save_pretrained(tmp_path / str(seed))
+        for file in tiny_moe_dir.glob("*token*"):
+            shutil.copy(file, tmp_path / str(seed))
+    new = load_file(tmp_path / "1/model.safetensors")
+    assert "lm_head.weight" not in new
+    with PreloadedServer(
+        tmp_path / "0", engine="vllm", dtype="float32", log_path=tmp_path / "server.log",
+        extra_arguments=vllm_arguments(), environment=environment("vllm"),
+    ) as server:  # fmt: skip
+        trainer = Pushing([server.url], "tensor", tmp_path / "0", None, "vllm")
+        try:
+            trainer.push(new, "1")
+            assert trainer.compared == len(trainer.parameters())
+            sample = trainer.sample()
+        finally:
+            trainer.close()
+    ids = torch.cat([sample.prompt_ids, sample.output_ids])
+    with torch.no_grad():
+        logits = models[1](ids[None]).logits[0, len(sample.prompt_ids) - 1 : -1]
+    truth = torch.log_softmax(logits, -1).gather(1, sample.output_ids[:, None])[:, 0]
+    torch.testing.assert_close(sample.rollout_logprobs, truth, atol=1e-5, rtol=0)

@@ -1,0 +1,22 @@
+"""Pushes to two vLLM servers of which one has other weights or is killed: the tests of tests/weight_sync on them."""
+
+import pytest
+
+from tests.conftest import running_victim
+from tests.weight_sync.test_push_real_servers import (  # noqa: F401
+    one_rank,
+    pushing,
+    test_push_when_a_server_is_killed_in_the_middle_then_the_others_have_all_weights_and_sample,
+    test_push_when_only_one_of_two_servers_misses_a_tensor_then_it_is_named,
+    weights,
+)
+
+
+@pytest.fixture(scope="module")
+def any_victim(tiny_moe_dir, tmp_path_factory):
+    yield from running_victim("vllm", tiny_moe_dir, tmp_path_factory.mktemp("victim"))
+
+
+@pytest.fixture(scope="module")
+def companion(vllm_server_fp32):
+    return vllm_server_fp32
