@@ -236,19 +236,26 @@ def test_quick_check_when_it_asks_then_only_what_changes_nothing(servers, vocab_
     assert len(asked) <= 20
 
 
-@pytest.mark.parametrize(
-    "endpoint, occurrence",
-    [
-        ("/continue_generation", 1),  # the server is paused
-        ("/update_weights_from_tensor", 1),
-        ("/abort_request", 4),  # the weights are changed, the server samples
-        ("/update_weights_from_tensor", 2),  # the weights are being put back
-        ("/update_weight_version", 1),
-    ],
-)
-def test_full_when_cancelled_at_any_point_then_the_server_has_its_weights_and_samples(
-    servers, vocab_size, endpoint, occurrence
-):
+MOMENTS = {
+    "the server is paused": {"sglang": ("/continue_generation", 1), "vllm": ("/resume", 1)},
+    "the weights are being sent": {"sglang": ("/update_weights_from_tensor", 1), "vllm": ("/update_weights", 1)},
+    "the weights are changed, the server samples": {"sglang": ("/abort_request", 4), "vllm": ("/abort_requests", 4)},
+    "the weights are being put back": {"sglang": ("/update_weights_from_tensor", 2), "vllm": ("/update_weights", 2)},
+    "their name is put back": {"sglang": ("/update_weight_version", 1), "vllm": ("/update_weight_version", 1)},
+}
+"""When -> the request of each engine that is interrupted, and the how many-th of its kind."""
+
+
+@pytest.fixture
+def examined(servers):
+    """(engine, address) of a right server; tests/matrix/test_doctor_vllm.py has another."""
+    return "sglang", servers.right
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_full_when_cancelled_at_any_point_then_the_server_has_its_weights_and_samples(examined, vocab_size, moment):
+    (engine, url), (endpoint, occurrence) = examined, MOMENTS[moment][examined[0]]
+
     class Cancelling(RolloutClient):
         task, seen = None, 0
 
@@ -259,17 +266,22 @@ def test_full_when_cancelled_at_any_point_then_the_server_has_its_weights_and_sa
                     self.task.cancel()
             return await super().ask(url, request, **options)
 
+    async def state(probe):
+        """The name of the weights, and the log-probs of a text under them."""
+        scores = await probe.score([3, 1, 4], [(7 * i) % vocab_size for i in range(40)])
+        return (await probe.client.reported_versions())[0], scores.logprobs
+
     async def scenario():
-        async with Cancelling([servers.right], vocab_size=vocab_size, timeout_s=60) as client:
-            probe = Probe(client, servers.right)
+        async with Cancelling([url], vocab_size=vocab_size, timeout_s=60, engine=engine) as client:
+            probe = Probe(client, url)
             _, facts = await ask_quick(probe, Expected())
-            before = (await client.weights_checker())[0]["ranks"][0]["checksums"]
+            version, before = await state(probe)
             client.task = asyncio.create_task(ask_full(probe, facts, None, lambda what: None, []))
             with pytest.raises(asyncio.CancelledError):
                 await client.task
             assert client.seen >= occurrence
-            after = (await client.weights_checker())[0]["ranks"][0]["checksums"]
-            assert after == before and (await client.model_info())[0]["weight_version"] == "default"
+            name, after = await state(probe)
+            assert name == version and abs(after - before).max() < 1e-6
             return await asyncio.wait_for(quick_check(client), 30)
 
     assert asyncio.run(scenario()) == []

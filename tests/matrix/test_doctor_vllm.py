@@ -6,6 +6,10 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_rl_corr import cli
+from tests.doctor.test_real_server import (  # noqa: F401
+    test_full_when_cancelled_at_any_point_then_the_server_has_its_weights_and_samples,
+    vocab_size,
+)
 from tests.preloaded import PreloadedServer
 from tools.cpu import environment, gpu_available, vllm_arguments
 
@@ -21,6 +25,12 @@ def raw_server(tiny_moe_dir, tmp_path_factory):
         extra_arguments=[*vllm_arguments(), "--logprobs-mode", "raw_logprobs"], environment=environment("vllm"),
     ) as server:  # fmt: skip
         yield server
+
+
+@pytest.fixture
+def examined(vllm_server_fp32):
+    """For the test of tests/doctor."""
+    return "vllm", vllm_server_fp32.url
 
 
 @pytest.fixture

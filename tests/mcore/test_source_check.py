@@ -14,9 +14,11 @@ from megatron_rl_corr.rollout import Prompt, PromptDataset, RolloutClient
 PROMPTS = PromptDataset([Prompt(0, [1, 67, 1]), Prompt(1, [], text="2+2=")])
 
 
-def test_server_when_its_tokenizer_is_the_checkpoints_then_nothing_is_said(sglang_server_fp32, tiny_moe_dir, capsys):
+def test_server_when_its_tokenizer_is_the_checkpoints_then_nothing_is_said(engine_server, tiny_moe_dir, capsys):
+    engine, server = engine_server
+
     async def checked(texts):
-        async with RolloutClient([sglang_server_fp32.url], vocab_size=83) as client:
+        async with RolloutClient([server.url], vocab_size=83, engine=engine) as client:
             return await _difference(client, texts)
 
     texts = texts_of(Tokenizer.from_folder(tiny_moe_dir), PROMPTS)
@@ -24,7 +26,7 @@ def test_server_when_its_tokenizer_is_the_checkpoints_then_nothing_is_said(sglan
     assert asyncio.run(checked(texts)) is None and capsys.readouterr().err == ""
     error = asyncio.run(checked({"1+1": [1, 68, 1]}))
     assert str(error).startswith(
-        f"{sglang_server_fp32.url} has another tokenizer than --rollout-hf-checkpoint: of '1+1' it makes [1, 67, 1] "
+        f"{server.url} has another tokenizer than --rollout-hf-checkpoint: of '1+1' it makes [1, 67, 1] "
         "(3 ids), the checkpoint's [1, 68, 1] (3 ids); start the server with this checkpoint as its model or tokenizer"
     )
     # What its tokenizer has no id for, and the checkpoint's has, is a difference too.
