@@ -102,7 +102,7 @@ def ask(servers):
 def test_scores_then_no_cached_prefix_is_used_and_the_first_id_is_the_prompt():
     servers = Servers(a="v2", b=None)  # b does not tell its version
     assert list(ask(servers)) == ["a", "b"]
-    assert servers.asked == [([5], [6, 7], {"cached": False, "likeliest": 1, "cache_key": "k"})] * 2
+    assert servers.asked == [([5], [6, 7], {"likeliest": 1, "cache_key": "k"})] * 2
 
 
 def test_scores_when_a_server_dies_or_is_restarted_then_the_others_are_compared(caplog):
