@@ -238,12 +238,12 @@ def test_quick_check_when_it_asks_then_only_what_changes_nothing(servers, vocab_
 
 MOMENTS = {
     "the server is paused": {"sglang": ("/continue_generation", 1), "vllm": ("/resume", 1)},
-    "the weights are being sent": {"sglang": ("/update_weights_from_tensor", 1), "vllm": ("/update_weights", 1)},
+    "the weights are being sent": {"sglang": ("/update_weights_from_tensor", 1), "vllm": ("rl_corr_bucket", 1)},
     "the weights are changed, the server samples": {"sglang": ("/abort_request", 4), "vllm": ("/abort_requests", 4)},
-    "the weights are being put back": {"sglang": ("/update_weights_from_tensor", 2), "vllm": ("/update_weights", 2)},
+    "the weights are being put back": {"sglang": ("/update_weights_from_tensor", 2), "vllm": ("rl_corr_bucket", 2)},
     "their name is put back": {"sglang": ("/update_weight_version", 1), "vllm": ("/update_weight_version", 1)},
 }
-"""When -> the request of each engine that is interrupted, and the how many-th of its kind."""
+"""When -> the request of each engine that is interrupted, or its `method`, and the how many-th of its kind."""
 
 
 @pytest.fixture
@@ -260,7 +260,7 @@ def test_full_when_cancelled_at_any_point_then_the_server_has_its_weights_and_sa
         task, seen = None, 0
 
         async def ask(self, url, request, **options):
-            if request.endpoint == endpoint and self.task is not None:
+            if endpoint in (request.endpoint, (request.json or {}).get("method")) and self.task is not None:
                 self.seen += 1
                 if self.seen == occurrence:
                     self.task.cancel()
