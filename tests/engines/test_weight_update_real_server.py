@@ -16,7 +16,7 @@ from megatron_rl_corr.rollout import LoopThread, RolloutClient, RolloutServerErr
 GREEDY = SamplingParams(6, temperature=0, ignore_eos=True)
 PROMPT = [3, 1, 4, 1, 5]
 REFUSALS = {
-    "bucket without a session": {"sglang": "begin_weight_update", "vllm": "no update is open; begin one before its buckets"},
+    "bucket without a session": {"sglang": "begin_weight_update", "vllm": "no update is open; begin one"},
     "session opened twice": {"sglang": "already open", "vllm": None},
     "session closed without one": {"sglang": "no weight-update session is open", "vllm": "no update is open"},
     "left a group that is not there": {"sglang": "POST /destroy_weights_update_group with HTTP 400", "vllm": None},
