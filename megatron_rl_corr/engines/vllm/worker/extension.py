@@ -68,8 +68,9 @@ class Extension:
 
         Refused, before its weights are touched, where this server can't take it.
         """
+        transfer = self._rl_corr_transfer()
         check_code(CODE, code)
-        self._rl_corr_transfer().begin(tensors, with_checksums=checksums)
+        transfer.begin(tensors, with_checksums=checksums)
 
     @_answers_errors
     def rl_corr_bucket(self, buckets: Sequence[Mapping[str, Any]]) -> None:
@@ -91,10 +92,10 @@ class Extension:
         from safetensors import safe_open
 
         transfer = self._rl_corr_transfer()
+        check_code(CODE, code)
         folder = Path(path)
         if not folder.is_dir():
             raise ValueError(f"there is no folder {path} on this server's host, or it may not be read")
-        check_code(CODE, code)
         transfer.begin(checks.shapes_of_folder(folder), with_checksums=checksums)
         try:
             for file in sorted(folder.glob("*.safetensors")):
