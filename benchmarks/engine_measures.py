@@ -94,7 +94,7 @@ def distances(served: Served, truth: Truth, *, count: int, tokens: int) -> dict[
             for one in samples[:SCORED]:
                 prompt, output = one.prompt_ids.tolist(), one.output_ids.tolist()
                 answer = served.loop.call(
-                    client.ask(served.url, engine.score(prompt, output, cached=False, likeliest=1))
+                    client.ask(served.url, engine.score(prompt, output, likeliest=1))
                 )
                 parsed = engine.parse_scores(
                     answer, server=served.url, output_ids=output, vocab_size=served.vocab_size
