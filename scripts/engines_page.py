@@ -116,7 +116,7 @@ def requests_of(engine: Engine) -> dict[str, Request | None]:
         "how it was started": engine.server_info(),
         "the version of its weights": engine.model_info(),
         "a sample": engine.generate([1], SamplingParams(1), seed=0),
-        "log-probs of a given text": engine.score([1], [2], cached=False, likeliest=1),
+        "log-probs of a given text": engine.score([1], [2], likeliest=1),
         "pause": engine.pause_generation("retract"),
         "go on": engine.continue_generation(),
         "begin an update": engine.begin_weight_update(),
