@@ -124,7 +124,7 @@ def requests_of(engine: Engine) -> dict[str, Request | None]:
             "host", 1, rank_offset=1, world_size=2, **group
         ),
         "`distributed`: receive": engine.update_weights_from_distributed(
-            ["w"], ["float32"], [[1]], group_name="g", flush_cache=False, weight_version=None
+            ["w"], ["float32"], [[1]], group_name="g"
         ),
         "`distributed`: leave the group": engine.destroy_weights_update_group("g"),
         "`tensor`": engine.update_weights_from_tensor([engine.serialized([("w", torch.zeros(1))])]),
