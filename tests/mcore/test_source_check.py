@@ -39,6 +39,9 @@ class Servers:
     base_urls = ("http://a:1", "http://b:2")
     engine = load_engine("sglang")
 
+    def engine_of(self, url):
+        return self.engine
+
     def __init__(self, answer, **info):
         self.answer, self.info, self.asked = answer, info, []
 
