@@ -9,7 +9,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-
 from megatron_rl_corr.config.correction import PRESETS, RolloutCorrectionConfig  # noqa: E402
 from megatron_rl_corr.config.dialects import keys_by_trainer  # noqa: E402
 from megatron_rl_corr.config.fields import Option, docs_of, options_of  # noqa: E402
