@@ -149,13 +149,16 @@ def run(case: Case, layout: Layout, names: dict[str, str]) -> dict:
             group_size=GROUP_SIZE, max_new_tokens=1,
         ),
         layout, shape, SampleSource(
-            client=SimpleNamespace(counts=lambda: {"tokens": 0}, vocab_size=VOCAB, check_sampling=print),
+            client=SimpleNamespace(
+                counts=lambda: {"tokens": 0}, vocab_size=VOCAB, check_sampling=print,
+                fleet=SimpleNamespace(engines={"sglang": None}),
+            ),
             loop=SimpleNamespace(submit=answered),
             rewards=SimpleNamespace(check_labels=print), prompts=PromptDataset([Prompt(0, [0])]),
         ), batches=(0, 1),
     )  # fmt: skip
     corrected = step.CorrectedStep(
-        config=CONFIGS[case.config], layout=layout, collector=collector, push=lambda version: None,
+        config=CONFIGS[case.config], layout=layout, collector=collector, push=lambda version: {},
         logprobs=LogprobSettings(layout.tp_group, 1.0, VOCAB), report=lambda numbers: None, shape=shape,
     )  # fmt: skip
     metrics = {}

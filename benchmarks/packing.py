@@ -188,7 +188,7 @@ def one_step(model: list, batch, limits, layout, options: argparse.Namespace) ->
     collector = SimpleNamespace(device="cpu", metrics={}, trajectories=[], collect=lambda iteration: batch)
     step = CorrectedStep(
         config=RolloutCorrectionConfig(), layout=layout, logprobs=LogprobSettings(layout.tp_group, 1.0, VOCAB_SIZE),
-        collector=collector, push=lambda version: None, report=lambda metrics: None, shape=shape,
+        collector=collector, push=lambda version: {}, report=lambda metrics: None, shape=shape,
     )  # fmt: skip
     started = time.process_time()
     step.run(train_step, 0, model, optimizer, per_token=False)

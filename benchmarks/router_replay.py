@@ -155,7 +155,7 @@ def corrected_step(routes, layout, options: argparse.Namespace, scored: bool):
     return CorrectedStep(
         config=RolloutCorrectionConfig(rollout_rs=rules), layout=layout,
         logprobs=LogprobSettings(layout.tp_group, 1.0, VOCAB_SIZE),
-        collector=SimpleNamespace(device="cpu", metrics={}, trajectories=[]), push=lambda version: None,
+        collector=SimpleNamespace(device="cpu", metrics={}, trajectories=[]), push=lambda version: {},
         report=lambda metrics: None,
         shape=BatchShape(
             global_batch_size=options.samples, group_size=4, micro_batch_size=ROWS, seq_length=options.length

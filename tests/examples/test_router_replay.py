@@ -71,7 +71,11 @@ def test_routes_when_replayed_from_the_server_then_training_and_scoring_used_exa
     steps = samples_of(replayed)
     tokens = sum(len(sample.trajectory.routed_experts) for step in steps for sample in step)
     assert tokens > STEPS * 64 * 10
-    scoring = passes(replayed, training=False)
+    # A push, one before the first step too, is followed by a pass over the probe's text, whose routes no server gave.
+    scoring = {
+        layer: [line for number, line in enumerate(lines) if number % (MICRO_BATCHES + 1)]
+        for layer, lines in passes(replayed, training=False).items()
+    }
     forward = passes(replayed, training=True, grad=False)
     recomputed = passes(replayed, training=True, grad=True)
     for found in (scoring, forward, recomputed):

@@ -40,7 +40,8 @@ class ReplayingServer:
         # The score of a given text, after each push, is of the weights that the server has now.
         generate = request.path == "/generate" and b'"logprob_start_len"' not in body
         if request.path == "/update_weight_version" and self.run_id is None:
-            self.run_id = json.loads(body)["new_version"].rpartition("-")[0].encode() + b"-"
+            name = json.loads(body)["new_version"].removeprefix("unfinished ")  # while a push goes on
+            self.run_id = name.rpartition("-")[0].encode() + b"-"
         if generate:
             asked = RID.sub(b"", body.replace(self.run_id, SOME_ID))
             turn = self.asked[asked]

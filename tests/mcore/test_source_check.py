@@ -37,13 +37,15 @@ class Servers:
     """Two servers, the second of which answers with `answer` or raises it."""
 
     base_urls = ("http://a:1", "http://b:2")
-    engine = load_engine("sglang")
 
     def engine_of(self, url):
         return self.engine
 
     def __init__(self, answer, **info):
         self.answer, self.info, self.asked = answer, info, []
+
+    def engine_of(self, url):
+        return load_engine("sglang")
 
     async def server_info(self):
         return [{}, self.info]
