@@ -128,7 +128,7 @@ def test_run_when_replayed_without_a_server_in_another_layout_then_its_steps_are
     for step, expected in zip(steps, wanted, strict=True):
         probed = {name for name in expected if name.startswith("rollout/probe_")}  # what servers said after the push
         assert set(step) == set(expected) - probed and 0 < expected["rollout/probe_max_abs_log_ratio"] < 1e-5
-        # Where advantages sum to 0, so does the loss, but for what weights e^D differ by: D is rounding, up to its maximum.
+        # Where advantages sum to 0, so does the loss, but for what the weights e^D differ by: D is rounding.
         rounding = step["rollout_corr/log_ratio_abs_max"]
         assert step["loss/policy"] == pytest.approx(expected["loss/policy"], rel=NEAR, abs=rounding) and rounding < 1e-5
         for name in ("loss/entropy", "grad_norm", "reward/mean", "weight_lag", "response_length/mean"):
