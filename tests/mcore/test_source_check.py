@@ -44,9 +44,6 @@ class Servers:
     def __init__(self, answer, **info):
         self.answer, self.info, self.asked = answer, info, []
 
-    def engine_of(self, url):
-        return load_engine("sglang")
-
     async def server_info(self):
         return [{}, self.info]
 
