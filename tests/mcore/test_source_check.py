@@ -37,6 +37,7 @@ class Servers:
     """Two servers, the second of which answers with `answer` or raises it."""
 
     base_urls = ("http://a:1", "http://b:2")
+    engine = load_engine("sglang")
 
     def engine_of(self, url):
         return self.engine
