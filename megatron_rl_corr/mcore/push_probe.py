@@ -9,7 +9,7 @@ import argparse
 import itertools
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,14 @@ from megatron_rl_corr.mcore.packs import Packs
 from megatron_rl_corr.mcore.reference import ReferencePass
 from megatron_rl_corr.parallel.failure import all_reduce_failure, all_reduce_results, communication_device
 from megatron_rl_corr.parallel.layout import Layout
-from megatron_rl_corr.weight_sync.probe import PROBE_TOKENS, ProbeAnswer, ask_scores, compare, probe_bound
+from megatron_rl_corr.weight_sync.probe import (
+    PROBE_TOKENS,
+    Movement,
+    ProbeAnswer,
+    ask_scores,
+    compare,
+    probe_bound,
+)
 from megatron_rl_corr.weight_sync.servers import WeightServers
 
 
@@ -53,6 +60,7 @@ class PushProbe:
     """The trainer computes in float32."""
     max_log_ratio: float | None
     """--rollout-max-probe-log-ratio."""
+    movement: Movement = field(default_factory=Movement)
 
     def all_reduce_compared(self, servers: WeightServers, version: str) -> dict[str, float]:
         """The distance of the worst server, by the names of weight_sync/probe.py METRICS, on every rank.
@@ -75,10 +83,13 @@ class PushProbe:
                 cache_key=client.cache_key,
             ))  # fmt: skip
         own = self._all_reduce_logprobs()  # while the servers compute
-        found = all_reduce_results(answers, lambda result: self._judge(result, own, version))
+        found = all_reduce_results(answers, lambda result: self._judge(result, own, servers.loaded, version))
         return _broadcast_numbers(found)
 
-    def _judge(self, answers: Mapping[str, ProbeAnswer], own: np.ndarray, version: str) -> dict[str, float]:
+    def _judge(
+        self, answers: Mapping[str, ProbeAnswer], own: np.ndarray, loaded: Mapping[str, int], version: str
+    ) -> dict[str, float]:
+        self.movement.check(answers, own, loaded, version=version)
         bounds = {}
         for url, answer in answers.items():
             limit = first_step_bound(self.float32, [self.source.client.engine_of(url)], [answer.info])

@@ -25,6 +25,9 @@ PROBE_TOKENS = 256
 FLOAT32_LOG_RATIO = 1e-4
 """Largest |D| that rounding explains where both sides are float32; measured: 1e-6."""
 
+MOVED = 1e-3
+"""Nats by which one of the trainer's log-probs must have moved before a server's, which have not, are an error."""
+
 METRICS = in_group(
     "Sampling",
     MetricSpec(
@@ -107,6 +110,49 @@ def probe_bound(given: float | None, *, both_float32: bool, otherwise: float) ->
     if both_float32:
         return ProbeBound(FLOAT32_LOG_RATIO, "max |log-ratio|", "as both compute in float32")
     return ProbeBound(otherwise, "mean k3", "as not both compute in float32")
+
+
+class Movement:
+    """Finds a server that computes with older weights than it has loaded, where a bound is too wide to tell.
+
+    In 16 bits the steps of hundreds of pushes may stay below the bound. But then a server's log-probs change in some
+    bit whenever the trainer's move; those of one that packs, caches or captures its weights once and for all do not.
+    """
+
+    def __init__(self):
+        self._first: dict[str, tuple[ProbeAnswer, np.ndarray, int, str]] = {}
+        """By server: its answer that is the same ever since, and what was the trainer's, loaded, and pushed then."""
+
+    def check(
+        self, answers: Mapping[str, ProbeAnswer], trained: np.ndarray, loaded: Mapping[str, int], *, version: str
+    ) -> None:
+        """Compare with the pushes before.
+
+        Args:
+            answers: of each server.
+            trained: [R] log-probs of the trainer.
+            loaded: of each server whose weights were hashed, a number that differs if they do.
+            version: of the weights that were pushed.
+
+        Raises:
+            RolloutProtocolError: weights and the trainer's log-probs have changed, and a server's log-probs have not.
+        """
+        for url, answer in answers.items():
+            if url not in loaded:
+                continue
+            if url not in self._first or not np.array_equal(answer.logprobs, self._first[url][0].logprobs):
+                self._first[url] = answer, trained, loaded[url], version
+                continue
+            _, before, had, since = self._first[url]
+            moved = np.abs(trained - before).max()
+            if loaded[url] != had and moved > MOVED:
+                raise RolloutProtocolError(
+                    url, answer.endpoint,
+                    f"its weights differ from the trainer's: it has loaded version {version!r}, and its log-probs of "
+                    f"{len(trained)} given ids are in every bit those of version {since!r}, while the trainer's have "
+                    f"moved by up to {moved:.3g}; it computes with a copy of older weights. Restart it; if it does so "
+                    "again, start it without what makes the copy (packed kernels, graphs, caches)",
+                )
 
 
 async def ask_scores(

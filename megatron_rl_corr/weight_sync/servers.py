@@ -55,6 +55,8 @@ class WeightServers:
         self._stopped = False
         self.planned: dict[str, list[int]] | None = None
         """Names and shapes of all tensors of an update; None: not known yet, and checked bucket by bucket."""
+        self.loaded: dict[str, int] = {}
+        """Rank 0: of each server whose weights were hashed after the last update, a number that differs if they do."""
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -173,6 +175,7 @@ class WeightServers:
         found = {}
         for name, servers in self._control.by_engine().items():
             found[name] = self._loop.call(self.verifiers[name].read(servers))
+            self.loaded |= {one.url: one.fingerprint() for one in found[name]}
             if self.coverage is not None:
                 self.coverage.check_servers(found[name], self._control.fleet.engines[name])
         return found

@@ -55,7 +55,7 @@ def probed(model_dir, arguments, spec):
         assert probe.ids == tuple(sum(PROMPTS, [])[:LENGTH])
         logprobs = probe._all_reduce_logprobs()
         try:
-            found = probe.all_reduce_compared(SimpleNamespace(urls=client.base_urls), version)
+            found = probe.all_reduce_compared(SimpleNamespace(urls=client.base_urls, loaded={}), version)
         except (RolloutError, PeerFailure) as error:
             found = f"{type(error).__name__}: {error}"
         after = state(model)

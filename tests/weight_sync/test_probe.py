@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError
-from megatron_rl_corr.weight_sync.probe import ProbeAnswer, ProbeScore, ask_scores, compare, probe_bound
+from megatron_rl_corr.weight_sync.probe import Movement, ProbeAnswer, ProbeScore, ask_scores, compare, probe_bound
 
 TRAINED = np.array([-1.0, -2.0, -3.0])
 
@@ -114,3 +114,27 @@ def test_scores_when_a_server_dies_or_is_restarted_then_the_others_are_compared(
 def test_scores_when_a_server_refuses_then_that_is_an_error_which_names_the_flag():
     with pytest.raises(RolloutServerError, match="HTTP 400: too long; it was asked to score 3 ids .*`probe_push` off"):
         ask(Servers(a=RolloutServerError("a", "/score", 400, "too long"), b="v2"))
+
+
+def test_movement_when_a_server_loads_weights_and_never_computes_with_them_then_found_as_soon_as_the_trainers_move():
+    movement, served = Movement(), [-1.01, -2.0, -3.02]  # in 16 bits
+
+    def push(number, moved, loaded, **servers):
+        found = answers(**{"stuck": served, **servers})
+        movement.check(found, TRAINED + moved, {"http://stuck": loaded, "http://good": loaded}, version=f"id-{number}")
+
+    push(0, 0.0, 7, good=served)
+    push(1, 2e-3, 7)  # the trainer's differ by rounding: the weights are those of before, as at a learning rate of 0
+    push(2, 6e-4, 8, good=served)  # too little to tell
+    push(3, 9e-4, 9, good=[-1.01, -2.0, -3.03])
+    with pytest.raises(RolloutProtocolError) as error:  # little by little, since the first
+        push(4, 1.2e-3, 10, good=[-1.02, -2.0, -3.03])
+    assert error.value.url == "http://stuck"
+    for words in ("loaded version 'id-4'", "in every bit those of version 'id-0'", "moved by up to 0.0012"):
+        assert words in str(error.value), words
+
+
+def test_movement_when_weights_are_not_hashed_then_nothing_is_known():
+    movement = Movement()
+    for moved in (0.0, 1.0):
+        movement.check(answers(a=[-1.0, -2.0, -3.0]), TRAINED + moved, {}, version="v")

@@ -115,7 +115,7 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         if problem is not None:
             raise ValueError(problem)
         if self._held is None:
-            self._held = checks.shapes_of_folder(model_folder(self.model_config))
+            self._held = checks.shapes_of_folder(model_folder(self.model_config, self.vllm_config.load_config))
         problem = experts_problem(self.model, self.device)
         if problem is None and sent is not None:
             problem = checks.problem(sent, self._held)
@@ -213,14 +213,16 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
                 self.checksums = dict.fromkeys(self.checksums, "unknown")
 
 
-def model_folder(model_config) -> Path:
-    """The folder of the checkpoint that the server was started with, or its copy in Hugging Face's cache."""
+def model_folder(model_config, load_config) -> Path:
+    """The folder of the checkpoint that the server was started with, or its copy where vLLM has downloaded it to."""
     folder = Path(model_config.model)
     if folder.is_dir():
         return folder
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(model_config.model, revision=model_config.revision, local_files_only=True))
+    return Path(snapshot_download(
+        model_config.model, revision=model_config.revision, cache_dir=load_config.download_dir, local_files_only=True
+    ))  # fmt: skip
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:

@@ -1,0 +1,52 @@
+"""Every architecture through vLLM's own loaders: what is sent is loaded, hashed and counted."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.matrix.releases import OVERLAID, chosen
+from tests.mcore.tiny_models import MODELS, SHAPE
+from tests.preloaded import run_preloaded
+
+pytestmark = pytest.mark.skipif(chosen() != OVERLAID, reason="make test-matrix runs it")
+WORKER = Path(__file__).with_name("vllm_loader_worker.py")
+# vLLM's kernels for the CPU take multiples of 32.
+WIDE = {"hidden_size": 128, "head_dim": 32, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
+LATENT = {"kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32, "q_lora_rank": 32}
+
+
+def save(name, folder, seed):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = SHAPE | MODELS[name]
+    shape |= {key: value for key, value in (WIDE | LATENT).items() if key in shape or key == "hidden_size"}
+    generator = torch.Generator().manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name.split()[0], **shape), dtype=torch.float32)
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *(b for n, b in model.named_buffers() if n.endswith("correction_bias"))]:
+            tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    model.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    root = tmp_path_factory.mktemp("families")
+    folders = [root / name.replace(" ", "_") for name in MODELS]
+    for name, folder in zip(MODELS, folders, strict=True):
+        for seed, part in enumerate(("one", "two")):
+            save(name, folder / part, seed)
+    run = run_preloaded([WORKER, *folders], engine="vllm", timeout=900)
+    lines = [json.loads(line[7:]) for line in run.stdout.splitlines() if line.startswith("RESULT ")]
+    assert run.returncode == 0, run.stderr[-4000:]
+    return {one["model"]: one for one in lines}
+
+
+@pytest.mark.parametrize("name", [name.replace(" ", "_") for name in MODELS])
+def test_push_when_all_tensors_come_singly_then_all_are_loaded_and_every_checksum_fits(name, found):
+    one = found[name]
+    for sent in ("other", "again"):
+        assert "told" not in one[sent] and one[sent]["proven"] == one[sent]["held"] > 20, one[sent]
+    assert one["wrong"] == []
+    assert all("rotary_emb" in stayed or "cos_sin" in stayed for stayed in one["stayed"]), one["stayed"]

@@ -1,0 +1,100 @@
+"""Sends checkpoints to vLLM's own models through our extension, in this process and without a server.
+
+vllm_loader_worker.py MODEL_DIR ...  where each folder has a checkpoint `one` and another of the same shapes, `two`.
+Prints a line of JSON for each: what `two` left as it was, what differs after `one` was sent again, in buckets of one
+tensor, what the checksums prove, and what the count of parameters says.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from safetensors.torch import load_file
+from vllm.config import set_current_vllm_config
+from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader import get_model
+
+from megatron_rl_corr.engines import load_engine
+from megatron_rl_corr.engines.errors import RolloutError
+from megatron_rl_corr.engines.vllm.worker import Extension
+from megatron_rl_corr.engines.vllm.worker.transfer import WeightTransfer
+from megatron_rl_corr.weight_sync.coverage import make_coverage
+from megatron_rl_corr.weight_sync.verify import make_verifiers
+
+ENGINE, CPU = load_engine("vllm"), torch.device("cpu")
+
+
+def worker_of(folder):
+    """A vLLM worker with the folder's model, as far as the extension needs one."""
+    config = EngineArgs(
+        model=str(folder), dtype="float32", enforce_eager=True, max_model_len=128, skip_tokenizer_init=True,
+        distributed_executor_backend="uni", kv_cache_memory_bytes=1 << 26,
+    ).create_engine_config()  # fmt: skip
+    with set_current_vllm_config(config):
+        init_distributed_environment(1, 0, f"file://{folder}/rendezvous", 0, "gloo")
+        ensure_model_parallel_initialized(1, 1)
+        model = get_model(vllm_config=config)
+    worker = Extension()
+    worker.vllm_config, worker.device, worker.rank = config, CPU, 0
+    worker.weight_transfer_engine = WeightTransfer(SimpleNamespace(), config, CPU, model)
+    return worker, model
+
+
+def state(model):
+    """Every tensor that a module shows: what is packed on a CPU is hidden, and only its checksum tells."""
+    return {
+        f"{path}.{name}": value for path, module in model.named_modules()
+        for name, value in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    }  # fmt: skip
+
+
+def answered(answer):
+    assert not answer or "error" not in answer, answer
+    return answer
+
+
+def push(worker, folder):
+    """What checksums and count say of a whole push."""
+    coverage, verifier = make_coverage(folder), make_verifiers("checksum", folder, {"vllm": ENGINE})["vllm"]
+    tensors = load_file(folder / "model.safetensors")
+    sent = {name: tensor for name, tensor in tensors.items() if not coverage._why_kept(name)}
+    answered(worker.rl_corr_begin({name: list(tensor.shape) for name, tensor in sent.items()}))
+    for named in sent.items():
+        answered(worker.rl_corr_bucket([{"serialized": ENGINE.serialized([named])}]))
+    answered(worker.rl_corr_end())
+    verifier.keep(list(sent.items()), "1")
+    coverage.count(list(sent.items()))
+    server = ENGINE.checksums("http://a", {}, {"results": [answered(worker.rl_corr_checksums())]})
+    try:
+        coverage.all_reduce_check()
+        coverage.check_servers([server], ENGINE)
+        return {"proven": verifier.compare([server]), "held": len(server.ranks[0][1])}
+    except RolloutError as error:
+        return {"told": str(error)}
+
+
+def judge(folder):
+    worker, model = worker_of(folder / "one")
+    before = {name: tensor.clone() for name, tensor in state(model).items()}
+
+    def changed():
+        after = state(model)
+        assert before.keys() == after.keys()
+        return {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
+
+    other = push(worker, folder / "two")
+    stayed = sorted(name for name in before.keys() - changed() if before[name].numel() > 1)
+    again = push(worker, folder / "one")
+    return {"model": folder.name, "other": other, "stayed": stayed, "again": again, "wrong": sorted(changed())}
+
+
+for folder in sys.argv[1:]:
+    if child := os.fork():
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, folder
+        continue
+    print("RESULT " + json.dumps(judge(Path(folder))), flush=True)
+    os._exit(0)
