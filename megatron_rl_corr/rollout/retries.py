@@ -243,9 +243,11 @@ class Retries:
         if trace is not None:
             trace.answered, trace.server_times = clock(), engine.server_times(body)
         part = replace(parse(body), engine=self._fleet.name_of(server.url))
-        # The weights may have been updated in flight, also more than once: a stale server has none of these versions.
-        if sent_for >= 0 and part.output_ids.numel() and part.oldest_version not in versions[sent_for:]:
-            raise StaleWeightsError(server.url, request.endpoint, part.oldest_version, versions[-1])
+        # The weights may have been updated in flight, also more than once: by this trainer, and not by another one.
+        if sent_for >= 0 and part.output_ids.numel():
+            other = [span.version for span in part.weight_versions if span.version not in versions[sent_for:]]
+            if other:
+                raise StaleWeightsError(server.url, request.endpoint, other[0], versions[-1])
         _check_length(part, sampling, request)
         server.flaps = 0
         if part.output_ids.numel():

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import json
 import re
 import time
 
@@ -448,6 +449,25 @@ def test_generate_when_weights_are_updated_twice_in_mid_request_then_any_version
         (trajectory,) = await sampling
         assert trajectory.oldest_version == ("9" if stale else sampled_by)
         assert client.counts()["stale"] == stale
+
+    faulty.run(scenario, handle, outage_timeout_s=10)
+
+
+def test_generate_when_another_trainer_pushes_in_mid_request_then_its_part_is_not_taken_for_this_trainers(faulty):
+    parts = iter([("7", 0, 1), ("other-3", 1, 2)])
+
+    async def handle(request):
+        if request.path != "/generate":
+            return web.json_response({"weight_version": "7"})
+        spans = [{"version": version, "start": start, "end": end} for version, start, end in parts]
+        body = json.loads(faulty.answer(1, [5, 6], {"type": "length", "length": 2}, version="7").body)
+        body["meta_info"]["weight_versions"] = spans or [{"version": "7", "start": 0, "end": 2}]
+        return web.json_response(body)
+
+    async def scenario(client):
+        await client.expect_version("7")
+        (trajectory,) = await client.generate([[1]], SamplingParams(2))
+        assert [span.version for span in trajectory.weight_versions] == ["7"] and client.counts()["stale"] == 1
 
     faulty.run(scenario, handle, outage_timeout_s=10)
 
