@@ -22,6 +22,7 @@ from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.engines.errors import RolloutError
 from megatron_rl_corr.engines.vllm.worker import Extension
 from megatron_rl_corr.engines.vllm.worker.transfer import WeightTransfer
+from megatron_rl_corr.engines.vllm.worker_code import worker_code
 from megatron_rl_corr.weight_sync.coverage import make_coverage
 from megatron_rl_corr.weight_sync.verify import make_verifiers
 
@@ -62,7 +63,8 @@ def push(worker, folder):
     coverage, verifier = make_coverage(folder), make_verifiers("checksum", folder, {"vllm": ENGINE})["vllm"]
     tensors = load_file(folder / "model.safetensors")
     sent = {name: tensor for name, tensor in tensors.items() if not coverage._why_kept(name)}
-    answered(worker.rl_corr_begin({name: list(tensor.shape) for name, tensor in sent.items()}))
+    shapes = {name: list(tensor.shape) for name, tensor in sent.items()}
+    answered(worker.rl_corr_begin(shapes, code=worker_code()))
     for named in sent.items():
         answered(worker.rl_corr_bucket([{"serialized": ENGINE.serialized([named])}]))
     answered(worker.rl_corr_end())
