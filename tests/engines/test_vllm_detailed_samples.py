@@ -106,6 +106,9 @@ def test_scores_when_parsed_then_of_the_ids_after_the_prompt_and_never_from_the_
     for broken in (rows[:3], rows[:3] + [{"5": {"logprob": -1.0, "rank": 1}}], None):
         with pytest.raises(RolloutProtocolError, match="2 scored tokens are missing"):
             VLLM.parse_scores(answer | {"prompt_logprobs": broken}, server="u", output_ids=[3, 4], vocab_size=10)
+    rows[2]["3"]["logprob"] = -9999.0  # what the server writes for -inf: no log-prob to compute a KL with
+    with pytest.raises(RolloutProtocolError, match="1 of 2 log-probs are not finite"):
+        VLLM.parse_scores(answer, server="u", output_ids=[3, 4], vocab_size=10)
 
 
 def npy(array):

@@ -151,6 +151,7 @@ def test_version_when_too_old_new_or_unknown_then_it_is_named(version, lacks, no
         ("/weight_info", 404, "", "VLLM_SERVER_DEV_MODE=1"),
         ("/inference/v1/generate", 404, "", "is this the address"),
         ("/inference/v1/generate", 500, '{"error":{"message":""}}', "--return-sampling-mask samples with `top_k`"),
+        ("/inference/v1/generate", 500, "EngineCore encountered an issue", "its engine has died"),
         ("/health", 503, "", "its engine has died"),
         ("/inference/v1/generate", 400, "", ""),
     ],
@@ -167,10 +168,13 @@ vllm:num_requests_waiting{engine="0"} 0.0
 vllm:generation_tokens_total{engine="0"} 1e+02
 vllm:request_success_total{finished_reason="stop"} 3.0
 vllm:request_success_total{finished_reason="length"} 4.0
+vllm:kv_cache_usage_perc{engine="0"} 0.25
 """
 
 
 def test_counts_when_read_then_summed_over_engines_and_none_without_vllms():
     counts = EngineCounts.parse(METRICS)
-    assert (counts.running, counts.waiting, counts.done) == (3, 0, (100, 0, 7, 0))
+    assert (counts.running, counts.waiting, counts.done) == (3, 0, (100, 0, 7, 0, 0.25))
     assert EngineCounts.parse(b"python_info 1.0\n") is None
+    # A part of a long prompt, which nothing else counts before its last part.
+    assert EngineCounts.parse(METRICS.replace(b"0.25", b"0.26")) != counts

@@ -17,6 +17,7 @@ from megatron_rl_corr.engines.routes import ExpertShape
 from megatron_rl_corr.engines.trajectory import SamplingParams, VersionSpan
 from megatron_rl_corr.engines.types import Request
 from megatron_rl_corr.engines.vllm.requests import GENERATE, sampling_fields
+from megatron_rl_corr.engines.vllm.responses import FLOOR
 from megatron_rl_corr.engines.vllm.routed_experts import decode, read_ids
 from megatron_rl_corr.engines.vllm.seeds import server_seed
 
@@ -49,7 +50,7 @@ def parse_detailed_sample(
         rows = (choice["logprobs"] or {}).get("content") or []
         if [row["token_id"] for row in rows] != output:
             raise ValueError("token_ids and logprobs are of different tokens")
-        logprobs = answers.finite_logprobs([row["logprob"] for row in rows])
+        logprobs = _finite([row["logprob"] for row in rows])
         top, top_ids = _likeliest([row["top_logprobs"] for row in rows])
         spans, mask = choice.get("weight_versions"), choice.get("sampling_mask")
         kept = "the answer holds no sampling_mask" if mask is None else KeptIds(mask, logprobs.tolist())
@@ -87,7 +88,7 @@ def parse_scores(answer: Mapping[str, Any], *, server: str, output_ids: list[int
         own = [row[str(token)]["logprob"] for row, token in zip(rows, output_ids, strict=True)]
         top, _ = _likeliest([[{"token_id": int(token)} | entry for token, entry in row.items()] for row in rows])
         spans = answer["choices"][0].get("weight_versions")  # of the one token that was sampled, after the scores
-        return TokenScores(answers.finite_logprobs(own), top, spans[-1]["version"] if spans else None)
+        return TokenScores(_finite(own), top, spans[-1]["version"] if spans else None)
     except MALFORMED as error:
         detail = f"log-probs of {count} scored tokens are missing or malformed ({error!r})"
         raise RolloutProtocolError(server, GENERATE, detail) from None
@@ -130,6 +131,11 @@ def _cached_tokens(answer: Mapping[str, Any]) -> int | None:
     details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
     cached = details.get("cached_tokens")
     return None if cached is None else int(cached)
+
+
+def _finite(values: list[float | None]) -> np.ndarray:
+    """[N] float64. Raises ValueError for a log-prob that is not finite, for which vLLM writes null or its floor."""
+    return answers.finite_logprobs([value if value is not None and value > FLOOR else None for value in values])
 
 
 def _likeliest(rows: list[list[Mapping[str, Any]]]) -> tuple[np.ndarray, np.ndarray]:

@@ -17,6 +17,8 @@ from megatron_rl_corr.engines.vllm.responses import parse_control
 
 _SAMPLE = re.compile(rb"^vllm:(\w+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 _COUNTERS = ("generation_tokens_total", "prompt_tokens_total", "request_success_total", "num_preemptions_total")
+_CACHE = "kv_cache_usage_perc"
+"""A long prompt is computed in many batches, of which only the last is counted; but each takes room in the cache."""
 _RUNNING, _WAITING = "num_requests_running", "num_requests_waiting"
 
 
@@ -29,7 +31,8 @@ class EngineCounts:
     waiting: float
     """Requests in the queue."""
     done: tuple[float, ...]
-    """Tokens, requests and preemptions so far: one of them grows with every batch."""
+    """Tokens, requests and preemptions so far, and the cache in use: one of them changes with every batch, or, where
+    that is a part of a long prompt, with every few."""
 
     @classmethod
     def parse(cls, body: bytes) -> EngineCounts | None:
@@ -40,7 +43,7 @@ class EngineCounts:
             sums[key] = sums.get(key, 0.0) + float(value)
         if not {_RUNNING, _WAITING, _COUNTERS[0]} <= sums.keys():
             return None
-        return cls(sums[_RUNNING], sums[_WAITING], tuple(sums.get(name, 0.0) for name in _COUNTERS))
+        return cls(sums[_RUNNING], sums[_WAITING], tuple(sums.get(name, 0.0) for name in (*_COUNTERS, _CACHE)))
 
 
 class MetricsProgress:

@@ -44,13 +44,13 @@ def remedy(endpoint: str, status: int, detail: str) -> str:
         return "start the server with VLLM_SERVER_DEV_MODE=1 in its environment, with vLLM 0.32 or newer"
     if status == 404:
         return "is this the address of a vLLM server, and is its version 0.32 or newer?"
+    if status == 500 and "EngineCore" in detail or status == 503 and endpoint == "/health":
+        return "its engine has died; see its log, and start it anew"
     if status == 500 and endpoint == GENERATE:  # 0.32 hides the reason, "sampling distribution replay requires top_k"
         return (
             "see its log; a server with --return-sampling-mask samples with `top_k` at a `temperature` above 0 only: "
             "start it without, or sample so in evaluations too"
         )
-    if status == 503 and endpoint == "/health":
-        return "its engine has died; see its log, and start it anew"
     return ""
 
 
