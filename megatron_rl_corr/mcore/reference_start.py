@@ -9,6 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
+from megatron_rl_corr.config.flags import warn
 from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.engines.errors import RolloutError
 from megatron_rl_corr.mcore.policy_check import naming_checkpoint
@@ -87,11 +88,25 @@ def _broadcast_served(
     if layout.is_data_leader:
         try:
             loop.call(scorer.wait_healthy(HEALTHY_WITHIN_S))
+            if dist.get_rank() == 0:
+                _warn_of_short(scorer, loop, args.seq_length)
         except RolloutError as failure:
             failure.add_note("it is a server of --rollout-reference-url; start it, or name another")
             error = failure
     all_reduce_failure(error)
     return ServedReference(scorer, loop, layout, start=start)
+
+
+def _warn_of_short(scorer: Scorer, loop: LoopThread, seq_length: int) -> None:
+    """A sample that a server has no room for is not scored: its tokens would leave the loss without a word."""
+    short = loop.call(scorer.too_short(seq_length))
+    if short is not None:
+        url, context = short
+        warn(
+            f"--rollout-reference-url {url}: its context length {context} has no room to score {seq_length} tokens and "
+            "one more; samples that need it have no reference log-probs, and so no part in the loss "
+            f"(rollout_corr/nonfinite_tokens): start it with more, or train with a --seq-length below {context}"
+        )
 
 
 def _weights(

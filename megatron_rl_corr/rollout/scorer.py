@@ -13,6 +13,7 @@ from megatron_rl_corr.engines.control import ServerControl
 from megatron_rl_corr.engines.errors import RolloutError, RolloutServerError
 from megatron_rl_corr.engines.fleet import Fleet
 from megatron_rl_corr.engines.trajectory import Trajectory
+from megatron_rl_corr.engines.types import UnsupportedByEngine
 
 
 class Scorer:
@@ -57,6 +58,21 @@ class Scorer:
         await self._fleet.recognize(timeout_s)
         await self._control.wait_healthy(timeout_s)
         self._names = await self._reported_names()
+
+    async def too_short(self, tokens: int) -> tuple[str, int] | None:
+        """(address, context length) of a server that can't score a sample of so many tokens, or None.
+
+        Every engine needs one more, for the token that it would sample next. Servers that do not tell are left out.
+        """
+        for url in self.urls:
+            engine = self._fleet.engine_of(url)
+            try:
+                context = engine.context_length(url, await self._control.ask(url, engine.list_models()))
+            except (RolloutError, UnsupportedByEngine):
+                continue
+            if context <= tokens:
+                return url, context
+        return None
 
     async def changed_weights(self) -> tuple[str, str, str] | None:
         """(address, name of its weights at `wait_healthy`, now) of a server whose weights are others by now, or None.

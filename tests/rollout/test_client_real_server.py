@@ -69,6 +69,14 @@ def refused_without_mask(client, loop, sampling):
     return problem is not None
 
 
+def test_generate_when_prompts_are_longer_than_a_batch_together_then_each_is_sampled(client, loop, model):
+    """A vLLM server without a GPU ended at a prompt that it had split between two batches."""
+    prompts = [[(i * n) % 80 for i in range(400)] for n in range(1, 9)]
+    samples = loop.call(client.generate(prompts, SamplingParams(2, ignore_eos=True)))
+    assert len(samples) == 8
+    assert_is_truth(samples[-1], model, atol=2e-5, temperature=1.0)
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.5])
 def test_generate_when_several_samples_then_logprobs_are_of_the_temperature_scaled_softmax(
     client, loop, model, vocab_size, temperature

@@ -25,7 +25,7 @@ def sample_of(prompt, output):
 def test_scorer_when_a_server_is_gone_then_the_other_scores_what_the_sampler_said(engine_server, tiny_moe_dir):
     engine, server = engine_server
     config = json.loads((tiny_moe_dir / "config.json").read_text())
-    vocab_size, too_many = config["vocab_size"], config["max_position_embeddings"] + 1
+    vocab_size, context = config["vocab_size"], config["max_position_embeddings"]
     gone = f"http://127.0.0.1:{free_port()}"
 
     async def run():
@@ -34,7 +34,11 @@ def test_scorer_when_a_server_is_gone_then_the_other_scores_what_the_sampler_sai
         scorer = Scorer([gone, server.url], vocab_size=vocab_size, max_concurrency=2, engine=engine)
         found = await scorer.score(samples)
         # One that no server takes has no log-probs, and the others have theirs.
-        mixed = await scorer.score([sample_of([3], [4] * too_many), samples[0]])
+        mixed = await scorer.score([sample_of([3], [4] * (context - 1)), samples[0]])
+        assert await scorer.too_short(context) == (server.url, context)
+        assert await scorer.too_short(context - 1) is None  # by what the other one tells
+        [longest] = await scorer.score([sample_of([3], [4] * (context - 2))])
+        assert longest.shape == (context - 2,)
         with pytest.raises(RolloutServerError, match=gone):
             await Scorer([gone], vocab_size=vocab_size, max_retries=1).score(samples[:1])
         nothing = await scorer.score([])
