@@ -122,6 +122,8 @@ class EngineLimits:
     """Largest top_k for which it returns the sampling mask; None: any."""
     top_p_needs_top_k: bool = False
     """It returns the sampling mask of top_p and of min_p only beside a top_k."""
+    scoring_room: int = 1
+    """Tokens of its context length that a scored sample can't have: the one that would be sampled next, at least."""
     max_stop_texts: int | None = None
     """Most texts of `stop` in a request; None: any."""
     pause_modes: tuple[str, ...] = ()

@@ -103,9 +103,9 @@ def _warn_of_short(scorer: Scorer, loop: LoopThread, seq_length: int) -> None:
     if short is not None:
         url, context = short
         warn(
-            f"--rollout-reference-url {url}: its context length {context} has no room to score {seq_length} tokens and "
-            "one more; samples that need it have no reference log-probs, and so no part in the loss "
-            f"(rollout_corr/nonfinite_tokens): start it with more, or train with a --seq-length below {context}"
+            f"--rollout-reference-url {url}: its context length {context} has no room to score {seq_length} tokens; "
+            "longer samples than it has room for have no reference log-probs, and so no part in the loss "
+            f"(rollout_corr/nonfinite_tokens): start it with more, or train with a shorter --seq-length"
         )
 
 

@@ -62,7 +62,7 @@ class Scorer:
     async def too_short(self, tokens: int) -> tuple[str, int] | None:
         """(address, context length) of a server that can't score a sample of so many tokens, or None.
 
-        Every engine needs one more, for the token that it would sample next. Servers that do not tell are left out.
+        Servers that do not tell are left out.
         """
         for url in self.urls:
             engine = self._fleet.engine_of(url)
@@ -70,7 +70,7 @@ class Scorer:
                 context = engine.context_length(url, await self._control.ask(url, engine.list_models()))
             except (RolloutError, UnsupportedByEngine):
                 continue
-            if context <= tokens:
+            if tokens > context - engine.limits.scoring_room:
                 return url, context
         return None
 
