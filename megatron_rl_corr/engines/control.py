@@ -107,7 +107,19 @@ class ServerControl:
     async def reopen_weight_update(
         self, tensors: Mapping[str, Sequence[int]] | None = None, *, checksums: bool = True
     ) -> bool:
-        """`begin_weight_update`, also where an earlier trainer was killed and left its session open."""
+        """`begin_weight_update`, also where an earlier trainer was killed and left its session open.
+
+        For each engine by itself: what closes the session of one may spoil another, which closes its own.
+        """
+        opened = await asyncio.gather(
+            *(control._reopen(tensors, checksums=checksums) for control in self.by_engine().values()),
+            return_exceptions=True,
+        )
+        raise_first(opened)
+        return any(opened)
+
+    async def _reopen(self, tensors: Mapping[str, Sequence[int]] | None, *, checksums: bool) -> bool:
+        """The same for servers of one engine."""
         try:
             return await self.begin_weight_update(tensors, checksums=checksums)
         except RolloutServerError as error:

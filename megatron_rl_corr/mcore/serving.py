@@ -25,7 +25,7 @@ from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
 from megatron_rl_corr.weight_sync.coverage import make_coverage
 from megatron_rl_corr.weight_sync.export import StageExporter
-from megatron_rl_corr.weight_sync.servers import WeightServers
+from megatron_rl_corr.weight_sync.servers import WeightServers, wait_updatable
 from megatron_rl_corr.weight_sync.transports import make_transport
 from megatron_rl_corr.weight_sync.update import push_weights
 from megatron_rl_corr.weight_sync.verify import make_verifiers
@@ -116,7 +116,7 @@ def _broadcast_reached(client: RolloutClient, loop: LoopThread) -> str:
     if dist.get_rank() == 0:
         try:
             found[0] = loop.call(client.find_servers(WAIT_FOR_SERVERS_S))
-            loop.call(client.wait_healthy(WAIT_FOR_SERVERS_S))
+            loop.call(wait_updatable(client, WAIT_FOR_SERVERS_S))
         except (RolloutError, ValueError) as failure:
             error = failure if isinstance(failure, RolloutError) else StartupError(f"--rollout-url: {failure}")
     all_reduce_failure(error)

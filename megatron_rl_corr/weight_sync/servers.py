@@ -237,6 +237,25 @@ def unfinished(version: str) -> str:
     return f"unfinished {version}"
 
 
+async def wait_updatable(client: RolloutClient, timeout_s: float) -> None:
+    """Return once every server can sample, or is paused in an update whose trainer was killed: the next one resumes it.
+
+    A paused SGLang server calls itself unhealthy.
+
+    Raises:
+        RolloutServerError: one could not after timeout_s; its last failure.
+    """
+    try:
+        versions = await client.reported_versions()
+    except RolloutServerError:  # none answers yet
+        versions = [None] * len(client.base_urls)
+    others = [
+        url for url, version in zip(client.base_urls, versions, strict=True)
+        if version is None or not version.startswith(unfinished(""))
+    ]  # fmt: skip
+    await client.control(others).wait_healthy(timeout_s)
+
+
 async def _briefly(request: Coroutine[Any, Any, object]) -> None:
     """Send a request and wait a short time: a server handles it even without a reader of the answer."""
     try:

@@ -113,3 +113,32 @@ def test_control_when_servers_run_two_engines_then_each_is_asked_in_its_own_word
     asyncio.run(scenario())
     assert ("sglang", "/pause_generation") in asked and not {("vllm", "/pause_generation")} & set(asked)
     assert {path for name, path in asked if name == "vllm"} == {"/health", "/pause"}
+
+
+def test_reopen_when_a_session_stayed_open_then_only_servers_of_that_engine_are_asked_to_close_it(faulty):
+    asked = []
+
+    def answering(name, refusals):
+        async def handle(request):
+            body = await request.json()
+            asked.append((name, body.get("method", request.path)))
+            if asked[-1] in refusals:
+                return web.json_response({"error": {"message": refusals.pop(asked[-1])}}, status=400)
+            return web.json_response({"results": [None]})
+
+        return handle
+
+    left_open = {("sglang", "/begin_weight_update"): "a weight update session is already open"}
+    sglang, vllm = answering("sglang", left_open), answering("vllm", {})
+
+    async def scenario():
+        async with faulty.serving(sglang) as first, faulty.serving(vllm) as last:
+            client = RolloutClient([first, last], vocab_size=8, engine="auto")
+            client.use_servers({first: "sglang", last: "vllm"})
+            assert await client.reopen_weight_update()
+            await client.close()
+
+    asyncio.run(scenario())
+    begin, end = ("sglang", "/begin_weight_update"), ("sglang", "/end_weight_update")
+    assert [one for one in asked if one[0] == "sglang"] == [begin, end, begin]
+    assert [one for one in asked if one[0] == "vllm"] == [("vllm", "rl_corr_begin")]  # which breaks off what was open

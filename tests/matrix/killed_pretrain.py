@@ -1,8 +1,9 @@
-"""pretrain_any.py, which ends all its processes at a moment that is the worst for the reference policy.
+"""pretrain_any.py, which ends all its processes at a moment that is the worst for what it leaves behind.
 
 KILL_AT is MOMENT:N, "none:0" for a run like any other. N-th pass of the reference: "pass", its weights in the place of
 the live ones. N-th save of a reference that is reset: "written", its folder is whole and Megatron has not begun;
-"moving", a part of it is in the checkpoint; "moved", all of it is, and the checkpoint is not finished.
+"moving", a part of it is in the checkpoint; "moved", all of it is, and the checkpoint is not finished. N-th bucket of
+the second push: "bucket", the servers have it.
 """
 
 import contextlib
@@ -16,10 +17,11 @@ import psutil
 
 from megatron_rl_corr.mcore import reference_checkpoint
 from megatron_rl_corr.mcore.reference import ReferencePass
+from megatron_rl_corr.weight_sync.servers import WeightServers
 
 MOMENT, _, NUMBER = os.environ["KILL_AT"].partition(":")
-reached = dict.fromkeys(("pass", "written", "moving", "moved"), 0)
-run, finish, move = ReferencePass.run, reference_checkpoint._finish, shutil.move
+reached = dict.fromkeys(("pass", "written", "moving", "moved", "bucket"), 0)
+run, finish, move, send = ReferencePass.run, reference_checkpoint._finish, shutil.move, WeightServers.send
 
 
 def reach(moment):
@@ -55,6 +57,12 @@ def killed_move(source, target):
     reach("moved")
 
 
-ReferencePass.run, reference_checkpoint._finish = killed_pass, killed_finish
+def killed_send(self, bucket, version):
+    send(self, bucket, version)
+    if version.endswith("-1"):
+        reach("bucket")
+
+
+ReferencePass.run, reference_checkpoint._finish, WeightServers.send = killed_pass, killed_finish, killed_send
 reference_checkpoint.shutil.move = killed_move
 runpy.run_path(str(Path(__file__).with_name("pretrain_any.py")), run_name="__main__")

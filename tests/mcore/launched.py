@@ -34,20 +34,22 @@ def replayed(server, model, folder):
         yield door
 
 
-def launch(folder, name, model, url, script, *flags, processes, mixed=False, **variables):
+def launch(folder, name, model, url, script, *flags, processes, mixed=False, checks="off", tokens=8, **variables):
     """The ended run, whose log and checkpoints are in folder/name. variables: of its environment, too.
 
-    url: of the server; None: for a run that samples nothing. mixed: prompts of two sources, a row too long.
+    url: of the server, or several; None: for a run that samples nothing. mixed: prompts of two sources, a row too long.
+    checks: --rollout-server-check. tokens: of a response, at most.
     """
     more = [folder / "prompts.parquet", "--rollout-prompts-weights", 2, 1] if mixed else []
+    urls = [url] if isinstance(url, str) else url
     sampling = [] if url is None else [
-        "--rollout-url", url, "--rollout-prompts", folder / "prompts.jsonl", *more,
+        "--rollout-url", *urls, "--rollout-prompts", folder / "prompts.jsonl", *more,
         "--rollout-reward-function", f"{folder / 'reward.py'}:reward",
-        "--rollout-server-check", "off",
+        "--rollout-server-check", checks,
     ]  # fmt: skip
     ours = [
         *sampling, "--rollout-hf-checkpoint", model, "--rollout-group-size", 4,
-        "--rollout-max-new-tokens", 8, "--rollout-correction-preset", "decoupled_token_is", "--rollout-log-dir",
+        "--rollout-max-new-tokens", tokens, "--rollout-correction-preset", "decoupled_token_is", "--rollout-log-dir",
         folder / name / "log", "--save", folder / name / "checkpoints",
         "--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable", "--weight-decay", 0.1,
     ]  # fmt: skip

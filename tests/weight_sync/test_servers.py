@@ -7,7 +7,7 @@ import pytest
 
 from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError
-from megatron_rl_corr.weight_sync.servers import ABSENT, READY, RESTARTED, WeightServers
+from megatron_rl_corr.weight_sync.servers import ABSENT, READY, RESTARTED, WeightServers, wait_updatable
 from megatron_rl_corr.weight_sync.transports.base import WeightTransport
 from megatron_rl_corr.weight_sync.transports.broadcast import DistributedTransport
 
@@ -94,6 +94,21 @@ def test_find_when_a_trainer_was_killed_in_a_push_then_the_server_is_named(clien
     client.versions[B] = "unfinished 7"
     assert made(client).find() == [READY] * 3
     assert f"SGLang server {B} has weights 'unfinished 7': a trainer was killed while it sent them" in caplog.text
+
+
+def test_wait_when_a_server_is_paused_in_a_killed_trainers_update_then_it_need_not_be_healthy(client):
+    waited = []
+
+    class Waiting(Recorder):
+        def control(self, urls):
+            async def wait_healthy(timeout_s):
+                waited.append((tuple(urls), timeout_s))
+
+            return SimpleNamespace(wait_healthy=wait_healthy)
+
+    versions = {A: "unfinished 7", B: "7", C: None}
+    asyncio.run(wait_updatable(Waiting([A, B, C], versions, []), 5.0))
+    assert waited == [((B, C), 5.0)]
 
 
 def test_use_when_nothing_changed_then_the_group_stays(client, servers):
