@@ -9,10 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_rl_corr import __version__
 from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.engines.errors import RolloutServerError
 from megatron_rl_corr.engines.vllm.checks import bucket_problem, config_problem, incomplete, problem
 from megatron_rl_corr.engines.vllm.tensors import decoded, entries, serialized
+from megatron_rl_corr.engines.vllm.worker_code import check_code, worker_code
 
 VLLM = load_engine("vllm")
 
@@ -174,6 +176,17 @@ def test_handle_when_the_senders_gpu_is_another_one_of_this_server_then_it_is_op
     uuids.pop()
     with pytest.raises(ValueError, match="x lies on GPU GPU-trainer, and this server sees GPU-own; .*CUDA_VISIB"):
         decoded(entry, "cuda:0")
+
+
+def test_code_when_it_is_not_the_trainers_then_refused_with_both_names():
+    code = worker_code()
+    assert re.fullmatch(re.escape(__version__) + "-[0-9a-f]{8}", code)
+    begin, folder = VLLM.begin_weight_update({}), VLLM.update_weights_from_disk("folder")
+    assert [request.json["kwargs"]["code"] for request in (begin, folder)] == [code, code]
+    check_code(code, code)
+    for theirs, named in (("0.0.9-deadbeef", "0.0.9-deadbeef"), (None, "older")):
+        with pytest.raises(ValueError, match=f"is of megatron-rl-corr {code}, and the trainer's is {named}; install"):
+            check_code(code, theirs)
 
 
 def test_pause_modes_then_retract_computes_keys_anew_and_in_place_keeps_them():
