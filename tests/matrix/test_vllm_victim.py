@@ -1,7 +1,6 @@
 """What is tested of SGLang servers that are stopped, slowed, killed and updated while they sample, on vLLM servers.
 
-The tests and their fixtures are those of tests/rollout and tests/weight_sync, on other servers. SGLang alone can start
-without a cache that `in_place` needs none of, and drop prefixes while requests run: see KEEPS_PREFIXES there.
+The tests and their fixtures are those of tests/rollout, on other servers.
 """
 
 import pytest
@@ -18,6 +17,7 @@ from tests.rollout.test_in_flight_real_servers import (  # noqa: F401
     engine,
     loop,
     models,
+    test_in_place_when_prompts_of_before_come_again_then_their_keys_are_not_met_where_caches_are_keyed,
     test_weights_when_changed_while_sampling_then_every_token_carries_the_version_that_sampled_it,
     weights,
 )
@@ -42,3 +42,8 @@ def companion(vllm_server_fp32):
 @pytest.fixture(scope="module")
 def urls(victim, companion):
     return [victim.server.url, companion.url]
+
+
+@pytest.fixture
+def keeping(companion):
+    return "vllm", companion.url

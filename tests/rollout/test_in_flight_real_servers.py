@@ -89,6 +89,16 @@ def true_logprobs(models, trajectory, starts, *, in_place):
     return logprobs.gather(1, trajectory.output_ids[:, None])[:, 0], settled[prompt - 1 :]
 
 
+@pytest.fixture
+def keeping(keeping_server):
+    """(engine, address) of a server that keeps cached prefixes; tests/matrix has another."""
+    return "sglang", keeping_server.url
+
+
+PROMPT_TOKENS = {"sglang": (60, 1), "vllm": (300, 44)}
+"""Of a prompt, and those computed where it is cached: SGLang the last, vLLM what is behind blocks of 128 (on a CPU)."""
+
+
 def push(servers, tensors, version):
     """What push_weights does on the only rank of a job."""
     servers.use(servers.find())
@@ -153,14 +163,16 @@ def test_weights_when_changed_while_sampling_then_every_token_carries_the_versio
 
 @pytest.mark.parametrize("keyed", [True, False])
 def test_in_place_when_prompts_of_before_come_again_then_their_keys_are_not_met_where_caches_are_keyed(
-    keyed, keeping_server, weights, models, loop, tiny_moe_dir, wait_until_sampling
+    keyed, keeping, weights, models, loop, tiny_moe_dir, wait_until_sampling
 ):
-    client, servers = set_up(loop, [keeping_server.url], tiny_moe_dir, "in_place", engine="sglang")
+    engine, url = keeping
+    client, servers = set_up(loop, [url], tiny_moe_dir, "in_place", engine=engine)
+    length, behind = PROMPT_TOKENS[engine]
     # No other test's prompt begins with its first id, so nothing of it is cached.
-    prompt, short = [75 - 7 * i % 71 for i in range(60)], SamplingParams(8, ignore_eos=True)
+    prompt, short = [75 - 7 * i % 71 for i in range(length)], SamplingParams(8, ignore_eos=True)
     plain = client
     if not keyed:
-        plain, _ = set_up(loop, [keeping_server.url], tiny_moe_dir, "in_place", engine="sglang", keyed=False)
+        plain, _ = set_up(loop, [url], tiny_moe_dir, "in_place", engine=engine, keyed=False)
 
     def ask():
         before = plain.counts()["prefilled"]
@@ -170,9 +182,9 @@ def test_in_place_when_prompts_of_before_come_again_then_their_keys_are_not_met_
     try:
         push(servers, weights["first"], "1")
         _, prefilled = ask()
-        assert prefilled == 60 + 3  # the last token of a prompt is computed always
+        assert prefilled == length + 3 * behind
         running = loop.submit(client.generate([[3, 1]], LONG))  # so that the server would refuse to drop its cache
-        wait_until_sampling(keeping_server.url)
+        wait_until_sampling(url)
         push(servers, weights["second"], "2")
         assert not running.done()
         made, prefilled = ask()
@@ -186,7 +198,7 @@ def test_in_place_when_prompts_of_before_come_again_then_their_keys_are_not_met_
         assert [span.version for span in t.weight_versions] == ["2"]
         expected, settled = true_logprobs(models, t, [(0, "second")], in_place=False)
         far.append((t.rollout_logprobs - expected)[settled].abs().max().item())
-    assert (prefilled, max(far) < NEAR) == ((63, True) if keyed else (4, False))
+    assert (prefilled, max(far) < NEAR) == ((length + 3 * behind, True) if keyed else (4 * behind, False))
 
 
 def test_in_place_when_a_server_keeps_prefixes_then_refused_before_it_is_paused(
