@@ -15,6 +15,7 @@ from megatron_rl_corr.engines.types import Request
 from megatron_rl_corr.rollout import RolloutClient, RolloutProtocolError, RolloutServerError, SamplingParams
 from megatron_rl_corr.weight_sync.probe import ask_scores, compare, probe_bound
 from tests.hf_truth import assert_is_truth, scored
+from tests.matrix.patched import unchanged
 from tests.preloaded import PreloadedServer
 from tests.weight_sync.test_push_real_servers import (  # noqa: F401
     Pushing,
@@ -63,11 +64,12 @@ def plant(planted):
 @pytest.fixture
 def trainer(planted, vllm_server_fp32, tiny_moe_dir, weights):  # noqa: F811
     """A trainer rank that pushes to a right server and to the planted one."""
-    trainer = Pushing([vllm_server_fp32.url, planted.url], "tensor", tiny_moe_dir, None, "vllm")
-    trainer.push(weights, "0")
-    yield trainer
-    trainer.loop.call(trainer.client.continue_generation())
-    trainer.close()
+    with unchanged(vllm_server_fp32, tiny_moe_dir):
+        trainer = Pushing([vllm_server_fp32.url, planted.url], "tensor", tiny_moe_dir, None, "vllm")
+        trainer.push(weights, "0")
+        yield trainer
+        trainer.loop.call(trainer.client.continue_generation())
+        trainer.close()
 
 
 def probe(trainer, tensors, tiny_moe_dir, folder, version):

@@ -6,6 +6,7 @@ The tests and their fixtures are those of tests/rollout, on other servers.
 import pytest
 
 from tests.conftest import running_victim
+from tests.matrix.patched import unchanged
 from tests.rollout.test_failover_real_servers import (  # noqa: F401
     client,
     model,
@@ -35,8 +36,9 @@ def any_victim(tiny_moe_dir, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def companion(vllm_server_fp32):
-    return vllm_server_fp32
+def companion(vllm_server_fp32, tiny_moe_dir):
+    with unchanged(vllm_server_fp32, tiny_moe_dir):
+        yield vllm_server_fp32
 
 
 @pytest.fixture(scope="module")

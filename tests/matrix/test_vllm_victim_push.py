@@ -3,6 +3,7 @@
 import pytest
 
 from tests.conftest import running_victim
+from tests.matrix.patched import unchanged
 from tests.weight_sync.test_push_real_servers import (  # noqa: F401
     one_rank,
     pushing,
@@ -18,5 +19,6 @@ def any_victim(tiny_moe_dir, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def companion(vllm_server_fp32):
-    return vllm_server_fp32
+def companion(vllm_server_fp32, tiny_moe_dir):
+    with unchanged(vllm_server_fp32, tiny_moe_dir):
+        yield vllm_server_fp32
