@@ -6,14 +6,12 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_rl_corr import cli
-from tests.doctor.test_real_server import (  # noqa: F401
-    test_full_when_cancelled_at_any_point_then_the_server_has_its_weights_and_samples,
-    vocab_size,
-)
+from tests.matrix.releases import OVERLAID, chosen
 from tests.preloaded import PreloadedServer
 from tools.cpu import environment, gpu_available, vllm_arguments
 
 pytestmark = pytest.mark.skipif(gpu_available(), reason="make setup-vllm installs vLLM without a GPU only")
+in_matrix = pytest.mark.skipif(chosen() != OVERLAID, reason="make test-matrix runs it")
 PROCESSED = "start the server with --logprobs-mode processed_logprobs, or train with "
 
 
@@ -25,12 +23,6 @@ def raw_server(tiny_moe_dir, tmp_path_factory):
         extra_arguments=[*vllm_arguments(), "--logprobs-mode", "raw_logprobs"], environment=environment("vllm"),
     ) as server:  # fmt: skip
         yield server
-
-
-@pytest.fixture
-def examined(vllm_server_fp32):
-    """For the test of tests/doctor."""
-    return "vllm", vllm_server_fp32.url
 
 
 @pytest.fixture
@@ -67,6 +59,7 @@ def test_doctor_when_the_run_samples_at_temperature_1_then_the_same_server_is_ri
     assert answer.rows["temperature"]["status"] == answer.rows["top-p"]["status"] == "note"
 
 
+@in_matrix
 def test_doctor_when_the_v2_runner_returns_routed_experts_then_they_are_of_the_models_shape(
     tiny_moe_dir, tmp_path_factory, doctor
 ):
@@ -80,6 +73,7 @@ def test_doctor_when_the_v2_runner_returns_routed_experts_then_they_are_of_the_m
     assert row["status"] == "ok" and row["numbers"]["ids"] == 47 * 4 * 2  # 24 + 24 - 1 tokens, layers, experts
 
 
+@in_matrix
 def test_doctor_when_the_server_returns_masks_then_what_it_refuses_is_named_and_the_mask_is_right(
     vllm_v2_server_fp32, doctor
 ):

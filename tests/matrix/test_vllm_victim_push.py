@@ -4,6 +4,7 @@ import pytest
 
 from tests.conftest import running_victim
 from tests.matrix.patched import unchanged
+from tests.matrix.releases import OVERLAID, chosen
 from tests.weight_sync.test_push_real_servers import (  # noqa: F401
     one_rank,
     pushing,
@@ -11,6 +12,8 @@ from tests.weight_sync.test_push_real_servers import (  # noqa: F401
     test_push_when_only_one_of_two_servers_misses_a_tensor_then_it_is_named,
     weights,
 )
+
+pytestmark = pytest.mark.skipif(chosen() != OVERLAID, reason="make test-matrix runs it")
 
 
 @pytest.fixture(scope="module")

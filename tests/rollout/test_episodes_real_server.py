@@ -136,5 +136,5 @@ def test_calculator_when_an_untrained_model_uses_it_then_calls_are_answered_and_
         assert episode.turn_ids[:second].tolist() == [0] * (len(expression) + 1) + [-1] * len(said)
     for episode in made:
         sampled = calculator.decode(episode.output_ids[episode.sampled].tolist())
-        assert 0 <= episode.environment_reward <= sampled.count("=") / 3
+        assert 0 <= episode.environment_reward <= sampled.count("=") / 3 + 1e-6  # it is a float32
     assert max(episode.environment_reward for episode in made) > 0

@@ -146,19 +146,22 @@ def test_weights_when_changed_while_sampling_then_every_token_carries_the_versio
     assert {t.server for t in trajectories} == set(urls[:count])
     expected = [(prompt, 250) for prompt in range(len(PROMPTS)) for _ in range(SAMPLES)]
     assert [(t.prompt_index, t.output_ids.numel()) for t in trajectories] == expected
-    moved = compared = 0
+    moved = compared = changed = 0
     for t in trajectories:
         starts = [(span.start, VERSIONS[span.version]) for span in t.weight_versions]
-        assert [span.version for span in t.weight_versions] in (["1", "2", "3"], ["1", "3"], ["2", "3"], ["1", "2"])
+        seen = [span.version for span in t.weight_versions]
+        assert seen and seen == sorted(set(seen)) and set(seen) <= set(VERSIONS)
         expected, settled = true_logprobs(models, t, starts, in_place=mode == "in_place")
         torch.testing.assert_close(t.rollout_logprobs[settled], expected[settled], atol=NEAR, rtol=0)
         compared += settled.sum().item()
-        for shift in (-1, 1):  # the same, had the weights changed a token earlier or later
+        changed += len(starts) > 1
+        for shift in (-1, 1) if len(starts) > 1 else ():  # the same, had the weights changed a token earlier or later
             other = [starts[0], (starts[1][0] + shift, starts[1][1]), *starts[2:]]
             wrong, settled = true_logprobs(models, t, other, in_place=mode == "in_place")
             moved += ((t.rollout_logprobs - wrong).abs() > NEAR)[settled].any().item()
     assert compared >= 0.8 * sum(t.output_ids.numel() for t in trajectories)
-    assert moved >= 1.8 * len(trajectories)  # by chance one token may be as likely under both
+    assert changed >= 0.5 * len(trajectories)  # one server may be done before the other has begun
+    assert moved >= 1.8 * changed  # by chance one token may be as likely under both
 
 
 @pytest.mark.parametrize("keyed", [True, False])
