@@ -35,8 +35,9 @@ def wait_for(happened, running):
 
 
 def buckets(server):
-    """How many of a weight update the server has answered."""
-    return server.log_path.read_bytes().count(b"POST /update_weights")
+    """How many requests with weights an SGLang server has answered; of a vLLM server, how many of an update."""
+    log = server.log_path.read_bytes()
+    return log.count(b"POST /update_weights_from") + log.count(b"POST /collective_rpc")
 
 
 def kill_in_push(server, running):
