@@ -47,7 +47,9 @@ class ReferenceModel:
             raise ValueError("--model needs transformers, which is not installed; pip install transformers")
         from transformers import AutoModelForCausalLM
 
-        self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        self._model = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, trust_remote_code=False
+        ).eval()
 
     def logits(self, answers: list[DetailedSample]) -> list[torch.Tensor]:
         """Logits of each response, [R, V] float32, computed in the model's current precision."""
@@ -157,7 +159,7 @@ async def _tokenizer(probe: Probe, directory: str) -> Row:
     try:
         answer = await probe.control(probe.engine.tokenize(TEXT))
         theirs = probe.engine.tokenized(answer)
-        own = AutoTokenizer.from_pretrained(directory)(TEXT)["input_ids"]
+        own = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)(TEXT)["input_ids"]
     except (RolloutServerError, OSError, ValueError) as error:
         if isinstance(error, RolloutServerError) and error.status is None:
             raise

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 
@@ -18,15 +19,12 @@ def read_config(path: str | Path) -> dict[str, Any]:
         path: the folder.
 
     Raises:
-        ValueError: it has no config.json, or one that is not JSON.
+        ValueError: it has no config.json, or one that is not a JSON object.
     """
     config = Path(path) / "config.json"
     if not config.is_file():
         raise ValueError(f"{path} is not a Hugging Face model folder: it has no config.json")
-    try:
-        return json.loads(config.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{config} is not JSON: {error}") from error
+    return _json_object(config)
 
 
 class HFCheckpoint:
@@ -36,7 +34,7 @@ class HFCheckpoint:
         path: the folder.
 
     Raises:
-        ValueError: it has no config.json, or no safetensors files.
+        ValueError: it has no config.json, no safetensors files, or one of them can't be read.
     """
 
     def __init__(self, path: str | Path):
@@ -52,7 +50,9 @@ class HFCheckpoint:
     def _index(self) -> dict[str, Path]:
         index = self.path / "model.safetensors.index.json"
         if index.is_file():
-            weight_map = json.loads(index.read_text())["weight_map"]
+            weight_map = _json_object(index).get("weight_map")
+            if not isinstance(weight_map, dict):
+                raise ValueError(f"{index} has no weight_map, which names the file of each tensor; save the model anew")
             return {name: self.path / file for name, file in weight_map.items()}
         single = self.path / "model.safetensors"
         if not single.is_file():
@@ -60,20 +60,40 @@ class HFCheckpoint:
                 f"{self.path} has neither model.safetensors nor model.safetensors.index.json; save the model with "
                 "safe_serialization"
             )
-        with safe_open(single, framework="pt") as file:
+        with _opened(single) as file:
             return dict.fromkeys(file.keys(), single)
 
     def tensor(self, name: str) -> Tensor:
-        """Read one tensor. Raises ValueError if the folder has none of that name."""
-        with safe_open(self._file(name), framework="pt") as file:
+        """Read one tensor. Raises ValueError if the folder has none of that name, or its file can't be read."""
+        with _opened(self._file(name)) as file:
             return file.get_tensor(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """That of one tensor, which is not read. Raises ValueError if the folder has none of that name."""
-        with safe_open(self._file(name), framework="pt") as file:
+        """That of one tensor, which is not read. Raises ValueError as `tensor`."""
+        with _opened(self._file(name)) as file:
             return tuple(file.get_slice(name).get_shape())
 
     def _file(self, name: str) -> Path:
         if name not in self._file_of:
             raise ValueError(f"the checkpoint {self.path} has no tensor {name}")
         return self._file_of[name]
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is no JSON object, but {str(found)[:80]}")
+    return found
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[safe_open]:
+    """A safetensors file; one that is missing, or was cut while it was copied, is named."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} can't be read as safetensors ({error}); copy or save the model anew") from error
