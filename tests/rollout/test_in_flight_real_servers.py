@@ -18,8 +18,8 @@ from tests.server_load import wait_for_tokens
 
 PROMPTS, SAMPLES = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7, 9], [3, 2]], 3
 LONG = SamplingParams(250, ignore_eos=True)
-VERSIONS = {"1": "first", "2": "second", "3": "first"}
-"""Version of a push -> weights that it sends."""
+WEIGHTS = ("first", "second", "third")
+"""What the pushes of a case send: all different, as a sample may wait while the second are there."""
 NEAR = 2e-4
 KEEPS_PREFIXES = {
     "sglang": "--disable-overlap-schedule --disable-radix-cache; start it so",
@@ -43,9 +43,12 @@ def weights(tiny_moe_dir):
     """The model's, and others that give every token another log-prob, and every position other keys and values."""
     first = load_file(tiny_moe_dir / "model.safetensors")
     noise = torch.Generator().manual_seed(0)
-    second = {name: w + 0.3 * w.std() * torch.randn(w.shape, generator=noise) if w.dim() > 1 else w
-              for name, w in first.items()}  # fmt: skip
-    return {"first": first, "second": second}
+
+    def other() -> dict[str, torch.Tensor]:
+        return {name: w + 0.3 * w.std() * torch.randn(w.shape, generator=noise) if w.dim() > 1 else w
+                for name, w in first.items()}  # fmt: skip
+
+    return {"first": first, "second": other(), "third": other()}
 
 
 @pytest.fixture(scope="module")
@@ -130,15 +133,18 @@ def test_weights_when_changed_while_sampling_then_every_token_carries_the_versio
     mode, count, urls, engine, weights, models, loop, tiny_moe_dir, wait_until_sampling
 ):
     client, servers = set_up(loop, urls[:count], tiny_moe_dir, mode, engine=engine)
+    # Versions of this case alone: prefixes that are cached under a name outlive the case, and no run uses a name twice.
+    versions = {f"{mode}-{count}-{push}": name for push, name in enumerate(WEIGHTS)}
+    first, *later = versions
     try:
-        push(servers, weights["first"], "1")
+        push(servers, weights[versions[first]], first)
         sampling = loop.submit(client.generate(PROMPTS, LONG, samples_per_prompt=SAMPLES))
         for url in urls[:count]:
             wait_until_sampling(url)
-        for version in ("2", "3"):
+        for version in later:
             wait_for_tokens(urls[:count])  # some of these weights
             assert not sampling.done()
-            push(servers, weights[VERSIONS[version]], version)
+            push(servers, weights[versions[version]], version)
         trajectories = sampling.result(120)
     finally:
         servers.close()
@@ -148,9 +154,9 @@ def test_weights_when_changed_while_sampling_then_every_token_carries_the_versio
     assert [(t.prompt_index, t.output_ids.numel()) for t in trajectories] == expected
     moved = compared = changed = 0
     for t in trajectories:
-        starts = [(span.start, VERSIONS[span.version]) for span in t.weight_versions]
+        starts = [(span.start, versions[span.version]) for span in t.weight_versions]
         seen = [span.version for span in t.weight_versions]
-        assert seen and seen == sorted(set(seen)) and set(seen) <= set(VERSIONS)
+        assert seen and seen == sorted(set(seen)) and set(seen) <= set(versions)
         expected, settled = true_logprobs(models, t, starts, in_place=mode == "in_place")
         torch.testing.assert_close(t.rollout_logprobs[settled], expected[settled], atol=NEAR, rtol=0)
         compared += settled.sum().item()
