@@ -180,3 +180,9 @@ def faulty():
 def wait_until_sampling():
     """wait_until_sampling(url) of server_load.py."""
     return server_load.wait_until_sampling
+
+
+@pytest.fixture
+def seen(record_property):
+    """seen("after 3.1 s"): what a drill saw, for the table of drills."""
+    return lambda text: record_property("seen", text)

@@ -19,7 +19,7 @@ MODULES = sorted(path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*.
 TOOLS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "tools").rglob("*.py"))
 
 FLOORS = [
-    "files", "tables",
+    "files", "tables", "events",
     "config", "models", "engines", "core", "parallel", "logprobs", "data", "rollout", "weight_sync", "doctor", "moe",
     "mcore", "observability", "integrations", "plugin", "launch", "cli",
 ]
