@@ -1,4 +1,4 @@
-"""What happened to a run beside its steps: everything that was left out, asked again, dropped or taken back, and why."""
+"""What happened to a run beside its steps: what was left out, asked again, dropped or taken back, and why."""
 
 from __future__ import annotations
 
