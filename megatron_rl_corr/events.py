@@ -1,12 +1,21 @@
-"""What happened to a run beside its steps: what was left out, asked again, dropped or taken back, and why."""
+"""What happened to a run beside its steps: what was left out, asked again, dropped or taken back, and why.
+
+Every process tells its own: leaders of replicas of samples and servers, rank 0 of pushes and starts. With
+--rollout-events all of a host's ranks append to one file, a line in one write, which a file system keeps whole among
+the processes of one host. Among hosts a shared one may not, so each host has a file.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
+import stat
 import threading
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 KINDS = {
@@ -17,19 +26,27 @@ KINDS = {
     "push_repeated": "weights are sent again, to the servers that are left",
     "request_retried": "a request failed, and its sample was asked for at another server",
     "sample_failed": "a sample failed for good; its group trains nothing",
-    "group_dropped": "a group trains nothing",
+    "group_dropped": "a group trains nothing, and another one takes its place",
+    "group_filtered": "a group did not pass the filter, and another one is asked for",
     "prompt_skipped": "a row of the prompts can't be used",
     "run_started": "the trainer began, at its first step or at a checkpoint's",
+    "run_restarted": "the trainer began again after a failure, by torchrun or within its process",
+    "run_ended": "the trainer ended in order",
+    "rank_failed": "a rank raised an error, and all ranks end",
     "run_resumed": "samples of a checkpoint go on",
     "files_dropped": "rows or files of steps that a later attempt does anew were removed",
 }
 """kind -> what it says. What tells of something new adds its kind here."""
+LONGEST_REASON = 2000
+"""Characters: an error may quote a traceback of the user's code."""
+
+logger = logging.getLogger(__name__)
 
 
 class Events:
     """Counts what happens in this process and, once a file is open, appends a JSON line of each: from any thread.
 
-    Example: {"time": 1763978405.25, "rank": 0, "kind": "server_left_out", "reason": "connection refused",
+    Example: {"time": 1763978405.25, "rank": 0, "step": 12, "kind": "server_left_out", "reason": "connection refused",
     "server": "http://a:30000"}
     """
 
@@ -38,11 +55,27 @@ class Events:
         self._file: int | None = None
         self.counts: Counter[str] = Counter()
         """kind -> how often it was told, with and without a file."""
+        self.lost = 0
+        """Lines that could not be written, as on a full disk."""
+        self.step: int | None = None
+        """The step under way, from 1; None before the first. Each line has it."""
 
     def open(self, path: str | os.PathLike) -> None:
-        """Append to this file from now on. Raises OSError where it can't be written."""
+        """Append to this file from now on; its folder must be there. Raises OSError where it can't be written.
+
+        A link is refused, as is what is no regular file: both may lead out of the folder that the user named.
+        """
         self.close()
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        # Not blocking, or a pipe without a reader would hang the start.
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        file = os.open(path, flags, 0o644)
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode):
+            os.close(file)
+            raise OSError(f"{path} is no regular file")
+        if status.st_size and os.pread(file, 1, status.st_size - 1) != b"\n":
+            os.write(file, b"\n")  # a line cut short by a crash must not swallow the next one
+        self._file = file
 
     def close(self) -> None:
         """Write no more."""
@@ -61,13 +94,52 @@ class Events:
         """
         if kind not in KINDS:
             raise KeyError(f"{kind} is no kind of event; KINDS in {__name__} has them")
-        line = {"time": round(time.time(), 3), "rank": int(os.environ.get("RANK", "0")), "kind": kind,
-                "reason": reason} | facts  # fmt: skip
+        line = {"time": round(time.time(), 3), "rank": int(os.environ.get("RANK", "0")), "step": self.step,
+                "kind": kind, "reason": reason[:LONGEST_REASON]} | facts  # fmt: skip
         with self._lock:
             self.counts[kind] += 1
             if self._file is not None:
-                os.write(self._file, json.dumps(line).encode() + b"\n")  # one write: ranks append whole lines
+                self._write(json.dumps(line).encode() + b"\n")
+
+    def _write(self, line: bytes) -> None:
+        """One write, or lines of other ranks might come between. A full disk costs the line, not the run."""
+        try:
+            written = os.write(self._file, line)
+            error = "the disk is full" if written < len(line) else None
+        except OSError as failure:
+            error = failure.strerror
+        if error is not None:
+            self.lost += 1
+            if self.lost == 1:
+                logger.warning("`events`: a line could not be written, and is lost (further ones unnamed): %s", error)
 
 
 EVENTS = Events()
 """This process's."""
+
+
+def file_of_host(path: str | os.PathLike) -> Path:
+    """The file of this process's host: PATH on that of rank 0, PATH.host1 on the next one."""
+    per_host = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+    host = int(os.environ.get("RANK", "0")) // per_host
+    return Path(f"{path}.host{host}" if host else path)
+
+
+def read_events(path: str | os.PathLike) -> list[dict[str, Any]]:
+    """The events of all hosts' files, by time; a line that a crash has cut short is left out, as is one of no event.
+
+    Raises OSError for a file that can't be read.
+    """
+    path = Path(path)
+    of_other_hosts = re.compile(rf"{re.escape(path.name)}\.host\d+")
+    files = [path, *(other for other in path.parent.iterdir() if of_other_hosts.fullmatch(other.name))]
+    events = []
+    for file in files:
+        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(event, dict) and isinstance(event.get("time"), int | float) and event.get("kind") in KINDS:
+                events.append(event)
+    return sorted(events, key=lambda event: event["time"])

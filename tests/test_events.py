@@ -1,8 +1,9 @@
 import json
+import os
 
 import pytest
 
-from megatron_rl_corr.events import Events
+from megatron_rl_corr.events import Events, file_of_host, read_events
 
 
 def test_events_when_told_then_counted_and_written_as_lines_once_a_file_is_open(tmp_path):
@@ -15,10 +16,58 @@ def test_events_when_told_then_counted_and_written_as_lines_once_a_file_is_open(
     (line,) = (tmp_path / "events.jsonl").read_text().splitlines()
     told = json.loads(line)
     assert told.pop("time") > 1.7e9
-    assert told == {"rank": 0, "kind": "server_left_out", "reason": "connection\nrefused", "server": "http://a:1"}
+    assert told == {"rank": 0, "step": None, "kind": "server_left_out", "reason": "connection\nrefused", "server": "http://a:1"}
     assert events.counts == {"push_repeated": 1, "server_left_out": 2}
 
 
 def test_events_when_the_kind_is_unknown_then_refused():
     with pytest.raises(KeyError, match="KINDS"):
         Events().tell("oops", "")
+
+
+def test_events_when_the_run_is_started_again_then_appended_after_a_line_that_a_crash_cut_short(tmp_path):
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"time": 1.0, "kind": "run_started", "reason": "", "rank": 0}\n{"time": 2.0, "ki')
+    events = Events()
+    events.open(path)
+    events.step = 5
+    events.tell("run_restarted", "restart 1 of torchrun")
+    (tmp_path / "events.jsonl.host1").write_text('{"time": 1.5, "kind": "prompt_skipped", "reason": "", "rank": 8}\n')
+    (tmp_path / "events.jsonl.host1.orig").write_text('{"time": 1.5, "kind": "prompt_skipped", "reason": ""}\n')
+    told = read_events(path)
+    assert [event["kind"] for event in told] == ["run_started", "prompt_skipped", "run_restarted"]
+    assert told[2]["step"] == 5
+
+
+def test_events_when_lines_are_lost_to_a_full_disk_then_counted_and_the_run_goes_on(tmp_path, caplog):
+    read, write = os.pipe()
+    os.close(read)  # every write to it fails, as on a full disk
+    events = Events()
+    events._file = write
+    for _ in range(2):
+        events.tell("server_left_out", "connection refused")
+    assert events.lost == 2 and events.counts == {"server_left_out": 2}
+    assert [record.message for record in caplog.records] == [
+        "`events`: a line could not be written, and is lost (further ones unnamed): Broken pipe"
+    ]
+
+
+def test_events_when_the_file_is_a_link_or_no_file_then_refused(tmp_path):
+    (tmp_path / "target").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("link", "pipe"):
+        with pytest.raises(OSError):
+            Events().open(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("rank", "per_host", "name"), [(0, 8, "e"), (7, 8, "e"), (8, 8, "e.host1"), (31, 8, "e.host3"), (5, None, "e")]
+)
+def test_file_when_of_another_host_then_another_name(rank, per_host, name, monkeypatch):
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", "32")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if per_host is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(per_host))
+    assert str(file_of_host("e")) == name

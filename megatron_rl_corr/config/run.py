@@ -21,6 +21,7 @@ from megatron_rl_corr.config.replay import ReplayConfig
 from megatron_rl_corr.config.reward_specs import RewardSpec, parse_rewards
 from megatron_rl_corr.config.rewards import RewardsConfig
 from megatron_rl_corr.config.samples import SamplesConfig
+from megatron_rl_corr.config.supervision import SupervisionConfig
 from megatron_rl_corr.config.updates import UpdatesConfig
 
 ENGINES = {"sglang": "megatron_rl_corr.engines.sglang", "vllm": "megatron_rl_corr.engines.vllm"}
@@ -132,7 +133,7 @@ class LogsConfig(Options):
 
 TOPICS = (ServersConfig, PromptsConfig, SamplesConfig, EvaluationConfig, RewardsConfig, GroupsConfig,
           EnvironmentConfig, UpdatesConfig, ModelConfig, ReferenceConfig, WeightSyncConfig, ExpertsConfig,
-          LogsConfig, ReplayConfig)  # fmt: skip
+          LogsConfig, SupervisionConfig, ReplayConfig)  # fmt: skip
 IDLE_TOPICS = (ServersConfig, PromptsConfig, EvaluationConfig, RewardsConfig, GroupsConfig, EnvironmentConfig,
                WeightSyncConfig)  # fmt: skip
 IDLE_OPTIONS = ("max_lag", "stale_samples", "pause_mode")

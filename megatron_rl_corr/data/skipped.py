@@ -6,6 +6,8 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable
 
+from megatron_rl_corr.events import EVENTS
+
 JUDGED_DRAWS = 100
 HOPELESS_BAD = 0.5
 """The run ends when more than this share of the last JUDGED_DRAWS drawn rows were bad."""
@@ -50,6 +52,7 @@ class SkippedRows:
         Each bad row is named once, up to NAMED_ROWS of them, and the first that is too long.
         """
         self.counts[cause] += 1
+        EVENTS.tell("prompt_skipped", str(error), row=row, cause=cause)
         self._recent.append(cause == "bad")
         self._in_a_row += 1
         named, limit = self._named[cause], NAMED_ROWS if cause == "bad" else 1

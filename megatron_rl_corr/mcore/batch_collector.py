@@ -79,13 +79,17 @@ class BatchCollector(ABC):
         """What `Trajectory.engine` may be, the same on all ranks, where servers run several engines; else ()."""
         return ()
 
+    def waiting(self) -> dict[str, int]:
+        """Groups that no step has taken yet, by what they wait for; from any thread. {} where none are sampled."""
+        return {}
+
     @abstractmethod
     def _submit_take(self, number: int) -> concurrent.futures.Future[Taken]:
         """Begin to take this leader's groups of a batch."""
 
     @abstractmethod
     def _has_arrived(self, taking: concurrent.futures.Future, batch: int, since: float) -> bool:
-        """Whether the groups arrive within MEETING_INTERVAL_S. since: when the wait began."""
+        """Whether the groups arrive within `meeting_interval_s`. since: when the wait began."""
 
     @abstractmethod
     def _count(self, taken: Taken, version: int) -> list[float]:
@@ -184,7 +188,7 @@ class BatchCollector(ABC):
     def _all_reduce_taken(self, step: int) -> tuple[RolloutBatch | None, torch.Tensor]:
         """A leader's batch and its counts, None and zeros on other ranks; returns when every leader has its own.
 
-        All ranks meet at least every MEETING_INTERVAL_S, however long the slowest leader waits for its samples.
+        All ranks meet at least every `meeting_interval_s`, however long the slowest leader waits for its samples.
         """
         taking = self._submit_take(step) if self._layout.is_data_leader else None
         since = time.monotonic()

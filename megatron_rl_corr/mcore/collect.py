@@ -18,10 +18,7 @@ from megatron_rl_corr.mcore.batch import BatchShape
 from megatron_rl_corr.mcore.batch_collector import BatchCollector
 from megatron_rl_corr.mcore.collect_metrics import COUNTED, count_samples
 from megatron_rl_corr.moe.routes import Routes
-from megatron_rl_corr.parallel.failure import (
-    MEETING_INTERVAL_S,
-    all_reduce_failure,
-)
+from megatron_rl_corr.parallel.failure import all_reduce_failure, meeting_interval_s
 from megatron_rl_corr.parallel.layout import Layout
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
@@ -163,6 +160,9 @@ class Collector(BatchCollector):
             if self._failed_prompts.add(row, number) and dist.get_rank() == 0:
                 warn(f"row {row} of --rollout-prompts is left out for an epoch: its groups failed {NAMED_AFTER} times")
 
+    def waiting(self) -> dict[str, int]:
+        return {"running": self._stream.running, "ready": self._stream.ready}
+
     @property
     def engines(self) -> tuple[str, ...]:
         names = sorted(self._client.fleet.engines)
@@ -174,9 +174,9 @@ class Collector(BatchCollector):
 
     def _has_arrived(self, taking: concurrent.futures.Future, batch: int, since: float) -> bool:
         """Progress is printed every PROGRESS_EVERY_S."""
-        end = time.monotonic() + MEETING_INTERVAL_S
-        while time.monotonic() < end:
-            if concurrent.futures.wait([taking], PROGRESS_EVERY_S).done:
+        end = time.monotonic() + meeting_interval_s()
+        while (left := end - time.monotonic()) > 0:
+            if concurrent.futures.wait([taking], min(left, PROGRESS_EVERY_S)).done:
                 return True
             speed = (self._client.counts()["tokens"] - self._tokens_before) / (time.monotonic() - since)
             filtered = f", {self._stream.filtered} did not pass" if self._filter is not None else ""

@@ -27,7 +27,7 @@ from megatron_rl_corr.engines.errors import SampleFailure
 from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.mcore.collect import PROGRESS_EVERY_S, SampleSource
 from megatron_rl_corr.mcore.prompt_checks import held_out_prompts
-from megatron_rl_corr.parallel.failure import MEETING_INTERVAL_S, all_reduce_results, communication_device
+from megatron_rl_corr.parallel.failure import all_reduce_results, communication_device, meeting_interval_s
 from megatron_rl_corr.parallel.layout import Layout
 from megatron_rl_corr.rollout.sampling import evaluation_sampling, sampling_of_row
 from megatron_rl_corr.rollout.seeds import evaluation_number
@@ -203,10 +203,10 @@ class RunningEvaluation:
             self.future.cancel()
 
     def _has_ended(self, future: Future) -> bool:
-        """Whether it ends within MEETING_INTERVAL_S; progress is printed every PROGRESS_EVERY_S."""
-        end = time.monotonic() + MEETING_INTERVAL_S
-        while time.monotonic() < end:
-            if concurrent.futures.wait([future], PROGRESS_EVERY_S).done:
+        """Whether it ends within `meeting_interval_s`; progress is printed every PROGRESS_EVERY_S."""
+        end = time.monotonic() + meeting_interval_s()
+        while (left := end - time.monotonic()) > 0:
+            if concurrent.futures.wait([future], min(left, PROGRESS_EVERY_S)).done:
                 return True
             seconds = time.monotonic() - self.begun
             print(f"[rollout] evaluation after step {self.step}: {self.done} of {self.total} samples are done, "

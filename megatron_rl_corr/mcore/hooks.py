@@ -34,6 +34,7 @@ from megatron_rl_corr.mcore import (
 )
 from megatron_rl_corr.mcore.packed_flags import set_packed
 from megatron_rl_corr.mcore.step_reports import StepReports
+from megatron_rl_corr.mcore.supervision import Supervision
 from megatron_rl_corr.parallel.failure import WATCH, all_reduce_startup, communication_device
 
 logger = logging.getLogger(__name__)
@@ -96,7 +97,7 @@ class CorrectedTraining:
     def __init__(self, config: RolloutCorrectionConfig, options: RunConfig, report: Report):
         self._config, self._options, self._report = config, options, report
         self.session: session.Session | None = None
-        self._reports = StepReports(self._write_report)
+        self._reports, self._supervision = StepReports(self._write_report), Supervision(options)
         self._shown: dict[str, float] = {}
         """The last batch's numbers in Megatron's own log line, which averages over steps."""
 
@@ -106,11 +107,13 @@ class CorrectedTraining:
         @functools.wraps(original)
         def setup_model_and_optimizer(*args, **kwargs):
             if self.session is not None:  # Megatron's in-process restart: leave the servers, and reach them anew
+                self._supervision.restart()
                 try:
                     self.close()
                 except (RuntimeError, ValueError, OSError) as error:  # what failed may be a group that it has to close
                     logger.warning("what the step before the restart had open was not all closed: %s", error)
             settings = training.get_args()
+            all_reduce_startup(self._supervision.open)
             all_reduce_startup(lambda: run_flags.check_megatron_arguments(settings))
             if not self._options.pad_sequences:
                 set_packed(settings)
@@ -122,6 +125,7 @@ class CorrectedTraining:
                 self._config, self._options, megatron, reports.numbers.update, reports.all_reduce_evaluated
             )
             WATCH.on_failure(reports.close)  # whichever rank fails
+            self._supervision.started(self.session, settings.iteration)
             return model, optimizer, scheduler
 
         return setup_model_and_optimizer
@@ -146,6 +150,7 @@ class CorrectedTraining:
             losses, *rest = result
             self.session.hf_saves.all_reduce_end_step(iteration + 1, model, optimizer)
             self.session.end_step(iteration + 1)
+            self._supervision.end_step(iteration + 1)
             ahead = self._options.max_lag > 0 and iteration + 1 < training.get_args().train_iters
             self._reports.all_reduce_end_step(self.session.evaluation, iteration + 1, ahead=ahead)
             numbers = self._reports.numbers
@@ -202,6 +207,7 @@ class CorrectedTraining:
         self._reports.close()
         if closing is not None:
             closing.close()
+            self._supervision.close()
 
     def _write_report(self, numbers: dict[str, float]) -> None:
         self._report(numbers, global_vars.get_tensorboard_writer())

@@ -16,7 +16,7 @@ from megatron_rl_corr.mcore.batch_collector import BatchCollector
 from megatron_rl_corr.mcore.collect_metrics import COUNTED, count_samples
 from megatron_rl_corr.mcore.first_step import HALF_KL, FirstStep
 from megatron_rl_corr.moe.routes import Routes
-from megatron_rl_corr.parallel.failure import MEETING_INTERVAL_S
+from megatron_rl_corr.parallel.failure import meeting_interval_s
 from megatron_rl_corr.parallel.layout import Layout
 from megatron_rl_corr.rollout import versions
 from megatron_rl_corr.rollout.groups import Group, Taken
@@ -112,7 +112,7 @@ class ReplayCollector(BatchCollector):
         return self._reader.submit(self._taken, number)
 
     def _has_arrived(self, taking: concurrent.futures.Future, batch: int, since: float) -> bool:
-        return bool(concurrent.futures.wait([taking], MEETING_INTERVAL_S).done)
+        return bool(concurrent.futures.wait([taking], meeting_interval_s()).done)
 
     def _count(self, taken: Taken, version: int) -> list[float]:
         """Values in the order of COUNTED: 0 for what only servers do, and no sample has failed."""

@@ -19,9 +19,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, TCPStore
 
+from megatron_rl_corr.events import EVENTS
+
 MEETING_INTERVAL_S = 60.0
-"""Longest time between two collectives of ranks that wait for a slow result. NCCL ends a run whose ranks wait longer
-for each other than --distributed-timeout-minutes, 10 by default."""
+"""Longest time between two collectives of ranks that wait for a slow result, where a collective may wait three times as
+long. Gloo and NCCL end a run whose ranks wait for each other longer than --distributed-timeout-minutes, by default 10.
+"""
 POLL_INTERVAL_S = 1.0
 POLLS_PER_S = 4096
 """Load limit of the job's store: the ranks of a large job poll it less often."""
@@ -40,6 +43,17 @@ class PeerFailure(RuntimeError):
 
 class StartupError(ValueError):
     """The run can't start, or go on, as configured; the message names the flag and the remedy."""
+
+
+def meeting_interval_s() -> float:
+    """Longest time between two collectives of ranks that wait for a slow result: a third of what a collective may wait.
+
+    At most MEETING_INTERVAL_S. The rest of the limit is for ranks that are late, and for a machine under load.
+    """
+    if not dist.is_initialized():
+        return MEETING_INTERVAL_S
+    backend = dist.distributed_c10d._get_default_group()._get_backend(communication_device())
+    return min(MEETING_INTERVAL_S, backend.options._timeout.total_seconds() / 3)
 
 
 def communication_device() -> torch.device:
@@ -116,8 +130,8 @@ def all_reduce_startup[Prepared](prepare: Callable[[], Prepared]) -> Prepared:
 
 
 def wait_for(future: Future) -> bool:
-    """Whether the future is done within MEETING_INTERVAL_S."""
-    return bool(concurrent.futures.wait([future], MEETING_INTERVAL_S).done)
+    """Whether the future is done within `meeting_interval_s`."""
+    return bool(concurrent.futures.wait([future], meeting_interval_s()).done)
 
 
 def all_reduce_results[Result, Used](
@@ -125,12 +139,12 @@ def all_reduce_results[Result, Used](
 ) -> Used | None:
     """use(result) on the ranks that wait for a future (None on others), once every rank has its own.
 
-    Every rank calls it; the ranks meet in a collective at least every MEETING_INTERVAL_S, and none waits for long.
+    Every rank calls it; the ranks meet in a collective at least every `meeting_interval_s`, and none waits for long.
 
     Args:
         future: what this rank waits for; None: nothing.
         use: called with the result, on this thread.
-        wait: wait(future) returns after at most MEETING_INTERVAL_S whether the future is done.
+        wait: wait(future) returns after at most `meeting_interval_s` whether the future is done.
 
     Raises:
         Exception: of the future or of use(), as `all_reduce_failure` raises it; other ranks' futures are cancelled.
@@ -169,6 +183,7 @@ class FailureWatch:
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._clean_ups: list[Callable[[], None]] = []
+        self._reported: BaseException | None = None
 
     def start(self, leave: Callable[[str], None]) -> None:
         """Start the thread; on a failure elsewhere it calls leave(message), which prints it and ends this process."""
@@ -192,7 +207,12 @@ class FailureWatch:
 
     def report(self, error: BaseException) -> None:
         """Publish this rank's error; the other ranks name the first one published."""
-        if self._ranks > 1 and not isinstance(error, PeerFailure):
+        if isinstance(error, PeerFailure):
+            return
+        if self._reported is not error:  # a push tells of its failure before it leaves the servers
+            self._reported = error
+            EVENTS.tell("rank_failed", f"{type(error).__name__}: {error}")
+        if self._ranks > 1:
             text = json.dumps({"rank": self._rank, "message": f"{type(error).__name__}: {error}"[:MESSAGE_LENGTH]})
             self._request(lambda store: store.compare_set(f"{self._prefix}/failed", "", text))
 

@@ -154,6 +154,11 @@ class RolloutClient(ServerControl):
         """The `Counts` since the client was made, by name."""
         return asdict(self._counts)
 
+    @property
+    def left_out(self) -> list[str]:
+        """Addresses of the servers that are not sampled from now; from any thread."""
+        return [server.url for server in self._pool.left_out]
+
     def control(self, urls: Sequence[str]) -> ServerControl:
         """Control of some of the servers, for updates that leave the others alone."""
         return ServerControl(self.fleet, urls, update_timeout_s=self._update_timeout_s)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from megatron_rl_corr.data.prompts import Prompt
 from megatron_rl_corr.engines.errors import SampleFailure, TooManyFailures
+from megatron_rl_corr.events import EVENTS
 
 CAUSES = (
     "refused", "retries", "protocol", "environment", "environment_timeout", "reward_error", "reward_timeout",
@@ -66,12 +67,14 @@ class Failures:
         self.ended += 1
         self._recent.append(True)
         self.by_cause[failure.cause] += 1
+        EVENTS.tell("sample_failed", f"{what}: {failure}", cause=failure.cause)
         if failure.cause not in self.texts:
             self._warn(f"{what} failed for good ({failure.cause}; further ones are only counted): {failure}")
         self.texts[failure.cause] = f"{what}: {failure}"
 
-    def dropped(self, prompt: Prompt, number: int, lengths: Sequence[int]) -> None:
+    def dropped(self, prompt: Prompt, number: int, lengths: Sequence[int], why: str = "a sample failed") -> None:
         """The whole group, with its samples of these lengths."""
+        EVENTS.tell("group_dropped", why, group=number, row=prompt.index)
         self.groups += 1
         self.lengths[0] += len(lengths)
         self.lengths[1] += sum(lengths)
@@ -84,7 +87,7 @@ class Failures:
         Raises:
             TooManyFailures: it is so with every group.
         """
-        self.dropped(prompt, number, lengths)
+        self.dropped(prompt, number, lengths, "a sample was cut at its longest")
         self.truncated_groups += 1
         self._truncated_in_a_row += 1
         if self._truncated_in_a_row >= HOPELESS_GROUPS:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from megatron_rl_corr.engines.errors import GroupsFilteredOut
+from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.rollout.groups import Group, PutAside, Selection, Taken
 
 
@@ -184,6 +185,7 @@ class GroupStream:
                 self._done.append(group)
             elif group is not None:
                 self._filtered.count(group)
+                EVENTS.tell("group_filtered", "it did not pass `group_filter`", group=group.number)
                 self._spare.extend([group] if self._selection.refills else [])
             if not passed:
                 self._replace()
@@ -244,6 +246,11 @@ class GroupStream:
         self._again = deque(sorted(self._again))
 
     def _drop(self, version: int) -> None:
-        fresh = [group for group in self._done if group.oldest_version >= version - self._max_lag]
-        self._dropped += len(self._done) - len(fresh)
-        self._done = deque(fresh)
+        done, self._done = self._done, deque()
+        for group in done:
+            if group.oldest_version >= version - self._max_lag:
+                self._done.append(group)
+            else:
+                self._dropped += 1
+                why = f"it has samples more than {self._max_lag} versions old"
+                EVENTS.tell("group_dropped", why, group=group.number)

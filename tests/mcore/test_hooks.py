@@ -113,7 +113,7 @@ class Step:
 session.start = lambda *args: Step()
 run_flags.check_megatron_arguments = run_flags.check_loaded_iteration = lambda args: None
 hooks.all_reduce_startup = lambda prepare: prepare()
-training.get_args = lambda: None
+training.get_args = lambda: types.SimpleNamespace(iteration=0)
 def setup_model_and_optimizer(model_provider_func, model_type):
     log.append(["set up", None])
     return "model", "optimizer", "scheduler"
@@ -186,7 +186,7 @@ def save_checkpoint(iteration, model, optimizer, *rest):
 session.start = lambda *args: Step()
 run_flags.check_megatron_arguments = run_flags.check_loaded_iteration = lambda args: None
 hooks.all_reduce_startup = lambda prepare: prepare()
-training.get_args = lambda: types.SimpleNamespace(save=None)
+training.get_args = lambda: types.SimpleNamespace(save=None, iteration=0)
 training.setup_model_and_optimizer = lambda model_type: (0, 0, 0)
 checkpointing.save_checkpoint = save_checkpoint
 install()
