@@ -264,7 +264,7 @@ run.session = types.SimpleNamespace(step=step)
 folder = pathlib.Path(tempfile.mkdtemp())
 others = folder / "iter_0000001/rollout_reference"
 others.mkdir(parents=True)
-training.get_args = lambda: types.SimpleNamespace(save=str(folder))
+training.get_args = lambda: types.SimpleNamespace(save=str(folder), iteration=0)
 reference_checkpoint.dist = types.SimpleNamespace(get_rank=lambda: 0)
 save = run.wrap_save(lambda iteration: seen.append(["saved", live.tolist()]))
 def train():
@@ -871,7 +871,7 @@ def test_hf_folders_when_they_would_replace_megatrons_checkpoints_or_the_start_t
 
 CASES["end of a batch"] = """
 asked = []
-args = types.SimpleNamespace(curr_iteration=3, exit_interval=None)
+args = types.SimpleNamespace(iteration=3, curr_iteration=3, exit_interval=None)
 class Step:
     evaluation, step = None, types.SimpleNamespace(leaves_after_batch=False)
 session.start = lambda *args: Step()
