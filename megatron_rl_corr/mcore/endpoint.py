@@ -82,7 +82,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: Endpoint
 
     def do_GET(self) -> None:
-        if self.path.partition("?")[0] != "/metrics":
+        if self.path.partition("?")[0].strip("/") != "metrics":
             self.send_error(404, "only /metrics is here")
             return
         body = self.server.text().encode()

@@ -648,7 +648,7 @@ class Step:
 session.start = lambda *args: Step()
 run_flags.check_megatron_arguments = run_flags.check_loaded_iteration = lambda args: None
 hooks.all_reduce_startup = lambda prepare: prepare()
-training.get_args = lambda: types.SimpleNamespace(curr_iteration=3)
+training.get_args = lambda: types.SimpleNamespace(iteration=3, curr_iteration=3)
 training.setup_model_and_optimizer = lambda model_provider_func, model_type: ("model", "optimizer", "scheduler")
 def train_step(forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config):
     return left
