@@ -1,11 +1,17 @@
 """Files that are replaced in one move: a reader sees the old file or the new one, never half of it."""
 
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
+
+METRICS_NAME = "metrics.jsonl"
+"""A run's metrics, in --rollout-log-dir."""
+_TEMPORARY = re.compile(r"\.(.+)\.[a-z0-9_]{8}\.tmp")
+"""What `atomic_writer` names its temporary files."""
 
 
 @contextmanager
@@ -29,6 +35,12 @@ def atomic_writer(path: str | os.PathLike, *, mode: int = 0o644) -> Iterator[Bin
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+def replaced_by(temporary: str) -> str | None:
+    """The name of the file that a temporary one of this name was to replace; None: it is no temporary file of ours."""
+    found = _TEMPORARY.fullmatch(temporary)
+    return None if found is None else found[1]
 
 
 def write_atomically(path: str | os.PathLike, content: bytes, *, mode: int = 0o644) -> Path:

@@ -1,4 +1,4 @@
-"""The data cursor in Megatron's checkpoints: which prompts were drawn, and which of them are not trained yet.
+"""The data cursor in Megatron's checkpoints: which prompts were drawn, which of them are not trained, in which order.
 
 A JSON file in the checkpoint's folder (iter_0000040/rollout_cursor.json).
 """
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.files import write_atomically
 from megatron_rl_corr.mcore.checkpoint_files import folders_to_load, put_in
 from megatron_rl_corr.parallel.failure import StartupError, all_reduce_failure
@@ -48,6 +49,10 @@ def _read(args: argparse.Namespace) -> SavedCursor | None:
             saved = SavedCursor.parse(path.read_text())
             print(f"[rollout] prompts go on at place {saved.next} of their sequence, and {len(saved.again)} that were "
                   f"drawn before and not trained: {path}", flush=True)  # fmt: skip
+            EVENTS.tell(
+                "run_resumed", f"the checkpoint of iteration {args.iteration} was loaded", step=args.iteration,
+                next_group=saved.next, open_groups=list(saved.again),
+            )  # fmt: skip
             return saved
     print(f"[rollout] the checkpoint has no {FILE_NAME}: prompts go on with those of step {args.iteration + 1}; what "
           "was being sampled may be trained twice or not at all", file=sys.stderr, flush=True)  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from megatron_rl_corr.rollout.episodes import Episodes
 from megatron_rl_corr.rollout.failures import CAUSES, NAMED_AFTER, FailedFraction, FailedPrompts, Failures
 from megatron_rl_corr.rollout.group_filter import GroupFilter
 from megatron_rl_corr.rollout.group_sampler import GroupSampler
+from megatron_rl_corr.rollout.groups import StreamState
 from megatron_rl_corr.rollout.queue import Group, GroupStream, Selection, Taken
 from megatron_rl_corr.rollout.sample_file import Origin
 from megatron_rl_corr.rollout.sampling import training_sampling
@@ -73,17 +74,19 @@ class Collector(BatchCollector):
         client.check_sampling(self.sampling)
         self._failures = Failures(options.max_failed_fraction, warn)
         self._failed_fraction = FailedFraction(options.max_failed_fraction)
-        self._prompts = prompts
+        self._prompts, own = prompts, None
         # Without failures, a batch's groups are those of one slice of the sequence.
         first = batches[0] * shape.collected // shape.group_size
         cursor, self._failed_prompts = Cursor(first), FailedPrompts(1 if prompts is None else len(prompts))
         if saved is not None and prompts is not None:
             cursor, self._failed_prompts = saved.cursor_of(prompts), saved.failed_of(prompts)
+            own = saved.own_of(prompts, layout.dp_rank, layout.dp_size)
+            self._failed_fraction.restore(saved.failed_batches)
             if layout.dp_rank == 0 and (difference := saved.difference(prompts)):
                 warn(f"--rollout-prompts are not those of the checkpoint: {difference}; they go on at place "
                      f"{saved.next}, and {len(saved.again)} drawn and not trained are not drawn again")  # fmt: skip
         self._sampler = sampler = GroupSampler(
-            client, prompts, GroupNumbers(cursor, layout.dp_rank, layout.dp_size), self.sampling,
+            client, prompts, GroupNumbers(cursor, layout.dp_rank, layout.dp_size, own), self.sampling,
             group_size=shape.group_size, rewards=source.rewards, failures=self._failures,
             failed_prompts=self._failed_prompts, on_failed=options.on_failed_reward, episodes=source.episodes,
             drop_truncated=options.truncated_samples == "drop",
@@ -96,7 +99,12 @@ class Collector(BatchCollector):
         self._stream = GroupStream(
             sampler.sample, sampler.draw, groups_per_step=self._groups, first=batches[0], last=batches[1],
             max_lag=options.max_lag, drop_stale=options.stale_samples == "drop", selection=self._selection(options),
+            resumed=None if own is None else StreamState.resumed(own.waiting, own.counts),
         )
+        if own is not None:
+            self._failures.restore(own.counts.get("failures", {}))
+            if self._filter is not None:
+                self._filter.failed_in_a_row = own.counts.get("unjudged_in_a_row", 0)
         self._counted = client.counts()
         self._failed = [0.0] * (len(CAUSES) + 2)
         """Since the previous batch: samples that ended, those that failed, by cause, and groups that were replaced."""
@@ -110,7 +118,12 @@ class Collector(BatchCollector):
         """
 
         async def drawn() -> Drawn:
-            return self._sampler.drawn(self._stream.untrained(with_taken=with_last))
+            state = self._stream.state(with_taken=with_last)
+            counts = state.counts() | {"failures": self._failures.state()}
+            if self._filter is not None:
+                counts["unjudged_in_a_row"] = self._filter.failed_in_a_row
+            place = self._sampler.drawn(state.running, waiting=state.waiting, again=state.again)
+            return replace(place, counts=counts)
 
         own = (self._layout.dp_rank, self._loop.call(drawn())) if self._layout.is_data_leader else None
         group = self._layout.dp_cp_group
@@ -119,7 +132,9 @@ class Collector(BatchCollector):
         if dist.get_rank() != 0:
             return None
         replicas = [replica for _, replica in sorted(one for one in gathered if one is not None)]
-        return SavedCursor.of(Cursor.merged(replicas), self._prompts, self._failed_prompts, batches)
+        return SavedCursor.of(
+            replicas, self._prompts, self._failed_prompts, batches, self._failed_fraction.state()
+        )
 
     def close(self) -> None:
         """Stop sampling ahead, and the processes that compute rewards."""
@@ -140,12 +155,14 @@ class Collector(BatchCollector):
 
         So all ranks also learn whether a leader has new names of rewards.
         """
-        sums = torch.tensor([*self._failed, self._new_parts], dtype=torch.float64, device=self.device)
+        knows = bool(self._failures.texts)
+        sums = torch.tensor([*self._failed, knows, self._new_parts], dtype=torch.float64, device=self.device)
         dist.all_reduce(sums)
-        *judged, replaced, new_parts = sums.tolist()
+        *judged, replaced, knowing, new_parts = sums.tolist()
         exceeded = self._failed_fraction.exceeded(judged)
-        if exceeded is not None:  # the first rank that has seen a failure raises
-            all_reduce_failure(self._failures.too_many(*exceeded) if self._failures.texts else None)
+        if exceeded is not None:  # the first rank that has seen a failure raises; none has, where all are a checkpoint's
+            raises = knows or (not knowing and dist.get_rank() == 0)
+            all_reduce_failure(self._failures.too_many(*exceeded) if raises else None)
         if replaced:
             self._all_gather_failed_prompts()
         if new_parts:

@@ -166,6 +166,8 @@ class CorrectedTraining:
         def save_checkpoint(iteration, *args, **kwargs):
             if self.session is None:
                 return original(iteration, *args, **kwargs)
+            # Its step's numbers wait for an evaluation: a run that goes on from here would never write them.
+            self._reports.all_reduce_evaluated()
             step, source = self.session.step, self._options.hf_checkpoint
             step.reference.check_live("saved")
             # A batch whose first update ends the run is still there; within one, nobody else saves.

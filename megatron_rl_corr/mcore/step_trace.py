@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
@@ -10,6 +11,9 @@ from megatron_rl_corr.mcore.step_metrics import StepTimes
 from megatron_rl_corr.parallel.layout import Layout
 from megatron_rl_corr.rollout.trace import clock
 from megatron_rl_corr.rollout.trace_file import Phase, write_trace
+
+NAME = re.compile(r"step_(\d+)_replica(\d+)\.json")
+"""Of a batch's file: its first step, and the replica."""
 
 
 class StepTrace:

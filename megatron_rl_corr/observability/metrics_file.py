@@ -12,7 +12,9 @@ from collections.abc import Mapping
 from numbers import Integral, Real
 from pathlib import Path
 
-FILE_NAME = "metrics.jsonl"
+from megatron_rl_corr.files import METRICS_NAME
+
+FILE_NAME = METRICS_NAME
 CONFIG_NAME = "run.json"
 """The run's settings, beside the metrics."""
 NONFINITE = "nonfinite"
@@ -53,13 +55,17 @@ def step_of(metrics: dict) -> int:
 
 
 class MetricsFile:
-    """Appends steps to `path`, creating its folder; a line is flushed at once, so that a crash keeps it."""
+    """Appends steps to `path`, creating its folder; a line is in the file at once, so that a crash keeps it.
+
+    The file is opened for each step: where a run is restarted within its process, rows were cut meanwhile, and the file
+    is another one.
+    """
 
     def __init__(self, path: str | os.PathLike):
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         _mend_torn_end(self.path)
-        self._file = self.path.open("a", encoding="ascii")
+        self.path.touch()
 
     def write(self, metrics: Mapping[str, int | float]) -> None:
         """Append one step.
@@ -71,18 +77,9 @@ class MetricsFile:
             TypeError: a value is no number of the host.
             ValueError: there is no `step`, or it is no whole number.
         """
-        self._file.write(encode_line(metrics))
-        self._file.flush()
-
-    def close(self) -> None:
-        """Close the file; what was written stays."""
-        self._file.close()
-
-    def __enter__(self) -> "MetricsFile":
-        return self
-
-    def __exit__(self, *exc_info) -> None:
-        self.close()
+        line = encode_line(metrics)
+        with self.path.open("a", encoding="ascii") as file:
+            file.write(line)
 
 
 def encode_line(metrics: Mapping[str, int | float]) -> str:

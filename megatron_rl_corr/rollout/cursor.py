@@ -1,5 +1,7 @@
 """Which groups each replica draws, and what a checkpoint keeps so that a later run draws none twice and loses none.
 
+A run that goes on with as many replicas also takes them in the order in which they would have been taken.
+
 R replicas share one endless sequence: group n is the n-th prompt of `PromptDataset.at` since the run's beginning, and
 replica r draws first + r, first + r + R, ...
 """
@@ -10,6 +12,7 @@ import json
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron_rl_corr.data.prompts import PromptDataset
 from megatron_rl_corr.rollout.failures import FailedPrompts
@@ -19,11 +22,30 @@ from megatron_rl_corr.rollout.failures import FailedPrompts
 class Drawn:
     """Where a replica stands: it has drawn none of its numbers from `base` + rank on, and must still train on `open`.
 
-    open holds what was drawn and is not trained yet, and what an earlier run left and was not drawn again.
+    Example: Drawn(base=12, waiting=(6, 4), running=(8, 10)): steps take group 6 first, then 4.
     """
 
     base: int
-    open: tuple[int, ...]
+    waiting: tuple[int, ...] = ()
+    """Groups that are done and not trained, in the order in which steps take them."""
+    running: tuple[int, ...] = ()
+    """Groups that are being sampled, in the order in which they were begun."""
+    again: tuple[int, ...] = ()
+    """Numbers that are drawn next, before those from `base` on: of groups that were aborted, or left by an earlier
+    run."""
+    counts: dict[str, Any] = field(default_factory=dict)
+    """What decides later, by who counts it, as JSON has it; {} in a file of an older version."""
+
+    @property
+    def open(self) -> tuple[int, ...]:
+        """What was drawn and is not trained yet, in the order in which a run that goes on begins it."""
+        return (*self.waiting, *self.running, *self.again)
+
+    @classmethod
+    def parse(cls, values: dict[str, Any]) -> Drawn:
+        """From a checkpoint's JSON. Raises KeyError, TypeError, AttributeError or ValueError for anything else."""
+        lists = {name: tuple(int(n) for n in values[name]) for name in ("waiting", "running", "again")}
+        return cls(int(values["base"]), **lists, counts=dict(values["counts"]))
 
 
 @dataclass(frozen=True)
@@ -56,11 +78,12 @@ class GroupNumbers:
         cursor: where all replicas stand.
         rank: of this replica, in [0, size).
         size: how many replicas there are.
+        own: where this replica stood among as many, in place of the cursor: it draws its own open numbers, in order.
     """
 
-    def __init__(self, cursor: Cursor, rank: int, size: int):
-        self._again = deque(cursor.again[rank::size])
-        self._base, self._rank, self._size = cursor.next, rank, size
+    def __init__(self, cursor: Cursor, rank: int, size: int, own: Drawn | None = None):
+        self._again = deque(cursor.again[rank::size] if own is None else own.open)
+        self._base, self._rank, self._size = cursor.next if own is None else own.base, rank, size
 
     def draw(self) -> int:
         """The next number."""
@@ -69,9 +92,9 @@ class GroupNumbers:
         self._base += self._size
         return self._base - self._size + self._rank
 
-    def drawn(self, running: Iterable[int]) -> Drawn:
-        """Where the replica stands, while `running` were drawn and are not trained."""
-        return Drawn(self._base, tuple(sorted([*self._again, *running])))
+    def drawn(self, running: Iterable[int] = (), *, waiting: Iterable[int] = (), again: Iterable[int] = ()) -> Drawn:
+        """Where the replica stands, while these were drawn and are not trained, as in `Drawn`."""
+        return Drawn(self._base, tuple(waiting), tuple(running), (*again, *self._again))
 
 
 @dataclass(frozen=True)
@@ -93,13 +116,21 @@ class SavedCursor:
     """Batches that the run had trained. None, in a file of an older version: one a step."""
     sources: str = ""
     """`PromptDataset.identity`."""
+    replicas: tuple[Drawn, ...] = ()
+    """Each replica's own place, by rank; () in a file of an older version."""
+    failed_batches: tuple[dict[str, float], ...] = ()
+    """`FailedFraction.state`."""
 
     @classmethod
-    def of(cls, cursor: Cursor, prompts: PromptDataset, failed: FailedPrompts, batches: int) -> SavedCursor:
-        """What a checkpoint keeps at this point of a run."""
-        counts, left_out = dict(failed.counts), dict(failed.left_out)
+    def of(
+        cls, replicas: Sequence[Drawn], prompts: PromptDataset, failed: FailedPrompts, batches: int,
+        failed_batches: Sequence[dict[str, float]] = (),
+    ) -> SavedCursor:  # fmt: skip
+        """What a checkpoint keeps at this point of a run. replicas: by rank."""
+        counts, left_out, cursor = dict(failed.counts), dict(failed.left_out), Cursor.merged(replicas)
         return cls(
-            prompts.seed, len(prompts), cursor.next, cursor.again, counts, left_out, batches, prompts.identity
+            prompts.seed, len(prompts), cursor.next, cursor.again, counts, left_out, batches, prompts.identity,
+            tuple(replicas), tuple(failed_batches),
         )
 
     @classmethod
@@ -114,7 +145,14 @@ class SavedCursor:
             again = tuple(int(number) for number in values.pop("again"))
             maps = {name: {int(row): int(n) for row, n in values.pop(name).items()} for name in ("failed", "left_out")}
             sources = str(values.pop("sources", ""))
-            return cls(again=again, **maps, sources=sources, **{name: int(value) for name, value in values.items()})
+            replicas = tuple(Drawn.parse(one) for one in values.pop("replicas", ()))
+            failed = tuple(
+                {str(name): float(n) for name, n in batch.items()} for batch in values.pop("failed_batches", ())
+            )
+            numbers = {name: int(value) for name, value in values.items()}
+            return cls(
+                again=again, **maps, sources=sources, replicas=replicas, failed_batches=failed, **numbers
+            )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"it holds no data cursor ({type(error).__name__}: {error})") from None
 
@@ -123,6 +161,11 @@ class SavedCursor:
         if self.difference(prompts) is None:
             return Cursor(self.next, self.again)
         return Cursor(self.next)
+
+    def own_of(self, prompts: PromptDataset, rank: int, size: int) -> Drawn | None:
+        """The place of the replica of this rank; None where there were not `size` of them, or with other prompts."""
+        same = len(self.replicas) == size and self.difference(prompts) is None
+        return self.replicas[rank] if same else None
 
     def failed_of(self, prompts: PromptDataset) -> FailedPrompts:
         """The prompts that failed so far; none of other prompts."""

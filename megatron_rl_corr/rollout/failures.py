@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from megatron_rl_corr.data.prompts import Prompt
 from megatron_rl_corr.engines.errors import SampleFailure, TooManyFailures
@@ -133,12 +134,36 @@ class Failures:
 
     def since_last(self) -> dict[str, int]:
         """What was counted since the last call."""
-        now = {"ended": self.ended, "replaced": self.groups, "truncated": self.truncated_groups,
+        since, self._told = self._untold(), self._totals()
+        return since
+
+    def _untold(self) -> dict[str, int]:
+        return {name: count - self._told.get(name, 0) for name, count in self._totals().items()}
+
+    def _totals(self) -> dict[str, int]:
+        return {"ended": self.ended, "replaced": self.groups, "truncated": self.truncated_groups,
                "lost_samples": self.lengths[0], "lost_tokens": self.lengths[1], "cut_ended": self.cut_lengths[0],
                "cut_ended_tokens": self.cut_lengths[1], **{f"failed_{cause}": self.by_cause[cause] for cause in CAUSES}}
-        since = {name: count - self._told.get(name, 0) for name, count in now.items()}
-        self._told = now
-        return since
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, as JSON has it: what is judged, and what `since_last` and `take_dropped` owe."""
+        return {
+            "untold": {name: count for name, count in self._untold().items() if count},
+            "recent": [int(failed) for failed in self._recent], "dropped": self._dropped,
+            "dropped_in_a_row": self._dropped_in_a_row, "truncated_in_a_row": self._truncated_in_a_row,
+        }  # fmt: skip
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was asked for, at the run's start; {} for a checkpoint without it."""
+        untold = Counter(state.get("untold", {}))
+        self.ended, self.groups, self.truncated_groups = untold["ended"], untold["replaced"], untold["truncated"]
+        self.lengths = [untold["lost_samples"], untold["lost_tokens"]]
+        self.cut_lengths = [untold["cut_ended"], untold["cut_ended_tokens"]]
+        self.by_cause.update({cause: untold[f"failed_{cause}"] for cause in CAUSES})
+        self._recent.extend(bool(failed) for failed in state.get("recent", ()))
+        self._dropped = [(row, number) for row, number in state.get("dropped", ())]
+        self._dropped_in_a_row = state.get("dropped_in_a_row", 0)
+        self._truncated_in_a_row = state.get("truncated_in_a_row", 0)
 
     def take_dropped(self) -> list[tuple[int, int]]:
         """(row of the data set, number) of the groups dropped since the last call."""
@@ -152,6 +177,14 @@ class FailedFraction:
     def __init__(self, max_fraction: float):
         self._max_fraction = max_fraction
         self._batches: deque[list[float]] = deque(maxlen=JUDGED_BATCHES)
+
+    def state(self) -> list[dict[str, float]]:
+        """What a checkpoint keeps of each batch: "ended", and causes of failures."""
+        return [{name: n for name, n in zip(("ended", *CAUSES), batch, strict=True) if n} for batch in self._batches]
+
+    def restore(self, state: Sequence[Mapping[str, float]]) -> None:
+        """Go on where `state` was asked for, at the run's start."""
+        self._batches.extend([float(batch.get(name, 0.0)) for name in ("ended", *CAUSES)] for batch in state)
 
     def exceeded(self, batch: list[float]) -> tuple[str, dict[str, float]] | None:
         """batch: samples that ended, then those that failed by CAUSES. Above the bound: how many, and by cause."""

@@ -48,7 +48,8 @@ class GroupFilter:
         self._spec, self._prompts, self._failures = spec, prompts, failures
         self._function = None if spec == SPREAD else load(spec, FLAG)
         self._calls = UserCalls(LIMIT_S)
-        self._failed_in_a_row = 0
+        self.failed_in_a_row = 0
+        """Groups that could not be judged, up to now; a checkpoint keeps it."""
 
     async def passes(self, group: Group) -> bool | None:
         """Whether the group is trained; None: the user's function failed.
@@ -77,14 +78,14 @@ class GroupFilter:
             self._failures.failed(failure, f"the group of row {prompt.index} of the data set")
             lengths = [int(sample.sampled.sum()) for sample in group.trajectories]
             self._failures.dropped(prompt, group.number, lengths)
-            self._failed_in_a_row += 1
-            if self._failed_in_a_row >= HOPELESS_GROUPS:
+            self.failed_in_a_row += 1
+            if self.failed_in_a_row >= HOPELESS_GROUPS:
                 raise TooManyFailures(
                     f"{FLAG} {self._spec} failed for the last {HOPELESS_GROUPS} groups of a replica: {failure}"
                 ) from None
             self._failures.check()
             return None
-        self._failed_in_a_row = 0
+        self.failed_in_a_row = 0
         return bool(answer)
 
     async def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 
 from megatron_rl_corr.data.prompts import Prompt, PromptDataset
 from megatron_rl_corr.data.rewards import Rewards, Score
@@ -57,9 +58,11 @@ class GroupSampler:
             if not left_out and self._prompts.can_be_drawn(number):
                 return number
 
-    def drawn(self, running: list[int]) -> Drawn:
-        """Where this replica stands, while `running` are not trained yet."""
-        return self._numbers.drawn(running)
+    def drawn(
+        self, running: Iterable[int] = (), *, waiting: Iterable[int] = (), again: Iterable[int] = ()
+    ) -> Drawn:
+        """Where this replica stands, while these are not trained yet, as in `Drawn`."""
+        return self._numbers.drawn(running, waiting=waiting, again=again)
 
     async def sample(self, number: int) -> Group | None:
         """Sample and score the group of this number; None: one of its samples failed for good.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from megatron_rl_corr.engines.trajectory import Trajectory
 from megatron_rl_corr.rollout import versions
@@ -72,6 +73,34 @@ class Taken:
     """Those that were done when the step had its own, and are not kept."""
     kept_surplus: int = 0
     """Groups done or running beyond those of the steps ahead."""
+
+
+@dataclass(frozen=True)
+class StreamState:
+    """What a stream has drawn and not trained, and what it has counted since the last step took its groups.
+
+    Example: steps take group 6 first, then 4; 8 is being sampled: StreamState(waiting=(6, 4), running=(8,)).
+    """
+
+    waiting: tuple[int, ...] = ()
+    """Groups that are done, in the order in which steps take them."""
+    running: tuple[int, ...] = ()
+    """Groups that are being sampled, in the order in which they were begun."""
+    again: tuple[int, ...] = ()
+    """Groups that were aborted and are begun next."""
+    filtered: PutAside = field(default_factory=PutAside)
+    """As `Taken.filtered`, so far."""
+    dropped: int = 0
+    """As `Taken.dropped`, so far."""
+
+    def counts(self) -> dict[str, Any]:
+        """The part that is counted, as JSON has it."""
+        return {"dropped": self.dropped, "filtered": asdict(self.filtered)}
+
+    @classmethod
+    def resumed(cls, waiting: Sequence[int], counts: Mapping[str, Any]) -> StreamState:
+        """What a stream that goes on begins with. counts: what `counts` gave, or {}."""
+        return cls(tuple(waiting), filtered=PutAside(**counts.get("filtered", {})), dropped=counts.get("dropped", 0))
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,12 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 from megatron_rl_corr.engines.errors import GroupsFilteredOut
 from megatron_rl_corr.events import EVENTS
-from megatron_rl_corr.rollout.groups import Group, PutAside, Selection, Taken
+from megatron_rl_corr.rollout.groups import Group, PutAside, Selection, StreamState, Taken
 
 
 class GroupStream:
@@ -42,6 +43,8 @@ class GroupStream:
         max_lag: versions that the weights may be behind a step's when its groups begin.
         drop_stale: put groups aside that are older than max_lag when they are done.
         selection: which groups pass, and how many more are sampled.
+        resumed: what `state` gave when a checkpoint was saved. Groups that waited then are taken before all others, in
+            the order of then; so `draw` must give their numbers first.
 
     Raises:
         ValueError: groups_per_step below 1 or max_lag below 0.
@@ -50,7 +53,7 @@ class GroupStream:
     def __init__(
         self, sample: Callable[[int], Coroutine[Any, Any, Group | None]], draw: Callable[[], int], *,
         groups_per_step: int, first: int, last: int, max_lag: int = 0, drop_stale: bool = False,
-        selection: Selection | None = None,
+        selection: Selection | None = None, resumed: StreamState | None = None,
     ):  # fmt: skip
         if groups_per_step < 1 or max_lag < 0:
             raise ValueError(f"groups_per_step must be at least 1 and max_lag 0, got {groups_per_step} and {max_lag}")
@@ -68,6 +71,13 @@ class GroupStream:
         self._filtered, self._surplus = PutAside(), PutAside()
         self._spare: deque[Group] = deque(maxlen=groups_per_step)
         """The last groups that did not pass."""
+        self._first: dict[int, int] = {}
+        """Number of a group that waited at the checkpoint -> its place among them."""
+        if resumed is not None:
+            self._first = {number: place for place, number in enumerate(resumed.waiting)}
+            self._filtered, self._dropped = replace(resumed.filtered), resumed.dropped
+            if self._selection.refills:  # with others the step may be completed, and those of then are gone
+                self._filtered.groups = min(self._filtered.groups, self._limit)
         self._failure: BaseException | None = None
         self._aborting = self._closing = False
         self._changed = asyncio.Event()
@@ -101,7 +111,7 @@ class GroupStream:
                 self._begin()
                 if not self._running:  # all that may be sampled is done
                     self._refill()
-                if len(self._done) >= self._per_step:
+                if len(self._done) >= self._per_step and self._first_are_done():
                     return await self._take_first()
                 self._changed.clear()
                 await self._changed.wait()
@@ -115,8 +125,16 @@ class GroupStream:
 
         with_taken: no update was made with the groups that were taken last, so that they count too.
         """
-        waiting = [group.number for group in self._done] + (self._taken if with_taken else [])
-        return [*(number for number, _ in self._running.values()), *self._again, *waiting]
+        state = self.state(with_taken=with_taken)
+        return [*state.running, *state.again, *state.waiting]
+
+    def state(self, *, with_taken: bool = False) -> StreamState:
+        """What a checkpoint keeps. with_taken: as in `untrained`; the groups taken last are taken first then."""
+        done = [group.number for group in sorted(self._done, key=self._place)]
+        return StreamState(
+            tuple([*self._taken, *done] if with_taken else done), tuple(number for number, _ in self._running.values()),
+            tuple(self._again), replace(self._filtered), self._dropped,
+        )  # fmt: skip
 
     async def close(self) -> None:
         """Cancel the groups that are being sampled."""
@@ -218,8 +236,22 @@ class GroupStream:
         self._done.extend(self._spare.pop() for _ in range(missing))
         self._refilled += missing
 
+    def _place(self, group: Group) -> int:
+        """Its place among those that waited at the checkpoint; behind all of them, if it did not."""
+        return self._first.get(group.number, len(self._first))
+
+    def _first_are_done(self) -> bool:
+        """Whether none of those that a step takes next waited at the checkpoint and is still running."""
+        if not self._first:
+            return True
+        running = {number for number, _ in self._running.values()}
+        open_ = running | {group.number for group in self._done}
+        first = [number for number in self._first if number in open_]  # others were taken, lost or left out
+        return running.isdisjoint(first[: self._per_step])
+
     async def _take_first(self) -> Taken:
         """The step's groups; with max_lag 0 no group is left behind them."""
+        self._done = deque(sorted(self._done, key=self._place))  # stable: the others stay in the order of their ends
         groups = sorted((self._done.popleft() for _ in range(self._per_step)), key=lambda group: group.number)
         self._taken, self._next = [group.number for group in groups], self._version + 1
         if self._max_lag == 0:

@@ -160,8 +160,7 @@ from megatron_rl_corr.mcore.reference import Reference
 from megatron_rl_corr.mcore.updates import Updates
 from megatron_rl_corr.rollout import Prompt, PromptDataset
 from megatron_rl_corr.rollout.failures import FailedPrompts
-from megatron_rl_corr.rollout.cursor import Cursor
-from megatron_rl_corr.rollout.cursor import SavedCursor
+from megatron_rl_corr.rollout.cursor import Cursor, Drawn, SavedCursor
 seen, asked = [], []
 folder = pathlib.Path(tempfile.mkdtemp())
 path = folder / "iter_0000040/rollout_cursor.json"
@@ -175,7 +174,7 @@ class Step:
                                  reference=Reference(), updates=Updates(parts=2, earlier=5))
 prompts, failed = PromptDataset([Prompt(i, [1]) for i in range(9)], seed=4), FailedPrompts(9)
 failed.add(3, 2), failed.add(3, 10), failed.add(5, 4)
-cursor = SavedCursor.of(Cursor(330, (321, 328)), prompts, failed, 25)
+cursor = SavedCursor.of([Drawn(330, (321, 328))], prompts, failed, 25)
 def save_checkpoint(iteration, model, optimizer, *rest):
     "As Megatron: shards, then the name of the tracker's file, then the tracker."
     seen.append(path.exists())
@@ -200,7 +199,7 @@ checkpointing.get_checkpoint_tracker_filename(str(folder))  # outside a save
 Step.step.training = "the batch"
 checkpointing.save_checkpoint(41, "local", None)
 older = json.loads(written)
-del older["batches"]
+del older["batches"], older["replicas"], older["failed_batches"]
 def began(updates, iteration, saved):
     run = Updates.of(types.SimpleNamespace(updates_per_batch=updates, epochs_per_batch=1, max_kl_to_old=None), 0,
                      iteration, saved)

@@ -57,9 +57,9 @@ def write_run(tmp_path):
 
     def write(rows: list[dict], config: dict | None = None) -> Path:
         folder = tmp_path / "my-run"
-        with MetricsFile(folder / FILE_NAME) as file:
-            for row in rows:
-                file.write(row)
+        file = MetricsFile(folder / FILE_NAME)
+        for row in rows:
+            file.write(row)
         if config is not None:
             (folder / "run.json").write_text(json.dumps(config))
         return folder

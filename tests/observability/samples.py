@@ -48,9 +48,9 @@ def sample(ids, ratios, *, index=0, group=7, kept=None, reward=0.0, prompt=(1,),
 def write_run(folder: Path, steps: dict[int, list[Sample]], model: Path, correction=None) -> Path:
     """The folder of --rollout-log-dir, with samples beside metrics and settings."""
     (folder / "samples").mkdir(parents=True)
-    with MetricsFile(folder / "metrics.jsonl") as file:
-        for step in steps:
-            file.write({"step": step, "reward/mean": 0.5})
+    file = MetricsFile(folder / "metrics.jsonl")
+    for step in steps:
+        file.write({"step": step, "reward/mean": 0.5})
     for step, samples in steps.items():
         batch = SavedBatch(
             step=step, updates=1, replica=0, replicas=1, group_size=2, packed=True, num_turns=None,

@@ -26,14 +26,13 @@ def test_write_when_values_are_finite_then_one_json_line_a_step_is_on_disk_befor
     file.write({"reward/mean": 0.5, "step": 1, "my/own": 3})
     assert path.read_text() == '{"step": 1, "reward/mean": 0.5, "my/own": 3}\n'
     file.write({"step": 2, "reward/mean": np.float32(0.25), "weight_version": np.int64(2)})
-    file.close()
     assert path.read_text().splitlines()[1] == '{"step": 2, "reward/mean": 0.25, "weight_version": 2}'
 
 
 def test_write_when_values_are_not_finite_then_the_line_is_strict_json_and_reads_back_the_same(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    with MetricsFile(path) as file:
-        file.write({"step": 1, "a": math.nan, "b": math.inf, "c": -math.inf, "d": 1.5})
+    file = MetricsFile(path)
+    file.write({"step": 1, "a": math.nan, "b": math.inf, "c": -math.inf, "d": 1.5})
     assert strict(path.read_text()) == {
         "step": 1, "a": None, "b": None, "c": None, "d": 1.5,
         "nonfinite": {"a": "nan", "b": "inf", "c": "-inf"},
@@ -57,7 +56,8 @@ def test_write_when_metrics_are_unusable_then_the_error_names_them_and_nothing_i
     tmp_path, metrics, error, words
 ):
     path = tmp_path / "metrics.jsonl"
-    with MetricsFile(path) as file, pytest.raises(error, match=words):
+    file = MetricsFile(path)
+    with pytest.raises(error, match=words):
         file.write(metrics)
     assert path.read_text() == ""
 
@@ -91,12 +91,12 @@ def test_read_when_another_line_is_bad_then_the_error_gives_file_and_line(tmp_pa
 
 def test_read_when_a_resumed_run_repeats_steps_then_the_later_attempt_wins(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    with MetricsFile(path) as file:
-        for step in (1, 2, 3, 4):
-            file.write({"step": step, "attempt": 1})
-    with MetricsFile(path) as file:
-        for step in (2, 3):
-            file.write({"step": step, "attempt": 2})
+    file = MetricsFile(path)
+    for step in (1, 2, 3, 4):
+        file.write({"step": step, "attempt": 1})
+    file = MetricsFile(path)
+    for step in (2, 3):
+        file.write({"step": step, "attempt": 2})
     # Step 4 came from weights that the second attempt never had.
     assert read_metrics(path) == [
         {"step": 1, "attempt": 1}, {"step": 2, "attempt": 2}, {"step": 3, "attempt": 2},
@@ -109,8 +109,8 @@ def test_read_when_a_resumed_run_repeats_steps_then_the_later_attempt_wins(tmp_p
 def test_resume_when_the_last_line_has_no_newline_then_the_next_step_has_its_own_line(tmp_path, end, kept):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n' + end)
-    with MetricsFile(path) as file:
-        file.write({"step": 3})
+    file = MetricsFile(path)
+    file.write({"step": 3})
     assert read_metrics(path) == [{"step": 1}, *kept, {"step": 3}]
 
 

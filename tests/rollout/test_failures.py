@@ -1,5 +1,7 @@
 """When failed samples are too many, and which prompts are left out."""
 
+import json
+
 import pytest
 
 from megatron_rl_corr.engines.errors import TooManyFailures
@@ -93,3 +95,43 @@ def test_prompt_when_its_groups_failed_three_times_then_left_out_for_an_epoch_an
     assert [prompts.leaves_out(4, number) for number in (26, 29, 30, 39, 40)] == [True, True, True, True, False]
     assert not prompts.leaves_out(5, 30)
     assert prompts.add(4, 41) is False
+
+
+def test_failures_when_a_run_goes_on_then_what_is_judged_and_what_was_not_told_yet_are_those_of_the_checkpoint():
+    failures = Failures(0.05, lambda line: None)
+    for number in range(60):
+        failures.failed(SampleFailure("refused", "no"), "a sample")
+        failures.dropped(Prompt(number % 7, [1]), number, [10])
+    failures.since_last(), failures.take_dropped()
+    failures.failed(SampleFailure("retries", "no"), "a sample")
+    failures.dropped(Prompt(3, [1]), 61, [5, 6])
+    failures.cut([4])
+    resumed = Failures(0.05, lambda line: None)
+    resumed.restore(json.loads(json.dumps(failures.state())))
+    for one in (resumed, failures):
+        told = {name: n for name, n in one.since_last().items() if n}
+        assert told == {
+            "ended": 1, "replaced": 1, "lost_samples": 2, "lost_tokens": 11, "cut_ended": 1, "cut_ended_tokens": 4,
+            "failed_retries": 1,
+        }  # fmt: skip
+        assert one.take_dropped() == [(3, 61)]
+        for _ in range(39):
+            one.scored()
+        with pytest.raises(TooManyFailures, match="61 of the last 100 samples"):
+            one.check()
+
+
+def test_failures_when_a_checkpoint_has_none_then_counted_anew():
+    failures = Failures(0.05)
+    failures.restore({})
+    assert set(failures.since_last().values()) == {0}
+
+
+def test_fraction_when_a_run_goes_on_then_the_batches_before_the_checkpoint_are_judged_too():
+    fraction = FailedFraction(0.05)
+    assert fraction.exceeded(step(90, reward_error=4)) is None
+    resumed = FailedFraction(0.05)
+    resumed.restore(json.loads(json.dumps(fraction.state())))
+    told = dict.fromkeys(CAUSES, 0) | {"reward_error": 4, "refused": 2}
+    assert resumed.exceeded(step(10, refused=2)) == ("6 of the 100 samples of the last 2 batches", told)
+    assert FailedFraction(0.05).exceeded(step(10, refused=2)) is None

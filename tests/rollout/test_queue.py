@@ -2,6 +2,8 @@
 
 import asyncio
 import itertools
+import json
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from megatron_rl_corr.engines.errors import GroupsFilteredOut
 from megatron_rl_corr.engines.trajectory import Trajectory, VersionSpan
 from megatron_rl_corr.rollout.cursor import Cursor, Drawn, GroupNumbers
 from megatron_rl_corr.rollout.group_filter import has_spread
+from megatron_rl_corr.rollout.groups import StreamState
 from megatron_rl_corr.rollout.queue import Group, GroupStream, Selection
 
 
@@ -389,7 +392,7 @@ def test_take_when_filtered_and_oversampled_then_a_resumed_stream_draws_what_was
             each.flat = {4}
             taken = await each.step(one, 1, 4, 5, 6)
             assert each.begun[-4:] == [3, 4, 5, 6] and numbers(taken) == [5, 6] and one.untrained() == [3]
-        assert numbers_left.drawn(resumed.untrained()) == Drawn(7, (3,))
+        assert numbers_left.drawn(resumed.untrained()) == Drawn(7, running=(3,))
 
     run(scenario, selection=Selection(spread, oversampling=1.5))
 
@@ -412,3 +415,91 @@ def test_close_when_groups_are_aborted_and_run_then_all_end_and_none_is_begun():
 ])  # fmt: skip
 def test_spread_when_rewards_are_equal_as_float32_then_there_is_none(rewards, passes):
     assert has_spread(Group(0, [], rewards)) == passes
+
+
+def resumed_stream(state, base, sampler, **options):
+    """A run that goes on behind a checkpoint, as a leader makes it: all that is kept went through JSON."""
+    kept = asdict(GroupNumbers(Cursor(base), 0, 1).drawn(state.running, waiting=state.waiting, again=state.again))
+    place = Drawn.parse(json.loads(json.dumps(kept | {"counts": state.counts()})))
+    draw = GroupNumbers(Cursor(0), 0, 1, place).draw
+    state = StreamState.resumed(place.waiting, place.counts)
+    return GroupStream(sampler, draw, groups_per_step=2, last=10, resumed=state, **options)
+
+
+def test_take_when_a_run_goes_on_then_groups_that_waited_are_taken_first_in_their_order_whichever_is_done_first():
+    async def scenario(stream, sampler):
+        assert numbers(await sampler.step(stream, 0, 1, 3)) == [1, 3]
+        await sampler.finish(5, 0, 4)  # and 2 is running
+        state = stream.state()
+        assert (state.waiting, state.running) == ((5, 0, 4), (2,))
+        assert numbers(await sampler.step(stream, 1)) == [0, 5]  # the run that never ended
+        again = Sampler()
+        resumed = resumed_stream(state, 6, again, first=1, max_lag=2)
+        step = asyncio.create_task(resumed.take(1))
+        await settle()
+        assert again.begun == [5, 0, 4, 2, 6, 7]
+        await again.finish(2, 7, 4, 0)
+        assert not step.done()
+        assert resumed.state().waiting == (0, 4, 2, 7)  # what another checkpoint would keep
+        await again.finish(5)
+        assert numbers(await step) == [0, 5]
+        assert numbers(await again.step(resumed, 2)) == [2, 4]
+        assert numbers(await again.step(resumed, 3, 6)) == [6, 7]
+        await resumed.close()
+
+    run(scenario, max_lag=2)
+
+
+def test_take_when_groups_that_waited_are_lost_or_never_drawn_again_then_others_take_their_places():
+    async def scenario(_, sampler):
+        sampler.lost, drawn = {5}, iter([5, 4, *range(6, 20)])  # 0 is of a prompt that is left out
+        stream = GroupStream(
+            sampler, lambda: next(drawn), groups_per_step=2, first=1, last=10, max_lag=1,
+            resumed=StreamState((5, 0, 4)),
+        )  # fmt: skip
+        assert numbers(await sampler.step(stream, 1, 6, 5, 7, 4)) == [4, 6]
+        assert numbers(await sampler.step(stream, 2, 8)) == [7, 8]
+        await stream.close()
+
+    run(scenario)
+
+
+def test_take_when_no_update_was_made_with_oversampled_groups_then_a_run_that_goes_on_takes_the_same_ones():
+    async def scenario(stream, sampler):
+        assert numbers(await sampler.step(stream, 0, 2, 1)) == [1, 2]
+        again = Sampler()
+        resumed = resumed_stream(
+            stream.state(with_taken=True), 4, again, first=0, selection=Selection(oversampling=2.0)
+        )
+        assert numbers(await again.step(resumed, 0, 0, 2, 3, 1)) == [1, 2]
+        assert again.begun == [1, 2, 0, 3]
+        await resumed.close()
+
+    run(scenario, selection=Selection(oversampling=2.0))
+
+
+@pytest.mark.parametrize("refills", [False, True])
+def test_take_when_groups_were_filtered_before_the_checkpoint_then_they_count_for_the_limit_of_the_step(refills):
+    async def scenario(stream, sampler):
+        sampler.flat = set(range(2, 100))
+        assert numbers(await sampler.step(stream, 0, 0, 1)) == [0, 1]
+        await sampler.finish(2, 3, 4)  # of the four that may fail: 2 x (2 - 1) x (1 + 1)
+        state = stream.state()
+        assert state.filtered.groups == 3 and state.running == (5, 6)
+        again = Sampler()
+        again.flat = sampler.flat
+        resumed = resumed_stream(state, 7, again, first=1, max_lag=1, selection=stream._selection)
+        step = asyncio.create_task(resumed.take(1))
+        await settle()
+        while not step.done():
+            await again.finish(*[n for n in again.begun if not again._waiting[n].done()][:1])
+        # Four open places of two steps, and one more may fail.
+        assert again.begun == [5, 6, 7, 8, 9]
+        if refills:
+            assert numbers(await step) == [8, 9]
+        else:
+            with pytest.raises(GroupsFilteredOut):
+                await step
+        await resumed.close()
+
+    run(scenario, max_lag=1, selection=Selection(spread, limit=2.0, refills=refills))

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_rl_corr.data.prompt_files import open_prompts
 from megatron_rl_corr.data.prompt_format import PromptFormat, PromptLimits
-from megatron_rl_corr.rollout.cursor import Cursor, GroupNumbers, SavedCursor
+from megatron_rl_corr.rollout.cursor import Cursor, Drawn, GroupNumbers, SavedCursor
 from megatron_rl_corr.rollout.failures import FailedPrompts, Failures
 from megatron_rl_corr.rollout.group_sampler import GroupSampler
 
@@ -69,9 +69,11 @@ def test_runs_when_they_go_on_with_other_replicas_then_together_they_train_what_
         places = [
             replica.sampler.drawn(running) for replica, running in zip(replicas, open_numbers, strict=True)
         ]
-        kept = SavedCursor.of(Cursor.merged(places), whole, FailedPrompts(len(whole)), 1)
+        kept = SavedCursor.of(places, whole, FailedPrompts(len(whole)), 1)
         saved = SavedCursor.parse(json.dumps(asdict(kept)))
         assert saved == kept and saved.difference(opened(paths, weights)) is None
+        assert [saved.own_of(whole, rank, size) for rank in range(size)] == places
+        assert saved.own_of(whole, 0, size + 1) is None
     assert saved.next < 1600
     undone = {number for number in wanted if number < saved.next} - set(trained)
     assert undone == {number for number in saved.again if whole.can_be_drawn(number)}
@@ -79,7 +81,7 @@ def test_runs_when_they_go_on_with_other_replicas_then_together_they_train_what_
 
 
 def test_cursor_when_the_data_are_others_then_what_differs_is_named_and_open_numbers_are_not_drawn_again(paths):
-    kept = SavedCursor.of(Cursor(90, (4, 8)), opened(paths), FailedPrompts(71), 5)
+    kept = SavedCursor.of([Drawn(90, (4, 8))], opened(paths), FailedPrompts(71), 5)
     same = "71", "50 + 20 + 1, shares 286:571:143"
     for others, difference in (
         (opened(paths, seed=4), "seed 3 there, 4 here"),
@@ -89,9 +91,11 @@ def test_cursor_when_the_data_are_others_then_what_differs_is_named_and_open_num
         (opened([paths[1], paths[0], paths[2]]), f"sources {same[1]} there, 20 + 50 + 1, shares 286:571:143 here"),
     ):
         assert kept.difference(others) == difference and kept.cursor_of(others) == Cursor(90)
+        assert kept.own_of(others, 0, 1) is None
     assert kept.cursor_of(opened(paths)) == Cursor(90, (4, 8))
 
 
 def test_cursor_when_it_is_of_an_older_version_then_it_is_of_one_plain_source(paths):
     older = '{"seed": 3, "prompts": 50, "next": 9, "again": [2], "failed": {}, "left_out": {}}'
-    assert SavedCursor.parse(older).cursor_of(opened(paths[:1], [])) == Cursor(9, (2,))
+    saved, prompts = SavedCursor.parse(older), opened(paths[:1], [])
+    assert saved.cursor_of(prompts) == Cursor(9, (2,)) and saved.own_of(prompts, 0, 1) is None
