@@ -1,4 +1,4 @@
-"""What an earlier attempt wrote of steps that this one does anew is removed at the start: rows, files of samples, traces.
+"""What an earlier attempt wrote of steps that this one does anew is removed at the start: rows, samples, traces.
 
 So each step is once in metrics.jsonl and experts.jsonl, and no sample file is of weights that the run has given up.
 """

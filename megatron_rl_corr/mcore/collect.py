@@ -160,7 +160,7 @@ class Collector(BatchCollector):
         dist.all_reduce(sums)
         *judged, replaced, knowing, new_parts = sums.tolist()
         exceeded = self._failed_fraction.exceeded(judged)
-        if exceeded is not None:  # the first rank that has seen a failure raises; none has, where all are a checkpoint's
+        if exceeded is not None:  # the first rank that has seen a failure raises; none has, if all are a checkpoint's
             raises = knows or (not knowing and dist.get_rank() == 0)
             all_reduce_failure(self._failures.too_many(*exceeded) if raises else None)
         if replaced:
