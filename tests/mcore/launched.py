@@ -23,13 +23,18 @@ def reward(prompt, output_ids, finish_reason):
 """
 
 
-@contextmanager
-def replayed(server, model, folder):
-    """The server behind a door that repeats its samples; the folder has what `launch` needs."""
+def write_data(folder):
+    """What `launch` needs in its folder: a reward and prompts."""
     (folder / "reward.py").write_text(REWARD)
     (folder / "prompts.jsonl").write_text("".join(f'{{"input_ids": [3, 1, 4, {n}]}}\n' for n in range(4, 12)))
     rows = [*([2, 7, n] for n in range(5)), [5] * 40]  # the last is too long, and left out
     pq.write_table(pa.table({"input_ids": rows}), folder / "prompts.parquet")
+
+
+@contextmanager
+def replayed(server, model, folder):
+    """The server behind a door that repeats its samples; the folder has what `launch` needs."""
+    write_data(folder)
     with unchanged(server, model), ReplayingServer(server.url) as door:
         yield door
 
