@@ -173,10 +173,8 @@ class CorrectedTraining:
             # A batch whose first update ends the run is still there; within one, nobody else saves.
             batches, lost = step.updates.batches(iteration), step.training is not None
             cursor = step.collector.all_gather_cursor(batches, with_last=lost)
-            with (
-                checkpoint_cursor.saved_with(iteration, cursor),
-                reference_checkpoint.saved_with(iteration, step.reference, training.get_args(), source),
-            ):
+            reference = reference_checkpoint.saved_with(iteration, step.reference, training.get_args(), source)
+            with checkpoint_cursor.saved_with(iteration, cursor), reference:
                 return original(iteration, *args, **kwargs)
 
         return save_checkpoint
