@@ -37,6 +37,8 @@ def test_load_when_the_launcher_has_begun_then_nothing_is_done_again():
         (("--lr", "1"), "--rollout-hf-checkpoint is required; see --help"),
         (("--rollout-hf-checkpoint", "m"), "--rollout-url is required; see --help"),
         (("--rollout-iss", "token"), "unknown flag --rollout-iss; did you mean --rollout-is?"),
+        (("--rollout-hf-checkpoint", "m", "--rollout-prompts", "p", "--rollout-reward-function", "r.py:r",
+          "--rollout-url", "htp://a:1"), "--rollout-url: a server address is http://HOST:PORT or https://HOST:PORT"),
         (("--rollout-correction-config", "nowhere.yaml"), "--rollout-correction-config nowhere.yaml cannot be read:"),
         (("--perform-rl-step",), "--perform-rl-step needs --rl-inference-logprobs-is-correction beside it"),
     ],

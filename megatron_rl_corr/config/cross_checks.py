@@ -10,7 +10,8 @@ from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.config.groups import SPREAD
 from megatron_rl_corr.config.losses import WITHOUT_GROUPS, is_own
 from megatron_rl_corr.config.rules import check_trainer_inputs
-from megatron_rl_corr.config.run import RunConfig
+from megatron_rl_corr.config.run import OVER_HTTP, RunConfig
+from megatron_rl_corr.config.urls import check_urls_of
 
 _CLIPS = ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
 
@@ -71,6 +72,8 @@ def _check_reference(config: RolloutCorrectionConfig, run: RunConfig) -> None:
                 "distribution at temperature 1, which is not the one that was sampled; use `reference_checkpoint`, "
                 f"whose log-probs are of the sampled one, or drop `{name}`"
             )
+    if run.engine in OVER_HTTP:
+        check_urls_of("`reference_urls`", run.reference_urls)
     for url in run.reference_urls:
         if url.rstrip("/") in [other.rstrip("/") for other in run.urls]:
             raise ValueError(

@@ -23,11 +23,14 @@ from megatron_rl_corr.config.rewards import RewardsConfig
 from megatron_rl_corr.config.samples import SamplesConfig
 from megatron_rl_corr.config.supervision import SupervisionConfig
 from megatron_rl_corr.config.updates import UpdatesConfig
+from megatron_rl_corr.config.urls import check_urls_of, is_key
 
 ENGINES = {"sglang": "megatron_rl_corr.engines.sglang", "vllm": "megatron_rl_corr.engines.vllm"}
 """The programs that servers may run, and the module that speaks to each."""
 AUTO = "auto"
 """Ask each server which of them it runs."""
+OVER_HTTP = (AUTO, "sglang", "vllm")
+"""Engines whose addresses are checked before anything is imported; another one checks its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +80,15 @@ class ServersConfig(Options):
     """Environment variable that holds the servers' --api-key."""
 
     def check(self) -> None:
+        if self.engine in OVER_HTTP:
+            check_urls_of("`urls`", self.urls)
         if self.api_key_env is not None and not os.environ.get(self.api_key_env):
             raise ValueError(f"`api_key_env`: the environment variable {self.api_key_env} is not set; export it")
+        if self.api_key_env is not None and not is_key(os.environ[self.api_key_env]):
+            raise ValueError(
+                f"`api_key_env`: the value of {self.api_key_env} must be printable ASCII without spaces around it; is "
+                "there a line end at its end?"
+            )
         if self.ca_file is not None and not os.path.isfile(self.ca_file):
             raise ValueError(f"`ca_file`: there is no file {self.ca_file}")
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from megatron_rl_corr.engines.addresses import may_change
 from megatron_rl_corr.engines.base import Engine
 from megatron_rl_corr.engines.concurrency import all_or_first_failure, poll_until, raise_first
 from megatron_rl_corr.engines.errors import RolloutServerError
@@ -51,14 +52,14 @@ class ServerControl:
         """Return once every server can sample.
 
         Raises:
-            RolloutServerError: one could not after timeout_s; its last failure.
+            RolloutServerError: one could not after timeout_s, or never will, as `may_change` has it; its last failure.
         """
 
         async def wait_for(url: str) -> None:
             await poll_until(
                 lambda limit_s: self.fleet.send(url, self.engine_of(url).health(), timeout_s=limit_s),
                 timeout_s=timeout_s, pause_s=HEALTH_POLL_S, longest_attempt_s=HEALTH_PROBE_TIMEOUT_S,
-                retry=lambda error: isinstance(error, RolloutServerError), waited_for="it to become healthy",
+                retry=may_change, waited_for="it to become healthy",
             )  # fmt: skip
 
         await all_or_first_failure([wait_for(url) for url in self.base_urls])

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from megatron_rl_corr.config.run import AUTO, ENGINES
 from megatron_rl_corr.engines import load_engine
+from megatron_rl_corr.engines.addresses import may_change
 from megatron_rl_corr.engines.base import Engine
 from megatron_rl_corr.engines.concurrency import all_or_first_failure, poll_until
-from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, RolloutServerError
+from megatron_rl_corr.engines.errors import RolloutProtocolError
 from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.engines.types import Request, Transport
 
@@ -128,10 +129,6 @@ class Fleet(Transport):
 
         return await poll_until(
             ask, timeout_s=timeout_s, pause_s=POLL_S, longest_attempt_s=LONGEST_ATTEMPT_S,
-            retry=_may_change, waited_for="it to tell what it is",
+            retry=may_change, waited_for="it to tell what it is",
         )  # fmt: skip
 
-
-def _may_change(error: RolloutError) -> bool:
-    """Whether a server that starts, or a proxy before it, may answer otherwise later."""
-    return isinstance(error, RolloutServerError) and (error.status is None or error.status >= 500)

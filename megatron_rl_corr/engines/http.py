@@ -6,33 +6,14 @@ import socket
 import ssl
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import aiohttp
 import orjson
 
+from megatron_rl_corr.config.urls import is_key
+from megatron_rl_corr.engines.addresses import UnusableAddress, mistaken_scheme
 from megatron_rl_corr.engines.errors import RolloutServerError, body_start
 from megatron_rl_corr.engines.types import Request, Transport
-
-
-def checked_urls(base_urls: Sequence[str]) -> tuple[str, ...]:
-    """The addresses without a trailing slash.
-
-    Raises:
-        ValueError: no address, one that is no http(s)://HOST:PORT, or one that is given twice.
-    """
-    if isinstance(base_urls, str) or not base_urls:
-        raise ValueError(f"base_urls must be a non-empty list of server addresses, got {base_urls!r}")
-    urls = tuple(url.rstrip("/") for url in base_urls)
-    for url in urls:
-        parts = urlsplit(url)
-        if parts.username is not None or parts.password is not None:
-            raise ValueError(f"the address of {parts.hostname} must not hold a password; use api_key")
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-            raise ValueError(f"a server address is http://HOST:PORT or https://HOST:PORT, got {url!r}")
-    if len(set(urls)) != len(urls):
-        raise ValueError(f"a server address is given twice: {', '.join(urls)}")
-    return urls
 
 
 def checked_key(api_key: str | None) -> str | None:
@@ -41,7 +22,7 @@ def checked_key(api_key: str | None) -> str | None:
     Raises:
         ValueError: it can't; the message does not contain the key.
     """
-    if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""):
+    if api_key is not None and not is_key(api_key):
         raise ValueError("api_key must be printable ASCII without spaces around it: is there a line end at its end?")
     return api_key
 
@@ -55,11 +36,11 @@ def certificates(ca_file: str | Path | None, urls: Sequence[str]) -> ssl.SSLCont
     if ca_file is None:
         return True
     if not any(url.startswith("https://") for url in urls):
-        raise ValueError(f"ca_file {ca_file} has no effect: no server address is https://; leave it out")
+        raise ValueError(f"`ca_file` {ca_file} has no effect: no server address is https://; leave it out")
     try:
         return ssl.create_default_context(cafile=str(ca_file))
     except OSError as error:
-        raise ValueError(f"ca_file {ca_file} is not a PEM file of certificates: {error}") from None
+        raise ValueError(f"`ca_file` {ca_file} is not a PEM file of certificates: {error}") from None
 
 
 def no_remedy(endpoint: str, status: int, detail: str) -> str:
@@ -91,6 +72,8 @@ class HTTPTransport(Transport):
         self.timeout_s = timeout_s
         self.connect_timeout_s = connect_timeout_s
         self._api_key = api_key
+        self._answered: set[str] = set()
+        """Addresses that have answered in their protocol: one that breaks a connection later is looked at no more."""
         self._session: aiohttp.ClientSession | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -111,7 +94,7 @@ class HTTPTransport(Transport):
                 connection; None: the transport's own.
 
         Raises:
-            RolloutServerError: no answer, or one with another status.
+            RolloutServerError: no answer, or one with another status; UnusableAddress where there will be none.
         """
         session = self._open_session()
         data = None if request.json is None else orjson.dumps(request.json)
@@ -127,7 +110,11 @@ class HTTPTransport(Transport):
             ) as response:
                 status, body = response.status, await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            if url not in self._answered and (mistake := await mistaken_scheme(url, error, self.connect_timeout_s)):
+                what, remedy = mistake
+                raise UnusableAddress(url, request.endpoint, what, method=request.method, remedy=remedy) from error
             raise self._error(url, request, None, _reason(error, limit, self.connect_timeout_s)) from error
+        self._answered.add(url)
         if not 200 <= status < 300:
             raise self._error(url, request, status, body_start(body))
         return status, body

@@ -118,7 +118,8 @@ def _broadcast_reached(client: RolloutClient, loop: LoopThread) -> str:
             found[0] = loop.call(client.find_servers(WAIT_FOR_SERVERS_S))
             loop.call(wait_updatable(client, WAIT_FOR_SERVERS_S))
         except (RolloutError, ValueError) as failure:
-            error = failure if isinstance(failure, RolloutError) else StartupError(f"--rollout-url: {failure}")
+            error = StartupError(f"--rollout-url: {failure}")
+            error.__notes__ = [*getattr(failure, "__notes__", ())]
     all_reduce_failure(error)
     dist.broadcast_object_list(found, src=0)
     names, run_id = found

@@ -265,6 +265,10 @@ def test_wait_healthy_when_the_server_comes_up_later_then_returns_and_else_says_
         (["127.0.0.1:30000"], "http://HOST:PORT"),
         (["ftp://a:1"], "http://HOST:PORT"),
         (["http://a:1/", "http://a:1"], "given twice"),
+        (["http://a:1x"], "http://HOST:PORT"),
+        (["http://a:70000"], "http://HOST:PORT"),
+        (["http://[::1:5"], "http://HOST:PORT"),
+        ([f"http://user:{SECRET}@a:x"], "must not hold a password"),
         ([f"http://user:{SECRET}@a:1"], "must not hold a password"),
     ],
 )

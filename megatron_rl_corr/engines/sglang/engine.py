@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_rl_corr.config.urls import checked_urls
 from megatron_rl_corr.engines import stacked_parameters
 from megatron_rl_corr.engines.base import Engine
 from megatron_rl_corr.engines.checksums import checksum
-from megatron_rl_corr.engines.http import HTTPTransport, certificates, checked_key, checked_urls
+from megatron_rl_corr.engines.http import HTTPTransport, certificates, checked_key
 from megatron_rl_corr.engines.sglang import detailed_samples, requests, responses, router, servers, tensors
 from megatron_rl_corr.engines.sglang.progress import LoadsProgress
 from megatron_rl_corr.engines.sglang.remedies import REMEDIES

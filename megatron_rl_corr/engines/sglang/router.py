@@ -9,10 +9,11 @@ from collections.abc import Sequence
 
 import orjson
 
+from megatron_rl_corr.config.urls import checked_urls
+from megatron_rl_corr.engines.addresses import may_change
 from megatron_rl_corr.engines.concurrency import all_or_first_failure, poll_until
 from megatron_rl_corr.engines.control import HEALTH_PROBE_TIMEOUT_S
 from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, RolloutServerError
-from megatron_rl_corr.engines.http import checked_urls
 from megatron_rl_corr.engines.sglang.requests import model_info
 from megatron_rl_corr.engines.types import Request, Transport
 
@@ -71,9 +72,7 @@ class _NoWorker(RolloutProtocolError):
 
 
 def _may_change(error: RolloutError) -> bool:
-    if isinstance(error, RolloutServerError):
-        return error.status is None or error.status >= 500
-    return isinstance(error, _NoWorker)
+    return isinstance(error, _NoWorker) or may_change(error)
 
 
 def _worker_urls(url: str, body: bytes) -> list[str]:

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_rl_corr.config.urls import checked_urls
 from megatron_rl_corr.engines import stacked_parameters
 from megatron_rl_corr.engines.base import Engine
 from megatron_rl_corr.engines.checksums import checksum
-from megatron_rl_corr.engines.http import HTTPTransport, certificates, checked_key, checked_urls
+from megatron_rl_corr.engines.http import HTTPTransport, certificates, checked_key
 from megatron_rl_corr.engines.types import EngineLimits
 from megatron_rl_corr.engines.vllm import (
     detailed_samples,

@@ -1,0 +1,51 @@
+"""Addresses of rollout servers and the key for them: what they must look like."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+
+def checked_urls(base_urls: Sequence[str]) -> tuple[str, ...]:
+    """The addresses without a trailing slash.
+
+    Raises:
+        ValueError: no address, one that is no http(s)://HOST:PORT, or one that is given twice.
+    """
+    if isinstance(base_urls, str) or not base_urls:
+        raise ValueError(f"base_urls must be a non-empty list of server addresses, got {base_urls!r}")
+    urls = tuple(url.rstrip("/") for url in base_urls)
+    for url in urls:
+        if "@" in url:
+            raise ValueError(
+                f"the address of {url.rpartition('@')[2]} must not hold a password; name the environment variable of "
+                "the key in `api_key_env`"
+            )
+        if not _is_address(url):
+            raise ValueError(f"a server address is http://HOST:PORT or https://HOST:PORT, got {url!r}")
+    if len(set(urls)) != len(urls):
+        raise ValueError(f"a server address is given twice: {', '.join(urls)}")
+    return urls
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        right = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number, or a bracket that is not closed
+        return False
+    return right and not parts.query and not parts.fragment and not any(sign.isspace() for sign in url)
+
+
+def is_key(key: str) -> bool:
+    """Whether a header can carry it."""
+    return key.isascii() and key.isprintable() and key.strip() == key != ""
+
+
+def check_urls_of(option: str, urls: Sequence[str]) -> None:
+    """ValueError that names the option, in backticks, for addresses that can't be servers'; none at all are right."""
+    if urls:
+        try:
+            checked_urls(urls)
+        except ValueError as error:
+            raise ValueError(f"{option}: {error}") from None
