@@ -51,7 +51,7 @@ class HFCheckpoint:
         index = self.path / "model.safetensors.index.json"
         if index.is_file():
             weight_map = _json_object(index).get("weight_map")
-            if not isinstance(weight_map, dict):
+            if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
                 raise ValueError(f"{index} has no weight_map, which names the file of each tensor; save the model anew")
             return {name: self.path / file for name, file in weight_map.items()}
         single = self.path / "model.safetensors"
@@ -63,17 +63,36 @@ class HFCheckpoint:
         with _opened(single) as file:
             return dict.fromkeys(file.keys(), single)
 
+    def check_files(self) -> None:
+        """Open every file, which finds those that are missing or were cut, and look for each tensor; none is read.
+
+        Raises:
+            ValueError: a file can't be read, or lacks a tensor that the index says it has.
+        """
+        by_file: dict[Path, list[str]] = {}
+        for name, path in self._file_of.items():
+            by_file.setdefault(path, []).append(name)
+        for path, names in by_file.items():
+            with _opened(path) as file:
+                lacking = sorted(set(names) - set(file.keys()))
+            if lacking:
+                raise ValueError(
+                    f"{path} has no tensor {lacking[0]} (one of {len(lacking)} that model.safetensors.index.json names "
+                    "there); copy or save the model anew"
+                )
+
     def tensor(self, name: str) -> Tensor:
         """Read one tensor. Raises ValueError if the folder has none of that name, or its file can't be read."""
-        with _opened(self._file(name)) as file:
+        with _opened(self.file_of(name)) as file:
             return file.get_tensor(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """That of one tensor, which is not read. Raises ValueError as `tensor`."""
-        with _opened(self._file(name)) as file:
+        with _opened(self.file_of(name)) as file:
             return tuple(file.get_slice(name).get_shape())
 
-    def _file(self, name: str) -> Path:
+    def file_of(self, name: str) -> Path:
+        """The file that has a tensor. Raises ValueError if the folder has none of that name."""
         if name not in self._file_of:
             raise ValueError(f"the checkpoint {self.path} has no tensor {name}")
         return self._file_of[name]

@@ -99,7 +99,9 @@ def load_shards(parameters: Sequence[LocalParameter], checkpoint: HFCheckpoint, 
         rank, size = (
             (ranks.expert_tp_rank, ranks.expert_tp_size) if rule.is_expert else (ranks.tp_rank, ranks.tp_size)
         )
-        shard = rule.layout.split([checkpoint.tensor(name) for name in rule.hf_names], rank, size)
+        whole = [checkpoint.tensor(name) for name in rule.hf_names]
+        _check_shapes(parameter, rule, whole, size, checkpoint)
+        shard = rule.layout.split(whole, rank, size)
         if shard.shape != parameter.tensor.shape:
             raise ValueError(
                 f"{parameter.local_name}: the checkpoint's {' + '.join(rule.hf_names)} makes a shard of "
@@ -111,6 +113,30 @@ def load_shards(parameters: Sequence[LocalParameter], checkpoint: HFCheckpoint, 
             parameter.tensor.data = parameter.tensor.data.float()
         parameter.tensor.copy_(shard)
     _check_all_used(parameters, checkpoint, ranks)
+
+
+def _check_shapes(
+    parameter: LocalParameter, rule: ParameterRule, whole: Sequence[Tensor], size: int, checkpoint: HFCheckpoint
+) -> None:
+    """ValueError for tensors of other shapes than this rank's parameter, times `size` ranks, is made of.
+
+    A layout would fail in them without a name, or, where only the number of elements is right, cut them wrongly.
+    """
+    shards = [torch.empty(parameter.tensor.shape, device="meta")] * (1 if rule.layout.replicated else size)
+    try:
+        expected = [tensor.shape for tensor in rule.layout.merge(shards)]
+    except RuntimeError:
+        raise ValueError(
+            f"{parameter.local_name}: the model has {tuple(parameter.tensor.shape)} on each of {size} ranks, of which "
+            f"{' + '.join(rule.hf_names)} can't be made; give Megatron the sizes of {checkpoint.path / 'config.json'}"
+        ) from None
+    for name, tensor, shape in zip(rule.hf_names, whole, expected, strict=True):
+        if tensor.shape != shape:
+            raise ValueError(
+                f"{checkpoint.file_of(name)}: {name} is {tuple(tensor.shape)}, and the model ({parameter.local_name}) "
+                f"needs {tuple(shape)}; give Megatron the sizes of {checkpoint.path / 'config.json'}, or the folder "
+                "whose weights that file describes"
+            )
 
 
 def _check_all_used(parameters: Sequence[LocalParameter], checkpoint: HFCheckpoint, ranks: ShardRanks) -> None:
