@@ -1,12 +1,17 @@
-"""Files that are replaced in one move: a reader sees the old file or the new one, never half of it."""
+"""Files that a run writes: replaced in one move, never through a link; folders are tried before they are needed."""
 
+import errno
 import os
 import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, BinaryIO
+
+PROBE_BYTES = 2**20
+"""What is written into a folder to try it: more than a disk has room for that is full, to the eyes of a user."""
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 METRICS_NAME = "metrics.jsonl"
 """A run's metrics, in --rollout-log-dir."""
@@ -48,3 +53,62 @@ def write_atomically(path: str | os.PathLike, content: bytes, *, mode: int = 0o6
     with atomic_writer(path, mode=mode) as file:
         file.write(content)
     return Path(path)
+
+
+def check_writable(folder: str | os.PathLike, option: str) -> None:
+    """Make a folder, and write a file of PROBE_BYTES there to the disk, which is removed again.
+
+    What the mode bits allow may still be refused, by a full disk, a read-only one or a quota.
+
+    Args:
+        folder: of the user. It may be a link to a folder, as the user named it so.
+        option: what named it, for the error.
+
+    Raises:
+        ValueError: it can't be made or written; the message names the option, the folder and the remedy.
+    """
+    folder = Path(folder)
+    if folder.is_symlink() and not folder.exists():
+        raise ValueError(
+            f"{option} {folder} is a link to {os.readlink(folder)}, which is not there; make that, or name another "
+            "folder"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{option} {folder} can't be made: {error.strerror}; name another folder") from None
+    try:
+        _probe(folder)
+    except OSError as error:
+        remedy = "let this user write it, or name another folder"
+        if error.errno in _FULL:
+            remedy = f"make room there ({PROBE_BYTES // 2**20} MiB were tried), or name another folder"
+        elif error.errno == errno.EFBIG:
+            remedy = f"raise the limit of a file's size (ulimit -f; {PROBE_BYTES // 2**20} MiB were tried)"
+        raise ValueError(f"{option} {folder} can't be written: {error.strerror}; {remedy}") from None
+
+
+def _probe(folder: Path) -> None:
+    descriptor, path = tempfile.mkstemp(prefix=".probe.", dir=folder)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(os.urandom(PROBE_BYTES))  # some file systems store zeros in no room
+            file.flush()
+            os.fsync(file.fileno())
+    finally:
+        os.unlink(path)
+
+
+def refuse_link(path: str | os.PathLike) -> None:
+    """OSError where a link is in the place of a file or folder that is to be written."""
+    if os.path.islink(path):
+        raise OSError(
+            errno.ELOOP, f"it is a link to {os.readlink(path)}, and nothing is written through one; remove it",
+            str(path),
+        )  # fmt: skip
+
+
+def open_to_append(path: str | os.PathLike, **options: str) -> IO:
+    """Open a file to append to it. options: of `open`. Raises OSError where it can't be written, or is a link."""
+    refuse_link(path)
+    return open(path, "a", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666), **options)

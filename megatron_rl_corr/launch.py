@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         install = plugin.prepare(arguments)
     except ValueError as error:
-        return _refuse(str(error))
+        return _refuse(error)
     return _run(script, arguments, install)
 
 
@@ -82,7 +82,7 @@ def _print_help() -> None:
     add_flags(parser).print_help()
 
 
-def _refuse(message: str) -> int:
+def _refuse(message: object) -> int:
     plugin.refuse("megatron_rl_corr.launch", message)
     return 2
 

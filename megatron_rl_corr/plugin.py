@@ -7,16 +7,23 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from megatron_rl_corr.config.flags import name_flags, parse
+from megatron_rl_corr.files import check_writable, refuse_link
 from megatron_rl_corr.integrations import megatron_rl_hooks
 
 PEER_MESSAGE_TIMEOUT_S = 10.0
 """How long a rank that learnt of another's failure in a collective waits for that rank's message."""
 IN_PROCESS_RESTART = "--inprocess-restart"
 """Megatron's flag, with which a failure does not end the process."""
+
+MEGATRONS_FOLDERS = ("--tensorboard-dir", "--wandb-save-dir", "--save")
+"""Megatron's flags for folders that its last rank writes, the first two before any of our hooks is called."""
+LOG_NAMES = ("metrics.jsonl", "experts.jsonl", "tensorboard")
+"""What a run adds to in --rollout-log-dir."""
 
 Install = Callable[[], Callable[[], None]]
 """Replaces Megatron's functions, and returns what leaves the servers after the last step."""
@@ -45,6 +52,10 @@ def prepare(arguments: Sequence[str]) -> Install:
             f"--rollout-correction-config {error.filename} cannot be read: {error.strerror}"
         ) from error
 
+    folders = _last_ranks_folders(arguments, log_dir)
+    if os.environ.get("RANK", "0") == str(int(os.environ.get("WORLD_SIZE", "1")) - 1):
+        _check_folders(folders)
+
     def install() -> Callable[[], None]:
         name_flags_in_logs()
         from megatron_rl_corr.mcore import versions
@@ -55,12 +66,39 @@ def prepare(arguments: Sequence[str]) -> Install:
 
         if os.environ.get("RANK", "0") == "0":
             print(f"[rollout] Transformer Engine: {versions.transformer_engine()}", flush=True)
-        report = StepReport(log_dir, settings)
+        report = StepReport(log_dir, settings, folders)
         if megatrons_own_rl:
             return megatron_rl_hooks.install(config, report)
         return hooks.install(config, options, report)
 
     return install
+
+
+class RefusedHere(ValueError):
+    """What this rank alone may know, such as a folder that only it writes: printed by whichever rank it is."""
+
+
+def _last_ranks_folders(arguments: Sequence[str], log_dir: str | None) -> dict[str, str]:
+    """Flag -> folder of what the job's last rank writes: metrics, and what Megatron writes there."""
+    folders = {} if log_dir is None else {"--rollout-log-dir": log_dir}
+    for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        flag, joined, value = word.partition("=")
+        if flag in MEGATRONS_FOLDERS:
+            folders[flag] = value if joined else following
+    return {flag: folder for flag, folder in folders.items() if folder}
+
+
+def _check_folders(folders: Mapping[str, str]) -> None:
+    """Write a file into each. Raises RefusedHere with the flag, the folder and the remedy."""
+    try:
+        for flag, folder in folders.items():
+            check_writable(folder, flag)
+        for name in LOG_NAMES if "--rollout-log-dir" in folders else ():
+            refuse_link(Path(folders["--rollout-log-dir"], name))
+    except ValueError as error:
+        raise RefusedHere(str(error)) from None
+    except OSError as error:
+        raise RefusedHere(f"--rollout-log-dir: {error.filename}: {error.strerror}") from None
 
 
 def name_flags_in_logs() -> None:
@@ -79,16 +117,24 @@ def name_flags_in_logs() -> None:
 class StepReport:
     """Writes each step's metrics; opens its files at the first one, as only one rank reports."""
 
-    def __init__(self, log_dir: str | None, settings: dict[str, Any]):
+    def __init__(self, log_dir: str | None, settings: dict[str, Any], folders: Mapping[str, str]):
         self._log_dir, self._settings, self._log = log_dir, settings, None
+        self._folders = [f"{flag} {folder}" for flag, folder in folders.items() if flag != "--save"]
 
     def __call__(self, metrics: dict[str, float], writer: Any) -> None:
-        """writer: Megatron's TensorBoard writer, or None."""
+        """writer: Megatron's TensorBoard writer, or None. Raises StartupError where a disk is full, or fails."""
         from megatron_rl_corr.observability.run_log import RunLog
+        from megatron_rl_corr.parallel.failure import StartupError
 
-        if self._log is None:
-            self._log = RunLog(self._log_dir, self._settings, writer)
-        self._log.write(metrics)
+        try:
+            if self._log is None:
+                self._log = RunLog(self._log_dir, self._settings, writer)
+            self._log.write(metrics)
+        except OSError as error:
+            raise StartupError(
+                f"{' or '.join(self._folders)}: {error}, so step {metrics['step']:.0f} is not written there; "
+                "make room, or name another folder, and go on from the last checkpoint with --load"
+            ) from error
 
 
 def load() -> None:
@@ -188,8 +234,8 @@ def _leave_after_peer(failure: str) -> None:
 
 
 def refuse(program: str, message: object) -> None:
-    """Print what is wrong with the command line, on rank 0."""
-    if os.environ.get("RANK", "0") == "0":
+    """Print what is wrong with the command line, on rank 0, or where it is this rank's own."""
+    if os.environ.get("RANK", "0") == "0" or isinstance(message, RefusedHere):
         print(f"{program}: {name_flags(message)}", file=sys.stderr, flush=True)
 
 

@@ -36,8 +36,8 @@ def load_with_module(
         loaded: files and modules that are not loaded again, by their names; this one is added.
 
     Raises:
-        ValueError: there is no such file, module or name, or it is not callable; the message names the flag and the
-            remedy.
+        ValueError: there is no such file, module or name, it is not callable, or its file ends the program; the
+            message names the flag and the remedy.
         Exception: what the user's own module raises, as it is.
     """
     source, colon, name = spec.rpartition(":")
@@ -45,7 +45,10 @@ def load_with_module(
         raise ValueError(f"{flag}: {FORMS}, got {spec!r}")
     loaded = {} if loaded is None else loaded
     if source not in loaded:
-        loaded[source] = _load_file(source, flag, text) if source.endswith(".py") else _load_module(source, flag)
+        try:
+            loaded[source] = _load_file(source, flag, text) if source.endswith(".py") else _load_module(source, flag)
+        except SystemExit as error:  # a rank that takes it for its orderly end leaves the others waiting
+            raise ValueError(f"{flag} {spec} called exit({error.code!r}) while it was loaded") from error
     module = loaded[source]
     found = getattr(module, name, None)
     if found is None:

@@ -10,9 +10,10 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_rl_corr.config.run import RunConfig
+from megatron_rl_corr.files import refuse_link
 from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
-from megatron_rl_corr.models.hf_folder import UnfinishedFolder, check_writable
+from megatron_rl_corr.models.hf_folder import UnfinishedFolder
 from megatron_rl_corr.parallel.failure import all_reduce_failure, all_reduce_first_rank
 from megatron_rl_corr.weight_sync.export import StageExporter, write_stage
 
@@ -55,8 +56,9 @@ class HFSaves:
         due = step == self.last or (self.every is not None and step % self.every == 0)
         if self.folder is None or not due:
             return
-        folder = UnfinishedFolder(self.folder / f"iter_{step:07d}", {"step": step})
-        all_reduce_first_rank(folder.begin)
+        place = self.folder / f"iter_{step:07d}"
+        folder = UnfinishedFolder(place, {"step": step})
+        all_reduce_first_rank(lambda: _begin(folder, place))
         with compat.gathered_parameters(model, optimizer):
             error = write_stage(folder.path, self.exporter)
         all_reduce_failure(error)
@@ -65,8 +67,14 @@ class HFSaves:
             print(f"[rollout] the policy after step {step}, for Hugging Face: {folder.final}", flush=True)
 
 
+def _begin(folder: UnfinishedFolder, place: Path) -> None:
+    """Make the unfinished folder; OSError where a link is in its place, as it may lead out of --rollout-save-hf."""
+    refuse_link(place)
+    folder.begin()
+
+
 def check_folder(options: RunConfig, args: argparse.Namespace) -> None:
-    """ValueError for a --rollout-save-hf that can't be written, or where another's folders would be replaced.
+    """ValueError for a --rollout-save-hf where another's folders would be replaced.
 
     Args:
         options: the plugin's flags.
@@ -86,4 +94,3 @@ def check_folder(options: RunConfig, args: argparse.Namespace) -> None:
             f"--rollout-save-hf {folder} holds --rollout-hf-checkpoint {options.hf_checkpoint}, which a step of the "
             "same number would replace; name another folder"
         )
-    check_writable(folder, "--rollout-save-hf")

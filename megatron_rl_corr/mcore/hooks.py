@@ -27,6 +27,7 @@ from megatron_rl_corr.mcore import (
     checkpoint_cursor,
     checkpoint_files,
     compat,
+    file_checks,
     reference_checkpoint,
     run_flags,
     session,
@@ -115,6 +116,7 @@ class CorrectedTraining:
             settings = training.get_args()
             all_reduce_startup(self._supervision.open)
             all_reduce_startup(lambda: run_flags.check_megatron_arguments(settings))
+            all_reduce_startup(lambda: file_checks.check_files(self._options, settings))
             if not self._options.pad_sequences:
                 set_packed(settings)
             model, optimizer, scheduler = original(*args, **kwargs)

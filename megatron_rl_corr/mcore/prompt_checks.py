@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from megatron_rl_corr.config.flags import warn
 from megatron_rl_corr.config.run import RunConfig
@@ -41,7 +42,8 @@ def training_prompts(
     form = PromptFormat.of(options, tokenizer, limits)
     if not layout.is_data_leader:
         return None
-    prompts = open_prompts(options.prompts, form, seed=args.seed, weights=options.weights, warn=warn)
+    with _naming("--rollout-prompts"):
+        prompts = open_prompts(options.prompts, form, seed=args.seed, weights=options.weights, warn=warn)
     checked, long = check_rows(prompts, "--rollout-prompts")
     if long and layout.dp_rank == 0:
         warn(
@@ -74,7 +76,8 @@ def held_out_prompts(
     form = PromptFormat.of(options, tokenizer, limits)
     if not layout.is_data_leader:
         return None
-    prompts = open_prompts([path], form, warn=warn)
+    with _naming("--rollout-eval-prompts"):
+        prompts = open_prompts([path], form, warn=warn)
     check_rows(prompts, "--rollout-eval-prompts", all_rows=True)
     return prompts
 
@@ -116,18 +119,25 @@ def check_rows(prompts: PromptDataset, flag: str, *, all_rows: bool = False) -> 
     Raises:
         ValueError: one is bad, or all are too long.
     """
-    try:
+    with _naming(flag):
         whole = all_rows or len(prompts) <= CHECKED_ROWS or (len(prompts) <= CHECKED_IDS and _has_ids(prompts))
         chosen: Iterable[int] = range(len(prompts))
         if not whole:
             chosen = sorted({*prompts.ends, *(prompts.index_at(number) for number in range(CHECKED_ROWS))})
         errors = [_long(prompts, index) for index in chosen]
-    except ValueError as error:
-        raise ValueError(f"{flag}: {error}") from None
     long = [error for error in errors if error is not None]
     if len(long) == len(errors):
         raise ValueError(f"{flag}: all of the {len(long)} rows that were looked at are too long; {long[0]}")
     return len(errors), long
+
+
+@contextmanager
+def _naming(flag: str) -> Iterator[None]:
+    """Put the flag before an error about the data, which names its file alone."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{flag}: {error}") from None
 
 
 def _has_ids(prompts: PromptDataset) -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_rl_corr.files import write_atomically
+from megatron_rl_corr.files import refuse_link, write_atomically
 from megatron_rl_corr.mcore.checkpoint_files import folder_of, folders_to_load, put_in
 from megatron_rl_corr.mcore.reference import Reference
 from megatron_rl_corr.models.hf_folder import copy_model_files, write_index
@@ -96,6 +96,7 @@ def saved_with(iteration: int, reference: Reference, args: argparse.Namespace, s
     all_reduce_first_rank(lambda: _finish(folder, reference.reset_after, Path(source)))
 
     def put(checkpoint: Path) -> None:
+        refuse_link(checkpoint / FOLDER)
         shutil.rmtree(checkpoint / FOLDER, ignore_errors=True)
         shutil.move(folder, checkpoint / FOLDER)  # a checkpoint may be on another file system
 

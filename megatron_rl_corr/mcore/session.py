@@ -21,7 +21,7 @@ from megatron_rl_corr.mcore.batch_collector import BatchCollector
 from megatron_rl_corr.mcore.collect import Collector, SampleSource
 from megatron_rl_corr.mcore.evaluate import Evaluation
 from megatron_rl_corr.mcore.forward import LogprobSettings
-from megatron_rl_corr.mcore.hf_saves import HFSaves, check_folder
+from megatron_rl_corr.mcore.hf_saves import HFSaves
 from megatron_rl_corr.mcore.packing import pack_limits
 from megatron_rl_corr.mcore.policy_check import check_model, naming_checkpoint
 from megatron_rl_corr.mcore.prompt_checks import training_prompts
@@ -197,7 +197,6 @@ def _prepare(
 ) -> _Parts:
     """Everything that needs neither servers nor other ranks. Raises ValueError or OSError for what is wrong."""
     args = megatron.args
-    check_folder(options, args)
     with naming_checkpoint(options.hf_checkpoint):
         checkpoint = HFCheckpoint(options.hf_checkpoint)
     loop, vocab_size = LoopThread(), checkpoint.config["vocab_size"]

@@ -6,7 +6,7 @@ N sequences: P prompts of G samples; T tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
 
 import torch
 from torch import Tensor
@@ -60,7 +60,19 @@ def check_user_functions(config: RolloutCorrectionConfig, group_size: int) -> No
 
 @cache
 def _loaded(spec: str, flag: str) -> Callable[..., Tensor]:
-    return load(spec, flag)
+    function = load(spec, flag)
+
+    @wraps(function)
+    def called(*args: object, **named: object) -> Tensor:
+        try:
+            return function(*args, **named)
+        except SystemExit as error:  # taken for the orderly end of a run, it would leave the other ranks waiting
+            raise RuntimeError(
+                f"{flag} {spec} called exit({error.code!r}); a run ends after --train-iters, and a function that can't "
+                "go on raises an error"
+            ) from error
+
+    return called
 
 
 def _called(field: str, spec: str, check: Callable[[], None]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron_rl_corr.files import refuse_link
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint, read_config
 from megatron_rl_corr.models.names import NameTable
 
@@ -137,24 +137,6 @@ def check_ours(folder: Path) -> None:
         raise FileExistsError(f"{folder} has no {MARKER}, so it was not made by this program; name another folder")
 
 
-def check_writable(folder: Path, option: str) -> None:
-    """Make the folder.
-
-    Args:
-        folder: of the user.
-        option: what named it, for the error.
-
-    Raises:
-        ValueError: it can't be made or written.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"{option} {folder} can't be made: {error.strerror}; name another") from None
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(f"{option} {folder} can't be written; name another folder")
-
-
 def remove(folder: Path) -> None:
     """Remove a folder that was made here, or an empty one, because a run may be killed before it writes the marker.
 
@@ -162,7 +144,9 @@ def remove(folder: Path) -> None:
 
     Raises:
         FileExistsError: the folder was not made here.
+        OSError: it is a link, which may lead to anything.
     """
+    refuse_link(folder)
     if not folder.exists():
         return
     check_ours(folder)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_rl_corr.core.metric_spec import MetricSpec, in_group
 from megatron_rl_corr.core.metrics import Metric, Sum
+from megatron_rl_corr.files import open_to_append
 from megatron_rl_corr.parallel.experts import all_gather_experts, all_reduce_scatter_experts, expert_sums
 from megatron_rl_corr.parallel.layout import Layout
 
@@ -106,13 +107,19 @@ class ExpertLog:
             step: counted from 1.
             layers: those with experts.
             tables: [H, E] each, by the names in COLUMNS; rows of other layers are not written.
+
+        Raises:
+            OSError: the file can't be written.
         """
         rows = {name: table[list(layers)].cpu() for name, table in tables.items()}
         if self._path is not None:
             plain = {name: [[_json_number(x) for x in row] for row in table.tolist()] for name, table in rows.items()}
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a") as file:
-                file.write(json.dumps({"step": step, "layers": layers, **plain}) + "\n")
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                with open_to_append(self._path) as file:
+                    file.write(json.dumps({"step": step, "layers": layers, **plain}) + "\n")
+            except OSError as error:
+                raise OSError(f"`log_dir` {self._path.parent}: {error}") from error
         writer = self._writer()
         if writer is not None:
             for name, table in rows.items():

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from numbers import Integral, Real
 from pathlib import Path
 
-from megatron_rl_corr.files import METRICS_NAME
+from megatron_rl_corr.files import METRICS_NAME, open_to_append, refuse_link
 
 FILE_NAME = METRICS_NAME
 CONFIG_NAME = "run.json"
@@ -64,6 +64,7 @@ class MetricsFile:
     def __init__(self, path: str | os.PathLike):
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        refuse_link(self.path)
         _mend_torn_end(self.path)
         self.path.touch()
 
@@ -78,7 +79,7 @@ class MetricsFile:
             ValueError: there is no `step`, or it is no whole number.
         """
         line = encode_line(metrics)
-        with self.path.open("a", encoding="ascii") as file:
+        with open_to_append(self.path, encoding="ascii") as file:
             file.write(line)
 
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_rl_corr.files import write_atomically
+from megatron_rl_corr.files import refuse_link, write_atomically
 from megatron_rl_corr.observability.catalogue import bins_of
 from megatron_rl_corr.observability.console import LiveTable
 from megatron_rl_corr.observability.metrics_file import CONFIG_NAME, FILE_NAME, MetricsFile, host_number
@@ -58,6 +58,7 @@ def open_writer(run_dir: str | os.PathLike):
     """A SummaryWriter in the run's `tensorboard` folder, for a trainer that has none of its own."""
     from torch.utils.tensorboard import SummaryWriter
 
+    refuse_link(Path(run_dir) / "tensorboard")
     return SummaryWriter(str(Path(run_dir) / "tensorboard"))
 
 

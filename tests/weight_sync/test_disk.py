@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from megatron_rl_corr.engines.sglang.servers import remedy
+from megatron_rl_corr.files import check_writable
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
-from megatron_rl_corr.models.hf_folder import MARKER, check_writable, write_index
+from megatron_rl_corr.models.hf_folder import MARKER, write_index
 from megatron_rl_corr.weight_sync.transports.disk import DiskTransport
 
 LOOP = SimpleNamespace(call=asyncio.run)

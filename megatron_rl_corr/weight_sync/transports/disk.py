@@ -74,4 +74,5 @@ def _naming_option() -> Iterator[None]:
 
 
 def _ours(folder: Path) -> list[Path]:
-    return [path for path in folder.glob("version-*") if (path / MARKER).is_file()]
+    found = [path for path in folder.glob("version-*") if not path.is_symlink()]
+    return [path for path in found if (path / MARKER).is_file()]

@@ -1,0 +1,80 @@
+"""What a run will write, and the checkpoint that it reads, tried before a model is made."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_rl_corr.config.run import RunConfig
+from megatron_rl_corr.files import check_writable
+from megatron_rl_corr.mcore import compat
+from megatron_rl_corr.mcore.hf_saves import check_folder
+from megatron_rl_corr.mcore.policy_check import naming_checkpoint
+from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
+from megatron_rl_corr.parallel.layout import Layout
+
+HF_FOLDERS = ("iter_*", ".iter_*")
+"""What --rollout-save-hf writes in its folder."""
+WEIGHT_FOLDERS = (".unfinished",)
+"""What a push by disk writes in its folder, under one name each time."""
+
+
+def check_files(options: RunConfig, args: argparse.Namespace) -> None:
+    """Write a file into every folder that this rank will write, and open the checkpoint's files, once a host.
+
+    Megatron's process groups are there. The last rank's folders are tried when the command line is read, by
+    `plugin.prepare`.
+
+    Args:
+        options: the plugin's flags.
+        args: Megatron's.
+
+    Raises:
+        ValueError: names the flag, the folder or file, and the remedy.
+    """
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # hosts may have copies of their own
+        with naming_checkpoint(options.hf_checkpoint):
+            HFCheckpoint(options.hf_checkpoint).check_files()
+    check_folder(options, args)
+    for flag, folder in written_folders(options, args, compat.layout()):
+        check_writable(folder, flag)
+    if options.save_hf is not None:
+        _refuse_links("--rollout-save-hf", Path(options.save_hf), HF_FOLDERS)
+    if options.weight_dir is not None:
+        _refuse_links("--rollout-weight-dir", Path(options.weight_dir), WEIGHT_FOLDERS)
+
+
+def written_folders(options: RunConfig, args: argparse.Namespace, layout: Layout) -> Iterator[tuple[str, str]]:
+    """(flag, folder) of those that this rank writes.
+
+    Args:
+        options: the plugin's flags.
+        args: Megatron's.
+        layout: this rank's place.
+    """
+    if layout.is_data_leader:
+        yield from _given(
+            ("--rollout-save-trajectories", options.save_trajectories), ("--rollout-trace", options.trace)
+        )
+    if dist.get_rank() in (0, layout.stage_groups.sender):
+        yield from _given(("--rollout-save-hf", options.save_hf), ("--rollout-weight-dir", options.weight_dir))
+    yield from _given(
+        ("--save", args.save), ("--non-persistent-global-ckpt-dir", args.non_persistent_global_ckpt_dir)
+    )
+
+
+def _given(*pairs: tuple[str, str | None]) -> Iterator[tuple[str, str]]:
+    yield from ((flag, folder) for flag, folder in pairs if folder is not None)
+
+
+def _refuse_links(flag: str, folder: Path, patterns: Iterable[str]) -> None:
+    """ValueError for a link in the place of a folder that will be written: it may lead anywhere."""
+    for link in (path for pattern in patterns for path in folder.glob(pattern) if path.is_symlink()):
+        raise ValueError(
+            f"{flag} {folder}: {link.name} in it is a link to {os.readlink(link)}, and nothing is written through one; "
+            "remove it, or name another folder"
+        )

@@ -1,0 +1,226 @@
+"""What a user gets wrong before the first step, by the real launcher: one line with the flag, its value and the remedy.
+
+Each row is a start of its own, in a fork; none may print a traceback, and what can be known before a model is made is
+said before.
+"""
+
+import re
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.faults.drills import RUNS_ALL, drill
+from tests.faults.starts import run_starts
+from tests.matrix.patched import cpu_flags
+
+SCRIPT = "tests/faults/start_script.py"
+NOT_WRITABLE = "/sys/kernel/megatron_rl_corr"
+"""Where root can make no folder either."""
+FOLDERS = {
+    "--rollout-log-dir": 2, "--tensorboard-dir": 2, "--save": 2, "--rollout-save-trajectories": 1,
+    "--rollout-trace": 1, "--rollout-save-hf": 1, "--rollout-weight-dir": 1,
+}  # fmt: skip
+"""Flags of folders -> status of the start that can't write one: 2 before anything is imported."""
+FULL = 300_000
+"""Bytes of a file, as on a disk that is nearly full."""
+
+
+def base(folder, model, **changed):
+    """The command line of a run that nothing is wrong with; changed: flags by their words, None leaves one out."""
+    given = {
+        "rollout_url": "http://127.0.0.1:9", "rollout_hf_checkpoint": model, "tokenizer_model": model,
+        "rollout_prompts": folder / "prompts.jsonl", "rollout_reward_function": f"{folder / 'user.py'}:reward",
+        "rollout_group_size": 4, "rollout_max_new_tokens": 8,
+    } | changed  # fmt: skip
+    words = [f"--{name.replace('_', '-')} {value}".split(" ") for name, value in given.items() if value is not None]
+    return [SCRIPT, *cpu_flags(model), *(word for pair in words for word in pair)]
+
+
+USER = """
+def reward(prompt, output_ids, finish_reason):
+    return 1.0
+def advantage(rewards, kept, tokens):
+    exit()
+def loss(inputs, config):
+    raise SystemExit("enough")
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("starts")
+    (folder / "user.py").write_text(USER)
+    (folder / "leaves.py").write_text("import sys\nsys.exit('I leave')\n")
+    (folder / "prompts.jsonl").write_text("".join(f'{{"input_ids": [3, 1, 4, {n}]}}\n' for n in range(4, 12)))
+    (folder / "file").write_text("")
+    return folder
+
+
+def folder_rows(folder, model):
+    """Name -> (row, words of its line, a model may be made before)."""
+    rows = {}
+    elsewhere = folder / "elsewhere"
+    for number, flag in enumerate(FOLDERS):
+        name = flag.removeprefix("--").replace("-", "_")
+        more = {"rollout_weight_transport": "disk"} if flag == "--rollout-weight-dir" else {}
+        under, full = folder / "file/x", folder / f"full{number}"
+        cases = {
+            "read-only": (NOT_WRITABLE, "can't be made: .*; name another folder", None),
+            "under a file": (under, "can't be made: Not a directory; name another folder", None),
+            "full": (full, r"can't be written: File too large; raise the limit of a file's size", FULL),
+        }
+        for kind, (place, words, limit) in cases.items():
+            row = {"words": base(folder, model, **more, **{name: place}), "limit": limit}
+            rows[f"{flag} {kind}"] = row, f"{flag} {place} {words}"
+    linked = folder / "linked"
+    linked.mkdir()
+    (linked / "metrics.jsonl").symlink_to(elsewhere)
+    (linked / ".unfinished").symlink_to(folder)
+    (linked / "iter_0000001").symlink_to(folder)
+    (folder / "gone").symlink_to(elsewhere)
+    through = f"is a link to {folder}, and nothing is written through one; remove it"
+    for name, more, words in (
+        ("rollout_log_dir", {}, f"{linked}/metrics.jsonl: it is a link to {elsewhere}, and nothing is written through"),
+        ("rollout_weight_dir", {"rollout_weight_transport": "disk"}, f"{linked}: .unfinished in it {through}"),
+        ("rollout_save_hf", {}, f"{linked}: iter_0000001 in it {through}"),
+    ):
+        flag = "--" + name.replace("_", "-")
+        rows[f"{flag} link"] = {"words": base(folder, model, **more, **{name: linked})}, f"{flag}:? {words}"
+    rows["--rollout-log-dir link to nothing"] = (
+        {"words": base(folder, model, rollout_log_dir=folder / "gone")},
+        f"--rollout-log-dir {folder / 'gone'} is a link to {elsewhere}, which is not there; make that, or name another",
+    )
+    return rows
+
+
+def changed_model(folder, model, name, change):
+    """A copy of the model that `change(its folder)` breaks."""
+    copy = folder / name
+    shutil.copytree(model, copy)
+    change(copy)
+    return copy
+
+
+def cut(model):
+    path = model / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def reshaped(of, rows):
+    def change(model):
+        tensors = load_file(model / "model.safetensors")
+        [name] = [one for one in tensors if one.endswith(of)]
+        tensors[name] = torch.zeros(rows, *tensors[name].shape[1:], dtype=tensors[name].dtype)
+        save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+
+    return change
+
+
+def checkpoint_rows(folder, model):
+    """Name -> (row, words of its line)."""
+    changes = {
+        "cut": (cut, "can't be read as safetensors .*; copy or save the model anew"),
+        "no json": (lambda copy: (copy / "config.json").write_text("{"), "config.json is not JSON: Expecting"),
+        "empty": (lambda copy: (copy / "model.safetensors").unlink(), "has neither model.safetensors nor"),
+        "index": (
+            lambda copy: (copy / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone"}}'),
+            "gone can't be read as safetensors",
+        ),
+    }
+    rows = {}
+    for name, (change, words) in changes.items():
+        copy = changed_model(folder, model, f"model {name}".replace(" ", "_"), change)
+        flags = base(folder, model, rollout_hf_checkpoint=copy)
+        rows[f"checkpoint {name}"] = {"words": flags}, f"--rollout-hf-checkpoint.*{copy}.*{words}"
+    return rows
+
+
+def shape_rows(folder, model):
+    rows = {}
+    for of in ("layers.0.self_attn.q_proj.weight", "embed_tokens.weight", "layers.1.mlp.experts.1.up_proj.weight"):
+        copy = changed_model(folder, model, of, reshaped(of, 200))
+        flags = base(folder, model, rollout_hf_checkpoint=copy)
+        words = f"--rollout-hf-checkpoint {copy}: {copy}/model.safetensors: \\S*{of} is \\(200, .*needs \\("
+        rows[f"shape of {of}"] = {"words": flags}, words
+    return rows
+
+
+def user_rows(folder, model):
+    left = r"called exit\('I leave'\) while it was loaded"
+    missing, broken = folder / "missing.jsonl", folder / "broken.jsonl"
+    broken.write_text('{"input_ids": [1]}\n{"input_ids": [100000]}\n')
+    return {
+        "prompts missing": (
+            {"words": base(folder, model, rollout_prompts=missing)},
+            f"--rollout-prompts: {missing}: there is no such file or folder",
+        ),
+        "prompts a folder": (
+            {"words": base(folder, model, rollout_prompts=folder)},
+            f"--rollout-prompts: {folder}: neither Parquet files",
+        ),
+        "prompts with an id beyond the vocabulary": (
+            {"words": base(folder, model, rollout_prompts=broken)}, f"--rollout-prompts: {broken}:2: .*100000",
+        ),
+        "held-out prompts missing": (
+            {"words": base(folder, model, rollout_eval_prompts=missing, eval_interval=2)},
+            f"--rollout-eval-prompts: {missing}: there is no such file or folder",
+        ),
+        "advantage that leaves": (
+            {"words": base(folder, model, rollout_advantage=f"{folder / 'user.py'}:advantage")},
+            rf"--rollout-advantage {folder / 'user.py'}:advantage failed on made-up numbers: .* called exit\(None\)",
+        ),
+        "loss that leaves": (
+            {"words": base(folder, model, rollout_loss=f"{folder / 'user.py'}:loss")},
+            rf"--rollout-loss {folder / 'user.py'}:loss failed on made-up numbers: .* called exit\('enough'\)",
+        ),
+        "reward's file that leaves": (
+            {"words": base(folder, model, rollout_reward_function=f"{folder / 'leaves.py'}:reward")},
+            f"--rollout-reward-function {folder / 'leaves.py'}:reward {left}",
+        ),
+        "environment's file that leaves": (
+            {"words": base(folder, model, rollout_environment=f"{folder / 'leaves.py'}:made")},
+            f"--rollout-environment {folder / 'leaves.py'}:made {left}",
+        ),
+        "loss's file that leaves": (
+            {"words": base(folder, model, rollout_loss=f"{folder / 'leaves.py'}:loss")},
+            f"--rollout-loss {folder / 'leaves.py'}:loss {left}",
+        ),
+    }
+
+
+AFTER_MODEL = ("shape", "prompts", "held-out", "loss", "advantage", "reward", "environment")
+"""Rows that may be found once there is a model."""
+
+
+@pytest.fixture(scope="module")
+def starts(folder, tiny_moe_dir):
+    """Name -> (the words that its line must have, its rank, ended)."""
+    rows = folder_rows(folder, tiny_moe_dir)
+    if not RUNS_ALL:  # of each flag one kind, and the other kinds of one flag
+        kinds = dict(zip(FOLDERS, ["read-only", "full", "under a file"] * 3, strict=False))
+        rows = {
+            name: row for name, row in rows.items()
+            if "link" in name or name.startswith("--rollout-save-traj") or name.endswith(kinds[name.split(" ")[0]])
+        }  # fmt: skip
+    rows |= checkpoint_rows(folder, tiny_moe_dir) | shape_rows(folder, tiny_moe_dir) | user_rows(folder, tiny_moe_dir)
+    ended = run_starts({name: row for name, (row, _) in rows.items()}, folder)
+    return {name: (rows[name][1], ended[name][0]) for name in rows}
+
+
+@drill("start with a folder that can't be written, a broken checkpoint, prompts or user's functions that can't be used",
+       promised="one line: flag, value, remedy; no traceback; before a model is made where it can be known")  # fmt: skip
+def test_start_when_something_is_wrong_then_one_line_with_its_flag_and_no_model(starts, seen):
+    wrong = {}
+    for name, (words, rank) in starts.items():
+        said = rank.lines
+        model = "A MODEL IS MADE" in rank.out
+        right = (
+            len(said) == 1 and re.match(words, said[0]) and rank.status in (1, 2) and "Traceback" not in rank.err
+            and (not model or name.startswith(AFTER_MODEL))
+        )  # fmt: skip
+        if not right:
+            wrong[name] = (rank.status, words, said, model, rank.err[-1500:])
+    assert not wrong, "\n\n".join(f"{name}: {what}" for name, what in wrong.items())
+    seen(f"{len(starts)} starts, the longest {max(rank.seconds for _, rank in starts.values()):.1f} s")
