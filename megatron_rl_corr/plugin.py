@@ -122,16 +122,15 @@ class StepReport:
         self._folders = [f"{flag} {folder}" for flag, folder in folders.items() if flag != "--save"]
 
     def __call__(self, metrics: dict[str, float], writer: Any) -> None:
-        """writer: Megatron's TensorBoard writer, or None. Raises StartupError where a disk is full, or fails."""
+        """writer: Megatron's TensorBoard writer, or None. Raises OSError where a disk is full, or fails."""
         from megatron_rl_corr.observability.run_log import RunLog
-        from megatron_rl_corr.parallel.failure import StartupError
 
         try:
             if self._log is None:
                 self._log = RunLog(self._log_dir, self._settings, writer)
             self._log.write(metrics)
         except OSError as error:
-            raise StartupError(
+            raise OSError(
                 f"{' or '.join(self._folders)}: {error}, so step {metrics['step']:.0f} is not written there; "
                 "make room, or name another folder, and go on from the last checkpoint with --load"
             ) from error

@@ -80,7 +80,7 @@ def _start(row: dict) -> list[dict]:
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
     pids, files = [], []
     for rank in range(ranks):
-        files.append([tempfile.TemporaryFile("w+") for _ in range(2)])
+        files.append([tempfile.TemporaryFile("w+") for _ in range(2)])  # noqa: SIM115  read when the rank has ended
         pids.append(os.fork())
         if not pids[-1]:
             for number, file in enumerate(files[-1], start=1):
