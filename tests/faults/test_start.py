@@ -215,7 +215,7 @@ def starts(folder, tiny_moe_dir):
     return {name: (rows[name][1], ended[name][0]) for name in rows}
 
 
-@drill("a folder that can't be written, a broken checkpoint, unusable prompts or functions of the user",
+@drill("a folder that can't be written, a broken checkpoint, unusable prompts, or user's functions",
        promised="one line: flag, value, remedy; no traceback; before a model is made where it can be known")  # fmt: skip
 def test_start_when_something_is_wrong_then_one_line_with_its_flag_and_no_model(starts, seen):
     wrong = {}
