@@ -85,7 +85,6 @@ CONSOLE = {
     "rollout_corr/kept_fraction": "rollout kept fraction",
 }
 """Metrics in Megatron's own log line: names differ from our TensorBoard tags, as the line goes to TensorBoard too.
-
 The policy loss is not among them, as Megatron leaves out an average that is negative."""
 
 
@@ -122,11 +121,10 @@ class CorrectedTraining:
             model, optimizer, scheduler = original(*args, **kwargs)
             all_reduce_startup(lambda: run_flags.check_loaded_iteration(settings))
             megatron = session.MegatronRun(settings, model, optimizer)
-            reports = self._reports
             self.session = session.start(
-                self._config, self._options, megatron, reports.numbers.update, reports.all_reduce_evaluated
+                self._config, self._options, megatron, self._reports.numbers.update, self._reports.all_reduce_evaluated
             )
-            WATCH.on_failure(reports.close)  # whichever rank fails
+            WATCH.on_failure(self._reports.close)  # whichever rank fails
             self._supervision.started(self.session, settings.iteration)
             return model, optimizer, scheduler
 

@@ -216,7 +216,7 @@ def starts(folder, tiny_moe_dir):
 
 
 @drill("a folder that can't be written, a broken checkpoint, unusable prompts, or user's functions",
-       promised="one line: flag, value, remedy; no traceback; before a model is made where it can be known")  # fmt: skip
+       promised="one line: flag, value, remedy; no traceback; where it can be known, no model")  # fmt: skip
 def test_start_when_something_is_wrong_then_one_line_with_its_flag_and_no_model(starts, seen):
     wrong = {}
     for name, (words, rank) in starts.items():
