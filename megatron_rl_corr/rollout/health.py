@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from megatron_rl_corr.engines.control import HEALTH_PROBE_TIMEOUT_S
 from megatron_rl_corr.engines.errors import RolloutError, RolloutServerError, StaleWeightsError
 from megatron_rl_corr.engines.fleet import Fleet
+from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.rollout.server_pool import Counts, Server, ServerPool
 
 FIRST_PROBE_S, LONGEST_BACKOFF_S = 0.5, 30.0
@@ -70,6 +71,7 @@ class ServerHealth:
         self._counts.left_out += 1
         server.flaps += 1
         logger.warning("%s server left out: %s", self._fleet.engine_of(server.url).name, cause)
+        EVENTS.tell("server_left_out", str(cause), server=server.url)
         self._pool.leave_out(server, cause)
         if isinstance(cause, StaleWeightsError):
             self._refuse(server, cause)
@@ -124,6 +126,7 @@ class ServerHealth:
             self._pool.rejoin(server)
             self._counts.rejoined += 1
             logger.warning("%s server %s is back", self._fleet.engine_of(server.url).name, server.url)
+            EVENTS.tell("server_readmitted", "it is healthy and has the expected weights", server=server.url)
             return
 
     def _refuse(self, server: Server, error: RolloutError) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, RolloutServerError
 from megatron_rl_corr.engines.types import NamedTensor, ServerChecksums
+from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
 from megatron_rl_corr.weight_sync.coverage import Coverage
@@ -53,6 +54,8 @@ class WeightServers:
         self._version: str | None = None
         self._started: str | None = None
         self._stopped = False
+        self._found: dict[str, str] = {}
+        """What each server called its weights before this update."""
         self.planned: dict[str, list[int]] | None = None
         """Names and shapes of all tensors of an update; None: not known yet, and checked bucket by bucket."""
         self.loaded: dict[str, int] = {}
@@ -71,6 +74,7 @@ class WeightServers:
             engine = self.client.engine_of(url).name
             if version is None:
                 logger.warning("%s server %s does not answer and misses a weight update", engine, url)
+                EVENTS.tell("server_missed_update", "it does not answer", server=url)
                 states.append(ABSENT)
                 continue
             if self._version is None and version.startswith(unfinished("")):
@@ -78,6 +82,8 @@ class WeightServers:
                     "%s server %s has weights %r: a trainer was killed while it sent them; they are sent anew",
                     engine, url, version,
                 )  # fmt: skip
+                EVENTS.tell("server_taken_over", "a trainer was killed in a push", server=url, version=version)
+            self._found[url] = version
             own = (self._version, self._started, unfinished(self._started or ""))
             is_ready = self._version is None or version in own
             if not is_ready:
@@ -85,6 +91,9 @@ class WeightServers:
                     "%s server %s has weights %r instead of %r: was it restarted?",
                     engine, url, version, self._version,
                 )  # fmt: skip
+                EVENTS.tell(
+                    "server_missed_update", "it has other weights, as after a restart", server=url, version=version
+                )
             states.append(READY if is_ready else RESTARTED)
         return states
 
@@ -109,9 +118,10 @@ class WeightServers:
         self.transport.start(version)
 
     def begin(self) -> None:
-        """Pause the servers and open their update session; from here on their weights are called unfinished.
+        """Pause the servers and open their update session; from the pause on their weights are called unfinished.
 
-        So weights that a killed trainer has half sent pass for no version.
+        So weights that a killed trainer has half sent pass for no version, and a trainer that starts after it knows why
+        they are paused.
 
         Raises:
             RolloutProtocolError: a server can't be paused in this mode; none has been paused then.
@@ -122,9 +132,21 @@ class WeightServers:
             self._check_pause()
         self._stopped = True
         self._loop.call(self._control.pause_generation(self._pause_mode))
-        if self.transport.in_session:
-            self._loop.call(self._control.reopen_weight_update(self.planned, checksums=bool(self.verifiers)))
         self._loop.call(self._control.update_weight_version(unfinished(self._started or "")))
+        if not self.transport.in_session:
+            return
+        try:
+            self._loop.call(self._control.reopen_weight_update(self.planned, checksums=bool(self.verifiers)))
+        except RolloutServerError as error:
+            if error.status is not None:
+                self._loop.call(self._rename_back())  # nothing was sent
+            raise
+
+    async def _rename_back(self) -> None:
+        """Call the weights what `find` found, as far as servers answer."""
+        await asyncio.gather(
+            *(_briefly(self.client.control([url]).update_weight_version(self._found[url])) for url in self.urls)
+        )
 
     def _check_pause(self) -> None:
         for url, info in zip(self.urls, self._loop.call(self._control.server_info()), strict=True):
@@ -238,9 +260,10 @@ def unfinished(version: str) -> str:
 
 
 async def wait_updatable(client: RolloutClient, timeout_s: float) -> None:
-    """Return once every server can sample, or is paused in an update whose trainer was killed: the next one resumes it.
+    """Return once every server can sample, or is in an update whose trainer was killed: the next one resumes it.
 
-    A paused SGLang server calls itself unhealthy.
+    A trainer that was killed shortly before or after its update has left a server paused whose weights have a usual
+    name; SGLang calls itself unhealthy then. Every server that answers is told to go on, which is harmless otherwise.
 
     Raises:
         RolloutServerError: one could not after timeout_s; its last failure.
@@ -249,10 +272,10 @@ async def wait_updatable(client: RolloutClient, timeout_s: float) -> None:
         versions = await client.reported_versions()
     except RolloutServerError:  # none answers yet
         versions = [None] * len(client.base_urls)
-    others = [
-        url for url, version in zip(client.base_urls, versions, strict=True)
-        if version is None or not version.startswith(unfinished(""))
-    ]  # fmt: skip
+    named = dict(zip(client.base_urls, versions, strict=True))
+    others = [url for url, version in named.items() if version is None or not version.startswith(unfinished(""))]
+    paused = [client.control([url]).continue_generation() for url in others if named[url] is not None]
+    await asyncio.gather(*map(_briefly, paused))
     await client.control(others).wait_healthy(timeout_s)
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl_corr.engines.errors import RolloutError, RolloutServerError
+from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.parallel.failure import (
     WATCH,
     PeerFailure,
@@ -68,6 +69,7 @@ def push_weights(exporter: StageExporter, servers: WeightServers, *, version: st
                 raise
             if exporter.leads:
                 logger.warning("sending the weights again to the remaining servers: %s", ", ".join(servers.urls))
+                EVENTS.tell("push_repeated", str(error), servers=list(servers.urls), version=version)
         except BaseException as error:
             _abandon(exporter, servers, error)
             raise
