@@ -1,0 +1,54 @@
+"""pretrain_any.py, whose ranks are all killed at one request of a push, before it is sent or once it is answered.
+
+KILL_AT is PUSH:REQUEST:SIDE:N. PUSH: 1 for the first push of the run. REQUEST: a method of ServerControl. SIDE: before or
+after. N: the N-th such request of the push.
+"""
+
+import contextlib
+import functools
+import os
+import runpy
+import signal
+from pathlib import Path
+
+import psutil
+
+from megatron_rl_corr.engines.control import ServerControl
+from megatron_rl_corr.weight_sync.servers import WeightServers
+
+PUSH, REQUEST, SIDE, NUMBER = os.environ["KILL_AT"].split(":")
+pushes, requests = 0, 0
+use, request = WeightServers.use, getattr(ServerControl, REQUEST)
+
+
+def counted_use(self, states):
+    global pushes, requests
+    pushes, requests = pushes + 1, 0
+    use(self, states)
+
+
+def kill_all():
+    for process in psutil.Process().parent().children(recursive=True):  # the other ranks, and writers of checkpoints
+        if process.pid != os.getpid():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@functools.wraps(request)
+async def killed_request(self, *arguments, **options):
+    global requests
+    requests += 1
+    is_it = (pushes, requests) == (int(PUSH), int(NUMBER))
+    if is_it and SIDE == "before":
+        kill_all()
+    answer = await request(self, *arguments, **options)
+    if is_it:
+        kill_all()
+    return answer
+
+
+WeightServers.use = counted_use
+setattr(ServerControl, REQUEST, killed_request)
+script = Path(__file__).resolve().parents[1] / "matrix/pretrain_any.py"
+runpy.run_path(str(script), run_name="__main__")

@@ -1,0 +1,71 @@
+"""The trainer is killed at every request of a push, and started again: it goes on without a hand at the servers."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.faults.drills import drill, long
+from tests.matrix.engine_pair import check_samples, pair, run, steps_of
+
+SCRIPT = Path(__file__).with_name("killed_push_pretrain.py")
+MOMENTS = [
+    ("pause_generation", "before", 1), ("pause_generation", "after", 1), ("update_weight_version", "after", 1),
+    ("reopen_weight_update", "after", 1), ("bucket", "before", 1), ("bucket", "after", 1), ("bucket", "after", 4),
+    ("end_weight_update", "before", 1), ("end_weight_update", "after", 1), ("update_weight_version", "after", 2),
+    ("flush_cache", "before", 1), ("flush_cache", "after", 1), ("weights_checker", "after", 1),
+    ("continue_generation", "before", 1), ("continue_generation", "after", 1),
+]  # fmt: skip
+"""Request, side of it, number; as they follow one another in a push."""
+UNFINISHED = MOMENTS[2:9]
+"""Between the two names."""
+BUCKET = {"distributed": "update_weights_from_distributed", "tensor": "update_weights_from_tensor"}
+STEPS = 3 + len(MOMENTS)
+
+
+@pytest.fixture(scope="module")
+def servers(tiny_moe_dir, tmp_path_factory):
+    with pair(tiny_moe_dir, tmp_path_factory.mktemp("pair")) as servers:
+        yield servers
+
+
+def flags_of(transport, folder, load):
+    flags = ["--rollout-weight-transport", transport, "--rollout-bucket-mib", 0.02]
+    return [*flags, "--load", folder / "run/checkpoints", "--save-interval", 1] if load else flags
+
+
+@long
+@drill(
+    "the trainer is killed (SIGKILL) before and after each request of a push; SGLang and vLLM, distributed and tensor",
+    promised="the next start, with and without --load, goes on without a hand at the servers",
+)
+@pytest.mark.parametrize("load", [False, True], ids=["anew", "load"])
+def test_trainer_when_killed_at_a_request_of_a_push_then_the_next_start_goes_on(
+    servers, tiny_moe_dir, tmp_path, seen, load
+):
+    """Each run meets what the one before it has left, and is killed at the next moment of its second or third push."""
+    before, seconds = None, []
+    for number, moment in enumerate(MOMENTS[load::2]):
+        transport, (request, side, count) = ("distributed", "tensor")[number // 2 % 2], moment
+        folder = tmp_path if load else tmp_path / str(number)
+        folder.mkdir(exist_ok=True)
+        request = BUCKET[transport] if request == "bucket" else request
+        begun = time.monotonic()
+        done = run(
+            folder, servers, tiny_moe_dir, *flags_of(transport, folder, load), steps=STEPS, script=SCRIPT,
+            KILL_AT=f"{3 if load else 2}:{request}:{side}:{count}",
+        )  # fmt: skip
+        seconds.append(time.monotonic() - begun)
+        assert "SIGKILL" in done.stderr and "megatron_rl_corr: " not in done.stderr, (moment, done.stderr[-3000:])
+        assert len(steps_of(folder)) >= 1, moment  # sampled with what its first push sent
+        assert ("a trainer was killed while it sent them" in done.stdout) == (before in UNFINISHED), moment
+        before = moment
+    last = tmp_path if load else tmp_path / "last"
+    last.mkdir(exist_ok=True)
+    done = run(last, servers, tiny_moe_dir, *flags_of("tensor", last, load), steps=STEPS if load else 2)
+    assert done.returncode == 0, done.stderr[-6000:]
+    if load:
+        assert steps_of(last)[-1]["step"] == STEPS
+    else:
+        check_samples(last, servers, tiny_moe_dir, 2)
+    seen(f"{len(seconds)} of {len(seconds)} starts went on; with its kill the slowest took {max(seconds):.0f} s")
