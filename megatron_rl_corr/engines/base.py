@@ -137,6 +137,10 @@ class Engine(Inspection, Protocol):
         """Succeeds once the server can sample."""
         raise self._unsupported("health")
 
+    def alive(self) -> Request:
+        """Answered at once by a server that is paused, or busy with its weights."""
+        raise self._unsupported("alive")
+
     def server_info(self) -> Request:
         """Version, launch arguments and state."""
         raise self._unsupported("server_info")

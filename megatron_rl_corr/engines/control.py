@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from megatron_rl_corr.engines.addresses import may_change
@@ -19,6 +19,8 @@ EngineRequest = Callable[[Engine], Request | None]
 
 HEALTH_POLL_S = 0.5
 HEALTH_PROBE_TIMEOUT_S = 30.0  # a paused server may take long to answer
+BRIEF_S = 0.3
+"""For a server that did not answer before: it must not cost every step the time of the first."""
 
 
 class ServerControl:
@@ -28,12 +30,16 @@ class ServerControl:
         fleet: the way to them, and what each of them runs.
         base_urls: their addresses, as `Engine.checked_urls` returns them.
         update_timeout_s: limit of requests that read or write all weights at once; others have the transport's.
+        silence_s: a server that answers nothing at all for so long fails the request that waits for it; None: only the
+            request's own limit counts.
     """
 
-    def __init__(self, fleet: Fleet, base_urls: Sequence[str], *, update_timeout_s: float):
+    def __init__(
+        self, fleet: Fleet, base_urls: Sequence[str], *, update_timeout_s: float, silence_s: float | None = None
+    ):
         self.fleet = fleet
         self.base_urls = tuple(base_urls)
-        self._update_timeout_s = update_timeout_s
+        self._update_timeout_s, self._silence_s = update_timeout_s, silence_s
 
     def engine_of(self, url: str) -> Engine:
         """What a server runs."""
@@ -45,7 +51,10 @@ class ServerControl:
         for url in self.base_urls:
             urls.setdefault(self.fleet.name_of(url), []).append(url)
         return {
-            name: ServerControl(self.fleet, own, update_timeout_s=self._update_timeout_s) for name, own in urls.items()
+            name: ServerControl(
+                self.fleet, own, update_timeout_s=self._update_timeout_s, silence_s=self._silence_s
+            )
+            for name, own in urls.items()
         }
 
     async def wait_healthy(self, timeout_s: float) -> None:
@@ -72,13 +81,25 @@ class ServerControl:
         """Each server's model, and what its weights are called (`Engine.weight_version`)."""
         return await self._ask_all(lambda engine: engine.model_info())
 
-    async def reported_versions(self) -> list[str | None]:
+    async def reported_versions(self, *, silent: Collection[str] = ()) -> list[str | None]:
         """What each server calls its weights; None where no answer comes, or HTTP 5xx, as from a proxy before it.
+
+        Args:
+            silent: servers that did not answer before; these have BRIEF_S only.
 
         Raises:
             RolloutServerError: no server answers.
         """
-        answers = await self._ask_each(lambda engine: engine.model_info(), timeout_s=HEALTH_PROBE_TIMEOUT_S)
+        answers = await asyncio.gather(
+            *(
+                self.ask(
+                    url, self.engine_of(url).model_info(),
+                    timeout_s=BRIEF_S if url in silent else HEALTH_PROBE_TIMEOUT_S,
+                )
+                for url in self.base_urls
+            ),
+            return_exceptions=True,
+        )  # fmt: skip
         silent = [isinstance(a, RolloutServerError) and (a.status is None or a.status >= 500) for a in answers]
         raise_first([a for a, is_silent in zip(answers, silent, strict=True) if all(silent) or not is_silent])
         return [
@@ -184,9 +205,11 @@ class ServerControl:
             lambda engine: engine.update_weights_from_disk(model_path), timeout_s=self._update_timeout_s
         )
 
-    async def destroy_weights_update_group(self, group_name: str) -> list[dict[str, Any]]:
+    async def destroy_weights_update_group(self, group_name: str, *, timeout_s: float) -> list[dict[str, Any]]:
         """Leave the process group."""
-        return await self._ask_all(lambda engine: engine.destroy_weights_update_group(group_name))
+        return await self._ask_all(
+            lambda engine: engine.destroy_weights_update_group(group_name), timeout_s=timeout_s
+        )
 
     async def flush_cache(self) -> list[dict[str, Any]]:
         """Forget cached prefixes. Raises RolloutServerError while requests run or wait."""
@@ -218,8 +241,33 @@ class ServerControl:
         """One server's answer to one request; {} for a step that its engine does not have."""
         if request is None:
             return {}
-        status, body = await self.fleet.send(url, request, timeout_s=timeout_s)
+        status, body = await self._send_watched(url, request, timeout_s)
         return self.engine_of(url).parse_control(body, server=url, endpoint=request.endpoint, status=status)
+
+    async def _send_watched(self, url: str, request: Request, timeout_s: float | None) -> tuple[int, bytes]:
+        """As `Fleet.send`; a server that is silent for silence_s meanwhile, not only to this request, fails it.
+
+        Raises:
+            RolloutServerError: as there, or because the server does not answer another request either.
+        """
+        sending = asyncio.ensure_future(self.fleet.send(url, request, timeout_s=timeout_s))
+        try:
+            while self._silence_s is not None:
+                if (await asyncio.wait([sending], timeout=self._silence_s / 4))[0]:
+                    break
+                other = self.engine_of(url).alive()
+                asking = asyncio.ensure_future(self.fleet.send(url, other, timeout_s=self._silence_s))
+                await asyncio.wait([sending, asking], return_when=asyncio.FIRST_COMPLETED)
+                if sending.done():
+                    asking.cancel()
+                    break
+                error = asking.exception()
+                if isinstance(error, RolloutServerError) and error.status is None:
+                    detail = f"nor {other.method} {other.endpoint} meanwhile ({error.detail})"
+                    raise RolloutServerError(url, request.endpoint, None, detail, method=request.method) from error
+            return await sending
+        finally:
+            sending.cancel()
 
     async def _ask_each(
         self, request: EngineRequest, *, timeout_s: float | None = None

@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -105,6 +105,7 @@ class RolloutClient(ServerControl):
         self._own_numbers = itertools.count(FIRST_OWN_NUMBER)
         self._counts = Counts()
         super().__init__(fleet, fleet.urls, update_timeout_s=update_timeout_s)
+        self._read_timeout_s = read_timeout_s
         self._pool = pool = ServerPool(
             fleet.urls, max_outstanding=max_concurrency, max_per_server=max_per_server,
             outage_timeout_s=outage_timeout_s,
@@ -161,19 +162,30 @@ class RolloutClient(ServerControl):
 
     def control(self, urls: Sequence[str]) -> ServerControl:
         """Control of some of the servers, for updates that leave the others alone."""
-        return ServerControl(self.fleet, urls, update_timeout_s=self._update_timeout_s)
+        return ServerControl(
+            self.fleet, urls, update_timeout_s=self._update_timeout_s, silence_s=self._read_timeout_s
+        )
+
+    @property
+    def silent_servers(self) -> list[str]:
+        """Addresses of servers that are left out because they do not answer, and did not when last asked."""
+        return self._health.silent
 
     async def expect_pause(self) -> None:
         """Declare no outage until the next `expect_version`: call it before a weight update, which pauses servers."""
         self._health.hold_outage()
 
-    async def expect_version(self, version: str) -> None:
+    async def expect_version(self, version: str, *, missed: Collection[str] = ()) -> None:
         """Sample only from servers whose weights have this version, from now on; call it after every weight update.
 
         A server that was restarted has other weights. Its answers are not used, and it is left out until it reports
         this version. Before the first call every version is accepted.
+
+        Args:
+            version: the name of the weights.
+            missed: addresses of servers that do not have them, which are left out at once.
         """
-        self._health.expect(version)
+        self._health.expect(version, missed)
 
     async def generate(
         self,

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import math
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 
 from megatron_rl_corr.engines.control import HEALTH_PROBE_TIMEOUT_S
@@ -46,9 +46,29 @@ class ServerHealth:
         """The version that servers must report; None: any."""
         return self.expected_versions[-1] if self.expected_versions else None
 
-    def expect(self, version: str) -> None:
-        """Sample only from weights of this name from now on; servers that are left out are probed at once."""
+    @property
+    def silent(self) -> list[str]:
+        """Addresses of servers that are left out because they do not answer, and did not when last asked."""
+        return [
+            server.url for server in self._pool.left_out
+            if isinstance(why := server.refused or server.cause, RolloutServerError) and why.status is None
+        ]  # fmt: skip
+
+    def expect(self, version: str, missed: Collection[str] = ()) -> None:
+        """Sample only from weights of this name from now on; servers that are left out are probed at once.
+
+        Args:
+            version: the name.
+            missed: addresses of servers that do not have them; they are left out, and their requests end.
+        """
         self.expected_versions.append(version)
+        for server in self._pool.servers:
+            if server.url in missed and server.cause is None:
+                endpoint = self._fleet.engine_of(server.url).model_info().endpoint
+                cause = RolloutServerError(server.url, endpoint, None, "it missed a weight update", method="GET")
+                self._counts.left_out += 1
+                self._pool.leave_out(server, cause)
+                server.abandon(cause)
         self._pool.release()
         for server in self._pool.left_out:
             server.refused = None

@@ -69,7 +69,7 @@ class WeightServers:
     def find(self) -> list[int]:
         """ABSENT, READY or RESTARTED for each server of the client. Raises RolloutServerError if none answers."""
         states = []
-        versions = self._loop.call(self.client.reported_versions())
+        versions = self._loop.call(self.client.reported_versions(silent=self.client.silent_servers))
         for url, version in zip(self.client.base_urls, versions, strict=True):
             engine = self.client.engine_of(url).name
             if version is None:
@@ -215,39 +215,31 @@ class WeightServers:
     def expect(self, version: str) -> None:
         """Sample only with these weights from now on; on every rank, because each has a client of its own."""
         self._version = version
-        self._loop.call(self.client.expect_version(version))
+        missed = set(self.client.base_urls) - set(self.urls)
+        self._loop.call(self.client.expect_version(version, missed=missed))
 
     def abandon(self) -> None:
-        """Close the session and resume after a failure, as far as possible."""
-        try:
-            if self.transport.in_session and not self.transport.broken:
-                self._loop.call(self._control.end_weight_update())
-        except RolloutServerError as error:
-            if error.status is None:
-                raise
-            logger.info("an update that is not complete is refused its end, and is not used: %s", error)
-        finally:
-            self.resume()
+        """Close the session and resume after a failure, as far as possible, within RELEASE_S."""
+        self._loop.call(self._let_go(), timeout=RELEASE_S)
+        self._stopped = False
 
     def release(self) -> None:
-        """Let paused servers sample again before this process ends, as far as possible.
+        """Let paused servers sample again before this process ends, as `abandon`; from any thread.
 
-        From any thread, within RELEASE_S. A server that waits in a broadcast goes on once the sender's process has
-        ended, and then takes up these requests. The next update closes a session that stays open.
+        A server that waits in a broadcast goes on once the sender's process has ended, and then takes up these
+        requests. The next update closes a session that stays open.
         """
-        if not self._stopped:
-            return
+        if self._stopped:
+            self._loop.call(self._let_go(), timeout=RELEASE_S)
 
-        async def release_one(url: str) -> None:
+    async def _let_go(self) -> None:
+        async def let_go(url: str) -> None:
             control = self.client.control([url])
-            if self.transport.in_session:
+            if self.transport.in_session and not self.transport.broken:
                 await _briefly(control.end_weight_update())
             await _briefly(control.continue_generation())
 
-        async def release_all() -> None:
-            await asyncio.gather(*(release_one(url) for url in self.urls))
-
-        self._loop.call(release_all(), timeout=RELEASE_S)
+        await asyncio.gather(*map(let_go, self.urls))
 
     def close(self) -> None:
         """Remove what the transport has set up at the servers."""
@@ -285,4 +277,4 @@ async def _briefly(request: Coroutine[Any, Any, object]) -> None:
         async with asyncio.timeout(RELEASE_S / 3):
             await request
     except (RolloutError, TimeoutError) as error:
-        logger.warning("a rollout server did not answer at the end: %s", error)
+        logger.warning("a rollout server did not take the end of a push: %s", error)

@@ -57,7 +57,7 @@ def test_trainer_when_killed_at_a_request_of_a_push_then_the_next_start_goes_on(
         )  # fmt: skip
         seconds.append(time.monotonic() - begun)
         assert "SIGKILL" in done.stderr and "megatron_rl_corr: " not in done.stderr, (moment, done.stderr[-3000:])
-        assert len(steps_of(folder)) >= 1, moment  # sampled with what its first push sent
+        assert not load or steps_of(folder), moment
         assert ("a trainer was killed while it sent them" in done.stdout) == (before in UNFINISHED), moment
         before = moment
     last = tmp_path if load else tmp_path / "last"

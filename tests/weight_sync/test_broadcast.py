@@ -1,12 +1,17 @@
 """How many ranks the servers bring into the broadcast group, and what is raised where it can't be made or used."""
 
 import asyncio
+import os
 import threading
+import time
+import weakref
+from datetime import timedelta
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _world
+from torch.distributed import ProcessGroupGloo
 
 from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.engines.control import ServerControl
@@ -15,7 +20,8 @@ from megatron_rl_corr.engines.fleet import Fleet
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.weight_sync.transports import broadcast
 from megatron_rl_corr.weight_sync.transports.base import common_ranks
-from megatron_rl_corr.weight_sync.transports.broadcast import DistributedTransport, UpdateGroup, _join
+from megatron_rl_corr.weight_sync.transports.broadcast import DistributedTransport, UpdateGroup
+from megatron_rl_corr.weight_sync.transports.rendezvous import gloo_listening_at
 
 ENGINE = load_engine("sglang")
 
@@ -85,21 +91,21 @@ def loop():
 @pytest.fixture
 def group(loop, monkeypatch):
     """group(server): a group of the trainer alone, as if that server had joined it."""
-    made = []
 
     def make(server):
-        alone = _join(dist.HashStore(), 1, f"alone{len(made)}", "gloo", 5)
         with monkeypatch.context() as patch:
-            patch.setattr(broadcast, "_meet", lambda *_: None)
-            patch.setattr(broadcast, "_join", lambda *_: alone)
-            made.append(UpdateGroup(Server(answers), loop, backend="gloo", ranks_per_server=1, timeout_s=0.2))
-        made[-1]._control = server
+            alone = ProcessGroupGloo(dist.HashStore(), 0, 1, timeout=timedelta(seconds=5))
+            patch.setattr(broadcast, "_joined", lambda *_: alone)
+            made = UpdateGroup(Server(answers), loop, backend="gloo", ranks_per_server=1, timeout_s=0.2)
+        made._control = server
         monkeypatch.setattr(broadcast, "_ANSWER_S", 0.2)
-        return made[-1]
+        return made
 
-    yield make
-    for one in made:
-        one.destroy()
+    return make
+
+
+def sent(group):
+    group.wait(group.send([("x", torch.ones(1))]))
 
 
 def test_group_when_a_server_refuses_then_its_answer_is_raised_without_waiting_for_the_ranks(loop, monkeypatch):
@@ -109,7 +115,7 @@ def test_group_when_a_server_refuses_then_its_answer_is_raised_without_waiting_f
         waiting.wait(20)
         raise RuntimeError("0 of 2 ranks came")
 
-    monkeypatch.setattr(broadcast, "rendezvous", nobody_comes)
+    monkeypatch.setattr(broadcast, "_join", nobody_comes)
     monkeypatch.setattr(UpdateGroup, "_cause", lambda self, error, *_: error)  # not as an explanation afterwards
     try:
         with pytest.raises(RolloutServerError, match="HTTP 400: group exists"):
@@ -124,33 +130,110 @@ def test_group_when_no_server_comes_then_error_names_server_address_and_what_to_
         UpdateGroup(Server(never_answers), loop, backend="gloo", ranks_per_server=1, timeout_s=0.5)
 
 
+@pytest.mark.parametrize("given", [None, "localhost"])
+def test_group_then_its_store_listens_at_the_address_of_the_route_or_the_given_one_alone(loop, given):
+    listening = []
+
+    class Looking(Server):
+        async def init_weights_update_group(self, address, port, **_):
+            mine = psutil.Process().net_connections("tcp")
+            listening.extend(one.laddr.ip for one in mine if one.status == "LISTEN" and one.laddr.port == port)
+            assert address == given or given is None
+            await refuses()
+
+    with pytest.raises(RolloutServerError, match="group exists"):
+        UpdateGroup(Looking(None), loop, backend="gloo", ranks_per_server=1, address=given, timeout_s=1)
+    assert listening == ["127.0.0.1"]
+
+
+def test_group_when_the_address_is_not_of_this_host_then_that_is_said(loop):
+    with pytest.raises(OSError, match="assign requested address"):
+        UpdateGroup(Server(answers), loop, backend="gloo", ranks_per_server=1, address="192.0.2.1")
+
+
+def test_gloo_listens_at_the_interface_of_the_address_unless_the_user_names_one(monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    with gloo_listening_at("127.0.0.1"):
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    with gloo_listening_at("192.0.2.1"):
+        assert "GLOO_SOCKET_IFNAME" not in os.environ
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    with gloo_listening_at("127.0.0.1"):
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+
+
 def test_broadcast_when_a_server_does_not_answer_in_time_then_an_error_of_a_push_that_says_so(group):
     with pytest.raises(OSError, match=r"http://127.0.0.1:9: a broadcast of weights failed; .* \(no answer within"):
-        group(Server(never_answers)).broadcast([("x", torch.ones(1))])
+        sent(group(Server(never_answers)))
+
+
+class Failing:
+    """Stands for a group whose broadcasts fail here."""
+
+    def broadcast(self, *_, **__):
+        raise RuntimeError("peer is gone")
 
 
 @pytest.mark.parametrize(
-    ("answer", "error", "words"), [(refuses, RolloutServerError, "group exists"), (answers, OSError, "peer is gone")]
+    ("answer", "error", "words"), [(refuses, RolloutServerError, "group exists"), (never_answers, OSError, "no answer")]
 )
-def test_broadcast_when_it_fails_here_then_a_servers_answer_is_raised_if_there_is_one(
-    group, monkeypatch, answer, error, words
-):
-    def fails(*_, **__):
-        raise RuntimeError("peer is gone")
-
+def test_broadcast_when_it_fails_here_then_a_servers_answer_is_raised_if_there_is_one(group, answer, error, words):
     made = group(Server(answer))
-    monkeypatch.setattr(dist, "broadcast", fails)
+    made._group = Failing()
     with pytest.raises(error, match=words):
-        made.broadcast([("x", torch.ones(1))])
+        sent(made)
 
 
-def test_destroy_then_torch_has_the_group_no_more_and_twice_is_harmless(group):
-    made = group(Server(answers))
-    made.broadcast([("x", torch.ones(1))])
-    assert made._group in _world.pg_map
-    made.destroy()
-    made.destroy()
-    assert made._group not in _world.pg_map
+class Pending:
+    """Stands for a broadcast to a server that hangs."""
+
+    def __init__(self):
+        self.over = threading.Event()
+
+    def wait(self):
+        self.over.wait(30)
+
+
+def test_leave_when_a_broadcast_hangs_then_nobody_waits_for_it_and_the_group_is_freed_once_it_is_over(group):
+    made, pending = group(Server(answers)), Pending()
+    made._group, made._works = Failing(), [pending]
+    held = weakref.ref(made._group)
+    made.leave()
+    assert held() is not None
+    pending.over.set()
+    end = time.monotonic() + 10
+    while held() is not None and time.monotonic() < end:
+        time.sleep(0.01)
+    assert held() is None
+
+
+def transport_to(loop, monkeypatch, group, *controls):
+    """A transport to these servers, which have joined their groups."""
+    transport = DistributedTransport(None, loop, backend="gloo")
+    transport.servers = Server(answers, urls=[url for control in controls for url in control.base_urls])
+    transport._groups = [group(control) for control in controls]
+    for one, control in zip(transport._groups, controls, strict=True):
+        one.urls = control.base_urls
+    return transport
+
+
+def test_send_when_one_of_three_servers_fails_then_the_others_get_the_bucket_and_only_its_group_is_left(
+    loop, monkeypatch, group
+):
+    taken = []
+
+    def taking(name):
+        async def take():
+            taken.append(name)
+
+        return take
+
+    a, b, c = (Server(how, (f"http://{name}",)) for name, how in (("a", taking("a")), ("b", refuses), ("c", taking("c"))))
+    transport = transport_to(loop, monkeypatch, group, a, b, c)
+    with pytest.raises(RolloutServerError, match="group exists"):
+        transport.send([("x", torch.ones(1))])
+    assert sorted(taken) == ["a", "c"] and not transport.broken
+    assert [one.urls for one in transport._groups] == [("http://a",), ("http://c",)]
 
 
 @pytest.mark.parametrize(
@@ -161,24 +244,24 @@ def test_destroy_then_torch_has_the_group_no_more_and_twice_is_harmless(group):
         (never_answers, ("http://127.0.0.1:9",), True),
     ],
 )
-def test_send_when_no_group_is_made_then_broken_if_a_server_may_be_waiting_in_it(
+def test_send_when_servers_share_a_group_that_is_not_made_then_broken_if_one_may_be_waiting_in_it(
     loop, monkeypatch, answer, urls, broken
 ):
     def making(*arguments, **options):
-        return UpdateGroup(*arguments, **options, timeout_s=0.5)
+        return UpdateGroup(*arguments, **options | {"backend": "gloo"}, timeout_s=0.5)
 
     monkeypatch.setattr(broadcast, "_ANSWER_S", 0.2)
     monkeypatch.setattr(broadcast, "UpdateGroup", making)
-    transport = DistributedTransport(None, loop, backend="gloo")
+    transport = DistributedTransport(lambda urls: Server(answer, urls), loop, backend="nccl")
     transport.aim(Server(answer, urls))
     with pytest.raises((RolloutServerError, OSError)):
         transport.send([("x", torch.ones(1))])
     assert transport.broken is broken
 
 
-def test_send_when_a_broadcast_is_not_answered_in_time_then_broken(loop, group):
-    transport = DistributedTransport(None, loop, backend="gloo")
-    transport._group = group(Server(never_answers))
+def test_send_when_a_broadcast_of_a_shared_group_is_not_answered_in_time_then_broken(loop, monkeypatch, group):
+    transport = transport_to(loop, monkeypatch, group, Server(never_answers))
+    transport._share = True
     with pytest.raises(OSError, match="no answer within"):
         transport.send([("x", torch.ones(1))])
     assert transport.broken

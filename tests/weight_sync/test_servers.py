@@ -28,14 +28,16 @@ class Recorder:
         part.release = self.release
         return part
 
-    async def reported_versions(self):
+    silent_servers = ()
+
+    async def reported_versions(self, *, silent=()):
         return [self.versions[url] for url in self.base_urls]
 
     async def expect_pause(self):
         self.expected = "a pause"
 
-    async def expect_version(self, version):
-        self.expected = version
+    async def expect_version(self, version, *, missed=()):
+        self.expected, self.missed = version, sorted(missed)
 
     async def server_info(self):
         return [{"version": self.release} | self.info for _ in self.base_urls]
@@ -49,7 +51,7 @@ class Recorder:
     async def update_weight_version(self, version):
         self.asked.append(version)
 
-    async def destroy_weights_update_group(self, name):
+    async def destroy_weights_update_group(self, name, *, timeout_s):
         self.asked.append((name, self.base_urls))
         if self.versions[self.base_urls[0]] == "default":
             raise RolloutServerError(self.base_urls[0], "/destroy_weights_update_group", 400, "no such group")
@@ -60,8 +62,12 @@ def client():
     return Recorder([A, B, C], {A: "1", B: "1", C: "1"}, [])
 
 
-def group(name, client):
-    return SimpleNamespace(name=name, destroy=lambda: client.asked.append((name, "trainer")))
+class Group:
+    """Stands for a group of some servers."""
+
+    def __init__(self, name, client, *urls):
+        self.name, self.urls = name, urls
+        self.leave = lambda: client.asked.append((name, "trainer"))
 
 
 def made(client):
@@ -74,7 +80,7 @@ def servers(client):
     """After an update to version 1 that made a group."""
     servers = made(client)
     servers.use(servers.find())
-    servers.transport._group = group("g", client)
+    servers.transport._groups = [Group(name, client, url) for name, url in zip("abc", (A, B, C), strict=True)]
     servers.expect("1")
     return servers
 
@@ -140,39 +146,45 @@ def test_begin_when_an_update_is_refused_then_the_weights_are_called_as_before(c
     assert client.asked == ["retract", ("unfinished 7", A, B), ("1", A), ("unfinished 3", B)]
 
 
-def test_use_when_nothing_changed_then_the_group_stays(client, servers):
+def groups(servers):
+    return [group.name for group in servers.transport._groups]
+
+
+def test_use_when_nothing_changed_then_the_groups_stay(client, servers):
     servers.use([READY, READY, READY])
-    assert servers.transport._group is not None and client.asked == []
+    assert groups(servers) == ["a", "b", "c"] and client.asked == []
     assert client.expected == "a pause"
 
 
 @pytest.mark.parametrize(
-    "states, updated, still_have_it",
+    "states, updated, kept",
     [
-        ([READY, ABSENT, READY], (A, C), [A, C]),
-        ([READY, RESTARTED, READY], (A, B, C), [A, C]),
-        ([ABSENT, RESTARTED, READY], (B, C), [C]),
+        ([READY, ABSENT, READY], (A, C), ["a", "c"]),
+        ([READY, RESTARTED, READY], (A, B, C), ["a", "c"]),
+        ([ABSENT, RESTARTED, READY], (B, C), ["c"]),
     ],
 )
-def test_use_when_a_server_left_or_was_restarted_then_those_that_still_have_the_group_leave_it(
-    client, servers, states, updated, still_have_it
-):
+def test_use_when_a_server_left_or_was_restarted_then_its_group_alone_is_left(client, servers, states, updated, kept):
     servers.use(states)
-    assert servers.urls == updated and servers.transport._group is None
-    assert client.asked == [("g", (url,)) for url in still_have_it] + [("g", "trainer")]
+    assert servers.urls == updated and groups(servers) == kept
+    assert client.asked == [(name, "trainer") for name in "abc" if name not in kept]  # they do not answer, or know none
+    servers.expect("2")
+    assert client.missed == sorted({A, B, C} - set(updated))
 
 
-def test_use_when_a_server_comes_back_then_the_group_of_the_others_is_not_enough(client, servers):
-    servers.use([READY, ABSENT, READY])
-    servers.transport._group = group("g2", client)
-    servers.use([READY, READY, READY])
-    assert servers.transport._group is None and client.asked[-3:] == [("g2", (A,)), ("g2", (C,)), ("g2", "trainer")]
+@pytest.mark.parametrize("states, asked", [([READY, ABSENT, READY], (A, C)), ([READY, READY, RESTARTED], (A, B))])
+def test_use_when_servers_share_a_group_and_one_left_or_came_then_those_that_have_it_leave_it(
+    client, servers, states, asked
+):
+    servers.transport._share, servers.transport._groups = True, [Group("g", client, A, B, C)]
+    servers.use(states)
+    assert groups(servers) == [] and client.asked == [*(("g", (url,)) for url in asked), ("g", "trainer")]
 
 
-def test_close_when_a_server_has_lost_the_group_then_the_others_are_asked_all_the_same(client, servers):
+def test_close_when_a_server_has_lost_its_group_then_the_others_are_asked_all_the_same(client, servers):
     client.versions[A] = "default"
     servers.close()
-    assert client.asked == [*(("g", (url,)) for url in (A, B, C)), ("g", "trainer")]
+    assert client.asked == [one for name, url in zip("abc", (A, B, C)) for one in ((name, (url,)), (name, "trainer"))]
 
 
 def test_close_when_a_broadcast_was_broken_off_then_nobody_is_asked_and_the_trainer_keeps_its_half(client, servers):

@@ -56,6 +56,7 @@ class SGLang(Engine):
 
     parse_control = staticmethod(responses.parse_control)
     health = staticmethod(requests.health)
+    alive = staticmethod(requests.model_info)  # health samples a token, which a paused server does not
     server_info = staticmethod(requests.server_info)
     model_info = staticmethod(requests.model_info)
     is_quantized = staticmethod(servers.is_quantized)

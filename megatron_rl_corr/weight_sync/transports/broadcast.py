@@ -1,82 +1,99 @@
-"""Weights by broadcast, over a process group of one sender and the ranks of all servers, with NCCL or gloo."""
+"""Weights by broadcast, over process groups of one sender and the ranks of the servers, with NCCL or gloo."""
 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import logging
-import socket
 import threading
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
-from urllib.parse import urlsplit
+from functools import partial
 
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import (
-    Backend,
-    PrefixStore,
-    ProcessGroup,
-    _new_process_group_helper,
-    _world,
-    rendezvous,
-)
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store
+from torch.distributed.distributed_c10d import Backend, ProcessGroup, _new_process_group_helper, _world
 
+from megatron_rl_corr.engines.concurrency import raise_first
 from megatron_rl_corr.engines.control import ServerControl
 from megatron_rl_corr.engines.errors import RolloutError, RolloutServerError
 from megatron_rl_corr.engines.types import NamedTensor
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.weight_sync.transports.base import WeightTransport, common_ranks
+from megatron_rl_corr.weight_sync.transports.rendezvous import address_towards, gloo_listening_at, listening_store
+
+_Group = ProcessGroup | ProcessGroupGloo
 
 logger = logging.getLogger(__name__)
 
 _ANSWER_S = 5.0
 """Seconds to wait for a server's reason after the group has failed."""
+_LEAVE_S = 5.0
+"""Seconds that a server may take to leave a group."""
 
 
 class DistributedTransport(WeightTransport):
-    """Makes a group at a sender's first bucket and keeps it; a server that leaves or joins needs a new one.
+    """Makes groups at a sender's first bucket and keeps them.
 
-    If a server dies in a broadcast, the others stay in it until this process and its connections end: neither gloo nor
-    NCCL can free them from here.
+    With gloo each server has a group of its own with the sender: one that dies or hangs in a broadcast holds up no
+    other, and only its own group is left. With NCCL all servers share a group, which is made anew when one leaves or
+    joins; if one dies in a broadcast the others stay in it until this process ends.
 
     Args:
         control: makes the ServerControl of some addresses.
         loop: the event loop of the client.
         backend: nccl or gloo.
+        address: of this host, at which servers meet; None: the one on the route to them.
     """
 
-    def __init__(self, control: Callable[[Sequence[str]], ServerControl], loop: LoopThread, *, backend: str):
+    def __init__(
+        self, control: Callable[[Sequence[str]], ServerControl], loop: LoopThread, *, backend: str,
+        address: str | None = None,
+    ):  # fmt: skip
         super().__init__()
-        self._control, self._loop, self._backend = control, loop, backend
-        self._group: UpdateGroup | None = None
+        self._control, self._loop, self._backend, self._address = control, loop, backend, address
+        self._share = backend == "nccl"
+        self._groups: list[UpdateGroup] = []
 
     def aim(self, servers, *, rejoined=None):
-        if rejoined is not None:
-            self._drop_group(rejoined)
         super().aim(servers)
+        if rejoined is not None:
+            self._drop_groups([g for g in self._groups if self._share or not set(g.urls) <= set(rejoined)], rejoined)
 
     def send(self, bucket: list[NamedTensor]) -> None:
-        if self._group is None:
-            self._make_group()
-        try:
-            self._group.broadcast(bucket)
-        except (RolloutError, OSError) as error:
-            self._break(error)
-            raise
+        self._make_groups()
+        sent = [(group, group.send(bucket)) for group in self._groups]
+        failures = []
+        for group, receiving in sent:  # to the end, so that every server that can be is done with the bucket
+            try:
+                group.wait(receiving)
+            except (RolloutError, OSError) as error:
+                failures.append(error)
+                self._groups.remove(group)
+                group.leave()
+                if self._share:
+                    self._break(error)
+        raise_first(failures)
 
-    def _make_group(self) -> None:
-        infos = self._loop.call(self.servers.server_info())
-        ranks_per_server = common_ranks(self.servers, infos).count
-        try:
-            self._group = UpdateGroup(
-                self.servers, self._loop, backend=self._backend, ranks_per_server=ranks_per_server
-            )
-        except (RolloutError, OSError) as error:
-            answered = isinstance(error, RolloutServerError) and error.status is not None
-            if len(self.servers.base_urls) > 1 or not answered:
-                self._break(error)
-            raise
+    def _make_groups(self) -> None:
+        """Groups of those servers that have none yet."""
+        present = {url for group in self._groups for url in group.urls}
+        missing = [url for url in self.servers.base_urls if url not in present]
+        if not missing:
+            return
+        ranks = common_ranks(self.servers, self._loop.call(self.servers.server_info())).count
+        for urls in [missing] if self._share else [[url] for url in missing]:
+            try:
+                self._groups.append(UpdateGroup(
+                    self._control(urls), self._loop, backend=self._backend, ranks_per_server=ranks,
+                    address=self._address,
+                ))  # fmt: skip
+            except (RolloutError, OSError) as error:
+                answered = isinstance(error, RolloutServerError) and error.status is not None
+                if self._share and (len(urls) > 1 or not answered):
+                    self._break(error)
+                raise
 
     def _break(self, error: Exception) -> None:
         self.broken = True
@@ -86,28 +103,33 @@ class DistributedTransport(WeightTransport):
         )
 
     def close(self):
-        self._drop_group(self.servers.base_urls if self.servers else ())
+        self._drop_groups(list(self._groups), self.servers.base_urls if self.servers else ())
 
-    def _drop_group(self, urls: Sequence[str]) -> None:
-        if self._group is None or self.broken:
+    def _drop_groups(self, groups: Collection[UpdateGroup], present: Collection[str]) -> None:
+        """Leave these groups, and let those servers leave them that are present."""
+        if self.broken:
             return
-        for url in urls:
-            try:
-                self._loop.call(self._control([url]).destroy_weights_update_group(self._group.name))
-            except RolloutServerError as error:  # it is gone, and the group with it
-                logger.warning("a server did not leave a broadcast group: %s", error)
-        self._group.destroy()
-        self._group = None
+        for group in groups:
+            for url in [url for url in group.urls if url in present]:
+                try:
+                    self._loop.call(
+                        self._control([url]).destroy_weights_update_group(group.name, timeout_s=_LEAVE_S)
+                    )
+                except RolloutServerError as error:  # it is gone, and the group with it
+                    logger.warning("a server did not leave a broadcast group: %s", error)
+            self._groups.remove(group)
+            group.leave()
 
 
 class UpdateGroup:
-    """The process group. Rank 0 is this process; the servers follow in the order of control.base_urls.
+    """A process group. Rank 0 is this process; the servers follow in the order of control.base_urls.
 
     Args:
-        control: of the servers.
+        control: of its servers.
         loop: the event loop of the client.
         backend: nccl or gloo.
         ranks_per_server: the same for all servers.
+        address: of this host, at which they meet; None: the one on the route to the first server.
         timeout_s: limit of making the group and of one bucket.
 
     Raises:
@@ -116,37 +138,34 @@ class UpdateGroup:
     """
 
     def __init__(
-        self, control: ServerControl, loop: LoopThread, *, backend: str, ranks_per_server: int, timeout_s: float = 300.0
-    ):
-        self._control, self._loop = control, loop
-        self._backend, self._timeout_s = backend, timeout_s
+        self, control: ServerControl, loop: LoopThread, *, backend: str, ranks_per_server: int,
+        address: str | None = None, timeout_s: float = 300.0,
+    ):  # fmt: skip
+        self._control, self._loop, self._backend, self._timeout_s = control, loop, backend, timeout_s
+        self.urls = control.base_urls
         # A server may keep a group's name for ever, even if its trainer has died: never use one twice.
         self.name = f"rollout-corr-{uuid.uuid4().hex[:12]}"
-        address = _address_towards(control.base_urls[0])
-        port = _free_port(address)
+        self._works: list = []
+        address = address or address_towards(self.urls[0])
+        store, port = listening_store(address, timeout_s)
         joining = loop.submit(
             control.init_weights_update_group(
                 address, port, group_name=self.name, backend=backend, ranks_per_server=ranks_per_server
             )
         )
-        world_size = 1 + len(control.base_urls) * ranks_per_server
+        world_size = 1 + len(self.urls) * ranks_per_server
+        join = partial(_join, store, world_size, self.name, backend, timeout_s, address)
         try:
-            store = _meet(address, port, world_size, timeout_s, joining)
-            self._group = _join(store, world_size, self.name, backend, timeout_s)
+            self._group = _joined(join, joining)
             joining.result(timeout_s)
         except (RuntimeError, OSError) as error:
             raise self._cause(
                 error, joining, f"no broadcast group of {world_size} ranks was made at {address}:{port}; can the "
-                "servers reach this address, and is no firewall between?",
+                "servers reach this address, and is no firewall between? `weight_address` names another one",
             ) from error
 
-    def broadcast(self, bucket: list[NamedTensor]) -> None:
-        """Send one bucket to every server and wait until all have it.
-
-        Raises:
-            RolloutError: a server's answer explains why it did not receive the bucket.
-            OSError: no server's answer explains it.
-        """
+    def send(self, bucket: list[NamedTensor]) -> Future:
+        """Begin to broadcast a bucket; `wait` with what is returned before the next one."""
         receiving = self._loop.submit(
             self._control.update_weights_from_distributed(
                 [name for name, _ in bucket],
@@ -155,14 +174,25 @@ class UpdateGroup:
                 group_name=self.name,
             )
         )
+        self._works = []
         try:
-            works = [
-                dist.broadcast(tensor.contiguous(), src=0, group=self._group, async_op=True)
-                for _, tensor in bucket
-            ]
+            for _, tensor in bucket:
+                self._works.append(self._group.broadcast(tensor.contiguous(), root=0))
+        except RuntimeError as error:  # told by `wait`, after what the servers answer
+            logger.debug("a broadcast did not begin: %s", error)
+        return receiving
+
+    def wait(self, receiving: Future) -> None:
+        """Wait until every server has the bucket.
+
+        Raises:
+            RolloutError: a server's answer explains why it did not receive the bucket.
+            OSError: no server's answer explains it.
+        """
+        try:
             # The servers' answer first: if one has died, waiting for the broadcast would only hide the reason.
             receiving.result(self._timeout_s)
-            for work in works:
+            for work in self._works:
                 work.wait()
         except (RuntimeError, OSError) as error:
             raise self._cause(
@@ -170,14 +200,17 @@ class UpdateGroup:
                 "`weight_transport` tensor or disk",
             ) from error
 
-    def destroy(self) -> None:
-        """Leave the group after the servers.
+    def leave(self) -> None:
+        """Leave the group, after the servers or without them.
 
-        Not with NCCL: whether it would wait for a rank that is gone has not been tried, and only some buffers stay
-        until the process ends.
+        A broadcast to a server that hangs ends by its time limit only, and a group waits for it when it is freed: so
+        it is freed on a thread, which does not keep the process from ending. With NCCL it stays until then: whether it
+        would wait for a rank that is gone has not been tried.
         """
-        if self._backend == "gloo" and self._group in _world.pg_map:  # else it ended with the default group
-            dist.destroy_process_group(self._group)
+        held, works, self._works = [self._group], self._works, []
+        del self._group
+        if self._backend == "gloo":
+            threading.Thread(target=_free, args=[held, works], name="weight-group", daemon=True).start()
 
     def _cause(self, error: Exception, request: Future, what: str) -> Exception:
         """A server's own answer if there is one, because it explains more than the group's error."""
@@ -191,54 +224,48 @@ class UpdateGroup:
         if isinstance(failure, RolloutError):
             return failure
         reason = f" ({error})" if str(error) else f" (no answer within {self._timeout_s:g} s)"
-        return OSError(f"{', '.join(self._control.base_urls)}: {what}{reason}")
+        return OSError(f"{', '.join(self.urls)}: {what}{reason}")
 
 
-def _meet(address: str, port: int, world_size: int, timeout_s: float, joining: Future) -> dist.Store:
-    """The store in which all ranks have met. A failure of `joining` is raised at once, because then some never will.
+def _joined(join: Callable[[], _Group], joining: Future) -> _Group:
+    """The group once all ranks have joined. A failure of `joining` is raised at once, because then some never will.
 
-    torch's wait can't be cancelled, so it runs in a thread, which ends by itself after timeout_s.
+    torch's wait can't be cancelled, so it runs in a thread, which ends by itself after its time limit.
     """
-    met: Future = Future()
+    joined: Future[_Group] = Future()
 
     def wait() -> None:
         try:
-            store, _, _ = next(
-                rendezvous(f"tcp://{address}:{port}", 0, world_size, timeout=timedelta(seconds=timeout_s))
-            )
-            met.set_result(store)
+            joined.set_result(join())
         except (RuntimeError, ValueError, OSError) as error:
-            met.set_exception(error)
+            joined.set_exception(error)
 
-    threading.Thread(target=wait, name="weight-rendezvous", daemon=True).start()
-    concurrent.futures.wait([met, joining], return_when=concurrent.futures.FIRST_COMPLETED)
-    if not met.done():
+    threading.Thread(target=wait, name="weight-group", daemon=True).start()
+    concurrent.futures.wait([joined, joining], return_when=concurrent.futures.FIRST_COMPLETED)
+    if not joined.done():
         joining.result()
-    return met.result()
+    return joined.result()
 
 
-def _join(store: dist.Store, world_size: int, name: str, backend: str, timeout_s: float) -> ProcessGroup:
-    """init_process_group for a group beside the default one, for which torch has no public function."""
+def _join(store: Store, world_size: int, name: str, backend: str, timeout_s: float, address: str) -> _Group:
+    """What init_process_group does for the servers' side, as rank 0 of a group beside the default one."""
     timeout = timedelta(seconds=timeout_s)
-    store.set_timeout(timeout)
+    store = PrefixStore(name, store)
+    if backend == "gloo":
+        # Without torch's list of groups, from which one that hangs could not be taken. Its names in the store:
+        store = PrefixStore("cpu/", PrefixStore(f"{name}/", store))
+        with gloo_listening_at(address):
+            return ProcessGroupGloo(store, 0, world_size, timeout=timeout)
     group, _ = _new_process_group_helper(
-        world_size, 0, [], Backend(backend), PrefixStore(name, store),
-        group_name=name, backend_options=None, timeout=timeout,
+        world_size, 0, [], Backend(backend), store, group_name=name, backend_options=None, timeout=timeout,
     )
     _world.pg_group_ranks[group] = {i: i for i in range(world_size)}
     return group
 
 
-def _address_towards(url: str) -> str:
-    """This host's address on the route to a server; connecting a datagram socket sends nothing."""
-    parts = urlsplit(url)
-    family, _, _, _, address = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)
-        return probe.getsockname()[0]
-
-
-def _free_port(address: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return probe.getsockname()[1]
+def _free(held: list[_Group], works: list) -> None:
+    """Drop a group once none of its broadcasts is under way: torch would wait for them with Python's lock held."""
+    for work in works:
+        with contextlib.suppress(RuntimeError):
+            work.wait()
+    held.clear()
