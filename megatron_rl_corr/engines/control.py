@@ -81,25 +81,24 @@ class ServerControl:
         """Each server's model, and what its weights are called (`Engine.weight_version`)."""
         return await self._ask_all(lambda engine: engine.model_info())
 
-    async def reported_versions(self, *, silent: Collection[str] = ()) -> list[str | None]:
+    async def reported_versions(
+        self, *, silent: Collection[str] = (), timeout_s: float = HEALTH_PROBE_TIMEOUT_S
+    ) -> list[str | None]:
         """What each server calls its weights; None where no answer comes, or HTTP 5xx, as from a proxy before it.
 
         Args:
             silent: servers that did not answer before; these have BRIEF_S only.
+            timeout_s: limit of the others.
 
         Raises:
             RolloutServerError: no server answers.
         """
-        answers = await asyncio.gather(
-            *(
-                self.ask(
-                    url, self.engine_of(url).model_info(),
-                    timeout_s=BRIEF_S if url in silent else HEALTH_PROBE_TIMEOUT_S,
-                )
-                for url in self.base_urls
-            ),
-            return_exceptions=True,
-        )  # fmt: skip
+        limits = [BRIEF_S if url in silent else timeout_s for url in self.base_urls]
+        calls = [
+            self.ask(url, self.engine_of(url).model_info(), timeout_s=limit)
+            for url, limit in zip(self.base_urls, limits, strict=True)
+        ]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
         silent = [isinstance(a, RolloutServerError) and (a.status is None or a.status >= 500) for a in answers]
         raise_first([a for a, is_silent in zip(answers, silent, strict=True) if all(silent) or not is_silent])
         return [

@@ -69,7 +69,7 @@ class WeightServers:
     def find(self) -> list[int]:
         """ABSENT, READY or RESTARTED for each server of the client. Raises RolloutServerError if none answers."""
         states = []
-        versions = self._loop.call(self.client.reported_versions(silent=self.client.silent_servers))
+        versions = self._loop.call(self.client.versions_for_update())
         for url, version in zip(self.client.base_urls, versions, strict=True):
             engine = self.client.engine_of(url).name
             if version is None:
