@@ -60,6 +60,10 @@ class WeightSyncConfig(Options):
     """distributed broadcasts new weights over NCCL or gloo, tensor hands them to servers on the same host, disk writes
     them to `weight_dir`."""
 
+    weight_address: str | None = option(None, metavar="HOST", needs="weight_transport=distributed")
+    """Address of this host at which a sender and the servers meet for broadcasts (default: the one on the route to a
+    server, which is the loopback for a server on this host); nothing listens on any other."""
+
     weight_dir: str | None = option(None, metavar="DIR", needs="weight_transport=disk")
     """Folder that every server sees under the same path; it gets a Hugging Face model for each of the last two
     versions."""

@@ -88,12 +88,13 @@ class ServerControl:
 
         Args:
             silent: servers that did not answer before; these have BRIEF_S only.
-            timeout_s: limit of the others.
+            timeout_s: limit of the others, if it is below HEALTH_PROBE_TIMEOUT_S.
 
         Raises:
             RolloutServerError: no server answers.
         """
-        limits = [BRIEF_S if url in silent else timeout_s for url in self.base_urls]
+        longest_s = min(timeout_s, HEALTH_PROBE_TIMEOUT_S)
+        limits = [BRIEF_S if url in silent else longest_s for url in self.base_urls]
         calls = [
             self.ask(url, self.engine_of(url).model_info(), timeout_s=limit)
             for url, limit in zip(self.base_urls, limits, strict=True)

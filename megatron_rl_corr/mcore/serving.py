@@ -95,6 +95,7 @@ def _weight_servers(
     transport = all_reduce_startup(lambda: make_transport(
         options.weight_transport, client, loop, backend="nccl" if torch.cuda.is_available() else "gloo",
         checkpoint=checkpoint, folder=options.weight_dir, stage=exporter.stage, sends=exporter.sends,
+        address=options.weight_address,
     ))  # fmt: skip
     servers = WeightServers(
         client, loop, transport, verifiers=make_verifiers(options.verify_push, checkpoint, client.fleet.engines),

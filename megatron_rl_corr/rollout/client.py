@@ -10,7 +10,7 @@ import torch
 
 from megatron_rl_corr.config.run import ENGINES
 from megatron_rl_corr.engines.concurrency import all_or_first_failure
-from megatron_rl_corr.engines.control import HEALTH_PROBE_TIMEOUT_S, ServerControl
+from megatron_rl_corr.engines.control import ServerControl
 from megatron_rl_corr.engines.fleet import Fleet
 from megatron_rl_corr.engines.routes import ExpertShape
 from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
@@ -162,14 +162,11 @@ class RolloutClient(ServerControl):
 
     def control(self, urls: Sequence[str]) -> ServerControl:
         """Control of some of the servers, for updates that leave the others alone."""
-        return ServerControl(
-            self.fleet, urls, update_timeout_s=self._update_timeout_s, silence_s=self._read_timeout_s
-        )
+        return ServerControl(self.fleet, urls, update_timeout_s=self._update_timeout_s, silence_s=self._read_timeout_s)
 
     async def versions_for_update(self) -> list[str | None]:
         """As `reported_versions`; servers that are left out because they do not answer cost next to no time."""
-        limit_s = min(HEALTH_PROBE_TIMEOUT_S, self._read_timeout_s)
-        return await self.reported_versions(silent=self._health.silent, timeout_s=limit_s)
+        return await self.reported_versions(silent=self._health.silent, timeout_s=self._read_timeout_s)
 
     async def expect_pause(self) -> None:
         """Declare no outage until the next `expect_version`: call it before a weight update, which pauses servers."""

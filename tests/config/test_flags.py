@@ -46,7 +46,7 @@ DEFAULTS = CLIENT | {
     "server_check": "semantic", "max_first_step_kl": None, "bucket_mib": 256.0, "log_dir": None,
     "save_trajectories": None, "save_hf": None, "save_hf_interval": None, "replay": None, "trace": None,
     "router_replay": "off", "router_replay_min_agreement": None, "expert_statistics": False,
-    "weight_transport": "distributed", "weight_dir": None, "verify_push": "checksum",
+    "weight_transport": "distributed", "weight_address": None, "weight_dir": None, "verify_push": "checksum",
     "probe_push": "on", "max_probe_log_ratio": None,
     "reference_checkpoint": None, "reference_reset": None, "reference_urls": (),
     "reward_function": ("reward.py:reward",), "reward_url": (), "reward_weights": (), "reward_workers": None,

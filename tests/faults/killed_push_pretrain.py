@@ -1,7 +1,7 @@
 """pretrain_any.py, whose ranks are all killed at one request of a push, before it is sent or once it is answered.
 
-KILL_AT is PUSH:REQUEST:SIDE:N. PUSH: 1 for the first push of the run. REQUEST: a method of ServerControl. SIDE: before or
-after. N: the N-th such request of the push.
+KILL_AT is PUSH:REQUEST:SIDE:N. PUSH: 1 for the first push of the run. REQUEST: a method of ServerControl. SIDE: before
+or after. N: the N-th such request of the push.
 """
 
 import contextlib

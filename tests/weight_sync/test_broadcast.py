@@ -228,7 +228,8 @@ def test_send_when_one_of_three_servers_fails_then_the_others_get_the_bucket_and
 
         return take
 
-    a, b, c = (Server(how, (f"http://{name}",)) for name, how in (("a", taking("a")), ("b", refuses), ("c", taking("c"))))
+    a, c = (Server(taking(name), (f"http://{name}",)) for name in "ac")
+    b = Server(refuses, ("http://b",))
     transport = transport_to(loop, monkeypatch, group, a, b, c)
     with pytest.raises(RolloutServerError, match="group exists"):
         transport.send([("x", torch.ones(1))])

@@ -184,7 +184,9 @@ def test_use_when_servers_share_a_group_and_one_left_or_came_then_those_that_hav
 def test_close_when_a_server_has_lost_its_group_then_the_others_are_asked_all_the_same(client, servers):
     client.versions[A] = "default"
     servers.close()
-    assert client.asked == [one for name, url in zip("abc", (A, B, C)) for one in ((name, (url,)), (name, "trainer"))]
+    assert client.asked == [
+        ("a", (A,)), ("a", "trainer"), ("b", (B,)), ("b", "trainer"), ("c", (C,)), ("c", "trainer"),
+    ]  # fmt: skip
 
 
 def test_close_when_a_broadcast_was_broken_off_then_nobody_is_asked_and_the_trainer_keeps_its_half(client, servers):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 from megatron_rl_corr.files import check_writable
@@ -11,11 +12,12 @@ from megatron_rl_corr.weight_sync.transports.base import WeightTransport
 from megatron_rl_corr.weight_sync.transports.broadcast import DistributedTransport
 from megatron_rl_corr.weight_sync.transports.disk import DiskTransport
 from megatron_rl_corr.weight_sync.transports.ipc import TensorTransport, check_same_host
+from megatron_rl_corr.weight_sync.transports.rendezvous import bound
 
 
 def make_transport(
     kind: str, client: RolloutClient, loop: LoopThread, *, backend: str, checkpoint: Path, folder: str | None,
-    stage: int, sends: bool,
+    stage: int, sends: bool, address: str | None = None,
 ) -> WeightTransport:
     """This rank's transport, for `weight_transport`.
 
@@ -28,6 +30,7 @@ def make_transport(
         folder: `weight_dir`, for disk.
         stage: this rank's pipeline stage.
         sends: this rank is the stage's sender.
+        address: `weight_address`, for distributed; None: the one on the route to a server.
 
     Raises:
         ValueError: on a rank that sends, if the transport can't work here.
@@ -41,4 +44,12 @@ def make_transport(
         if sends:
             check_same_host(client.base_urls)
         return TensorTransport(loop)
-    return DistributedTransport(client.control, loop, backend=backend)
+    if sends and address is not None:
+        try:
+            bound(address).close()
+        except OSError as error:
+            raise ValueError(
+                f"`weight_address` {address}: no socket can listen there ({error}); name an address of "
+                f"{socket.gethostname()}, which sends weights, or leave it out"
+            ) from None
+    return DistributedTransport(client.control, loop, backend=backend, address=address)
