@@ -1,7 +1,8 @@
 """pretrain_any.py, whose ranks are all killed at one request of a push, before it is sent or once it is answered.
 
 KILL_AT is PUSH:REQUEST:SIDE:N. PUSH: 1 for the first push of the run. REQUEST: a method of ServerControl. SIDE: before
-or after. N: the N-th such request of the push.
+or after. N: the N-th such request of the push. With SERVER the process group of that number is killed instead, and the
+time of it is written to the file KILLED.
 """
 
 import contextlib
@@ -9,6 +10,7 @@ import functools
 import os
 import runpy
 import signal
+import time
 from pathlib import Path
 
 import psutil
@@ -27,6 +29,14 @@ def counted_use(self, states):
     use(self, states)
 
 
+def kill():
+    if "SERVER" in os.environ:
+        os.killpg(int(os.environ["SERVER"]), signal.SIGKILL)
+        Path(os.environ["KILLED"]).write_text(str(time.time()))
+    else:
+        kill_all()
+
+
 def kill_all():
     for process in psutil.Process().parent().children(recursive=True):  # the other ranks, and writers of checkpoints
         if process.pid != os.getpid():
@@ -41,10 +51,10 @@ async def killed_request(self, *arguments, **options):
     requests += 1
     is_it = (pushes, requests) == (int(PUSH), int(NUMBER))
     if is_it and SIDE == "before":
-        kill_all()
+        kill()
     answer = await request(self, *arguments, **options)
-    if is_it:
-        kill_all()
+    if is_it and SIDE == "after":
+        kill()
     return answer
 
 

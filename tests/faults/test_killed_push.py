@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 
 from tests.faults.drills import drill, long
-from tests.matrix.engine_pair import check_samples, pair, run, steps_of
+from tests.matrix.engine_pair import ARGUMENTS, check_samples, pair, run, steps_of
+from tests.mcore.launched import REWARD, launch
+from tests.preloaded import PreloadedServer, address
+from tools.cpu import environment
 
 SCRIPT = Path(__file__).with_name("killed_push_pretrain.py")
 MOMENTS = [
@@ -69,3 +72,30 @@ def test_trainer_when_killed_at_a_request_of_a_push_then_the_next_start_goes_on(
     else:
         check_samples(last, servers, tiny_moe_dir, 2)
     seen(f"{len(seconds)} of {len(seconds)} starts went on; with its kill the slowest took {max(seconds):.0f} s")
+
+
+@long
+@drill("the only server is killed in a push, 1 rank and 2", promised="the run ends with its name, within 10 s")
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_run_when_its_only_server_dies_in_a_push_then_it_ends_with_its_name_soon(
+    tiny_moe_dir, tmp_path, seen, engine, ranks
+):
+    server = PreloadedServer(
+        tiny_moe_dir, engine=engine, dtype="float32", log_path=tmp_path / "server.log",
+        extra_arguments=ARGUMENTS[engine](), environment=environment(engine),
+    )  # fmt: skip
+    address("megatron")  # what forks runs must not end with a thread that waits for one
+    killed = tmp_path / "killed"
+    (tmp_path / "reward.py").write_text(REWARD)
+    (tmp_path / "prompts.jsonl").write_text('{"input_ids": [3, 1, 4]}\n')
+    with server:
+        done = launch(
+            tmp_path, "run", tiny_moe_dir, server.url, SCRIPT, "--global-batch-size", 8, "--train-iters", 4,
+            "--moe-grouped-gemm", "--moe-permute-fusion", *flags_of("distributed", tmp_path, False), processes=ranks,
+            KILL_AT="2:update_weights_from_distributed:before:3", SERVER=str(server.pid), KILLED=str(killed),
+        )  # fmt: skip
+        took = time.time() - float(killed.read_text())
+    assert done.returncode == 1 and f"megatron_rl_corr: rollout server {server.url} did not answer" in done.stderr
+    assert took < 20, done.stderr[-3000:]  # torchrun's own end, on a busy machine, is in it
+    seen(f"ended {took:.1f} s after the kill")

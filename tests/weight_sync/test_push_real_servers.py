@@ -5,6 +5,7 @@ import time
 from contextlib import contextmanager
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -145,6 +146,11 @@ def noisy(weights, seed):
     return {name: w + 0.02 * torch.randn(w.shape, generator=generator) for name, w in weights.items()}
 
 
+def listening():
+    """Where this process listens."""
+    return {one.laddr for one in psutil.Process().net_connections("tcp") if one.status == "LISTEN"}
+
+
 def model_of(model_dir, weights, folder):
     """The Hugging Face model with these weights, saved in `folder`."""
     from transformers import AutoModelForCausalLM
@@ -160,8 +166,9 @@ def test_push_when_all_weights_changed_then_every_parameter_is_verified_and_samp
     any_pushing, weights, tiny_moe_dir, tmp_path, kind
 ):
     _, make = any_pushing
-    trainer, new = make(kind), noisy(weights, seed=TRANSPORTS.index(kind))
+    trainer, new, before = make(kind), noisy(weights, seed=TRANSPORTS.index(kind)), listening()
     trainer.push(new, "new")
+    assert {place.ip for place in listening() - before} == ({"127.0.0.1"} if kind == "distributed" else set())
     assert trainer.compared == len(trainer.parameters()) > 20
     sample = trainer.sample()
     assert sample.oldest_version == "new"
