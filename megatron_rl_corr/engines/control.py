@@ -205,7 +205,9 @@ class ServerControl:
             lambda engine: engine.update_weights_from_disk(model_path), timeout_s=self._update_timeout_s
         )
 
-    async def destroy_weights_update_group(self, group_name: str, *, timeout_s: float) -> list[dict[str, Any]]:
+    async def destroy_weights_update_group(
+        self, group_name: str, *, timeout_s: float | None = None
+    ) -> list[dict[str, Any]]:
         """Leave the process group."""
         return await self._ask_all(
             lambda engine: engine.destroy_weights_update_group(group_name), timeout_s=timeout_s
