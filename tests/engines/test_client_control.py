@@ -57,6 +57,66 @@ def test_control_when_it_reads_or_writes_all_weights_then_the_bound_of_updates_h
     faulty.run(impatient, slow, timeout_s=10, update_timeout_s=0.3)
 
 
+@pytest.mark.parametrize("is_busy", [True, False])
+def test_control_when_a_server_gives_no_sign_of_life_then_a_request_fails_that_a_busy_one_may_take_long_for(
+    faulty, is_busy
+):
+    over = asyncio.Event()
+
+    async def handle(request):
+        if request.path == "/pause_generation":
+            await (asyncio.sleep(1.5) if is_busy else over.wait())
+        elif not is_busy:
+            await over.wait()
+        return web.json_response({"success": True})
+
+    async def scenario(client):
+        begun = time.monotonic()
+        try:
+            asked = client.control(client.base_urls).pause_generation("retract")
+            if is_busy:
+                assert await asked == [{"success": True}]
+            else:
+                words = "did not answer POST /pause_generation: nor GET /model_info meanwhile .timed out after 0.4 s"
+                with pytest.raises(RolloutServerError, match=words):
+                    await asked
+        finally:
+            over.set()
+        return time.monotonic() - begun
+
+    assert faulty.run(scenario, handle, timeout_s=60, read_timeout_s=0.4) < 20
+
+
+def test_update_when_a_server_hangs_then_it_costs_the_first_one_its_time_and_the_next_ones_next_to_none(faulty):
+    well = asyncio.Event()
+
+    async def hangs(request):
+        await well.wait()
+        return await fresh(request)
+
+    async def fresh(request):
+        return web.json_response({"weight_version": "1"})
+
+    async def scenario(client):
+        async def timed():
+            begun = time.monotonic()
+            return await client.versions_for_update(), time.monotonic() - begun
+
+        (versions, first_s), hung = await timed(), client.base_urls[1]
+        assert versions == ["1", None] and first_s > 2.9
+        await client.expect_version("2", missed=[hung])
+        for _ in range(2):
+            versions, later_s = await timed()
+            assert versions == ["1", None] and later_s < 2.5
+        assert client.counts()["left_out"] == 1
+        well.set()
+        while hung in client._health.silent:  # it is asked again and again, and has other weights
+            await asyncio.sleep(0.02)
+        assert (await timed())[0] == ["1", "1"]
+
+    faulty.run(scenario, fresh, hangs, read_timeout_s=3.0)
+
+
 def test_control_when_one_server_fails_then_the_others_are_asked_too_and_the_error_names_it(faulty):
     asked = []
 

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.faults.drills import drill
 from tests.matrix.engine_pair import ARGUMENTS, check_samples, pair, run, samples_of, steps_of
 from tests.matrix.releases import OVERLAID, chosen
 from tests.server_load import wait_until_sampling
@@ -17,6 +18,8 @@ FLAGS = [
     "--rollout-max-concurrency", 2,  # a step's sampling takes long enough to be met
     "--rollout-bucket-mib", 0.02, "--rollout-reward-timeout-s", 600,
 ]  # fmt: skip
+TENSOR = ["--rollout-weight-transport", "tensor"]
+TWO_SENDERS = ["--rollout-weight-transport", "distributed", "--pipeline-model-parallel-size", 2]
 REWARD = """
 import pathlib, time
 
@@ -51,12 +54,16 @@ def kill_while_sampling(server, running):
     os.killpg(server.pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("kill", [kill_while_sampling, kill_in_push])
+@drill("a server is killed while it samples, or in a push; SGLang and vLLM", promised="nothing is lost, it is taken back")
+@pytest.mark.parametrize(
+    ("kill", "transport"),
+    [(kill_while_sampling, TENSOR), (kill_in_push, TENSOR), (kill_in_push, TWO_SENDERS)],
+)
 @pytest.mark.parametrize("engine", ARGUMENTS)
 def test_server_when_killed_then_nothing_is_lost_and_a_new_one_at_its_address_is_taken_in(
-    engine, kill, tiny_moe_dir, tmp_path
+    engine, kill, transport, tiny_moe_dir, tmp_path
 ):
-    held, flags = tmp_path / "held", [*FLAGS, "--rollout-weight-transport", "tensor"]
+    held, flags = tmp_path / "held", [*FLAGS, *transport]
     with pair(tiny_moe_dir, tmp_path) as servers, ThreadPoolExecutor(1) as thread:
         victim = servers[engine]
         reward = REWARD.format(held=held)
@@ -83,23 +90,3 @@ def test_server_when_killed_then_nothing_is_lost_and_a_new_one_at_its_address_is
         assert f"sending the weights again to the remaining servers: {servers[other].url}" in done.stdout
     else:
         assert f"{name} server left out: " in done.stdout
-
-
-@pytest.mark.parametrize("engine", ARGUMENTS)
-def test_server_when_killed_in_a_broadcast_then_the_run_ends_with_its_name_and_the_other_one_is_free(
-    engine, tiny_moe_dir, tmp_path
-):
-    again = tmp_path / "again"
-    again.mkdir()
-    with pair(tiny_moe_dir, tmp_path) as servers, ThreadPoolExecutor(1) as thread:
-        victim = servers[engine]
-        running = thread.submit(run, tmp_path, servers, tiny_moe_dir, *FLAGS, steps=STEPS)
-        wait_for(lambda: len(steps_of(tmp_path)) >= 2, running)
-        kill_in_push(victim, running)
-        done = running.result()
-        assert done.returncode == 1 and victim.url in done.stderr
-        victim.stop()
-        victim.start().wait_ready()
-        done = run(again, servers, tiny_moe_dir, *FLAGS, steps=2)
-        assert done.returncode == 0, done.stderr[-6000:]
-        check_samples(again, servers, tiny_moe_dir, 2)
