@@ -54,7 +54,10 @@ def kill_while_sampling(server, running):
     os.killpg(server.pid, signal.SIGKILL)
 
 
-@drill("a server is killed while it samples, or in a push; SGLang and vLLM", promised="nothing is lost, it is taken back")
+@drill(
+    "a server is killed while it samples, or in a push; SGLang and vLLM, two senders",
+    promised="nothing is lost, and a new one at its address is taken in",
+)
 @pytest.mark.parametrize(
     ("kill", "transport"),
     [(kill_while_sampling, TENSOR), (kill_in_push, TENSOR), (kill_in_push, TWO_SENDERS)],
