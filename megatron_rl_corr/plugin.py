@@ -59,7 +59,9 @@ def prepare(arguments: Sequence[str]) -> Install:
     def install() -> Callable[[], None]:
         name_flags_in_logs()
         from megatron_rl_corr.mcore import versions
+        from megatron_rl_corr.parallel.restarts import part_attempts
 
+        part_attempts()
         versions.check_version()
         versions.check_training()  # before the hooks import it, as errors of two mixed releases are hard to read
         from megatron_rl_corr.mcore import hooks

@@ -4,6 +4,7 @@ import os
 import pytest
 
 from megatron_rl_corr.events import Events, file_of_host, read_events
+from tests.faults.drills import drill
 
 
 def test_events_when_told_then_counted_and_written_as_lines_once_a_file_is_open(tmp_path):
@@ -25,6 +26,7 @@ def test_events_when_the_kind_is_unknown_then_refused():
         Events().tell("oops", "")
 
 
+@drill("a crash in the middle of an event's line", promised="the next attempt appends after it")
 def test_events_when_the_run_is_started_again_then_appended_after_a_line_that_a_crash_cut_short(tmp_path):
     path = tmp_path / "events.jsonl"
     path.write_text('{"time": 1.0, "kind": "run_started", "reason": "", "rank": 0}\n{"time": 2.0, "ki')
@@ -39,6 +41,7 @@ def test_events_when_the_run_is_started_again_then_appended_after_a_line_that_a_
     assert told[2]["step"] == 5
 
 
+@drill("the disk of the events' file is full", promised="lines are counted as lost, and the run goes on")
 def test_events_when_lines_are_lost_to_a_full_disk_then_counted_and_the_run_goes_on(tmp_path, caplog):
     read, write = os.pipe()
     os.close(read)  # every write to it fails, as on a full disk

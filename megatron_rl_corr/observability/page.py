@@ -15,6 +15,7 @@ from megatron_rl_corr.moe import statistics
 from megatron_rl_corr.observability.alerts import Summary, find_alerts, finite_values, metric_names, summarise
 from megatron_rl_corr.observability.catalogue import BINS, catalogue, grouped, label_of, spec_of, usual_range
 from megatron_rl_corr.observability.metrics_file import CONFIG_NAME, FILE_NAME, read_metrics
+from megatron_rl_corr.observability.page_events import page_events
 from megatron_rl_corr.observability.page_samples import page_samples
 from megatron_rl_corr.observability.panels import PAGE_PANELS
 from megatron_rl_corr.observability.plots import (
@@ -33,8 +34,8 @@ def write_page(run_dir: str | os.PathLike) -> Path:
     """Write the page and the overview of a run into its folder; each replaces its file in one move.
 
     Args:
-        run_dir: holds metrics.jsonl, and run.json and experts.jsonl if the run wrote them; samples are found through
-            run.json.
+        run_dir: holds metrics.jsonl, and run.json and experts.jsonl if the run wrote them; samples and events are found
+            through run.json.
 
     Raises:
         FileNotFoundError: there is no such folder, or no metrics.jsonl in it.
@@ -54,6 +55,7 @@ def write_page(run_dir: str | os.PathLike) -> Path:
     page = environment.get_template(TEMPLATE_NAME).render(
         title=title, summary=_summary_entries(summarise(rows)), alerts=find_alerts(rows), **_watched(rows),
         figures=_figures(rows), shaded=bool(steps_to_shade(rows)), experts=experts, samples=samples,
+        events=page_events(run_dir),
         groups=_metric_groups(rows), config=config, config_name=CONFIG_NAME,
     )  # fmt: skip
     return write_atomically(run_dir / PAGE_NAME, page.encode("utf-8"))

@@ -15,6 +15,7 @@ from megatron_rl_corr.data import worker_pool
 from megatron_rl_corr.data.loading import load
 from megatron_rl_corr.data.reward_value import checked_reward
 from megatron_rl_corr.rollout import Prompt, Rewards, SampleFailure, Trajectory, VersionSpan, blocking, load_function
+from tests.faults.drills import drill
 
 
 def trajectory(output_ids, finish_reason="stop", environment_reward=None):
@@ -140,6 +141,7 @@ def memory_of(pids):
     return sum(psutil.Process(pid).memory_info().rss for pid in pids)
 
 
+@drill("a reward function that hangs", promised="its worker is replaced, its sample has failed")
 def test_reward_when_plain_then_scored_in_processes_of_their_own_that_are_replaced_after_a_hang(
     file, monkeypatch, capfd
 ):
@@ -307,6 +309,7 @@ def test_reward_when_an_async_function_goes_on_though_it_is_cancelled_then_left_
         assert loop.call(given_up(), timeout=20)
 
 
+@drill("a reward file that calls exit()", promised="refused by name")
 def test_start_when_the_users_file_calls_exit_then_refused_and_the_loop_thread_goes_on(tmp_path):
     (tmp_path / "leaves.py").write_text("import sys\nsys.exit('no licence')\n")
     with blocking.LoopThread() as loop:
@@ -416,6 +419,7 @@ def test_start_when_setup_fails_or_workers_are_given_for_an_async_function_then_
         run(None, f"{file}:waits", workers=3)
 
 
+@drill("SIGKILL of a trainer with reward workers", promised="its workers end too")
 def test_workers_when_the_trainer_is_killed_then_they_end_too(file):
     script = f"""
 import asyncio, os

@@ -22,6 +22,7 @@ from megatron_rl_corr.doctor.questions import ask_quick
 from megatron_rl_corr.doctor.weight_change import FIRST_NORM, TemporaryWeights, read_tensors
 from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.rollout import RolloutClient, SamplingParams
+from tests.faults.drills import drill
 from tests.preloaded import PreloadedServer
 from tools.cpu import environment, sglang_arguments
 
@@ -191,6 +192,7 @@ def test_quick_check_when_every_request_is_drawn_with_one_seed_then_one_response
     assert finding.numbers["log_probability"] < -50  # 24 tokens of a fresh model: ln 83 = 4.4 nats each
 
 
+@drill("a server that keeps prefixes of old weights", promised="the doctor names it")
 def test_full_when_a_flush_does_nothing_then_stale_prefix_cache_alone(servers, plant, doctor):
     plant("keep_cache")
     answer = doctor(servers.right, "--full")
@@ -201,6 +203,7 @@ def test_full_when_a_flush_does_nothing_then_stale_prefix_cache_alone(servers, p
     assert answer.rows["restored"]["status"] == "ok"
 
 
+@drill("two servers of different models", promised="the later one is named")
 def test_servers_when_their_models_differ_then_the_later_one_is_found(servers, vocab_size):
     async def scenario():
         urls = [servers.right, servers.wrong]

@@ -14,6 +14,7 @@ from megatron_rl_corr.doctor import quick_check
 from megatron_rl_corr.engines.types import Request
 from megatron_rl_corr.rollout import RolloutClient, RolloutProtocolError, RolloutServerError, SamplingParams
 from megatron_rl_corr.weight_sync.probe import ask_scores, compare, probe_bound
+from tests.faults.drills import drill
 from tests.hf_truth import assert_is_truth, scored
 from tests.matrix.patched import unchanged
 from tests.preloaded import PreloadedServer
@@ -97,6 +98,7 @@ def test_push_when_two_follow_each_other_and_nothing_is_planted_then_the_probe_i
         assert found["rollout/probe_max_abs_log_ratio"] < 1e-5
 
 
+@drill("a vLLM server that drops tensors and says nothing", promised="named with the parameter")
 @pytest.mark.parametrize(
     ("dropped", "told"),
     [
@@ -120,6 +122,10 @@ def test_push_when_one_of_two_servers_drops_tensors_and_says_nothing_then_it_is_
     assert trainer.compared == len(trainer.parameters())
 
 
+@drill(
+    "a vLLM server that computes with other weights than its checksums tell",
+    promised="the probe after the push names it",
+)
 @pytest.mark.parametrize("fault", ["exchanges experts", "keeps old weights"])
 def test_push_when_a_server_computes_with_other_weights_than_its_checksums_tell_then_the_probe_names_it(
     trainer, plant, planted, weights, tiny_moe_dir, tmp_path, fault  # noqa: F811

@@ -39,11 +39,13 @@ def replayed(server, model, folder):
         yield door
 
 
-def launch(folder, name, model, url, script, *flags, processes, mixed=False, checks="off", tokens=8, **variables):
+def launch(
+    folder, name, model, url, script, *flags, processes, mixed=False, checks="off", tokens=8, torchrun=None, **variables
+):
     """The ended run, whose log and checkpoints are in folder/name. variables: of its environment, too.
 
     url: of the server, or several; None: for a run that samples nothing. mixed: prompts of two sources, a row too long.
-    checks: --rollout-server-check. tokens: of a response, at most.
+    checks: --rollout-server-check. tokens: of a response, at most. torchrun: its own flags, beside the processes.
     """
     more = [folder / "prompts.parquet", "--rollout-prompts-weights", 2, 1] if mixed else []
     urls = [url] if isinstance(url, str) else url
@@ -58,10 +60,10 @@ def launch(folder, name, model, url, script, *flags, processes, mixed=False, che
         folder / name / "log", "--save", folder / name / "checkpoints",
         "--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable", "--weight-decay", 0.1,
     ]  # fmt: skip
+    torchrun = torchrun or ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--master-addr", "127.0.0.1",
-        "--master-port", str(free_port()), "-m", "megatron_rl_corr.launch", script, *cpu_flags(model),
-        *map(str, [*flags, *ours]),
+        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes), *torchrun,
+        "-m", "megatron_rl_corr.launch", *map(str, [script, *cpu_flags(model), *flags, *ours]),
     ]  # fmt: skip
     variables |= release_environment(OVERLAID[-1]) | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     return run_preloaded(forking(command)[1:], env=variables)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults.drills import drill
 from tests.matrix.patched import unchanged
 from tests.preloaded import PreloadedPopen
 from tools.cpu import environment
@@ -51,6 +52,10 @@ def results(sglang_server_fp32, tiny_moe_dir, tmp_path_factory):
     return json.loads(re.sub(r"(--rollout-log-dir) [^ :]+", r"\1 DIR", lines[0].removeprefix("RESULT ")))
 
 
+@drill(
+    "an exception on one rank: in collection, forward, loss, report, push",
+    promised="all ranks end within seconds, one message says why",
+)
 @pytest.mark.parametrize("case", CASES)
 def test_exception_when_on_one_rank_then_all_end_within_seconds_and_name_it(case, results):
     other, failing = results[case]
@@ -62,6 +67,7 @@ def test_exception_when_on_one_rank_then_all_end_within_seconds_and_name_it(case
     assert "Traceback" not in other["printed"], "one rank tells what happened"
 
 
+@drill("the same under torchrun", promised="it ends as soon, every rank names the first")
 def test_exception_when_under_torchrun_then_it_ends_as_soon_and_every_rank_names_the_first(results):
     found = results["torchrun"]
     assert found["status"] == 1 and found["seconds"] < WITHIN_S + 5, found["printed"][-3000:]
@@ -70,6 +76,7 @@ def test_exception_when_under_torchrun_then_it_ends_as_soon_and_every_rank_names
     assert f"{failed}; this is rank 0" in found["printed"]
 
 
+@drill("an exception in a push", promised="the server samples again")
 def test_server_when_a_rank_fails_in_a_push_then_it_samples(results, sglang_server_fp32):
     """Paused it would answer 503 after 20 s; and its update session is closed."""
     assert results["push"][1]["status"] == 1

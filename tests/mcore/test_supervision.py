@@ -23,6 +23,7 @@ from megatron_rl_corr.events import EVENTS, KINDS, read_events
 from megatron_rl_corr.mcore import supervision as supervision_module
 from megatron_rl_corr.mcore.endpoint import MOST_CONNECTIONS, Endpoint
 from megatron_rl_corr.mcore.supervision import Supervision
+from tests.faults.drills import drill
 from tools.local_server import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,6 +107,7 @@ def test_run_when_started_anew_then_its_events_are_appended_and_say_how(fresh, t
     assert values(second.text())["megatron_rl_corr_restarts",] == 3
 
 
+@drill("the main thread hangs in a collective", promised="the metrics port answers")
 def test_endpoint_when_the_main_thread_waits_in_native_code_then_it_answers_and_other_paths_are_not_found(fresh):
     with contextlib.closing(Endpoint("127.0.0.1", 0, lambda: "x 1\n")) as endpoint:
         pid = os.fork()
@@ -145,6 +147,10 @@ time.sleep(60)
 """
 
 
+@drill(
+    "SIGKILL of rank 0 with an open connection to its metrics port",
+    promised="the next attempt has the port at once",
+)
 def test_endpoint_when_its_process_is_killed_in_a_connection_then_the_next_process_has_the_port_at_once(fresh):
     port = free_port()
     with subprocess.Popen(
@@ -198,6 +204,7 @@ def test_flags_when_given_then_off_by_default_loopback_by_default_and_an_address
         parse([*required, "--rollout-metrics-address", "0.0.0.0"])
 
 
+@drill("two ranks tell events at once", promised="each line of the file is whole")
 def test_events_when_told_by_two_processes_then_every_line_is_whole(tmp_path):
     code = (
         "import sys; from megatron_rl_corr.events import Events; e = Events(); e.open(sys.argv[1])\n"

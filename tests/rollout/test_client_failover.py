@@ -21,6 +21,7 @@ from megatron_rl_corr.rollout import (
 )
 from megatron_rl_corr.rollout.health import ServerHealth
 from megatron_rl_corr.rollout.server_pool import Counts, ServerPool
+from tests.faults.drills import drill
 
 ONE = SamplingParams(1)
 ORDER = [(p, s) for p in range(4) for s in range(3)]
@@ -246,6 +247,7 @@ def test_generate_when_the_request_itself_is_refused_then_not_asked_again(faulty
     assert asked == ["/generate"]
 
 
+@drill("every server dies", promised="one error names all with their causes")
 def test_generate_when_every_server_dies_then_one_error_names_all_with_their_causes(faulty, fakes):
     for fake in fakes:
         fake.generate = "dies"
@@ -261,6 +263,7 @@ def test_generate_when_every_server_dies_then_one_error_names_all_with_their_cau
     faulty.run(scenario, *fakes, outage_timeout_s=1.0)
 
 
+@drill("a server falls silent", promised="what it had in flight goes elsewhere")
 @pytest.mark.parametrize(
     "scheduler, said",
     [
@@ -342,6 +345,7 @@ def test_generate_when_a_server_fails_fast_and_is_healthy_in_between_then_it_doe
     faulty.run(scenario, failing, well, max_concurrency=1, max_retries=1)
 
 
+@drill("a server started anew with old weights", promised="its answers are refused until it has the weights")
 def test_generate_when_a_server_was_started_anew_then_its_answers_are_refused_until_it_has_the_weights(faulty, fakes):
     anew, right = fakes
     anew.version, right.version = "default", "7"

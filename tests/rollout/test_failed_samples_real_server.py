@@ -13,6 +13,7 @@ from megatron_rl_corr.rollout.cursor import Cursor, GroupNumbers
 from megatron_rl_corr.rollout.failures import FailedPrompts, Failures
 from megatron_rl_corr.rollout.group_sampler import GroupSampler
 from megatron_rl_corr.rollout.queue import GroupStream
+from tests.faults.drills import drill
 from tools.process_group import descendants
 
 PLANTED = Path(__file__).resolve().parents[2] / "benchmarks/planted_reward.py"
@@ -51,6 +52,7 @@ def run(server, scenario, spec, prompts, **options):
     return asyncio.run(inner())
 
 
+@drill("rewards that sleep, raise and hang", promised="each costs its group, which is replaced and counted")
 @pytest.mark.parametrize(("lag", "on_failed"), [(2, None), (0, -1.0)])
 def test_steps_when_rewards_sleep_raise_and_hang_then_none_is_lost_and_counts_are_those_planted(
     companion, tmp_path, monkeypatch, lag, on_failed
@@ -90,6 +92,7 @@ def test_steps_when_rewards_sleep_raise_and_hang_then_none_is_lost_and_counts_ar
         assert failures.groups == 1
 
 
+@drill("a reward that fails for every sample", promised="the run ends with the user's traceback")
 def test_step_when_the_reward_fails_for_every_sample_then_the_run_ends_with_its_traceback(
     companion, tmp_path
 ):

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from megatron_rl_corr.rollout import LoopThread, RolloutClient, SamplingParams, health
 from megatron_rl_corr.weight_sync.servers import ABSENT, READY, RESTARTED, WeightServers
 from megatron_rl_corr.weight_sync.transports.broadcast import DistributedTransport
+from tests.faults.drills import drill
 from tests.hf_truth import assert_is_truth
 
 PROMPTS = [[(p + 7 * i) % 80 for i in range(length)] for p, length in enumerate((2, 300, 5, 64, 3, 400, 9, 150))]
@@ -125,6 +126,10 @@ def push(client, loop, tiny_moe_dir):
     servers.close()
 
 
+@drill(
+    "SIGKILL of a server while it samples, then a new one at its address",
+    promised="no sample lost; stale weights are not sampled from; back after the next push",
+)
 def test_collect_when_one_server_is_killed_then_none_is_lost_and_it_returns_with_the_right_weights(
     client, loop, model, victim, push, wait_until_sampling
 ):

@@ -14,6 +14,7 @@ from aiohttp import web
 
 from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.rollout import LoopThread, RolloutClient, SamplingParams, health
+from tests.faults.drills import drill
 
 PROMPTS = [[3, 1, 4], [1, 5], [9, 2, 6, 5], [3, 5]]
 VOCAB = 83
@@ -46,6 +47,7 @@ def lengths(trajectories):
     return {(t.finish_reason, t.output_ids.numel()) for t in trajectories}
 
 
+@drill("SIGSTOP of a server's scheduler, then SIGCONT", promised="left out within the bound, nothing lost, taken back")
 def test_generate_when_the_scheduler_alone_is_stopped_then_left_out_within_the_bound_and_back_when_it_goes_on(
     loop, companion, victim, wait_until_sampling, monkeypatch
 ):
@@ -133,6 +135,7 @@ def test_generate_when_a_server_is_paused_for_longer_than_the_bound_then_it_is_n
         assert client.counts()["left_out"] == 0
 
 
+@drill("a request is lost on its way", promised="given up within the bound, asked for again")
 def test_generate_when_a_request_is_lost_on_its_way_then_given_up_though_the_scheduler_is_well(
     loop, companion, victim, faulty, caplog
 ):

@@ -20,6 +20,7 @@ from megatron_rl_corr.weight_sync.servers import WeightServers
 from megatron_rl_corr.weight_sync.transports import make_transport
 from megatron_rl_corr.weight_sync.update import push_weights
 from megatron_rl_corr.weight_sync.verify import make_verifiers
+from tests.faults.drills import drill
 from tests.hf_truth import assert_is_truth
 
 TRANSPORTS = ("distributed", "tensor", "disk")
@@ -184,6 +185,7 @@ LOST = {
 """An update that lacks a tensor: SGLang keeps the old one, and its checksum tells; vLLM's is broken off at its end."""
 
 
+@drill("a tensor is lost on its way to a server", promised="server and parameter are named")
 @pytest.mark.parametrize(
     ("kind", "lost", "parameter"),
     [
@@ -225,6 +227,7 @@ MISFITS = [
 """What is wrong with an update for a vLLM server -> what it is refused with."""
 
 
+@drill("weights of another model for a server", promised="refused by name before the first byte")
 @pytest.mark.parametrize("kind", ["tensor", "distributed", "disk"])
 def test_push_when_it_does_not_fit_a_vllm_server_then_refused_by_name_before_the_first_byte(
     vllm_server_fp32, tiny_moe_dir, weights, tmp_path, kind
@@ -275,6 +278,10 @@ def test_push_when_the_server_cannot_read_the_folder_then_error_says_so_and_the_
     assert trainer.sample().oldest_version == "next"
 
 
+@drill(
+    "a trainer killed in the middle of a push",
+    promised="half sent weights pass for no version; the next push heals",
+)
 def test_push_when_a_trainer_was_killed_in_the_middle_then_its_weights_pass_for_no_version_and_the_next_one_heals(
     any_pushing, weights, tiny_moe_dir, tmp_path, monkeypatch
 ):
@@ -330,6 +337,7 @@ def wait_until_tokens(trainer, url):
     time.sleep(0.3)
 
 
+@drill("one of two servers misses a tensor", promised="it is named")
 def test_push_when_only_one_of_two_servers_misses_a_tensor_then_it_is_named(pushing, weights, victim, tiny_moe_dir):
     trainer = pushing("tensor", victim.server.url)
     trainer.push(noisy(weights, seed=4), "both")
@@ -346,6 +354,7 @@ def test_push_when_only_one_of_two_servers_misses_a_tensor_then_it_is_named(push
     assert error.value.url == victim.server.url
 
 
+@drill("SIGKILL of a server in the middle of a push", promised="the others have all weights, and sample")
 def test_push_when_a_server_is_killed_in_the_middle_then_the_others_have_all_weights_and_sample(
     pushing, weights, victim, monkeypatch
 ):

@@ -1,0 +1,34 @@
+"""Lets the process groups of a job that torchrun has started again meet, without the addresses of the attempt before.
+
+torchrun's agent keeps one store for all attempts (torch 2.14). Gloo and NCCL leave addresses in it, under names that
+are the same in each attempt, so that a later one connects to processes that are gone: "Connection refused".
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from torch.distributed import PrefixStore, Store, rendezvous
+
+_SCHEME = "env"
+"""Of what init_process_group meets by where neither a store nor an address is given, as in Megatron."""
+
+
+def part_attempts() -> None:
+    """From now on the default process group of this process finds only keys of its own attempt.
+
+    Does nothing in a first attempt, nor where rank 0 keeps the store, which ends with it.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    handlers = rendezvous.__globals__["_rendezvous_handlers"]
+    original = handlers[_SCHEME]
+
+    def parted(url: str, *args: Any, **kwargs: Any) -> Iterator[tuple[Store, int, int]]:
+        for store, rank, size in original(url, *args, **kwargs):
+            yield PrefixStore(f"megatron_rl_corr/groups_of_attempt_{attempt}", store), rank, size
+
+    handlers[_SCHEME] = parted

@@ -1,0 +1,73 @@
+"""A door before a rollout server: it hands everything on, and can be slow or answer nonsense. For tests."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+
+import aiohttp
+from aiohttp import web
+
+NONSENSE = (
+    b"<html>502 Bad Gateway</html>", b"", b"{", b"[]", b'{"text": 1}', b"null",
+    b'{"meta_info": {}, "output_ids": [-1]}', b"[" * 20000,
+    b'{"output_ids": [1, 2], "meta_info": {"finish_reason": null}}',
+)  # fmt: skip
+"""Bodies with status 200 in place of samples."""
+SAMPLES = ("/generate", "/inference/v1/generate")
+
+
+class Door:
+    """Listens at `url` until closed, on a thread of its own.
+
+    target: the server's address; it may change. delay_s: added to each answer. nonsense: samples are none.
+    """
+
+    def __init__(self, target: str):
+        self.target, self.delay_s, self.nonsense = target, 0.0, False
+        self._random = random.Random(0)
+        self._loop = asyncio.new_event_loop()
+        self._ready = threading.Event()
+        threading.Thread(target=self._run, name="door", daemon=True).start()
+        self._ready.wait()
+
+    def close(self) -> None:
+        """Listen no more."""
+        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(10)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def _run(self) -> None:
+        self._loop.run_until_complete(self._open())
+        self._ready.set()
+        self._loop.run_forever()
+
+    async def _open(self) -> None:
+        application = web.Application(client_max_size=1 << 30)
+        application.router.add_route("*", "/{path:.*}", self._answer)
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, force_close=True), timeout=aiohttp.ClientTimeout(total=None),
+            auto_decompress=False,
+        )  # fmt: skip
+        self._runner = web.AppRunner(application, access_log=None, handler_cancellation=True)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        await asyncio.sleep(self.delay_s)
+        body = await request.read()
+        if self.nonsense and request.path in SAMPLES:
+            return web.Response(body=self._random.choice(NONSENSE), content_type="application/json")
+        headers = {name: value for name, value in request.headers.items() if name.lower() not in ("host",)}
+        try:
+            async with self._session.request(
+                request.method, self.target + request.path_qs, data=body, headers=headers, allow_redirects=False
+            ) as answer:
+                answered = web.Response(status=answer.status, body=await answer.read())
+                answered.content_type = answer.content_type
+                return answered
+        except aiohttp.ClientError:
+            request.transport.close()  # as a server that is gone
+            return web.Response(status=502)

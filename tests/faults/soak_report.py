@@ -1,0 +1,145 @@
+"""What a soak has seen: its table, and the picture of its rewards."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import platform
+import time
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import psutil
+import pyarrow.parquet as pq
+
+from megatron_rl_corr.events import read_events
+
+MOST_GROWTH, ROOM_MIB = 0.10, 60.0
+"""A process's memory is flat where its last steps have at most this much more than its first ones."""
+NEAR = 0.05
+"""Largest difference of the mean reward of the last tenth of the steps from that without faults."""
+GROUP_SIZE, GROUPS = 8, 8
+COLOURS = {"killed": "#D55E00", "restarted": "#E69F00", "stopped": "#CC79A7", "slow": "#56B4E9", "nonsense": "#009E73",
+           "rank killed": "#222222"}  # fmt: skip
+
+
+@dataclass
+class Seen:
+    """One run, watched until its end."""
+
+    steps: list[dict] = field(default_factory=list)
+    memory: dict[str, list[tuple[int, float]]] = field(default_factory=lambda: defaultdict(list))
+    """Who -> (step, MiB in memory)."""
+    starts: int = 0
+    seconds: float = 0.0
+    stuck: bool = False
+    status: int | None = None
+
+    def remember(self, step: int, ranks, servers) -> None:
+        """How much memory everybody has now."""
+        own = {f"rank {number}": [rank] for number, rank in enumerate(ranks)}
+        for server in servers:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(server.server.pid)
+                own[f"server {server.number}"] = [process, *process.children(recursive=True)]
+        for who, processes in own.items():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self.memory[who].append((step, sum(process.memory_info().rss for process in processes) / 2**20))
+
+
+def growth(points: list[tuple[int, float]], last: int) -> tuple[float, float]:
+    """Median MiB in the first hundred steps without those of the start, and in the last hundred; of short runs less."""
+    span = min(100, last // 3)
+    first = [mib for step, mib in points if 5 < step <= 5 + span]
+    end = [mib for step, mib in points if step > last - span]
+    return float(np.median(first or [np.nan])), float(np.median(end or [np.nan]))
+
+
+def accounted(folder: Path) -> dict[str, list]:
+    """What became of every group number: those that no file and no event has, those trained in two steps, half ones."""
+    trained: dict[int, Counter] = defaultdict(Counter)
+    for file in sorted((folder / "samples").glob("*.parquet")):
+        step = int(file.name.split("_")[1])
+        for group in pq.read_table(file, columns=["group"]).column("group").to_pylist():
+            trained[group][step] += 1
+    events = folder / "events.jsonl"
+    dropped = {event.get("group") for event in read_events(events) if event["kind"] == "group_dropped"}
+    last = max(trained, default=-1)
+    return {
+        "lost": [group for group in range(last + 1) if group not in trained and group not in dropped],
+        "twice": [group for group, steps in trained.items() if len(steps) > 1],
+        "not whole": [group for group, steps in trained.items() if sum(steps.values()) % GROUP_SIZE],
+        "trained": sorted(trained), "dropped": sorted(group for group in dropped if group not in trained),
+    }
+
+
+def write_report(out: Path, options, seen: Seen, faults, compared: Seen | None) -> bool:
+    """soak.md, soak.json and soak.png in `out`; whether all is as promised."""
+    rows, groups = [], accounted(out / "faults")
+    events = Counter(event["kind"] for event in read_events(out / "faults/events.jsonl"))
+    numbers = [row["step"] for row in seen.steps]
+    complete = numbers == list(range(1, options.steps + 1))
+    restarts = f"{events['run_restarted']} restarts by torchrun, {seen.starts - 1} by the soak"
+    rows.append(("steps", f"each of {options.steps} once", f"{len(numbers)}, {restarts}",
+                 complete and not seen.stuck and seen.starts == 1))  # fmt: skip
+    rows.append(("groups of samples", f"each trained once, whole; {options.steps * GROUPS} of them",
+                 f"{len(groups['trained'])} trained, {len(groups['dropped'])} dropped and told, {len(groups['lost'])} "
+                 f"lost, {len(groups['twice'])} trained twice, {len(groups['not whole'])} not whole",
+                 not (groups["lost"] or groups["twice"] or groups["not whole"])
+                 and len(groups["trained"]) == options.steps * GROUPS))  # fmt: skip
+    tenth = max(1, options.steps // 10)
+    reward = float(np.mean([row["reward/mean"] for row in seen.steps[-tenth:]] or [np.nan]))
+    if compared is not None:
+        other = float(np.mean([row["reward/mean"] for row in compared.steps[-tenth:]] or [np.nan]))
+        rows.append((f"mean reward of the last {tenth} steps", f"{other:.3f} without faults, ± {NEAR}", f"{reward:.3f}",
+                     abs(reward - other) <= NEAR))  # fmt: skip
+    for who, points in sorted(seen.memory.items()):
+        first, last = growth(points, options.steps)
+        rows.append((f"memory of {who}, MiB", f"flat: +{MOST_GROWTH:.0%} and {ROOM_MIB:.0f} at most",
+                     f"{first:.0f} in the first steps, {last:.0f} in the last",
+                     bool(last <= first * (1 + MOST_GROWTH) + ROOM_MIB)))  # fmt: skip
+    kinds = Counter(fault.kind for fault in faults)
+    text = [
+        f"{options.steps} steps of the quickstart in {seen.seconds / 60:.0f} min on {psutil.cpu_count()} cores "
+        f"({platform.machine()}), {time.strftime('%Y-%m-%d')}, seed {options.seed}: {len(faults)} faults, "
+        + ", ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items())) + ".",
+        "", "| what | promised | seen | verdict |", "|---|---|---|---|",
+        *(f"| {what} | {promised} | {found} | {'PASS' if good else 'FAIL'} |" for what, promised, found, good in rows),
+        "", "Events: " + ", ".join(f"{kind} {count}" for kind, count in sorted(events.items())) + ".",
+    ]  # fmt: skip
+    (out / "soak.md").write_text("\n".join(text) + "\n", encoding="utf-8")
+    (out / "soak.json").write_text(json.dumps({
+        "faults": [vars(fault) for fault in faults], "groups": {name: len(own) for name, own in groups.items()},
+        "lost": groups["lost"][:50], "twice": groups["twice"][:50], "memory": seen.memory,
+    }))  # fmt: skip
+    draw(out / "soak.png", seen, faults, compared)
+    return all(good for *_, good in rows)
+
+
+def draw(path: Path, seen: Seen, faults, compared: Seen | None) -> None:
+    """Rewards with and without faults, the faults as lines, and memory below."""
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(11, 6.5), dpi=110, layout="constrained")
+        top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
+        for run, colour, label in ((compared, "#999999", "without faults"), (seen, "#0072B2", "with faults")):
+            if run is not None and run.steps:
+                top.plot([row["step"] for row in run.steps], [row["reward/mean"] for row in run.steps], color=colour,
+                         linewidth=1.4, label=label)  # fmt: skip
+        for kind, colour in COLOURS.items():
+            own = [fault.step for fault in faults if fault.kind == kind]
+            if own:
+                top.plot(own, [0.015] * len(own), "^", color=colour, markersize=6, label=kind,
+                         transform=top.get_xaxis_transform(), clip_on=False)  # fmt: skip
+                top.vlines(own, 0, 1, color=colour, linewidth=0.5, alpha=0.5, transform=top.get_xaxis_transform())
+        top.set(ylabel="mean reward of a step", title="The quickstart with a random fault now and then")
+        top.legend(ncols=4, frameon=False, loc="lower right")
+        for who, points in sorted(seen.memory.items()):
+            bottom.plot(*zip(*points, strict=True), linewidth=1, label=who)
+        bottom.set(xlabel="step", ylabel="memory, MiB", ylim=(0, None))
+        bottom.legend(ncols=6, frameon=False, fontsize=8)
+        figure.savefig(path)

@@ -1,0 +1,60 @@
+"""The events of a run on its page: marks by kind on the time axis, whose text says more, and a row for each kind."""
+
+import json
+import re
+
+from megatron_rl_corr.observability.page import write_page
+from tests.observability.test_page import read
+
+
+def line(moment, kind, reason="", **facts):
+    event = {"time": moment, "rank": 0, "step": facts.pop("step", None), "kind": kind, "reason": reason}
+    return json.dumps(event | facts)
+
+
+def page_of(write_run, make_steps, events):
+    """events: the file's text; None: it is gone."""
+    folder = write_run(make_steps(8))
+    path = folder / "events.jsonl"
+    (folder / "run.json").write_text(json.dumps({"rollout": {"events": str(path)}}))
+    if events is not None:
+        path.write_text(events)
+    return write_page(folder)
+
+
+def test_page_when_the_run_kept_events_then_a_mark_for_each_by_kind_and_time_with_its_reason(write_run, make_steps):
+    lines = [
+        line(1000.0, "run_started", "at step 1", step=1),
+        line(1500.0, "server_left_out", "<b>connection refused</b>", step=4, server="http://a:1"),
+        line(2000.0, "server_readmitted", "it is healthy", step=8, server="http://a:1"),
+    ]
+    page = page_of(write_run, make_steps, "\n".join(lines) + '\n{"time": 20')
+    document, text = read(page), page.read_text()
+    marks = re.findall(r'<circle class="(\w+)" cx="([\d.]+)" cy="([\d.]+)"', text)
+    # In the order of KINDS, 190 to 1100 for 1000 seconds.
+    assert [(tone, float(x)) for tone, x, _ in marks] == [("lost", 645.0), ("mended", 1100.0), ("plain", 190.0)]
+    assert len({y for _, _, y in marks}) == 3
+    titles = re.findall(r"<title>([^<]*)</title></circle>", text)
+    assert titles[0] == (
+        "server_left_out\n1970-01-01 00:25:00, step 4: &lt;b&gt;connection refused&lt;/b&gt; "
+        "(rank 0, server http://a:1)"
+    )
+    assert "server_left_out (1)" in document.text and "8:20" in document.text and "16:40" in document.text
+    assert "a server failed, and is not sampled from until it answers again" in document.text
+
+
+def test_page_when_there_are_thousands_of_events_then_neighbours_share_a_mark(write_run, make_steps):
+    lines = [line(1000.0 + n, "request_retried", f"reason {n}") for n in range(5000)]
+    text = page_of(write_run, make_steps, "\n".join(lines)).read_text()
+    titles = re.findall(r"<title>([^<]*)</title></circle>", text)
+    assert 50 < len(titles) < 200 and "request_retried (5000)" in text
+    assert "reason 5 " in titles[0] and "reason 6 " not in titles[0] and re.search(r"and \d+ more until", titles[0])
+
+
+def test_page_when_the_events_are_gone_or_none_then_it_says_so_and_without_the_flag_it_is_silent(write_run, make_steps):
+    text = read(page_of(write_run, make_steps, None)).text
+    assert "Not shown: [Errno 2]" in text
+    assert "has none" in read(page_of(write_run, make_steps, "")).text
+    folder = write_run(make_steps(8))
+    (folder / "run.json").unlink()
+    assert "Events" not in read(write_page(folder)).text
