@@ -1,6 +1,6 @@
 # `make setup` once; `make test`, `make quickstart`. `make help` lists the rest.
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm test test-matrix lint quickstart quickstart-stop arithmetic arithmetic-stop clean
+.PHONY: help setup setup-vllm test test-matrix test-faults soak lint quickstart quickstart-stop arithmetic arithmetic-stop clean
 
 PYTHON := .venv/bin/python
 # For tools/ and tests/, which are not installed; the package itself is, in editable form.
@@ -26,6 +26,15 @@ test: setup-vllm ## Run every test; TESTS=path or TESTS="-k name" for some of th
 
 test-matrix: setup-vllm ## Run corrected steps on every supported release of megatron-core (fetches five wheels once); MEGATRON_CHECKOUT= adds one
 	MEGATRON_RELEASES=all $(PYTHON) -m pytest -n 2 tests/matrix $(TESTS)
+
+# Everything that breaks something on purpose, the long ones too; a slice of it runs with `make test`.
+test-faults: setup-vllm ## Run all drills, under 30 minutes on 2 cores; TABLE=file writes what they promised and saw, TESTS= chooses
+	FAULTS=all MEGATRON_RELEASES=all $(PYTHON) -m pytest -n 2 -m drill -p tests.faults.table \
+		$(if $(TABLE),--faults-table $(TABLE)) $(TESTS)
+
+soak: setup ## Train the quickstart for an hour or so with a random fault every 20 steps; OUT=new folder, STEPS= SEED= EVERY=
+	$(PYTHON) tests/faults/soak.py $(if $(OUT),$(OUT),runs/soak-$(shell date +%Y%m%d-%H%M%S)) $(if $(STEPS),--steps $(STEPS)) \
+		$(if $(SEED),--seed $(SEED)) $(if $(EVERY),--every $(EVERY))
 
 lint: setup ## Check style and line length
 	$(PYTHON) -m ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.engines.addresses import may_change
 from megatron_rl_corr.engines.base import Engine
 from megatron_rl_corr.engines.concurrency import all_or_first_failure, poll_until
-from megatron_rl_corr.engines.errors import RolloutProtocolError
+from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, RolloutServerError
 from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.engines.types import Request, Transport
 
@@ -101,6 +102,27 @@ class Fleet(Transport):
             urls = [url for url in self.urls if self.name_of(url) == name]
             found |= dict.fromkeys(await engine.find_servers(urls, self._transports[name], timeout_s), name)
         self.use(found)
+
+    async def drop_silent(self, timeout_s: float) -> dict[str, RolloutError]:
+        """Forget the addresses that do not answer within timeout_s seconds, if others do; address -> why.
+
+        Where none answers, none is forgotten, and `find` says so.
+        """
+
+        async def cause(url: str) -> RolloutError | None:
+            try:
+                name = await self._recognized(url, timeout_s)
+                await self._transports[name].send(url, self._engines[name].model_info(), timeout_s=timeout_s)
+            except RolloutServerError as error:
+                return error if error.status is None else None  # a router may refuse this very question
+            return None
+
+        causes = dict(zip(self.urls, await asyncio.gather(*map(cause, self.urls)), strict=True))
+        silent = {url: error for url, error in causes.items() if error is not None}
+        if len(silent) == len(causes):
+            return {}
+        self.urls = tuple(url for url in self.urls if url not in silent)
+        return silent
 
     def use(self, names: Mapping[str, str]) -> None:
         """Use these servers: address -> name of the engine there."""

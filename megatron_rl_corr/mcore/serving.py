@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.engines.errors import RolloutError
 from megatron_rl_corr.engines.trajectory import SamplingParams
+from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.mcore.collect import SampleSource
 from megatron_rl_corr.mcore.first_step import FirstStep
 from megatron_rl_corr.mcore.push_probe import PushProbe
@@ -20,6 +22,7 @@ from megatron_rl_corr.mcore.server_check import broadcast_first_step, check_serv
 from megatron_rl_corr.mcore.source_check import check_source
 from megatron_rl_corr.parallel.failure import WATCH, StartupError, all_reduce_failure, all_reduce_startup
 from megatron_rl_corr.parallel.layout import Layout
+from megatron_rl_corr.parallel.restarts import is_restart
 from megatron_rl_corr.rollout import versions
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
@@ -31,6 +34,10 @@ from megatron_rl_corr.weight_sync.update import push_weights
 from megatron_rl_corr.weight_sync.verify import make_verifiers
 
 WAIT_FOR_SERVERS_S = 60.0
+WAIT_AT_RESTART_S = 10.0
+"""How long a server may be silent where torchrun has started the run again, before it goes on without that server."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -116,6 +123,8 @@ def _broadcast_reached(client: RolloutClient, loop: LoopThread) -> str:
     error, found = None, [{}, versions.new_run_id()]
     if dist.get_rank() == 0:
         try:
+            if is_restart():
+                _go_on_without_silent(client, loop)
             found[0] = loop.call(client.find_servers(WAIT_FOR_SERVERS_S))
             loop.call(wait_updatable(client, WAIT_FOR_SERVERS_S))
         except (RolloutError, ValueError) as failure:
@@ -126,3 +135,11 @@ def _broadcast_reached(client: RolloutClient, loop: LoopThread) -> str:
     names, run_id = found
     client.use_servers(names)
     return run_id
+
+
+def _go_on_without_silent(client: RolloutClient, loop: LoopThread) -> None:
+    """Leave out, for this attempt, the servers that do not answer: nobody may be there to mend the command line."""
+    for url, cause in loop.call(client.fleet.drop_silent(WAIT_AT_RESTART_S)).items():
+        reason = f"it does not answer at a restart, and is left out until the next start: {cause}"
+        logger.warning("rollout server %s: %s", url, reason)
+        EVENTS.tell("server_left_out", reason, server=url)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from megatron_rl_corr.config.supervision import SupervisionConfig
 from megatron_rl_corr.events import EVENTS, KINDS, file_of_host
 from megatron_rl_corr.mcore.endpoint import Endpoint
+from megatron_rl_corr.parallel.restarts import attempts_before
 
 if TYPE_CHECKING:
     from megatron_rl_corr.mcore.session import Session
@@ -59,7 +60,7 @@ class Supervision:
             address, port = options.metrics_address, options.metrics_port
             try:
                 self._endpoint = Endpoint(
-                    address, port, self.text, patience_s=PATIENCE_S if _restarts_of_launcher() else 0.0
+                    address, port, self.text, patience_s=PATIENCE_S if attempts_before() else 0.0
                 )
             except OSError as error:
                 raise ValueError(
@@ -78,7 +79,7 @@ class Supervision:
         if self._restarts:
             reason = f"{at}: restart {self._restarts} within the process"
             EVENTS.tell("run_restarted", reason, restarts=self._restarts)
-        elif attempt := _restarts_of_launcher():
+        elif attempt := attempts_before():
             EVENTS.tell("run_restarted", f"{at}: restart {attempt} of torchrun", restarts=attempt)
         else:
             EVENTS.tell("run_started", at)
@@ -107,7 +108,7 @@ class Supervision:
              {"": now - self._last}),
             ("start_time_seconds", "gauge", "When this process began its run, in Unix seconds.", {"": self._began}),
             ("restarts", "gauge", "Restarts before this attempt, by torchrun or within the process.",
-             {"": _restarts_of_launcher() + self._restarts}),
+             {"": attempts_before() + self._restarts}),
             ("servers", "gauge", "Rollout servers by state: in are sampled from, left_out are not.", self._servers()),
             ("groups", "gauge", "Groups of rank 0's replica: being sampled, and done but not yet trained.",
              self._groups()),
@@ -139,9 +140,3 @@ def _lines(name: str, kind: str, help_text: str, values: Mapping[str, float]) ->
     name = f"{PREFIX}_{name}"
     return [f"# HELP {name} {help_text}\n", f"# TYPE {name} {kind}\n",
             *(f"{name}{labels} {value}\n" for labels, value in values.items())]  # fmt: skip
-
-
-def _restarts_of_launcher() -> int:
-    """How often torchrun has started this job again."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-

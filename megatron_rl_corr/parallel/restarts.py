@@ -16,19 +16,28 @@ _SCHEME = "env"
 """Of what init_process_group meets by where neither a store nor an address is given, as in Megatron."""
 
 
+def attempts_before() -> int:
+    """How often torchrun has started this job again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def is_restart() -> bool:
+    """Whether torchrun has started this job again."""
+    return attempts_before() > 0
+
+
 def part_attempts() -> None:
     """From now on the default process group of this process finds only keys of its own attempt.
 
     Does nothing in a first attempt, nor where rank 0 keeps the store, which ends with it.
     """
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if attempt == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if not is_restart() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
     handlers = rendezvous.__globals__["_rendezvous_handlers"]
     original = handlers[_SCHEME]
 
     def parted(url: str, *args: Any, **kwargs: Any) -> Iterator[tuple[Store, int, int]]:
         for store, rank, size in original(url, *args, **kwargs):
-            yield PrefixStore(f"megatron_rl_corr/groups_of_attempt_{attempt}", store), rank, size
+            yield PrefixStore(f"megatron_rl_corr/groups_of_attempt_{attempts_before()}", store), rank, size
 
     handlers[_SCHEME] = parted

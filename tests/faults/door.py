@@ -34,7 +34,8 @@ class Door:
 
     def close(self) -> None:
         """Listen no more."""
-        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(10)
+        for closing in (self._session.close(), self._runner.cleanup()):
+            asyncio.run_coroutine_threadsafe(closing, self._loop).result(10)
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     def _run(self) -> None:

@@ -130,7 +130,6 @@ def training_command(out: Path, folder: Path, model: Path, servers: list[SoakSer
         "--rollout-url", *(server.door.url for server in servers), "--rollout-save-trajectories", folder / "samples",
         "--rollout-events", folder / "events.jsonl", "--rollout-read-timeout-s", 10, "--rollout-outage-timeout-s", 180,
         "--save", folder / "checkpoints", "--load", folder / "checkpoints", "--save-interval", SAVE_EVERY,
-        "--ckpt-fully-parallel-save", "--use-distributed-optimizer",
     ]  # fmt: skip
     command = quickstart.training_command(out, folder, model, servers[0].door.url, options, *more)
     place = command.index("--master-addr")

@@ -1,0 +1,122 @@
+"""torchrun starts a run again whose rank was killed: it goes on at its checkpoint, with fewer servers too."""
+
+import contextlib
+import os
+import signal
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from torch.distributed import TCPStore
+from torch.distributed.rendezvous import rendezvous
+
+from megatron_rl_corr.events import read_events
+from megatron_rl_corr.observability.metrics_file import read_metrics
+from megatron_rl_corr.parallel import restarts
+from tests.faults.drills import drill, long
+from tests.mcore.launched import REWARD, launch
+from tests.preloaded import PreloadedServer
+from tools.cpu import environment, sglang_arguments
+from tools.local_server import free_port
+
+SCRIPT = Path(__file__).with_name("rank_killed_pretrain.py")
+STEPS, GROUPS_OF_STEP, GROUP_SIZE = 8, 2, 4
+
+
+@pytest.fixture
+def prefixes(monkeypatch):
+    """The handlers of rendezvous as they were before."""
+    handlers = rendezvous.__globals__["_rendezvous_handlers"]
+    monkeypatch.setitem(handlers, "env", handlers["env"])
+
+
+@drill("torchrun's store has addresses of the attempt before", promised="the next attempt does not find them")
+def test_store_when_torchrun_starts_the_job_again_then_keys_of_the_attempt_before_are_not_found(prefixes, monkeypatch):
+    agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(agent.port), "RANK": "0", "WORLD_SIZE": "1",
+             "TORCHELASTIC_USE_AGENT_STORE": "True"}  # fmt: skip
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    found = []
+    for attempt in ("0", "1", "2"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        restarts.part_attempts()
+        store, _, _ = next(rendezvous("env://"))
+        found.append(store.check(["address"]))
+        store.set("address", attempt)
+    assert found == [False, False, False]
+
+
+def server_of(model, folder, name):
+    return PreloadedServer(
+        model, dtype="float32", log_path=folder / f"{name}.log", extra_arguments=sglang_arguments(),
+        environment=environment("sglang"),
+    )  # fmt: skip
+
+
+def run(folder, model, urls, kill, *flags):
+    """The ended run of two ranks under `torchrun --standalone --max-restarts 2`; KILL as rank_killed_pretrain.py's."""
+    (folder / "reward.py").write_text(REWARD)
+    (folder / "prompts.jsonl").write_text("".join(f'{{"input_ids": [3, 1, 4, {n}]}}\n' for n in range(4, 12)))
+    return launch(
+        folder, "run", model, urls, SCRIPT, "--train-iters", STEPS, "--save-interval", 2,
+        "--load", folder / "run/checkpoints", "--rollout-events", folder / "run/events.jsonl",
+        "--rollout-metrics-port", free_port(), "--rollout-save-trajectories", folder / "run/samples", *flags,
+        processes=2, torchrun=["--standalone", "--max-restarts", "2"], KILL=kill,
+    )  # fmt: skip
+
+
+def check_whole(folder):
+    """Every step once, every group of the run trained once and whole."""
+    assert [row["step"] for row in read_metrics(folder / "run/log/metrics.jsonl")] == list(range(1, STEPS + 1))
+    files = sorted((folder / "run/samples").glob("step_*.parquet"))
+    groups = Counter(row["group"] for file in files for row in pq.read_table(file).to_pylist())
+    assert groups == dict.fromkeys(range(STEPS * GROUPS_OF_STEP), GROUP_SIZE)
+
+
+def kinds(folder):
+    return [event["kind"] for event in read_events(folder / "run/events.jsonl")]
+
+
+@long
+@drill("SIGKILL of a rank under torchrun --max-restarts", promised="it comes back by itself at the last checkpoint")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_run_when_a_rank_is_killed_then_torchrun_brings_it_back_at_a_checkpoint(
+    rank, sglang_server_fp32, tiny_moe_dir, tmp_path, seen
+):
+    done = run(tmp_path, tiny_moe_dir, sglang_server_fp32.url, f"{rank}:6")
+    assert done.returncode == 0, done.stderr[-4000:]
+    check_whole(tmp_path)
+    told = read_events(tmp_path / "run/events.jsonl")
+    [restarted] = [event for event in told if event["kind"] == "run_restarted"]
+    assert restarted["step"] == 5 and restarted["restarts"] == 1
+    assert kinds(tmp_path)[0] == "run_started" and kinds(tmp_path)[-1] == "run_ended"
+    seen(f"step 6 killed, {restarted['reason']}")
+
+
+@long
+@drill("SIGKILL of a rank, and one of two servers is gone when torchrun starts the run again",
+       promised="it goes on with the other server")  # fmt: skip
+def test_run_when_a_rank_and_a_server_are_killed_then_it_comes_back_with_the_other_server(
+    sglang_server_fp32, tiny_moe_dir, tmp_path, seen
+):
+    log = tmp_path / "run/log/metrics.jsonl"
+    with server_of(tiny_moe_dir, tmp_path, "victim") as victim, ThreadPoolExecutor(1) as thread:
+        urls = [sglang_server_fp32.url, victim.url]
+        running = thread.submit(run, tmp_path, tiny_moe_dir, urls, "1:6", "--rollout-outage-timeout-s", 60)
+        while not (log.exists() and len(log.read_text().splitlines()) >= 5):
+            assert not running.done(), running.result().stderr[-4000:]
+            time.sleep(0.02)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(victim.pid, signal.SIGKILL)
+        done = running.result()
+        assert done.returncode == 0, done.stderr[-4000:]
+        check_whole(tmp_path)
+        told = read_events(tmp_path / "run/events.jsonl")
+        at_restart = [event for event in told if "does not answer at a restart" in event["reason"]]
+        assert [event["server"] for event in at_restart] == [victim.url]
+        assert "run_restarted" in kinds(tmp_path)
+        seen(f"{at_restart[0]['reason'].split(':')[0]}; all {STEPS} steps")
