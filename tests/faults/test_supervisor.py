@@ -23,6 +23,7 @@ from tools.cpu import environment, sglang_arguments
 from tools.local_server import free_port
 
 SCRIPT = Path(__file__).with_name("rank_killed_pretrain.py")
+TWICE = SCRIPT.with_name("pretrain_twice.py")
 STEPS, GROUPS_OF_STEP, GROUP_SIZE = 8, 2, 4
 
 
@@ -57,15 +58,15 @@ def server_of(model, folder, name):
     )  # fmt: skip
 
 
-def run(folder, model, urls, kill, *flags):
-    """The ended run of two ranks under `torchrun --standalone --max-restarts 2`; KILL as rank_killed_pretrain.py's."""
+def run(folder, model, urls, kill, *flags, script=SCRIPT, processes=2):
+    """The ended run under `torchrun --standalone --max-restarts 2`; kill: as rank_killed_pretrain.py's KILL."""
     (folder / "reward.py").write_text(REWARD)
     (folder / "prompts.jsonl").write_text("".join(f'{{"input_ids": [3, 1, 4, {n}]}}\n' for n in range(4, 12)))
     return launch(
-        folder, "run", model, urls, SCRIPT, "--train-iters", STEPS, "--save-interval", 2,
+        folder, "run", model, urls, script, "--train-iters", STEPS, "--save-interval", 2,
         "--load", folder / "run/checkpoints", "--rollout-events", folder / "run/events.jsonl",
         "--rollout-metrics-port", free_port(), "--rollout-save-trajectories", folder / "run/samples", *flags,
-        processes=2, torchrun=["--standalone", "--max-restarts", "2"], KILL=kill,
+        processes=processes, torchrun=["--standalone", "--max-restarts", "2"], KILL=kill,
     )  # fmt: skip
 
 
@@ -120,3 +121,17 @@ def test_run_when_a_rank_and_a_server_are_killed_then_it_comes_back_with_the_oth
         assert [event["server"] for event in at_restart] == [victim.url]
         assert "run_restarted" in kinds(tmp_path)
         seen(f"{at_restart[0]['reason'].split(':')[0]}; all {STEPS} steps")
+
+
+@long
+@drill("a step fails, and train() is entered again in the same process, as Megatron's in-process restart does",
+       promised="servers are left and reached anew, and it goes on at the last checkpoint")  # fmt: skip
+def test_run_when_it_is_set_up_again_in_the_same_process_then_it_goes_on_at_a_checkpoint(
+    sglang_server_fp32, tiny_moe_dir, tmp_path, seen
+):
+    done = run(tmp_path, tiny_moe_dir, sglang_server_fp32.url, "", script=TWICE, processes=1)
+    assert done.returncode == 0, done.stderr[-4000:]
+    check_whole(tmp_path)
+    told = kinds(tmp_path)
+    assert told == ["run_started", "run_restarted", "run_ended"]
+    seen(read_events(tmp_path / "run/events.jsonl")[1]["reason"])
