@@ -56,7 +56,8 @@ def main() -> None:
 def ours(body: bytes) -> tuple[torch.Tensor, torch.Tensor]:
     """With all its checks."""
     trajectory = parse_generate(
-        body, prompt_ids=PROMPT, prompt_index=0, sample_index=0, server="http://127.0.0.1", vocab_size=VOCAB_SIZE
+        body, prompt_ids=PROMPT, prompt_index=0, sample_index=0, server="http://127.0.0.1", vocab_size=VOCAB_SIZE,
+        max_new_tokens=1 << 20,
     )
     return trajectory.output_ids, trajectory.rollout_logprobs
 

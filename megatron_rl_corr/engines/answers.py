@@ -8,15 +8,42 @@ from __future__ import annotations
 import itertools
 import json
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import orjson
 import torch
 
-from megatron_rl_corr.engines.errors import RolloutProtocolError, body_start
+from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, body_start, shown
 from megatron_rl_corr.engines.trajectory import Support, VersionSpan
+from megatron_rl_corr.engines.types import UnsupportedByEngine
+
+MOST_LOGPROB = 1e-3
+"""A log-prob may be so far above 0 by rounding; beyond it is none."""
+NUMBER = {int, float, type(None)}
+"""The types of a log-prob as JSON has it. A bool is an int for Python, and no number for JSON."""
+
+
+@contextmanager
+def reading(server: str, endpoint: str) -> Iterator[None]:
+    """While it is open an answer is read: whatever fails then says whose answer it was.
+
+    The readers raise ValueError for what they check. An answer that makes one of them fail in another way is as
+    useless, and must not end a run with an error that names no server.
+
+    Raises:
+        RolloutProtocolError: in the place of any error that is not a RolloutError.
+    """
+    try:
+        yield
+    except (RolloutError, UnsupportedByEngine):
+        raise
+    except ValueError as error:
+        raise RolloutProtocolError(server, endpoint, str(error)) from None
+    except Exception as error:  # noqa: BLE001  raised again, with the server's name
+        raise RolloutProtocolError(server, endpoint, f"it can't be read ({type(error).__name__}: {error})") from None
 
 
 def json_object(body: bytes, server: str, endpoint: str) -> dict[str, Any]:
@@ -26,19 +53,57 @@ def json_object(body: bytes, server: str, endpoint: str) -> dict[str, Any]:
     except orjson.JSONDecodeError:
         try:
             answer = json.loads(body)  # the standard library reads the NaN and Infinity that orjson refuses
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # the latter for lists in lists in lists
             raise RolloutProtocolError(server, endpoint, f"not JSON ({error}): {body_start(body)}") from None
     if not isinstance(answer, dict):
         raise RolloutProtocolError(server, endpoint, f"expected a JSON object, got {body_start(body)}")
     return answer
 
 
+def mapping_of(value: object, name: str) -> Mapping[str, Any]:
+    """The object of a field; {} for null. name: of the field."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} must be an object, got {shown(value)}")
+    return value
+
+
+def count_of(counts: Mapping[str, Any], name: str, most: int) -> int:
+    """A number that the server counted, in [0, most]; 0 where it does not tell.
+
+    Args:
+        counts: where it is.
+        name: of the field.
+        most: what was sent can't give more.
+    """
+    value = counts.get(name)
+    if value is None:
+        return 0
+    if type(value) is not int or not 0 <= value <= most:
+        raise ValueError(f"{name} must be an integer in [0, {most}], got {shown(value)}")
+    return value
+
+
 def token_ids(values: object, name: str) -> np.ndarray:
     """[N] int64 from a list of integers, or None for none. name: of the field."""
     try:
+        if values is not None and (type(values) is not list or not set(map(type, values)) <= {int}):
+            raise TypeError
         return np.asarray(array("q", values or ()))
     except (TypeError, OverflowError):
-        raise ValueError(f"{name} is not a list of integers: {str(values)[:200]}") from None
+        raise ValueError(f"{name} is not a list of integers: {shown(values)}") from None
+
+
+def check_length(output_ids: np.ndarray, finish_reason: str, max_new_tokens: int) -> None:
+    """A response has at most the tokens that were asked for, and one at least unless it was cut short."""
+    if output_ids.size > max_new_tokens:
+        raise ValueError(f"{output_ids.size} output_ids were returned where {max_new_tokens} were asked for")
+    if not output_ids.size and finish_reason != "abort":
+        raise ValueError(
+            f"finish_reason {finish_reason} has no output_ids, and only an abort may end a response before its first "
+            "token" + "; is there room for one behind the prompt in its context length?" * (finish_reason == "length")
+        )
 
 
 def check_vocabulary(ids: np.ndarray, vocab_size: int | None, what: str) -> None:
@@ -60,25 +125,46 @@ def check_same_ids(output_ids: np.ndarray, of_logprobs: np.ndarray, name: str, o
         )
 
 
-def float32(values: object, what: str) -> np.ndarray:
-    """[N] float32; NaN for null and for what is not finite in float32. what: is said of anything else."""
-    try:
-        with np.errstate(over="ignore"):  # to infinity, and below to NaN
-            numbers = np.array(values, dtype=np.float32)  # None becomes NaN
-    except (TypeError, ValueError):
-        numbers = np.empty((0, 0))
-    if numbers.ndim != 1:
-        raise ValueError(f"{what}: {str(values)[:200]}")
+def float32(values: Sequence | np.ndarray, what: str) -> np.ndarray:
+    """[N] float32 log-probs; NaN for null and for what is not finite in float32.
+
+    Args:
+        values: N numbers or null.
+        what: is said of anything else.
+
+    Raises:
+        ValueError: one is no number, or above 0 by more than rounding.
+    """
+    if not isinstance(values, np.ndarray):
+        values = float64(values, what)
+    if np.fmax.reduce(values, initial=-np.inf) > MOST_LOGPROB:  # fmax passes NaN over
+        above = np.flatnonzero((values > MOST_LOGPROB) & (values < np.inf))
+        if above.size:
+            raise ValueError(f"{what}: {values[above[0]]:g} at position {above[0]} is above 0")
+    with np.errstate(over="ignore"):  # to infinity, and below to NaN
+        numbers = values.astype(np.float32)
     numbers[~np.isfinite(numbers)] = np.nan
     return numbers
 
 
-def finite_logprobs(values: list) -> np.ndarray:
-    """[N] float64. Raises ValueError for a log-prob that is null or not finite."""
-    logprobs = np.array(values, dtype=np.float64)  # None becomes NaN
+def finite_logprobs(values: list, what: str) -> np.ndarray:
+    """[N] float64. Raises ValueError for a log-prob that is no number, null, not finite, or above 0."""
+    logprobs = float64(values, what)
     if not np.isfinite(logprobs).all():
         raise ValueError(f"{int((~np.isfinite(logprobs)).sum())} of {logprobs.size} log-probs are not finite")
+    if (logprobs > MOST_LOGPROB).any():
+        raise ValueError(f"{what}: {logprobs.max():g} is above 0")
     return logprobs
+
+
+def float64(values: object, what: str) -> np.ndarray:
+    """[N] float64 from a list of numbers or null, which is NaN. what: is said of anything else."""
+    try:
+        if not isinstance(values, list) or not set(map(type, values)) <= NUMBER:
+            raise TypeError
+        return np.array(values, dtype=np.float64)  # None becomes NaN
+    except (TypeError, OverflowError):  # the latter for an integer of hundreds of digits
+        raise ValueError(f"{what}: {shown(values)}") from None
 
 
 def support(sets: list, output_ids: np.ndarray, vocab_size: int | None, name: str) -> Support:
@@ -91,7 +177,7 @@ def support(sets: list, output_ids: np.ndarray, vocab_size: int | None, name: st
         name: of the field.
     """
     if not all(isinstance(ids, list) for ids in sets):
-        raise ValueError(f"{name} is not a list of lists: {str(sets)[:200]}")
+        raise ValueError(f"{name} is not a list of lists: {shown(sets)}")
     ids = token_ids(list(itertools.chain.from_iterable(sets)), name)
     check_vocabulary(ids, vocab_size, f"{name} with id")
     lengths = np.array([len(ids) for ids in sets], dtype=np.int32)
@@ -117,17 +203,31 @@ def version_spans(spans: object, response_length: int) -> tuple[VersionSpan, ...
         parsed = tuple(VersionSpan(span["version"], span["start"], span["end"]) for span in spans)
     except (TypeError, KeyError):
         parsed = ()
+    typed = all(
+        isinstance(span.version, str) and type(span.start) is type(span.end) is int and span.start <= span.end
+        for span in parsed
+    )
     bounds = [0, *(span.end for span in parsed)]
     adjoin = bounds[-1] == response_length and bounds[:-1] == [span.start for span in parsed]
-    if not parsed or not adjoin or not all(isinstance(span.version, str) for span in parsed):
-        raise ValueError(f"weight_versions {spans} do not partition the {response_length} output_ids")
+    if not parsed or not typed or not adjoin:
+        raise ValueError(f"weight_versions {shown(spans)} do not partition the {response_length} output_ids")
     return parsed
 
 
 def check_count(counts: Mapping[str, Any], name: str, count: int, what: str) -> None:
     """A number that the server tells, if it does, is what was counted here. what: for instance "ids were sent"."""
-    if name in counts and counts[name] != count:
-        raise ValueError(f"{name} is {counts[name]} where {count} {what}")
+    if name in counts and (type(counts[name]) is not int or counts[name] != count):
+        raise ValueError(f"{name} is {shown(counts[name])} where {count} {what}")
+
+
+def status_of(told: object, status: int) -> int:
+    """The HTTP status of a failure that a 2xx answer tells.
+
+    Args:
+        told: in the answer. One that would mean a wrong key or address can't be, as the request was taken.
+        status: of the answer itself, for one that tells none.
+    """
+    return told if type(told) is int and (told == 400 or 406 <= told < 600) else status
 
 
 def check_lengths(values: object, count: int, name: str) -> Sequence:

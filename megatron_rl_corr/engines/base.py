@@ -106,8 +106,8 @@ class Engine(Inspection, Protocol):
 
     def parse(
         self, body: bytes, *, prompt_ids: Tensor, prompt_index: int, sample_index: int, server: str,
-        vocab_size: int | None = None, truncated: bool = False, experts: ExpertShape | None = None,
-        known_routes: Tensor | None = None,
+        max_new_tokens: int, vocab_size: int | None = None, truncated: bool = False,
+        experts: ExpertShape | None = None, known_routes: Tensor | None = None,
     ) -> Trajectory:  # fmt: skip
         """The response in the answer to `generate`.
 
@@ -115,6 +115,7 @@ class Engine(Inspection, Protocol):
             body: of the answer.
             prompt_ids: [P] int64, what was sent.
             prompt_index, sample_index, server: go into the trajectory.
+            max_new_tokens: what was asked for; R is at most that.
             vocab_size: every id must be below it.
             truncated: the request had top_p, top_k or min_p, so the trajectory has a support, and its log-probs are
                 renormalised on it.

@@ -2,15 +2,21 @@
 
 from collections.abc import Sequence
 
+from megatron_rl_corr.engines.secrets import longest_secret, redacted
+
 BODY_START = 500  # characters of a response shown in a message
+VALUE_START, MESSAGE_START = 200, 2000  # and of one of its fields, and of what a server says of a failure
 
 
 class RolloutError(RuntimeError):
-    """A rollout server failed or broke its protocol. Attributes: url, endpoint, detail."""
+    """A rollout server failed or broke its protocol. Attributes: url, endpoint, detail.
+
+    Neither the message nor the detail has a key in it, whatever a server has sent back.
+    """
 
     def __init__(self, url: str, endpoint: str, detail: str, message: str):
-        super().__init__(message)
-        self.url, self.endpoint, self.detail = url, endpoint, detail
+        super().__init__(redacted(message))
+        self.url, self.endpoint, self.detail = url, endpoint, redacted(detail)
 
 
 class RolloutServerError(RolloutError):
@@ -137,9 +143,25 @@ class RolloutOutage(RolloutError):
 
 
 def body_start(body: bytes) -> str:
-    """The first BODY_START characters of a response body, on one line."""
-    text = " ".join(body[: 4 * BODY_START].decode("utf-8", "replace").split())
+    """The first BODY_START characters of a response body, on one line and without keys."""
+    start = body[: 5 * BODY_START + longest_secret()].decode("utf-8", "replace")
+    text = " ".join(_first(start, 4 * BODY_START).split())
     return text if len(text) <= BODY_START else text[:BODY_START] + " ..."
+
+
+def shown(value: object, characters: int = VALUE_START) -> str:
+    """What a field holds, its first characters, without keys."""
+    text = _first(value if isinstance(value, str) else repr(value), characters + 1)
+    return text if len(text) <= characters else text[:characters] + " ..."
+
+
+def _first(text: str, count: int) -> str:
+    """About its first characters, without keys, nor the first part of one where it is cut."""
+    margin = longest_secret()
+    if len(text) <= count + margin:
+        return redacted(text)
+    found = redacted(text[: count + margin])
+    return found[: len(found) - margin]
 
 
 def _sample_failure(cause, message, url, endpoint):

@@ -12,7 +12,8 @@ import orjson
 
 from megatron_rl_corr.config.urls import is_key
 from megatron_rl_corr.engines.addresses import UnusableAddress, mistaken_scheme
-from megatron_rl_corr.engines.errors import RolloutServerError, body_start
+from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError, body_start, shown
+from megatron_rl_corr.engines.secrets import keep_secret
 from megatron_rl_corr.engines.types import Request, Transport
 
 
@@ -48,6 +49,16 @@ def no_remedy(endpoint: str, status: int, detail: str) -> str:
     return ""
 
 
+UNPACKED = {"Accept-Encoding": "identity"}
+"""A header of every request: a megabyte that is compressed may become a gigabyte."""
+MOST_OF_A_FAILURE = 1 << 16
+"""Bytes of an answer that is no 2xx: its start goes into a message."""
+
+
+class TooLong(ValueError):
+    """An answer is longer than it may be, or hides how long it is."""
+
+
 class HTTPTransport(Transport):
     """An HTTP session, opened by the first request and bound to that request's event loop.
 
@@ -72,6 +83,7 @@ class HTTPTransport(Transport):
         self.timeout_s = timeout_s
         self.connect_timeout_s = connect_timeout_s
         self._api_key = api_key
+        keep_secret(self, api_key)  # a server may quote what it was sent
         self._answered: set[str] = set()
         """Addresses that have answered in their protocol: one that breaks a connection later is looked at no more."""
         self._session: aiohttp.ClientSession | None = None
@@ -95,6 +107,7 @@ class HTTPTransport(Transport):
 
         Raises:
             RolloutServerError: no answer, or one with another status; UnusableAddress where there will be none.
+            RolloutProtocolError: one that is longer than the request allows, or compressed, which could hide a length.
         """
         session = self._open_session()
         data = None if request.json is None else orjson.dumps(request.json)
@@ -108,25 +121,32 @@ class HTTPTransport(Transport):
             async with session.request(
                 request.method, url + request.endpoint, data=data, timeout=timeout, allow_redirects=False
             ) as response:
-                status, body = response.status, await response.read()
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                status, well = response.status, 200 <= response.status < 300
+                body = await read_body(response, request.max_bytes if well else MOST_OF_A_FAILURE)
+        except TooLong as error:
+            if well:
+                raise RolloutProtocolError(url, request.endpoint, str(error)) from None
+            body = str(error).encode()
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             if url not in self._answered and (mistake := await mistaken_scheme(url, error, self.connect_timeout_s)):
                 what, remedy = mistake
-                raise UnusableAddress(url, request.endpoint, what, method=request.method, remedy=remedy) from error
-            raise self._error(url, request, None, _reason(error, limit, self.connect_timeout_s)) from error
+                raise UnusableAddress(url, request.endpoint, what, method=request.method, remedy=remedy) from None
+            # The cause is not shown: it may quote the answer.
+            raise self._error(url, request, None, _reason(error, limit, self.connect_timeout_s)) from None
         self._answered.add(url)
-        if not 200 <= status < 300:
+        if not well:
             raise self._error(url, request, status, body_start(body))
         return status, body
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
-            headers = {"Content-Type": "application/json"}
+            headers = {"Content-Type": "application/json", **UNPACKED}
             if self._api_key is not None:
                 headers["Authorization"] = f"Bearer {self._api_key}"
             self._loop = asyncio.get_running_loop()
             self._session = aiohttp.ClientSession(
                 headers=headers,
+                auto_decompress=False,
                 trust_env=False,  # a proxy from the environment cannot reach a server on the loopback
                 connector=aiohttp.TCPConnector(
                     ssl=self._tls,
@@ -147,10 +167,31 @@ class HTTPTransport(Transport):
             )
 
     def _error(self, url: str, request: Request, status: int | None, detail: str) -> RolloutServerError:
-        if self._api_key:
-            detail = detail.replace(self._api_key, "***")  # a server may quote what it was sent
         remedy = "" if status is None else self._remedy(request.endpoint, status, detail)
         return RolloutServerError(url, request.endpoint, status, detail, method=request.method, remedy=remedy)
+
+
+async def read_body(response: aiohttp.ClientResponse, most: int) -> bytes:
+    """The body of an answer that was asked for with the headers UNPACKED, in a session that unpacks nothing.
+
+    Args:
+        response: whose body has not been read.
+        most: bytes of it, at most.
+
+    Raises:
+        TooLong: it has more, or is compressed; what has come so far is dropped.
+        aiohttp.ClientError: the connection broke.
+    """
+    encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise TooLong(f"its answer is compressed ({shown(encoding)}), which it was asked not to do: how long is it?")
+    parts, length = [], 0
+    async for part in response.content.iter_any():
+        parts.append(part)
+        length += len(part)
+        if length > most:
+            raise TooLong(f"its answer has more than the {most} bytes that an answer to this request can have")
+    return b"".join(parts)
 
 
 def _kept_alive(address: tuple) -> socket.socket:
@@ -179,5 +220,5 @@ def _reason(error: Exception, limit: float, connect_limit: float) -> str:
     if isinstance(error, aiohttp.ServerDisconnectedError):
         return "it closed the connection without an answer"
     if isinstance(error, aiohttp.ClientPayloadError):
-        return f"the connection broke in the middle of the answer ({error})"
-    return f"{type(error).__name__}: {error}"
+        return f"the connection broke in the middle of the answer ({shown(str(error))})"
+    return f"{type(error).__name__}: {shown(str(error))}"

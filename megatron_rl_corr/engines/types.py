@@ -48,6 +48,8 @@ class Request:
     """Path and query."""
     json: dict[str, Any] | None = None
     """The body; None: no body."""
+    max_bytes: int = 8 << 20
+    """Bytes of a 2xx answer at most: a longer one is refused, and is never in memory as a whole."""
 
 
 def checked_prompt_ids(prompt_ids: Sequence[int], *, vocab_size: int, prompt_index: int) -> list[int]:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from megatron_rl_corr.engines import answer_size
+from megatron_rl_corr.engines.answers import reading
 from megatron_rl_corr.engines.errors import (
     RolloutError,
     RolloutProtocolError,
@@ -24,6 +26,7 @@ from megatron_rl_corr.engines.fleet import Fleet
 from megatron_rl_corr.engines.routes import ExpertShape, first_without_routes
 from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory, join
 from megatron_rl_corr.engines.types import Request, UnsupportedByEngine
+from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.rollout.health import ServerHealth
 from megatron_rl_corr.rollout.seeds import Draw
 from megatron_rl_corr.rollout.server_pool import Counts, Server, ServerPool
@@ -41,10 +44,10 @@ CUT_POLL_S = 0.2
 
 def failure_of_sample(error: RolloutError) -> SampleFailure | None:
     """The error as a failure of this sample alone; None where every other sample would fail the same way."""
-    if may_retry(error):
-        cause = "retries"
-    elif isinstance(error, RolloutProtocolError):
+    if isinstance(error, RolloutProtocolError):
         cause = "protocol"
+    elif may_retry(error):
+        cause = "retries"
     elif isinstance(error, RolloutServerError) and error.status not in FAILS_EVERY_REQUEST:
         cause = "refused"
     else:
@@ -55,10 +58,10 @@ def failure_of_sample(error: RolloutError) -> SampleFailure | None:
 def may_retry(error: RolloutError) -> bool:
     """Whether another server, or this one later, may answer the same request well.
 
-    True for no answer, for HTTP 429 and 5xx, and for weights that are not the trainer's. Other statuses refuse the
-    request itself, and a broken protocol would be broken again.
+    True for no answer, for HTTP 429 and 5xx, for an answer that can't be used, and for weights that are not the
+    trainer's. Other statuses refuse the request itself.
     """
-    if isinstance(error, StaleWeightsError):
+    if isinstance(error, (StaleWeightsError, RolloutProtocolError)):
         return True
     return isinstance(error, RolloutServerError) and (
         error.status is None or error.status == 429 or error.status >= 500
@@ -127,7 +130,10 @@ class Retries:
             SampleFailure: this sample failed for good.
             RolloutError: every other sample would fail too.
         """
-        names = {"prompt_index": prompt_index, "sample_index": sample_index, "vocab_size": vocab_size}
+        names = {
+            "prompt_index": prompt_index, "sample_index": sample_index, "vocab_size": vocab_size,
+            "group_number": draw.group,
+        }  # fmt: skip
         try:
             server = None if after is None else after.server
             whole = await self._part(prompt_ids, sampling, draw.seed(0), prefer=server, so_far=after, **names)
@@ -149,6 +155,7 @@ class Retries:
             error.add_note(f"it was sample {sample_index} of prompt {prompt_index} ({prompt_ids.numel()} tokens)")
             if error is failure:
                 raise
+            EVENTS.tell("sample_failed", str(error), cause=error.cause, group=draw.group, sample=sample_index)
             raise error from failure
         if whole.finish_reason == "abort" and whole.output_ids.numel() == sampling.max_new_tokens:
             whole = replace(whole, finish_reason="length")  # nothing was cut off
@@ -166,7 +173,7 @@ class Retries:
 
     async def _part(
         self, ids: torch.Tensor, sampling: SamplingParams, seed: int, *, avoid: str | None = None,
-        prefer: str | None = None, so_far: Trajectory | None, **names: int,
+        prefer: str | None = None, so_far: Trajectory | None, group_number: int, **names: int,
     ) -> Trajectory:  # fmt: skip
         """The answer to one request, by the first server that gives one; every server gets the same seed.
 
@@ -188,6 +195,8 @@ class Retries:
                 ids.tolist(), sampling, request_id, seed=seed, routed_experts=routed, cache_key=self.cache_key,
                 routes_from=0 if known is None else len(known),
             )  # fmt: skip
+            routes = answer_size.of_routes(ids.numel() + sampling.max_new_tokens, self._experts)
+            request = replace(request, max_bytes=request.max_bytes + routes)
             try:
                 part = await self._ask(
                     server, request, request_id, ids, sampling, trace, known_routes=known, **names
@@ -199,14 +208,14 @@ class Retries:
                 if trace is not None:
                     trace.failure = type(error).__name__
                 if not may_retry(error):
-                    if isinstance(error, RolloutProtocolError):  # or it would get, and spoil, all that comes
-                        self._health.leave_out(server, joined, error)
                     raise
                 failed.add(server.url)
                 self._health.leave_out(server, joined, error)
                 if failures == self._max_retries:
                     error.add_note(f"it was asked {failures + 1} times")
                     raise
+                place = {"group": group_number, "sample": names["sample_index"]}
+                EVENTS.tell("request_retried", str(error), server=server.url, **place)
             finally:
                 if trace is not None and trace.answered is None:
                     trace.answered = clock()
@@ -222,8 +231,8 @@ class Retries:
         sent_for = len(versions) - 1
         engine = self._fleet.engine_of(server.url)
         parse = functools.partial(
-            engine.parse, prompt_ids=ids, server=server.url, truncated=sampling.needs_mask, experts=self._experts,
-            **names,
+            engine.parse, prompt_ids=ids, server=server.url, max_new_tokens=sampling.max_new_tokens,
+            truncated=sampling.needs_mask, experts=self._experts, **names,
         )
         # No limit while the server makes progress, however long the answer is: `ServerHealth` watches that.
         sending = asyncio.ensure_future(self._fleet.send(server.url, request, timeout_s=math.inf))
@@ -240,9 +249,11 @@ class Retries:
         except asyncio.CancelledError:
             await self._cut(server, request_id, sending, parse)
             raise
-        if trace is not None:
-            trace.answered, trace.server_times = clock(), engine.server_times(body)
-        part = replace(parse(body), engine=self._fleet.name_of(server.url))
+        answered = clock()
+        with reading(server.url, request.endpoint):
+            part = replace(parse(body), engine=self._fleet.name_of(server.url))
+            if trace is not None:
+                trace.answered, trace.server_times = answered, engine.server_times(body)
         # The weights may have been updated in flight, also more than once: by this trainer, and not by another one.
         if sent_for >= 0 and part.output_ids.numel():
             other = [span.version for span in part.weight_versions if span.version not in versions[sent_for:]]
@@ -267,7 +278,8 @@ class Retries:
                     await self._fleet.send(server.url, abort(request_id))
                     await asyncio.wait([sending], timeout=CUT_POLL_S)
             _, body = sending.result()
-            self._counts.cut_tokens += parse(body).output_ids.numel()
+            with reading(server.url, ""):
+                self._counts.cut_tokens += parse(body).output_ids.numel()
         except (RolloutError, TimeoutError, UnsupportedByEngine):
             pass  # it ends with its connection, where the server notices that
         finally:

@@ -35,14 +35,15 @@ def answer(rows, output_ids=None, **around):
 
 def parse(body):
     return parse_generate(
-        body, prompt_ids=torch.tensor([1]), prompt_index=0, sample_index=0, server="http://a:1", vocab_size=151_936
+        body, prompt_ids=torch.tensor([1]), prompt_index=0, sample_index=0, server="http://a:1", vocab_size=151_936,
+        max_new_tokens=100,
     )
 
 
 @given(ROWS)
 def test_flat_when_rows_are_any_then_float32_of_the_json_number_and_nan_for_null(pairs):
     body = orjson.dumps(answer([[value, token, None] for value, token in pairs]))
-    assert read_flat(body) is not None
+    assert (read_flat(body) is not None) == all(value is not None for value, _ in pairs)
     parsed = parse(body)
     with np.errstate(over="ignore"):  # beyond float32 is no log-prob either
         expected = np.array([np.nan if value is None else value for value, _ in pairs]).astype(np.float32)
@@ -55,7 +56,7 @@ def test_flat_when_rows_are_any_then_float32_of_the_json_number_and_nan_for_null
 def test_flat_and_plain_when_given_the_same_answer_then_the_same_trajectory(pairs):
     same = answer([[value, token, None] for value, token in pairs])
     compact, spaced = orjson.dumps(same), json.dumps(same).encode()
-    assert read_flat(compact) is not None and read_flat(spaced) is None
+    assert read_flat(spaced) is None
     flat, plain = parse(compact), parse(spaced)
     assert flat.rollout_logprobs.numpy().tobytes() == plain.rollout_logprobs.numpy().tobytes()
     assert flat.output_ids.tolist() == plain.output_ids.tolist()
@@ -63,23 +64,23 @@ def test_flat_and_plain_when_given_the_same_answer_then_the_same_trajectory(pair
 
 
 def test_flat_when_read_then_the_rest_of_the_answer_is_as_it_was():
-    whole = answer([[-0.5, 7, None], [None, 3, None]])
-    read, logprobs = read_flat(orjson.dumps(whole))
-    assert logprobs[0] == -0.5 and np.isnan(logprobs[1])
+    whole = answer([[-0.5, 7, None], [-0.25, 3, None]])
+    read, ids, logprobs = read_flat(orjson.dumps(whole))
+    assert logprobs.tolist() == [-0.5, -0.25] and ids.tolist() == [7, 3] and ids.dtype == np.int64
     assert read.pop("meta_info") == whole["meta_info"] | {"output_token_logprobs": True}
     assert read == {"text": "x", "output_ids": [7, 3]}
 
 
 def test_flat_when_the_rows_are_the_last_of_the_answer_then_read():
     body = b'{"output_ids":[7],"meta_info":{"output_token_logprobs":[[-0.5,7,null]]}}'
-    assert read_flat(body)[1].tolist() == [-0.5]
+    assert read_flat(body)[2].tolist() == [-0.5]
 
 
 def test_flat_when_a_string_quotes_an_answer_then_only_the_real_rows_are_read():
     quoted = orjson.dumps(answer([[-9.0, 9, None]])).decode()
     body = answer([[-0.5, 7, None]], id=quoted)
     body["text"] = quoted + '"output_token_logprobs":[[-9.0,9,null]],'
-    read, logprobs = read_flat(orjson.dumps(body))
+    read, _, logprobs = read_flat(orjson.dumps(body))
     assert logprobs.tolist() == [-0.5] and read["text"] == body["text"] and read["meta_info"]["id"] == quoted
 
 
@@ -96,6 +97,45 @@ def test_rows_when_they_hold_text_then_left_to_plain_json_and_read_alike(text):
     assert parse(body).rollout_logprobs.tolist() == [-0.5, -1.5]
 
 
+@pytest.mark.parametrize(
+    "wrong, right",
+    [
+        (b"-1.2l5", b"-1.25"), (b"nul", b"-1.25"), (b"nulll", b"-1.25"), (b"-1n", b"-1.25"), (b"u", b"-1.25"),
+        (b"-1.25,7,null]],", b"-1.25,7,null],"), (b"-1.25,7,null]]],[", b"-1.25,7,null],["),
+        (b"-1.25,7],null[", b"-1.25,7,null],["), (b"[-1.25,[7,null],-0.5", b"[-1.25,7,null],[-0.5"),
+        (b"-1.25,7],[null,-0.5,3,null]", b"-1.25,7,null],[-0.5,3,null]"), (b"true", b"-1.25"), (b"7.0,null", b"7,null"),
+        (b"[null,7,null,null],[3,null]]", b"[-1.25,7,null],[-0.5,3,null]]"), (b"-1.25,7 ,null", b"-1.25,7,null"),
+    ],
+)  # fmt: skip
+def test_flat_when_the_rows_are_no_json_or_no_rows_then_left_to_plain_json(wrong, right):
+    body = orjson.dumps(answer([[-1.25, 7, None], [-0.5, 3, None]]))
+    assert read_flat(body) is not None and right in body
+    changed = body.replace(right, wrong, 1)
+    if wrong == b"-1.25,7 ,null":  # a blank inside a row is JSON
+        assert parse(changed).rollout_logprobs.tolist() == [-1.25, -0.5]
+        return
+    assert read_flat(changed) is None
+    with pytest.raises(RolloutProtocolError, match="not JSON|output_token_logprobs"):
+        parse(changed)
+
+
+@pytest.mark.parametrize("wrong", [b"[true,1]", b"[1.0,1]", b"[1e0,1]"])
+def test_flat_when_output_ids_are_equal_to_ids_and_are_none_then_refused(wrong):
+    body = orjson.dumps(answer([[-1.25, 1, None], [-0.5, 1, None]]))
+    assert read_flat(body)[1].tolist() == [1, 1]
+    changed = body.replace(b'"output_ids":[1,1]', b'"output_ids":' + wrong)
+    assert changed != body and read_flat(changed) is None
+    with pytest.raises(RolloutProtocolError, match="output_ids is not a list of integers"):
+        parse(changed)
+
+
+def test_flat_when_the_key_comes_twice_then_left_to_plain_json():
+    body = orjson.dumps(answer([[-1.25, 1, None]]))
+    twice = body[:-2] + b',"output_token_logprobs":true}}'
+    with pytest.raises(RolloutProtocolError, match="1 output_ids have no list in output_token_logprobs"):
+        parse(twice)
+
+
 @pytest.mark.parametrize("rows", [[[-0.5, 7]], [[-0.5, 7, None, 3]], [[-0.5, 7, {}]]])
 def test_rows_when_not_three_numbers_or_null_then_plain_json_takes_their_first_two(rows):
     assert parse(orjson.dumps(answer(rows))).rollout_logprobs.tolist() == [-0.5]
@@ -107,7 +147,7 @@ def test_rows_when_not_three_numbers_or_null_then_plain_json_takes_their_first_t
         ([[-0.5, 7, None], [-1.5, 3, None]], [7, 4], "differ at 1 of 2 positions, first at 1: 4 and 3"),
         ([[-0.5, 7, None], [-1.5, None, None]], [7, 4], "output_token_logprobs is not a list of integers"),
         ([[-0.5, 7, None]], [7, 4], "2 output_ids have 1 entries in output_token_logprobs"),
-        ([[]], [], "0 output_ids have 1 entries in output_token_logprobs"),
+        ([[]], [], "finish_reason length has no output_ids"),
         ([[[-0.5], 7, None]], [7], r"not a list of \(log-prob, id, text\): \[\[-0.5\]\]"),
         ([[True, 7, None], [{}, 3, None]], [7, 3], r"not a list of \(log-prob, id, text\)"),
         ([[-0.5, 7, None], True], [7, 3], r"not a list of \(log-prob, id, text\)"),

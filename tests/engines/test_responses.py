@@ -39,7 +39,7 @@ def truncated(drop=(), **meta):
 
 def parse(data, **options):
     prompt_ids = torch.tensor([1, 2])
-    options = {"vocab_size": 10} | options
+    options = {"vocab_size": 10, "max_new_tokens": 3} | options
     return parse_generate(data, prompt_ids=prompt_ids, prompt_index=4, sample_index=1, server=URL, **options)
 
 
@@ -97,6 +97,69 @@ def test_generate_when_the_answer_contradicts_itself_then_protocol_error_says_ho
     with pytest.raises(RolloutProtocolError, match=named) as error:
         parse(data)
     assert (error.value.url, error.value.endpoint) == (URL, "/generate")
+
+
+@pytest.mark.parametrize(
+    "data, named",
+    [
+        (body(output_token_logprobs=[["-1.0", 7, None], [-1, 0, None], [-1, 9, None]]), "not a list of .log-prob, id"),
+        (body(output_token_logprobs=[[True, 7, None], [-1, 0, None], [-1, 9, None]]), "not a list of .log-prob, id"),
+        (body(output_token_logprobs=[[-1, 7, None], [0.5, 0, None], [-1, 9, None]]), "0.5 at position 1 is above 0"),
+        (body(output_token_logprobs=[[-1, 7, None], [1e30, 0, None], [-1, 9, None]]), "1e.30 at position 1 is above"),
+        (body(output_token_logprobs=["ab", "cd", "ef"]), "output_token_logprobs is not a list of integers"),
+        (body({"output_ids": [7, False, 9]}), "output_ids is not a list of integers"),
+        (body({"output_ids": 0}, completion_tokens=0), "output_ids is not a list of integers"),
+        (body(completion_tokens=3.0), "completion_tokens is 3.0 where 3 output_ids"),
+        *((body(cached_tokens=wrong), "cached_tokens must be an integer in .0, 2., got")
+          for wrong in ("x", 1e30, -1, 3, True, 1.5, [1])),
+        (body({"output_ids": []}, completion_tokens=0, output_token_logprobs=[]), "finish_reason stop has no outp"),
+        (body(weight_versions=[{"version": "a", "start": 0, "end": 5}, {"version": "b", "start": 5, "end": 3}]),
+         "weight_versions .* do not partition"),
+        (body(weight_versions=[{"version": "a", "start": False, "end": 3}]), "weight_versions .* do not partition"),
+        (body(weight_versions=[{"version": "a", "start": 0, "end": 3.0}]), "weight_versions .* do not partition"),
+        (body(weight_versions=[5]), "weight_versions .* do not partition"),
+        (b"[" * 200_000, "not JSON"),
+        (b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}", "not JSON"),
+        (b'{"x":NaN,"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}", "not JSON"),
+        (b'{"x":NaN,"y":' + b"9" * 5000 + b"}", "not JSON"),
+        (BODY.replace(b"-0.5, 7", b"9" * 400 + b", 7").replace(b"-1.25", b"NaN"), "not a list of .log-prob, id, text"),
+    ],
+)  # fmt: skip
+def test_generate_when_a_field_is_of_another_kind_than_json_or_the_request_allow_then_refused_by_name(data, named):
+    with pytest.raises(RolloutProtocolError, match=named) as error:
+        parse(data)
+    assert (error.value.url, error.value.endpoint) == (URL, "/generate") and len(str(error.value)) < 1000
+
+
+def test_generate_when_there_are_more_tokens_than_were_asked_for_then_refused():
+    with pytest.raises(RolloutProtocolError, match="3 output_ids were returned where 2 were asked for"):
+        parse(BODY, max_new_tokens=2)
+
+
+def test_generate_when_reading_fails_in_a_way_that_nobody_foresaw_then_the_server_is_named(monkeypatch):
+    monkeypatch.setattr("megatron_rl_corr.engines.answers.check_vocabulary", lambda *_: {}["no such field"])
+    with pytest.raises(RolloutProtocolError, match=f"{URL} .* /generate: it can't be read .KeyError: 'no such field'"):
+        parse(BODY)
+
+
+def test_generate_when_a_server_sends_a_novel_then_the_message_is_short():
+    for told in ("x" * 1_000_000, ["x"] * 100_000):
+        for wrong in ({"weight_versions": told}, {"cached_tokens": told}, {"prompt_tokens": told},
+                      {"finish_reason": told}, {"output_token_logprobs": told}):  # fmt: skip
+            with pytest.raises(RolloutProtocolError) as error:
+                parse(body(**wrong))
+            assert len(str(error.value)) < 1000
+        with pytest.raises(RolloutServerError) as error:
+            parse(body(finish_reason={"type": "abort", "err_type": told, "message": told}))
+        assert len(str(error.value)) < 3000
+
+
+@pytest.mark.parametrize("status", [401, 404, 302, -1, 10**18, True, "500"])
+def test_abort_when_its_status_can_not_be_one_of_a_request_that_was_taken_then_that_of_the_answer(status):
+    reason = {"type": "abort", "message": "no", "status_code": status, "err_type": "x"}
+    with pytest.raises(RolloutServerError) as error:
+        parse(body(finish_reason=reason))
+    assert error.value.status == 200  # 401 would end the run: every other request would get it too
 
 
 def test_truncated_when_well_formed_then_the_ids_and_the_logprobs_renormalised_on_them_are_taken():
@@ -247,3 +310,24 @@ def test_control_when_success_is_false_then_server_error_shows_the_start_of_the_
 )
 def test_control_when_json_text_or_nothing_then_always_a_dict(data, parsed):
     assert parse_control(data, server=URL, endpoint="/flush_cache", status=200) == parsed
+
+
+@pytest.mark.parametrize(
+    "endpoint, answer, named",
+    [
+        ("/server_info", {"tp_size": 0}, "tp_size must be an integer of at least 1, got 0"),
+        ("/server_info", {"tp_size": True}, "tp_size must be an integer of at least 1, got True"),
+        ("/server_info", {"dp_size": [1]}, "dp_size must be an integer"),
+        ("/server_info", {"enable_dp_attention": "no"}, "enable_dp_attention must be true, false or null, got no"),
+        ("/server_info", {"moe_runner_backend": {}}, "moe_runner_backend must be a text, a number"),
+        ("/model_info", {"weight_version": 5}, "weight_version must be a text .* or null, got 5"),
+        ("/weights_checker", {"ranks": [[]]}, "ranks must be a list of objects"),
+        ("/v1/models", {"data": {}}, "data must be a list of objects"),
+        ("/v1/tokenize", {"tokens": [1, True]}, "tokens must be a list of integers"),
+        ("/openapi.json", {"paths": []}, "paths must be an object"),
+    ],
+)
+def test_control_when_a_field_is_of_another_kind_then_refused_by_server_endpoint_and_field(endpoint, answer, named):
+    with pytest.raises(RolloutProtocolError, match=named) as error:
+        parse_control(orjson.dumps(answer), server=URL, endpoint=endpoint, status=200)
+    assert (error.value.url, error.value.endpoint) == (URL, endpoint)

@@ -113,7 +113,7 @@ def answer(**meta):
 def parse(body, experts=SHAPE):
     return parse_generate(
         orjson.dumps(body), prompt_ids=torch.tensor([1, 2]), prompt_index=0, sample_index=0, server="http://a:1",
-        experts=experts,
+        experts=experts, max_new_tokens=9,
     )
 
 
@@ -140,16 +140,18 @@ def test_generate_when_no_routes_come_though_asked_for_then_error_names_the_serv
 
 def test_client_when_a_sample_has_wrong_routes_then_error_names_the_sample_and_the_rule(faulty):
     async def handle(request):
-        assert (await request.json())["return_routed_experts"]
+        if request.path == "/generate":
+            assert (await request.json())["return_routed_experts"]
         return web.Response(body=json.dumps(answer(routed_experts=encoded(ROWS[:1]))))
 
     async def scenario():
-        async with faulty.serving(handle) as url, RolloutClient([url], vocab_size=10, experts=SHAPE) as client:
+        options = {"vocab_size": 10, "experts": SHAPE, "max_retries": 0}
+        async with faulty.serving(handle) as url, RolloutClient([url], **options) as client:
             with pytest.raises(SampleFailure, match="rule rows") as error:
                 await client.generate([[1, 2]], SamplingParams(1))
             return error.value
 
-    assert asyncio.run(scenario()).__notes__ == ["it was sample 0 of prompt 0 (2 tokens)"]
+    assert asyncio.run(scenario()).__notes__ == ["it was asked 1 times", "it was sample 0 of prompt 0 (2 tokens)"]
 
 
 class Routing:
@@ -241,4 +243,4 @@ def test_client_when_a_server_sends_more_rows_than_it_was_asked_for_then_refused
         with pytest.raises(SampleFailure, match="7 tokens, prompt included, have 2 from token 4 on"):
             await client.generate([[1, 2, 3]], SamplingParams(4))
 
-    faulty.run(scenario, deaf, experts=SHAPE)
+    faulty.run(scenario, deaf, experts=SHAPE, max_retries=0)

@@ -62,9 +62,9 @@ def test_parse_when_the_sampled_id_is_likely_or_not_then_the_likeliest_in_fallin
     assert sample.routed_ids is sample.version_spans is sample.cached_tokens is sample.retractions is None
     full = parsed(
         sampling_mask=[[4, 7], [4]], weight_versions=[{"version": "a", "start": 0, "end": 2}],
-        details={"cached_tokens": 16},
+        details={"cached_tokens": 1},
     )  # fmt: skip
-    assert full.kept == KeptIds([[4, 7], [4]], [-2.0, -0.9]) and full.cached_tokens == 16
+    assert full.kept == KeptIds([[4, 7], [4]], [-2.0, -0.9]) and full.cached_tokens == 1
     assert full.version_spans == (VersionSpan("a", 0, 2),)
 
 

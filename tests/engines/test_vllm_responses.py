@@ -56,7 +56,7 @@ def changed(path, value):
 def parse(made, **options):
     body = made if isinstance(made, bytes) else orjson.dumps(made)
     return ENGINE.parse(body, prompt_ids=PROMPT, prompt_index=5, sample_index=6, server=URL,
-                        **{"vocab_size": 83, "truncated": True, "experts": SHAPE, **options})  # fmt: skip
+                        **{"vocab_size": 83, "max_new_tokens": 2, "truncated": True, "experts": SHAPE} | options)
 
 
 CHOICE = ("choices", 0)
@@ -105,7 +105,7 @@ def test_parse_when_aborted_before_the_first_token_then_an_empty_response():
     assert sample.output_ids.numel() == 0 and sample.cached_tokens == 0
     assert torch.equal(sample.routed_experts, no_routes(SHAPE, 2))
     made["choices"][0]["finish_reason"] = "stop"
-    with pytest.raises(RolloutProtocolError, match="--enable-return-routed-experts"):
+    with pytest.raises(RolloutProtocolError, match="finish_reason stop has no output_ids"):
         parse(made)
 
 
@@ -124,6 +124,23 @@ WRONG = [
     ((*CONTENT, 0), {"token_id": 14}, "logprobs.content is not a list of token_id and logprob"),
     ((*CONTENT, 0, "token_id"), 15, "differ at 1 of 2 positions, first at 0: 14 and 15"),
     ((*CONTENT, 0, "logprob"), "x", "no number"),
+    ((*CONTENT, 0, "logprob"), "-1", "no number"),
+    ((*CONTENT, 0, "logprob"), True, "no number"),
+    ((*CONTENT, 0, "logprob"), 0.5, "0.5 at position 0 is above 0"),
+    ((*CONTENT, 0, "token_id"), True, "logprobs.content is not a list of integers"),
+    ((*CHOICE, "logprobs"), [1], "logprobs must be an object, got .1."),
+    ((*CHOICE, "finish_reason"), ["stop"], "finish_reason must be stop, length or abort, got .'stop'."),
+    ((*CHOICE, "token_ids"), [14, True], "token_ids is not a list of integers"),
+    ((*CHOICE, "token_ids"), {}, "token_ids is not a list of integers"),
+    ((*CHOICE, "weight_versions", 1, "end"), 2.0, "do not partition"),
+    ((*CHOICE, "weight_versions", 0, "start"), False, "do not partition"),
+    (("usage",), [1], "usage must be an object, got .1."),
+    (("usage", "completion_tokens"), 2.0, "completion_tokens is 2.0 where 2 token_ids"),
+    (("usage", "prompt_tokens_details"), [1], "prompt_tokens_details must be an object"),
+    (("usage", "prompt_tokens_details", "cached_tokens"), [1], r"cached_tokens must be an integer in .0, 3., got .1."),
+    (("usage", "prompt_tokens_details", "cached_tokens"), "x", "cached_tokens must be an integer"),
+    (("usage", "prompt_tokens_details", "cached_tokens"), 4, "cached_tokens must be an integer"),
+    (("error",), [1], "[1]"),
     ((*CHOICE, "weight_versions"), None, "use vLLM 0.32 or newer"),
     ((*CHOICE, "weight_versions"), [], "do not partition the 2 output_ids"),
     ((*CHOICE, "weight_versions", 1, "start"), 0, "do not partition"),
@@ -139,7 +156,7 @@ WRONG = [
     ((*CHOICE, "routed_experts"), 5, "rule base64"),
     ((*CHOICE, "routed_experts"), "?", "rule base64"),
     ((*CHOICE, "routed_experts"), base64.b64encode(ROUTES.tobytes()).decode(), "rule npy"),
-    ((*CHOICE, "routed_experts"), npy(np.array([{}]), allow_pickle=True), "rule npy"),
+    ((*CHOICE, "routed_experts"), npy(np.array([{}]), allow_pickle=True), "rule type"),
     ((*CHOICE, "routed_experts"), npy(ROUTES.astype(np.float32)), "rule type"),
     ((*CHOICE, "routed_experts"), npy(ROUTES[:3]), "rule rows"),
     ((*CHOICE, "routed_experts"), npy(ROUTES[:, :1]), "rule rows"),
@@ -150,8 +167,30 @@ WRONG = [
 
 @pytest.mark.parametrize("path, value, message", WRONG, ids=[message[:40] for *_, message in WRONG])
 def test_parse_when_one_field_is_wrong_then_the_error_says_which(path, value, message):
-    with pytest.raises(RolloutProtocolError, match=message):
+    with pytest.raises(RolloutServerError if path == ("error",) else RolloutProtocolError, match=message):
         parse(changed(path, value))
+
+
+def test_parse_when_there_are_more_tokens_than_were_asked_for_then_refused():
+    with pytest.raises(RolloutProtocolError, match="2 output_ids were returned where 1 were asked for"):
+        parse(answer(), max_new_tokens=1)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "{'descr': '|u1', 'fortran_order': False, 'shape': (1000000000000,), }",
+        "{'descr': '|u1', 'fortran_order': False, 'shape': (-1,), }",
+        "{'descr': '|u1', 'fortran_order': False, 'shape': (True, 16), }",
+        "{'descr': '|u1', 'fortran_order': True, 'shape': (4, 4), }",
+        "{'descr': '|u1', 'fortran_order': False, 'shape': (16,), 'x': 1}", "{", "(" * 5000, "'", "1j", "\x00",
+    ],
+)  # fmt: skip
+def test_parse_when_an_npy_header_is_wrong_then_refused_before_anything_is_made_of_it(header):
+    text = header.encode() + b" " * 20 + b"\n"
+    raw = b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + bytes(16)
+    with pytest.raises(RolloutProtocolError, match="rule (npy|rows)"):
+        parse(changed((*CHOICE, "routed_experts"), base64.b64encode(raw).decode()))
 
 
 def test_parse_when_npy_is_followed_by_bytes_or_cut_then_the_error_says_so():
@@ -178,6 +217,15 @@ def test_parse_control_when_empty_failed_or_an_error():
         return ENGINE.parse_control(body, server=URL, endpoint="/x", status=200)
 
     assert control(b"") == {} and control(b'{"success": true}') == {"success": True}
+    for path, wrong, named in (
+        ("/collective_rpc", {"results": 5}, "results must be a list or null, got 5"),
+        ("/server_info?config_format=json", {"vllm_config": 5}, "vllm_config must be an object or null, got 5"),
+        ("/server_info", {"vllm_config": {"parallel_config": {"world_size": 0}}}, "parallel_config.world_size must be"),
+        ("/weight_info", {"weight_version": 1}, "weight_version must be a text .* or null, got 1"),
+        ("/is_paused", {"is_paused": "no"}, "is_paused must be true, false or null, got no"),
+    ):
+        with pytest.raises(RolloutProtocolError, match=named):
+            ENGINE.parse_control(orjson.dumps(wrong), server=URL, endpoint=path, status=200)
     for body in (b'{"success": false}', b'{"error": "Failed to pause"}'):
         with pytest.raises(RolloutServerError, match="success|Failed to pause"):
             control(body)

@@ -43,7 +43,10 @@ def drawn(client, prompt, sampling, seed):
         fields = request.json["sampling_params"]
         del fields["sampling_seed" if client.runs == "sglang" else "seed"]
     answer = json.dumps(client.wait(client.ask(url, request))).encode()
-    parsed = engine.parse(answer, prompt_ids=torch.tensor(prompt), prompt_index=0, sample_index=0, server=url)
+    parsed = engine.parse(
+        answer, prompt_ids=torch.tensor(prompt), prompt_index=0, sample_index=0, server=url,
+        max_new_tokens=sampling.max_new_tokens,
+    )  # fmt: skip
     return parsed.output_ids.tolist()
 
 

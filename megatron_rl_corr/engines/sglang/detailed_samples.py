@@ -10,17 +10,20 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl_corr.engines import answers
-from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError
+from megatron_rl_corr.engines import answer_size, answers
+from megatron_rl_corr.engines.errors import MESSAGE_START, RolloutProtocolError, RolloutServerError, shown
 from megatron_rl_corr.engines.inspection import DetailedSample, KeptIds, TokenScores
 from megatron_rl_corr.engines.routes import ExpertShape
 from megatron_rl_corr.engines.sglang.requests import NEUTRAL, sampling_fields
 from megatron_rl_corr.engines.sglang.responses import GENERATE, MASK, MASK_LOGPROBS
 from megatron_rl_corr.engines.sglang.routed_experts import decode, read_ids
-from megatron_rl_corr.engines.trajectory import SamplingParams, VersionSpan
+from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.engines.types import Request
 
-MALFORMED = (KeyError, TypeError, IndexError, ValueError)
+MALFORMED = (KeyError, TypeError, IndexError, ValueError, AttributeError, OverflowError)
+ROWS = "it is not a list of (log-prob, id, text)"
+MOST_RETRACTIONS = 1 << 20
+"""More are no number of pauses."""
 
 
 def detailed_sample(
@@ -45,7 +48,9 @@ def detailed_sample(
         body["rid"] = request_id
     if cache_key is not None:
         body["extra_key"] = cache_key
-    return Request("POST", GENERATE, body)
+    size = answer_size.of_sample(len(prompt_ids), sampling)
+    size += answer_size.of_likeliest(sampling.max_new_tokens, likeliest)
+    return Request("POST", GENERATE, body, max_bytes=size)
 
 
 def parse_detailed_sample(
@@ -57,17 +62,20 @@ def parse_detailed_sample(
     rows, tops = meta.get("output_token_logprobs") or [], meta.get("output_top_logprobs") or []
     spans = meta.get("weight_versions")
     try:
-        output = [int(token) for token in answer["output_ids"]]
-        if [row[1] for row in rows] != output or len(tops) != len(output):
+        output = answers.token_ids(answer["output_ids"], "output_ids")
+        of_ids = answers.token_ids([row[1] for row in rows], "output_token_logprobs")
+        if not np.array_equal(of_ids, output) or len(tops) != len(output):
             raise ValueError("output_ids, output_token_logprobs and output_top_logprobs are of different tokens")
+        if len(output) > tokens:
+            raise ValueError(f"{len(output)} output_ids were returned where {tokens} were asked for")
         top, top_ids = _top(tops)
         return DetailedSample(
-            prompt_ids, output, answers.finite_logprobs([row[0] for row in rows]), top, top_ids, _kept(meta),
+            prompt_ids, output.tolist(), answers.finite_logprobs([row[0] for row in rows], ROWS), top, top_ids,
+            _kept(meta, len(output)),
             routed_ids(meta.get("routed_experts"), tokens=len(prompt_ids) + len(output), shape=experts),
-            meta.get("num_retractions", 0),
-            None if spans is None
-            else tuple(VersionSpan(span["version"], span["start"], span["end"]) for span in spans),
-            meta.get("cached_tokens", 0),
+            answers.count_of(meta, "num_retractions", MOST_RETRACTIONS),
+            None if spans is None else answers.version_spans(spans, len(output)),
+            answers.count_of(meta, "cached_tokens", len(prompt_ids)),
         )  # fmt: skip
     except MALFORMED as error:
         detail = f"log-probs of {tokens} sampled tokens are missing or malformed ({error!r})"
@@ -87,7 +95,8 @@ def score(
     }
     if cache_key is not None:
         body["extra_key"] = cache_key
-    return Request("POST", GENERATE, body)
+    size = answer_size.of_likeliest(len(prompt_ids) + len(output_ids), likeliest)
+    return Request("POST", GENERATE, body, max_bytes=size)
 
 
 def parse_scores(answer: Mapping[str, Any], *, server: str, output_ids: list[int], vocab_size: int) -> TokenScores:
@@ -95,15 +104,18 @@ def parse_scores(answer: Mapping[str, Any], *, server: str, output_ids: list[int
     meta, count = _meta(answer, server), len(output_ids)
     try:
         rows = meta["input_token_logprobs"][-count:]
+        of_ids = answers.token_ids([row[1] for row in rows], "input_token_logprobs").tolist()
         # SGLang 0.5.23 names the last id of the vocabulary 0 here; its log-prob is right.
         last = vocab_size - 1
-        wrong = [row[1] for row, token in zip(rows, output_ids, strict=True) if row[1] != token and token != last]
+        wrong = [own for own, token in zip(of_ids, output_ids, strict=True) if own != token and token != last]
         if wrong:
             raise ValueError(f"input_token_logprobs are of other ids than were sent: {wrong[:4]}")
         top, _ = _top(meta["input_top_logprobs"][-count:])
+        if len(top) != count:
+            raise ValueError(f"input_top_logprobs are of {len(top)} tokens")
         spans = meta.get("weight_versions")  # of the one token that was sampled, in the pass that scored the others
-        version = str(spans[-1]["version"]) if spans else None
-        return TokenScores(answers.finite_logprobs([row[0] for row in rows]), top, version)
+        version = answers.version_spans(spans, 1)[-1].version if spans else None
+        return TokenScores(answers.finite_logprobs([row[0] for row in rows], ROWS), top, version)
     except MALFORMED as error:
         detail = f"log-probs of {count} scored tokens are missing or malformed ({error!r})"
         raise RolloutProtocolError(server, GENERATE, detail) from None
@@ -134,22 +146,31 @@ def _meta(answer: Mapping[str, Any], server: str) -> dict[str, Any]:
     """`meta_info` of an answer to /generate that does not say that the request failed."""
     meta = answer.get("meta_info")
     if not isinstance(meta, dict):
-        raise RolloutProtocolError(server, GENERATE, f"no meta_info in {str(answer)[:200]}")
-    reason = meta.get("finish_reason") or {}
-    if reason.get("type") == "abort" and (reason.get("status_code") or reason.get("err_type")):
-        detail = f"the request was aborted ({reason.get('err_type')}): {reason.get('message')}"
-        raise RolloutServerError(server, GENERATE, reason.get("status_code") or 200, detail)
+        raise RolloutProtocolError(server, GENERATE, f"no meta_info in {shown(answer)}")
+    reason = meta.get("finish_reason")
+    if not isinstance(reason, dict) or reason.get("type") != "abort":
+        return meta
+    status, kind = reason.get("status_code"), reason.get("err_type")
+    if status or kind:
+        detail = f"the request was aborted ({shown(kind)}): {shown(reason.get('message'), MESSAGE_START)}"
+        raise RolloutServerError(server, GENERATE, answers.status_of(status, 200), detail)
     return meta
 
 
-def _kept(meta: Mapping[str, Any]) -> KeptIds | str:
+def _kept(meta: Mapping[str, Any], count: int) -> KeptIds | str:
     if meta.get(MASK) is None or meta.get(MASK_LOGPROBS) is None:
         return f"the answer holds no {MASK}"
+    for name in (MASK, MASK_LOGPROBS):
+        answers.check_lengths(meta[name], count, name)
+    for ids in meta[MASK]:
+        answers.token_ids(ids, MASK)
+    answers.float32(meta[MASK_LOGPROBS], f"{MASK_LOGPROBS} is not a list of log-probs")
     return KeptIds(meta[MASK], meta[MASK_LOGPROBS])
 
 
 def _top(tops: list) -> tuple[np.ndarray, np.ndarray]:
     """Log-probs and ids of the likeliest, [R, K] each."""
     shape = (len(tops), len(tops[0]) if tops else 0)
-    logprobs = np.array([[entry[0] for entry in row] for row in tops], dtype=np.float64).reshape(shape)
-    return logprobs, np.array([[entry[1] for entry in row] for row in tops], dtype=np.int64).reshape(shape)
+    entries = [entry for row in tops for entry in row]
+    logprobs = answers.float64([entry[0] for entry in entries], "the likeliest ids have log-probs that are none")
+    return logprobs.reshape(shape), answers.token_ids([entry[1] for entry in entries], "the likeliest").reshape(shape)

@@ -42,7 +42,7 @@ class Loads:
                 tuple(int(rank["num_waiting_reqs"]) for rank in ranks),
                 tuple(tuple(str(rank[name]) for name in sorted(rank) if name != "timestamp") for rank in ranks),
             ) if ranks else None  # fmt: skip
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             return None
 
     @property

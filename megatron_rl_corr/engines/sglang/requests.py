@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from megatron_rl_corr.engines import answer_size
 from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.engines.types import Request
 
@@ -44,7 +45,7 @@ def generate_request(
         body["extra_key"] = cache_key
     if request_id is not None:
         body["rid"] = request_id
-    return Request("POST", "/generate", body)
+    return Request("POST", "/generate", body, max_bytes=answer_size.of_sample(len(prompt_ids), sampling))
 
 
 def sampling_fields(sampling: SamplingParams) -> dict[str, object]:
@@ -181,7 +182,7 @@ def flush_cache() -> Request:
 
 def weights_checker() -> Request:
     """A digest of the weights the server holds, by rank."""
-    return Request("POST", "/weights_checker", {"action": "checksum"})
+    return Request("POST", "/weights_checker", {"action": "checksum"}, max_bytes=answer_size.of_checksums())
 
 
 def update_weight_version(new_version: str) -> Request:

@@ -3,6 +3,7 @@
 P prompt tokens, R response tokens, K_t ids that token t was drawn from.
 """
 
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,9 @@ import orjson
 import torch
 
 from megatron_rl_corr.engines import answers
-from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError, body_start
+from megatron_rl_corr.engines.errors import MESSAGE_START, RolloutServerError, body_start, shown
 from megatron_rl_corr.engines.routes import ExpertShape, no_routes
+from megatron_rl_corr.engines.sglang.answer_fields import check_fields
 from megatron_rl_corr.engines.sglang.logprob_rows import read_flat
 from megatron_rl_corr.engines.sglang.routed_experts import decode
 from megatron_rl_corr.engines.trajectory import Support, Trajectory, VersionSpan
@@ -28,6 +30,7 @@ def parse_generate(
     prompt_index: int,
     sample_index: int,
     server: str,
+    max_new_tokens: int,
     vocab_size: int | None = None,
     truncated: bool = False,
     experts: ExpertShape | None = None,
@@ -41,6 +44,7 @@ def parse_generate(
         body: of the answer.
         prompt_ids: [P] int64, what was sent.
         prompt_index, sample_index, server: go into the trajectory.
+        max_new_tokens: what was asked for: R is at most that.
         vocab_size: every id must be below it.
         truncated: the request had top_p, top_k or min_p, so the trajectory has a support, and its log-probs are
             renormalised on it.
@@ -53,15 +57,17 @@ def parse_generate(
             lengths that disagree, unknown ids, a support that is missing or lacks the token drawn from it, routes that
             break a rule of `decode`.
     """
-    answer, values = read_flat(body) or (answers.json_object(body, server, GENERATE), None)
-    meta = answer.get("meta_info")
-    if not isinstance(meta, dict) or "output_ids" not in answer:
-        raise RolloutProtocolError(server, GENERATE, f"no output_ids or meta_info in {body_start(body)}")
-    try:
+    with answers.reading(server, GENERATE):
+        answer, output_ids, values = read_flat(body) or (answers.json_object(body, server, GENERATE), None, None)
+        meta = answer.get("meta_info")
+        if not isinstance(meta, dict) or "output_ids" not in answer:
+            raise ValueError(f"no output_ids or meta_info in {body_start(body)}")
         finish_reason = _finish_reason(meta, server)
-        output_ids = answers.token_ids(answer["output_ids"], "output_ids")
+        if output_ids is None:
+            output_ids = answers.token_ids(answer["output_ids"], "output_ids")
         answers.check_count(meta, "prompt_tokens", prompt_ids.numel(), "ids were sent")
         answers.check_count(meta, "completion_tokens", output_ids.size, "output_ids were returned")
+        answers.check_length(output_ids, finish_reason, max_new_tokens)
         answers.check_vocabulary(output_ids, vocab_size, "token id")
         if values is None:
             values = _logprob_values(meta, output_ids)
@@ -76,13 +82,12 @@ def parse_generate(
             rollout_logprobs=torch.from_numpy(logprobs),
             finish_reason=finish_reason,
             weight_versions=_weight_versions(meta, output_ids.size),
-            cached_tokens=meta.get("cached_tokens", 0),  # absent when a request was aborted before it started
+            # Absent when a request was aborted before it started.
+            cached_tokens=answers.count_of(meta, "cached_tokens", prompt_ids.numel()),
             server=server,
             support=support,
             routed_experts=_routes(meta, prompt_ids.numel() + output_ids.size, experts, known_routes),
         )
-    except ValueError as error:
-        raise RolloutProtocolError(server, GENERATE, str(error)) from None
 
 
 def parse_control(body: bytes, *, server: str, endpoint: str, status: int) -> dict[str, Any]:
@@ -90,25 +95,27 @@ def parse_control(body: bytes, *, server: str, endpoint: str, status: int) -> di
 
     Raises RolloutServerError for {"success": false}, whatever the status.
     """
-    try:
-        answer = orjson.loads(body) if body else {}
-    except orjson.JSONDecodeError:  # /flush_cache answers with a sentence
-        answer = {"message": body.decode("utf-8", "replace").strip()}
-    if not isinstance(answer, dict):
-        raise RolloutProtocolError(server, endpoint, f"expected a JSON object, got {body_start(body)}")
-    if answer.get("success") is False:
-        raise RolloutServerError(server, endpoint, status, body_start(body))
-    return answer
+    with answers.reading(server, endpoint):
+        try:
+            answer = orjson.loads(body) if body else {}
+        except orjson.JSONDecodeError:  # /flush_cache answers with a sentence
+            answer = {"message": body_start(body)}
+        if not isinstance(answer, dict):
+            raise ValueError(f"expected a JSON object, got {body_start(body)}")
+        if answer.get("success") is False:
+            raise RolloutServerError(server, endpoint, status, body_start(body))
+        return check_fields(answer, endpoint)
 
 
 def _logprob_values(meta: dict, output_ids: np.ndarray) -> list:
     """[R] log-probs or null, from rows of (log-prob or null, id, text or null); the ids must be the output_ids."""
     name = "output_token_logprobs"
-    rows = answers.check_lengths(meta.get(name) or [], output_ids.size, name)
+    rows = meta.get(name)
+    rows = answers.check_lengths([] if rows is None else rows, output_ids.size, name)
     try:
-        values, of_ids = [row[0] for row in rows], [row[1] for row in rows]
-    except (TypeError, IndexError, KeyError) as error:
-        raise ValueError(f"{NO_ROWS}: {error}") from None
+        values, of_ids = list(map(itemgetter(0), rows)), list(map(itemgetter(1), rows))
+    except (TypeError, IndexError, KeyError):  # a text has both, which are no numbers then
+        raise ValueError(f"{NO_ROWS}: {shown(rows)}") from None
     answers.check_same_ids(output_ids, answers.token_ids(of_ids, name), "output_ids", name)
     return values
 
@@ -155,12 +162,14 @@ def _finish_reason(meta: dict, server: str) -> str:
     reason = meta.get("finish_reason")
     kind = reason.get("type") if isinstance(reason, dict) else None
     if kind not in ("stop", "length", "abort"):
-        raise ValueError(f"finish_reason must be stop, length or abort, got {reason!r}")
+        raise ValueError(f"finish_reason must be stop, length or abort, got {shown(reason)}")
     failed = kind == "abort" and (reason.get("status_code") is not None or reason.get("err_type") is not None)
     if failed:
-        detail = f"request {meta.get('id')} was aborted ({reason.get('err_type')}): {reason.get('message')}"
-        status = reason.get("status_code")
-        raise RolloutServerError(server, GENERATE, status if type(status) is int else 200, detail)
+        detail = (
+            f"request {shown(meta.get('id'))} was aborted ({shown(reason.get('err_type'))}): "
+            f"{shown(reason.get('message'), MESSAGE_START)}"
+        )
+        raise RolloutServerError(server, GENERATE, answers.status_of(reason.get("status_code"), 200), detail)
     return kind
 
 
@@ -171,12 +180,16 @@ def _weight_versions(meta: dict, response_length: int) -> tuple[VersionSpan, ...
         return answers.version_spans(spans, response_length)
     version = meta.get("weight_version")
     if not isinstance(version, str):
-        raise ValueError(f"weight_version must be a string, got {version!r}")
+        raise ValueError(f"weight_version must be a string, got {shown(version)}")
     return (VersionSpan(version, 0, response_length),)
 
 
 def server_times(body: bytes) -> dict[str, float]:
-    """Seconds of a response; only servers with --enable-metrics tell more than the whole."""
-    meta = orjson.loads(body)["meta_info"]
+    """Seconds of a response, as far as they are numbers; only servers with --enable-metrics tell more than the whole.
+
+    Args:
+        body: of an answer that `parse_generate` has read.
+    """
+    meta = answers.json_object(body, "", GENERATE)["meta_info"]
     names = {"queue_s": "queue_time", "first_token_s": "first_token_latency", "total_s": "e2e_latency"}
-    return {ours: float(meta[theirs]) for ours, theirs in names.items() if meta.get(theirs) is not None}
+    return {ours: float(meta[theirs]) for ours, theirs in names.items() if type(meta.get(theirs)) in (int, float)}

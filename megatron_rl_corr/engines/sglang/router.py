@@ -13,7 +13,7 @@ from megatron_rl_corr.config.urls import checked_urls
 from megatron_rl_corr.engines.addresses import may_change
 from megatron_rl_corr.engines.concurrency import all_or_first_failure, poll_until
 from megatron_rl_corr.engines.control import HEALTH_PROBE_TIMEOUT_S
-from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, RolloutServerError
+from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, RolloutServerError, shown
 from megatron_rl_corr.engines.sglang.requests import model_info
 from megatron_rl_corr.engines.types import Request, Transport
 
@@ -80,8 +80,11 @@ def _worker_urls(url: str, body: bytes) -> list[str]:
         workers = orjson.loads(body)["workers"]
         kinds = {worker["worker_type"] for worker in workers}
         found = [worker["url"] for worker in workers]
+        if not set(map(type, found)) <= {str}:
+            raise TypeError(f"a url is no text: {found}")
     except (orjson.JSONDecodeError, KeyError, TypeError) as error:
-        raise RolloutProtocolError(url, WORKERS.endpoint, f"it is no list of workers: {error!r}") from error
+        raise RolloutProtocolError(url, WORKERS.endpoint, f"it is no list of workers: {shown(error)}") from None
+    kinds = {str(kind) for kind in kinds}
     if kinds - {"regular"}:
         raise RolloutProtocolError(
             url, WORKERS.endpoint, f"its workers are {', '.join(sorted(kinds))}: prefill and decode in servers "
@@ -93,6 +96,11 @@ def _worker_urls(url: str, body: bytes) -> list[str]:
             url, WORKERS.endpoint, f"its worker {split[0]} is one data-parallel rank of a server; start the router "
             "without --dp-aware",
         )  # fmt: skip
+    try:
+        for worker in found:
+            checked_urls([worker])
+    except ValueError as error:
+        raise RolloutProtocolError(url, WORKERS.endpoint, str(error)) from None
     if not found:
         raise _NoWorker(url, WORKERS.endpoint, "this router has no worker; start its servers")
     return found

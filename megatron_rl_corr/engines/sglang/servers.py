@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_rl_corr.engines.answer_types import at_least_1, checked_checksums, rank_number
 from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, RolloutServerError
 from megatron_rl_corr.engines.inspection import ServedModel, UpdateSupport
 from megatron_rl_corr.engines.sglang.server_version import FLUSHES_PAUSED_SINCE, version_key
@@ -71,8 +72,12 @@ def ranks(url: str, server_info: Mapping[str, Any]) -> ServerRanks:
         server_info: its answer to /server_info.
 
     Raises:
-        RolloutProtocolError: it hides several replicas behind one address.
+        RolloutProtocolError: it hides several replicas behind one address, or does not tell.
     """
+    names = ("dp_size", "enable_dp_attention", "tp_size", "pp_size")
+    missing = [name for name in names if server_info.get(name) is None]
+    if missing:
+        raise RolloutProtocolError(url, "/server_info", f"no {', '.join(missing)} in it")
     if server_info["dp_size"] > 1 and not server_info["enable_dp_attention"]:
         raise RolloutProtocolError(
             url, "/server_info",
@@ -150,7 +155,7 @@ def checksums(url: str, server_info: Mapping[str, Any], answer: Mapping[str, Any
         layout = (*(server_info[key] for key in _LAYOUT[:6]), *(server_info.get(key) for key in _LAYOUT[6:]))
         quantization = server_info["quantization"] or _quantization_of_folder(server_info.get("model_path"))
         device = server_info["device"]
-    except (KeyError, IndexError, TypeError) as error:
+    except (KeyError, IndexError, TypeError, ValueError) as error:
         raise RolloutProtocolError(url, "/weights_checker", f"no checksum by rank ({error!r} is missing)") from None
     return ServerChecksums(
         url=url, device=device, tp_size=server_info["tp_size"], layout=(*layout, len(of_ranks)),
@@ -173,11 +178,12 @@ def _quantization_of_folder(model_path: str | None) -> str | None:
 
 def _rank_checksums(rank: Mapping[str, Any]) -> tuple[int, dict[str, str]]:
     infos = rank["parallelism_info"]
+    all_sums = checked_checksums(rank["checksums"])
     if isinstance(infos, dict):  # SGLang <= 0.5.20
-        return infos["tp_rank"], rank["checksums"]
+        return rank_number(infos["tp_rank"]), all_sums
     drafts = tuple(f"{info['role']}." for info in infos if info["role"] != "target")
-    sums = {name: checksum for name, checksum in rank["checksums"].items() if not name.startswith(drafts)}
-    return infos[0]["tp_rank"], sums
+    sums = {name: checksum for name, checksum in all_sums.items() if not name.startswith(drafts)}
+    return rank_number(infos[0]["tp_rank"]), sums
 
 
 def tokenized(answer: Mapping[str, Any]) -> list[int] | None:
@@ -234,8 +240,8 @@ def context_length(url: str, answer: Mapping[str, Any]) -> int:
         RolloutProtocolError: there is none.
     """
     try:
-        return int(answer["data"][0]["max_model_len"])
-    except (KeyError, IndexError, TypeError) as error:
+        return at_least_1(answer["data"][0]["max_model_len"])
+    except (KeyError, IndexError, TypeError, ValueError) as error:
         raise RolloutProtocolError(url, "/v1/models", f"no max_model_len ({error!r})") from None
 
 
@@ -250,6 +256,6 @@ def all_checksums(url: str, answer: Mapping[str, Any]) -> list[dict[str, str]]:
         RolloutProtocolError: there are none.
     """
     try:
-        return [rank["checksums"] for rank in answer["ranks"]]
-    except (KeyError, TypeError) as error:
+        return [checked_checksums(rank["checksums"]) for rank in answer["ranks"]]
+    except (KeyError, TypeError, ValueError) as error:
         raise RolloutProtocolError(url, "/weights_checker", f"no checksums ({error!r})") from None

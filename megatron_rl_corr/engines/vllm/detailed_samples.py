@@ -10,18 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl_corr.engines import answers
+from megatron_rl_corr.engines import answer_size, answers
 from megatron_rl_corr.engines.errors import RolloutProtocolError
 from megatron_rl_corr.engines.inspection import DetailedSample, KeptIds, TokenScores
 from megatron_rl_corr.engines.routes import ExpertShape
-from megatron_rl_corr.engines.trajectory import SamplingParams, VersionSpan
+from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.engines.types import Request
 from megatron_rl_corr.engines.vllm.requests import GENERATE, sampling_fields
 from megatron_rl_corr.engines.vllm.responses import FLOOR
 from megatron_rl_corr.engines.vllm.routed_experts import decode, read_ids
 from megatron_rl_corr.engines.vllm.seeds import server_seed
 
-MALFORMED = (KeyError, TypeError, IndexError, ValueError)
+MALFORMED = (KeyError, TypeError, IndexError, ValueError, AttributeError, OverflowError)
 
 
 def detailed_sample(
@@ -37,7 +37,9 @@ def detailed_sample(
     params = sampling_fields(sampling) | {"logprobs": likeliest + 1}
     if seed is not None:
         params["seed"] = server_seed(seed)
-    return _generate(prompt_ids, params, request_id=request_id, cache_key=cache_key)
+    size = answer_size.of_sample(len(prompt_ids), sampling)
+    size += answer_size.of_likeliest(sampling.max_new_tokens, likeliest)
+    return _generate(prompt_ids, params, size, request_id=request_id, cache_key=cache_key)
 
 
 def parse_detailed_sample(
@@ -46,21 +48,22 @@ def parse_detailed_sample(
     """The response; arguments and errors as in `Inspection.parse_detailed_sample`."""
     try:
         (choice,) = answer["choices"]
-        output = [int(token) for token in choice["token_ids"] or []]
-        rows = (choice["logprobs"] or {}).get("content") or []
-        if [row["token_id"] for row in rows] != output:
+        output = answers.token_ids(choice["token_ids"], "token_ids")
+        rows = answers.mapping_of(choice["logprobs"], "logprobs").get("content") or []
+        of_ids = answers.token_ids([row["token_id"] for row in rows], "logprobs.content")
+        if not np.array_equal(of_ids, output):
             raise ValueError("token_ids and logprobs are of different tokens")
+        if len(output) > tokens:
+            raise ValueError(f"{len(output)} token_ids were returned where {tokens} were asked for")
         logprobs = _finite([row["logprob"] for row in rows])
         top, top_ids = _likeliest([row["top_logprobs"] for row in rows])
-        spans, mask = choice.get("weight_versions"), choice.get("sampling_mask")
-        kept = "the answer holds no sampling_mask" if mask is None else KeptIds(mask, logprobs.tolist())
+        spans = choice.get("weight_versions")
         return DetailedSample(
-            prompt_ids, output, logprobs, top, top_ids, kept,
+            prompt_ids, output.tolist(), logprobs, top, top_ids, _kept(choice, logprobs),
             routed_ids(choice.get("routed_experts"), tokens=len(prompt_ids) + len(output), shape=experts),
             retractions=None,
-            version_spans=None if spans is None
-            else tuple(VersionSpan(span["version"], span["start"], span["end"]) for span in spans),
-            cached_tokens=_cached_tokens(answer),
+            version_spans=None if spans is None else answers.version_spans(spans, len(output)),
+            cached_tokens=_cached_tokens(answer, len(prompt_ids)),
         )  # fmt: skip
     except MALFORMED as error:
         detail = f"log-probs of {tokens} sampled tokens are missing or malformed ({error!r})"
@@ -76,7 +79,8 @@ def score(
     """
     # A server that returns sampling masks refuses temperature 0, and a request without a top_k. 1 is greedy.
     params = sampling_fields(SamplingParams(1)) | {"top_k": 1, "prompt_logprobs": likeliest}
-    return _generate([*prompt_ids, *output_ids], params, cache_key=cache_key)
+    size = answer_size.of_likeliest(len(prompt_ids) + len(output_ids), likeliest)
+    return _generate([*prompt_ids, *output_ids], params, size, cache_key=cache_key)
 
 
 def parse_scores(answer: Mapping[str, Any], *, server: str, output_ids: list[int], vocab_size: int) -> TokenScores:
@@ -88,7 +92,7 @@ def parse_scores(answer: Mapping[str, Any], *, server: str, output_ids: list[int
         own = [row[str(token)]["logprob"] for row, token in zip(rows, output_ids, strict=True)]
         top, _ = _likeliest([[{"token_id": int(token)} | entry for token, entry in row.items()] for row in rows])
         spans = answer["choices"][0].get("weight_versions")  # of the one token that was sampled, after the scores
-        return TokenScores(_finite(own), top, spans[-1]["version"] if spans else None)
+        return TokenScores(_finite(own), top, answers.version_spans(spans, 1)[-1].version if spans else None)
     except MALFORMED as error:
         detail = f"log-probs of {count} scored tokens are missing or malformed ({error!r})"
         raise RolloutProtocolError(server, GENERATE, detail) from None
@@ -116,26 +120,37 @@ def routed_ids(encoded: str | None, *, tokens: int, shape: ExpertShape | None) -
 
 
 def _generate(
-    token_ids: list[int], params: dict[str, Any], *, request_id: str | None = None, cache_key: str | None = None
+    token_ids: list[int], params: dict[str, Any], max_bytes: int, *, request_id: str | None = None, cache_key: str | None = None
 ) -> Request:
     body: dict[str, Any] = {"token_ids": token_ids, "sampling_params": params, "stream": False}
     if request_id is not None:
         body["request_id"] = request_id
     if cache_key is not None:
         body["cache_salt"] = cache_key
-    return Request("POST", GENERATE, body)
+    return Request("POST", GENERATE, body, max_bytes=max_bytes)
 
 
-def _cached_tokens(answer: Mapping[str, Any]) -> int | None:
+def _kept(choice: Mapping[str, Any], logprobs: np.ndarray) -> KeptIds | str:
+    """What a token was drawn from."""
+    sets = choice.get("sampling_mask")
+    if sets is None:
+        return "the answer holds no sampling_mask"
+    for ids in answers.check_lengths(sets, len(logprobs), "sampling_mask"):
+        answers.token_ids(ids, "sampling_mask")
+    return KeptIds(sets, logprobs.tolist())
+
+
+def _cached_tokens(answer: Mapping[str, Any], prompt_tokens: int) -> int | None:
     """Prompt tokens that came from the cache; None without --enable-prompt-tokens-details."""
-    details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
-    cached = details.get("cached_tokens")
-    return None if cached is None else int(cached)
+    usage = answers.mapping_of(answer.get("usage"), "usage")
+    details = answers.mapping_of(usage.get("prompt_tokens_details"), "prompt_tokens_details")
+    return None if details.get("cached_tokens") is None else answers.count_of(details, "cached_tokens", prompt_tokens)
 
 
 def _finite(values: list[float | None]) -> np.ndarray:
     """[N] float64. Raises ValueError for a log-prob that is not finite, for which vLLM writes null or its floor."""
-    return answers.finite_logprobs([value if value is not None and value > FLOOR else None for value in values])
+    numbers = answers.float64(values, "they are no numbers")
+    return answers.finite_logprobs(np.where(numbers > FLOOR, numbers, np.nan).tolist(), "they are no log-probs")
 
 
 def _likeliest(rows: list[list[Mapping[str, Any]]]) -> tuple[np.ndarray, np.ndarray]:
@@ -148,6 +163,7 @@ def _likeliest(rows: list[list[Mapping[str, Any]]]) -> tuple[np.ndarray, np.ndar
     ordered = [sorted(row, key=lambda entry: entry["rank"]) for row in rows]
     width = min((sum(entry["rank"] == place for place, entry in enumerate(row, 1)) for row in ordered), default=0)
     shape = (len(rows), width)
-    logprobs = np.array([[entry["logprob"] for entry in row[:width]] for row in ordered], dtype=np.float64)
-    ids = np.array([[entry["token_id"] for entry in row[:width]] for row in ordered], dtype=np.int64)
+    entries = [entry for row in ordered for entry in row[:width]]
+    logprobs = answers.float64([entry["logprob"] for entry in entries], "the likeliest have log-probs that are none")
+    ids = answers.token_ids([entry["token_id"] for entry in entries], "the likeliest")
     return logprobs.reshape(shape), ids.reshape(shape)

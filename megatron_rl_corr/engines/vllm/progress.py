@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from megatron_rl_corr.engines.errors import RolloutServerError
+from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError
 from megatron_rl_corr.engines.types import Transport
 from megatron_rl_corr.engines.vllm import requests
 from megatron_rl_corr.engines.vllm.responses import parse_control
@@ -38,9 +38,12 @@ class EngineCounts:
     def parse(cls, body: bytes) -> EngineCounts | None:
         """An answer to /metrics; None for one without vLLM's counters, as with --disable-log-stats."""
         sums: dict[str, float] = {}
-        for name, value in _SAMPLE.findall(body):
-            key = name.decode()
-            sums[key] = sums.get(key, 0.0) + float(value)
+        try:
+            for name, value in _SAMPLE.findall(body):
+                key = name.decode()
+                sums[key] = sums.get(key, 0.0) + float(value)
+        except ValueError:
+            return None
         if not {_RUNNING, _WAITING, _COUNTERS[0]} <= sums.keys():
             return None
         return cls(sums[_RUNNING], sums[_WAITING], tuple(sums.get(name, 0.0) for name in (*_COUNTERS, _CACHE)))
@@ -101,5 +104,8 @@ class MetricsProgress:
             if error.status != 404:  # without VLLM_SERVER_DEV_MODE it can't be paused either
                 raise
             return False
-        answer = parse_control(body, server=self._url, endpoint=request.endpoint, status=status)
+        try:
+            answer = parse_control(body, server=self._url, endpoint=request.endpoint, status=status)
+        except RolloutProtocolError:
+            return False  # an answer all the same
         return bool(answer.get("is_paused"))

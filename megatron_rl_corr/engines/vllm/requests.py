@@ -1,5 +1,6 @@
 """Builds the requests that are sent to a vLLM server: data in, `Request` out, nothing is sent here."""
 
+from megatron_rl_corr.engines import answer_size
 from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.engines.types import Request
 from megatron_rl_corr.engines.vllm.seeds import server_seed
@@ -46,7 +47,7 @@ def generate_request(
         body["cache_salt"] = cache_key
     if request_id is not None:
         body["request_id"] = request_id
-    return Request("POST", GENERATE, body)
+    return Request("POST", GENERATE, body, max_bytes=answer_size.of_sample(len(prompt_ids), sampling))
 
 
 def sampling_fields(sampling: SamplingParams) -> dict[str, object]:

@@ -5,15 +5,18 @@ P prompt tokens, R response tokens, K_t ids that token t was drawn from.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import torch
 
 from megatron_rl_corr.engines import answers
-from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError, body_start
+from megatron_rl_corr.engines.errors import MESSAGE_START, RolloutServerError, body_start, shown
 from megatron_rl_corr.engines.routes import ExpertShape, no_routes
 from megatron_rl_corr.engines.trajectory import Trajectory, VersionSpan
+from megatron_rl_corr.engines.vllm.answer_fields import check_fields
 from megatron_rl_corr.engines.vllm.requests import GENERATE
 from megatron_rl_corr.engines.vllm.routed_experts import decode
 
@@ -27,7 +30,7 @@ UNKNOWN_VERSION = "unknown"
 
 def parse_generate(
     body: bytes, *, prompt_ids: torch.Tensor, prompt_index: int, sample_index: int, server: str,
-    vocab_size: int | None = None, truncated: bool = False, experts: ExpertShape | None = None,
+    max_new_tokens: int, vocab_size: int | None = None, truncated: bool = False, experts: ExpertShape | None = None,
     known_routes: torch.Tensor | None = None,
 ) -> Trajectory:  # fmt: skip
     """The trajectory in the answer to one `generate_request`.
@@ -38,6 +41,7 @@ def parse_generate(
         body: of the answer.
         prompt_ids: [P] int64, what was sent.
         prompt_index, sample_index, server: go into the trajectory.
+        max_new_tokens: what was asked for: R is at most that.
         vocab_size: every id must be below it.
         truncated: the request had top_p, top_k or min_p, so the trajectory has a support, and its log-probs are
             renormalised on it.
@@ -50,14 +54,15 @@ def parse_generate(
             lengths that disagree, unknown ids, spans of weight versions that don't partition the response, a support
             that is missing or lacks the token drawn from it, routes that break a rule of `decode`.
     """
-    answer = answers.json_object(body, server, GENERATE)
-    _raise_error(answer, server, GENERATE, 200)
-    try:
+    with answers.reading(server, GENERATE):
+        answer = answers.json_object(body, server, GENERATE)
+        _raise_error(answer, server, GENERATE, 200)
         choice = _choice(answer)
         ids = answers.token_ids(choice.get("token_ids"), "token_ids")
-        usage = answer.get("usage") or {}
+        usage = answers.mapping_of(answer.get("usage"), "usage")
         answers.check_count(usage, "prompt_tokens", prompt_ids.numel(), "ids were sent")
         answers.check_count(usage, "completion_tokens", ids.size, "token_ids were returned")
+        answers.check_length(ids, choice["finish_reason"], max_new_tokens)
         answers.check_vocabulary(ids, vocab_size, "token id")
         return Trajectory(
             prompt_index=prompt_index, sample_index=sample_index, prompt_ids=prompt_ids,
@@ -65,13 +70,11 @@ def parse_generate(
             rollout_logprobs=torch.from_numpy(_logprobs(choice, ids)),
             finish_reason=choice["finish_reason"],
             weight_versions=_weight_versions(choice, ids.size),
-            cached_tokens=_cached_tokens(usage),
+            cached_tokens=_cached_tokens(usage, prompt_ids.numel()),
             server=server,
             support=_support(choice, ids, vocab_size) if truncated else None,
             routed_experts=_routes(choice, prompt_ids.numel() + ids.size, experts, known_routes),
         )  # fmt: skip
-    except ValueError as error:
-        raise RolloutProtocolError(server, GENERATE, str(error)) from None
 
 
 def parse_control(body: bytes, *, server: str, endpoint: str, status: int) -> dict[str, Any]:
@@ -80,15 +83,17 @@ def parse_control(body: bytes, *, server: str, endpoint: str, status: int) -> di
     Raises RolloutServerError for {"success": false}, for {"error": ..}, whatever the status, and for an error that a
     worker extension's method has answered.
     """
-    answer = answers.json_object(body, server, endpoint) if body else {}
-    if answer.get("success") is False:
-        raise RolloutServerError(server, endpoint, status, body_start(body))
-    _raise_error(answer, server, endpoint, status)
-    results = answer.get("results")
-    told = [one["error"] for one in results if isinstance(one, dict) and "error" in one] if results else []
-    if told:  # of each rank that refused, mostly the same
-        raise RolloutServerError(server, endpoint, REFUSED, "; ".join(dict.fromkeys(told)))
-    return answer
+    with answers.reading(server, endpoint):
+        answer = answers.json_object(body, server, endpoint) if body else {}
+        if answer.get("success") is False:
+            raise RolloutServerError(server, endpoint, status, body_start(body))
+        _raise_error(answer, server, endpoint, status)
+        check_fields(answer, endpoint)
+        results = answer.get("results") or []
+        told = [shown(one["error"], MESSAGE_START) for one in results if isinstance(one, dict) and "error" in one]
+        if told:  # of each rank that refused, mostly the same
+            raise RolloutServerError(server, endpoint, REFUSED, "; ".join(dict.fromkeys(told)))
+        return answer
 
 
 def _raise_error(answer: dict, server: str, endpoint: str, status: int) -> None:
@@ -99,28 +104,28 @@ def _raise_error(answer: dict, server: str, endpoint: str, status: int) -> None:
     code, message = None, error
     if isinstance(error, dict):
         code, message = error.get("code"), error.get("message")
-    raise RolloutServerError(server, endpoint, code if type(code) is int else status, str(message))
+    raise RolloutServerError(server, endpoint, answers.status_of(code, status), shown(message, MESSAGE_START))
 
 
 def _choice(answer: dict) -> dict:
     choices = answer.get("choices")
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-        raise ValueError(f"choices must hold one response, got {str(choices)[:200]}")
+        raise ValueError(f"choices must hold one response, got {shown(choices)}")
     reason = choices[0].get("finish_reason")
     if reason not in ("stop", "length", "abort"):
-        raise ValueError(f"finish_reason must be stop, length or abort, got {reason!r}")
+        raise ValueError(f"finish_reason must be stop, length or abort, got {shown(reason)}")
     return choices[0]
 
 
 def _logprobs(choice: dict, ids: np.ndarray) -> np.ndarray:
     """[R] float32 from rows of {"token_id", "logprob"}, whose ids must be the response's."""
     name = "logprobs.content"
-    content = (choice.get("logprobs") or {}).get("content")
+    content = answers.mapping_of(choice.get("logprobs"), "logprobs").get("content")
     if content is None and not ids.size:  # aborted before the first token
         return np.empty(0, np.float32)
     rows = answers.check_lengths(content, ids.size, name)
     try:
-        values, of_ids = [row["logprob"] for row in rows], [row["token_id"] for row in rows]
+        values, of_ids = list(map(itemgetter("logprob"), rows)), list(map(itemgetter("token_id"), rows))
     except (TypeError, KeyError) as error:
         raise ValueError(f"{name} is not a list of token_id and logprob: {error}") from None
     answers.check_same_ids(ids, answers.token_ids(of_ids, name), "token_ids", name)
@@ -132,17 +137,17 @@ def _logprobs(choice: dict, ids: np.ndarray) -> np.ndarray:
 def _weight_versions(choice: dict, response_length: int) -> tuple[VersionSpan, ...]:
     """Spans that partition [0, R)."""
     spans = choice.get("weight_versions")
-    if not spans and not response_length:
+    if spans in (None, []) and not response_length:
         return (VersionSpan(UNKNOWN_VERSION, 0, 0),)
     if spans is None:
         raise ValueError("it sent no weight_versions, so which weights sampled what is unknown: use vLLM 0.32 or newer")
     return answers.version_spans(spans, response_length)
 
 
-def _cached_tokens(usage: dict) -> int:
+def _cached_tokens(usage: Mapping[str, Any], prompt_tokens: int) -> int:
     """Only a server with --enable-prompt-tokens-details tells; 0 else."""
-    details = usage.get("prompt_tokens_details") or {}
-    return int(details.get("cached_tokens") or 0)
+    details = answers.mapping_of(usage.get("prompt_tokens_details"), "prompt_tokens_details")
+    return answers.count_of(details, "cached_tokens", prompt_tokens)
 
 
 def _support(choice: dict, ids: np.ndarray, vocab_size: int | None):
@@ -153,7 +158,7 @@ def _support(choice: dict, ids: np.ndarray, vocab_size: int | None):
             "--return-sampling-mask (and VLLM_USE_V2_MODEL_RUNNER=1 where that runner is not the default), or leave "
             "them out"
         )
-    sets = answers.check_lengths(sets or [], ids.size, "sampling_mask")
+    sets = answers.check_lengths([] if sets is None else sets, ids.size, "sampling_mask")
     return answers.support(sets, ids, vocab_size, "sampling_mask")
 
 

@@ -4,11 +4,14 @@ T tokens of prompt and response, H hidden layers, M of them with experts, k expe
 """
 
 import io
+import math
+from tokenize import TokenError
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_rl_corr.engines.errors import shown
 from megatron_rl_corr.engines.routes import ExpertShape, check_experts, decoded_base64
 
 TYPES = ("uint8", "uint16", "int32")
@@ -19,14 +22,20 @@ def read_ids(encoded: object) -> np.ndarray:
     raw = decoded_base64(encoded, "a .npy file")
     stream = io.BytesIO(raw)
     try:
-        ids = np.lib.format.read_array(stream, allow_pickle=False)  # a pickle could run code
-    except (ValueError, EOFError, OSError) as error:
-        raise ValueError(f"rule npy: routed_experts of {len(raw)} bytes are no .npy file: {error}") from None
-    if stream.read(1):
-        raise ValueError(f"rule npy: routed_experts of {len(raw)} bytes go on after the array")
-    if ids.dtype.name not in TYPES:
-        raise ValueError(f"rule type: routed_experts must be {', '.join(TYPES)}, got {ids.dtype}")
-    return ids
+        version = np.lib.format.read_magic(stream)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, by_columns, dtype = read(stream)
+    except (ValueError, EOFError, OSError, SyntaxError, TypeError, MemoryError, RecursionError, TokenError) as error:
+        why = shown(str(error))
+        raise ValueError(f"rule npy: routed_experts of {len(raw)} bytes are no .npy file: {why}") from None
+    if dtype.name not in TYPES:  # a pickle, which could run code, is of type object
+        raise ValueError(f"rule type: routed_experts must be {', '.join(TYPES)}, got {shown(dtype.name)}")
+    rest = len(raw) - stream.tell()
+    if by_columns or not all(type(size) is int and size >= 0 for size in shape):
+        raise ValueError(f"rule npy: routed_experts must be in C order, of sizes of at least 0, got {shown(shape)}")
+    if math.prod(shape) * dtype.itemsize != rest:
+        raise ValueError(f"rule npy: routed_experts of shape {shown(shape)} have {rest} bytes")
+    return np.frombuffer(raw, dtype, offset=stream.tell()).reshape(shape)
 
 
 def decode(encoded: object, *, tokens: int, shape: ExpertShape, first: int = 0) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_rl_corr.engines.errors import shown
 from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.engines.types import Request
 from megatron_rl_corr.engines.vllm.requests import generate_request
@@ -83,6 +84,8 @@ def sampling_test_problem(answer: Mapping[str, Any], sampling: SamplingParams) -
         logprob = answer["choices"][0]["logprobs"]["content"][0]["logprob"]
     except (KeyError, IndexError, TypeError) as error:
         return f"its answer to a sample of one token has no log-prob ({error!r})"
+    if type(logprob) not in (int, float):
+        return f"its answer to a sample of one token has {shown(logprob)} in the place of a log-prob"
     if abs(logprob) <= _ROUNDING:
         return None
     return f"a sample from one id alone had log-prob {logprob:g}, not 0: {raw_problem(sampling)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_rl_corr.engines.answer_types import at_least_1
 from megatron_rl_corr.engines.errors import RolloutProtocolError
 from megatron_rl_corr.engines.inspection import ServedModel, UpdateSupport
 from megatron_rl_corr.engines.types import Request, ServerRanks
@@ -150,8 +151,8 @@ def context_length(url: str, answer: Mapping[str, Any]) -> int:
         RolloutProtocolError: there is none.
     """
     try:
-        return int(answer["data"][0]["max_model_len"])
-    except (KeyError, IndexError, TypeError) as error:
+        return at_least_1(answer["data"][0]["max_model_len"])
+    except (KeyError, IndexError, TypeError, ValueError) as error:
         raise RolloutProtocolError(url, "/v1/models", f"no max_model_len ({error!r})") from None
 
 

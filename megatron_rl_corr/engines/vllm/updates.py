@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from megatron_rl_corr.engines import answer_size
+from megatron_rl_corr.engines.answer_types import at_least_1, checked_checksums, rank_number
 from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError
 from megatron_rl_corr.engines.types import Request, ServerChecksums
 from megatron_rl_corr.engines.vllm.worker_code import worker_code
@@ -136,7 +139,7 @@ def update_weight_version(new_version: str) -> Request:
 
 def weights_checker() -> Request:
     """Checksums of each parameter as an update loaded it, before it was packed for the server's kernels."""
-    return _call("rl_corr_checksums")
+    return replace(_call("rl_corr_checksums"), max_bytes=answer_size.of_checksums())
 
 
 def checksums(url: str, server_info: Mapping[str, Any], answer: Mapping[str, Any]) -> ServerChecksums:
@@ -149,8 +152,10 @@ def checksums(url: str, server_info: Mapping[str, Any], answer: Mapping[str, Any
         ranks = answer["results"]
         first = ranks[0]
         layout = tuple(first[key] for key in ("device", "tp_size", "expert_parallel", "dtype", "quantization"))
-        sums = tuple((rank["tp_rank"], _by_parameter(rank)) for rank in ranks)
-    except (KeyError, IndexError, TypeError) as error:
+        hash(layout)  # it is compared with those of other servers
+        sums = tuple((rank_number(rank["tp_rank"]), _by_parameter(rank)) for rank in ranks)
+        at_least_1(first["tp_size"])
+    except (KeyError, IndexError, TypeError, ValueError) as error:
         raise RolloutProtocolError(url, _RPC, f"no checksum by rank ({error!r} is missing)") from None
     return ServerChecksums(
         url=url, device=first["device"], tp_size=first["tp_size"], layout=(*layout, len(ranks)),
@@ -167,14 +172,15 @@ def all_checksums(url: str, answer: Mapping[str, Any]) -> list[dict[str, str]]:
     """
     try:
         return [_by_parameter(rank) for rank in answer["results"]]
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise RolloutProtocolError(url, _RPC, f"no checksums ({error!r})") from None
 
 
 def _by_parameter(rank: Mapping[str, Any]) -> dict[str, str]:
     """{parameter: checksum}, by the names of `server_parameter`, without what vLLM derives from other parameters."""
     return {
-        _NAMES.sub(lambda match: _OUR_NAMES[match[0]], name): one for name, one in rank["checksums"].items()
+        _NAMES.sub(lambda match: _OUR_NAMES[match[0]], name): one
+        for name, one in checked_checksums(rank["checksums"]).items()
         if not name.endswith(_DERIVED)
     }  # fmt: skip
 

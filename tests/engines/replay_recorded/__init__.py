@@ -72,8 +72,8 @@ class ReplayRecorded(Engine):
                  cache_key=None):  # fmt: skip
         return Request("GET", "generate", {"prompt_ids": prompt_ids})
 
-    def parse(self, body, *, prompt_ids, prompt_index, sample_index, server, vocab_size=None, truncated=False,
-              experts=None, known_routes=None):  # fmt: skip
+    def parse(self, body, *, prompt_ids, prompt_index, sample_index, server, max_new_tokens,
+              vocab_size=None, truncated=False, experts=None, known_routes=None):  # fmt: skip
         line = json.loads(body)
         output = torch.tensor(line["output_ids"], dtype=torch.int64)
         if vocab_size is not None and output.max() >= vocab_size:

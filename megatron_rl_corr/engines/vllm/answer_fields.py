@@ -1,0 +1,55 @@
+"""What vLLM's control answers hold, as far as this package reads them."""
+
+from typing import Any
+
+from megatron_rl_corr.engines.answer_types import (
+    COUNT,
+    FLAG,
+    IDS,
+    LIST,
+    OBJECT,
+    OBJECTS,
+    TEXT,
+    Fields,
+    check_types,
+)
+
+FIELDS: dict[str, Fields] = {
+    "/server_info": {
+        "system_env": {"vllm_version": TEXT.or_null()},
+        "vllm_config": {
+            "parallel_config": {
+                **dict.fromkeys(
+                    ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "world_size"), COUNT
+                ),
+                "worker_extension_cls": TEXT.or_null(),
+            },
+            "model_config": {
+                **dict.fromkeys(("model", "dtype", "quantization", "logprobs_mode"), TEXT.or_null()),
+                **dict.fromkeys(("skip_tokenizer_init", "return_sampling_mask"), FLAG),
+                "max_model_len": COUNT.or_null(), "logits_processors": LIST.or_null(),
+            },
+            "cache_config": {
+                "cache_dtype": TEXT.or_null(), "block_size": COUNT.or_null(), "enable_prefix_caching": FLAG,
+            },
+        },
+    },
+    "/weight_info": {"weight_version": TEXT.or_null()},
+    "/collective_rpc": {"results": LIST.or_null()},
+    "/is_paused": {"is_paused": FLAG},
+    "/v1/models": {"data": OBJECTS},
+    "/tokenize": {"tokens": IDS},
+    "/openapi.json": {"paths": OBJECT},
+}  # fmt: skip
+"""Endpoint -> name of a field -> what it holds."""
+
+
+def check_fields(answer: dict[str, Any], endpoint: str) -> dict[str, Any]:
+    """The answer, if its fields hold what they should. Raises ValueError that names the field.
+
+    Args:
+        answer: to a control request.
+        endpoint: of the request, with its query.
+    """
+    check_types(answer, FIELDS.get(endpoint.partition("?")[0], {}))
+    return answer
