@@ -171,7 +171,7 @@ def test_answer_when_it_comes_from_the_server_then_its_logprobs_are_read_flat(cl
             await transport.close()
 
     body = loop.call(ask())
-    answer, logprobs = read_flat(body)  # None if the server writes JSON in another form, which is read more slowly
+    answer, _, logprobs = read_flat(body)  # None if the server writes JSON in another form, which is read more slowly
     rows = json.loads(body)["meta_info"]["output_token_logprobs"]
     assert logprobs.tolist() == [row[0] for row in rows] and answer["output_ids"] == [row[1] for row in rows]
 

@@ -120,8 +120,9 @@ def routed_ids(encoded: str | None, *, tokens: int, shape: ExpertShape | None) -
 
 
 def _generate(
-    token_ids: list[int], params: dict[str, Any], max_bytes: int, *, request_id: str | None = None, cache_key: str | None = None
-) -> Request:
+    token_ids: list[int], params: dict[str, Any], max_bytes: int, *, request_id: str | None = None,
+    cache_key: str | None = None,
+) -> Request:  # fmt: skip
     body: dict[str, Any] = {"token_ids": token_ids, "sampling_params": params, "stream": False}
     if request_id is not None:
         body["request_id"] = request_id
@@ -164,6 +165,6 @@ def _likeliest(rows: list[list[Mapping[str, Any]]]) -> tuple[np.ndarray, np.ndar
     width = min((sum(entry["rank"] == place for place, entry in enumerate(row, 1)) for row in ordered), default=0)
     shape = (len(rows), width)
     entries = [entry for row in ordered for entry in row[:width]]
-    logprobs = answers.float64([entry["logprob"] for entry in entries], "the likeliest have log-probs that are none")
+    logprobs = answers.float64([entry["logprob"] for entry in entries], "the likeliest have no log-probs")
     ids = answers.token_ids([entry["token_id"] for entry in entries], "the likeliest")
     return logprobs.reshape(shape), ids.reshape(shape)
