@@ -8,7 +8,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 import aiohttp
 import orjson
@@ -16,8 +16,9 @@ import orjson
 from megatron_rl_corr.config.reward_specs import RewardSpec
 from megatron_rl_corr.data.reward_input import RewardInput
 from megatron_rl_corr.data.reward_value import checked_parts
-from megatron_rl_corr.engines.errors import SampleFailure, body_start
-from megatron_rl_corr.engines.http import checked_key
+from megatron_rl_corr.engines.errors import SampleFailure, body_start, shown
+from megatron_rl_corr.engines.http import UNPACKED, TooLong, checked_key, read_body
+from megatron_rl_corr.engines.secrets import keep_secret, redacted
 
 FLAG = "`reward_url`"
 WAIT_S = 0.05
@@ -28,6 +29,8 @@ RETRIES = 4
 """Attempts after a failed one, 0.5, 1, 2, 4 seconds later, and up to half as much more."""
 MAX_ANSWER = 4 << 20
 """Bytes of an answer."""
+LEAST_SECRET = 8
+"""Characters of a value in an address that may be a secret: a shorter one, such as a number, may be anywhere."""
 START_LIMIT_S = 10.0
 """For the first answer of an address."""
 
@@ -44,7 +47,7 @@ class _Failed(Exception):
     """An attempt failed. retry: another may do better."""
 
     def __init__(self, text: str, *, retry: bool):
-        super().__init__(text)
+        super().__init__(redacted(text))
         self.retry = retry
 
 
@@ -63,7 +66,9 @@ class RewardURL:
 
     def __init__(self, spec: RewardSpec, *, batch: int, limit_s: float, api_key: str | None):
         self._spec, self._batch, self._limit_s, self._key = spec, batch, limit_s, checked_key(api_key)
-        self._shown = f"{FLAG} {urlsplit(spec.source)._replace(query='').geturl()}"  # a query may hold a secret
+        query = urlsplit(spec.source).query  # may hold a secret
+        keep_secret(self, self._key, query, *(value for _, value in parse_qsl(query) if len(value) >= LEAST_SECRET))
+        self._shown = f"{FLAG} {urlsplit(spec.source)._replace(query='').geturl()}"
         self._waiting: list[_Waiting] = []
         self._timer: asyncio.TimerHandle | None = None
         self._sending: set[asyncio.Task] = set()
@@ -80,7 +85,7 @@ class RewardURL:
         if self._key is not None:
             headers["Authorization"] = f"Bearer {self._key}"
         self._session = aiohttp.ClientSession(
-            headers=headers, trust_env=False, cookie_jar=aiohttp.DummyCookieJar(),
+            headers=headers | UNPACKED, auto_decompress=False, trust_env=False, cookie_jar=aiohttp.DummyCookieJar(),
             # A server closes idle connections, and a batch that meets a closing one would be sent twice.
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
         )
@@ -180,13 +185,9 @@ class RewardURL:
             async with self._session.post(
                 self._spec.source, data=body, allow_redirects=False, timeout=aiohttp.ClientTimeout(total=None)
             ) as response:
-                found = bytearray()
-                async for chunk in response.content.iter_chunked(1 << 16):
-                    found += chunk
-                    if len(found) > MAX_ANSWER:
-                        text = f"its answer has more than {MAX_ANSWER >> 20} MiB; it must be a list of numbers"
-                        raise _Failed(text, retry=False)
-                return response.status, bytes(found)
+                return response.status, await read_body(response, MAX_ANSWER)
+        except TooLong as error:
+            raise _Failed(f"{error}; it must be a list of numbers", retry=False) from None
         except (aiohttp.ClientError, OSError) as error:
             raise _Failed(f"it does not answer: {error}", retry=True) from None
 
@@ -200,14 +201,13 @@ class RewardURL:
         except (ValueError, RecursionError) as error:  # the latter for lists in lists in lists
             raise _Failed(f"its answer is no JSON ({error}): {body_start(body)}", retry=False) from None
         if not isinstance(values, list) or len(values) != count:
-            got = f"{len(values)}" if isinstance(values, list) else f"{str(values)[:200]!r}"
+            got = f"{len(values)}" if isinstance(values, list) else repr(shown(values))
             text = f"it must answer a list of {count} rewards, one for each sample, got {got}"
             raise _Failed(text, retry=False)
         return values
 
     def _told(self, status: int, body: bytes) -> str:
-        text = body_start(body)
-        return f"HTTP {status}: {text.replace(self._key, '***') if self._key else text}"
+        return f"HTTP {status}: {body_start(body)}"
 
     def _failure(self, text: str, cause: str = "reward_error") -> SampleFailure:
         return SampleFailure(cause, f"{self._shown}: {text}")

@@ -21,6 +21,7 @@ from megatron_rl_corr.doctor.questions import Expected, Facts, ask_quick, ask_sa
 from megatron_rl_corr.doctor.reference_model import ask_model, experts_shape
 from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.engines.errors import RolloutError
+from megatron_rl_corr.engines.secrets import keep_secret, redacted
 from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.engines.types import UnsupportedByEngine
 from megatron_rl_corr.models.hf_checkpoint import read_config
@@ -46,13 +47,19 @@ def run(arguments: argparse.Namespace) -> int:
     """
     if arguments.timeout <= 0:
         raise ValueError(f"--timeout must be positive, got {arguments.timeout:g}")
+    key = _Key()
+    keep_secret(key, _api_key(arguments))
     try:
         examinations = asyncio.run(_examine(arguments))
     except (KeyboardInterrupt, asyncio.CancelledError):
         print("megatron-rl-corr doctor: interrupted; the servers have their weights back and sample", file=sys.stderr)
         return INTERRUPTED
-    print(as_json(examinations) if arguments.json else as_table(examinations))
+    print(redacted(as_json(examinations) if arguments.json else as_table(examinations)))
     return exit_status(examinations)
+
+
+class _Key:
+    """Keeps the key out of what is printed, when no client holds it any more."""
 
 
 async def _examine(arguments: argparse.Namespace) -> list[Examination]:

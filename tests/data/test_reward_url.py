@@ -1,6 +1,7 @@
 """Rewards from an address: a real server on a loop of its own, in good health and with every fault that we know."""
 
 import asyncio
+import gzip
 import json
 import time
 from types import SimpleNamespace
@@ -61,6 +62,13 @@ class Server:
             raise web.HTTPTemporaryRedirect("http://127.0.0.1:1/elsewhere")
         if fault in ("teapot", "key"):
             return web.Response(status=418, text=f"no {request.headers.get('Authorization')}")
+        if fault == "packed":
+            assert request.headers["Accept-Encoding"] == "identity"
+            return web.Response(body=gzip.compress(json.dumps(found).encode()), headers={"Content-Encoding": "gzip"})
+        if fault in ("quotes", "babbles"):
+            key = request.headers["Authorization"]
+            text = json.dumps({"key": key, "query": request.query_string})
+            return web.Response(text=text if fault == "quotes" else f"{key} {request.query_string}")
         return web.json_response(found)
 
 
@@ -147,7 +155,10 @@ FAULTS = {
     "dict": "it must answer a list of 2 rewards, one for each sample, got",
     "html": "its answer is no JSON (Expecting value: line 1 column 1 (char 0)): <html>busy</html>",
     "deep": "its answer is no JSON (maximum recursion depth exceeded",
-    "large": "its answer has more than 4 MiB; it must be a list of numbers",
+    "large": "its answer has more than the 4194304 bytes that an answer to this request can have; it must be a list",
+    "packed": "its answer is compressed (gzip), which it was asked not to do: how long is it?; it must be a list of",
+    "quotes": "it must answer a list of 2 rewards, one for each sample, got \"{'key': 'Bearer ***', 'query': '***'}\"",
+    "babbles": "its answer is no JSON (Expecting value: line 1 column 1 (char 0)): Bearer *** ***",
     "moved": "it answered HTTP 307: 307: Temporary Redirect; a redirect is not followed: give the address that it",
     "teapot": "it answered HTTP 418: no Bearer ***; see its server's log",
 }  # fmt: skip
