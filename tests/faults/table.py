@@ -28,7 +28,9 @@ class Row:
 
     def cells(self) -> tuple[str, ...]:
         passed, all_cases = self.verdicts.count("passed"), len(self.verdicts)
-        verdict = "PASS" if passed == all_cases else "skipped" if set(self.verdicts) <= {"skipped"} else "FAIL"
+        verdict = "PASS" if passed == all_cases else "skipped" if set(self.verdicts) == {"skipped"} else "FAIL"
+        if not self.verdicts:
+            verdict = "FAIL: it was interrupted"
         cases = f" ({passed} of {all_cases})" if all_cases > 1 else ""
         words = list(dict.fromkeys(self.seen))
         shown = "; ".join(words[:MOST_SEEN]) + (f"; and {len(words) - MOST_SEEN} more" if words[MOST_SEEN:] else "")

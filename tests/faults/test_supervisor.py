@@ -84,18 +84,17 @@ def kinds(folder):
 
 @long
 @drill("SIGKILL of a rank under torchrun --max-restarts", promised="it comes back by itself at the last checkpoint")
-@pytest.mark.parametrize("rank", [0, 1])
-def test_run_when_a_rank_is_killed_then_torchrun_brings_it_back_at_a_checkpoint(
-    rank, sglang_server_fp32, tiny_moe_dir, tmp_path, seen
+def test_run_when_rank_0_is_killed_then_torchrun_brings_it_back_at_a_checkpoint(
+    sglang_server_fp32, tiny_moe_dir, tmp_path, seen
 ):
-    done = run(tmp_path, tiny_moe_dir, sglang_server_fp32.url, f"{rank}:6")
+    done = run(tmp_path, tiny_moe_dir, sglang_server_fp32.url, "0:6")
     assert done.returncode == 0, done.stderr[-4000:]
     check_whole(tmp_path)
     told = read_events(tmp_path / "run/events.jsonl")
     [restarted] = [event for event in told if event["kind"] == "run_restarted"]
     assert restarted["step"] == 5 and restarted["restarts"] == 1
     assert kinds(tmp_path)[0] == "run_started" and kinds(tmp_path)[-1] == "run_ended"
-    seen(f"step 6 killed, {restarted['reason']}")
+    seen(f"killed in step 6; goes on {restarted['reason']}")
 
 
 @long
@@ -113,14 +112,14 @@ def test_run_when_a_rank_and_a_server_are_killed_then_it_comes_back_with_the_oth
             time.sleep(0.02)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(victim.pid, signal.SIGKILL)
-        done = running.result()
+        done = running.result()  # rank 1 is killed in step 6
         assert done.returncode == 0, done.stderr[-4000:]
         check_whole(tmp_path)
         told = read_events(tmp_path / "run/events.jsonl")
         at_restart = [event for event in told if "does not answer at a restart" in event["reason"]]
         assert [event["server"] for event in at_restart] == [victim.url]
         assert "run_restarted" in kinds(tmp_path)
-        seen(f"{at_restart[0]['reason'].split(':')[0]}; all {STEPS} steps")
+        seen(f"all {STEPS} steps; the server that is gone is left out until the next start")
 
 
 @long

@@ -3,7 +3,9 @@
 import json
 import re
 
+from megatron_rl_corr.events import KINDS
 from megatron_rl_corr.observability.page import write_page
+from megatron_rl_corr.observability.page_events import LOST, MENDED
 from tests.observability.test_page import read
 
 
@@ -58,3 +60,7 @@ def test_page_when_the_events_are_gone_or_none_then_it_says_so_and_without_the_f
     folder = write_run(make_steps(8))
     (folder / "run.json").unlink()
     assert "Events" not in read(write_page(folder)).text
+
+
+def test_tones_then_of_kinds_that_exist():
+    assert {*LOST, *MENDED} <= set(KINDS)
