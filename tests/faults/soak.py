@@ -29,6 +29,7 @@ from megatron_rl_corr.observability.metrics_file import read_metrics  # noqa: E4
 from tests.faults.door import Door  # noqa: E402
 from tests.faults.soak_faults import Faults  # noqa: E402
 from tests.faults.soak_report import Seen, write_report  # noqa: E402
+from tools.local_server import LocalServerError  # noqa: E402
 from tools.process_group import adopt_orphans, end_group  # noqa: E402
 
 SAVE_EVERY, WATCH_S = 10, 2.0
@@ -62,7 +63,7 @@ class SoakServer:
 
     def signal(self, number: int) -> None:
         """To the server and all its processes."""
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, LocalServerError):
             os.killpg(self.server.pid, number)
 
     def close(self) -> None:
@@ -163,7 +164,7 @@ def watch(training: Training, servers: list[SoakServer], faults: Faults | None, 
             break
         seen.remember(step, training.ranks(), servers)
         prune(training.folder)
-        if faults is not None and step < last - 5:
+        if faults is not None:
             faults.at_step(step)
     if faults is not None:
         faults.close()
@@ -183,7 +184,9 @@ def soak(out: Path, name: str, model: Path, options, *, with_faults: bool) -> tu
         for server in servers:
             server.server.wait_ready()
         training = Training(folder, training_command(out, folder, model, servers, options), options.steps)
-        faults = Faults(servers, training, every=options.every, seed=options.seed) if with_faults else None
+        faults = None
+        if with_faults:
+            faults = Faults(servers, training, every=options.every, last=options.steps - 5, seed=options.seed)
         try:
             return watch(training, servers, faults, options.steps), faults
         finally:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import psutil
 
-WITHOUT_STEP_S = 12.0
+WITHOUT_S = 12.0
 """How long a server is down, stopped, slow or nonsensical."""
 RECOVERY_S = 180.0
 """A server that is started again answers within this."""
@@ -35,17 +38,29 @@ class Faults:
 
     KINDS = ("killed", "restarted", "stopped", "slow", "nonsense", "rank killed")
 
-    def __init__(self, servers, training, *, every: int, seed: int):
-        self._servers, self._training, self._every = servers, training, every
+    def __init__(self, servers, training, *, every: int, last: int, seed: int):
+        """last: the step after which none is begun."""
+        self._servers, self._training, self._every, self._last = servers, training, every, last
         self._random = random.Random(seed)
         self._bag: list[str] = []
         self._next = every
-        self._running: threading.Thread | None = None
+        self._undo: Callable[[], None] | None = None
+        self._undo_at = 0.0
+        self._waits: threading.Thread | None = None
+        """For a server that was started again."""
         self.done: list[Fault] = []
 
     def at_step(self, step: int) -> None:
-        """Begin a fault if one is due."""
-        if step < self._next or (self._running is not None and self._running.is_alive()):
+        """Undo the last fault when its time is over, and begin one if one is due: call it often, on the main thread.
+
+        A server ends with the thread that has started it.
+        """
+        if self._undo is not None:
+            if time.monotonic() >= self._undo_at:
+                undo, self._undo = self._undo, None
+                undo()
+            return
+        if not self._next <= step <= self._last or (self._waits is not None and self._waits.is_alive()):
             return
         self._next = step + self._every
         if not self._bag:  # each kind as often as the others, in a random order
@@ -55,47 +70,40 @@ class Faults:
         victim = f"rank {rank}" if kind == "rank killed" else f"server {server.number}"
         self.done.append(Fault(step, time.time(), kind, victim))
         print(f"[soak] step {step}: {kind}, {victim}", flush=True)
-        call = self._kill_rank if kind == "rank killed" else getattr(self, f"_{kind}")
-        argument = rank if kind == "rank killed" else server
-        self._running = threading.Thread(target=call, args=[argument], daemon=True)
-        self._running.start()
+        if kind == "rank killed":
+            self._kill_rank(rank)
+        else:
+            self._begin(kind, server)
 
     def close(self) -> None:
-        """Wait until the last fault is over."""
-        if self._running is not None:
-            self._running.join(RECOVERY_S)
+        """Undo the last fault, and wait for its server."""
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
+        if self._waits is not None:
+            self._waits.join(RECOVERY_S)
 
-    def _killed(self, server) -> None:
-        server.signal(signal.SIGKILL)
-        time.sleep(WITHOUT_STEP_S)
-        self._start(server)
-
-    def _restarted(self, server) -> None:
-        server.signal(signal.SIGKILL)
-        self._start(server)
+    def _begin(self, kind: str, server) -> None:
+        seconds = {"restarted": 0.0, "nonsense": WITHOUT_S / 2}.get(kind, WITHOUT_S)
+        self._undo_at = time.monotonic() + seconds
+        if kind in ("killed", "restarted"):
+            server.signal(signal.SIGKILL)
+            self._undo = partial(self._start, server)
+        elif kind == "stopped":
+            server.signal(signal.SIGSTOP)
+            self._undo = partial(server.signal, signal.SIGCONT)
+        else:
+            name, value = ("delay_s", 0.3) if kind == "slow" else ("nonsense", True)
+            self._undo = partial(setattr, server.door, name, getattr(server.door, name))
+            setattr(server.door, name, value)
 
     def _start(self, server) -> None:
         server.start_again()
-        server.server.wait_ready()
-
-    def _stopped(self, server) -> None:
-        server.signal(signal.SIGSTOP)
-        time.sleep(WITHOUT_STEP_S)
-        server.signal(signal.SIGCONT)
-
-    def _slow(self, server) -> None:
-        server.door.delay_s = 0.3
-        time.sleep(WITHOUT_STEP_S)
-        server.door.delay_s = 0.0
-
-    def _nonsense(self, server) -> None:
-        server.door.nonsense = True
-        time.sleep(WITHOUT_STEP_S / 2)
-        server.door.nonsense = False
+        self._waits = threading.Thread(target=server.server.wait_ready, daemon=True)
+        self._waits.start()
 
     def _kill_rank(self, rank: int) -> None:
         ranks = self._training.ranks()
-        try:
-            ranks[rank % len(ranks)].kill()
-        except (ZeroDivisionError, psutil.NoSuchProcess):
-            return  # they are being started
+        if ranks:  # none while they are being started
+            with contextlib.suppress(psutil.NoSuchProcess):
+                ranks[rank % len(ranks)].kill()

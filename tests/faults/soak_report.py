@@ -16,6 +16,7 @@ import psutil
 import pyarrow.parquet as pq
 
 from megatron_rl_corr.events import read_events
+from tools.local_server import LocalServerError
 
 MOST_GROWTH, ROOM_MIB = 0.10, 60.0
 """A process's memory is flat where its last steps have at most this much more than its first ones."""
@@ -42,7 +43,7 @@ class Seen:
         """How much memory everybody has now."""
         own = {f"rank {number}": [rank] for number, rank in enumerate(ranks)}
         for server in servers:
-            with contextlib.suppress(psutil.NoSuchProcess):
+            with contextlib.suppress(psutil.NoSuchProcess, LocalServerError):
                 process = psutil.Process(server.server.pid)
                 own[f"server {server.number}"] = [process, *process.children(recursive=True)]
         for who, processes in own.items():
