@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.drills import drill
 from tests.matrix.releases import OVERLAID, chosen
 from tests.mcore.launched import checksums, launch, replayed, untimed_steps
 
@@ -50,10 +49,6 @@ def runs(request, sglang_server_fp32, tiny_moe_dir, tmp_path_factory):
     return request.param, found
 
 
-@drill(
-    "SIGTERM within a batch of several updates, then --load",
-    promised="saved at the batch's end, and goes on bit for bit",
-)
 def test_run_when_interrupted_in_an_update_then_it_saves_at_the_batchs_end_and_goes_on_bit_for_bit(runs):
     case, found = runs
     _, whole, weights = found["whole"]
