@@ -253,23 +253,23 @@ class ServerControl:
             RolloutServerError: as there, or because the server does not answer another request either.
         """
         sending = asyncio.ensure_future(self.fleet.send(url, request, timeout_s=timeout_s))
+        tasks = [sending]
         try:
             while self._silence_s is not None:
                 if (await asyncio.wait([sending], timeout=self._silence_s / 4))[0]:
                     break
                 other = self.engine_of(url).alive()
                 asking = asyncio.ensure_future(self.fleet.send(url, other, timeout_s=self._silence_s))
-                await asyncio.wait([sending, asking], return_when=asyncio.FIRST_COMPLETED)
-                if sending.done():
-                    asking.cancel()
-                    break
-                error = asking.exception()
-                if isinstance(error, RolloutServerError) and error.status is None:
+                tasks = [sending, asking]
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                error = asking.exception() if asking.done() else None
+                if not sending.done() and isinstance(error, RolloutServerError) and error.status is None:
                     detail = f"nor {other.method} {other.endpoint} meanwhile ({error.detail})"
                     raise RolloutServerError(url, request.endpoint, None, detail, method=request.method) from error
             return await sending
         finally:
-            sending.cancel()
+            for task in tasks:
+                task.cancel()
 
     async def _ask_each(
         self, request: EngineRequest, *, timeout_s: float | None = None

@@ -43,7 +43,7 @@ def push_weights(exporter: StageExporter, servers: WeightServers, *, version: st
 
     Rank 0 finds out which servers answer, and opens and closes the update; each stage's sender sends the stage's
     weights. Whatever happens, the servers resume. If a server fails and answers no more, everything is sent again to
-    the others, provided that the transport allows it (DistributedTransport does not). Afterwards the client samples
+    the others, provided that the transport is not `broken`, as a group of NCCL's may be. Afterwards the client samples
     only from servers with the new weights.
 
     Args:
