@@ -91,7 +91,8 @@ def test_run_when_its_only_server_dies_in_a_push_then_it_ends_with_its_name_soon
     with server:
         done = launch(
             tmp_path, "run", tiny_moe_dir, server.url, SCRIPT, "--global-batch-size", 16, "--train-iters", 4,
-            "--save-interval", 100, "--moe-grouped-gemm", "--moe-permute-fusion", *flags_of("distributed", tmp_path, False), processes=ranks,
+            "--save-interval", 100, "--moe-grouped-gemm", "--moe-permute-fusion",
+            *flags_of("distributed", tmp_path, False), processes=ranks,
             KILL_AT="2:update_weights_from_distributed:before:3", SERVER=str(server.pid), KILLED=str(killed),
         )  # fmt: skip
         assert killed.exists(), done.stderr[:6000]
