@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from datetime import timedelta
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -18,7 +19,7 @@ from megatron_rl_corr.engines.control import ServerControl
 from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError
 from megatron_rl_corr.engines.fleet import Fleet
 from megatron_rl_corr.rollout.blocking import LoopThread
-from megatron_rl_corr.weight_sync.transports import broadcast
+from megatron_rl_corr.weight_sync.transports import broadcast, make_transport
 from megatron_rl_corr.weight_sync.transports.base import common_ranks
 from megatron_rl_corr.weight_sync.transports.broadcast import DistributedTransport, UpdateGroup
 from megatron_rl_corr.weight_sync.transports.rendezvous import gloo_listening_at
@@ -146,9 +147,11 @@ def test_group_then_its_store_listens_at_the_address_of_the_route_or_the_given_o
     assert listening == ["127.0.0.1"]
 
 
-def test_group_when_the_address_is_not_of_this_host_then_that_is_said(loop):
-    with pytest.raises(OSError, match="assign requested address"):
-        UpdateGroup(Server(answers), loop, backend="gloo", ranks_per_server=1, address="192.0.2.1")
+def test_transport_when_the_address_is_not_of_this_host_then_refused_with_the_remedy(loop):
+    common = {"backend": "gloo", "checkpoint": None, "folder": None, "stage": 0, "address": "192.0.2.1"}
+    with pytest.raises(ValueError, match="`weight_address` 192.0.2.1: .*assign requested address.*; name an address of"):
+        make_transport("distributed", Server(answers), loop, **common, sends=True)
+    make_transport("distributed", SimpleNamespace(control=None), loop, **common, sends=False)  # it listens nowhere
 
 
 def test_gloo_listens_at_the_interface_of_the_address_unless_the_user_names_one(monkeypatch):
