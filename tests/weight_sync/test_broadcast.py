@@ -149,7 +149,7 @@ def test_group_then_its_store_listens_at_the_address_of_the_route_or_the_given_o
 
 def test_transport_when_the_address_is_not_of_this_host_then_refused_with_the_remedy(loop):
     common = {"backend": "gloo", "checkpoint": None, "folder": None, "stage": 0, "address": "192.0.2.1"}
-    with pytest.raises(ValueError, match="`weight_address` 192.0.2.1: .*assign requested address.*; name an address of"):
+    with pytest.raises(ValueError, match="`weight_address` 192.0.2.1: .*assign requested .*; name an address of"):
         make_transport("distributed", Server(answers), loop, **common, sends=True)
     make_transport("distributed", SimpleNamespace(control=None), loop, **common, sends=False)  # it listens nowhere
 
