@@ -37,8 +37,12 @@ def check_files(options: RunConfig, args: argparse.Namespace) -> None:
         ValueError: names the flag, the folder or file, and the remedy.
     """
     if os.environ.get("LOCAL_RANK", "0") == "0":  # hosts may have copies of their own
-        with naming_checkpoint(options.hf_checkpoint):
-            HFCheckpoint(options.hf_checkpoint).check_files()
+        for flag, folder in _given(
+            ("--rollout-hf-checkpoint", options.hf_checkpoint),
+            ("--rollout-reference-checkpoint", options.reference_checkpoint),
+        ):
+            with naming_checkpoint(folder, flag):
+                HFCheckpoint(folder).check_files()
     check_folder(options, args)
     for flag, folder in written_folders(options, args, compat.layout()):
         check_writable(folder, flag)

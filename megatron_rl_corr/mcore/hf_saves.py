@@ -58,19 +58,31 @@ class HFSaves:
             return
         place = self.folder / f"iter_{step:07d}"
         folder = UnfinishedFolder(place, {"step": step})
-        all_reduce_first_rank(lambda: _begin(folder, place))
+        all_reduce_first_rank(lambda: self._begin(folder, place))
         with compat.gathered_parameters(model, optimizer):
             error = write_stage(folder.path, self.exporter)
-        all_reduce_failure(error)
-        all_reduce_first_rank(lambda: folder.finish(HFCheckpoint(self.source)))
+        all_reduce_failure(None if error is None else self._named(error))
+        all_reduce_first_rank(lambda: self._finish(folder))
         if dist.get_rank() == 0:
             print(f"[rollout] the policy after step {step}, for Hugging Face: {folder.final}", flush=True)
 
+    def _begin(self, folder: UnfinishedFolder, place: Path) -> None:
+        """Make the unfinished folder; OSError where a link is in its place, as it may lead out of --rollout-save-hf."""
+        try:
+            refuse_link(place)
+            folder.begin()
+        except OSError as error:
+            raise self._named(error) from error
 
-def _begin(folder: UnfinishedFolder, place: Path) -> None:
-    """Make the unfinished folder; OSError where a link is in its place, as it may lead out of --rollout-save-hf."""
-    refuse_link(place)
-    folder.begin()
+    def _finish(self, folder: UnfinishedFolder) -> None:
+        try:
+            folder.finish(HFCheckpoint(self.source))
+        except OSError as error:
+            raise self._named(error) from error
+
+    def _named(self, error: OSError) -> OSError:
+        """The same with the flag, as when the disk is full."""
+        return OSError(f"--rollout-save-hf {self.folder}: {error}")
 
 
 def check_folder(options: RunConfig, args: argparse.Namespace) -> None:

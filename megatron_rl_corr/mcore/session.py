@@ -22,6 +22,7 @@ from megatron_rl_corr.mcore.collect import Collector, SampleSource
 from megatron_rl_corr.mcore.evaluate import Evaluation
 from megatron_rl_corr.mcore.forward import LogprobSettings
 from megatron_rl_corr.mcore.hf_saves import HFSaves
+from megatron_rl_corr.mcore.model_check import check_models
 from megatron_rl_corr.mcore.packing import pack_limits
 from megatron_rl_corr.mcore.policy_check import check_model, naming_checkpoint
 from megatron_rl_corr.mcore.prompt_checks import training_prompts
@@ -160,6 +161,7 @@ def start(
         )
         push = reach_servers(options, exporter, parts.source, reference, probe)
         servers = push.servers
+        check_models(options, parts.source.client, parts.loop)
         with compat.gathered_parameters(megatron.model, megatron.optimizer):
             print_probe(push(updates.batches(args.iteration)))
         try:

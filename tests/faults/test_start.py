@@ -4,6 +4,7 @@ Each row is a start of its own, in a fork; none may print a traceback, and what 
 said before.
 """
 
+import json
 import re
 import shutil
 
@@ -11,9 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.faults.drills import RUNS_ALL, drill
+from tests.faults.drills import RUNS_ALL, drill, long
 from tests.faults.starts import run_starts
-from tests.matrix.patched import cpu_flags
+from tests.matrix.patched import cpu_flags, unchanged
+from tests.mcore.launched import checksums
+from tests.preloaded import PreloadedServer
+from tools.cpu import environment, sglang_arguments, vllm_arguments
 
 SCRIPT = "tests/faults/start_script.py"
 NOT_WRITABLE = "/sys/kernel/megatron_rl_corr"
@@ -134,6 +138,10 @@ def checkpoint_rows(folder, model):
         copy = changed_model(folder, model, f"model {name}".replace(" ", "_"), change)
         flags = base(folder, model, rollout_hf_checkpoint=copy)
         rows[f"checkpoint {name}"] = {"words": flags}, f"--rollout-hf-checkpoint.*{copy}.*{words}"
+    flags = base(folder, model, rollout_reference_checkpoint=folder / "model_cut", rollout_kl_loss_coef=0.1)
+    rows["checkpoint of the reference cut"] = (
+        {"words": flags}, f"--rollout-reference-checkpoint {folder / 'model_cut'}: .*{changes['cut'][1]}"
+    )
     return rows
 
 
@@ -230,3 +238,89 @@ def test_start_when_something_is_wrong_then_one_line_with_its_flag_and_no_model(
             wrong[name] = (rank.status, words, said, model, rank.err[-1500:])
     assert not wrong, "\n\n".join(f"{name}: {what}" for name, what in wrong.items())
     seen(f"{len(starts)} starts, the longest {max(rank.seconds for _, rank in starts.values()):.1f} s")
+
+
+def halved(model):
+    """Two of the four layers."""
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    tensors = load_file(model / "model.safetensors")
+    left = {name: tensor for name, tensor in tensors.items() if not re.search(r"layers\.[23]\.", name)}
+    save_file(left, model / "model.safetensors", metadata={"format": "pt"})
+
+
+@long
+@drill("two servers, one with 2 of the model's 4 layers", promised="named before a byte is sent to either")
+@pytest.mark.parametrize("engine, arguments", [("sglang", sglang_arguments()), ("vllm", vllm_arguments())])
+def test_start_when_a_server_has_half_of_the_layers_then_named_and_the_other_is_untouched(
+    engine, arguments, sglang_server_fp32, tiny_moe_dir, folder, seen
+):
+    half = changed_model(folder, tiny_moe_dir, f"half {engine}".replace(" ", "_"), halved)
+    before = checksums(sglang_server_fp32.url)
+    with PreloadedServer(
+        half, engine=engine, dtype="float32", log_path=folder / f"{engine}.log", extra_arguments=arguments,
+        environment=environment(engine),
+    ) as server:  # fmt: skip
+        urls = f"{sglang_server_fp32.url} {server.url}"
+        hidden = folder / f"hidden_{engine}"
+        rows = {"by its folder": {"words": base(folder, tiny_moe_dir, rollout_url=urls)}}
+        rows["by its parameters"] = rows["by its folder"]
+        found = run_starts({"by its folder": rows["by its folder"]}, folder)
+        half.rename(hidden)  # as on another host: the folder can't be read
+        found |= run_starts({"by its parameters": rows["by its parameters"]}, folder)
+    for name, words in (("by its folder", "num_hidden_layers 2 where"), ("by its parameters", "it has none of ")):
+        [rank] = found[name]
+        [said] = rank.lines
+        assert rank.status == 1 and "Traceback" not in rank.err
+        assert said.startswith(f"--rollout-url {server.url}: it has another model than --rollout-hf-checkpoint")
+        assert words in said
+    assert checksums(sglang_server_fp32.url) == before
+    seen(f"{engine}: named by its folder, and by its parameters where that can't be read")
+
+
+LATE = """
+import os
+def loss(inputs, config):
+    if inputs.logprobs.numel() > 6 and os.environ["RANK"] == "1":  # of a step, not made up
+        exit()
+    return -inputs.advantages * inputs.logprobs
+"""
+
+
+@long
+@drill("exit() in the user's loss, in the first step, on one rank of two", promised="an error that both ranks name")
+def test_step_when_the_users_loss_calls_exit_on_one_rank_then_both_end_with_its_name(
+    sglang_server_fp32, tiny_moe_dir, folder, seen
+):
+    (folder / "late.py").write_text(LATE)
+    changed = {
+        "rollout_url": sglang_server_fp32.url, "rollout_loss": f"{folder / 'late.py'}:loss",
+        "rollout_server_check": "off",
+    }  # fmt: skip
+    with unchanged(sglang_server_fp32, tiny_moe_dir):
+        found = run_starts({"loss": {"words": base(folder, tiny_moe_dir, **changed), "ranks": 2}}, folder)
+    first, second = found["loss"]
+    words = f"rank 1 failed: RuntimeError: --rollout-loss {folder / 'late.py'}:loss called exit(None); a run ends after"
+    assert first.status == second.status == 1, first.err[-2000:] + second.err[-2000:]
+    for rank in (first, second):
+        assert [line for line in rank.lines if line.startswith(words)] == rank.lines[-1:]
+    seen(f"both end {abs(first.seconds - second.seconds):.1f} s apart")
+
+
+@long
+@drill("the disk is full when a Hugging Face folder is written", promised="the run ends with its flag, no half folder")
+def test_step_when_a_disk_is_full_by_then_the_flag_is_named_and_no_folder_looks_whole(
+    sglang_server_fp32, tiny_moe_dir, folder, seen
+):
+    out = folder / "hf"
+    changed = {
+        "rollout_url": sglang_server_fp32.url, "rollout_save_hf": out, "rollout_save_hf_interval": 1,
+        "rollout_server_check": "off",
+    }  # fmt: skip
+    row = {"words": base(folder, tiny_moe_dir, **changed), "limit": 1_500_000}  # of 2 MB of weights
+    with unchanged(sglang_server_fp32, tiny_moe_dir):
+        [rank] = run_starts({"full": row}, folder)["full"]
+    assert rank.status == 1, rank.err[-2000:]
+    assert rank.lines[-1].startswith(f"rank 0 failed: OSError: --rollout-save-hf {out}: "), rank.err[-2000:]
+    assert [path.name for path in out.iterdir()] == [".iter_0000001.unfinished"]
+    seen(rank.lines[-1].partition(": OSError: ")[2][-60:])

@@ -1,0 +1,115 @@
+"""Whether every server has the model that is trained, before the first byte of weights is sent to any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch.distributed as dist
+
+from megatron_rl_corr.config.run import RunConfig
+from megatron_rl_corr.engines.base import Engine
+from megatron_rl_corr.engines.errors import RolloutError
+from megatron_rl_corr.engines.types import ServerChecksums
+from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint, read_config
+from megatron_rl_corr.models.names import NameTable
+from megatron_rl_corr.parallel.failure import StartupError, all_reduce_failure
+from megatron_rl_corr.rollout.blocking import LoopThread
+from megatron_rl_corr.rollout.client import RolloutClient
+from megatron_rl_corr.weight_sync.servers import unfinished
+from megatron_rl_corr.weight_sync.verify import shortened
+
+SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size",
+    "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "num_experts", "num_local_experts",
+    "n_routed_experts", "n_shared_experts", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
+    "v_head_dim", "tie_word_embeddings",
+)  # fmt: skip
+"""Keys of config.json that decide a parameter's shape, or whether it is there."""
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+"""Hosts of servers that see the same files as this process."""
+
+
+def check_models(options: RunConfig, client: RolloutClient, loop: LoopThread) -> None:
+    """Compare what each server tells of its model with the checkpoint; from rank 0, every rank calls it.
+
+    Compared are the type of the model; its sizes, where the server is on this host and its folder can be read; and the
+    names of its parameters, unless `verify_push` is off: a server reads its weights for that, as after every push. A
+    server that a killed trainer left in the middle of an update is not asked for its parameters.
+
+    Args:
+        options: the plugin's flags; with `server_check` off nothing is asked.
+        client: of the servers.
+        loop: the event loop of the client.
+
+    Raises:
+        StartupError: on rank 0, naming the server and what differs; on the others PeerFailure.
+        RolloutError: a server could not be asked.
+    """
+    error = None
+    if dist.get_rank() == 0 and options.server_check != "off":
+        try:
+            checkpoint = HFCheckpoint(options.hf_checkpoint)
+            found = loop.call(difference(client, checkpoint, with_names=options.verify_push != "off"))
+            if found is not None:
+                url, what = found
+                error = StartupError(
+                    f"--rollout-url {url}: it has another model than --rollout-hf-checkpoint {checkpoint.path}: {what}"
+                    "; nothing was sent to any server yet. Start all with this checkpoint, or train nevertheless with "
+                    "--rollout-server-check off"
+                )
+        except RolloutError as failure:
+            error = failure
+    all_reduce_failure(error)
+
+
+async def difference(
+    client: RolloutClient, checkpoint: HFCheckpoint, *, with_names: bool
+) -> tuple[str, str] | None:
+    """(address, what differs) of the first server that has another model; None: all may have this one."""
+    infos, models = await client.server_info(), await client.model_info()
+    for url, info, model in zip(client.base_urls, infos, models, strict=True):
+        engine = client.engine_of(url)
+        served = engine.served_model(model, info)
+        own_type = checkpoint.config.get("model_type")
+        if served.type is not None and served.type != own_type:
+            return url, f"its model_type is {served.type}, the checkpoint's {own_type}"
+        if served.path is not None and urlsplit(url).hostname in LOOPBACK:
+            sizes = other_sizes(Path(served.path), checkpoint.config)
+            if sizes:
+                return url, f"its folder {served.path} has {sizes}"
+        if with_names and not (served.weight_version or "").startswith(unfinished("")):
+            answer = await client.ask(url, engine.weights_checker())
+            names = other_names(engine, engine.checksums(url, info, answer), checkpoint)
+            if names:
+                return url, names
+    return None
+
+
+def other_sizes(folder: Path, config: Mapping[str, Any]) -> str:
+    """The sizes by which a folder's config.json differs from a configuration; "" where none does, or it has no file."""
+    try:
+        served = read_config(folder)
+    except (ValueError, OSError):  # a name of the Hub, or a folder that this user may not read
+        return ""
+    both = [key for key in SIZES if key in config and key in served]
+    return ", ".join(
+        f"{key} {served[key]} where the checkpoint has {config[key]}" for key in both if served[key] != config[key]
+    )
+
+
+def other_names(engine: Engine, server: ServerChecksums, checkpoint: HFCheckpoint) -> str:
+    """The parameters that a server lacks, or has more of; "" where it has those of the checkpoint."""
+    table = NameTable(checkpoint.config, padded_vocab_size=checkpoint.config["vocab_size"])
+    sent = {engine.server_parameter(name)[0] for name in checkpoint.names if table.why_kept(name) is None}
+    held = {name for _, sums in server.ranks for name in sums}
+    lacking = sorted(name for name in sent if engine.held_in(name, held) not in held)
+    if lacking and server.shows_all:
+        return f"it has none of {len(lacking)} of its {len(sent)} parameters: {shortened(lacking)}"
+    own = held - {engine.held_in(name, held) for name in sent} - {"lm_head.weight"}  # a tied one stands there twice
+    more = sorted(name for name in own if table.why_kept(name) is None)
+    if more and server.quantization is None:  # a quantised server has scales beside its weights
+        return f"it has {len(more)} parameters that the checkpoint lacks: {shortened(more)}"
+    return ""
