@@ -74,6 +74,8 @@ class Collector(BatchCollector):
         client.check_sampling(self.sampling)
         self._failures = Failures(options.max_failed_fraction, warn)
         self._failed_fraction = FailedFraction(options.max_failed_fraction)
+        if saved is not None:  # on every rank, as all judge it
+            self._failed_fraction.restore(saved.failed_batches)
         self._prompts, own = prompts, None
         # Without failures, a batch's groups are those of one slice of the sequence.
         first = batches[0] * shape.collected // shape.group_size
@@ -81,7 +83,6 @@ class Collector(BatchCollector):
         if saved is not None and prompts is not None:
             cursor, self._failed_prompts = saved.cursor_of(prompts), saved.failed_of(prompts)
             own = saved.own_of(prompts, layout.dp_rank, layout.dp_size)
-            self._failed_fraction.restore(saved.failed_batches)
             if layout.dp_rank == 0 and (difference := saved.difference(prompts)):
                 warn(f"--rollout-prompts are not those of the checkpoint: {difference}; they go on at place "
                      f"{saved.next}, and {len(saved.again)} drawn and not trained are not drawn again")  # fmt: skip

@@ -3,12 +3,14 @@
 KILL_AT is MOMENT:N, N a step from 1, or "none:0". "collect": rank 0 has some of its groups, and asks for the rest.
 "train": the batch is collected and saved, and its gradients are computed; the weights have not moved. The seed of each
 request goes to the file SEEDS, a line for each: number of the group, of the sample, tokens sampled before it, seed.
+Each request waits PAUSE_S seconds first: sampling is slower than training then.
 """
 
 import contextlib
 import os
 import runpy
 import signal
+import time
 from pathlib import Path
 
 import psutil
@@ -48,6 +50,7 @@ def killed_before_the_update(optimizer, may_update):
 
 
 def noted(run_seed, group, sample, turn, sampled_tokens):
+    time.sleep(float(os.environ["PAUSE_S"]))
     seed = sampling_seed(run_seed, group, sample, turn, sampled_tokens)
     with Path(os.environ["SEEDS"]).open("a") as file:
         file.write(f"{group} {sample} {sampled_tokens} {seed}\n")

@@ -165,6 +165,7 @@ from megatron_rl_corr.rollout.cursor import Cursor, Drawn, SavedCursor
 seen, asked = [], []
 folder = pathlib.Path(tempfile.mkdtemp())
 path = folder / "iter_0000040/rollout_cursor.json"
+hooks.StepReports.all_reduce_evaluated = lambda reports: asked.append("evaluated")
 def gathered(batches, *, with_last):
     asked.append([batches, with_last])
     return cursor
@@ -234,7 +235,7 @@ def test_cursor_when_megatron_saves_then_it_is_in_the_folder_before_the_checkpoi
 
 
 def test_cursor_when_a_batch_has_no_update_yet_then_its_prompts_are_to_be_drawn_again(results):
-    assert results["cursor"]["asked"] == [[25, False], [25, False], [25, True]]
+    assert results["cursor"]["asked"] == ["evaluated", [25, False], "evaluated", [25, False], "evaluated", [25, True]]
 
 
 def test_batches_when_a_checkpoint_was_made_with_other_updates_a_batch_then_they_are_counted_on(results):
@@ -695,7 +696,7 @@ def test_router_state_when_put_back_then_what_a_checkpoint_holds_and_no_logits_t
 
 
 CASES["warnings"] = """
-import asyncio, contextlib, io, logging
+import asyncio, contextlib, dataclasses, io, logging
 from megatron_rl_corr import plugin
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.engines.errors import SampleFailure
@@ -705,6 +706,8 @@ from megatron_rl_corr.mcore.batch import BatchShape
 from megatron_rl_corr.mcore.collect import SampleSource
 from megatron_rl_corr.observability.catalogue import spec_of
 from megatron_rl_corr.rollout import Prompt, PromptDataset
+from megatron_rl_corr.rollout.cursor import Drawn, SavedCursor
+from megatron_rl_corr.rollout.failures import CAUSES, FailedPrompts
 failure = SampleFailure("protocol", "what `top_p` kept is unknown")
 async def generate(*prompts, **how):
     raise failure
@@ -722,8 +725,13 @@ with contextlib.redirect_stderr(errors):
     asyncio.run(evaluate.Evaluation(layout, source, [held_out], None, 1, 1.0)._scored(held_out, 0, 0, running))
     collector = collect.Collector(options, layout, BatchShape(4, 2, 2, 16), source, batches=(0, 1))
     collector._failures.failed(failure, "sample 0 of row 3")
+saved = SavedCursor.of([Drawn(0)], source.prompts, FailedPrompts(1), 1, [{"ended": 90.0, "refused": 40.0}])
+others = dataclasses.replace(source, prompts=None)  # on a rank that draws none
+judged = [collect.Collector(options, layout, BatchShape(4, 2, 2, 16), one, batches=(0, 1), saved=saved)
+          ._failed_fraction.exceeded([10.0] + [0.0] * len(CAUSES)) for one in (source, others)]
 idle = RolloutCorrectionConfig(clip_ratio_low=0.3)
 say(
+    judged=[share for share, _ in judged],
     undescribed=[name for name in hooks.CONSOLE if spec_of(name) is None],
     printed=errors.getvalue().splitlines(), start=scoring.describe_start(idle, (), 1),
 )
@@ -744,6 +752,10 @@ def test_warnings_of_a_run_when_the_library_names_fields_then_the_flags_are_prin
     )
     _, idle = results["warnings"]["start"]
     assert idle.startswith("--rollout-clip-ratio-low 0.3 of the configuration can't act")
+
+
+def test_failures_before_a_checkpoint_then_every_rank_judges_them_or_they_would_part(results):
+    assert results["warnings"]["judged"] == ["40 of the 100 samples of the last 2 batches"] * 2
 
 
 CASES["loading"] = """

@@ -8,6 +8,7 @@ import pytest
 from megatron_rl_corr.files import atomic_writer
 from megatron_rl_corr.rollout.abandoned import drop_files, drop_rows
 from megatron_rl_corr.rollout.sample_folder import NAME
+from tests.faults.drills import drill
 
 
 def rows(*steps, **more):
@@ -50,6 +51,7 @@ def test_rows_when_the_file_is_a_link_or_is_not_there_then_nothing_is_touched(tm
     assert drop_rows(tmp_path / "gone.jsonl", 1) == 0 and not (tmp_path / "gone.jsonl").exists()
 
 
+@drill("a run goes on behind step 8 of an earlier one", promised="its later sample files go, nothing else does")
 def test_files_when_a_run_goes_on_behind_step_8_then_only_files_of_later_steps_and_torn_ones_are_removed(tmp_path):
     own = ["step_000008_replica0.parquet", "step_000001_replica12.parquet"]
     later = ["step_000009_replica0.parquet", "step_000010_replica3.parquet", "step_1000000_replica0.parquet"]

@@ -14,6 +14,7 @@ from megatron_rl_corr.rollout.cursor import Cursor, Drawn, GroupNumbers
 from megatron_rl_corr.rollout.group_filter import has_spread
 from megatron_rl_corr.rollout.groups import StreamState
 from megatron_rl_corr.rollout.queue import Group, GroupStream, Selection
+from tests.faults.drills import drill
 
 
 class Sampler:
@@ -426,12 +427,14 @@ def resumed_stream(state, base, sampler, **options):
     return GroupStream(sampler, draw, groups_per_step=2, last=10, resumed=state, **options)
 
 
+@drill("a checkpoint with groups done and running, at lag 2", promised="those that waited are taken first, in order")
 def test_take_when_a_run_goes_on_then_groups_that_waited_are_taken_first_in_their_order_whichever_is_done_first():
     async def scenario(stream, sampler):
         assert numbers(await sampler.step(stream, 0, 1, 3)) == [1, 3]
         await sampler.finish(5, 0, 4)  # and 2 is running
         state = stream.state()
         assert (state.waiting, state.running) == ((5, 0, 4), (2,))
+        assert stream.state(with_taken=True).waiting == (1, 3, 5, 0, 4)  # no update was made with the first
         assert numbers(await sampler.step(stream, 1)) == [0, 5]  # the run that never ended
         again = Sampler()
         resumed = resumed_stream(state, 6, again, first=1, max_lag=2)
