@@ -69,7 +69,7 @@ class Table:
             row.verdicts.append(report.outcome)
             row.seen += [text for name, text in report.user_properties if name == "seen"]
             if report.failed:
-                row.seen.append(str(report.longreprtext).strip().splitlines()[-1][:200])
+                row.seen.append(str(report.longreprtext).strip().splitlines()[-1][:200])  # where; the log says why
 
     def pytest_terminal_summary(self, terminalreporter):
         if not self.rows:

@@ -49,7 +49,7 @@ def test_run_when_a_reward_takes_longer_than_a_collective_may_wait_then_it_goes_
     (tmp_path / "prompts.jsonl").write_text('{"input_ids": [3, 1, 4]}\n')
     begin = time.monotonic()
     done = launch(
-        tmp_path, "run", tiny_moe_dir, sglang_server_fp32.url, SCRIPT, "--train-iters", 1,
+        tmp_path, "run", tiny_moe_dir, sglang_server_fp32.url, SCRIPT, "--train-iters", 1, "--save-interval", 1,
         "--distributed-timeout-minutes", 1, processes=2,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
