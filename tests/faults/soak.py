@@ -153,7 +153,7 @@ def watch(training: Training, servers: list[SoakServer], faults: Faults | None, 
         time.sleep(WATCH_S)
         rows = training.steps()
         now = rows[-1]["step"] if rows else 0
-        if now != step:
+        if rows and now != step:  # a restart before the first checkpoint empties the file
             moved = time.monotonic()
             reward = rows[-1]["reward/mean"]
             print(f"[soak] {training.folder.name}: step {now} of {last}, reward {reward:.3f}", flush=True)
