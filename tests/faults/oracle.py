@@ -145,7 +145,7 @@ def _logprob(value):
         return None
     _need(value <= 1e-3)
     try:
-        return struct.unpack("f", struct.pack("f", value))[0]
+        return struct.unpack("<f", struct.pack("<f", value))[0]
     except OverflowError:  # not finite in float32
         return None
 
