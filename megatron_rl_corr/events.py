@@ -23,6 +23,7 @@ KINDS = {
     "server_readmitted": "a server that was left out is sampled from again",
     "server_missed_update": "a server does not have the weights of a push, and waits for the next one",
     "server_taken_over": "a server was paused or half updated by a trainer that ended, and is taken over",
+    "server_not_compared": "a server's log-probs were not compared with the trainer's after a push",
     "push_repeated": "weights are sent again, to the servers that are left",
     "request_retried": "a request failed, and its sample was asked for at another server",
     "sample_failed": "a sample failed for good; its group trains nothing",

@@ -18,12 +18,16 @@ import numpy as np
 
 from megatron_rl_corr.core.metric_spec import MetricSpec, in_group
 from megatron_rl_corr.engines.control import ServerControl
-from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError
+from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, RolloutServerError, StaleWeightsError
+from megatron_rl_corr.events import EVENTS
 
 PROBE_TOKENS = 256
 """N at most: a prefill that takes milliseconds, and in which most experts of a layer get tokens."""
 FLOAT32_LOG_RATIO = 1e-4
 """Largest |D| that rounding explains where both sides are float32; measured: 1e-6."""
+
+ATTEMPTS, PAUSE_S = 3, 0.5
+"""How often a server is asked for its score while its answers are none, and the pause in between."""
 
 MOVED = 1e-3
 """Nats by which one of the trainer's log-probs must have moved before a server's, which have not, are an error."""
@@ -160,8 +164,8 @@ async def ask_scores(
 ) -> dict[str, ProbeAnswer]:
     """Log-probs of the ids after the first, by each server that answers.
 
-    A server that dies or is restarted meanwhile is left out, as it is from sampling; one that refuses the question is
-    an error.
+    A server that dies or is restarted meanwhile is left out, as it is from sampling, and so is one whose answers are no
+    scores, ATTEMPTS times, where another server is compared. One that refuses the question is an error.
 
     Args:
         servers: those of the update; they sample again, as a paused server answers nothing.
@@ -172,34 +176,57 @@ async def ask_scores(
 
     Raises:
         RolloutServerError: a server refuses to score.
-        RolloutProtocolError: an answer that is no score of these ids.
+        RolloutProtocolError: no server is compared, and one's answers are no scores of these ids.
     """
+    answers: dict[str, ProbeAnswer] = {}
+    unreadable = []
+    asked = [_ask_score(servers, url, ids, version, vocab_size, cache_key) for url in servers.base_urls]
+    for url, found in zip(servers.base_urls, await asyncio.gather(*asked, return_exceptions=True), strict=True):
+        if isinstance(found, ProbeAnswer):
+            answers[url] = found
+            continue
+        if not isinstance(found, RolloutError) or _refuses(found):
+            raise found
+        logger.warning("%s is not compared with the trainer after this push: %s", url, found)
+        EVENTS.tell("server_not_compared", str(found), server=url, version=version)
+        if isinstance(found, RolloutProtocolError):
+            unreadable.append(found)
+    if unreadable and not answers:
+        raise unreadable[0]
+    return answers
 
-    async def ask(url: str) -> ProbeAnswer | None:
-        prompt, output = list(ids[:1]), list(ids[1:])
-        engine = servers.engine_of(url)
-        request = engine.score(prompt, output, likeliest=1, cache_key=cache_key)
+
+async def _ask_score(
+    servers: ServerControl, url: str, ids: Sequence[int], version: str, vocab_size: int, cache_key: str | None
+) -> ProbeAnswer:
+    """One server's answer, asked for again while what comes is no score: it may be a proxy's page of a moment."""
+    prompt, output = list(ids[:1]), list(ids[1:])
+    engine = servers.engine_of(url)
+    request = engine.score(prompt, output, likeliest=1, cache_key=cache_key)
+    for attempts_left in reversed(range(ATTEMPTS)):
         try:
             answer, info = await servers.ask(url, request), await servers.ask(url, engine.server_info())
+            scores = engine.parse_scores(answer, server=url, output_ids=output, vocab_size=vocab_size)
+            break
+        except RolloutProtocolError:
+            if not attempts_left:
+                raise
+            await asyncio.sleep(PAUSE_S)
         except RolloutServerError as error:
-            if error.status is not None and error.status < 500:
-                raise RolloutServerError(
-                    url, error.endpoint, error.status, error.detail,
-                    remedy=f"it was asked to score {len(ids)} ids after a push, which `probe_push` off leaves out",
-                ) from error
-            logger.warning("%s is not compared with the trainer after this push: %s", url, error)
-            return None
-        scores = engine.parse_scores(answer, server=url, output_ids=output, vocab_size=vocab_size)
-        if scores.version not in (None, version):
-            logger.warning(
-                "%s is not compared with the trainer after this push: its weights are %r instead of %r; was it "
-                "restarted?", url, scores.version, version,
-            )  # fmt: skip
-            return None
-        return ProbeAnswer(scores.logprobs, info, request.endpoint)
+            if not _refuses(error):
+                raise
+            raise RolloutServerError(
+                url, error.endpoint, error.status, error.detail,
+                remedy=f"it was asked to score {len(ids)} ids after a push, which `probe_push` off leaves out",
+            ) from error
+    if scores.version not in (None, version):
+        raise StaleWeightsError(url, request.endpoint, scores.version, version)
+    return ProbeAnswer(scores.logprobs, info, request.endpoint)
 
-    found = await asyncio.gather(*(ask(url) for url in servers.base_urls))
-    return {url: answer for url, answer in zip(servers.base_urls, found, strict=True) if answer is not None}
+
+def _refuses(error: RolloutError) -> bool:
+    """Whether a server has understood the question and does not answer it."""
+    return isinstance(error, RolloutServerError) and error.status is not None and error.status < 500
 
 
 def compare(

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError
+from megatron_rl_corr.events import EVENTS
+from megatron_rl_corr.weight_sync import probe
 from megatron_rl_corr.weight_sync.probe import Movement, ProbeAnswer, ProbeScore, ask_scores, compare, probe_bound
 
 TRAINED = np.array([-1.0, -2.0, -3.0])
@@ -90,6 +92,8 @@ class Servers:
 
     async def ask(self, url, request):
         reply = self.replies[url]
+        if isinstance(reply, list) and request != "info":  # one answer after the other
+            reply = reply.pop(0)
         if isinstance(reply, Exception):
             raise reply
         return reply
@@ -108,7 +112,27 @@ def test_scores_then_no_cached_prefix_is_used_and_the_first_id_is_the_prompt():
 def test_scores_when_a_server_dies_or_is_restarted_then_the_others_are_compared(caplog):
     dead, busy = (RolloutServerError("x", "/score", status, "why") for status in (None, 503))
     assert list(ask(Servers(dead=dead, busy=busy, restarted="default", good="v2"))) == ["good"]
-    assert "its weights are 'default' instead of 'v2'" in caplog.text and caplog.text.count("is not compared") == 3
+    assert "its weights are version 'default', the trainer's are 'v2'" in caplog.text
+    assert caplog.text.count("is not compared") == 3
+
+
+def nonsense(times):
+    return [RolloutProtocolError("a", "/score", "not JSON")] * times
+
+
+def test_scores_when_one_answer_is_nonsense_then_the_server_is_asked_again(monkeypatch):
+    monkeypatch.setattr(probe, "PAUSE_S", 0.0)
+    assert list(ask(Servers(a=[*nonsense(2), "v2"], b="v2"))) == ["a", "b"]
+
+
+def test_scores_when_a_server_answers_nothing_but_nonsense_then_the_others_are_compared_and_it_is_told(monkeypatch):
+    monkeypatch.setattr(probe, "PAUSE_S", 0.0)
+    before = EVENTS.counts["server_not_compared"]
+    servers = Servers(a=nonsense(9), b="v2")
+    assert list(ask(servers)) == ["b"]
+    assert len(servers.replies["a"]) == 6 and EVENTS.counts["server_not_compared"] == before + 1
+    with pytest.raises(RolloutProtocolError, match="not JSON"):  # nobody is compared: an engine that answers otherwise
+        ask(Servers(a=nonsense(9), dead=RolloutServerError("x", "/score", None, "why")))
 
 
 def test_scores_when_a_server_refuses_then_that_is_an_error_which_names_the_flag():
