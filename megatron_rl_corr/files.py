@@ -15,6 +15,8 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 METRICS_NAME = "metrics.jsonl"
 """A run's metrics, in --rollout-log-dir."""
+CONFIG_NAME = "run.json"
+"""The run's settings, beside the metrics."""
 _TEMPORARY = re.compile(r"\.(.+)\.[a-z0-9_]{8}\.tmp")
 """What `atomic_writer` names its temporary files."""
 

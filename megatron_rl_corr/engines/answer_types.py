@@ -6,7 +6,7 @@ So whoever reads an answer later finds there what the table says, or nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_rl_corr.engines.errors import shown
@@ -20,19 +20,28 @@ class Kind:
     """What it is, for messages."""
     holds: Callable[[Any], bool]
     """Whether a value is of it."""
+    required: bool = False
+    """Whether the field must be there."""
 
     def or_null(self) -> Kind:
         """The same, or null."""
         return Kind(f"{self.words} or null", lambda value: value is None or self.holds(value))
 
+    def always(self) -> Kind:
+        """The same, and the field must be there: an answer without it is not one to this request."""
+        return replace(self, required=True)
+
 
 Fields = Mapping[str, "Kind | Fields"]
 """Name of a field -> what it holds: a kind, or the fields of an object, which may be null."""
 
+DONE = Kind("true", lambda value: value is True).always()
+"""What an action answers: without it nobody knows that it was done."""
 COUNT = Kind("an integer of at least 1", lambda value: type(value) is int and value >= 1)
 FLAG = Kind("true, false or null", lambda value: value is None or type(value) is bool)
 TEXT = Kind("a text of at most 4096 characters", lambda value: type(value) is str and len(value) <= 4096)
 SCALAR = Kind("a text, a number, true, false or null", lambda value: not isinstance(value, (list, dict)))
+OK = Kind('"ok"', lambda value: value == "ok").always()
 LIST = Kind("a list", lambda value: type(value) is list)
 IDS = Kind("a list of integers", lambda value: type(value) is list and set(map(type, value)) <= {int})
 OBJECT = Kind("an object", lambda value: type(value) is dict)
@@ -40,7 +49,7 @@ OBJECTS = Kind("a list of objects", lambda value: type(value) is list and set(ma
 
 
 def check_types(answer: Mapping[str, Any], fields: Fields, where: str = "") -> None:
-    """Raise ValueError, naming the field, for one that is there and is of another kind than the table says.
+    """Raise ValueError, naming the field, for one of another kind than the table says, or one that lacks and must not.
 
     Args:
         answer: what a server answered; fields that the table does not have are not looked at.
@@ -48,9 +57,12 @@ def check_types(answer: Mapping[str, Any], fields: Fields, where: str = "") -> N
         where: names the object for messages; "": the answer itself.
     """
     for name, kind in fields.items():
+        path = f"{where}.{name}" if where else name
         if name not in answer:
+            if isinstance(kind, Kind) and kind.required:
+                raise ValueError(f"{path} must be {kind.words}, and is missing in {shown(answer)}")
             continue
-        value, path = answer[name], f"{where}.{name}" if where else name
+        value = answer[name]
         if isinstance(kind, Kind):
             if not kind.holds(value):
                 raise ValueError(f"{path} must be {kind.words}, got {shown(value)}")

@@ -17,6 +17,7 @@ import orjson
 import torch
 
 from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, body_start, shown
+from megatron_rl_corr.engines.secrets import redacted
 from megatron_rl_corr.engines.trajectory import Support, VersionSpan
 from megatron_rl_corr.engines.types import UnsupportedByEngine
 
@@ -58,6 +59,16 @@ def json_object(body: bytes, server: str, endpoint: str) -> dict[str, Any]:
     if not isinstance(answer, dict):
         raise RolloutProtocolError(server, endpoint, f"expected a JSON object, got {body_start(body)}")
     return answer
+
+
+def without_secrets(body: bytes) -> bytes:
+    """A control answer with *** in the place of each key that this process sends: its texts go into messages and files.
+
+    Args:
+        body: in UTF-8.
+    """
+    text = body.decode("utf-8", "surrogateescape")
+    return redacted(text).encode("utf-8", "surrogateescape")
 
 
 def mapping_of(value: object, name: str) -> Mapping[str, Any]:
@@ -200,7 +211,7 @@ def support(sets: list, output_ids: np.ndarray, vocab_size: int | None, name: st
 def version_spans(spans: object, response_length: int) -> tuple[VersionSpan, ...]:
     """Spans that partition [0, R), from a list of {"version", "start", "end"}."""
     try:
-        parsed = tuple(VersionSpan(span["version"], span["start"], span["end"]) for span in spans)
+        parsed = tuple(VersionSpan(redacted(span["version"]), span["start"], span["end"]) for span in spans)
     except (TypeError, KeyError):
         parsed = ()
     typed = all(

@@ -9,7 +9,7 @@ from typing import Any
 from megatron_rl_corr.engines.addresses import may_change
 from megatron_rl_corr.engines.base import Engine
 from megatron_rl_corr.engines.concurrency import all_or_first_failure, poll_until, raise_first
-from megatron_rl_corr.engines.errors import RolloutServerError
+from megatron_rl_corr.engines.errors import RolloutError, RolloutServerError, may_be_gone
 from megatron_rl_corr.engines.fleet import Fleet
 from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.engines.types import Request
@@ -84,14 +84,16 @@ class ServerControl:
     async def reported_versions(
         self, *, silent: Collection[str] = (), timeout_s: float = HEALTH_PROBE_TIMEOUT_S
     ) -> list[str | None]:
-        """What each server calls its weights; None where no answer comes, or HTTP 5xx, as from a proxy before it.
+        """What each server calls its weights; None where no answer comes, none that can be used, or HTTP 5xx.
+
+        The latter two come from a proxy before a server that is gone.
 
         Args:
             silent: servers that did not answer before; these have BRIEF_S only.
             timeout_s: limit of the others, if it is below HEALTH_PROBE_TIMEOUT_S.
 
         Raises:
-            RolloutServerError: no server answers.
+            RolloutError: no server answers.
         """
         longest_s = min(timeout_s, HEALTH_PROBE_TIMEOUT_S)
         limits = [BRIEF_S if url in silent else longest_s for url in self.base_urls]
@@ -100,11 +102,11 @@ class ServerControl:
             for url, limit in zip(self.base_urls, limits, strict=True)
         ]
         answers = await asyncio.gather(*calls, return_exceptions=True)
-        silent = [isinstance(a, RolloutServerError) and (a.status is None or a.status >= 500) for a in answers]
-        raise_first([a for a, is_silent in zip(answers, silent, strict=True) if all(silent) or not is_silent])
+        gone = [isinstance(answer, RolloutError) and may_be_gone(answer) for answer in answers]
+        raise_first([answer for answer, is_gone in zip(answers, gone, strict=True) if all(gone) or not is_gone])
         return [
-            None if is_silent else self.engine_of(url).weight_version(answer)
-            for url, answer, is_silent in zip(self.base_urls, answers, silent, strict=True)
+            None if is_gone else self.engine_of(url).weight_version(answer)
+            for url, answer, is_gone in zip(self.base_urls, answers, gone, strict=True)
         ]
 
     async def pause_generation(self, mode: str) -> list[dict[str, Any]]:

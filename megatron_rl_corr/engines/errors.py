@@ -68,6 +68,13 @@ class RolloutProtocolError(RolloutError):
         return RolloutProtocolError, (self.url, self.endpoint, self.detail)
 
 
+def may_be_gone(error: RolloutError) -> bool:
+    """Whether nobody, or a proxy alone, may be there: no answer, HTTP 5xx, or an answer that is none."""
+    if isinstance(error, RolloutServerError):
+        return error.status is None or error.status >= 500
+    return isinstance(error, RolloutProtocolError)
+
+
 class StaleWeightsError(RolloutError):
     """A server's weights are not those that the trainer sent last. Attributes: version, expected."""
 

@@ -11,7 +11,7 @@ from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.engines.addresses import may_change
 from megatron_rl_corr.engines.base import Engine
 from megatron_rl_corr.engines.concurrency import all_or_first_failure, poll_until
-from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, RolloutServerError
+from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, RolloutServerError, may_be_gone
 from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.engines.types import Request, Transport
 
@@ -106,15 +106,22 @@ class Fleet(Transport):
     async def drop_silent(self, timeout_s: float) -> dict[str, RolloutError]:
         """Forget the addresses that do not answer within timeout_s seconds, if others do; address -> why.
 
-        Where none answers, none is forgotten, and `find` says so.
+        One at which a proxy answers HTTP 5xx for a server that is gone does not. Where none answers,
+        none is forgotten, and `find` says so.
         """
 
         async def cause(url: str) -> RolloutError | None:
             try:
                 name = await self._recognized(url, timeout_s)
-                await self._transports[name].send(url, self._engines[name].model_info(), timeout_s=timeout_s)
-            except RolloutServerError as error:
-                return error if error.status is None else None  # a router may refuse this very question
+                transport, engine = self._transports[name], self._engines[name]
+                try:
+                    await transport.send(url, engine.model_info(), timeout_s=timeout_s)
+                except RolloutServerError as error:
+                    if error.status is None:
+                        raise
+                    await transport.send(url, engine.health(), timeout_s=timeout_s)  # a router may refuse that question
+            except RolloutError as error:
+                return error if may_be_gone(error) else None
             return None
 
         causes = dict(zip(self.urls, await asyncio.gather(*map(cause, self.urls)), strict=True))

@@ -1,49 +1,77 @@
-"""What an earlier attempt wrote of steps that this one does anew is removed at the start: rows, samples, traces.
+"""Files of earlier attempts and runs, at a start: steps that are done anew are removed, other runs' are kept aside.
 
 So each step is once in metrics.jsonl and experts.jsonl, and no sample file is of weights that the run has given up.
 """
 
 from __future__ import annotations
 
-import os
+import re
+import time
+from collections.abc import Iterator
 from pathlib import Path
+
+import torch.distributed as dist
 
 from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.events import EVENTS
-from megatron_rl_corr.files import METRICS_NAME
+from megatron_rl_corr.files import CONFIG_NAME, METRICS_NAME
 from megatron_rl_corr.mcore.step_trace import NAME as TRACE
 from megatron_rl_corr.moe.statistics import FILE_NAME as EXPERTS_NAME
 from megatron_rl_corr.parallel.failure import StartupError, all_reduce_failure
 from megatron_rl_corr.parallel.layout import Layout
-from megatron_rl_corr.rollout.abandoned import drop_files, drop_rows
+from megatron_rl_corr.parallel.restarts import is_restart
+from megatron_rl_corr.rollout.abandoned import drop_files, drop_rows, move_files
 from megatron_rl_corr.rollout.sample_folder import NAME as SAMPLES
 
+_LOG_NAMES = re.compile("|".join(map(re.escape, (METRICS_NAME, EXPERTS_NAME, CONFIG_NAME))))
+_BEGUN: set[Path] = set()
+"""Folders in which this process has begun: what is there at a later start is its own."""
 
-def all_reduce_drop_abandoned(options: RunConfig, layout: Layout, iteration: int) -> None:
+
+def all_reduce_clear_folders(options: RunConfig, layout: Layout, iteration: int) -> None:
     """Remove what an earlier attempt wrote of the steps after `iteration`; every rank calls it, as the last of a start.
 
-    Each rank removes where it writes itself. A run that begins at step 0 removes nothing, as a folder that was named by
-    mistake may hold another run's samples; only where torchrun has restarted it, what is there is its own.
+    Each rank looks where it writes itself. In a run that begins at step 0, what is there is of another run, unless this
+    process or an attempt before it has begun there: it is moved into a new folder `earlier-TIME` beside it.
 
     Raises:
-        StartupError: on one rank, where a file can't be read or replaced; on the others PeerFailure.
+        StartupError: on one rank, where a file can't be read, moved or replaced; on the others PeerFailure.
     """
-    error = None
-    if iteration > 0 or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
-        try:
-            if layout.is_job_reporter and options.log_dir is not None:
+    error, stamp = None, [time.strftime("%Y%m%d-%H%M%S")]
+    dist.broadcast_object_list(stamp, src=0)  # of all leaders that share a folder
+    try:
+        for folder, names, are_rows in _written_here(options, layout):
+            if iteration == 0 and not is_restart() and folder not in _BEGUN:
+                _keep_aside(folder, names, folder / f"earlier-{stamp[0]}")
+            elif are_rows:
                 for name in (METRICS_NAME, EXPERTS_NAME):
-                    _tell(Path(options.log_dir, name), "rows", drop_rows(Path(options.log_dir, name), iteration))
-            if layout.is_data_leader:
-                for folder, names in ((options.save_trajectories, SAMPLES), (options.trace, TRACE)):
-                    if folder is not None:
-                        _tell(Path(folder), "files", len(drop_files(Path(folder), names, iteration)))
-        except OSError as failure:
-            error = StartupError(
-                f"what an earlier attempt wrote of steps after {iteration} can't be removed: {failure}; make it "
-                "writable, or name another folder"
-            )
+                    _tell(folder / name, "rows", drop_rows(folder / name, iteration))
+            else:
+                _tell(folder, "files", len(drop_files(folder, names, iteration)))
+            _BEGUN.add(folder)
+    except OSError as failure:
+        error = StartupError(
+            f"what an earlier attempt wrote of steps after {iteration} can't be removed, nor another run's files be "
+            f"moved: {failure}; make it writable, or name another folder"
+        )
     all_reduce_failure(error)
+
+
+def _written_here(options: RunConfig, layout: Layout) -> Iterator[tuple[Path, re.Pattern[str], bool]]:
+    """Each folder that this rank writes, the names of its files there, and whether rows of steps are in them."""
+    if layout.is_job_reporter and options.log_dir is not None:
+        yield Path(options.log_dir), _LOG_NAMES, True
+    if layout.is_data_leader:
+        for folder, names in ((options.save_trajectories, SAMPLES), (options.trace, TRACE)):
+            if folder is not None:
+                yield Path(folder), names, False
+
+
+def _keep_aside(folder: Path, names: re.Pattern[str], aside: Path) -> None:
+    moved = move_files(folder, names, aside)
+    if moved:
+        print(f"[rollout] {folder}: {len(moved)} files of an earlier run were moved to {aside.name}", flush=True)
+        EVENTS.tell("files_moved", "files of an earlier run", path=str(folder), to=aside.name, files=len(moved))
 
 
 def _tell(path: Path, what: str, count: int) -> None:

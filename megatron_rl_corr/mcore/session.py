@@ -15,7 +15,7 @@ from megatron_rl_corr.data.rewards import Rewards
 from megatron_rl_corr.data.tokenizer import Tokenizer
 from megatron_rl_corr.data.worker_pool import UserCalls
 from megatron_rl_corr.mcore import checkpoint_cursor, compat
-from megatron_rl_corr.mcore.abandoned_steps import all_reduce_drop_abandoned
+from megatron_rl_corr.mcore.abandoned_steps import all_reduce_clear_folders
 from megatron_rl_corr.mcore.batch import BatchShape
 from megatron_rl_corr.mcore.batch_collector import BatchCollector
 from megatron_rl_corr.mcore.collect import Collector, SampleSource
@@ -176,7 +176,7 @@ def start(
         first_step=first_step, reference=reference, before_push=before_push,
     )
     trace = None if options.trace is None else StepTrace(options.trace, layout, updates.count)
-    all_reduce_drop_abandoned(options, layout, args.iteration)
+    all_reduce_clear_folders(options, layout, args.iteration)
     if dist.get_rank() == 0:
         for line in describe_start(config, step.scoring_reasons, step.updates.count):
             print(f"[rollout] {line}", flush=True)

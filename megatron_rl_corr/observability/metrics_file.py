@@ -15,8 +15,6 @@ from pathlib import Path
 from megatron_rl_corr.files import METRICS_NAME, open_to_append, refuse_link
 
 FILE_NAME = METRICS_NAME
-CONFIG_NAME = "run.json"
-"""The run's settings, beside the metrics."""
 NONFINITE = "nonfinite"
 
 logger = logging.getLogger(__name__)

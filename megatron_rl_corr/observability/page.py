@@ -10,11 +10,11 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from megatron_rl_corr.files import write_atomically
+from megatron_rl_corr.files import CONFIG_NAME, write_atomically
 from megatron_rl_corr.moe import statistics
 from megatron_rl_corr.observability.alerts import Summary, find_alerts, finite_values, metric_names, summarise
 from megatron_rl_corr.observability.catalogue import BINS, catalogue, grouped, label_of, spec_of, usual_range
-from megatron_rl_corr.observability.metrics_file import CONFIG_NAME, FILE_NAME, read_metrics
+from megatron_rl_corr.observability.metrics_file import FILE_NAME, read_metrics
 from megatron_rl_corr.observability.page_events import page_events
 from megatron_rl_corr.observability.page_samples import page_samples
 from megatron_rl_corr.observability.panels import PAGE_PANELS

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl_corr.events import KINDS, read_events
-from megatron_rl_corr.observability.metrics_file import CONFIG_NAME
+from megatron_rl_corr.files import CONFIG_NAME
 
 LEFT, WIDTH, LANE, TOP = 190, 1100, 24, 46
 """The picture in its own units: where the time axis begins and ends, height of a kind's lane, and of what is above."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl_corr.observability.metrics_file import CONFIG_NAME
+from megatron_rl_corr.files import CONFIG_NAME
 from megatron_rl_corr.observability.sample_view import SHADES, view_of
 from megatron_rl_corr.observability.saved_samples import SavedRun, chosen
 from megatron_rl_corr.rollout.sample_file import Sample

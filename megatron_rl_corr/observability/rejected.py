@@ -13,9 +13,9 @@ import torch
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.config.rules import RejectionRule, inputs_of
 from megatron_rl_corr.core.correction import compute_correction
+from megatron_rl_corr.files import CONFIG_NAME
 from megatron_rl_corr.observability.compare import KeptBatch
 from megatron_rl_corr.observability.correction_text import rule_as_text
-from megatron_rl_corr.observability.metrics_file import CONFIG_NAME
 from megatron_rl_corr.rollout.sample_file import Sample
 
 Rejections = dict[str, torch.Tensor]

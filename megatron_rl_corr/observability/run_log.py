@@ -8,10 +8,10 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_rl_corr.files import refuse_link, write_atomically
+from megatron_rl_corr.files import CONFIG_NAME, refuse_link, write_atomically
 from megatron_rl_corr.observability.catalogue import bins_of
 from megatron_rl_corr.observability.console import LiveTable
-from megatron_rl_corr.observability.metrics_file import CONFIG_NAME, FILE_NAME, MetricsFile, host_number
+from megatron_rl_corr.observability.metrics_file import FILE_NAME, MetricsFile, host_number
 
 HISTOGRAM = "rollout_corr/log10_log_ratio_abs"
 """TensorBoard's name for the histogram of |log-ratio|; every other metric has its own name."""

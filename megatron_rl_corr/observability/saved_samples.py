@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.data.tokenizer import Tokenizer
-from megatron_rl_corr.observability.metrics_file import CONFIG_NAME
+from megatron_rl_corr.files import CONFIG_NAME
 from megatron_rl_corr.observability.rejected import Rejections, find_rejections, read_correction
 from megatron_rl_corr.observability.sample_view import group_of, is_dropped
 from megatron_rl_corr.rollout.sample_file import Sample, read_batch, read_trajectories

@@ -1,4 +1,4 @@
-"""Rows and files of steps that a later attempt of the run does anew: what removes them."""
+"""Rows and files of earlier attempts and runs: removes what is done anew, keeps another run's aside."""
 
 from __future__ import annotations
 
@@ -71,14 +71,41 @@ def drop_files(folder: Path, names: re.Pattern[str], step: int) -> list[str]:
     Returns:
         The names of the files that were removed.
     """
-    if not folder.is_dir():
-        return []
-    with os.scandir(folder) as entries:
-        files = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
     dropped = []
-    for name in sorted(files):
+    for name in _plain_files(folder):
         whole, unfinished = names.fullmatch(name), names.fullmatch(replaced_by(name) or "")
         if unfinished or (whole and int(whole[1]) > step):
             (folder / name).unlink(missing_ok=True)  # leaders of other replicas may remove it too
             dropped.append(name)
     return dropped
+
+
+def move_files(folder: Path, names: re.Pattern[str], aside: Path) -> list[str]:
+    """Move plain files of these names into another folder, which is made for the first one; no links.
+
+    Args:
+        folder: looked at itself, not the folders in it.
+        names: of the files.
+        aside: a folder within it; leaders of other replicas may move files there too.
+
+    Returns:
+        The names of the files that were moved.
+    """
+    moved = []
+    for name in _plain_files(folder):
+        if names.fullmatch(name):
+            aside.mkdir(exist_ok=True)
+            try:
+                os.rename(folder / name, aside / name)
+            except FileNotFoundError:  # another leader was faster
+                continue
+            moved.append(name)
+    return moved
+
+
+def _plain_files(folder: Path) -> list[str]:
+    """Names of the files in a folder, sorted, without links; [] where it is none."""
+    if not folder.is_dir():
+        return []
+    with os.scandir(folder) as entries:
+        return sorted(entry.name for entry in entries if entry.is_file(follow_symlinks=False))

@@ -8,64 +8,30 @@ import functools
 import math
 import uuid
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from megatron_rl_corr.engines import answer_size
 from megatron_rl_corr.engines.answers import reading
-from megatron_rl_corr.engines.errors import (
-    RolloutError,
-    RolloutProtocolError,
-    RolloutServerError,
-    SampleFailure,
-    StaleWeightsError,
-)
+from megatron_rl_corr.engines.errors import RolloutError, RolloutServerError, StaleWeightsError
 from megatron_rl_corr.engines.fleet import Fleet
 from megatron_rl_corr.engines.routes import ExpertShape, first_without_routes
 from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory, join
 from megatron_rl_corr.engines.types import Request, UnsupportedByEngine
 from megatron_rl_corr.events import EVENTS
+from megatron_rl_corr.rollout.blame import failure_of_sample, may_retry
 from megatron_rl_corr.rollout.health import ServerHealth
 from megatron_rl_corr.rollout.seeds import Draw
 from megatron_rl_corr.rollout.server_pool import Counts, Server, ServerPool
 from megatron_rl_corr.rollout.stop_texts import Decode, cut_at_stop
 from megatron_rl_corr.rollout.trace import CURRENT, RequestTrace, clock
 
-FAILS_EVERY_REQUEST = (301, 302, 303, 307, 308, 401, 403, 404, 405)
-"""HTTP statuses of a wrong key or address: every other request would get them too."""
-
 CUT_S = 3.0
 """Longest wait, in seconds, for the end of a request that nobody waits for any more."""
 CUT_POLL_S = 0.2
 """Seconds after which it is ended again: a server does not know a request that is still on its way to it."""
-
-
-def failure_of_sample(error: RolloutError) -> SampleFailure | None:
-    """The error as a failure of this sample alone; None where every other sample would fail the same way."""
-    if isinstance(error, RolloutProtocolError):
-        cause = "protocol"
-    elif may_retry(error):
-        cause = "retries"
-    elif isinstance(error, RolloutServerError) and error.status not in FAILS_EVERY_REQUEST:
-        cause = "refused"
-    else:
-        return None
-    return SampleFailure(cause, str(error), url=error.url, endpoint=error.endpoint)
-
-
-def may_retry(error: RolloutError) -> bool:
-    """Whether another server, or this one later, may answer the same request well.
-
-    True for no answer, for HTTP 429 and 5xx, for an answer that can't be used, and for weights that are not the
-    trainer's. Other statuses refuse the request itself.
-    """
-    if isinstance(error, (StaleWeightsError, RolloutProtocolError)):
-        return True
-    return isinstance(error, RolloutServerError) and (
-        error.status is None or error.status == 429 or error.status >= 500
-    )
 
 
 def _check_length(part: Trajectory, sampling: SamplingParams, request: Request) -> None:
@@ -79,6 +45,16 @@ def _check_length(part: Trajectory, sampling: SamplingParams, request: Request) 
             remedy="its context length has no room for both: start it with a longer one, or use shorter prompts or a "
             "smaller `max_new_tokens`",
         )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Refusal:
+    """A server has refused a request, and another one is asked."""
+
+    error: RolloutError
+    server: Server
+    joined: int
+    """The server's, when it was asked."""
 
 
 class Retries:
@@ -178,12 +154,14 @@ class Retries:
         """The answer to one request, by the first server that gives one; every server gets the same seed.
 
         A server that has failed this request gets it again only where no other is in: one that fails fast is the least
-        busy, and would use up the retries. so_far: a response that ids begin with, whose routes are known.
+        busy, and would use up the retries. What one server refuses another one is asked once: if that answers, it was
+        the server's fault, not the sample's. so_far: a response that ids begin with, whose routes are known.
         """
         routed, known = self._experts is not None, None
         if routed and so_far is not None:
             known = so_far.routed_experts[: first_without_routes(so_far.routed_experts, self._experts.experts)]
         failures, failed, group = 0, set() if avoid is None else {avoid}, CURRENT.get()
+        refusal: _Refusal | None = None
         while True:
             trace = None if group is None else group.request(names["sample_index"])
             server = await self._pool.take(failed, prefer)
@@ -203,14 +181,21 @@ class Retries:
                 )
                 if trace is not None:
                     trace.tokens = part.output_ids.numel()
+                if refusal is not None:
+                    self._health.leave_out(refusal.server, refusal.joined, refusal.error)
                 return part
             except RolloutError as error:
                 if trace is not None:
                     trace.failure = type(error).__name__
-                if not may_retry(error):
-                    raise
                 failed.add(server.url)
-                self._health.leave_out(server, joined, error)
+                if not may_retry(error):
+                    if refusal is not None:
+                        raise refusal.error from error
+                    if not self._pool.has_other(failed):
+                        raise
+                    refusal = _Refusal(error, server, joined)
+                else:
+                    self._health.leave_out(server, joined, error)
                 if failures == self._max_retries:
                     error.add_note(f"it was asked {failures + 1} times")
                     raise

@@ -77,6 +77,10 @@ class ServerPool:
         """The servers that are not sampled from now."""
         return [server for server in self.servers if server.cause is not None]
 
+    def has_other(self, than: Collection[str]) -> bool:
+        """Whether a server is sampled from that has none of these addresses."""
+        return any(server.cause is None and server.url not in than for server in self.servers)
+
     async def take(self, avoid: Collection[str] = (), prefer: str | None = None) -> Server:
         """The server for one request: waits until one has a free slot. Give it back when the request has ended.
 

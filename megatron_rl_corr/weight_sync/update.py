@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_rl_corr.engines.errors import RolloutError, RolloutServerError
+from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, RolloutServerError
 from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.parallel.failure import (
     WATCH,
@@ -147,7 +147,9 @@ def _broadcast_fewer_servers(exporter: StageExporter, servers: WeightServers, er
     before = len(servers.urls)
     try:
         _all_reduce_broken(servers)
-        can_go_on = isinstance(error, (RolloutServerError, PeerFailure)) and not servers.transport.broken
+        # A protocol error is that of a server, or of its proxy, whose other answers are no better: or it comes again.
+        of_server = isinstance(error, (RolloutServerError, RolloutProtocolError, PeerFailure))
+        can_go_on = of_server and not servers.transport.broken
         all_reduce_failure(None if can_go_on else error)
         _broadcast_servers(exporter, servers)
     except (*_FAILURES, PeerFailure):

@@ -68,14 +68,14 @@ def test_control_when_a_server_gives_no_sign_of_life_then_a_request_fails_that_a
             await (asyncio.sleep(1.5) if is_busy else over.wait())
         elif not is_busy:
             await over.wait()
-        return web.json_response({"success": True})
+        return web.json_response({"status": "ok"})
 
     async def scenario(client):
         begun = time.monotonic()
         try:
             asked = client.control(client.base_urls).pause_generation("retract")
             if is_busy:
-                assert await asked == [{"success": True}]
+                assert await asked == [{"status": "ok"}]
             else:
                 words = "did not answer POST /pause_generation: nor GET /model_info meanwhile .timed out after 0.4 s"
                 with pytest.raises(RolloutServerError, match=words):

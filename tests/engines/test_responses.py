@@ -6,8 +6,11 @@ import orjson
 import pytest
 import torch
 
+from megatron_rl_corr.engines.secrets import HIDDEN, keep_secret
 from megatron_rl_corr.engines.sglang.responses import parse_control, parse_generate
 from megatron_rl_corr.rollout import RolloutProtocolError, RolloutServerError, VersionSpan
+from tests.faults.door import NONSENSE
+from tests.faults.drills import drill
 
 URL = "http://rollout-3:30000"
 
@@ -301,15 +304,32 @@ def test_control_when_success_is_false_then_server_error_shows_the_start_of_the_
 
 
 @pytest.mark.parametrize(
-    "data, parsed",
+    "endpoint, data, parsed",
     [
-        (b"", {}),
-        (b'{"success": true}', {"success": True}),
-        (b"Cache flushed.\n", {"message": "Cache flushed."}),
+        ("/abort_request", b"", {}),
+        ("/end_weight_update", b'{"success": true, "message": ""}', {"success": True, "message": ""}),
+        ("/flush_cache", b"Cache flushed.\nPlease check backend logs", {}),
     ],
 )
-def test_control_when_json_text_or_nothing_then_always_a_dict(data, parsed):
-    assert parse_control(data, server=URL, endpoint="/flush_cache", status=200) == parsed
+def test_control_when_json_text_or_nothing_then_always_a_dict(endpoint, data, parsed):
+    assert parse_control(data, server=URL, endpoint=endpoint, status=200) == parsed
+
+
+ACTIONS = (
+    "/pause_generation", "/continue_generation", "/begin_weight_update", "/end_weight_update", "/flush_cache",
+    "/init_weights_update_group", "/destroy_weights_update_group", "/update_weights_from_distributed",
+    "/update_weights_from_tensor", "/update_weights_from_disk", "/update_weight_version", "/weights_checker",
+    "/model_info",
+)  # fmt: skip
+
+
+@drill("a proxy's page, or nothing, with HTTP 200 for a control request", promised="refused by server and endpoint")
+@pytest.mark.parametrize("endpoint", ACTIONS)
+def test_control_when_a_proxy_answers_for_the_server_then_it_passes_for_no_success(endpoint):
+    for body in (*NONSENSE, b"true", b'"ok"', b"<!DOCTYPE html><html>maintenance</html>", b"{}", b'{"success": 1}'):
+        with pytest.raises(RolloutProtocolError) as error:
+            parse_control(body, server=URL, endpoint=endpoint, status=200)
+        assert (error.value.url, error.value.endpoint) == (URL, endpoint)
 
 
 @pytest.mark.parametrize(
@@ -320,8 +340,8 @@ def test_control_when_json_text_or_nothing_then_always_a_dict(data, parsed):
         ("/server_info", {"dp_size": [1]}, "dp_size must be an integer"),
         ("/server_info", {"enable_dp_attention": "no"}, "enable_dp_attention must be true, false or null, got no"),
         ("/server_info", {"moe_runner_backend": {}}, "moe_runner_backend must be a text, a number"),
-        ("/model_info", {"weight_version": 5}, "weight_version must be a text .* or null, got 5"),
-        ("/weights_checker", {"ranks": [[]]}, "ranks must be a list of objects"),
+        ("/model_info", {"weight_version": 5}, "weight_version must be a text of .*, got 5"),
+        ("/weights_checker", {"success": True, "ranks": [[]]}, "ranks must be a list of objects"),
         ("/v1/models", {"data": {}}, "data must be a list of objects"),
         ("/v1/tokenize", {"tokens": [1, True]}, "tokens must be a list of integers"),
         ("/openapi.json", {"paths": []}, "paths must be an object"),
@@ -331,3 +351,16 @@ def test_control_when_a_field_is_of_another_kind_then_refused_by_server_endpoint
     with pytest.raises(RolloutProtocolError, match=named) as error:
         parse_control(orjson.dumps(answer), server=URL, endpoint=endpoint, status=200)
     assert (error.value.url, error.value.endpoint) == (URL, endpoint)
+
+
+@pytest.mark.parametrize("quoted", ["sk-Zr7/ab", "Bearer sk-Zr7/ab", r"sk-Zr7\/ab"])
+def test_control_when_an_answer_quotes_a_key_then_no_text_of_it_has_it(quoted):
+    class Holder:
+        pass
+
+    holder = Holder()
+    keep_secret(holder, "sk-Zr7/ab")
+    body = f'{{"weight_version": "unfinished {quoted}", "model_type": "{quoted}"}}'.encode()
+    answer = parse_control(body, server=URL, endpoint="/model_info", status=200)
+    assert HIDDEN in answer["weight_version"] and HIDDEN in answer["model_type"]
+    assert "Zr7" not in repr(answer)

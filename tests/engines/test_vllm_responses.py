@@ -13,6 +13,7 @@ from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError
 from megatron_rl_corr.engines.routes import ExpertShape, no_routes
 from megatron_rl_corr.engines.trajectory import VersionSpan
+from tests.faults.door import NONSENSE
 
 ENGINE, URL = load_engine("vllm"), "http://host:1"
 PROMPT = torch.tensor([3, 1, 4])
@@ -212,16 +213,26 @@ def test_parse_when_answer_is_an_error_then_it_is_the_servers():
     assert failed.value.status == 500
 
 
-def test_parse_control_when_empty_failed_or_an_error():
-    def control(body):
-        return ENGINE.parse_control(body, server=URL, endpoint="/x", status=200)
+@pytest.mark.parametrize("endpoint", [
+    "/pause?mode=keep", "/resume", "/update_weight_version", "/reset_prefix_cache", "/collective_rpc", "/weight_info",
+])  # fmt: skip
+def test_parse_control_when_a_proxy_answers_for_the_server_then_it_passes_for_no_success(endpoint):
+    for body in (*NONSENSE, b"true", b'"ok"', b"{}", b'{"status": 200}', b'{"success": 1}'):
+        with pytest.raises(RolloutProtocolError) as error:
+            ENGINE.parse_control(body, server=URL, endpoint=endpoint, status=200)
+        assert (error.value.url, error.value.endpoint) == (URL, endpoint)
 
-    assert control(b"") == {} and control(b'{"success": true}') == {"success": True}
+
+def test_parse_control_when_empty_failed_or_an_error():
+    def control(body, endpoint="/x"):
+        return ENGINE.parse_control(body, server=URL, endpoint=endpoint, status=200)
+
+    assert control(b"", "/health") == {} and control(b'{"success": true}') == {"success": True}
     for path, wrong, named in (
-        ("/collective_rpc", {"results": 5}, "results must be a list or null, got 5"),
+        ("/collective_rpc", {"results": 5}, "results must be a list, got 5"),
         ("/server_info?config_format=json", {"vllm_config": 5}, "vllm_config must be an object or null, got 5"),
         ("/server_info", {"vllm_config": {"parallel_config": {"world_size": 0}}}, "parallel_config.world_size must be"),
-        ("/weight_info", {"weight_version": 1}, "weight_version must be a text .* or null, got 1"),
+        ("/weight_info", {"weight_version": 1}, "weight_version must be a text of .*, got 1"),
         ("/is_paused", {"is_paused": "no"}, "is_paused must be true, false or null, got no"),
     ):
         with pytest.raises(RolloutProtocolError, match=named):

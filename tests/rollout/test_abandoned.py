@@ -6,7 +6,7 @@ import os
 import pytest
 
 from megatron_rl_corr.files import atomic_writer
-from megatron_rl_corr.rollout.abandoned import drop_files, drop_rows
+from megatron_rl_corr.rollout.abandoned import drop_files, drop_rows, move_files
 from megatron_rl_corr.rollout.sample_folder import NAME
 from tests.faults.drills import drill
 
@@ -69,3 +69,19 @@ def test_files_when_a_run_goes_on_behind_step_8_then_only_files_of_later_steps_a
     kept = {*own, *others, "elsewhere", "step_000011_replica0.parquet", "step_000012_replica0.parquet"}
     assert set(os.listdir(tmp_path)) == kept and (tmp_path / "notes").read_text() == "notes"
     assert drop_files(tmp_path / "gone", NAME, 8) == []
+
+
+@drill("a run begins in a folder of another one", promised="the other's files are kept, aside")
+def test_files_when_another_run_has_left_them_then_they_are_moved_whole_and_nothing_else_is(tmp_path):
+    own = ["step_000001_replica0.parquet", "step_000002_replica1.parquet"]
+    for name in (*own, "notes", "step_000001_replica0.json"):
+        (tmp_path / name).write_text(name)
+    (tmp_path / "step_000003_replica0.parquet").symlink_to(tmp_path / "notes")
+    aside = tmp_path / "earlier-1"
+    assert move_files(tmp_path, NAME, aside) == own
+    assert {path.name: path.read_text() for path in aside.iterdir()} == {name: name for name in own}
+    assert set(os.listdir(tmp_path)) == {
+        "earlier-1", "notes", "step_000001_replica0.json", "step_000003_replica0.parquet"
+    }  # fmt: skip
+    assert move_files(tmp_path, NAME, aside) == []
+    assert move_files(tmp_path / "gone", NAME, aside) == []

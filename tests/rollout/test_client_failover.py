@@ -228,7 +228,7 @@ def test_generate_when_a_healthy_server_fails_each_time_then_the_sample_fails_af
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 413])
-def test_generate_when_the_request_itself_is_refused_then_not_asked_again(faulty, status):
+def test_generate_when_each_server_refuses_the_request_then_asked_twice_at_most(faulty, status):
     """A wrong key or address is no sample's fault: it is raised as the server's own error."""
     asked = []
 
@@ -243,8 +243,31 @@ def test_generate_when_the_request_itself_is_refused_then_not_asked_again(faulty
         assert getattr(error.value, "cause", None) == ("refused" if of_the_sample else None)
         assert client.counts()["left_out"] == 0
 
-    faulty.run(scenario, refuses, refuses)
+    faulty.run(scenario, refuses)
     assert asked == ["/generate"]
+    faulty.run(scenario, refuses, refuses)
+    assert asked == ["/generate"] * 3
+
+
+@drill("one of two servers refuses every request, by HTTP 4xx or a redirect",
+       promised="its samples are asked for at the other, and it is left out")  # fmt: skip
+@pytest.mark.parametrize("status", [302, 400, 404, 413, 422])
+def test_generate_when_one_server_refuses_what_another_takes_then_the_first_is_left_out(faulty, status, seen):
+    asked = []
+
+    async def refuses(request):
+        asked.append(request.path)
+        return web.Response(status=status, text="no")
+
+    async def scenario(client):
+        samples = await client.generate([[1], [2, 3]], ONE, samples_per_prompt=4)
+        return samples, client.counts(), client.left_out
+
+    samples, counts, left_out = faulty.run(scenario, refuses, faulty.good)
+    assert len(samples) == 8 and all(sample.output_ids.tolist() == [5] for sample in samples)
+    refused = asked.count("/generate")
+    assert 1 <= refused == counts["retries"] <= 4 and counts["left_out"] == 1 and len(left_out) == 1
+    seen(f"HTTP {status}: {refused} of 8 samples were asked for elsewhere, 1 server left out")
 
 
 @drill("every server dies", promised="one error names all with their causes")

@@ -196,6 +196,9 @@ class Pending:
     def wait(self):
         self.over.wait(30)
 
+    def is_completed(self):
+        return self.over.is_set()
+
 
 def test_leave_when_a_broadcast_hangs_then_nobody_waits_for_it_and_the_group_is_freed_once_it_is_over(group):
     made, pending = group(Server(answers)), Pending()
@@ -208,6 +211,16 @@ def test_leave_when_a_broadcast_hangs_then_nobody_waits_for_it_and_the_group_is_
     while held() is not None and time.monotonic() < end:
         time.sleep(0.01)
     assert held() is None
+
+
+def test_leave_when_no_broadcast_is_under_way_then_the_group_is_freed_at_once(group):
+    """On a thread it could be freed while Python ends, which aborts the process."""
+    made, pending = group(Server(answers)), Pending()
+    made._group, made._works = Failing(), [pending]
+    pending.over.set()
+    held, before = weakref.ref(made._group), threading.active_count()
+    made.leave()
+    assert held() is None and threading.active_count() == before
 
 
 def transport_to(loop, monkeypatch, group, *controls):

@@ -4,11 +4,13 @@ from typing import Any
 
 from megatron_rl_corr.engines.answer_types import (
     COUNT,
+    DONE,
     FLAG,
     IDS,
     LIST,
     OBJECT,
     OBJECTS,
+    OK,
     SCALAR,
     TEXT,
     Fields,
@@ -29,8 +31,18 @@ FIELDS: dict[str, Fields] = {
              "ep_num_redundant_experts", "init_expert_location", "disable_shared_experts_fusion"), SCALAR,
         ),
     },
-    "/model_info": dict.fromkeys(("weight_version", "model_path", "served_model_name", "model_type"), TEXT.or_null()),
-    "/weights_checker": {"ranks": OBJECTS},
+    "/model_info": {
+        "weight_version": TEXT.always(),
+        **dict.fromkeys(("model_path", "served_model_name", "model_type"), TEXT.or_null()),
+    },
+    "/pause_generation": {"status": OK},
+    "/continue_generation": {"status": OK},
+    **dict.fromkeys(
+        ("/begin_weight_update", "/end_weight_update", "/init_weights_update_group", "/destroy_weights_update_group",
+         "/update_weights_from_distributed", "/update_weights_from_tensor", "/update_weights_from_disk",
+         "/update_weight_version"), {"success": DONE},
+    ),
+    "/weights_checker": {"success": DONE, "ranks": OBJECTS},
     "/v1/loads": {"loads": OBJECTS},
     "/v1/models": {"data": OBJECTS},
     "/v1/tokenize": {"tokens": IDS},
@@ -38,6 +50,11 @@ FIELDS: dict[str, Fields] = {
     "/workers": {"workers": LIST},
 }  # fmt: skip
 """Endpoint -> name of a field -> what it holds."""
+
+SENTENCES = {"/flush_cache": b"Cache flushed"}
+"""Endpoint whose answer is no JSON -> how it begins when all went well."""
+EMPTY = ("/health", "/ready", "/abort_request")
+"""Endpoints whose answer has no body."""
 
 
 def check_fields(answer: dict[str, Any], endpoint: str) -> dict[str, Any]:

@@ -7,13 +7,13 @@ from operator import itemgetter
 from typing import Any
 
 import numpy as np
-import orjson
 import torch
 
 from megatron_rl_corr.engines import answers
 from megatron_rl_corr.engines.errors import MESSAGE_START, RolloutServerError, body_start, shown
 from megatron_rl_corr.engines.routes import ExpertShape, no_routes
-from megatron_rl_corr.engines.sglang.answer_fields import check_fields
+from megatron_rl_corr.engines.secrets import redacted
+from megatron_rl_corr.engines.sglang.answer_fields import EMPTY, SENTENCES, check_fields
 from megatron_rl_corr.engines.sglang.logprob_rows import read_flat
 from megatron_rl_corr.engines.sglang.routed_experts import decode
 from megatron_rl_corr.engines.trajectory import Support, Trajectory, VersionSpan
@@ -91,17 +91,20 @@ def parse_generate(
 
 
 def parse_control(body: bytes, *, server: str, endpoint: str, status: int) -> dict[str, Any]:
-    """The JSON object of a control endpoint's answer; {"message": text} for the ones that answer with text.
+    """The JSON object of a control endpoint's answer; {} for those that answer with a sentence or nothing.
 
-    Raises RolloutServerError for {"success": false}, whatever the status.
+    Raises:
+        RolloutServerError: {"success": false}, whatever the status.
+        RolloutProtocolError: it is no answer to this request, as a proxy's page is none.
     """
+    name = endpoint.partition("?")[0]
     with answers.reading(server, endpoint):
-        try:
-            answer = orjson.loads(body) if body else {}
-        except orjson.JSONDecodeError:  # /flush_cache answers with a sentence
-            answer = {"message": body_start(body)}
-        if not isinstance(answer, dict):
-            raise ValueError(f"expected a JSON object, got {body_start(body)}")
+        sentence = SENTENCES.get(name)
+        if sentence is not None and not body.startswith(sentence):
+            raise ValueError(f'it must begin with "{sentence.decode()}", got {body_start(body)}')
+        if sentence is not None or (name in EMPTY and not body):
+            return {}
+        answer = answers.json_object(answers.without_secrets(body), server, endpoint)
         if answer.get("success") is False:
             raise RolloutServerError(server, endpoint, status, body_start(body))
         return check_fields(answer, endpoint)
@@ -181,7 +184,7 @@ def _weight_versions(meta: dict, response_length: int) -> tuple[VersionSpan, ...
     version = meta.get("weight_version")
     if not isinstance(version, str):
         raise ValueError(f"weight_version must be a string, got {shown(version)}")
-    return (VersionSpan(version, 0, response_length),)
+    return (VersionSpan(redacted(version), 0, response_length),)
 
 
 def server_times(body: bytes) -> dict[str, float]:

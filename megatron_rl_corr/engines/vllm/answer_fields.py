@@ -4,6 +4,7 @@ from typing import Any
 
 from megatron_rl_corr.engines.answer_types import (
     COUNT,
+    DONE,
     FLAG,
     IDS,
     LIST,
@@ -11,6 +12,7 @@ from megatron_rl_corr.engines.answer_types import (
     OBJECTS,
     TEXT,
     Fields,
+    Kind,
     check_types,
 )
 
@@ -34,14 +36,21 @@ FIELDS: dict[str, Fields] = {
             },
         },
     },
-    "/weight_info": {"weight_version": TEXT.or_null()},
-    "/collective_rpc": {"results": LIST.or_null()},
+    "/weight_info": {"weight_version": TEXT.always()},
+    "/pause": {"status": Kind('"paused"', lambda value: value == "paused").always()},
+    "/resume": {"status": Kind('"resumed"', lambda value: value == "resumed").always()},
+    "/update_weight_version": {"success": DONE},
+    "/reset_prefix_cache": {"success": DONE},
+    "/collective_rpc": {"results": LIST.always()},
     "/is_paused": {"is_paused": FLAG},
     "/v1/models": {"data": OBJECTS},
     "/tokenize": {"tokens": IDS},
     "/openapi.json": {"paths": OBJECT},
 }  # fmt: skip
 """Endpoint -> name of a field -> what it holds."""
+
+EMPTY = ("/health",)
+"""Endpoints whose answer has no body."""
 
 
 def check_fields(answer: dict[str, Any], endpoint: str) -> dict[str, Any]:

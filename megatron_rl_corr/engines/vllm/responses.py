@@ -16,7 +16,7 @@ from megatron_rl_corr.engines import answers
 from megatron_rl_corr.engines.errors import MESSAGE_START, RolloutServerError, body_start, shown
 from megatron_rl_corr.engines.routes import ExpertShape, no_routes
 from megatron_rl_corr.engines.trajectory import Trajectory, VersionSpan
-from megatron_rl_corr.engines.vllm.answer_fields import check_fields
+from megatron_rl_corr.engines.vllm.answer_fields import EMPTY, check_fields
 from megatron_rl_corr.engines.vllm.requests import GENERATE
 from megatron_rl_corr.engines.vllm.routed_experts import decode
 
@@ -78,13 +78,15 @@ def parse_generate(
 
 
 def parse_control(body: bytes, *, server: str, endpoint: str, status: int) -> dict[str, Any]:
-    """The JSON object of a control endpoint's answer; {} for an empty one.
+    """The JSON object of a control endpoint's answer; {} for those that answer nothing.
 
     Raises RolloutServerError for {"success": false}, for {"error": ..}, whatever the status, and for an error that a
     worker extension's method has answered.
     """
     with answers.reading(server, endpoint):
-        answer = answers.json_object(body, server, endpoint) if body else {}
+        if not body and endpoint in EMPTY:
+            return {}
+        answer = answers.json_object(answers.without_secrets(body), server, endpoint)
         if answer.get("success") is False:
             raise RolloutServerError(server, endpoint, status, body_start(body))
         _raise_error(answer, server, endpoint, status)

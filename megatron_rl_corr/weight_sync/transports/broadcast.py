@@ -204,12 +204,16 @@ class UpdateGroup:
         """Leave the group, after the servers or without them.
 
         A broadcast to a server that hangs ends by its time limit only, and a group waits for it when it is freed: so
-        it is freed on a thread, which does not keep the process from ending. With NCCL it stays until then: whether it
-        would wait for a rank that is gone has not been tried.
+        such a group is freed on a thread, which does not keep the process from ending. Any other is freed at once: a
+        thread that is freeing a group while Python ends would abort the process. With NCCL a group stays until then:
+        whether freeing it would wait for a rank that is gone has not been tried.
         """
         held, works, self._works = [self._group], self._works, []
         del self._group
-        if self._backend == "gloo":
+        if self._backend != "gloo":
+            return
+        works = [work for work in works if not work.is_completed()]
+        if works:
             threading.Thread(target=_free, args=[held, works], name="weight-group", daemon=True).start()
 
     def _cause(self, error: Exception, request: Future, what: str) -> Exception:
