@@ -48,6 +48,18 @@ OBJECT = Kind("an object", lambda value: type(value) is dict)
 OBJECTS = Kind("a list of objects", lambda value: type(value) is list and set(map(type, value)) <= {dict})
 
 
+def check_fields(answer: dict[str, Any], endpoint: str, tables: Mapping[str, Fields]) -> dict[str, Any]:
+    """The answer, if its fields hold what they should. Raises ValueError that names the field.
+
+    Args:
+        answer: to a control request.
+        endpoint: of the request, with its query.
+        tables: of an engine: endpoint without a query -> its fields.
+    """
+    check_types(answer, tables.get(endpoint.partition("?")[0], {}))
+    return answer
+
+
 def check_types(answer: Mapping[str, Any], fields: Fields, where: str = "") -> None:
     """Raise ValueError, naming the field, for one of another kind than the table says, or one that lacks and must not.
 

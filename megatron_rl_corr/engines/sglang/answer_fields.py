@@ -1,7 +1,5 @@
 """What SGLang's control answers hold, as far as this package reads them."""
 
-from typing import Any
-
 from megatron_rl_corr.engines.answer_types import (
     COUNT,
     DONE,
@@ -14,7 +12,6 @@ from megatron_rl_corr.engines.answer_types import (
     SCALAR,
     TEXT,
     Fields,
-    check_types,
 )
 
 FIELDS: dict[str, Fields] = {
@@ -55,14 +52,3 @@ SENTENCES = {"/flush_cache": b"Cache flushed"}
 """Endpoint whose answer is no JSON -> how it begins when all went well."""
 EMPTY = ("/health", "/ready", "/abort_request")
 """Endpoints whose answer has no body."""
-
-
-def check_fields(answer: dict[str, Any], endpoint: str) -> dict[str, Any]:
-    """The answer, if its fields hold what they should. Raises ValueError that names the field.
-
-    Args:
-        answer: to a control request.
-        endpoint: of the request, with its query.
-    """
-    check_types(answer, FIELDS.get(endpoint.partition("?")[0], {}))
-    return answer

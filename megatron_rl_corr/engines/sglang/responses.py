@@ -10,10 +10,11 @@ import numpy as np
 import torch
 
 from megatron_rl_corr.engines import answers
+from megatron_rl_corr.engines.answer_types import check_fields
 from megatron_rl_corr.engines.errors import MESSAGE_START, RolloutServerError, body_start, shown
 from megatron_rl_corr.engines.routes import ExpertShape, no_routes
 from megatron_rl_corr.engines.secrets import redacted
-from megatron_rl_corr.engines.sglang.answer_fields import EMPTY, SENTENCES, check_fields
+from megatron_rl_corr.engines.sglang.answer_fields import EMPTY, FIELDS, SENTENCES
 from megatron_rl_corr.engines.sglang.logprob_rows import read_flat
 from megatron_rl_corr.engines.sglang.routed_experts import decode
 from megatron_rl_corr.engines.trajectory import Support, Trajectory, VersionSpan
@@ -107,7 +108,7 @@ def parse_control(body: bytes, *, server: str, endpoint: str, status: int) -> di
         answer = answers.json_object(answers.without_secrets(body), server, endpoint)
         if answer.get("success") is False:
             raise RolloutServerError(server, endpoint, status, body_start(body))
-        return check_fields(answer, endpoint)
+        return check_fields(answer, endpoint, FIELDS)
 
 
 def _logprob_values(meta: dict, output_ids: np.ndarray) -> list:

@@ -1,7 +1,5 @@
 """What vLLM's control answers hold, as far as this package reads them."""
 
-from typing import Any
-
 from megatron_rl_corr.engines.answer_types import (
     COUNT,
     DONE,
@@ -13,7 +11,6 @@ from megatron_rl_corr.engines.answer_types import (
     TEXT,
     Fields,
     Kind,
-    check_types,
 )
 
 FIELDS: dict[str, Fields] = {
@@ -51,14 +48,3 @@ FIELDS: dict[str, Fields] = {
 
 EMPTY = ("/health",)
 """Endpoints whose answer has no body."""
-
-
-def check_fields(answer: dict[str, Any], endpoint: str) -> dict[str, Any]:
-    """The answer, if its fields hold what they should. Raises ValueError that names the field.
-
-    Args:
-        answer: to a control request.
-        endpoint: of the request, with its query.
-    """
-    check_types(answer, FIELDS.get(endpoint.partition("?")[0], {}))
-    return answer

@@ -13,10 +13,11 @@ import numpy as np
 import torch
 
 from megatron_rl_corr.engines import answers
+from megatron_rl_corr.engines.answer_types import check_fields
 from megatron_rl_corr.engines.errors import MESSAGE_START, RolloutServerError, body_start, shown
 from megatron_rl_corr.engines.routes import ExpertShape, no_routes
 from megatron_rl_corr.engines.trajectory import Trajectory, VersionSpan
-from megatron_rl_corr.engines.vllm.answer_fields import EMPTY, check_fields
+from megatron_rl_corr.engines.vllm.answer_fields import EMPTY, FIELDS
 from megatron_rl_corr.engines.vllm.requests import GENERATE
 from megatron_rl_corr.engines.vllm.routed_experts import decode
 
@@ -90,7 +91,7 @@ def parse_control(body: bytes, *, server: str, endpoint: str, status: int) -> di
         if answer.get("success") is False:
             raise RolloutServerError(server, endpoint, status, body_start(body))
         _raise_error(answer, server, endpoint, status)
-        check_fields(answer, endpoint)
+        check_fields(answer, endpoint, FIELDS)
         results = answer.get("results") or []
         told = [shown(one["error"], MESSAGE_START) for one in results if isinstance(one, dict) and "error" in one]
         if told:  # of each rank that refused, mostly the same
