@@ -141,6 +141,9 @@ def test_presets_when_listed_then_a_table_of_all_within_110_columns():
     assert ["", "", "seq_max_ratio >= 0.0001", ""] in cells
     assert table["nemo_rl_seq_mask_tis"] == ["token, no bound", "seq_mean_ratio in [0.999, 1.002]", "ppo_clip"]
     assert table["m2po"] == ["1", "m2 <= 0.04", "ppo_clip"]
+    assert table["vespo"] == ["sequence, w^k e^(l (1 - w))", "all", "reinforce, bypass"]
+    assert table["trm"] == ["1", "seq_max_binary_kl <= 0.05", "ppo_clip"]
+    assert table["prime_rl"] == ["1", "all", "dppo_tv, bypass"]
 
 
 @pytest.mark.parametrize("arguments", [(), ("reprot",)])

@@ -6,35 +6,35 @@ rho = pi_train / pi_rollout everywhere; every bound is one end of a closed inter
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from megatron_rl_corr.config import notation
 from megatron_rl_corr.config.checks import NO_WEIGHTS, check_bounds, nearest, plain
-from megatron_rl_corr.config.fields import Between, Positive, option
-from megatron_rl_corr.config.kl import KLPenalties
-from megatron_rl_corr.config.losses import AGGREGATIONS, DUAL_CLIP, LOSS_KINDS, LossKind, check_names, kind_of
+from megatron_rl_corr.config.fields import Positive, option
+from megatron_rl_corr.config.loss_settings import LossSettings
 from megatron_rl_corr.config.presets import PRESET_FIELDS
-from megatron_rl_corr.config.rules import RejectionRule, rules_help
+from megatron_rl_corr.config.rules import RejectionRule, inputs_of, rules_help
 
 
 @dataclass(frozen=True)
-class RolloutCorrectionConfig(KLPenalties):
+class RolloutCorrectionConfig(LossSettings):
     """Correction: importance weights, rejection rules, policy loss and how it is averaged.
 
-    None in a setting of the loss means the loss's own value (config/losses.py); read it through `clip`, `aggregation`
-    and `advantage_kind`. Example: RolloutCorrectionConfig(rollout_is="token", rollout_is_upper=2.0)
+    The settings of the loss are those of LossSettings. Example: RolloutCorrectionConfig(rollout_is="token",
+    rollout_is_upper=2.0)
     """
 
     rollout_is: Literal["token", "sequence", "geometric", "turn"] | None = option(None, none="none")
     """Level of the importance weight pi_train / pi_rollout: token (rho_t), sequence (their product), geometric (their
     geometric mean) or turn (their product over the token's turn); none turns the weights off."""
 
-    rollout_is_mode: Literal["truncate", "clip", "mask"] = "truncate"
+    rollout_is_mode: Literal["truncate", "clip", "mask", "gamma"] = "truncate"
     """Weights out of bounds: truncate makes them min(w, upper), clip moves them into [lower, upper], mask makes them 0
-    (IcePop). Where only `rollout_is_threshold` is given, one bound truncates and two mask."""
+    (IcePop). Where only `rollout_is_threshold` is given, one bound truncates and two mask. gamma has no bounds: with
+    `rollout_is` sequence it makes w^k e^(l (1 - w)) of them, k = 2 and l = 3 where the advantage is not negative, else
+    3 and 2 (VESPO, arXiv:2602.10693)."""
 
     rollout_is_lower: float | None = option(None, flag=None)
     """Lower bound of the weight; for clip and mask."""
@@ -67,55 +67,13 @@ class RolloutCorrectionConfig(KLPenalties):
     diagnostics_only: bool = False
     """Measure and log the correction, change nothing: every weight is 1 and no valid token is masked."""
 
-    loss: str = option(
-        "ppo_clip", metavar="NAME|FILE.py:NAME",
-        more="; ".join(f"{name}: {kind.doc}" for name, kind in LOSS_KINDS.items()) + ".",
-    )
-    """Policy loss: a name, or FILE.py:NAME or package.module:NAME of your own function of the inputs and these
-    settings."""
-
-    clip_ratio_low: float | None = option(None, metavar="X")
-    """Clip pi_theta / pi_old from below at 1 - X (dppo_tv: bound their difference); default: the loss's own, 0.2 for
-    ppo_clip."""
-
-    clip_ratio_high: float | None = option(None, metavar="X")
-    """Clip pi_theta / pi_old from above at 1 + X (dppo_tv: bound their difference); default: the loss's own, 0.2 for
-    ppo_clip."""
-
-    clip_ratio_c: float | None = option(DUAL_CLIP, metavar="X", none="none")
-    """Dual clip: where the advantage is negative, the loss of a token is at most X times |A|; none turns it off."""
-
-    loss_aggregation: str | None = option(None, choices=AGGREGATIONS)
-    """How token losses become one number (default: the loss's own, token-mean for ppo_clip);
-    seq-mean-token-sum-norm divides each sequence's sum by `loss_scale_length` (Dr.GRPO)."""
-
-    loss_scale_length: Annotated[float | None, Positive("use the longest response", finite=True)] = option(
-        None, metavar="N", none="none"
-    )
-    """Constant length of seq-mean-token-sum-norm, usually `max_new_tokens`."""
-
-    loss_denominator: Literal["valid", "kept"] = "valid"
-    """Tokens (and sequences) that the loss is divided by: valid (before rejection) or kept (after it)."""
-
-    entropy_coef: Annotated[float, Between(0, remedy="0 turns it off", finite=True)] = option(0.0, metavar="X")
-    """Coefficient of the entropy bonus, which is subtracted from the loss; 0 turns it off."""
-
-    advantage: str | None = option(None, metavar="NAME|FILE.py:NAME")
-    """grpo: (r - mean) / (std + 1e-6), group_mean: r - mean, rloo: r - mean of the others, over the group's samples
-    that were not rejected; raw: r; reinforce_plus_plus: (r - mean) / std over the tokens of the global batch,
-    reinforce_plus_plus_baseline: the same of r - the group's mean; or FILE.py:NAME or package.module:NAME of your own
-    function. Default: the loss's own, grpo for ppo_clip."""
-
     def __post_init__(self) -> None:
         object.__setattr__(self, "rollout_rs", tuple(self.rollout_rs))
         super().__post_init__()
 
     def check(self) -> None:
-        check_names(self.loss, self.advantage)
         self._check_weights()
         self._check_rules()
-        self._check_clip()
-        self._check_loss()
         if self.bypass_mode:
             self._check_bypass()
 
@@ -127,6 +85,9 @@ class RolloutCorrectionConfig(KLPenalties):
                     "`rollout_is_threshold`, `rollout_is_mode` and `rollout_is_batch_normalize` have no effect without "
                     "weights; add `rollout_is` token, sequence or geometric, or drop them"
                 )
+            return
+        if mode == "gamma":
+            self._check_gamma()
             return
         if upper is None:
             raise ValueError(f"`rollout_is` {self.rollout_is} needs `rollout_is_threshold`; 2.0 is usual")
@@ -142,6 +103,19 @@ class RolloutCorrectionConfig(KLPenalties):
                 "as LOWER_UPPER, for example 0.5_5.0"
             )
 
+    def _check_gamma(self) -> None:
+        if self.rollout_is != "sequence":
+            raise ValueError(
+                f"`rollout_is_mode` gamma weighs whole sequences by the product of their ratios, got `rollout_is` "
+                f"{self.rollout_is}; use `rollout_is` sequence, or another mode"
+            )
+        for name in ("rollout_is_lower", "rollout_is_upper"):
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"`{name}` {plain(getattr(self, name))} has no effect with `rollout_is_mode` gamma, whose weights "
+                    "are at most 1.25 without a bound; drop it, and `rollout_is_threshold`, or use another mode"
+                )
+
     def _check_rules(self) -> None:
         for rule in self.rollout_rs:
             if not isinstance(rule, RejectionRule):
@@ -152,39 +126,6 @@ class RolloutCorrectionConfig(KLPenalties):
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"`rollout_rs` names {name} twice; give each rule once, with one pair of bounds")
-
-    def _check_clip(self) -> None:
-        kind = self.kind
-        for side, limit, bound in (("low", "in (0, 1]", 1.0), ("high", "positive and finite", math.inf)):
-            value = getattr(self, f"clip_ratio_{side}")
-            if value is not None and kind.clip is None:
-                raise ValueError(
-                    f"`clip_ratio_{side}` has no effect with `loss` {self.loss}, which does not clip; drop it, or use "
-                    "`loss` ppo_clip"
-                )
-            if value is not None and (not 0 < value <= bound or value == math.inf):
-                usual = plain(kind.clip[side == "high"])
-                raise ValueError(
-                    f"`clip_ratio_{side}` must be {limit}, got {plain(value)}; {usual} is usual for {self.loss}"
-                )
-        dual = self.clip_ratio_c
-        if dual is not None and not 1 < dual < math.inf:
-            raise ValueError(f"`clip_ratio_c` must be above 1, got {plain(dual)}; 3 is usual, none turns it off")
-        if dual != DUAL_CLIP and not kind.dual_clip:
-            raise ValueError(f"`clip_ratio_c` has no effect with `loss` {self.loss}; drop it")
-
-    def _check_loss(self) -> None:
-        normed = self.aggregation == "seq-mean-token-sum-norm"
-        if normed and self.loss_scale_length is None:
-            raise ValueError(
-                "`loss_aggregation` seq-mean-token-sum-norm needs `loss_scale_length`; use the longest response, the "
-                "value of `max_new_tokens`"
-            )
-        if not normed and self.loss_scale_length is not None:
-            raise ValueError(
-                f"`loss_scale_length` has no effect with `loss_aggregation` {self.aggregation}; use "
-                "seq-mean-token-sum-norm, or drop it"
-            )
 
     def _check_bypass(self) -> None:
         if self.rollout_is is not None and self.kind.has_ratio:
@@ -206,28 +147,12 @@ class RolloutCorrectionConfig(KLPenalties):
                 )
 
     @property
-    def kind(self) -> LossKind:
-        """What the loss brings of its own."""
-        return kind_of(self.loss)
-
-    @property
-    def clip(self) -> tuple[float, float]:
-        """(low, high) of the loss's clip, given or the loss's own."""
-        low, high = self.kind.clip or (math.nan, math.nan)
-        return (
-            low if self.clip_ratio_low is None else self.clip_ratio_low,
-            high if self.clip_ratio_high is None else self.clip_ratio_high,
-        )
-
-    @property
-    def aggregation(self) -> str:
-        """loss_aggregation, or the loss's own."""
-        return self.loss_aggregation or self.kind.aggregation
-
-    @property
-    def advantage_kind(self) -> str:
-        """advantage, or the one that belongs to the loss."""
-        return self.advantage or self.kind.advantage
+    def needed_inputs(self) -> dict[str, str]:
+        """Each input of RULE_INPUTS that the correction needs, and the setting that needs it."""
+        found = inputs_of(self.rollout_rs)
+        if self.rollout_is_mode == "gamma":
+            found.setdefault("advantages", "rollout_is_mode gamma")
+        return found
 
     @property
     def changes_gradient(self) -> bool:

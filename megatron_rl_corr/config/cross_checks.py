@@ -13,7 +13,10 @@ from megatron_rl_corr.config.rules import check_trainer_inputs
 from megatron_rl_corr.config.run import OVER_HTTP, RunConfig
 from megatron_rl_corr.config.urls import check_urls_of
 
-_CLIPS = ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
+_CLIPS = (
+    "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "sapo_temperature_pos", "sapo_temperature_neg", "dro_beta",
+)  # fmt: skip
+"""What acts on the ratio to pi_old alone: bounds, and what stands in their place."""
 
 
 def check_together(config: RolloutCorrectionConfig, run: RunConfig) -> None:
@@ -127,8 +130,8 @@ def check_given_clips(config: RolloutCorrectionConfig, given: Mapping[str, Any],
         if name in given:
             raise ValueError(
                 f"`{name}` {given[name]} has no effect: a batch makes one update, so pi_old is the policy that is "
-                "trained, its ratio is 1 and nothing is clipped. Drop it, or make several updates with "
-                "`updates_per_batch`; `bypass_mode` clips the ratio to pi_rollout, and `rollout_is` with "
+                "trained, its ratio is 1 and nothing is clipped, gated or pulled. Drop it, or make several updates "
+                "with `updates_per_batch`; `bypass_mode` clips the ratio to pi_rollout, and `rollout_is` with "
                 "`rollout_is_threshold` bounds the weights"
             )
 
@@ -139,4 +142,5 @@ def idle_clips(config: RolloutCorrectionConfig, updates: int) -> str | None:
     given = [f"`{name}` {getattr(config, name)}" for name in _CLIPS if getattr(config, name) != getattr(usual, name)]
     if updates > 1 or config.bypass_mode or not given:
         return None
-    return f"{', '.join(given)} of the configuration can't act: with one update a batch r = 1, and nothing is clipped"
+    nothing = "nothing is clipped, gated or pulled"
+    return f"{', '.join(given)} of the configuration can't act: with one update a batch r = 1, and {nothing}"

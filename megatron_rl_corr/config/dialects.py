@@ -15,6 +15,9 @@ from megatron_rl_corr.config.rules import RejectionRule
 # The same setting under a peer's name.
 RENAMED = {
     "loss_type": ("loss", "verl"),
+    "loss_mode": ("loss", "verl"),
+    "tau_pos": ("sapo_temperature_pos", "verl"),
+    "tau_neg": ("sapo_temperature_neg", "verl"),
     "loss_agg_mode": ("loss_aggregation", "verl"),
     "loss_scale_factor": ("loss_scale_length", "verl"),
     "entropy_coeff": ("entropy_coef", "verl"),
@@ -30,6 +33,7 @@ RENAMED = {
     "reference_policy_kl_type": ("kl_loss_type", "NeMo-RL"),
 }
 _KL_NAMES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3", "low_var_kl+": "k3+"}
+_LOSS_NAMES = {"vanilla": "ppo_clip", "gpg": "reinforce"}
 _SWIFT = "rollout_importance_sampling_mode"
 _SLIME_LEVELS = {"token": "token", "sequence": "seq_sum", "geometric": "seq_mean"}
 _NEMO = "truncated_importance_sampling_ratio"
@@ -52,6 +56,8 @@ def in_our_names(mapping: dict[str, Any]) -> dict[str, Any]:
             if name in ours:
                 raise ValueError(f"{name} and {theirs} ({peer}'s name) are the same setting; give one of them")
             ours[name] = ours.pop(theirs)
+    if "loss" in ours:
+        ours["loss"] = _LOSS_NAMES.get(ours["loss"], ours["loss"])
     if "kl_loss_type" in ours:
         ours["kl_loss_type"] = _KL_NAMES.get(ours["kl_loss_type"], ours["kl_loss_type"])
     for peer, (translate, keys) in _PEERS.items():

@@ -41,10 +41,16 @@ class LossKind:
     whole_sequences: bool = False
     """Needs seq_ids and num_sequences."""
 
+    soft_clip: bool = False
+    """pi_theta / pi_old is in it, behind a gate and no clip."""
+
+    pulls_to_old: bool = False
+    """It has a gradient towards pi_old, also where the advantage is 0."""
+
     @property
     def has_ratio(self) -> bool:
         """Whether pi_theta / pi_old is part of the formula, as far as is known."""
-        return self.clip is not None and self is not OWN_LOSS
+        return (self.clip is not None or self.soft_clip) and self is not OWN_LOSS
 
 
 LOSS_KINDS: dict[str, LossKind] = {
@@ -65,6 +71,14 @@ LOSS_KINDS: dict[str, LossKind] = {
     "dppo_tv": LossKind(
         "dppo_tv", "drops tokens whose probability has moved by more than the clip (total variation)", (0.15, 0.15)
     ),
+    "dppo_kl": LossKind(
+        "dppo_kl", "drops tokens whose probability has moved outwards by a binary KL above the clip", (0.05, 0.05)
+    ),
+    "sapo": LossKind(
+        "sapo", "the ratio behind a soft gate, whose temperatures take the place of a clip", None,
+        "seq-mean-token-mean", soft_clip=True,
+    ),
+    "dro": LossKind("dro", "log-prob times advantage, and a squared pull to pi_old", pulls_to_old=True),
     "reinforce": LossKind("reinforce", "log-prob times advantage"),
     "rloo": LossKind("reinforce", "REINFORCE with the mean of the other samples as baseline", None,
                      "seq-mean-token-sum", "rloo"),

@@ -215,12 +215,16 @@ def _resolve_weights(base: Mapping[str, Any], settings: dict, changes: dict) -> 
             rollout_is_mode="truncate", rollout_is_lower=None, rollout_is_upper=None,
             rollout_is_batch_normalize=False,
         )
+        return
+    if settings.get("rollout_is_mode", base["rollout_is_mode"]) == "gamma" and threshold is None:
+        # It has no bounds; those of what it is laid over go.
+        changes.update(rollout_is_lower=None, rollout_is_upper=None)
     elif threshold is not None:
         for name in ("rollout_is_lower", "rollout_is_upper"):
             if name in settings:
                 raise ValueError(f"`rollout_is_threshold` and `{name}` both bound the weight; give one of them")
         lower, upper = parse_bounds("`rollout_is_threshold`", threshold)
-        two_sided = "mask" if base["rollout_is_mode"] == "truncate" else base["rollout_is_mode"]
+        two_sided = "clip" if base["rollout_is_mode"] == "clip" else "mask"
         mode = "truncate" if lower is None else two_sided
         changes.update(rollout_is_lower=lower, rollout_is_upper=upper, rollout_is_mode=mode)
     elif base["rollout_is_upper"] is None and "rollout_is_upper" not in settings:

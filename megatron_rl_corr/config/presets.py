@@ -77,6 +77,26 @@ _NEMO_RL: dict[str, dict[str, Any]] = {
     "nemo_rl_seq_logprob_error": {"rollout_rs": (RejectionRule("seq_mean", "exp_abs", upper=1.5),)},
 }
 
+_BINARY_KL = 0.05
+"""DPPO's bound on the binary KL of a token, as in verl's script: trust region masking comes without a usual bound."""
+
+_PAPERS: dict[str, dict[str, Any]] = {
+    "m2po": {"rollout_m2_threshold": 0.04},
+    "vespo": {
+        "bypass_mode": True, "loss": "reinforce", "rollout_is": "sequence", "rollout_is_mode": "gamma",
+    },
+    "trm": {"rollout_rs": (RejectionRule("seq_max", "binary_kl", upper=_BINARY_KL),)},
+    "dppo_binary_kl": {"bypass_mode": True, "loss": "dppo_kl"},
+}
+
+# prime-rl's default loss: DPPO's bound in probability around the servers' policy, and Kimi-K2.5's pull towards it.
+_PRIME_RL: dict[str, dict[str, Any]] = {
+    "prime_rl": {
+        "bypass_mode": True, "loss": "dppo_tv", "clip_ratio_low": 0.2, "clip_ratio_high": 0.2,
+        "sampler_kl_coef": 1e-3, "sampler_kl_type": "squared",
+    },
+}
+
 PRESET_FIELDS: dict[str, dict[str, Any]] = {
-    **_VERL, **_MS_SWIFT, **_SLIME, **_NEMO_RL, "m2po": {"rollout_m2_threshold": 0.04},
+    **_VERL, **_MS_SWIFT, **_SLIME, **_NEMO_RL, **_PRIME_RL, **_PAPERS,
 }

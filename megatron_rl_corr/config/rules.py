@@ -84,6 +84,11 @@ class Divergence:
     spares: str | None = None
     """An input: a sequence in which its sum is not negative is kept, whatever the value. Levels seq_sum, seq_mean."""
 
+    drops: Callable[[TokenRatios], Tensor] | None = None
+    """Which tokens of a sequence out of bounds are dropped, bool [T]; None: all. The others stay, and so does the
+    sequence in its group's baseline. One level, seq_sum, seq_mean or seq_max, and one row at most: the kept length of a
+    sequence is summed for one such rule."""
+
 
 def _ratio_bounds(rule: RejectionRule) -> str | None:
     if rule.level == "seq_max" and ((rule.lower or 0) > 1 or (rule.upper or 2) < 1):
@@ -145,6 +150,17 @@ DIVERGENCES: dict[str, Divergence] = {
         "mask, DeepSeek-V3.2, arXiv:2512.02556)",
         lambda ratios: -ratios.log_ratio, levels=("seq_mean",), needs="advantages", spares="advantages",
         one_bound="it rejects sequences that the trained policy finds less probable",
+    ),
+    "binary_kl": Divergence(
+        "mu log(mu / p) + (1 - mu) log((1 - mu) / (1 - p)) with mu = pi_rollout, p = pi_train: KL(mu || p) of the "
+        "choice between this token and any other, at most that over all tokens (DPPO, arXiv:2602.04879)",
+        lambda ratios: ratios.binary_kl, levels=("token", "seq_mean", "seq_max"), one_bound=_ZERO,
+    ),
+    "vaco": Divergence(
+        "|rho - 1|: in a sequence whose mean is above the bound, drops the tokens that the update moves further from "
+        "rho = 1, those of A D > 0; the others stay (VACO, arXiv:2603.01365)",
+        lambda ratios: ratios.rho_less_one.abs(), levels=("seq_mean",), needs="advantages", one_bound=_ZERO,
+        drops=lambda ratios: ratios.inputs["advantages"] * ratios.log_ratio > 0,
     ),
     "routing": Divergence(
         "share of the token's experts, over all layers, that the server chose and Megatron would not; with "

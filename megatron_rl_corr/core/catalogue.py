@@ -185,7 +185,7 @@ WEIGHTS = in_group(
     ),
     MetricSpec("rollout_corr/weight_min", "smallest importance weight", "min(w)"),
     MetricSpec(
-        "rollout_corr/weight_out_of_bounds", "tokens whose weight the bounds changed",
+        "rollout_corr/weight_out_of_bounds", "tokens whose weight the bounds changed (gamma has none)",
         "tokens with raw w outside its bounds / valid tokens",
     ),
     MetricSpec(

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
-from megatron_rl_corr.config.rules import RULE_INPUTS, inputs_of
+from megatron_rl_corr.config.rules import RULE_INPUTS
 from megatron_rl_corr.core.metrics import Max, Metric
 from megatron_rl_corr.core.mismatch import (
     engine_metrics,
@@ -28,6 +28,7 @@ from megatron_rl_corr.core.ratios import Spans, SpanSums, TokenRatios
 from megatron_rl_corr.core.rejection import (
     Rejection,
     all_reduce_second_moment_mask,
+    passed_columns,
     reject,
     span_columns,
     token_verdicts,
@@ -140,7 +141,7 @@ def compute_correction(
     """
     inputs = {name: values for name, values in inputs.items() if values is not None}
     _check_inputs(config, (train_logprobs, rollout_logprobs, loss_mask, seq_ids), turn_ids, num_turns, inputs)
-    needed = {name: inputs[name] for name in inputs_of(config.rollout_rs)}
+    needed = {name: inputs[name] for name in config.needed_inputs}
     ratios = TokenRatios.of(train_logprobs, rollout_logprobs, loss_mask, needed)
     spans = Spans(seq_ids, num_sequences, turn_ids, num_turns if _by_turn(config) else 1)
 
@@ -175,7 +176,9 @@ def _columns(config: RolloutCorrectionConfig, ratios: TokenRatios, verdicts: dic
         "rollout_logprobs": lambda: ratios.rollout_logprobs,
     }
     if _lengths_kind(config) == "kept" and not config.diagnostics_only:
-        columns["passed"] = lambda: reduce(torch.logical_and, verdicts.values(), ratios.valid)
+        columns |= passed_columns(config, ratios, verdicts)
+    if config.rollout_is_mode == "gamma":
+        columns["input/advantages"] = partial(ratios.inputs.__getitem__, "advantages")
     return columns | span_columns(config, ratios)
 
 
@@ -288,6 +291,7 @@ def _check_inputs(
         raise ValueError(
             f"{by_turn[0]} needs turn_ids and num_turns, above every one of them; pass both, or use another level"
         )
-    for name, rule in inputs_of(config.rollout_rs).items():
+    for name, asker in config.needed_inputs.items():
         if name not in inputs:
-            raise ValueError(f"{rule} needs {name}, {RULE_INPUTS[name].doc}; pass {name}, or use another rule")
+            what = "mode" if " " in asker else "rule"
+            raise ValueError(f"{asker} needs {name}, {RULE_INPUTS[name].doc}; pass {name}, or use another {what}")

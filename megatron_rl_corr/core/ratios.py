@@ -22,6 +22,27 @@ LOG_CLAMP = 20.0
 """exp(+-20) = 4.9e8 and 2.1e-9: beyond it float32 sums lose every other token (verl's bound too)."""
 
 
+NEAREST_TO_1 = 1.0 - 2.0**-24
+"""Half a step of float32 below 1: a probability of which its log-prob tells no more."""
+
+
+def binary_kl(log_mu: Tensor, log_p: Tensor) -> Tensor:
+    """KL of "this token or another": mu log(mu / p) + (1 - mu) log((1 - mu) / (1 - p)), elementwise, float64.
+
+    At least 0. Both logarithms of 1 - x are log1p, and all is in float64, as terms of order D leave a KL of order D^2.
+    mu and p are at most 1 - 2^-24. Source: DPPO, arXiv:2602.04879 (binary KL).
+
+    Args:
+        log_mu, log_p: of the sampled token, any shape, float32.
+    """
+    mu, p = (logprobs.double().exp_().clamp_(max=NEAREST_TO_1) for logprobs in (log_mu, log_p))
+    others_fall = mu.neg().log1p_().sub_(p.neg_().log1p_())  # log((1 - mu) / (1 - p))
+    del p  # no more than three rows at a time
+    kl = others_fall.mul_(1.0 - mu)
+    kl.addcmul_(mu, log_mu.double())
+    return kl.addcmul_(mu, log_p.double(), value=-1.0).clamp_(min=0.0)
+
+
 @dataclass(frozen=True)
 class TokenRatios:
     """Log-probs of both policies and how far they are apart, [T] each; 0 outside the valid tokens.
@@ -87,6 +108,11 @@ class TokenRatios:
     def exp_abs_less_one(self) -> Tensor:
         """e^|D| - 1, with |D| at most 20: float64."""
         return self.log_ratio.abs().clamp_(max=LOG_CLAMP).expm1_()
+
+    @property
+    def binary_kl(self) -> Tensor:
+        """KL of "this token or another", pi_rollout to pi_train: float64."""
+        return binary_kl(self.rollout_logprobs, self.train_logprobs)
 
     @property
     def prob_diff(self) -> Tensor:

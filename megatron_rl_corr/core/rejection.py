@@ -109,20 +109,40 @@ def reject(
         keep, ids = span_verdict(rule, sums), spans.seq_ids
         if rule.level == "turn_mean":
             ids, kept_units = spans.unit_ids, keep if kept_units is None else kept_units & keep
-        else:
+        elif rule.row.drops is None:
             kept_sequences = kept_sequences & keep
-        kept_by[rule.name] = keep.index_select(0, ids) & ratios.valid
+        stays = keep.index_select(0, ids)
+        if rule.row.drops is not None:  # the sequence stays, without some of its tokens
+            stays = stays | ~rule.row.drops(ratios)
+        kept_by[rule.name] = stays & ratios.valid
     mask = reduce(torch.logical_and, kept_by.values()) if kept_by else ratios.valid
-    return Rejection(mask, kept_sequences, kept_by, _kept_lengths(spans, sums, kept_units, kept_sequences))
+    return Rejection(mask, kept_sequences, kept_by, _kept_lengths(config, spans, sums, kept_units, kept_sequences))
+
+
+def passed_columns(config: RolloutCorrectionConfig, ratios: TokenRatios, verdicts: dict[str, Tensor]) -> Columns:
+    """The columns that kept lengths are made of.
+
+    `passed`: the tokens that rules about tokens keep. For a rule that drops some tokens of a sequence, `passed/NAME`:
+    those of them that it would leave.
+    """
+    columns: dict = {"passed": partial(reduce, torch.logical_and, verdicts.values(), ratios.valid)}
+    for rule in config.rollout_rs:
+        if rule.row.drops is not None:
+            columns[f"passed/{rule.name}"] = lambda rule=rule: columns["passed"]() & ~rule.row.drops(ratios)
+    return columns
 
 
 def _kept_lengths(
-    spans: Spans, sums: SpanSums, kept_units: Tensor | None, kept_sequences: Tensor
+    config: RolloutCorrectionConfig, spans: Spans, sums: SpanSums, kept_units: Tensor | None, kept_sequences: Tensor
 ) -> Tensor | None:
-    """Sums of `passed`, the tokens that rules about tokens keep, where the others keep the unit and the sequence."""
+    """Sums of `passed_columns` where the rules about turns and sequences keep the unit and the sequence."""
     if "passed" not in sums.by_unit:
         return None
     lengths = sums.by_unit["passed"]
+    for rule in config.rollout_rs:
+        if rule.row.drops is not None:
+            whole = span_verdict(rule, sums).repeat_interleave(spans.num_turns)
+            lengths = torch.where(whole, lengths, sums.by_unit[f"passed/{rule.name}"])
     if kept_units is not None:
         lengths = lengths * kept_units
     return lengths.view(spans.num_sequences, spans.num_turns).sum(dim=1) * kept_sequences

@@ -1,4 +1,4 @@
-"""Importance weights: a level (token, sequence, geometric, turn) and a mode (truncate, clip, mask).
+"""Importance weights: a level (token, sequence, geometric, turn) and a mode (truncate, clip, mask, gamma).
 
 T tokens, U units of the weights' level: tokens, turns or sequences.
 """
@@ -14,6 +14,9 @@ from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.core.ratios import LOG_CLAMP, Spans, SpanSums, TokenRatios
 from megatron_rl_corr.core.segments import constant
 
+GOOD, BAD = (2.0, 3.0), (3.0, 2.0)
+"""VESPO's (k, l) for advantages that are not negative, and for negative ones."""
+
 
 @dataclass(frozen=True)
 class ImportanceWeights:
@@ -22,7 +25,7 @@ class ImportanceWeights:
     tokens: Tensor
     """float64 [T]: the weight of each token; 0 outside the valid tokens."""
     out_of_bounds: Tensor
-    """bool [T]: a bound changed it."""
+    """bool [T]: a bound changed it; nowhere for gamma, which has none."""
     units: Tensor
     """float64 [U]: the weight of each unit that has a weight of its own; 0 where it has no valid token."""
     shared: bool
@@ -40,10 +43,14 @@ def importance_weights(
         config: the weights' level, mode and bounds.
         ratios: of the tokens.
         spans: their sequences and turns.
-        sums: over whole units and sequences, with the column log_ratio.
+        sums: over whole units and sequences, with the column log_ratio, and for gamma with input/advantages.
     """
     if config.rollout_is is None:
         return None
+    if config.rollout_is_mode == "gamma":
+        units = gamma_weights(sums.by_sequence["log_ratio"], sums.by_sequence["input/advantages"], sums.present)
+        tokens = units.index_select(0, spans.seq_ids).mul_(ratios.one)
+        return ImportanceWeights(tokens, torch.zeros_like(ratios.valid), units, shared=True)
     if config.rollout_is == "token":
         weights, outside = bounded(config, ratios.rho_less_one + 1, ratios.valid)
         return ImportanceWeights(weights, outside, weights, shared=False)
@@ -54,6 +61,29 @@ def importance_weights(
     units, outside = bounded(config, exponent.clamp(-LOG_CLAMP, LOG_CLAMP).exp_(), present)
     tokens = units.index_select(0, ids).mul_(ratios.one)  # in place: units are finite
     return ImportanceWeights(tokens, outside.index_select(0, ids) & ratios.valid, units, shared=True)
+
+
+def gamma_weights(log_ratios: Tensor, advantages: Tensor, present: Tensor) -> Tensor:
+    """VESPO's weight of a whole sequence: w^k e^(l (1 - w)), float64 [S]; 0 where not present.
+
+    w = prod rho, with log w clamped to +-20; (k, l) = (2, 3) where the advantage is not negative, else (3, 2). It is 1
+    at w = 1, largest at w = k / l (1.208 and 1.242), and goes to 0 on either side: quickly where the trained policy has
+    left the sequence, quicker where it has run ahead. Computed as e^(k log w + l (1 - w)), which can't overflow.
+
+    Source: VESPO, arXiv:2602.10693, with TRL's constants.
+
+    Args:
+        log_ratios: [S] float64, the sum of D over the sequence.
+        advantages: [S] float64, of the sign of the sequence's advantage.
+        present: [S] bool, the sequences with valid tokens.
+    """
+    log_w = log_ratios.clamp(-LOG_CLAMP, LOG_CLAMP)
+    good = advantages >= 0
+    k, rate = (
+        torch.where(good, *(constant(pair[i], torch.float64, good.device) for pair in (GOOD, BAD))) for i in (0, 1)
+    )
+    weights = (k * log_w - rate * log_w.expm1()).exp_()
+    return torch.where(present, weights, constant(0.0, torch.float64, good.device))
 
 
 def bounded(config: RolloutCorrectionConfig, weights: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
-from megatron_rl_corr.config.rules import RULE_INPUTS, inputs_of
+from megatron_rl_corr.config.rules import RULE_INPUTS
 
 WHOLE_BATCH = ("rollout_is_batch_normalize", "rollout_m2_threshold", "rollout_batch_filter_kl")
 ACT = ("rollout_is", "rollout_is_mode", "rollout_is_lower", "rollout_is_upper", "rollout_rs", "diagnostics_only")
@@ -26,9 +26,10 @@ def check_settings(config: RolloutCorrectionConfig, trainer: str) -> None:
     by_turn += ["rollout_is turn"] if config.rollout_is == "turn" else []
     if by_turn:
         raise ValueError(f"{by_turn[0]}: {trainer} do not tell turns; use a token, sequence or geometric level")
-    for name, rule in inputs_of(config.rollout_rs).items():
+    for name, asker in config.needed_inputs.items():
+        asker, what = (asker, "mode") if " " in asker else (f"rollout_rs {asker}", "rule")
         raise ValueError(
-            f"rollout_rs {rule} needs {name}, {RULE_INPUTS[name].doc}, which {trainer} do not give; use another rule"
+            f"{asker} needs {name}, {RULE_INPUTS[name].doc}, which {trainer} do not give; use another {what}"
         )
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)

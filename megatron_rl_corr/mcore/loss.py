@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.config.losses import is_own
-from megatron_rl_corr.config.rules import RULE_INPUTS, inputs_of
+from megatron_rl_corr.config.rules import RULE_INPUTS
 from megatron_rl_corr.core.aggregation import token_coefficients
 from megatron_rl_corr.core.correction import Correction, compute_correction
 from megatron_rl_corr.core.losses import policy_loss
@@ -75,7 +75,7 @@ def make_loss_inputs(
 ) -> LossInputs:
     """Correct pi_old against pi_rollout, then take advantages over the sequences that were not rejected.
 
-    A rule that needs advantages gets those over all sequences.
+    A rule, or a weight, that needs advantages gets those over all sequences.
 
     Args:
         batch: this rank's tokens.
@@ -86,7 +86,7 @@ def make_loss_inputs(
         routing: [T], share of a token's experts that only the server chose; for a rule by routing.
     """
     inputs = {}
-    for name in inputs_of(config.rollout_rs):
+    for name in config.needed_inputs:
         if name == "advantages":
             inputs[name] = batch.spread(all_reduce_advantages(batch, config, groups, group_size=group_size))
         else:
@@ -259,9 +259,9 @@ class CorrectedLoss:
         """What decides whether the step updates the weights.
 
         kept: tokens in the loss. pulling: those of them that have a gradient, as weight x advantage is not 0 (with an
-        entropy bonus each has, with a KL penalty those that are not where it pulls them; `gradient` [T] tells it of a
-        loss of the user's own, which may need no advantage). first_step_kl: mean k3 over the tokens that were sampled
-        by the trainer's own weights.
+        entropy bonus each has, with a KL penalty or dro's those that are not where it pulls them; `gradient` [T] tells
+        it of a loss of the user's own, which may need no advantage). first_step_kl: mean k3 over the tokens that were
+        sampled by the trainer's own weights.
         kl_to_old: mean k3 between pi_old and the policy over the tokens in the loss.
         """
         pulling, config = correction.mask, self.config
@@ -269,7 +269,10 @@ class CorrectedLoss:
             pulling = pulling & (gradient != 0) if not config.entropy_coef else pulling
         elif not config.entropy_coef:
             moved = correction.weights * inputs.advantages != 0
-            penalties = (config.kl_loss_coef, inputs.ref_logprobs), (config.sampler_kl_coef, inputs.rollout_logprobs)
+            penalties = (
+                (config.kl_loss_coef, inputs.ref_logprobs), (config.sampler_kl_coef, inputs.rollout_logprobs),
+                (config.kind.pulls_to_old, old),
+            )  # fmt: skip
             for coefficient, other in penalties:
                 moved = moved | (current != other) & other.isfinite() if coefficient else moved
             pulling = pulling & moved

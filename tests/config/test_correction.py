@@ -160,9 +160,9 @@ def test_preset_when_taken_then_what_verls_values_of_it_mean(preset, verl):
     assert RolloutCorrectionConfig.from_preset(preset) == from_dict(verl) == from_dict({"preset": preset})
 
 
-def test_presets_when_listed_then_all_are_frozen_and_three_have_neither_weights_nor_rules():
+def test_presets_when_listed_then_all_are_frozen_and_five_have_neither_weights_nor_rules():
     without = [name for name, config in PRESETS.items() if not config.changes_gradient]
-    assert without == ["disabled", "bypass_ppo_clip", "slime_rollout_logprobs"]
+    assert without == ["disabled", "bypass_ppo_clip", "slime_rollout_logprobs", "prime_rl", "dppo_binary_kl"]
     for config in PRESETS.values():
         with pytest.raises(dataclasses.FrozenInstanceError):
             config.rollout_is = "token"
@@ -314,13 +314,45 @@ def test_every_field_when_set_from_yaml_flags_or_python_then_one_configuration(t
     # No field may keep its default here, or the comparison would say nothing about it.
     default = dataclasses.asdict(RolloutCorrectionConfig())
     same = [name for name, value in dataclasses.asdict(EVERYTHING).items() if default[name] == value]
-    assert same == ["bypass_mode"]  # two policies exclude what needs the whole batch
+    # Two policies exclude what needs the whole batch; the others are of other losses than dapo.
+    assert same == ["sapo_temperature_pos", "sapo_temperature_neg", "dro_beta", "bypass_mode"]
     assert from_yaml(tmp_path, YAML_OURS) == EVERYTHING
     assert from_yaml(tmp_path, YAML_MIXED) == EVERYTHING
     assert from_flags(*FLAGS) == EVERYTHING
     as_mapping = dataclasses.asdict(EVERYTHING)
     assert from_dict(as_mapping) == EVERYTHING
     assert from_dict(as_mapping | {"rollout_rs": EVERYTHING.rollout_rs}) == EVERYTHING
+
+
+@pytest.mark.parametrize(
+    "yaml, flags, expected",
+    [
+        ("loss: sapo\nsapo_temperature_pos: 0.5\nsapo_temperature_neg: 2",
+         ("--rollout-loss", "sapo", "--rollout-sapo-temperature-pos", "0.5", "--rollout-sapo-temperature-neg", "2"),
+         {"loss": "sapo", "sapo_temperature_pos": 0.5, "sapo_temperature_neg": 2.0}),
+        ("loss: dro\ndro_beta: 0.05", ("--rollout-loss", "dro", "--rollout-dro-beta", "0.05"),
+         {"loss": "dro", "dro_beta": 0.05}),
+        ("rollout_is: sequence\nrollout_is_mode: gamma", ("--rollout-is", "sequence", "--rollout-is-mode", "gamma"),
+         {"rollout_is": "sequence", "rollout_is_mode": "gamma"}),
+    ],
+)
+def test_settings_of_one_loss_or_weight_when_set_from_yaml_flags_or_python_then_one_configuration(
+    yaml, flags, expected, tmp_path
+):
+    assert from_yaml(tmp_path, yaml) == from_flags(*flags) == RolloutCorrectionConfig(**expected)
+
+
+GAMMA = {"rollout_is": "sequence", "rollout_is_mode": "gamma"}
+
+
+def test_gamma_when_laid_over_bounds_or_bounds_over_it_then_the_last_one_counts():
+    gamma = RolloutCorrectionConfig(**GAMMA)
+    assert PRESETS["decoupled_seq_is"].with_settings({"rollout_is_mode": "gamma"}) == gamma
+    for threshold, mode in (("3", "truncate"), ("0.5_3", "mask")):
+        assert gamma.with_settings({"rollout_is_threshold": threshold}).rollout_is_mode == mode
+    truncated = gamma.with_settings({"rollout_is_mode": "truncate"})
+    assert (truncated.rollout_is_mode, truncated.rollout_is_upper) == ("truncate", 2.0)
+    assert gamma.with_settings({"rollout_is": "none"}) == RolloutCorrectionConfig()
 
 
 @pytest.mark.parametrize("text", ["", "rollout_correction:\n", "{}", "# nothing\n"])
@@ -435,7 +467,7 @@ def test_flags_when_they_name_the_level_that_yaml_left_out_then_the_files_thresh
         ),
         (
             {"rollout_is": "token", "rollout_is_mode": "icepop"},
-            "`rollout_is_mode` must be one of truncate, clip, mask; got 'icepop'",
+            "`rollout_is_mode` must be one of truncate, clip, mask, gamma; got 'icepop'",
         ),
         (
             {"rollout_is": "token", "rollout_is_batch_normalize": "false"},
@@ -486,14 +518,51 @@ def test_flags_when_they_name_the_level_that_yaml_left_out_then_the_files_thresh
             "`rollout_rs`: the rule {'level': 'token', 'upper': 1.0} lacks 'divergence'",
         ),
         (
+            {"rollout_is": "token", "rollout_is_mode": "gamma"},
+            "`rollout_is_mode` gamma weighs whole sequences by the product of their ratios, got `rollout_is` token; "
+            "use `rollout_is` sequence, or another mode",
+        ),
+        (
+            GAMMA | {"rollout_is_upper": 2.0},
+            "`rollout_is_upper` 2 has no effect with `rollout_is_mode` gamma, whose weights are at most 1.25 without a "
+            "bound; drop it, and `rollout_is_threshold`, or use another mode",
+        ),
+        (
+            GAMMA | {"rollout_is_threshold": "0.5_2"},
+            "`rollout_is_lower` 0.5 has no effect with `rollout_is_mode` gamma, whose weights are at most 1.25 without "
+            "a bound; drop it, and `rollout_is_threshold`, or use another mode",
+        ),
+        (
+            GAMMA | {"bypass_mode": True, "loss": "sapo"},
+            "`rollout_is` sequence in bypass mode would weigh twice: the ratio of `loss` sapo is pi_theta / pi_rollout "
+            "already; use `rollout_is` none, or `loss` reinforce",
+        ),
+        (
+            {"sapo_temperature_neg": 2.0},
+            "`sapo_temperature_neg` 2 has no effect without `loss` sapo; drop it, or add `loss` sapo",
+        ),
+        (
+            {"loss": "sapo", "sapo_temperature_pos": 0},
+            "`sapo_temperature_pos` must be positive, got 0; 1 is usual",
+        ),
+        (
+            {"loss": "dro"},
+            "`loss` dro needs `dro_beta`, the strength of its pull to pi_old; use 0.05, for example",
+        ),
+        ({"dro_beta": 0.1}, "`dro_beta` 0.1 has no effect without `loss` dro; drop it, or add `loss` dro"),
+        (
+            {"loss": "dro", "dro_beta": 0.1, "clip_ratio_high": 0.2},
+            "`clip_ratio_high` has no effect with `loss` dro, which does not clip; drop it, or use `loss` ppo_clip",
+        ),
+        (
             {"loss": "ppo"},
-            "`loss` must be one of ppo_clip, grpo, dr_grpo, dapo, gspo, cispo, dppo_tv, reinforce, rloo, "
-            "FILE.py:NAME; got 'ppo'; did you mean 'dppo_tv'?",
+            "`loss` must be one of ppo_clip, grpo, dr_grpo, dapo, gspo, cispo, dppo_tv, dppo_kl, "
+            "sapo, dro, reinforce, rloo, FILE.py:NAME; got 'ppo'; did you mean 'dppo_tv'?",
         ),
         (
             {"loss_type": "reinforced"},
-            "`loss` must be one of ppo_clip, grpo, dr_grpo, dapo, gspo, cispo, dppo_tv, reinforce, rloo, "
-            "FILE.py:NAME; got 'reinforced'; did you mean 'reinforce'?",
+            "`loss` must be one of ppo_clip, grpo, dr_grpo, dapo, gspo, cispo, dppo_tv, dppo_kl, "
+            "sapo, dro, reinforce, rloo, FILE.py:NAME; got 'reinforced'; did you mean 'reinforce'?",
         ),
         (
             {"loss_denominator": "keep"},
@@ -690,7 +759,7 @@ def test_flags_when_a_preset_and_a_file_both_start_then_refused(tmp_path):
          "did you mean 'token'?"),
         ("token", "k1", None, 1.0,
          "`rollout_rs` divergence must be one of ratio, k2, k3, abs_diff, exp_abs, rollout_prob, opsm, "
-         "routing; got 'k1'"),
+         "binary_kl, vaco, routing; got 'k1'"),
     ],
 )
 def test_rule_when_made_in_python_and_wrong_then_the_same_words(level, divergence, lower, upper, words):

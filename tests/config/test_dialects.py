@@ -66,6 +66,14 @@ def test_peers_keys_when_given_then_the_preset_of_that_name(preset, settings):
         # verl's
         ({"loss_type": "reinforce", "bypass_mode": True, "rollout_is": "token"},
          {"loss": "reinforce", "bypass_mode": True, "rollout_is": "token", "rollout_is_upper": 2.0}),
+        ({"loss_mode": "vanilla", "tau_pos": 1.0, "tau_neg": 1.05, "dro_beta": None}, {}),
+        ({"loss_mode": "gpg"}, {"loss": "reinforce"}),
+        ({"loss_mode": "dppo_kl", "clip_ratio_low": 0.05, "clip_ratio_high": 0.1, "bypass_mode": True},
+         {"loss": "dppo_kl", "clip_ratio_low": 0.05, "clip_ratio_high": 0.1, "bypass_mode": True}),
+        ({"loss_mode": "sapo", "tau_pos": 0.9, "tau_neg": 1.2, "loss_agg_mode": "seq-mean-token-mean"},
+         {"loss": "sapo", "sapo_temperature_pos": 0.9, "sapo_temperature_neg": 1.2,
+          "loss_aggregation": "seq-mean-token-mean"}),
+        ({"loss_mode": "dro", "dro_beta": 0.1}, {"loss": "dro", "dro_beta": 0.1}),
         ({"kl_loss_coef": 0.001, "kl_loss_type": "low_var_kl"}, {"kl_loss_coef": 0.001}),
         ({"kl_loss_coef": 0.001, "kl_loss_type": "mse"}, {"kl_loss_coef": 0.001, "kl_loss_type": "k2"}),
     ],
@@ -90,6 +98,8 @@ def test_peers_keys_when_given_then_these_fields(settings, expected):
          f"{NEMO}type must be one of tis, icepop, seq-mask-tis; got 'seq'"),
         ({"opsm_delta": 1e-4, "rollout_opsm_delta": 1e-4},
          "rollout_opsm_delta and opsm_delta (slime's name) are the same setting; give one of them"),
+        ({"loss_mode": "vanilla", "loss_type": "ppo_clip"},
+         "loss and loss_mode (verl's name) are the same setting; give one of them"),
         ({"use_tsi": True}, "unknown key 'use_tsi'; did you mean 'use_tis'?"),
     ],
 )

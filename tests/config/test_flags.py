@@ -484,6 +484,20 @@ def test_clip_flags_when_the_ratio_is_1_then_refused_unless_it_is_the_ratio_to_t
     assert idle_clips(replace(config, bypass_mode=True), 1) is None and idle_clips(RolloutCorrectionConfig(), 1) is None
 
 
+@pytest.mark.parametrize(
+    "loss, flag, value",
+    [("sapo", "--rollout-sapo-temperature-pos", "2"), ("sapo", "--rollout-sapo-temperature-neg", "2"),
+     ("dro", "--rollout-dro-beta", "0.1")],
+)  # fmt: skip
+def test_gate_and_pull_flags_when_the_ratio_is_1_then_refused_unless_it_is_the_ratio_to_the_servers(loss, flag, value):
+    flags = ["--rollout-loss", loss, flag, value]
+    refused = refusal(*REQUIRED, *flags)
+    assert refused.startswith(f"{flag} {float(value)} has no effect: a batch makes one update")
+    assert "nothing is clipped, gated or pulled" in refused
+    parse([*REQUIRED, *flags, "--rollout-bypass-mode"])
+    parse([*REQUIRED, *flags, "--rollout-updates-per-batch", "4"])
+
+
 LAG = ["--rollout-max-lag", "2"]
 
 
@@ -501,7 +515,8 @@ def test_lag_when_nothing_corrects_older_samples_then_refused(flags):
 @pytest.mark.parametrize(
     "flags",
     [["--rollout-is", "token", "--rollout-is-threshold", "2"], ["--rollout-correction-preset", "decoupled_geo_rs"],
-     ["--rollout-correction-preset", "bypass_ppo_clip"], ["--rollout-m2-threshold", "0.04"]],
+     ["--rollout-correction-preset", "bypass_ppo_clip"], ["--rollout-m2-threshold", "0.04"],
+     ["--rollout-correction-preset", "vespo"], ["--rollout-bypass-mode", "--rollout-loss", "sapo"]],
 )  # fmt: skip
 def test_lag_when_weights_rules_or_bypass_correct_it_then_taken(flags):
     assert parse([*REQUIRED, *LAG, *flags])[1].max_lag == 2

@@ -23,6 +23,11 @@ TOKEN_TIS = [A1, A2, 0.4, 0.0, 0.8, 2.0, 2.0, 0.6]
 SEQ_TIS = [math.exp(0.0002)] * 2 + [1.92, 0.0, 1.92, 1.92, 2.0, 0.6]
 GEOMETRIC = [math.exp(0.0001)] * 2 + [1.92 ** (1 / 3), 0.0, 1.92 ** (1 / 3), 1.92 ** (1 / 3), 3.0, 0.6]
 ICEPOP = [A1, A2, 0.0, 0.0, 0.8, 0.0, 3.0, 0.6]
+# w^2 e^(3 (1 - w)) of A and C, w^3 e^(2 (1 - w)) of B and E, whose advantages are negative.
+GAMMA_B, GAMMA_E = 1.92**3 * math.exp(-1.84), 0.6**3 * math.exp(0.8)
+GAMMA = [math.exp(0.0004) * math.exp(3 * (1 - math.exp(0.0002)))] * 2 + [
+    GAMMA_B, 0.0, GAMMA_B, GAMMA_B, 9 * math.exp(-6), GAMMA_E
+]
 SEQ_MEAN = (math.exp(0.0002) + 1.92 + 2.0 + 0.6) / 4  # of A, B, C and E, however long each is
 ONES = MASK.float().tolist()
 ALL, ONLY_A, A_B_E = "AABBBCE", "AA", "AABBBE"
@@ -70,6 +75,10 @@ EXPECTED = {
     "nemo_rl_icepop": (ICEPOP, ALL),
     "nemo_rl_seq_mask_tis": (TOKEN, ONLY_A),
     "nemo_rl_seq_logprob_error": (ONES, ONLY_A),
+    "prime_rl": (ONES, ALL),
+    "vespo": (GAMMA, ALL),
+    "trm": (ONES, ONLY_A),  # the largest binary KL: 0.063 in B, where 0.018 became 0.11; 0.176 in C, 0.10 in E
+    "dppo_binary_kl": (ONES, ALL),
     "m2po": (ONES, "AAb"),  # the mean of 0, 0, 0.05 is below 0.04; with E's 0.26 it is not
 }
 

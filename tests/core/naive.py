@@ -90,8 +90,15 @@ class Token:
             return self.rollout  # its bound is compared in log space
         return {
             "ratio": self.exact, "opsm": -self.exact, "k2": self.exact**2 / 2, "k3": self.k3,
-            "abs_diff": abs(self.prob_diff), "exp_abs": math.exp(abs(self.d)),
+            "abs_diff": abs(self.prob_diff), "exp_abs": math.exp(abs(self.d)), "vaco": abs(math.exp(self.d) - 1),
+            "binary_kl": bernoulli_kl(self.rollout, self.train),
         }[kind]
+
+
+def bernoulli_kl(log_mu: float, log_p: float) -> float:
+    """KL of two coins that fall on this token with mu and p."""
+    others, others_now = -math.expm1(log_mu), -math.expm1(log_p)
+    return math.exp(log_mu) * (log_mu - log_p) + others * math.log(others / others_now)
 
 
 def jsd(d: float) -> float:
@@ -122,6 +129,8 @@ def passes(rule: RejectionRule, token: Token, sequence: list[Token]) -> bool:
         return all(inside(rule, value) for value in values)
     if rule.divergence == "opsm" and sum(other.advantage for other in sequence) >= 0:
         return True
+    if rule.divergence == "vaco" and token.advantage * token.exact <= 0:
+        return True  # the update brings it back
     return inside(rule, sum(values) if rule.level == "seq_sum" else mean(values))
 
 
@@ -154,6 +163,12 @@ def unit_of(level: str, token: Token) -> tuple[int, ...]:
     return {"token": (token.t,), "turn": (token.seq, token.turn)}.get(level, (token.seq,))
 
 
+def gamma(weight: float, advantage: float) -> float:
+    """VESPO's."""
+    k, rate = (2, 3) if advantage >= 0 else (3, 2)
+    return weight**k * math.exp(rate * (1 - weight))
+
+
 def bounded(config: RolloutCorrectionConfig, weight: float) -> float:
     low = -math.inf if config.rollout_is_lower is None else single(config.rollout_is_lower)
     high = single(config.rollout_is_upper)
@@ -175,7 +190,7 @@ def correct(batch: Batch, config: RolloutCorrectionConfig, *, with_turns: bool =
         gone = {token.t for token in tokens if not passes(rule, token, sequences[token.seq])}
         rejected[rule.name] = len(gone)
         kept -= gone
-        if rule.level.startswith("seq_"):
+        if rule.level.startswith("seq_") and rule.divergence != "vaco":
             for token in tokens:
                 kept_sequences[token.seq] &= token.t not in gone
     if config.rollout_m2_threshold is not None:
@@ -199,8 +214,12 @@ def correct(batch: Batch, config: RolloutCorrectionConfig, *, with_turns: bool =
     weights = dict.fromkeys(valid, 1.0)
     if config.rollout_is is not None:
         raw = {token.t: raw_weight(config.rollout_is, token, sequences[token.seq]) for token in tokens}
-        weights = {t: bounded(config, weight) for t, weight in raw.items()}
-        outside = mean(single(bounded(config, weight)) != single(weight) for weight in raw.values())
+        if config.rollout_is_mode == "gamma":
+            weights = {token.t: gamma(raw[token.t], token.advantage) for token in tokens}
+            outside = 0.0 if tokens else math.nan
+        else:
+            weights = {t: bounded(config, weight) for t, weight in raw.items()}
+            outside = mean(single(bounded(config, weight)) != single(weight) for weight in raw.values())
         if config.rollout_is_batch_normalize and sum(weights.values()) > 0:
             # Each unit's weight once, however many tokens share it.
             scale = mean({unit_of(config.rollout_is, token): weights[token.t] for token in tokens}.values())

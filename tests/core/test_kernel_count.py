@@ -115,7 +115,8 @@ def test_correction_when_there_are_more_tokens_then_as_many_kernels_and_at_most_
 @pytest.mark.parametrize("name", LOSSES)
 def test_loss_when_run_forward_then_few_kernels_and_no_host_read(name, with_metrics, batch):
     config = RolloutCorrectionConfig(
-        loss=name, loss_scale_length=2048.0 if name == "dr_grpo" else None, rollout_is="token", rollout_is_upper=2.0
+        loss=name, loss_scale_length=2048.0 if name == "dr_grpo" else None, rollout_is="token", rollout_is_upper=2.0,
+        dro_beta=0.1 if name == "dro" else None,
     )
     correction = compute_correction(**batch, num_sequences=SEQUENCES, config=config)
     now = (batch["train_logprobs"] + 0.01).requires_grad_()
@@ -130,7 +131,8 @@ def test_loss_when_run_forward_then_few_kernels_and_no_host_read(name, with_metr
     with OperatorCount() as count:
         forward({} if with_metrics else None)
     print(f"{name}{' and its metrics' if with_metrics else ''}: {len(count.kernels)} kernels")
-    assert len(count.kernels) <= (40 if with_metrics else 30) and count.host_reads == []
+    most = 40 if name == "dppo_kl" else 30  # a KL of two coins takes 18
+    assert len(count.kernels) <= most + 10 * with_metrics and count.host_reads == []
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,7 @@ CONFIG = RolloutCorrectionConfig(clip_ratio_low=0.2, clip_ratio_high=0.3, clip_r
 
 
 def config_of(loss: str, **settings) -> RolloutCorrectionConfig:
-    if loss == "dr_grpo":
-        settings |= {"loss_scale_length": 4}
+    settings |= {"dr_grpo": {"loss_scale_length": 4}, "dro": {"dro_beta": 0.5}}.get(loss, {})
     return RolloutCorrectionConfig(loss=loss, **settings)
 
 
@@ -149,6 +148,76 @@ def test_dppo_tv_when_a_probability_moved_too_far_then_its_token_is_left_out(now
     assert logprobs.grad.tolist() == pytest.approx([gradient], rel=1e-5)
     assert losses.tolist() == pytest.approx([gradient * math.log(now)], rel=1e-5)
     assert metrics["clip_fraction"].value() == (gradient == 0)
+
+
+@pytest.mark.parametrize(
+    "now, old, advantage, low, high, gradient",
+    [
+        # 0.5 ln(0.5 / 0.6) + 0.5 ln(0.5 / 0.4) = 0.0204; 0.5 ln(0.5 / 0.4) + 0.5 ln(0.5 / 0.6) the same.
+        (0.6, 0.5, 2.0, 0.02, 0.021, -2.4),  # r = 1.2; within high
+        (0.6, 0.5, 2.0, 0.021, 0.02, 0.0),
+        (0.4, 0.5, -2.0, 0.021, 0.02, 1.6),  # r = 0.8; within low
+        (0.4, 0.5, -2.0, 0.02, 0.021, 0.0),
+        (0.9, 0.5, -2.0, None, None, 3.6),  # far, on the inner side: the update brings it back
+        (0.1, 0.5, 2.0, None, None, -0.4),
+        (0.9, 0.5, 2.0, None, None, 0.0),  # 0.51 > 0.05, its own bound
+        (0.9, 0.5, 0.0, None, None, 0.0),
+        # 1e-4 ln 0.01 + 0.9999 ln(0.9999 / 0.99) = -0.00046 + 0.00994 = 0.0095; r = 100: 20 at most
+        (0.01, 0.0001, 2.0, None, None, -40.0),
+        # 0.99 ln(0.99 / 0.8) + 0.01 ln(0.01 / 0.2) = 0.211 - 0.030 = 0.18: r = 0.81 passes PPO's clip, and this not
+        (0.8, 0.99, -2.0, None, None, 0.0),
+    ],
+)
+def test_dppo_kl_when_a_token_moved_outwards_too_far_then_it_is_left_out(now, old, advantage, low, high, gradient):
+    logprobs = torch.tensor([now]).log().requires_grad_()
+    losses = policy_loss(
+        "dppo_kl", logprobs, torch.tensor([old]).log(), torch.tensor([advantage]), correction_of([1.0], [True]),
+        config_of("dppo_kl", clip_ratio_low=low, clip_ratio_high=high), metrics=(metrics := {}),
+    )
+    losses.sum().backward()
+    assert logprobs.grad.tolist() == pytest.approx([gradient], rel=1e-5)
+    assert losses.tolist() == pytest.approx([gradient * math.log(now)], rel=1e-5)
+    assert metrics["clip_fraction"].value() == (gradient == 0 and advantage != 0)
+
+
+@pytest.mark.parametrize(
+    "ratio, advantage, loss, gradient",
+    [
+        # A > 0, t = 2: f = 2 s, s = sigmoid(2 (r - 1)); gradient -w A r 4 s (1 - s).
+        (1.0, 2.0, -2.0, -2.0),  # s = 1/2: f = 1
+        (1.5, 2.0, -2.9242343, -2.3593431),  # s = 1 / (1 + e^-1) = 0.7310586; 4 s (1 - s) = 0.7864477
+        (0.5, 2.0, -1.0757657, -0.7864477),  # s = 0.2689414
+        # A <= 0, t = 4: f = s
+        (1.5, -2.0, 1.7615942, 1.2599230),  # s = 1 / (1 + e^-2) = 0.8807971; 4 s (1 - s) = 0.4199743
+        (1.0, -2.0, 1.0, 2.0),
+        (1.0, 0.0, 0.0, 0.0),
+    ],
+)
+@pytest.mark.parametrize("weight", [1.0, 0.25])
+def test_sapo_when_the_ratio_leaves_1_then_the_gate_fades_as_its_temperature_says(
+    ratio, advantage, loss, gradient, weight
+):
+    config, metrics = config_of("sapo", sapo_temperature_pos=2.0, sapo_temperature_neg=4.0), {}
+    losses, gradients = loss_and_gradient([ratio], [advantage], [weight], config=config, metrics=metrics)
+    assert losses == pytest.approx([weight * loss], rel=1e-6)
+    assert gradients == pytest.approx([weight * gradient], rel=1e-6)
+    assert "clip_fraction" not in metrics
+
+
+def test_sapo_when_no_temperature_is_given_then_1_and_1_05():
+    losses, _ = loss_and_gradient([1.0, 1.0], [1.0, -1.0], [1.0, 1.0], config=config_of("sapo"))
+    assert losses == pytest.approx([-2.0, 2 / 1.05])
+
+
+def test_dro_when_the_policy_moved_then_advantage_times_log_prob_and_a_squared_pull_back():
+    # log pi_old = -2; beta = 0.5. Loss -w (A log pi - 0.25 d^2), gradient -w (A - 0.5 d), d = log r = 0, 0.4, -1, 2.
+    config = config_of("dro", dro_beta=0.5)
+    losses, gradients = loss_and_gradient(
+        [1.0, math.exp(0.4), math.exp(-1.0), math.exp(2.0)], [2.0, 2.0, 0.0, 1.0], [1.0, 0.25, 3.0, 1.0], config=config
+    )
+    assert losses == pytest.approx([4.0, 0.25 * (3.2 + 0.04), 3 * 0.25, 1.0], rel=1e-5, abs=1e-6)
+    # The last one is where it pulls as much as the advantage pushes: d = A / beta.
+    assert gradients == pytest.approx([-2.0, -0.25 * 1.8, -3 * 0.5, 0.0], rel=1e-5, abs=1e-6)
 
 
 def test_gspo_when_sequences_interleave_then_one_ratio_and_one_clip_for_each():
@@ -415,7 +484,7 @@ def test_loss_when_tensors_hold_no_data_then_it_runs_since_nothing_is_read(loss_
     norm = aggregation == "seq-mean-token-sum-norm"
     config = RolloutCorrectionConfig(
         loss=loss_name, loss_aggregation=aggregation, loss_scale_length=4 if norm else None, kl_loss_coef=0.1,
-        entropy_coef=0.1,
+        entropy_coef=0.1, dro_beta=0.5 if loss_name == "dro" else None,
     )
     now, old, advantages, reference, entropy, weights = torch.zeros(6, 5, device="meta").unbind()
     now.requires_grad_()

@@ -13,6 +13,7 @@ from megatron_rl_corr.config.losses import AGGREGATIONS, LOSS_KINDS, LOSSES
 from megatron_rl_corr.core.aggregation import token_coefficients
 from megatron_rl_corr.core.correction import Correction, Lengths
 from megatron_rl_corr.core.losses import policy_loss
+from tests.core.naive import bernoulli_kl
 
 CAP = 20.0
 
@@ -33,6 +34,16 @@ def naive_token(now, old, advantage, weight, config):
         return -weight * advantage * now
     if config.loss == "cispo":
         return -weight * advantage * min(max(ratio.item(), 1 - low), 1 + high) * now
+    if config.loss == "sapo":
+        temperature = config.sapo_temperature_pos if advantage > 0 else config.sapo_temperature_neg
+        return -weight * advantage * 4 / temperature / (1 + (-temperature * (ratio - 1)).exp())
+    if config.loss == "dro":
+        return -weight * (advantage * now - config.dro_beta / 2 * (now - old) ** 2)
+    if config.loss == "dppo_kl":
+        outwards = now > old if advantage > 0 else now < old
+        if outwards and bernoulli_kl(old, now.item()) > (high if advantage > 0 else low):
+            return 0.0 * now
+        return -weight * advantage * min(ratio.item(), CAP) * now
     if config.loss == "dppo_tv":
         gain = math.exp(now.item()) - math.exp(old)
         if gain > high if advantage > 0 else gain < -low:
@@ -93,7 +104,8 @@ def cases(draw):
         kept = valid and generator.random() < 0.8
         old = -generator.expovariate(0.5) - 0.01
         values = {
-            "now": old + generator.gauss(0, spread), "old": old, "reference": old + generator.gauss(0, spread),
+            "now": min(old + generator.gauss(0, spread), -1e-3), "old": old,
+            "reference": old + generator.gauss(0, spread),
             "advantages": of_sequence[s][0],
             "weights": of_sequence[s][1] if one_weight else generator.expovariate(1),
         }
@@ -109,11 +121,15 @@ def loss_configs(draw):
     loss, aggregation = draw(st.sampled_from(LOSSES)), draw(st.sampled_from([None, *AGGREGATIONS]))
     norm = (aggregation or LOSS_KINDS[loss].aggregation) == "seq-mean-token-sum-norm"
     kl = draw(st.sampled_from([0.0, 0.2]))
+    own = {"dro_beta": draw(st.sampled_from([0.05, 1.5]))} if loss == "dro" else {}
+    if loss == "sapo":
+        own = dict.fromkeys(["sapo_temperature_pos", "sapo_temperature_neg"], draw(st.sampled_from([0.7, 1.3])))
+        own |= {"sapo_temperature_neg": draw(st.sampled_from([1.05, 2.5]))}
     return RolloutCorrectionConfig(
         loss=loss, loss_aggregation=aggregation, loss_scale_length=5 if norm else None,
         loss_denominator=draw(st.sampled_from(["valid", "kept"])), kl_loss_coef=kl,
         kl_loss_type=draw(st.sampled_from(["k1", "k2", "k3"])) if kl else "k3",
-        entropy_coef=draw(st.sampled_from([0.0, 0.1])),
+        entropy_coef=draw(st.sampled_from([0.0, 0.1])), **own,
     )
 
 

@@ -50,6 +50,14 @@ CONFIGS = {
         rollout_is="turn", rollout_is_upper=2.0, rollout_rs=NEW_RULES, rollout_m2_threshold=0.5, loss="grpo",
         loss_denominator="kept",
     ),
+    "tokens of sequences, kept lengths": RolloutCorrectionConfig(
+        rollout_rs=(RejectionRule("seq_mean", "vaco", upper=0.1), RejectionRule("token", "binary_kl", upper=0.1)),
+        loss="sapo", loss_denominator="kept",
+    ),
+    "gamma": RolloutCorrectionConfig(
+        rollout_is="sequence", rollout_is_mode="gamma", rollout_is_batch_normalize=True, loss="dppo_kl",
+    ),
+    "dro": RolloutCorrectionConfig(loss="dro", dro_beta=0.1),
     "diagnostics only": RolloutCorrectionConfig(
         rollout_is="token", rollout_is_upper=2.0, rollout_rs=NEW_RULES, diagnostics_only=True,
     ),
@@ -98,7 +106,8 @@ def step(config: RolloutCorrectionConfig, device: str, truncated: bool = False) 
     weight = torch.randn(vocab, vocab, device=device).requires_grad_()
     again, _ = linear_logprobs(logits, weight, labels, **settings)
     losses = policy_loss(
-        config.loss, now, old, advantages, correction, config, seq_ids=seq_ids, num_sequences=count, metrics={}
+        config.loss, now, old, advantages, correction, config, seq_ids=seq_ids, num_sequences=count, metrics={},
+        rollout_logprobs=rollout,
     )
     total = (losses * token_coefficients(correction, seq_ids, config)).sum()
     total = total - 0.01 * entropy.mean() + 0.01 * again.mean()

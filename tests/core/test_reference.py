@@ -23,7 +23,7 @@ RULES = [(level, kind) for kind, row in DIVERGENCES.items() for level in row.lev
 UPPER = {
     "ratio": [1.0317, 1.413, 3.171], "k2": [0.01131, 0.917], "k3": [0.01131, 0.917], "abs_diff": [0.0317, 0.4113],
     "exp_abs": [1.0517, 2.0713], "opsm": [0.00517, 0.3117],
-    "routing": [0.1117, 0.6171],
+    "routing": [0.1117, 0.6171], "binary_kl": [0.00517, 0.2117], "vaco": [0.0117, 0.6117],
 }  # fmt: skip
 LOWER = {"ratio": [0.3117, 0.9513], "rollout_prob": [0.00217, 0.2713]}
 
@@ -51,6 +51,9 @@ def configs(draw) -> RolloutCorrectionConfig:
             "rollout_is": level, "rollout_is_mode": mode, "rollout_is_upper": draw(st.sampled_from([1.3117, 5.171])),
             "rollout_is_lower": draw(st.sampled_from(lower)), "rollout_is_batch_normalize": draw(st.booleans()),
         }  # fmt: skip
+    if level == "sequence" and draw(st.booleans()):
+        normalize = draw(st.booleans())
+        fields = {"rollout_is": level, "rollout_is_mode": "gamma", "rollout_is_batch_normalize": normalize}
     return RolloutCorrectionConfig(
         rollout_rs=draw(rules()),
         rollout_m2_threshold=draw(st.sampled_from([None, None, 0.0117, 0.5171])),

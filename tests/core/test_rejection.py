@@ -23,6 +23,9 @@ NAN = float("nan")
         ("k3", [0.7182818, 13.0, 28.0]),
         # |1 - e^-1|, |e^-15 - e^-1|, e^-1
         ("abs_diff", [0.6321206, 0.3678791, 0.3678794]),
+        # mu = e^-1: p = 1 is taken as 1 - 2^-24: -e^-1 + 0.6321206 (ln 0.6321206 + 24 ln 2) = 9.8578445;
+        # 14 e^-1 + 0.6321206 (ln 0.6321206 - ln(1 - e^-15)) = 5.1503120 - 0.2899245, and 29 e^-1 - 0.2899245.
+        ("binary_kl", [9.8578446, 4.8603875, 10.3785798]),
     ],
 )
 def test_token_divergence_when_the_bound_is_at_it_then_kept_and_below_it_dropped(name, values):
@@ -68,6 +71,10 @@ def correct(*rules: RejectionRule):
         ("seq_sum", "abs_diff", 0.2863077),
         ("seq_mean", "abs_diff", 0.0954359),
         ("seq_max", "abs_diff", 0.1809322),
+        # mu = 0.3678794, 1 - mu = 0.6321206. mu (-D) + (1 - mu) ln((1 - mu) / (1 - p)):
+        # -0.0367879 + 0.0399249, 0.0735759 - 0.0633971, -0.1471518 + 0.2131480
+        ("seq_mean", "binary_kl", 0.0264373),
+        ("seq_max", "binary_kl", 0.0659962),
         # e^|D| = 1.1051709, 1.2214028, 1.4918247
         ("seq_mean", "exp_abs", 1.2727995),
         # The veto, from above: e^0.4. The masked token, e^9, vetoes nothing.
@@ -150,6 +157,73 @@ def test_routing_when_above_the_bound_then_the_token_or_its_sequence_is_rejected
     assert correction.metrics[f"rejected_fraction/{level}_routing"].value() == pytest.approx(rejected / 6)
     with pytest.raises(ValueError, match=f"{level}_routing needs routing, the share of .*; pass routing"):
         compute_correction(logprobs, logprobs, mask, seq_ids, num_sequences=4, config=config)
+
+
+# rho = 1.5, 0.5, 2 and a hole in sequence 0, 3 in sequence 1, 1.01 and 0.99 in sequence 2, 0.4 in 3, which has A = 0.
+# |rho - 1|: means 2/3, 2, 0.01, 0.6.
+VACO_RHO = torch.tensor([1.5, 0.5, NAN, 2.0, 3.0, 1.01, 0.99, 0.4])
+VACO_IDS = torch.tensor([0, 0, 0, 0, 1, 2, 2, 3])
+
+
+@pytest.mark.parametrize(
+    "advantage, bound, kept",
+    [
+        (1.0, 0.5, [0, 1, 0, 0, 0, 1, 1, 1]),  # more probable already, and the update would make them more so
+        (-1.0, 0.5, [1, 0, 0, 1, 1, 1, 1, 1]),
+        (1.0, 0.6668, [1, 1, 0, 1, 0, 1, 1, 1]),
+        (1.0, 0.6665, [0, 1, 0, 0, 0, 1, 1, 1]),
+        (1.0, 2.01, [1, 1, 0, 1, 1, 1, 1, 1]),
+        (1.0, 0.005, [0, 1, 0, 0, 0, 0, 1, 1]),
+    ],
+)
+@pytest.mark.parametrize("denominator", ["valid", "kept"])
+def test_vaco_when_a_sequence_is_far_then_it_loses_the_tokens_that_move_further_and_stays_itself(
+    advantage, bound, kept, denominator
+):
+    config = RolloutCorrectionConfig(
+        rollout_rs=(RejectionRule("seq_mean", "vaco", upper=bound),), loss="grpo", loss_denominator=denominator
+    )
+    logprobs, rollout, mask = VACO_RHO.log() - 2, torch.full((8,), -2.0), torch.ones(8)
+    advantages = torch.where(VACO_IDS == 3, 0.0, advantage)
+    correction = compute_correction(
+        logprobs, rollout, mask, VACO_IDS, num_sequences=5, config=config, advantages=advantages
+    )
+    assert correction.mask.int().tolist() == kept
+    # No sequence is rejected, even one that has lost all of its tokens; one that never had any is none.
+    assert correction.kept_sequences.tolist() == [True, True, True, True, False]
+    assert correction.metrics["kept_sequence_fraction"].value() == 1
+    assert correction.metrics["rejected_fraction/seq_mean_vaco"].value() == pytest.approx(1 - sum(kept) / 7)
+    assert (correction.valid_tokens, correction.kept_tokens) == (7, sum(kept))
+    lengths = [sum(kept[:4]), kept[4], kept[5] + kept[6], kept[7], 0] if denominator == "kept" else [3, 1, 2, 1, 0]
+    assert correction.lengths.tokens.tolist() == lengths
+    assert correction.lengths.sequences == sum(length > 0 for length in lengths)
+
+
+def test_vaco_when_other_rules_reject_too_then_lengths_count_what_all_of_them_keep():
+    # The token rule drops rho 2 and 3; the sequence rule rejects sequence 3; vaco then drops 1.5 of sequence 0.
+    config = RolloutCorrectionConfig(rollout_rs=(
+        RejectionRule("token", "ratio", 0.3, 1.9), RejectionRule("seq_mean", "vaco", upper=0.5),
+        RejectionRule("seq_sum", "ratio", 0.5, 9.0),
+    ), loss="grpo", loss_denominator="kept")  # fmt: skip
+    correction = compute_correction(
+        VACO_RHO.log() - 2, torch.full((8,), -2.0), torch.ones(8), VACO_IDS, num_sequences=5, config=config,
+        advantages=torch.ones(8),
+    )
+    assert correction.mask.int().tolist() == [0, 1, 0, 0, 0, 1, 1, 0]
+    assert correction.kept_sequences.tolist() == [True, True, True, False, False]
+    assert correction.lengths.tokens.tolist() == [1, 0, 2, 0, 0] and correction.lengths.sequences == 2
+
+
+def test_vaco_when_advantages_are_missing_then_it_asks_for_them():
+    config = RolloutCorrectionConfig(rollout_rs=(RejectionRule("seq_mean", "vaco", upper=0.5),))
+    with pytest.raises(ValueError, match="seq_mean_vaco needs advantages, the advantage of .*; pass advantages"):
+        compute_correction(VACO_RHO, VACO_RHO, VACO_RHO, VACO_IDS, num_sequences=4, config=config)
+
+
+def test_rules_that_drop_some_tokens_when_counted_then_one_at_one_level_of_sequences():
+    # Kept lengths are summed for one such rule: with two, the tokens that either drops would be counted twice.
+    [row] = [row for row in DIVERGENCES.values() if row.drops is not None]
+    assert row.levels == ("seq_mean",)
 
 
 def test_off_policy_sequence_mask_when_far_and_bad_then_rejected_whole_and_else_kept():

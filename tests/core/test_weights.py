@@ -1,4 +1,4 @@
-"""Importance weights by hand: four levels, three modes, closed bounds."""
+"""Importance weights by hand: four levels, four modes, closed bounds."""
 
 import math
 
@@ -69,3 +69,61 @@ def test_mask_when_a_weight_is_on_a_bound_then_kept_and_outside_it_is_not():
     rho = torch.tensor([0.5, 0.4999, 2.0, 2.0001])
     weights = weights_of(rho, mode="mask", lower=0.5, upper=2.0).weights
     assert weights.tolist() == pytest.approx([0.5, 0.0, 2.0, 0.0], rel=1e-6)
+
+
+def gamma_of(rho, advantages, seq_ids=None, **settings):
+    config = RolloutCorrectionConfig(rollout_is="sequence", rollout_is_mode="gamma", **settings)
+    seq_ids = torch.arange(len(rho)) if seq_ids is None else seq_ids
+    return compute_correction(
+        rho.log() - 1, torch.full_like(rho, -1.0), torch.ones(len(rho)), seq_ids, num_sequences=len(rho),
+        config=config, advantages=torch.tensor(advantages),
+    )
+
+
+@pytest.mark.parametrize(
+    ("advantage", "expected"),
+    [
+        # Of w = 2 * 3 * 0.5 = 3 and w = 0.25: w^2 e^(3 - 3w) where A >= 0, else w^3 e^(2 - 2w).
+        (1.5, [9 * math.exp(-6), 0.0625 * math.exp(2.25)]),
+        (0.0, [9 * math.exp(-6), 0.0625 * math.exp(2.25)]),
+        (-0.5, [27 * math.exp(-4), 0.015625 * math.exp(1.5)]),
+    ],
+)
+def test_gamma_when_computed_by_hand_then_one_weight_a_sequence_by_the_sign_of_its_advantage(advantage, expected):
+    correction = gamma_of(RHO, [advantage] * 4, SEQ_IDS)
+    assert correction.weights.tolist() == pytest.approx([expected[0]] * 3 + [expected[1]], rel=1e-6)
+    assert correction.mask.all() and correction.weights.dtype == torch.float32
+    assert correction.metrics["weight_out_of_bounds"].value() == 0
+    assert correction.metrics["weight_max"].value() == pytest.approx(max(expected), rel=1e-6)
+
+
+def test_gamma_when_at_its_ends_and_peaks_then_1_at_1_and_never_above_1_25():
+    # Peaks at w = k / l: (2/3)^2 e = 1.2081 where A >= 0, (3/2)^3 / e = 1.2416 where A < 0.
+    correction = gamma_of(torch.tensor([1.0, 1.0, 2 / 3, 1.5]), [1.0, -1.0, 1.0, -1.0])
+    assert correction.weights.tolist() == pytest.approx([1, 1, 1.2081253, 1.2415931], rel=1e-6)
+    # log w is clamped to +-20: e^-40 e^3 and e^-60 e^2 below, nothing above.
+    far = torch.tensor([1e-30, 1e-30, 1e30, 1e30])
+    weights = gamma_of(far, [1.0, -1.0, 1.0, -1.0]).weights.tolist()
+    assert weights == pytest.approx([math.exp(-37), math.exp(-58), 0.0, 0.0], rel=1e-6, abs=0)
+
+
+def test_gamma_when_a_sequence_is_long_then_its_length_does_not_matter():
+    # 1000 tokens of D = 0.0004 are one token of D = 0.4.
+    rho = torch.full((1000,), math.exp(0.0004))
+    whole = gamma_of(rho, [1.0] * 1000, torch.zeros(1000, dtype=torch.int64)).weights[0].item()
+    assert whole == pytest.approx(gamma_of(torch.tensor([math.exp(0.4)]), [1.0]).weights[0].item(), rel=1e-4)
+
+
+def test_gamma_when_normalised_then_the_mean_over_sequences_is_1():
+    # w = 1 and 0.25 (A >= 0): 1 and 0.5930; each sequence once.
+    weights = gamma_of(
+        torch.tensor([1.0, 1.0, 0.25]), [1.0] * 3, torch.tensor([0, 0, 1]), rollout_is_batch_normalize=True
+    ).weights.tolist()
+    small = 0.0625 * math.exp(2.25)
+    assert weights == pytest.approx([2 / (1 + small)] * 2 + [2 * small / (1 + small)], rel=1e-6)
+
+
+def test_gamma_when_advantages_are_missing_then_it_asks_for_them():
+    config = RolloutCorrectionConfig(rollout_is="sequence", rollout_is_mode="gamma")
+    with pytest.raises(ValueError, match="rollout_is_mode gamma needs advantages, the advantage of .*; pass advantage"):
+        compute_correction(RHO, RHO, RHO, SEQ_IDS, num_sequences=3, config=config)

@@ -234,6 +234,9 @@ def test_settings_when_not_named_then_the_remedy_is_told(whole):
         ("preset: decoupled_token_is\nloss_denominator: kept", "loss_denominator kept has no effect"),
         ("rollout_rs: turn_mean_ratio\nrollout_rs_threshold: 0.9_1.1", "do not tell turns"),
         ("rollout_rs: token_routing\nrollout_rs_threshold: 0.5", "token_routing needs .* slime and miles do not give"),
+        ("rollout_rs: seq_mean_vaco\nrollout_rs_threshold: 0.5", "seq_mean_vaco needs .* use another rule"),
+        ("rollout_is: sequence\nrollout_is_mode: gamma",
+         "rollout_is_mode gamma needs advantages, .* slime and miles do not give; use another mode"),
         ("preset: decoupled_token_iss", "unknown preset"),
     ],
 )

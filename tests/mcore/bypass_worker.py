@@ -25,6 +25,15 @@ CONFIGS = {
         bypass_mode=True, loss="reinforce", rollout_is="turn", rollout_is_upper=1.2, advantage="raw",
         rollout_rs=(RejectionRule("turn_mean", "ratio", 0.8, 1.25),),
     ),
+    "vespo": RolloutCorrectionConfig(
+        bypass_mode=True, loss="reinforce", rollout_is="sequence", rollout_is_mode="gamma", advantage="raw",
+    ),
+    "vaco": RolloutCorrectionConfig(
+        bypass_mode=True, loss="reinforce", advantage="raw",
+        rollout_rs=(RejectionRule("seq_mean", "vaco", upper=0.3),),
+    ),
+    "dro": RolloutCorrectionConfig(bypass_mode=True, loss="dro", dro_beta=0.2, advantage="raw"),
+    "dro without rewards": RolloutCorrectionConfig(bypass_mode=True, loss="dro", dro_beta=0.2, advantage="raw"),
     "own": RolloutCorrectionConfig(bypass_mode=True, loss=f"{OWN}:distance", advantage="raw"),
     "gate": RolloutCorrectionConfig(bypass_mode=True, loss=f"{OWN}:soft_gate", advantage="raw"),
 }
@@ -52,7 +61,7 @@ def main(path: str) -> None:
     for name, config in CONFIGS.items():
         groups = ParallelGroups()
         rows_of = replace(batch, turn_ids=turn_ids, num_turns=3) if name == "turns" else batch
-        if config.loss.startswith(str(OWN)):
+        if config.loss.startswith(str(OWN)) or name.endswith("without rewards"):
             rows_of = replace(batch, rewards=torch.zeros(rows))
         targets = make_bypass_loss_inputs(rows_of, config, groups, group_size=2)
         scale = LossScale(num_microbatches=2, dp_size=1, per_token=False, global_positions=rows * length)

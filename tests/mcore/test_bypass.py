@@ -94,6 +94,46 @@ def test_bypass_when_rows_are_rejected_in_the_loss_then_the_naive_loss_and_gradi
     assert math.isfinite(result["entropy"])
 
 
+def naive_without_rejected_rows(made: dict, name: str) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """As `naive`, for vespo, vaco and dro: loss, gradient and kept fraction."""
+    logits = made["logits"].double().requires_grad_()
+    now = torch.log_softmax(logits, -1).gather(2, made["labels"][..., None])[..., 0]
+    usable = made["mask"] & made["rollout"].isfinite()
+    total, kept = torch.zeros((), dtype=torch.float64), 0
+    for row in range(len(now)):
+        tokens, advantage = [t for t in range(now.shape[1]) if usable[row, t]], float(made["rewards"][row])
+        d = {t: float(now[row, t].detach()) - float(made["rollout"][row, t]) for t in tokens}
+        product = math.exp(sum(d.values()))
+        k, rate = (2, 3) if advantage >= 0 else (3, 2)
+        far = sum(abs(math.exp(x) - 1) for x in d.values()) / len(d) > 0.3
+        for t in tokens:
+            if name == "vaco" and far and advantage * d[t] > 0:
+                continue
+            kept += 1
+            weight = product**k * math.exp(rate * (1 - product)) if name == "vespo" else 1.0
+            total = total - weight * advantage * now[row, t]
+            if name == "dro":
+                total = total + 0.1 * (now[row, t] - made["rollout"][row, t].double()) ** 2
+    (total / usable.sum()).backward()
+    return total.detach() / usable.sum(), logits.grad, kept / int(usable.sum())
+
+
+@pytest.mark.parametrize("name", ["vespo", "vaco", "dro"])
+def test_bypass_when_gamma_weighs_or_tokens_are_dropped_or_pulled_then_the_naive_loss_and_gradient(made, name):
+    total, gradient, kept_fraction = naive_without_rejected_rows(made, name)
+    result = made[name]
+    assert result["loss"].item() == pytest.approx(total.item(), rel=1e-5)
+    torch.testing.assert_close(result["grad"].double(), gradient, rtol=1e-4, atol=1e-7)
+    assert result["kept_fraction"] == pytest.approx(kept_fraction) and result["kept_sequence_fraction"] == 1
+    assert (kept_fraction < 1) == (name == "vaco")
+
+
+def test_update_when_every_advantage_is_0_then_dro_makes_one_as_it_pulls_to_the_servers_policy(made):
+    result = made["dro without rewards"]
+    assert result["decision/kept"] == result["decision/pulling"] == made["mask"].sum() - 1
+    assert result["grad"].any()
+
+
 @pytest.mark.parametrize("loss, pulls", [("own", True), ("gate", False)])
 def test_update_when_every_advantage_is_0_then_a_loss_of_the_users_makes_one_only_if_it_has_a_gradient(
     made, loss, pulls

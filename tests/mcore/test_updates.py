@@ -11,7 +11,7 @@ from tests.megatron_forks import run_megatron
 from tests.preloaded import run_preloaded
 
 HERE = Path(__file__).resolve().parent
-ALL = ["ppo_clip", "gspo", "cispo", "dppo_tv", BYPASS, TRUNCATED, WHOLE]
+ALL = ["ppo_clip", "gspo", "cispo", "dppo_tv", "dppo_kl", BYPASS, TRUNCATED, WHOLE]
 LAYOUTS = {
     1: [{"losses": [*ALL, *REJECTING], "ends": 0.02, "replays": ["R2", "R3"]}, {"packed": 64, "losses": ALL}],
     2: [{"ep": 2, "losses": ["ppo_clip", "ppo_clip kept"]}, {"cp": 2, "losses": ["gspo", "gspo kept"]},

@@ -5,7 +5,10 @@ import numpy as np
 PARTS, EPOCHS, SEED, BATCH = 2, 2, 7, 3
 """Updates of an epoch, epochs, and what the order of the samples is drawn from."""
 RATE = 0.2
-CLIP = {"ppo_clip": (0.02, 0.03), "gspo": (0.01, 0.008), "cispo": (0.02, 0.03), "dppo_tv": (4e-4, 3e-4)}
+CLIP = {
+    "ppo_clip": (0.02, 0.03), "gspo": (0.01, 0.008), "cispo": (0.02, 0.03), "dppo_tv": (4e-4, 3e-4),
+    "dppo_kl": (3e-6, 2e-6),
+}  # fmt: skip
 WEIGHT = 1.05
 """Upper bound of a token's weight, or for gspo of a sequence's."""
 REJECTING = {"ppo_clip rejected": "valid", "ppo_clip kept": "kept", "gspo kept": "kept"}

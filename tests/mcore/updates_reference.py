@@ -47,6 +47,11 @@ def update_loss(name, advantages, now, old, weights, *, rows=None, tokens=None):
             elif name == "cispo":
                 bounded = min(max(r.item(), 1 - low), 1 + high)
                 loss, clips = -w * bounded * a * p, bounded != r.item()
+            elif name == "dppo_kl":
+                p_now, p_old = p.exp().item(), q.exp().item()
+                kl = p_old * math.log(p_old / p_now) + (1 - p_old) * math.log((1 - p_old) / (1 - p_now))
+                clips = (kl > high and p_now > p_old) if a > 0 else (kl > low and p_now < p_old)
+                loss = -w * r.item() * a * p * (not clips)
             else:
                 gain = p.exp().item() - q.exp().item()
                 clips = gain > high if a > 0 else gain < -low

@@ -57,6 +57,19 @@ CONFIGS: dict[str, RolloutCorrectionConfig] = {
     "opsm and veto": RolloutCorrectionConfig(rollout_rs=(
         RejectionRule("seq_mean", "opsm", upper=0.05), RejectionRule("seq_max", "ratio", 0.05, 20.0),
     )),
+    "vaco with other rules, kept": RolloutCorrectionConfig(
+        rollout_rs=(RejectionRule("seq_mean", "vaco", upper=0.4), TURN_RULE, *RULES), loss="dppo_kl",
+        loss_aggregation="seq-mean-token-mean", loss_denominator="kept",
+    ),
+    "vaco, kept": RolloutCorrectionConfig(
+        rollout_rs=(RejectionRule("seq_mean", "vaco", upper=0.4),), loss="sapo", loss_denominator="kept",
+    ),
+    "normalised gamma weights": RolloutCorrectionConfig(
+        rollout_is="sequence", rollout_is_mode="gamma", rollout_is_batch_normalize=True, loss="dro", dro_beta=0.3,
+    ),
+    "gamma weights, turn rules": RolloutCorrectionConfig(
+        rollout_is="sequence", rollout_is_mode="gamma", rollout_rs=(TURN_RULE,), loss="sapo", loss_denominator="kept",
+    ),
     "everything rejected": RolloutCorrectionConfig(
         rollout_is="sequence", rollout_is_batch_normalize=True, **WEIGHTS, loss="grpo", loss_denominator="kept",
         rollout_rs=(RejectionRule("token", "ratio", 0.999, 1.001), RejectionRule("seq_sum", "k3", upper=1e-9)),
