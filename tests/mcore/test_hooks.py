@@ -103,6 +103,8 @@ def test_install_when_a_function_was_imported_before_then_every_name_of_it_is_bo
 
 
 CASES["restart"] = """
+from megatron_rl_corr.events import EVENTS
+from megatron_rl_corr.parallel.failure import WATCH
 log = []
 class Step:
     def __init__(self):
@@ -110,7 +112,11 @@ class Step:
         log.append(["start", self.number])
     def close(self):
         log.append(["close", self.number])
-session.start = lambda *args: Step()
+def start(config, options, megatron, report, before_push, opened):
+    step = Step()
+    opened.callback(step.close)
+    return step
+session.start = start
 run_flags.check_megatron_arguments = run_flags.check_loaded_iteration = lambda args: None
 file_checks.check_files = lambda options, args: None
 hooks.all_reduce_startup = lambda prepare: prepare()
@@ -127,7 +133,7 @@ for attempt in range(2):
     parsed.append(arguments.parse_args().rollout_prompts)
     training.setup_model_and_optimizer("provider", "type")
 leave()
-say(log=log, parsed=parsed)
+say(log=log, parsed=parsed, kinds=dict(EVENTS.counts), left=len(WATCH._clean_ups))
 """
 
 
@@ -137,6 +143,36 @@ def test_hooks_when_megatron_restarts_within_the_process_then_flags_parse_anew_a
     assert found["log"] == [
         ["set up", None], ["start", 1], ["close", 1], ["set up", None], ["start", 2], ["close", 2],
     ]  # fmt: skip
+    assert found["kinds"] == {"run_started": 1, "run_restarted": 1, "run_ended": 1}
+    assert found["left"] == 1  # to close the reports of the second start; the first one's is forgotten
+
+
+# The first start opens something and fails: the second closes it, and is a restart.
+CASES["failed start"] = CASES["restart"].replace("""
+    return step
+session""", """
+    if step.number == 1:
+        raise RuntimeError("a collective was aborted")
+    return step
+session""").replace("""
+    training.setup_model_and_optimizer("provider", "type")
+leave()
+""", """
+    try:
+        training.setup_model_and_optimizer("provider", "type")
+    except RuntimeError as error:
+        log.append(["failed", str(error)])
+leave()
+""")
+
+
+def test_hooks_when_a_start_fails_and_megatron_restarts_then_what_it_opened_is_closed_and_a_restart_is_told(results):
+    found = results["failed start"]
+    assert found["log"] == [
+        ["set up", None], ["start", 1], ["failed", "a collective was aborted"], ["close", 1], ["set up", None],
+        ["start", 2], ["close", 2],
+    ]  # fmt: skip
+    assert found["kinds"] == {"run_restarted": 1, "run_ended": 1}
 
 
 CASES["failed close"] = CASES["restart"].replace("""
@@ -766,19 +802,27 @@ session.HFCheckpoint = lambda path: types.SimpleNamespace(config={"vocab_size": 
 session._source = lambda *args: None
 session.Evaluation = types.SimpleNamespace(of=lambda *args: None)
 session._parameters, session.load_shards = lambda *args: [], fails
-session.Collector = lambda *args, **kwargs: types.SimpleNamespace(sampling=None)
+closed, opened = [], session.ExitStack()
+collector = types.SimpleNamespace(sampling=None, close=lambda: closed.append("collector"))
+session.Collector = lambda *args, **kwargs: collector
+session.LoopThread = lambda: types.SimpleNamespace(close=lambda: closed.append("loop"))
 megatron = types.SimpleNamespace(args=types.SimpleNamespace(iteration=0, finetune=False, train_iters=1), model=[])
 try:
-    session._prepare(parse(FLAGS)[1], megatron, types.SimpleNamespace(shard=None), None, None, Updates(), None)
+    session._prepare(parse(FLAGS)[1], megatron, types.SimpleNamespace(shard=None), None, None, Updates(), None, opened)
     said = ""
 except ValueError as error:
     said = str(error)
-say(said=said)
+opened.close()
+say(said=said, closed=closed)
 """
 
 
 def test_weights_when_they_can_not_be_loaded_then_the_flag_and_the_folder_are_named(results):
     assert results["loading"]["said"] == "--rollout-hf-checkpoint m: the checkpoint has no tensor lm_head.weight"
+
+
+def test_start_when_it_fails_after_sampling_was_prepared_then_what_it_had_opened_is_there_to_be_closed(results):
+    assert results["loading"]["closed"] == ["collector", "loop"]
 
 
 CASES["scoring"] = """
