@@ -148,7 +148,7 @@ def start(
         probe = broadcast_probe(
             options, args, parts.source, megatron.model, megatron.optimizer, layout, shape, logprobs
         )
-        push = reach_servers(options, exporter, parts.source, reference, probe)
+        push = reach_servers(options, exporter, parts.source, reference, probe, layout)
         opened.callback(push.servers.close)
         opened.callback(collector.close)  # once more: what samples ends before the servers are left
         check_models(options, parts.source.client, parts.loop)

@@ -733,6 +733,8 @@ def test_router_state_when_put_back_then_what_a_checkpoint_holds_and_no_logits_t
 
 CASES["warnings"] = """
 import asyncio, contextlib, dataclasses, io, logging
+import torch.distributed as dist
+from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr import plugin
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.engines.errors import SampleFailure
@@ -761,17 +763,29 @@ with contextlib.redirect_stderr(errors):
     asyncio.run(evaluate.Evaluation(layout, source, [held_out], None, 1, 1.0)._scored(held_out, 0, 0, running))
     collector = collect.Collector(options, layout, BatchShape(4, 2, 2, 16), source, batches=(0, 1))
     collector._failures.failed(failure, "sample 0 of row 3")
+    evaluated = dict(EVENTS.counts)
+with contextlib.redirect_stderr(io.StringIO()):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    collector._layout = types.SimpleNamespace(dp_cp_group=dist.group.WORLD)
+    for number in range(3):  # of the only row: the third time it is left out, for this epoch and the next
+        collector._failures.dropped(source.prompts.at(number), number, [])
+        collector._all_gather_failed_prompts()
 saved = SavedCursor.of([Drawn(0)], source.prompts, FailedPrompts(1), 1, [{"ended": 90.0, "refused": 40.0}])
 others = dataclasses.replace(source, prompts=None)  # on a rank that draws none
 judged = [collect.Collector(options, layout, BatchShape(4, 2, 2, 16), one, batches=(0, 1), saved=saved)
           ._failed_fraction.exceeded([10.0] + [0.0] * len(CAUSES)) for one in (source, others)]
 idle = RolloutCorrectionConfig(clip_ratio_low=0.3)
 say(
-    judged=[share for share, _ in judged],
+    judged=[share for share, _ in judged], evaluated=evaluated, told=dict(EVENTS.counts),
     undescribed=[name for name in hooks.CONSOLE if spec_of(name) is None],
     printed=errors.getvalue().splitlines(), start=scoring.describe_start(idle, (), 1),
 )
 """
+
+
+def test_events_when_held_out_samples_fail_or_a_prompt_is_left_out_for_an_epoch_then_each_is_told_once(results):
+    assert results["warnings"]["evaluated"] == {"sample_failed": 2}  # one held out, one trained
+    assert results["warnings"]["told"] == {"sample_failed": 2, "group_dropped": 3, "prompt_left_out": 1}
 
 
 def test_metrics_of_megatrons_own_log_line_then_the_catalogue_describes_them(results):
