@@ -41,6 +41,7 @@ KINDS = {
     "run_ended": "the trainer ended in order",
     "rank_failed": "a rank raised an error, and all ranks end",
     "run_resumed": "samples of a checkpoint go on",
+    "groups_forgotten": "open groups of a checkpoint are not drawn again, as the data are others",
     "files_dropped": "rows or files of steps that a later attempt does anew were removed",
 }
 """kind -> what it says. What tells of something new adds its kind here."""

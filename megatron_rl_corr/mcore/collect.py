@@ -87,6 +87,7 @@ class Collector(BatchCollector):
             if layout.dp_rank == 0 and (difference := saved.difference(prompts)):
                 warn(f"--rollout-prompts are not those of the checkpoint: {difference}; they go on at place "
                      f"{saved.next}, and {len(saved.again)} drawn and not trained are not drawn again")  # fmt: skip
+                EVENTS.tell("groups_forgotten", difference, groups=list(saved.again))
         self._sampler = sampler = GroupSampler(
             client, prompts, GroupNumbers(cursor, layout.dp_rank, layout.dp_size, own), self.sampling,
             group_size=shape.group_size, rewards=source.rewards, failures=self._failures,

@@ -51,10 +51,13 @@ class GroupSampler:
         rewards.late = self._late
 
     def draw(self) -> int:
-        """The next number whose prompt is not left out and can be used."""
+        """The next number whose prompt is not left out and can be used.
+
+        A group of before a checkpoint goes on: its row may have been left out since it was drawn.
+        """
         while True:
-            number = self._numbers.draw()
-            left_out = self._failed_prompts.leaves_out(self._prompts.index_at(number), number)
+            goes_on, number = self._numbers.goes_on, self._numbers.draw()
+            left_out = not goes_on and self._failed_prompts.leaves_out(self._prompts.index_at(number), number)
             if not left_out and self._prompts.can_be_drawn(number):
                 return number
 
