@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl_corr.events import EVENTS
 from tests import server_load, stand_in_server
 from tests.preloaded import PreloadedServer, preload_all, run_preloaded
 from tests.schedule import pytest_collection_modifyitems, pytest_xdist_make_scheduler  # noqa: F401
@@ -180,6 +181,19 @@ def faulty():
 def wait_until_sampling():
     """wait_until_sampling(url) of server_load.py."""
     return server_load.wait_until_sampling
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """(kind, facts) of each event that is told, the reason among them."""
+    found, tell = [], EVENTS.tell
+
+    def noted(kind, reason, **facts):
+        found.append((kind, {"reason": reason} | facts))
+        tell(kind, reason, **facts)
+
+    monkeypatch.setattr(EVENTS, "tell", noted)
+    return found
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megatron_rl_corr.data.rows import BadRow, Stamp
+from megatron_rl_corr.data.rows import BadRow, Stamp, digest_of
 
 CACHE_BYTES = 1 << 29
 """Decoded row groups of one Parquet source that are kept; at least one is. A multiple of order.WINDOW_BYTES: values are
@@ -78,6 +78,10 @@ class ParquetRows:
         file = int(np.searchsorted(self._firsts, row, side="right")) - 1
         return f"{self._files[file]}: row {row - self._firsts[file]}"
 
+    def digest(self) -> str:
+        """As `Rows`'."""
+        return digest_of(self._files)
+
     def _group(self, group: int) -> pa.Table:
         if group in self._decoded:
             self._decoded.move_to_end(group)
@@ -109,7 +113,7 @@ class SavedDataset:
         if state.get("_indices_data_files"):
             raise ValueError(f"{path}: its rows are in the order of an index; save it after flatten_indices()")
         files = [str(Path(path) / one["filename"]) for one in state["_data_files"]]
-        self._stamps = [Stamp(file) for file in files]
+        self._files, self._stamps = files, [Stamp(file) for file in files]
         self._batches: list[pa.RecordBatch] = []
         self._file_of: list[int] = []
         """The file of each batch."""
@@ -139,6 +143,10 @@ class SavedDataset:
     def where(self, row: int) -> str:
         """folder: row 7."""
         return f"{self.path}: row {row}"
+
+    def digest(self) -> str:
+        """As `Rows`'."""
+        return digest_of(self._files)
 
 
 def parquet_folder(path: Path) -> ParquetRows:

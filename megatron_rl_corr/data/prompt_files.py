@@ -41,7 +41,7 @@ def open_prompts(
     paths: Sequence[str], form: PromptFormat, *, seed: int = 0, weights: Sequence[float] = (),
     warn: Callable[[str], None] | None = None,
 ) -> PromptDataset:  # fmt: skip
-    """The data set of some files and folders; no row is read yet.
+    """The data set of some files and folders; no row is made a prompt yet.
 
     Args:
         paths: files of JSON lines or Parquet, folders of Parquet or of `datasets`.
@@ -60,4 +60,5 @@ def open_prompts(
     order = MixedOrder(
         [len(source) for source in sources], [source.groups for source in sources], seed=seed, weights=weights
     )
-    return PromptDataset(PromptRows(sources, form), seed=seed, order=order, warn=warn)
+    digest = " ".join(source.digest() for source in sources)
+    return PromptDataset(PromptRows(sources, form), seed=seed, order=order, digest=digest, warn=warn)

@@ -45,6 +45,7 @@ class PromptDataset:
             BadRow for one that can't be made.
         seed: of the order, in [0, 2**32).
         order: of the draws; None: that of one source.
+        digest: what tells the data from others with as many rows, also from the same after an edit; "": unknown.
         warn: takes a line about a row that is left out.
 
     Raises:
@@ -52,14 +53,14 @@ class PromptDataset:
     """
 
     def __init__(
-        self, rows: Sequence[Prompt], *, seed: int = 0, order: MixedOrder | None = None,
+        self, rows: Sequence[Prompt], *, seed: int = 0, order: MixedOrder | None = None, digest: str = "",
         warn: Callable[[str], None] | None = None,
     ):  # fmt: skip
         if not len(rows):
             raise ValueError("a prompt data set needs at least one prompt")
         self.rows = rows
         """Prompts by their index."""
-        self.seed = seed
+        self.seed, self.digest = seed, digest
         self._order = MixedOrder([len(rows)], [[]], seed=seed) if order is None else order
         self._kept: OrderedDict[int, Prompt] = OrderedDict()
         self._lock = threading.Lock()

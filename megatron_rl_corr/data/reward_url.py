@@ -19,6 +19,7 @@ from megatron_rl_corr.data.reward_value import checked_parts
 from megatron_rl_corr.engines.errors import SampleFailure, body_start, shown
 from megatron_rl_corr.engines.http import UNPACKED, TooLong, checked_key, read_body
 from megatron_rl_corr.engines.secrets import keep_secret, redacted
+from megatron_rl_corr.events import EVENTS
 
 FLAG = "`reward_url`"
 WAIT_S = 0.05
@@ -174,6 +175,7 @@ class RewardURL:
                     raise
                 if attempt == RETRIES:
                     raise _Failed(f"{failure}, {RETRIES + 1} times; see its server's log", retry=False) from None
+                EVENTS.tell("reward_retried", f"{self._shown}: {failure}", samples=len(batch))
             pause = 0.5 * 2**attempt
             await asyncio.sleep(pause + random.uniform(0, pause / 2))
         raise AssertionError

@@ -11,6 +11,8 @@ import threading
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
+from megatron_rl_corr.events import EVENTS
+
 logger = logging.getLogger(__name__)
 
 GRACE_S = 5.0
@@ -113,21 +115,22 @@ class WorkerPool:
         self._free.put_nowait(worker)
 
     async def _ask(self, worker: Worker, job: Any) -> Any:
-        lost = False
+        lost = None
         try:
             async with asyncio.timeout(self._limit_s) as scope:
                 return await worker.ask(job)
         except TimeoutError:
             if not scope.expired():  # the call's own
                 raise
-            lost = True
-            raise CallTimeout(f"it took longer than {self._limit_s:g} s") from None
-        except WorkerGone:
-            lost = True
+            lost = f"it took longer than {self._limit_s:g} s"
+            raise CallTimeout(lost) from None
+        except WorkerGone as gone:
+            lost = str(gone)
             raise
         finally:
-            if lost:
+            if lost is not None:
                 self._workers.discard(worker)
+                EVENTS.tell("worker_replaced", lost)
                 self._begin(self._replace(worker))
             else:
                 self._free.put_nowait(worker)

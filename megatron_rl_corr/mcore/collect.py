@@ -14,6 +14,7 @@ from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.data.prompts import PromptDataset
 from megatron_rl_corr.data.rewards import Rewards
 from megatron_rl_corr.data.tokenizer import Tokenizer
+from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.mcore.batch import BatchShape
 from megatron_rl_corr.mcore.batch_collector import BatchCollector
 from megatron_rl_corr.mcore.collect_metrics import COUNTED, count_samples
@@ -86,6 +87,7 @@ class Collector(BatchCollector):
             if layout.dp_rank == 0 and (difference := saved.difference(prompts)):
                 warn(f"--rollout-prompts are not those of the checkpoint: {difference}; they go on at place "
                      f"{saved.next}, and {len(saved.again)} drawn and not trained are not drawn again")  # fmt: skip
+                EVENTS.tell("groups_forgotten", difference, groups=list(saved.again))
         self._sampler = sampler = GroupSampler(
             client, prompts, GroupNumbers(cursor, layout.dp_rank, layout.dp_size, own), self.sampling,
             group_size=shape.group_size, rewards=source.rewards, failures=self._failures,
@@ -176,7 +178,9 @@ class Collector(BatchCollector):
         dist.all_gather_object(dropped, self._failures.take_dropped(), group=group)
         for row, number in sorted(pair for pairs in dropped for pair in pairs):
             if self._failed_prompts.add(row, number) and dist.get_rank() == 0:
-                warn(f"row {row} of --rollout-prompts is left out for an epoch: its groups failed {NAMED_AFTER} times")
+                why = f"its groups failed {NAMED_AFTER} times"
+                warn(f"row {row} of --rollout-prompts is left out for an epoch: {why}")
+                EVENTS.tell("prompt_left_out", why, row=row, last_epoch=self._failed_prompts.left_out[row])
 
     def waiting(self) -> dict[str, int]:
         return {"running": self._stream.running, "ready": self._stream.ready}

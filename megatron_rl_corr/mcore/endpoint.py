@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -13,7 +14,7 @@ from socketserver import ThreadingTCPServer
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MOST_CONNECTIONS = 8
 CONNECTION_TIMEOUT_S = 5.0
-"""A client that sends its request more slowly is hung up on."""
+"""From the connection to the end of the answer: a client that is slower, at any of it, is hung up on."""
 
 
 class Endpoint(ThreadingTCPServer):  # HTTPServer would look its own name up, which may take seconds
@@ -78,8 +79,25 @@ class Endpoint(ThreadingTCPServer):  # HTTPServer would look its own name up, wh
 
 
 class _Handler(BaseHTTPRequestHandler):
-    timeout = CONNECTION_TIMEOUT_S
     server: Endpoint
+
+    def setup(self) -> None:
+        """Set the deadline: a timeout of the socket's would begin anew with each byte."""
+        super().setup()
+        self._deadline = threading.Timer(CONNECTION_TIMEOUT_S, self._hang_up)
+        self._deadline.daemon = True
+        self._deadline.start()
+
+    def finish(self) -> None:
+        """The answer is sent."""
+        try:
+            super().finish()
+        finally:
+            self._deadline.cancel()
+
+    def _hang_up(self) -> None:
+        with contextlib.suppress(OSError):  # it has ended
+            self.connection.shutdown(socket.SHUT_RDWR)
 
     def do_GET(self) -> None:
         if self.path.partition("?")[0].strip("/") != "metrics":

@@ -25,6 +25,7 @@ from megatron_rl_corr.data.prompts import PromptDataset
 from megatron_rl_corr.engines.concurrency import all_or_first_failure
 from megatron_rl_corr.engines.errors import SampleFailure
 from megatron_rl_corr.engines.trajectory import SamplingParams
+from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.mcore.collect import PROGRESS_EVERY_S, SampleSource
 from megatron_rl_corr.mcore.prompt_checks import held_out_prompts
 from megatron_rl_corr.parallel.failure import all_reduce_results, communication_device, meeting_interval_s
@@ -160,7 +161,9 @@ class Evaluation:
             reward = await self.source.rewards.score(prompt, sample)
         except SampleFailure as failure:
             name = f" {one.options.name}" if one.options.name else ""
-            warn(f"row {prompt.index} of --rollout-eval-prompts{name} failed for good ({failure.cause}): {failure}")
+            what = f"row {prompt.index} of --rollout-eval-prompts{name}"
+            warn(f"{what} failed for good ({failure.cause}): {failure}")
+            EVENTS.tell("sample_failed", f"{what}: {failure}", cause=failure.cause)
             running.failed += 1
             return None
         running.done += 1

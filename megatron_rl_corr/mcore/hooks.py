@@ -12,6 +12,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -97,6 +98,8 @@ class CorrectedTraining:
     def __init__(self, config: RolloutCorrectionConfig, options: RunConfig, report: Report):
         self._config, self._options, self._report = config, options, report
         self.session: session.Session | None = None
+        self._opened = ExitStack()
+        """Closes what a start has opened, also one that failed."""
         self._reports, self._supervision = StepReports(self._write_report), Supervision(options)
         self._shown: dict[str, float] = {}
         """The last batch's numbers in Megatron's own log line, which averages over steps."""
@@ -106,8 +109,9 @@ class CorrectedTraining:
 
         @functools.wraps(original)
         def setup_model_and_optimizer(*args, **kwargs):
-            if self.session is not None:  # Megatron's in-process restart: leave the servers, and reach them anew
+            if self._supervision.begun:  # Megatron's in-process restart: leave the servers, and reach them anew
                 self._supervision.restart()
+                WATCH.forget()
                 try:
                     self.close()
                 except (RuntimeError, ValueError, OSError) as error:  # what failed may be a group that it has to close
@@ -120,9 +124,9 @@ class CorrectedTraining:
                 set_packed(settings)
             model, optimizer, scheduler = original(*args, **kwargs)
             all_reduce_startup(lambda: run_flags.check_loaded_iteration(settings))
-            megatron = session.MegatronRun(settings, model, optimizer)
             self.session = session.start(
-                self._config, self._options, megatron, self._reports.numbers.update, self._reports.all_reduce_evaluated
+                self._config, self._options, session.MegatronRun(settings, model, optimizer),
+                self._reports.numbers.update, self._reports.all_reduce_evaluated, self._opened,
             )
             WATCH.on_failure(self._reports.close)  # whichever rank fails
             self._supervision.started(self.session, settings.iteration)
@@ -153,8 +157,7 @@ class CorrectedTraining:
             self._supervision.end_step(iteration + 1)
             ahead = self._options.max_lag > 0 and iteration + 1 < training.get_args().train_iters
             self._reports.all_reduce_end_step(self.session.evaluation, iteration + 1, ahead=ahead)
-            numbers = self._reports.numbers
-            self._shown |= {name: numbers[name] for name in CONSOLE if name in numbers}
+            self._shown |= {name: value for name, value in self._reports.numbers.items() if name in CONSOLE}
             return (losses | _console_losses(self._shown), *rest)
 
         return train_step
@@ -203,11 +206,10 @@ class CorrectedTraining:
 
     def close(self) -> None:
         """Leave the servers, if they were reached."""
-        closing, self.session = self.session, None
+        self.session = None
         self._reports.close()
-        if closing is not None:
-            closing.close()
-            self._supervision.close()
+        self._opened.close()
+        self._supervision.close()
 
     def _write_report(self, numbers: dict[str, float]) -> None:
         self._report(numbers, global_vars.get_tensorboard_writer())
@@ -290,9 +292,7 @@ def checked(module: ModuleType, name: str, parameters: tuple[str, ...]) -> Calla
     return function
 
 
-def replace(
-    module: ModuleType, name: str, parameters: tuple[str, ...], wrap: Callable[[Callable], Callable]
-) -> None:
+def replace(module: ModuleType, name: str, parameters: tuple[str, ...], wrap: Callable[[Callable], Callable]) -> None:
     """Bind the wrapped function wherever the original is bound: a copy would go on with the original."""
     original = checked(module, name, parameters)
     replacement = wrap(original)

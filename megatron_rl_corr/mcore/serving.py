@@ -67,7 +67,8 @@ class WeightPush:
 
 
 def reach_servers(
-    options: RunConfig, exporter: StageExporter, source: SampleSource, reference: Reference, probe: PushProbe | None
+    options: RunConfig, exporter: StageExporter, source: SampleSource, reference: Reference, probe: PushProbe | None,
+    layout: Layout,
 ) -> WeightPush:
     """Find the servers, and make what sends them weights; every rank calls it.
 
@@ -77,7 +78,7 @@ def reach_servers(
     """
     client, loop = source.client, source.loop
     run_id = _broadcast_reached(client, loop)
-    servers = _weight_servers(options, exporter, client, loop)
+    servers = _weight_servers(options, exporter, client, loop, samples=layout.is_data_leader)
     return WeightPush(exporter, servers, run_id, int(options.bucket_mib * 2**20), reference, probe)
 
 
@@ -96,7 +97,7 @@ def broadcast_checked(
 
 
 def _weight_servers(
-    options: RunConfig, exporter: StageExporter, client: RolloutClient, loop: LoopThread
+    options: RunConfig, exporter: StageExporter, client: RolloutClient, loop: LoopThread, *, samples: bool
 ) -> WeightServers:
     checkpoint = Path(options.hf_checkpoint)
     transport = all_reduce_startup(lambda: make_transport(
@@ -107,7 +108,7 @@ def _weight_servers(
     servers = WeightServers(
         client, loop, transport, verifiers=make_verifiers(options.verify_push, checkpoint, client.fleet.engines),
         coverage=make_coverage(checkpoint), pause_mode=options.pause_mode,
-        samples_ahead=options.max_lag > 0,
+        samples=samples, samples_ahead=options.max_lag > 0,
     )
     if dist.get_rank() == 0:
         WATCH.on_failure(servers.release)  # whichever rank fails

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +52,6 @@ from megatron_rl_corr.rollout.cursor import SavedCursor
 from megatron_rl_corr.rollout.environment import load_environment
 from megatron_rl_corr.rollout.episodes import Episodes
 from megatron_rl_corr.weight_sync.export import StageExporter
-from megatron_rl_corr.weight_sync.servers import WeightServers
 
 Report = Callable[[dict[str, float]], None]
 
@@ -85,15 +85,6 @@ class _Parts:
     parameters: list[LocalParameter]
     log: SampleLog | None
 
-    def close(self, servers: WeightServers | None) -> None:
-        """Stop sampling, leave the servers, and close what is open for them."""
-        self.collector.close()
-        if servers is not None:
-            servers.close()
-        if self.source is not None:
-            self.loop.call(self.source.client.close())
-        self.loop.close()
-
 
 @dataclass(frozen=True)
 class Session:
@@ -104,8 +95,6 @@ class Session:
     """Rollouts on held-out prompts."""
     hf_saves: HFSaves
     parts: _Parts
-    servers: WeightServers | None
-    """None in a replay."""
     trace: StepTrace | None
 
     def end_step(self, step: int) -> None:
@@ -113,17 +102,16 @@ class Session:
         if self.trace is not None:
             self.trace.end_step(step, self.step.times, self.step.collector)
 
-    def close(self) -> None:
-        """Stop sampling and leave the servers."""
-        self.step.reference.close()
-        self.parts.close(self.servers)
-
 
 def start(
     config: RolloutCorrectionConfig, options: RunConfig, megatron: MegatronRun, report: Report,
-    before_push: Callable[[], bool] = lambda: False,
+    before_push: Callable[[], bool], opened: ExitStack,
 ) -> Session:
     """Load the weights, reach the servers, push the first version; every rank calls it.
+
+    Args:
+        config, options, megatron, report, before_push: as `CorrectedStep` takes them.
+        opened: gets what stops sampling, leaves the servers and closes what is open for them, as far as a start comes.
 
     Raises:
         StartupError: on one rank, for whatever keeps the run from starting.
@@ -141,16 +129,17 @@ def start(
     routes = _routes(options, megatron, layout)
     saved = checkpoint_cursor.broadcast_saved(args)
     updates = Updates.of(options, args.seed, args.iteration, saved)
-    parts = all_reduce_startup(lambda: _prepare(options, megatron, layout, shape, routes, updates, saved))
+    parts = all_reduce_startup(lambda: _prepare(options, megatron, layout, shape, routes, updates, saved, opened))
     if args.iteration == 0:
         megatron.optimizer.reload_model_params()
     reference = broadcast_reference(
         config, options, args, parts.parameters, layout, loop=parts.loop, vocab_size=parts.vocab_size
     )
+    opened.callback(reference.close)
     exporter = StageExporter(
         parts.parameters, layout.shard, layout.stage_groups, stage=layout.pp_rank, num_stages=layout.pp_size
     )
-    collector, servers = parts.collector, None
+    collector = parts.collector
     logprobs = _logprobs(options, layout, parts.vocab_size, megatron.model)
     if parts.source is None:
         push = _no_push(reference)
@@ -159,8 +148,9 @@ def start(
         probe = broadcast_probe(
             options, args, parts.source, megatron.model, megatron.optimizer, layout, shape, logprobs
         )
-        push = reach_servers(options, exporter, parts.source, reference, probe)
-        servers = push.servers
+        push = reach_servers(options, exporter, parts.source, reference, probe, layout)
+        opened.callback(push.servers.close)
+        opened.callback(collector.close)  # once more: what samples ends before the servers are left
         check_models(options, parts.source.client, parts.loop)
         with compat.gathered_parameters(megatron.model, megatron.optimizer):
             print_probe(push(updates.batches(args.iteration)))
@@ -168,7 +158,7 @@ def start(
             evaluated = parts.evaluation and parts.evaluation.sampling
             first_step = broadcast_checked(options, args, collector.sampling, parts.source, layout, evaluated)
         except BaseException:
-            parts.close(servers)
+            opened.close()
             raise
     step = CorrectedStep(
         config=config, layout=layout, shape=shape, collector=collector, push=push, report=report, routes=routes,
@@ -180,7 +170,7 @@ def start(
     if dist.get_rank() == 0:
         for line in describe_start(config, step.scoring_reasons, step.updates.count):
             print(f"[rollout] {line}", flush=True)
-    return Session(step, parts.evaluation, HFSaves.of(options, args.train_iters, exporter), parts, servers, trace)
+    return Session(step, parts.evaluation, HFSaves.of(options, args.train_iters, exporter), parts, trace)
 
 
 def _no_push(reference: Reference) -> Callable[[int], dict[str, float]]:
@@ -195,13 +185,14 @@ def _no_push(reference: Reference) -> Callable[[int], dict[str, float]]:
 
 def _prepare(
     options: RunConfig, megatron: MegatronRun, layout: Layout, shape: BatchShape, routes: Routes,
-    updates: Updates, saved: SavedCursor | None,
+    updates: Updates, saved: SavedCursor | None, opened: ExitStack,
 ) -> _Parts:
     """Everything that needs neither servers nor other ranks. Raises ValueError or OSError for what is wrong."""
     args = megatron.args
     with naming_checkpoint(options.hf_checkpoint):
         checkpoint = HFCheckpoint(options.hf_checkpoint)
     loop, vocab_size = LoopThread(), checkpoint.config["vocab_size"]
+    opened.callback(loop.close)
     batches = updates.batches(args.iteration), updates.batches(args.train_iters)
     source = evaluation = None
     if options.replay is not None:
@@ -209,9 +200,10 @@ def _prepare(
             options, layout, shape, batches=batches, iteration=args.iteration, vocab_size=vocab_size, routes=routes
         )
     else:
-        source = _source(options, megatron, layout, loop, vocab_size, routes)
+        source = _source(options, megatron, layout, loop, vocab_size, routes, opened)
         collector = Collector(options, layout, shape, source, batches=batches, saved=saved, routes=routes)
         evaluation = Evaluation.of(options, args, source, layout)
+    opened.callback(collector.close)
     parameters = _parameters(checkpoint, args, megatron.model)
     if args.iteration == 0 and not compat.begins_with_pretrained(args):
         with naming_checkpoint(options.hf_checkpoint):
@@ -221,7 +213,8 @@ def _prepare(
 
 
 def _source(
-    options: RunConfig, megatron: MegatronRun, layout: Layout, loop: LoopThread, vocab_size: int, routes: Routes
+    options: RunConfig, megatron: MegatronRun, layout: Layout, loop: LoopThread, vocab_size: int, routes: Routes,
+    opened: ExitStack,
 ) -> SampleSource:
     """Client, prompts and what gives rewards, which is started on the ranks that ask for samples."""
     tokenizer = Tokenizer.from_folder(options.hf_checkpoint)
@@ -230,6 +223,7 @@ def _source(
         keyed_cache=options.pause_mode == "in_place", decode=tokenizer and tokenizer.decode_all,
         **options.client_arguments(),
     )  # fmt: skip
+    opened.callback(lambda: loop.call(client.close()))
     rewards = Rewards.of(options, tokenizer)
     episodes = None
     if options.environment is not None:
@@ -237,6 +231,7 @@ def _source(
         episodes = Episodes(load_environment(options.environment), options.max_turns, calls)
     if layout.is_data_leader:
         loop.call(rewards.start())
+        opened.callback(lambda: loop.call(rewards.close()))
     prompts = training_prompts(options, megatron.args, layout, tokenizer, vocab_size)
     return SampleSource(client, loop, prompts, rewards, episodes, tokenizer)
 
@@ -267,5 +262,3 @@ def _parameters(checkpoint: HFCheckpoint, args: argparse.Namespace, model: list)
     with naming_checkpoint(str(checkpoint.path)):
         table = NameTable(checkpoint.config, padded_vocab_size=args.padded_vocab_size)
         return local_parameters(chunks, table, experts_per_rank=experts)
-
-

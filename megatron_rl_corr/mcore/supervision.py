@@ -34,7 +34,8 @@ class Supervision:
         """The last step that has ended."""
         self._restarts = 0
         """Within this process: Megatron's in-process restart."""
-        self._open = False
+        self._open, self.begun = False, False
+        """begun: a start that has not ended in order; the next one is a restart within the process."""
         self._session: Session | None = None
 
     def open(self) -> None:
@@ -43,6 +44,7 @@ class Supervision:
         Raises:
             ValueError: naming the flag, for a file that can't be written or a port that can't be opened.
         """
+        self.begun = True
         if self._open:
             return
         self._open, options = True, self._options
@@ -93,7 +95,7 @@ class Supervision:
         """The run has ended in order. File and endpoint stay open until the process ends: it may begin another one."""
         if self._session is not None and os.environ.get("RANK", "0") == "0":
             EVENTS.tell("run_ended", "no step was made" if self._step is None else f"after step {self._step}")
-        self._session = None
+        self._session, self.begun = None, False
 
     def restart(self) -> None:
         """What was running has failed, and is set up again within the process."""

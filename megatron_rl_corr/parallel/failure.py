@@ -205,6 +205,10 @@ class FailureWatch:
         """Call clean_up() on the thread that ends this process, before it ends because any rank failed."""
         self._clean_ups.append(clean_up)
 
+    def forget(self) -> None:
+        """Call none of the clean-ups so far: what they would leave in order has ended, and a restart makes it anew."""
+        self._clean_ups.clear()
+
     def report(self, error: BaseException) -> None:
         """Publish this rank's error; the other ranks name the first one published."""
         if isinstance(error, PeerFailure):
@@ -237,9 +241,13 @@ class FailureWatch:
         return True
 
     def clean_up(self) -> None:
-        """Run the `on_failure` callbacks; other ranks wait for rank 0's, as the first process to exit ends the job."""
+        """Run the `on_failure` callbacks, whichever of them fail; other ranks wait for rank 0's, as the first process
+        to exit ends the job."""
         for clean_up in self._clean_ups:
-            clean_up()
+            try:
+                clean_up()
+            except (RuntimeError, ValueError, OSError) as error:  # such as a loop that is closed, or a full disk
+                logger.warning("before this process ends, something was not left in order: %s", error)
         if self._ranks == 1:
             return
         key = f"{self._prefix}/cleaned_up"

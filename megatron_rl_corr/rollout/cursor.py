@@ -85,6 +85,11 @@ class GroupNumbers:
         self._again = deque(cursor.again[rank::size] if own is None else own.open)
         self._base, self._rank, self._size = cursor.next if own is None else own.base, rank, size
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether the next number is of before the checkpoint: of a group that was drawn then and is not trained."""
+        return bool(self._again)
+
     def draw(self) -> int:
         """The next number."""
         if self._again:
@@ -120,6 +125,8 @@ class SavedCursor:
     """Each replica's own place, by rank; () in a file of an older version."""
     failed_batches: tuple[dict[str, float], ...] = ()
     """`FailedFraction.state`."""
+    digest: str = ""
+    """`PromptDataset.digest`; "" in a file of an older version, which is not compared."""
 
     @classmethod
     def of(
@@ -130,7 +137,7 @@ class SavedCursor:
         counts, left_out, cursor = dict(failed.counts), dict(failed.left_out), Cursor.merged(replicas)
         return cls(
             prompts.seed, len(prompts), cursor.next, cursor.again, counts, left_out, batches, prompts.identity,
-            tuple(replicas), tuple(failed_batches),
+            tuple(replicas), tuple(failed_batches), prompts.digest,
         )
 
     @classmethod
@@ -144,14 +151,14 @@ class SavedCursor:
             values = json.loads(text)
             again = tuple(int(number) for number in values.pop("again"))
             maps = {name: {int(row): int(n) for row, n in values.pop(name).items()} for name in ("failed", "left_out")}
-            sources = str(values.pop("sources", ""))
+            texts = {name: str(values.pop(name, "")) for name in ("sources", "digest")}
             replicas = tuple(Drawn.parse(one) for one in values.pop("replicas", ()))
             failed = tuple(
                 {str(name): float(n) for name, n in batch.items()} for batch in values.pop("failed_batches", ())
             )
             numbers = {name: int(value) for name, value in values.items()}
             return cls(
-                again=again, **maps, sources=sources, replicas=replicas, failed_batches=failed, **numbers
+                again=again, **maps, **texts, replicas=replicas, failed_batches=failed, **numbers
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"it holds no data cursor ({type(error).__name__}: {error})") from None
@@ -175,6 +182,7 @@ class SavedCursor:
 
     def difference(self, prompts: PromptDataset) -> str | None:
         """Why its numbers mean other rows than those of these prompts; None: they mean the same."""
-        own = {"seed": self.seed, "rows": self.prompts, "sources": self.sources or "one"}
-        now = {"seed": prompts.seed, "rows": len(prompts), "sources": prompts.identity or "one"}
+        digest = prompts.digest if self.digest else ""
+        own = {"seed": self.seed, "rows": self.prompts, "sources": self.sources or "one", "contents": self.digest}
+        now = {"seed": prompts.seed, "rows": len(prompts), "sources": prompts.identity or "one", "contents": digest}
         return next((f"{name} {own[name]} there, {now[name]} here" for name in own if own[name] != now[name]), None)

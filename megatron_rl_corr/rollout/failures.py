@@ -63,12 +63,12 @@ class Failures:
         self.ended += 1
         self._recent.append(False)
 
-    def failed(self, failure: SampleFailure, what: str) -> None:
-        """A sample has none. The first of each cause is a warning, later ones are only counted."""
+    def failed(self, failure: SampleFailure, what: str, **place: int) -> None:
+        """A sample has none. The first of each cause is a warning, later ones are events alone; place: the event's."""
         self.ended += 1
         self._recent.append(True)
         self.by_cause[failure.cause] += 1
-        EVENTS.tell("sample_failed", f"{what}: {failure}", cause=failure.cause)
+        EVENTS.tell("sample_failed", f"{what}: {failure}", cause=failure.cause, **place)
         if failure.cause not in self.texts:
             self._warn(f"{what} failed for good ({failure.cause}; further ones are only counted): {failure}")
         self.texts[failure.cause] = f"{what}: {failure}"

@@ -75,7 +75,8 @@ class GroupFilter:
             why = "".join(traceback.format_exception(error)).strip()
         if why is not None:
             failure = SampleFailure("group_filter", f"{FLAG} {self._spec} failed: {why}")
-            self._failures.failed(failure, f"the group of row {prompt.index} of the data set")
+            what = f"the group of row {prompt.index} of the data set"
+            self._failures.failed(failure, what, group=group.number, row=prompt.index)
             lengths = [int(sample.sampled.sum()) for sample in group.trajectories]
             self._failures.dropped(prompt, group.number, lengths)
             self.failed_in_a_row += 1

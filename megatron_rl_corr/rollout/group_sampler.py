@@ -51,10 +51,13 @@ class GroupSampler:
         rewards.late = self._late
 
     def draw(self) -> int:
-        """The next number whose prompt is not left out and can be used."""
+        """The next number whose prompt is not left out and can be used.
+
+        A group of before a checkpoint goes on: its row may have been left out since it was drawn.
+        """
         while True:
-            number = self._numbers.draw()
-            left_out = self._failed_prompts.leaves_out(self._prompts.index_at(number), number)
+            goes_on, number = self._numbers.goes_on, self._numbers.draw()
+            left_out = not goes_on and self._failed_prompts.leaves_out(self._prompts.index_at(number), number)
             if not left_out and self._prompts.can_be_drawn(number):
                 return number
 
@@ -85,7 +88,7 @@ class GroupSampler:
             try:
                 scores[index] = await self._rewards.of_sample(prompt, trajectory)
             except SampleFailure as failure:
-                scores[index] = self._failed(failure, index, prompt)
+                scores[index] = self._failed(failure, index, prompt, number)
             else:
                 if not self._rewards.compares:
                     self._failures.scored()
@@ -101,7 +104,7 @@ class GroupSampler:
                 trajectories = await self._episodes.generate(self._client, [prompt], sampling, **how)
             if self._rewards.compares:
                 compared = clock()
-                scores = await self._compared(prompt, trajectories, scores)
+                scores = await self._compared(prompt, number, trajectories, scores)
                 if trace is not None:
                     trace.rewards.append((None, compared, clock()))
         except asyncio.CancelledError:
@@ -112,7 +115,8 @@ class GroupSampler:
                 self._failures.truncated(prompt, number, lengths)
                 return None
             if not failure.cause.startswith("reward_"):  # those are counted one by one
-                self._failures.failed(failure, f"a sample of row {prompt.index} of the data set")
+                what = f"a sample of row {prompt.index} of the data set"
+                self._failures.failed(failure, what, group=number, row=prompt.index)
             self._failures.dropped(prompt, number, lengths)
             self._failures.check()
             return None
@@ -121,7 +125,9 @@ class GroupSampler:
         rewards, parts = [score.reward for score in scores], [score.parts for score in scores]
         return Group(number, trajectories, rewards, parts, trace)
 
-    async def _compared(self, prompt: Prompt, trajectories: list[Trajectory], scores: list[Score]) -> list[Score]:
+    async def _compared(
+        self, prompt: Prompt, number: int, trajectories: list[Trajectory], scores: list[Score]
+    ) -> list[Score]:
         """The scores with the rewards of the whole group; a sample that has failed before keeps its own."""
         failed = [score is self._failed_score for score in scores]
         try:
@@ -129,19 +135,23 @@ class GroupSampler:
         except SampleFailure as failure:
             indices = [index for index, before in enumerate(failed) if not before]
             for index in indices[:-1]:
-                self._failures.failed(failure, f"sample {index} of row {prompt.index} of the data set")
-            return [self._failed(failure, indices[-1], prompt)] * len(scores) if indices else scores
+                self._count_failed(failure, index, prompt, number)
+            return [self._failed(failure, indices[-1], prompt, number)] * len(scores) if indices else scores
         for before in failed:
             if not before:
                 self._failures.scored()
         return [own if before else score for own, before, score in zip(scores, failed, whole, strict=True)]
 
-    def _failed(self, failure: SampleFailure, index: int, prompt: Prompt) -> Score:
+    def _failed(self, failure: SampleFailure, index: int, prompt: Prompt, number: int) -> Score:
         """Count a sample whose reward failed. Returns the score that it gets, or raises the failure."""
-        self._failures.failed(failure, f"sample {index} of row {prompt.index} of the data set")
+        self._count_failed(failure, index, prompt, number)
         if self._failed_score is None:
             raise failure
         return self._failed_score
+
+    def _count_failed(self, failure: SampleFailure, index: int, prompt: Prompt, number: int) -> None:
+        what = f"sample {index} of row {prompt.index} of the data set"
+        self._failures.failed(failure, what, group=number, row=prompt.index, sample=index)
 
     def _late(self, failure: SampleFailure | None) -> None:
         """Count a call of the reward function that ended after its group had been dropped."""

@@ -67,6 +67,7 @@ class ServerHealth:
                 endpoint = self._fleet.engine_of(server.url).model_info().endpoint
                 cause = RolloutServerError(server.url, endpoint, None, "it missed a weight update", method="GET")
                 self._counts.left_out += 1
+                EVENTS.tell("server_left_out", str(cause), server=server.url)
                 self._pool.leave_out(server, cause)
                 server.abandon(cause)
         self._pool.release()

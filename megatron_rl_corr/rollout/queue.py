@@ -268,13 +268,16 @@ class GroupStream:
 
     async def _end_surplus(self) -> None:
         """End what was sampled beside the step's groups. Its numbers are drawn again, as its prompts are untrained."""
-        self._aborting = True
+        before, self._aborting = len(self._again), True
         await self._cancel_running()
         self._aborting = False
         for group in self._done:
             self._surplus.count(group)
             self._again.append(group.number)
         self._done.clear()
+        if len(self._again) > before:
+            groups = sorted(list(self._again)[before:])
+            EVENTS.tell("surplus_ended", "the step has its groups, and with no lag none may be older", groups=groups)
         self._again = deque(sorted(self._again))
 
     def _drop(self, version: int) -> None:

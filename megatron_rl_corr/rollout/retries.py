@@ -131,7 +131,6 @@ class Retries:
             error.add_note(f"it was sample {sample_index} of prompt {prompt_index} ({prompt_ids.numel()} tokens)")
             if error is failure:
                 raise
-            EVENTS.tell("sample_failed", str(error), cause=error.cause, group=draw.group, sample=sample_index)
             raise error from failure
         if whole.finish_reason == "abort" and whole.output_ids.numel() == sampling.max_new_tokens:
             whole = replace(whole, finish_reason="length")  # nothing was cut off

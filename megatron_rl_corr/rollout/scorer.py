@@ -14,6 +14,7 @@ from megatron_rl_corr.engines.errors import RolloutError, RolloutServerError
 from megatron_rl_corr.engines.fleet import Fleet
 from megatron_rl_corr.engines.trajectory import Trajectory
 from megatron_rl_corr.engines.types import UnsupportedByEngine
+from megatron_rl_corr.events import EVENTS
 
 
 class Scorer:
@@ -98,6 +99,9 @@ class Scorer:
         answers = await asyncio.gather(*[self._one(sample, places) for sample in samples])
         if samples and all(isinstance(answer, RolloutError) for answer in answers):
             raise answers[-1]
+        for place, answer in enumerate(answers):
+            if isinstance(answer, RolloutError):
+                EVENTS.tell("sample_not_scored", str(answer), place=place, samples=len(samples))
         return [None if isinstance(answer, RolloutError) else answer for answer in answers]
 
     async def close(self) -> None:
@@ -107,7 +111,7 @@ class Scorer:
     async def _one(self, sample: Trajectory, places: asyncio.Semaphore) -> np.ndarray | RolloutError:
         prompt, output, failed, error = sample.prompt_ids.tolist(), sample.output_ids.tolist(), [], None
         async with places:
-            for _ in range(self._max_retries + 1):
+            for attempt in range(self._max_retries + 1):
                 # The least busy of those that this sample has failed at least often.
                 url = min(self.urls, key=lambda url: (failed.count(url), self._waiting[url]))
                 self._waiting[url] += 1
@@ -116,6 +120,8 @@ class Scorer:
                 except RolloutError as failure:
                     error = failure
                     failed.append(url)
+                    if attempt < self._max_retries:
+                        EVENTS.tell("scoring_retried", str(failure), server=url)
                 finally:
                     self._waiting[url] -= 1
         return error

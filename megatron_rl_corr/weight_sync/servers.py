@@ -40,16 +40,17 @@ class WeightServers:
         coverage: checks that all tensors of the checkpoint are sent; None: not checked.
         pause_mode: of running responses. retract: their keys and values are computed anew with the new weights;
             in_place: they go on with the old ones; abort: they end, and the client requests the rest.
+        samples: this rank asks for samples. On others no server is left out of the client, and none is probed.
         samples_ahead: responses run during updates (`max_lag` above 0).
     """
 
     def __init__(
         self, client: RolloutClient, loop: LoopThread, transport: WeightTransport, *,
         verifiers: Mapping[str, PushVerifier] = MappingProxyType({}), coverage: Coverage | None = None,
-        pause_mode: str = "retract", samples_ahead: bool = False,
+        pause_mode: str = "retract", samples: bool = True, samples_ahead: bool = False,
     ):  # fmt: skip
         self.client, self.transport, self.verifiers, self.coverage = client, transport, verifiers, coverage
-        self._loop, self._pause_mode, self._samples_ahead = loop, pause_mode, samples_ahead
+        self._loop, self._pause_mode, self._samples, self._samples_ahead = loop, pause_mode, samples, samples_ahead
         self._control = client.control(client.base_urls)
         self._version: str | None = None
         self._started: str | None = None
@@ -215,7 +216,7 @@ class WeightServers:
     def expect(self, version: str) -> None:
         """Sample only with these weights from now on; on every rank, because each has a client of its own."""
         self._version = version
-        missed = set(self.client.base_urls) - set(self.urls)
+        missed = set(self.client.base_urls) - set(self.urls) if self._samples else ()
         self._loop.call(self.client.expect_version(version, missed=missed))
 
     def abandon(self) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import zlib
 from collections import Counter
 from pathlib import Path
 
@@ -262,3 +263,40 @@ def test_parquet_folder_when_a_shard_has_other_columns_then_error_names_both(tmp
     pq.write_table(pa.table({"text": ["x"]}), tmp_path / "b.parquet")
     with pytest.raises(ValueError, match=r"b.parquet: has not the columns of .*a.parquet \(input_ids, text\)"):
         open_rows(tmp_path)
+
+
+def test_digest_when_worked_out_by_hand_then_size_and_crc_of_all_small_files_and_of_pieces_of_a_large_one(
+    tmp_path, monkeypatch
+):
+    for name, text in (("whole", b"abc"), ("ab", b"ab"), ("c", b"c"), ("empty", b"")):
+        (tmp_path / name).write_bytes(text)
+    # CRC-32 of "abc" is 352441c2, however many files it lies in.
+    assert rows.digest_of([str(tmp_path / "whole")]) == "3:352441c2"
+    assert rows.digest_of([str(tmp_path / name) for name in ("ab", "empty", "c")]) == "3:352441c2"
+    # 4 pieces of 10 bytes of 100: the last begins at 90, so they begin at 0, 30, 60 and 90.
+    monkeypatch.setattr(rows, "DIGEST_PIECES", 4)
+    monkeypatch.setattr(rows, "DIGEST_BYTES", 10)
+    text, large = bytes(range(100)), tmp_path / "large"
+    large.write_bytes(text)
+    wanted = zlib.crc32(text[0:10] + text[30:40] + text[60:70] + text[90:100])
+    assert rows.digest_of([str(large)]) == f"100:{wanted:08x}"
+    # Of five files two pieces each: the first and the last.
+    wanted = zlib.crc32((text[0:10] + text[90:100]) * 5)
+    assert rows.digest_of([str(large)] * 5) == f"500:{wanted:08x}"
+
+
+@pytest.mark.parametrize("form", ["json lines", "parquet", "datasets"])
+def test_digest_when_one_byte_of_the_data_is_another_then_another_and_the_same_in_another_folder(tmp_path, form):
+    found = []
+    for folder, last in (("a", 2), ("b", 2), ("edited", 3)):
+        at = tmp_path / folder
+        at.mkdir()
+        if form == "datasets":
+            shutil.copytree(SAVED / "train", at / "p")
+            if last == 3:
+                file = at / "p/data-00001-of-00002.arrow"
+                file.write_bytes(file.read_bytes().replace(b"3 + 4 =", b"3 + 5 ="))
+        else:
+            (jsonl if form == "json lines" else parquet)(at / "p", [1, last])
+        found.append(open_rows(at / "p").digest())
+    assert found[0] == found[1] != found[2]

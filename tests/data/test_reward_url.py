@@ -133,7 +133,7 @@ def test_samples_when_posted_then_in_batches_with_text_and_added_to_other_reward
     }  # fmt: skip
 
 
-def test_server_when_it_fails_twice_then_asked_again_and_dicts_are_parts(server):
+def test_server_when_it_fails_twice_then_asked_again_and_dicts_are_parts(server, told):
     server.batches.clear()
     server.failures = 2
 
@@ -144,8 +144,10 @@ def test_server_when_it_fails_twice_then_asked_again_and_dicts_are_parts(server)
         score = await rewards.of_sample(PROMPT, sample(3))
         assert (score.reward, score.parts) == (1.5, {"url": 1.5, "url/judge": 3.0})
 
-    run(f"{server.url}/flaky", scenario)
+    run(f"{server.url}/flaky?key=s3cretkey", scenario)
     assert len(server.batches) == 3
+    text = f"`reward_url` {server.url}/flaky: it answered HTTP 500: out of memory"
+    assert told == [("reward_retried", {"reason": text, "samples": 2})] * 2
     run(f"{server.url}/parts", parts)
 
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 
 import psutil
 import pytest
@@ -143,7 +144,7 @@ def memory_of(pids):
 
 @drill("a reward function that hangs", promised="its worker is replaced, its sample has failed")
 def test_reward_when_plain_then_scored_in_processes_of_their_own_that_are_replaced_after_a_hang(
-    file, monkeypatch, capfd
+    file, monkeypatch, capfd, told
 ):
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("KEPT", "1")
@@ -184,6 +185,8 @@ def test_reward_when_plain_then_scored_in_processes_of_their_own_that_are_replac
 
     run(scenario, f"{file}:reward", workers=2, limit_s=0.8)
     assert capfd.readouterr().out.count("set up in") == 2 + 10 + 1
+    replaced = Counter(facts["reason"] for kind, facts in told if kind == "worker_replaced")
+    assert replaced == {"it took longer than 0.8 s": 10, "its process ended with exit status 3": 1}
 
 
 CHANGES = """

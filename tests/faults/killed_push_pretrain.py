@@ -1,8 +1,8 @@
 """pretrain_any.py, whose ranks are all killed at one request of a push, before it is sent or once it is answered.
 
 KILL_AT is PUSH:REQUEST:SIDE:N. PUSH: 1 for the first push of the run. REQUEST: a method of ServerControl. SIDE: before
-or after. N: the N-th such request of the push. With SERVER the process group of that number is killed instead, and the
-time of it is written to the file KILLED.
+or after. N: the N-th such request of the push. With SERVER the process group of that number is killed instead; the
+time of it is written to the file KILLED, and below it those at which the ranks end for it.
 """
 
 import contextlib
@@ -15,12 +15,13 @@ from pathlib import Path
 
 import psutil
 
+from megatron_rl_corr import plugin
 from megatron_rl_corr.engines.control import ServerControl
 from megatron_rl_corr.weight_sync.servers import WeightServers
 
 PUSH, REQUEST, SIDE, NUMBER = os.environ["KILL_AT"].split(":")
 pushes, requests = 0, 0
-use, request = WeightServers.use, getattr(ServerControl, REQUEST)
+use, request, leave = WeightServers.use, getattr(ServerControl, REQUEST), plugin._leave
 
 
 def counted_use(self, states):
@@ -29,10 +30,21 @@ def counted_use(self, states):
     use(self, states)
 
 
+def note_time():
+    with Path(os.environ["KILLED"]).open("a") as file:
+        file.write(f"{time.time()}\n")
+
+
+def noted_leave(status):
+    if "SERVER" in os.environ:
+        note_time()
+    leave(status)
+
+
 def kill():
     if "SERVER" in os.environ:
         os.killpg(int(os.environ["SERVER"]), signal.SIGKILL)
-        Path(os.environ["KILLED"]).write_text(str(time.time()))
+        note_time()
     else:
         kill_all()
 
@@ -58,7 +70,7 @@ async def killed_request(self, *arguments, **options):
     return answer
 
 
-WeightServers.use = counted_use
+WeightServers.use, plugin._leave = counted_use, noted_leave
 setattr(ServerControl, REQUEST, killed_request)
 script = Path(__file__).resolve().parents[1] / "matrix/pretrain_any.py"
 runpy.run_path(str(script), run_name="__main__")

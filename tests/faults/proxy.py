@@ -21,7 +21,7 @@ class Proxy:
 
     Attributes:
         url: its address.
-        sent: what became of each request to /generate: (name of the request, wrapping, body).
+        sent: what became of each request to /generate: (the request, wrapping, body).
     """
 
     def __init__(self, upstream: str, seed: int):
@@ -43,7 +43,7 @@ class Proxy:
             wrapping = "well"
             if path == "/generate" and status == 200:
                 wrapping, found = self._draw.choice(WRAPPINGS), self._spoiled(found)
-                self.sent.append((json.loads(body)["rid"], wrapping, found))
+                self.sent.append((json.loads(body), wrapping, found))
             await self._answer(writer, status, wrapping, found)
         except (OSError, asyncio.IncompleteReadError, aiohttp.ClientError):
             pass

@@ -93,6 +93,7 @@ def checked(engine, name, count):
         seen[verdict(engine, name, changed)] += 1
 
     judged()
+    assert sum(seen.values()) >= count  # or so many were not tried
     return seen
 
 

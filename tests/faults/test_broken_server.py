@@ -1,6 +1,7 @@
 """A real server behind a proxy that spoils its answers, beside a well one: every sample comes back whole, once."""
 
 import asyncio
+import contextlib
 from collections import Counter
 
 import pytest
@@ -13,7 +14,6 @@ from tests.faults.drills import drill, long
 from tests.faults.proxy import spoiling
 
 PROMPTS, TOKENS, VOCAB_SIZE = [[3, 1, 4], [1, 5], [9]], 4, 83
-ASKED = {len(prompt): oracle.Asked(len(prompt), TOKENS, VOCAB_SIZE) for prompt in PROMPTS}
 
 
 @pytest.fixture(autouse=True)
@@ -39,22 +39,27 @@ async def sampled(url, seed, rounds, samples):
 
 
 def judged(proxy, found, retries):
-    """The share of each wrapping, after every sample was held against what was sent for it."""
-    readings, counts = [], Counter()
-    for _, wrapping, body in proxy.sent:
-        right = None
+    """The share of each wrapping, after every sample was held against what was sent for it.
+
+    A sample whose last part is the proxy's ends as one answer to its tokens before that part, which no other sample has
+    used: the request's ids and the answer's, one behind the other, are the whole sample.
+    """
+    wholes, counts = Counter(), Counter()
+    for request, wrapping, body in proxy.sent:
+        before, right = request["input_ids"], None
         if wrapping == "well":
-            for asked in ASKED.values():
-                try:
-                    right = oracle.sglang(body, asked)
-                except (oracle.Refused, oracle.Failed):
-                    continue
-        readings += [right.ids] if right else []
+            asked = oracle.Asked(len(before), request["sampling_params"]["max_new_tokens"], VOCAB_SIZE)
+            with contextlib.suppress(oracle.Refused, oracle.Failed):
+                right = oracle.sglang(body, asked)
+        if right is not None and right.ids:
+            wholes[*before, *right.ids] += 1
         counts[f"{wrapping}, {'right' if right else 'wrong'}"] += 1
-    of_proxy = [sample for sample in found if sample.server == proxy.url]
     for sample in found:
         assert sample.output_ids.numel() == TOKENS and sample.finish_reason in ("length", "stop")
-    assert all(any(ids == sample.output_ids.tolist()[: len(ids)] or not ids for ids in readings) for sample in of_proxy)
+    used = Counter(
+        (*sample.prompt_ids.tolist(), *sample.output_ids.tolist()) for sample in found if sample.server == proxy.url
+    )
+    assert used and used <= wholes, used - wholes
     wrong = sum(count for kind, count in counts.items() if kind.endswith("wrong"))
     # A request that says that it failed may end its sample, which ends the test; each other wrong answer is a retry.
     assert wrong > 0 and retries >= 0.9 * wrong

@@ -39,8 +39,9 @@ def flags_of(transport, folder, load):
 
 @long
 @drill(
-    "the trainer is killed (SIGKILL) before and after each request of a push; SGLang and vLLM, distributed and tensor",
-    promised="the next start, with and without --load, goes on without a hand at the servers",
+    f"the trainer is killed (SIGKILL) at {len(MOMENTS)} moments of a push, before or after a request; SGLang and vLLM. "
+    "Each moment once: in turn anew and with --load, and of either two distributed, two tensor, and so on",
+    promised="the next start goes on without a hand at the servers",
 )
 @pytest.mark.parametrize("load", [False, True], ids=["anew", "load"])
 def test_trainer_when_killed_at_a_request_of_a_push_then_the_next_start_goes_on(
@@ -75,7 +76,7 @@ def test_trainer_when_killed_at_a_request_of_a_push_then_the_next_start_goes_on(
 
 
 @long
-@drill("the only server is killed in a push, 1 rank and 2", promised="the run ends with its name, within 10 s")
+@drill("the only server is killed in a push, 1 rank and 2", promised="its ranks end with its name, within 10 s")
 @pytest.mark.parametrize(("engine", "ranks"), [("sglang", 1), ("vllm", 2)])
 def test_run_when_its_only_server_dies_in_a_push_then_it_ends_with_its_name_soon(
     tiny_moe_dir, tmp_path, seen, engine, ranks
@@ -96,7 +97,7 @@ def test_run_when_its_only_server_dies_in_a_push_then_it_ends_with_its_name_soon
             KILL_AT="2:update_weights_from_distributed:before:3", SERVER=str(server.pid), KILLED=str(killed),
         )  # fmt: skip
         assert killed.exists(), done.stderr[:6000]
-        took = time.time() - float(killed.read_text())
+        struck, *ended = map(float, killed.read_text().split())
     assert done.returncode == 1 and f"megatron_rl_corr: rollout server {server.url} did not answer" in done.stderr
-    assert took < 20, done.stderr[-3000:]  # torchrun's own end, on a busy machine, is in it
-    seen(f"ended {took:.1f} s after the kill")
+    assert len(ended) == ranks and max(ended) - struck < 10, (ended, done.stderr[-3000:])
+    seen(f"all ranks ended {max(ended) - struck:.1f} s after the kill")

@@ -68,22 +68,51 @@ def test_accounts_when_groups_are_lost_doubled_or_dropped_then_each_is_told(tmp_
     assert found["lost"] == [4] and found["twice"] == [1] and found["dropped"] == [2] and found["not whole"] == []
 
 
-def test_growth_then_medians_of_the_first_steps_without_the_start_and_of_the_last():
-    points = [(step, 900.0 if step < 5 else 100.0 + step / 10) for step in range(1, 1001)]
-    assert growth(points, 1000) == pytest.approx((105.55, 195.05), abs=0.01)
+def life(pid, first, last, mib_per_step, start=500.0):
+    """A process's memory at each step of its life: large while it starts, then growing evenly from 100 MiB."""
+    return [(step, start if step <= first + 20 else 100.0 + mib_per_step * (step - first), pid)
+            for step in range(first, last + 1)]  # fmt: skip
 
 
-@pytest.mark.parametrize(("last", "good"), [(110.0, True), (400.0, False)])
-def test_report_when_memory_grows_then_it_fails_and_names_the_process(last, good, tmp_path):
-    write_groups(tmp_path / "faults", {step: range(8 * (step - 1), 8 * step) for step in range(1, 31)})
+def test_growth_when_ranks_are_killed_every_120_steps_then_a_leak_is_seen_within_each_life():
+    # 0.5 MiB a step are 50 in 100 steps. Every life ends where the one before did, at 160 MiB: first hundred steps and
+    # last hundred have the same median.
+    leaks = [point for pid in range(8) for point in life(pid, 120 * pid, 120 * pid + 119, 0.5)]
+    assert growth(leaks) == pytest.approx([50.0] * 8)
+    assert growth(life(1, 0, 79, 0.5)) == []  # 59 steps behind its start
+
+
+def test_growth_when_memory_jumps_or_peaks_once_then_flat_and_of_two_processes_each_has_its_own():
+    # Behind its start the life has steps 21 to 200, 130 before the jump of 300 MiB and 50 behind it: of
+    # 180 * 179 / 2 = 16110 pairs 130 * 50 = 6500 have a slope, fewer than half, so that the median is 0.
+    jumps = [(step, mib + 300.0 * (step > 150), pid) for step, mib, pid in life(1, 0, 200, 0.0)]
+    peaks = [(step, mib + 900.0 * (step % 50 == 0), pid) for step, mib, pid in life(2, 0, 200, 0.1)]
+    assert growth(jumps) == [0.0]
+    assert growth([*peaks, *jumps]) == pytest.approx([0.0, 10.0], abs=1.0)
+    twice = [(step, mib, 3) for step, mib, _ in life(3, 0, 200, 0.2) for mib in (mib - 1.0, mib + 1.0)]
+    assert growth(twice) == pytest.approx([20.0])  # two readings of a step: their median
+
+
+@pytest.mark.parametrize(
+    ("with_faults", "without", "good"),
+    [(0.1, 0.1, True), (0.5, 0.1, False), (0.1, 0.5, False), (0.1, None, False)],
+    ids=["flat", "leaks", "leaks without faults", "not seen long enough"],
+)
+def test_report_when_memory_grows_in_either_run_then_it_fails_and_names_the_process(
+    with_faults, without, good, tmp_path
+):
+    write_groups(tmp_path / "faults", {step: range(8 * (step - 1), 8 * step) for step in range(1, 121)})
     (tmp_path / "faults/events.jsonl").write_text("")
-    rows = [{"step": step, "reward/mean": 0.5} for step in range(1, 31)]
-    seen = Seen(steps=rows, starts=1, seconds=60.0)
-    seen.memory["rank 0"] = [(step, 100.0 if step < 20 else last) for step in range(1, 31)]
-    compared = Seen(steps=rows, starts=1)
-    options = types.SimpleNamespace(steps=30, seed=0)
+    rows = [{"step": step, "reward/mean": 0.5} for step in range(1, 121)]
+    seen, compared = Seen(steps=rows, starts=1, seconds=60.0), Seen(steps=rows, starts=1)
+    seen.memory["rank 0"] = life(7, 1, 120, with_faults)
+    compared.memory["server 1"] = life(8, 1, 30 if without is None else 120, without or 0.0)
+    options = types.SimpleNamespace(steps=120, seed=0)
     assert write_report(tmp_path, options, seen, [], compared) is good
     text = (tmp_path / "soak.md").read_text()
-    assert f"| 100 in the first steps, {last:.0f} in the last | {'PASS' if good else 'FAIL'} |" in text
-    assert "| 240 trained, 0 dropped and told, 0 lost, 0 trained twice, 0 not whole | PASS |" in text
+    slope, verdict = 100 * with_faults, "PASS" if with_faults < 0.2 else "FAIL"
+    assert f"| memory of rank 0, with faults, MiB per 100 steps | flat: +20 at most | {slope:+.1f} to " in text
+    assert f"{slope:+.1f}, of 1 processes that lived long enough | {verdict} |" in text
+    assert ("| no process lived long enough | FAIL |" in text) is (without is None)
+    assert "| 960 trained, 0 dropped and told, 0 lost, 0 trained twice, 0 not whole | PASS |" in text
     assert (tmp_path / "soak.png").stat().st_size > 10_000

@@ -147,7 +147,7 @@ def checks(dense, moe, latent):
     nowhere = {"rollout_hf_checkpoint": "nowhere"}
     yield "no folder", said(check_policy, run_arguments(dense, **nowhere))
     options, megatron = argparse.Namespace(hf_checkpoint="nowhere", save_hf=None), argparse.Namespace(args=args)
-    yield "run's folder", said(session._prepare, options, megatron, None, None, None, None, None)
+    yield "run's folder", said(session._prepare, options, megatron, *[None] * 6)
     args = run_arguments(dense)
     other = argparse.Namespace(config={"model_type": "gpt2"}, path=Path("there"))
     yield "run's table", said(session._parameters, other, args, [build(args)])

@@ -103,6 +103,8 @@ def test_install_when_a_function_was_imported_before_then_every_name_of_it_is_bo
 
 
 CASES["restart"] = """
+from megatron_rl_corr.events import EVENTS
+from megatron_rl_corr.parallel.failure import WATCH
 log = []
 class Step:
     def __init__(self):
@@ -110,7 +112,11 @@ class Step:
         log.append(["start", self.number])
     def close(self):
         log.append(["close", self.number])
-session.start = lambda *args: Step()
+def start(config, options, megatron, report, before_push, opened):
+    step = Step()
+    opened.callback(step.close)
+    return step
+session.start = start
 run_flags.check_megatron_arguments = run_flags.check_loaded_iteration = lambda args: None
 file_checks.check_files = lambda options, args: None
 hooks.all_reduce_startup = lambda prepare: prepare()
@@ -127,7 +133,7 @@ for attempt in range(2):
     parsed.append(arguments.parse_args().rollout_prompts)
     training.setup_model_and_optimizer("provider", "type")
 leave()
-say(log=log, parsed=parsed)
+say(log=log, parsed=parsed, kinds=dict(EVENTS.counts), left=len(WATCH._clean_ups))
 """
 
 
@@ -137,6 +143,36 @@ def test_hooks_when_megatron_restarts_within_the_process_then_flags_parse_anew_a
     assert found["log"] == [
         ["set up", None], ["start", 1], ["close", 1], ["set up", None], ["start", 2], ["close", 2],
     ]  # fmt: skip
+    assert found["kinds"] == {"run_started": 1, "run_restarted": 1, "run_ended": 1}
+    assert found["left"] == 1  # to close the reports of the second start; the first one's is forgotten
+
+
+# The first start opens something and fails: the second closes it, and is a restart.
+CASES["failed start"] = CASES["restart"].replace("""
+    return step
+session""", """
+    if step.number == 1:
+        raise RuntimeError("a collective was aborted")
+    return step
+session""").replace("""
+    training.setup_model_and_optimizer("provider", "type")
+leave()
+""", """
+    try:
+        training.setup_model_and_optimizer("provider", "type")
+    except RuntimeError as error:
+        log.append(["failed", str(error)])
+leave()
+""")
+
+
+def test_hooks_when_a_start_fails_and_megatron_restarts_then_what_it_opened_is_closed_and_a_restart_is_told(results):
+    found = results["failed start"]
+    assert found["log"] == [
+        ["set up", None], ["start", 1], ["failed", "a collective was aborted"], ["close", 1], ["set up", None],
+        ["start", 2], ["close", 2],
+    ]  # fmt: skip
+    assert found["kinds"] == {"run_restarted": 1, "run_ended": 1}
 
 
 CASES["failed close"] = CASES["restart"].replace("""
@@ -697,6 +733,8 @@ def test_router_state_when_put_back_then_what_a_checkpoint_holds_and_no_logits_t
 
 CASES["warnings"] = """
 import asyncio, contextlib, dataclasses, io, logging
+import torch.distributed as dist
+from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr import plugin
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.engines.errors import SampleFailure
@@ -725,17 +763,33 @@ with contextlib.redirect_stderr(errors):
     asyncio.run(evaluate.Evaluation(layout, source, [held_out], None, 1, 1.0)._scored(held_out, 0, 0, running))
     collector = collect.Collector(options, layout, BatchShape(4, 2, 2, 16), source, batches=(0, 1))
     collector._failures.failed(failure, "sample 0 of row 3")
+    evaluated = dict(EVENTS.counts)
+with contextlib.redirect_stderr(io.StringIO()):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    collector._layout = types.SimpleNamespace(dp_cp_group=dist.group.WORLD)
+    for number in range(3):  # of the only row: the third time it is left out, for this epoch and the next
+        collector._failures.dropped(source.prompts.at(number), number, [])
+        collector._all_gather_failed_prompts()
 saved = SavedCursor.of([Drawn(0)], source.prompts, FailedPrompts(1), 1, [{"ended": 90.0, "refused": 40.0}])
 others = dataclasses.replace(source, prompts=None)  # on a rank that draws none
 judged = [collect.Collector(options, layout, BatchShape(4, 2, 2, 16), one, batches=(0, 1), saved=saved)
           ._failed_fraction.exceeded([10.0] + [0.0] * len(CAUSES)) for one in (source, others)]
+other_seed = dataclasses.replace(saved, seed=1, again=(4, 8))
+with contextlib.redirect_stderr(io.StringIO()):
+    collect.Collector(options, layout, BatchShape(4, 2, 2, 16), source, batches=(0, 1), saved=other_seed)
 idle = RolloutCorrectionConfig(clip_ratio_low=0.3)
 say(
-    judged=[share for share, _ in judged],
+    judged=[share for share, _ in judged], evaluated=evaluated, told=dict(EVENTS.counts),
     undescribed=[name for name in hooks.CONSOLE if spec_of(name) is None],
     printed=errors.getvalue().splitlines(), start=scoring.describe_start(idle, (), 1),
 )
 """
+
+
+def test_events_when_held_out_samples_fail_or_a_prompt_is_left_out_for_an_epoch_then_each_is_told_once(results):
+    assert results["warnings"]["evaluated"] == {"sample_failed": 2}  # one held out, one trained
+    assert results["warnings"]["told"] == {"sample_failed": 2, "group_dropped": 3, "prompt_left_out": 1,
+                                           "groups_forgotten": 1}  # fmt: skip
 
 
 def test_metrics_of_megatrons_own_log_line_then_the_catalogue_describes_them(results):
@@ -766,19 +820,27 @@ session.HFCheckpoint = lambda path: types.SimpleNamespace(config={"vocab_size": 
 session._source = lambda *args: None
 session.Evaluation = types.SimpleNamespace(of=lambda *args: None)
 session._parameters, session.load_shards = lambda *args: [], fails
-session.Collector = lambda *args, **kwargs: types.SimpleNamespace(sampling=None)
+closed, opened = [], session.ExitStack()
+collector = types.SimpleNamespace(sampling=None, close=lambda: closed.append("collector"))
+session.Collector = lambda *args, **kwargs: collector
+session.LoopThread = lambda: types.SimpleNamespace(close=lambda: closed.append("loop"))
 megatron = types.SimpleNamespace(args=types.SimpleNamespace(iteration=0, finetune=False, train_iters=1), model=[])
 try:
-    session._prepare(parse(FLAGS)[1], megatron, types.SimpleNamespace(shard=None), None, None, Updates(), None)
+    session._prepare(parse(FLAGS)[1], megatron, types.SimpleNamespace(shard=None), None, None, Updates(), None, opened)
     said = ""
 except ValueError as error:
     said = str(error)
-say(said=said)
+opened.close()
+say(said=said, closed=closed)
 """
 
 
 def test_weights_when_they_can_not_be_loaded_then_the_flag_and_the_folder_are_named(results):
     assert results["loading"]["said"] == "--rollout-hf-checkpoint m: the checkpoint has no tensor lm_head.weight"
+
+
+def test_start_when_it_fails_after_sampling_was_prepared_then_what_it_had_opened_is_there_to_be_closed(results):
+    assert results["loading"]["closed"] == ["collector", "loop"]
 
 
 CASES["scoring"] = """

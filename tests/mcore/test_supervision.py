@@ -20,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from megatron_rl_corr.config.flags import parse
 from megatron_rl_corr.config.supervision import SupervisionConfig
 from megatron_rl_corr.events import EVENTS, KINDS, read_events
+from megatron_rl_corr.mcore import endpoint as endpoint_module
 from megatron_rl_corr.mcore import supervision as supervision_module
 from megatron_rl_corr.mcore.endpoint import MOST_CONNECTIONS, Endpoint
 from megatron_rl_corr.mcore.supervision import Supervision
@@ -97,7 +98,9 @@ def test_run_when_started_anew_then_its_events_are_appended_and_say_how(fresh, t
     second.restart()  # Megatron's, within the process
     second.open()
     second.started(session(), 1)
+    assert second.begun
     second.close()
+    assert not second.begun  # a start that follows is another run, no restart
     told = read_events(path)
     assert [(event["kind"], event["step"]) for event in told] == [
         ("run_started", 1), ("group_dropped", 2), ("run_restarted", 2), ("run_restarted", 2), ("run_ended", 2),
@@ -135,6 +138,31 @@ def test_endpoint_when_clients_send_nothing_then_others_are_answered_and_closing
     assert time.monotonic() - begin < 3
     for one in idle:
         one.close()
+
+
+@drill("clients of the metrics port that send a byte now and then, in all its places",
+       promised="they are hung up on after 5 s, and others are answered")  # fmt: skip
+@pytest.mark.parametrize("reads", [False, True], ids=["slow to ask", "slow to read"])
+def test_endpoint_when_clients_are_slow_in_all_places_then_they_are_hung_up_on_at_one_deadline(
+    fresh, monkeypatch, reads
+):
+    # A byte each 0.1 s. A limit of each read, 0.5 s, would never be reached; the deadline of 0.5 s is, after 5 bytes.
+    monkeypatch.setattr(endpoint_module, "CONNECTION_TIMEOUT_S", 0.5)
+    text = "x" * 50_000_000 if reads else "x 1\n"  # more than the sockets' buffers hold
+    with contextlib.closing(Endpoint("127.0.0.1", 0, lambda: text)) as endpoint:
+        slow = [socket.create_connection(("127.0.0.1", endpoint.port)) for _ in range(MOST_CONNECTIONS)]
+        if reads:
+            for one in slow:
+                one.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+        for byte in b"GET /metrics HT":
+            for one in slow:
+                with contextlib.suppress(OSError):
+                    one.recv(1) if reads else one.send(bytes([byte]))
+            time.sleep(0.1)
+        monkeypatch.setattr(endpoint, "text", lambda: "x 1\n")
+        assert get(endpoint.port)[1] == "x 1\n"
+        for one in slow:
+            one.close()
 
 
 SERVE = """

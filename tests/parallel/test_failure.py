@@ -1,4 +1,8 @@
-"""A failure ends all ranks: its error on the first rank that has one, PeerFailure on every other."""
+"""A failure ends all ranks: its error on the first that has one, PeerFailure on others; what is done before that."""
+
+import pytest
+
+from megatron_rl_corr.parallel.failure import FailureWatch
 
 PEER = "PeerFailure: another rank failed; its message says why"
 
@@ -17,3 +21,25 @@ def test_failure_when_two_ranks_have_one_then_only_the_first_tells_it(ranks):
 
 def test_done_when_one_rank_is_not_then_false_on_all_and_true_when_it_is(ranks):
     assert [rank["failures"][3:] for rank in ranks] == [[False, True]] * 4
+
+
+@pytest.mark.parametrize("error", [RuntimeError("the loop thread is closed"), OSError("disk"), ValueError("closed")])
+def test_clean_up_when_one_of_several_fails_then_the_others_run_and_it_is_named(error, caplog):
+    watch, done = FailureWatch(), []
+
+    def fails():
+        raise error
+
+    for clean_up in (lambda: done.append("before"), fails, lambda: done.append("behind")):
+        watch.on_failure(clean_up)
+    watch.clean_up()
+    assert done == ["before", "behind"] and str(error) in caplog.text
+
+
+def test_clean_up_when_a_session_has_ended_then_what_it_left_to_do_is_forgotten():
+    watch, done = FailureWatch(), []
+    watch.on_failure(lambda: done.append("old servers"))
+    watch.forget()
+    watch.on_failure(lambda: done.append("new servers"))
+    watch.clean_up()
+    assert done == ["new servers"]

@@ -213,7 +213,7 @@ def test_generate_when_a_single_server_fails_once_then_it_is_waited_for(faulty, 
     faulty.run(scenario, server, outage_timeout_s=5)
 
 
-def test_generate_when_a_healthy_server_fails_each_time_then_the_sample_fails_after_its_retries(faulty, fakes):
+def test_generate_when_a_healthy_server_fails_each_time_then_the_sample_fails_after_its_retries(faulty, fakes, told):
     server, _ = fakes
     server.generate = "fails"
 
@@ -225,6 +225,8 @@ def test_generate_when_a_healthy_server_fails_each_time_then_the_sample_fails_af
 
     faulty.run(scenario, server, max_retries=2, outage_timeout_s=5)
     assert server.asked == 3
+    kinds = [kind for kind, _ in told]  # that the sample failed tells who counts it
+    assert kinds.count("request_retried") == 2 and "sample_failed" not in kinds
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 413])
@@ -423,6 +425,21 @@ def test_expect_version_when_a_server_is_left_out_then_it_is_asked_at_once(fault
                 await asyncio.sleep(0.02)
 
     faulty.run(scenario, anew, right)
+
+
+def test_expect_version_when_a_server_missed_the_update_then_it_is_told_once_that_it_is_left_out(faulty, fakes, told):
+    missing, right = fakes
+    missing.version, right.version = "6", "7"
+
+    async def scenario(client):
+        for _ in range(2):  # the second time it is left out already
+            await client.expect_version("7", missed=client.base_urls[:1])
+        assert client.left_out == [client.base_urls[0]] and client.counts()["left_out"] == 1
+        return client.base_urls[0]
+
+    url = faulty.run(scenario, missing, right)
+    [(kind, facts)] = told
+    assert kind == "server_left_out" and facts["server"] == url and "it missed a weight update" in facts["reason"]
 
 
 def test_generate_when_every_server_is_stale_then_the_outage_says_which_versions(faulty, fakes):

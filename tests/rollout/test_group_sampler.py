@@ -68,6 +68,26 @@ def test_step_when_a_prompt_in_ten_can_be_sampled_then_it_comes_to_its_groups():
     assert failures.groups > 3
 
 
+class Fails(Client):
+    """Every sample fails at the servers."""
+
+    async def generate(self, prompts, sampling, **how):
+        raise SampleFailure("retries", "HTTP 500: scheduler is gone")
+
+
+@pytest.mark.parametrize(("client", "cause"), [(Fails(), "retries"), (Client(), "reward_timeout")])
+def test_sample_when_it_fails_then_told_once_with_its_group_and_row(client, cause, told):
+    sampler = GroupSampler(
+        client, PROMPTS, GroupNumbers(Cursor(0), 0, 1), None, group_size=GROUP, rewards=LastFails(lambda row: True),
+        failures=Failures(1.0), failed_prompts=FailedPrompts(len(PROMPTS)), on_failed=None, episodes=None,
+    )  # fmt: skip
+    assert asyncio.run(sampler.sample(7)) is None
+    [(kind, failed), (dropped, _)] = told
+    assert (kind, dropped) == ("sample_failed", "group_dropped")
+    assert failed["cause"] == cause and failed["group"] == 7 and failed["row"] == PROMPTS.at(7).index
+    assert failed.get("sample") == (None if cause == "retries" else GROUP - 1)
+
+
 class Cut(Client):
     """The samples of some rows are cut, and take their time; those of others end by themselves."""
 

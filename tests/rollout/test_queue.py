@@ -330,7 +330,7 @@ def test_take_when_the_filter_can_not_judge_a_group_then_it_is_replaced_and_not_
     run(scenario, selection=Selection(judge))
 
 
-def test_take_when_oversampled_without_lag_then_the_rest_has_ended_before_it_returns_and_is_drawn_again_first():
+def test_take_when_oversampled_without_lag_then_the_rest_has_ended_before_it_returns_and_is_drawn_again_first(told):
     async def scenario(stream, sampler):
         taken = await sampler.step(stream, 0, 2, 1)
         assert sampler.begun == [0, 1, 2, 3] and numbers(taken) == [1, 2]
@@ -341,9 +341,10 @@ def test_take_when_oversampled_without_lag_then_the_rest_has_ended_before_it_ret
         assert stream.untrained() == [3, 5] and stream.untrained(with_taken=True) == [3, 5, 0, 4]
 
     run(scenario, selection=Selection(oversampling=2.0))
+    assert [(kind, facts["groups"]) for kind, facts in told] == [("surplus_ended", [0, 3]), ("surplus_ended", [3, 5])]
 
 
-def test_take_when_surplus_is_done_without_lag_then_it_is_counted_and_sampled_again_with_the_new_weights():
+def test_take_when_surplus_is_done_without_lag_then_it_is_counted_and_sampled_again_with_the_new_weights(told):
     async def scenario(stream, sampler):
         step = asyncio.create_task(stream.take(0))
         await settle()
@@ -356,6 +357,7 @@ def test_take_when_surplus_is_done_without_lag_then_it_is_counted_and_sampled_ag
         assert [group.oldest_version for group in taken.groups] == [1, 1]
 
     run(scenario, selection=Selection(oversampling=1.5))
+    assert [(kind, facts["groups"]) for kind, facts in told][0] == ("surplus_ended", [2])
 
 
 def test_take_when_oversampled_with_lag_then_each_straggler_is_made_up_for_and_none_in_time_is_too_old():

@@ -2,7 +2,7 @@
 
 import json
 import random
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -93,6 +93,32 @@ def test_cursor_when_the_data_are_others_then_what_differs_is_named_and_open_num
         assert kept.difference(others) == difference and kept.cursor_of(others) == Cursor(90)
         assert kept.own_of(others, 0, 1) is None
     assert kept.cursor_of(opened(paths)) == Cursor(90, (4, 8))
+
+
+def test_cursor_when_a_row_was_edited_then_the_contents_are_named_and_a_file_of_before_is_not_compared(tmp_path):
+    path = tmp_path / "p"
+    path.write_text('{"input_ids": [1]}\n{"input_ids": [2]}\n')
+    kept = SavedCursor.of([Drawn(90, (4, 8))], opened([str(path)], []), FailedPrompts(2), 5)
+    assert kept.difference(opened([str(path)], [])) is None
+    path.write_text('{"input_ids": [1]}\n{"input_ids": [3]}\n')  # as many rows, as many bytes
+    edited = opened([str(path)], [])
+    assert kept.difference(edited) == f"contents {kept.digest} there, {edited.digest} here"
+    assert kept.digest.startswith("38:") and edited.digest.startswith("38:") and kept.cursor_of(edited) == Cursor(90)
+    assert replace(kept, digest="").difference(edited) is None
+
+
+def test_draw_when_a_row_of_an_open_group_was_left_out_meanwhile_then_the_group_goes_on_and_later_ones_do_not(paths):
+    prompts = opened(paths, [])
+    usable = [number for number in range(71) if prompts.can_be_drawn(number)]
+    waits, later = usable[0], usable[1]
+    left_out = {prompts.index_at(number): 0 for number in (waits, later)}
+    place = Drawn(base=waits + 1, waiting=(waits,))
+    sampler = GroupSampler(
+        None, prompts, GroupNumbers(Cursor(place.base, place.waiting), 0, 1, place), None, group_size=2,
+        rewards=type("Rewards", (), {})(), failures=Failures(0.1),
+        failed_prompts=FailedPrompts(len(prompts), left_out=left_out), on_failed=None, episodes=None,
+    )  # fmt: skip
+    assert [sampler.draw() for _ in range(3)] == [waits, usable[2], usable[3]]
 
 
 def test_cursor_when_it_is_of_an_older_version_then_it_is_of_one_plain_source(paths):

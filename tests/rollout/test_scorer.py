@@ -54,6 +54,25 @@ def test_scorer_when_a_server_is_gone_then_the_other_scores_what_the_sampler_sai
     assert mixed[0] is None and nothing == []
 
 
+def test_scorer_when_requests_fail_then_each_that_is_repeated_is_told_and_so_is_a_sample_without_scores(
+    monkeypatch, told
+):
+    # 2 retries: the first sample's first two requests fail, all three of the second do: 2 + 2 are repeated.
+    scorer, failures = Scorer(["http://a:1", "http://b:1"], vocab_size=9, max_retries=2), {3: 2, 4: 3}
+
+    async def scored(url, prompt, output):
+        failures[prompt[0]] -= 1
+        if failures[prompt[0]] >= 0:
+            raise RolloutServerError(url, "/generate", 500, "scheduler is gone")
+        return np.zeros(1)
+
+    monkeypatch.setattr(scorer, "_scored", scored)
+    first, second = asyncio.run(scorer.score([sample_of([3], [5]), sample_of([4], [5])]))
+    assert first.shape == (1,) and second is None
+    assert [kind for kind, _ in told] == ["scoring_retried"] * 4 + ["sample_not_scored"]
+    assert told[-1][1]["place"] == 1 and {facts["server"] for _, facts in told[:4]} == {"http://a:1", "http://b:1"}
+
+
 def test_scorer_when_weights_are_pushed_to_one_of_its_servers_then_the_change_is_found(
     engine_server, tiny_moe_dir
 ):

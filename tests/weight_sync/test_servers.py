@@ -91,6 +91,16 @@ def test_find_when_one_is_gone_and_one_restarted_then_each_has_its_state(client,
     assert client.expected == "1"
 
 
+@pytest.mark.parametrize(("samples", "missed"), [(True, [B]), (False, [])])
+def test_expect_when_a_server_missed_the_update_then_only_a_rank_that_samples_leaves_it_out(client, samples, missed):
+    # One that is left out is probed and told of until it is back, which N ranks need not do.
+    servers = WeightServers(client, SimpleNamespace(call=asyncio.run), WeightTransport(), samples=samples)
+    client.versions[B] = None
+    servers.use(servers.find())
+    servers.expect("1")
+    assert (client.expected, client.missed) == ("1", missed)
+
+
 def test_find_before_the_first_update_then_every_version_will_do(client):
     client.versions |= {A: "default", B: "x"}
     assert made(client).find() == [READY] * 3
