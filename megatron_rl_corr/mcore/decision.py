@@ -7,7 +7,10 @@ from dataclasses import astuple, dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from megatron_rl_corr.core.losses.ratio import as_exponent
+from megatron_rl_corr.core.metrics import Mean
 from megatron_rl_corr.parallel.layout import Layout
 
 NO_TOKEN = (
@@ -67,3 +70,14 @@ class Decision:
         if layout.is_job_reporter:
             why = left_out or (NO_GRADIENT if self.kept > 0 else NO_TOKEN)
             print(f"[rollout] {why}", file=sys.stderr, flush=True)
+
+
+def mean_k3(logprobs: Tensor, sampled_logprobs: Tensor, mask: Tensor) -> Mean:
+    """Mean of e^D - 1 - D over the tokens [T] of the mask whose sampled_logprobs are finite; D = log-ratio of the two.
+
+    NaN where one of `logprobs` is NaN, or where no token is left.
+    """
+    mask = mask & sampled_logprobs.isfinite()
+    d = torch.where(mask, logprobs.double() - sampled_logprobs.double(), 0.0)
+    k3 = as_exponent(d).expm1() - d
+    return Mean(torch.stack([k3.sum(), mask.sum(dtype=torch.float64)]))
