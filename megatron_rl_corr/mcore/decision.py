@@ -1,7 +1,8 @@
-"""Whether an update is made: what the training pass found, learnt by all ranks between backward pass and update."""
+"""Whether an update is made, and how large: what the training pass found, learnt by all ranks before the update."""
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import astuple, dataclass
 
@@ -37,6 +38,18 @@ class Decision:
     """Mean k3 to the servers' log-probs, in the first step after a start."""
     kl_to_old: float = 0.0
     """Mean k3 between pi_old and the policy, where --rollout-max-kl-to-old bounds it."""
+    ess: float = 1.0
+    """ESS / n over the update's sequences."""
+
+    @classmethod
+    def pop_from(cls, numbers: dict[str, float]) -> Decision:
+        """Taken out of an update's numbers; without them, on stages that count nothing, the usual values."""
+        names = [name for name in numbers if name.startswith("decision/")]
+        counted = {name.removeprefix("decision/"): numbers.pop(name) for name in names}
+        if counted and "ess" not in counted:
+            # The loss makes the correction, of the policy as it is, over the very samples of the update.
+            counted["ess"] = numbers["rollout_corr/ess_sequences"]
+        return cls(**counted)
 
     @classmethod
     def broadcast_found(
@@ -48,7 +61,8 @@ class Decision:
             found: of the last stage; others give any.
             layout: this rank's process groups.
             device: for the exchange.
-            agreed: the largest of all ranks, as a bound may divide tensor-parallel ranks that round otherwise.
+            agreed: the largest of all ranks, as a bound may divide tensor-parallel ranks that round otherwise, and a
+                factor would let the weights that they hold in common drift apart.
         """
         values = torch.tensor(astuple(found), dtype=torch.float64, device=device)
         if layout.pp_size > 1:
@@ -64,6 +78,11 @@ class Decision:
         Adam's momentum and weight decay, or MoE's auxiliary losses, would still move the weights.
         """
         return self.kept > 0 and self.pulling > 0
+
+    @property
+    def step_scale(self) -> float:
+        """VCPO's factor of the update, sqrt(ESS / n)."""
+        return math.sqrt(self.ess)
 
     def print_why_not(self, layout: Layout, left_out: str | None) -> None:
         """Tell the user, on the rank that reports, why no update is made. left_out: of a batch that ends early."""
