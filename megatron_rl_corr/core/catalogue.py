@@ -58,9 +58,7 @@ TOKENS = in_group(
     MetricSpec("rollout_corr/log_ratio_abs_p99", "99 tokens of 100 disagree by at most this; the end of a bin", "|D|"),
     MetricSpec("rollout_corr/log_ratio_abs_p999", "999 of 1000 disagree by at most this; the end of a bin", "|D|"),
     MetricSpec(
-        "rollout_corr/exact_fraction",
-        "tokens whose two log-probs are equal in float32; 1 where both sides compute with the same kernels in the same "
-        "order",
+        "rollout_corr/exact_fraction", "tokens whose two log-probs are equal in float32; 1 if both sides compute alike",
         "tokens with D = 0 / valid tokens",
     ),
     MetricSpec(
@@ -210,8 +208,7 @@ WEIGHTS = in_group(
     ),
     MetricSpec(
         "rollout_corr/ess_sequences",
-        "effective sample size of the sequences' raw products, whatever weights are chosen: how far off-policy whole "
-        "responses are; a fall towards 1 / n comes before a collapse (VCPO, arXiv:2602.17616)",
+        "effective sample size of whole sequences' raw products, whatever weights are chosen (VCPO)",
         "(sum w)^2 / (n sum w^2) over sequences, w = exp(sum(D)), sum(D) clamped to +-20", compared=True,
     ),
 )
