@@ -34,6 +34,11 @@ def check_together(config: RolloutCorrectionConfig, run: RunConfig) -> None:
         raise ValueError(
             "`expert_statistics` watches the pass that computes old log-probs, which bypass mode leaves out; drop it"
         )
+    if config.diagnostics_only and run.ess_step_scale:
+        raise ValueError(
+            "`ess_step_scale` scales updates, and `diagnostics_only` promises that the correction changes nothing; "
+            "drop one of them"
+        )
     _check_recorded_routes(config, run)
     _check_age(config, run)
     _check_groups(config, run)

@@ -25,6 +25,11 @@ class UpdatesConfig(Options):
     X on an update's samples (bypass mode: to pi_rollout); they count as skipped iterations. Not judged at a batch's
     first update."""
 
+    ess_step_scale: bool = False
+    """Scale each update by sqrt(ESS / n) (VCPO, arXiv:2602.17616): the learning rate of that optimizer step, and
+    with it decoupled weight decay. ESS = (sum w)^2 / sum w^2 over the update's n sequences, w the product of a
+    sequence's pi_train / pi_rollout, before bounds and rejection."""
+
     def check(self) -> None:
         if self.max_kl_to_old is not None and self.updates_of_batch == 1:
             raise ValueError(

@@ -58,6 +58,10 @@ TOKENS = in_group(
     MetricSpec("rollout_corr/log_ratio_abs_p99", "99 tokens of 100 disagree by at most this; the end of a bin", "|D|"),
     MetricSpec("rollout_corr/log_ratio_abs_p999", "999 of 1000 disagree by at most this; the end of a bin", "|D|"),
     MetricSpec(
+        "rollout_corr/exact_fraction", "tokens whose two log-probs are equal in float32; 1 if both sides compute alike",
+        "tokens with D = 0 / valid tokens",
+    ),
+    MetricSpec(
         "rollout_corr/log_ratio_large_fraction", "tokens on which one side is more than twice as sure as the other",
         "tokens with |D| > ln 2 / valid tokens",
     ),
@@ -104,6 +108,10 @@ TOKENS = in_group(
     MetricSpec(
         "rollout_corr/by_turn/", "the same for first turns and later ones; later ones often contain tool results",
         "the metric of that name over turn 0 (first) and the others (later)", only_with="an environment",
+    ),
+    MetricSpec(
+        "rollout_corr/by_lag/", "the same by how many pushes ago the weights were sent that sampled the token",
+        "the metric of that name over tokens of 0, 1, and 2 or more (2+) pushes ago", only_with="--rollout-max-lag",
     ),
     MetricSpec(
         "rollout_corr/by_engine/", "the same, and log_ratio_abs_max, of the samples of one rollout engine",
@@ -198,6 +206,11 @@ WEIGHTS = in_group(
         ),
         column=Column(5, "{:.3f}".format), compared=True,
     ),
+    MetricSpec(
+        "rollout_corr/ess_sequences",
+        "effective sample size of whole sequences' raw products, whatever weights are chosen (VCPO)",
+        "(sum w)^2 / (n sum w^2) over sequences, w = exp(sum(D)), sum(D) clamped to +-20", compared=True,
+    ),
 )
 
 REJECTION = in_group(
@@ -241,60 +254,4 @@ REJECTION = in_group(
     MetricSpec("rollout_corr/sequences", "sequences with at least one valid token", "count"),
 )
 
-LOSSES = in_group(
-    "Loss and gradient",
-    MetricSpec("loss/policy", "policy loss; its level says little, jumps do"),
-    MetricSpec("loss/clip_fraction", "tokens whose policy ratio was clipped", "clipped tokens / kept tokens"),
-    MetricSpec(
-        "loss/dual_clip_fraction", "tokens of negative advantage whose loss the dual clip bounded",
-        "tokens at c |A| / kept tokens",
-    ),
-    MetricSpec(
-        "loss/old_new_k3_kl",
-        "distance of the policy from pi_old, k3 estimate; 0 with three policies, one update a batch",
-        clamped="at most 10 a token",
-    ),
-    MetricSpec("loss/entropy", "entropy of the policy per token; a fall to 0 is collapse", "mean(-sum p log p)"),
-    MetricSpec(
-        "loss/reference_kl", "KL to the reference policy, as the penalty estimates it; 0 before the first update",
-        "mean over kept tokens", "reference KL",
-        UsualRange(
-            "the policy is far from its reference, or reward pulls it away",
-            "Up to 0.1 a token is usual. If the reward still rises, the reference may be too old: "
-            "--rollout-reference-reset N makes it the policy of every N-th batch. If it does not, raise "
-            "--rollout-kl-loss-coef, or lower the learning rate. With --rollout-reference-url it can't fall below "
-            "reference/floor.", high=0.5,
-        ),
-        only_with="--rollout-kl-loss-coef",
-    ),
-    MetricSpec(
-        "reference/floor", "k3 of the start's weights against the servers of the reference, over the first step",
-        "mean(e^-d - 1 + d) over sampled tokens, d = log pi_start - log pi_server",
-        only_with="--rollout-reference-url",
-        usual=UsualRange(
-            "the servers have other weights than the start or compute otherwise",
-            "If they are meant to be the start: the same checkpoint, number type and lm_head as the trainer, and see "
-            "KL(k3), which has the same causes. If they are another policy, the value says how far it is.", high=1e-2,
-        ),
-    ),
-    MetricSpec(
-        "loss/reference_missing", "kept tokens that the reference gave no finite log-prob for: they have no penalty",
-        "count", only_with="--rollout-kl-loss-coef",
-        usual=UsualRange(
-            "tokens train without the penalty",
-            "With --rollout-reference-url look at the log of those servers, else for overflow in the reference's "
-            "logits.", low=0, high=0,
-        ),
-    ),
-    MetricSpec(
-        "loss/sampler_kl", "distance to the policy that sampled, as the pull to it estimates it",
-        "mean over kept tokens of D^2, or of e^D - 1 - D", only_with="--rollout-sampler-kl-coef",
-        usual=UsualRange(
-            "the policy that is trained is far from the one that sampled",
-            "The train-infer mismatch remains in it whatever is trained: see KL(k3). Above that: fewer updates of a "
-            "batch, a smaller --rollout-max-lag, or a larger --rollout-sampler-kl-coef.", high=0.1,
-        ),
-    ),
-)  # fmt: skip
-
-METRICS = TOKENS + SEQUENCES + WEIGHTS + REJECTION + LOSSES
+METRICS = TOKENS + SEQUENCES + WEIGHTS + REJECTION

@@ -79,6 +79,9 @@ class Correction:
     lengths: Lengths
     """Lengths for means over sequences: of kept tokens where the loss_denominator is kept, else of valid ones."""
 
+    sequence_ratios: Tensor
+    """[S] float64: the product of rho over each sequence (`SpanSums.products`), before bounds and rejection."""
+
     metrics: dict[str, Metric] = field(default_factory=dict)
     """Device-side partials of this rank's share, by name."""
 
@@ -119,6 +122,7 @@ def compute_correction(
     num_turns: int | None = None,
     engine_ids: Tensor | None = None,
     engines: Sequence[str] = (),
+    token_lags: Tensor | None = None,
     **inputs: Tensor | None,
 ) -> Correction:
     """Weights w = bounded(rho), keep mask and metrics, with rho = pi_train / pi_rollout.
@@ -134,6 +138,7 @@ def compute_correction(
         groups: the ranks that the batch is sharded over; None: this rank has all of it.
         turn_ids: [T] int64, 0 for a sequence's first turn, below num_turns where turns decide something.
         engine_ids: [T] int64, which of `engines` sampled it; None: no metrics by engine.
+        token_lags: [T] int64, pushes since the weights that sampled it; None: no metrics by lag.
         inputs: [T] each, by their names in config/rules.RULE_INPUTS: advantages, routing.
 
     Raises:
@@ -146,7 +151,8 @@ def compute_correction(
     spans = Spans(seq_ids, num_sequences, turn_ids, num_turns if _by_turn(config) else 1)
 
     by_engine = {} if engine_ids is None else engine_metrics(ratios, engine_ids, engines)
-    parts = by_engine | token_metrics(ratios, turn_ids)  # first, while nothing else is held: its rows are the largest
+    # First, while nothing else is held: its rows are the largest.
+    parts = by_engine | token_metrics(ratios, turn_ids, token_lags)
 
     verdicts = token_verdicts(config, ratios)
     if config.rollout_m2_threshold is not None:
@@ -256,13 +262,11 @@ def _finish(
         metrics["batch_filtered"] = Max(filtered.double()[None])
         kept_tokens = torch.where(filtered, constant(0.0, torch.float64, filtered.device), kept_tokens)
     lengths = Lengths(_lengths_kind(config), _sequence_lengths(sums, rejection), batch.sequences)
-    valid = ratios.valid
+    valid, mask, kept = ratios.valid, rejection.mask, rejection.kept_sequences
     if config.diagnostics_only:
-        return Correction(valid.float(), valid, valid, sums.present, valid_tokens, valid_tokens, lengths, metrics)
+        weights, mask, kept, kept_tokens = None, valid, sums.present, valid_tokens
     weights = valid.float() if weights is None else weights.float()
-    return Correction(
-        weights, rejection.mask, valid, rejection.kept_sequences, valid_tokens, kept_tokens, lengths, metrics
-    )
+    return Correction(weights, mask, valid, kept, valid_tokens, kept_tokens, lengths, sums.products, metrics)
 
 
 def _by_turn(config: RolloutCorrectionConfig) -> list[str]:

@@ -202,21 +202,31 @@ PERCENTILES = {"p50": 0.5, "p99": 0.99, "p999": 0.999}
 
 
 class LogRatioHistogram(Metric):
-    """Tokens in each bin of |D|; values = [bins] counts, which add up exactly over ranks and microbatches."""
+    """Tokens in each bin of |D|; values = [1 + bins] counts, which add up exactly over ranks and microbatches.
+
+    The first count is of D = 0, which belongs to the first bin and is told apart.
+    """
 
     @staticmethod
     def finish(values: Sequence[float]) -> float:
         """The median."""
-        return percentile(values, 0.5)
+        return percentile(_bins(values), 0.5)
 
     @classmethod
     def numbers(cls, name: str, values: Sequence[float]) -> dict[str, float]:
-        """Percentiles, the share above ln 2 (one side more than twice as sure), and each bin's share."""
-        total = sum(values)
-        shares = [count / total if total else math.nan for count in values]
-        found = {f"{name}_abs_{label}": percentile(values, share) for label, share in PERCENTILES.items()}
+        """Percentiles, the shares of 0 and above ln 2 (one side more than twice as sure), and each bin's share."""
+        bins, total = _bins(values), sum(values)
+        shares = [count / total if total else math.nan for count in bins]
+        found = {f"{name}_abs_{label}": percentile(bins, share) for label, share in PERCENTILES.items()}
+        found[f"{name.removesuffix('log_ratio')}exact_fraction"] = values[0] / total if total else math.nan
         found[f"{name}_large_fraction"] = sum(shares[EDGES.index(math.log(2)) + 1 :])
         return found | {f"{name}_abs_bin/{label}": share for label, share in zip(LABELS, shares, strict=True)}
+
+
+def _bins(values: Sequence[float]) -> list[float]:
+    """The count of each bin of LABELS, from the values of a LogRatioHistogram."""
+    exact, first, *others = values
+    return [exact + first, *others]
 
 
 def percentile(counts: Sequence[float], share: float) -> float:

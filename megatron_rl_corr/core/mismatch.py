@@ -28,6 +28,7 @@ LONGEST_LOG_PPL = math.log(100)
 BANDS = ("below_1e-4", "1e-4_to_1e-3", "1e-3_to_1e-2", "1e-2_to_1e-1", "above_1e-1")
 _BAND_EDGES = tuple(math.log(10.0**-power) for power in (4, 3, 2, 1))
 TURNS = ("first", "later")
+LAGS = ("0", "1", "2+")
 
 Parts = dict[str, tuple[type[m.Metric], tuple[Tensor, ...]]]
 """A metric's name -> its class, and its values as float64 scalars."""
@@ -40,10 +41,11 @@ def pack(parts: Parts) -> dict[str, m.Metric]:
     return {name: kind(piece) for (name, (kind, _)), piece in zip(parts.items(), pieces, strict=True)}
 
 
-def token_metrics(ratios: TokenRatios, turn_ids: Tensor | None) -> Parts:
-    """Means, spreads and extrema over the valid tokens, and the main means by probability band and turn.
+def token_metrics(ratios: TokenRatios, turn_ids: Tensor | None, token_lags: Tensor | None = None) -> Parts:
+    """Means, spreads and extrema over the valid tokens, and the main means by probability band, turn and lag.
 
-    turn_ids [T]: 0 for a sequence's first turn; None leaves the metrics by turn out.
+    turn_ids [T]: 0 for a sequence's first turn; None leaves the metrics by turn out. token_lags [T]: pushes since the
+    weights that sampled the token; None leaves the metrics by lag out.
     """
     parts = _probability_metrics(ratios)  # first: its rows are freed before the others are made
     d, e, size, count = ratios.log_ratio, ratios.rho_less_one, ratios.log_ratio.abs(), ratios.valid_tokens
@@ -56,7 +58,7 @@ def token_metrics(ratios: TokenRatios, turn_ids: Tensor | None) -> Parts:
     }
     # e^x grows with x, so clamping the exponential is clamping D. Rows are made again rather than kept, for memory.
     clamp_d, clamp_e = partial(d.clamp, LOWEST, OUTLIER), partial(e.clamp, math.expm1(LOWEST), math.expm1(OUTLIER))
-    sums = _sums_by_part(ratios, turn_ids, {
+    sums = _sums_by_part(ratios, turn_ids, token_lags, {
         "tokens": lambda: ratios.one, "d": lambda: d, "d_clamped": clamp_d, "e": lambda: e,
         "e_clamped": clamp_e, "size": lambda: size, "size_clamped": lambda: size.clamp(max=OUTLIER),
     })  # fmt: skip
@@ -99,22 +101,29 @@ def _probability_metrics(ratios: TokenRatios) -> Parts:
     }
 
 
-def _sums_by_part(ratios: TokenRatios, turn_ids: Tensor | None, columns: Columns) -> dict[str, tuple[Tensor, ...]]:
-    """Sums of the columns, float64 scalars: of all tokens (""), by the probability that the server gave, and by turn.
+def _sums_by_part(
+    ratios: TokenRatios, turn_ids: Tensor | None, token_lags: Tensor | None, columns: Columns
+) -> dict[str, tuple[Tensor, ...]]:
+    """Sums of the columns, float64 scalars: of all tokens (""), by the server's probability, by turn and by lag.
 
-    One sum for each pair of band and turn, of which the others are made: parts are added, never subtracted, so an
+    One sum for each cell of lag, turn and band, of which the others are made: parts are added, never subtracted, so an
     outlier in one does not round away another.
     """
     edges = constant(_BAND_EDGES, torch.float32, ratios.valid.device)
     cells = torch.bucketize(ratios.rollout_logprobs, edges, right=True, out_int32=True)
     if turn_ids is not None:
         cells = torch.add(turn_ids != 0, cells, alpha=2)
-    table = segment_sums(columns, cells, len(BANDS) * (1 if turn_ids is None else 2)).view(len(columns), len(BANDS), -1)
-    by_band = table.sum(dim=2)
+    if token_lags is not None:
+        cells = torch.add(token_lags.clamp(0, 2), cells, alpha=3)
+    turns, lags = 1 if turn_ids is None else len(TURNS), 1 if token_lags is None else len(LAGS)
+    table = segment_sums(columns, cells, len(BANDS) * turns * lags).view(len(columns), len(BANDS), turns, lags)
+    by_band = table.sum(dim=(2, 3))
     found = {"": by_band.sum(dim=1)}
     found |= dict(zip([f"by_prob/{band}/" for band in BANDS], by_band.unbind(dim=1), strict=True))
     if turn_ids is not None:
-        found |= dict(zip([f"by_turn/{turn}/" for turn in TURNS], table.sum(dim=1).unbind(dim=1), strict=True))
+        found |= dict(zip([f"by_turn/{turn}/" for turn in TURNS], table.sum(dim=(1, 3)).unbind(dim=1), strict=True))
+    if token_lags is not None:
+        found |= dict(zip([f"by_lag/{lag}/" for lag in LAGS], table.sum(dim=(1, 2)).unbind(dim=1), strict=True))
     return {part: sums.unbind() for part, sums in found.items()}
 
 
@@ -158,14 +167,17 @@ def _main_means(
 
 @lru_cache(maxsize=8)
 def _bin_ends(device: torch.device) -> Tensor:
-    """float64 upper ends of the bins of |D|, rounded to float32 as log-probs are."""
-    return torch.tensor(m.EDGES, dtype=torch.float32, device=device).double()
+    """float64 upper ends of the bins of |D|, rounded to float32 as log-probs are; the bin that ends at 0 has D = 0."""
+    return torch.tensor((0.0, *m.EDGES), dtype=torch.float32, device=device).double()
 
 
 def _log_ratio_histogram(size: Tensor, one: Tensor) -> tuple[Tensor, ...]:
-    """Valid tokens in each bin of |D| [T], as scalars. No bincount: on a GPU that reads its own result."""
+    """Valid tokens of D = 0, and of the others in each bin of |D| [T], as scalars.
+
+    No bincount: on a GPU that reads its own result.
+    """
     bins = torch.bucketize(size, _bin_ends(size.device), out_int32=True)
-    return segment_sums({"tokens": lambda: one}, bins, len(m.LABELS))[0].unbind()
+    return segment_sums({"tokens": lambda: one}, bins, 1 + len(m.LABELS))[0].unbind()
 
 
 def weight_metrics(weights: Tensor, out_of_bounds: Tensor, ratios: TokenRatios) -> Parts:
@@ -213,7 +225,7 @@ _EXPONENTS = {
 
 
 def sequence_metrics(sums: SpanSums, kept_sequences: Tensor, *, owner: bool) -> Parts:
-    """Perplexities, their gap and chi-square, as means over the sequences that have valid tokens.
+    """Perplexities, their gap, chi-square and effective sample size, over the sequences that have valid tokens.
 
     Args:
         sums: over whole sequences, the same on every context-parallel rank.
@@ -227,27 +239,30 @@ def sequence_metrics(sums: SpanSums, kept_sequences: Tensor, *, owner: bool) -> 
     factor, low, high = (
         constant(tuple((row[i],) for row in _EXPONENTS.values()), torch.float64, mean.device) for i in (1, 2, 3)
     )
-    exponents = torch.stack([sources[row[0]] for row in _EXPONENTS.values()]).mul_(factor).clamp_(low, high).expm1_()
-    size, clamped = mean.abs(), mean.clamp(-OUTLIER, OUTLIER)
+    exponents = torch.stack([sources[row[0]] for row in _EXPONENTS.values()]).mul_(factor).clamp_(low, high)
+    clamped = dict(zip(_EXPONENTS, exponents.unbind(), strict=True))
     columns = {name: (m.Mean if "chi2" in name else m.MeanPlusOne, column)
-               for name, column in zip(_EXPONENTS, exponents.unbind(), strict=True)} | {
+               for name, column in zip(_EXPONENTS, exponents.expm1().unbind(), strict=True)} | {
         "training_log_ppl": (m.NegativeMean, train),
-        "training_log_ppl_clamped": (m.NegativeMean, train.clamp(min=-LONGEST_LOG_PPL)),
+        "training_log_ppl_clamped": (m.Mean, clamped["training_ppl_clamped"]),
         "rollout_log_ppl": (m.NegativeMean, rollout),
-        "rollout_log_ppl_clamped": (m.NegativeMean, rollout.clamp(min=-LONGEST_LOG_PPL)),
+        "rollout_log_ppl_clamped": (m.Mean, clamped["rollout_ppl_clamped"]),
         "log_ppl_diff": (m.NegativeMean, mean),
-        "log_ppl_diff_clamped": (m.NegativeMean, clamped),
-        "log_ppl_diff_abs": (m.Mean, size),
-        "log_ppl_diff_abs_clamped": (m.Mean, clamped.abs()),
+        "log_ppl_diff_clamped": (m.Mean, clamped["ppl_ratio_clamped"]),
+        "log_ppl_diff_abs": (m.Mean, mean.abs()),
+        "log_ppl_diff_abs_clamped": (m.Mean, clamped["ppl_ratio_clamped"].abs()),
         "kept_sequence_fraction": (m.Mean, kept_sequences),
     }  # fmt: skip
-    totals = torch.stack([column for _, column in columns.values()] + [present]).sum(dim=1)
-    *totals, count = (totals if owner else torch.zeros_like(totals)).unbind()
+    # No sums of e^x - 1 here: weights that are all near e^-20 would drown in the 1.
+    products = sums.products
+    totals = torch.stack([*(column for _, column in columns.values()), products, products.square(), present]).sum(dim=1)
+    *totals, weight, squares, count = (totals if owner else torch.zeros_like(totals)).unbind()
     parts: Parts = {
         name: (kind, (total, count)) for (name, (kind, _)), total in zip(columns.items(), totals, strict=True)
     }
     absent = constant(-math.inf, torch.float64, mean.device)
     return parts | {
+        "ess_sequences": (m.EffectiveSampleSize, (weight, squares, count)),
         "sequences": (m.Sum, (count,)),
         "log_ppl_diff_max": (m.NegativeMin, (_smallest(mean, present),)),
         "log_ppl_diff_min": (m.NegativeMax, (_largest(torch.where(present, mean, absent)),)),

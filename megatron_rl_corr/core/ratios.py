@@ -188,3 +188,11 @@ class SpanSums:
     def present(self) -> Tensor:
         """bool [S]: the sequence has valid tokens."""
         return self.by_sequence["tokens"] > 0
+
+    @cached_property
+    def products(self) -> Tensor:
+        """rho's product over each sequence, e^{sum D} with sum D clamped to +-20: float64 [S]; 0 without valid tokens.
+
+        Whatever weights were chosen, this is a sequence's raw importance weight.
+        """
+        return self.by_sequence["log_ratio"].clamp(-LOG_CLAMP, LOG_CLAMP).exp_().mul_(self.present)

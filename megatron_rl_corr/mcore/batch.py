@@ -101,6 +101,8 @@ class RolloutBatch:
     """[N] float32: the trainer's weight version minus the one that sampled the first token."""
     position_ids: Tensor
     """[L] int64: each column's position in the whole row."""
+    token_lags: Tensor | None = None
+    """[N, L] int64: as version_lags, of the label's own version; 0 outside the mask. None: nobody asks for it."""
     turn_ids: Tensor | None = None
     """[N, L] int64: the policy's turn that sampled the label, from 0; 0 outside the mask. None: rows have one turn."""
     num_turns: int | None = None
@@ -131,7 +133,7 @@ class RolloutBatch:
             rollout_logprobs=zeros(rows, length, dtype=torch.float32),
             rewards=zeros(rows, dtype=torch.float32),
             group_ids=zeros(rows, dtype=torch.int64),
-            version_lags=zeros(rows, dtype=torch.float32),
+            version_lags=zeros(rows, dtype=torch.float32), token_lags=zeros(rows, length, dtype=torch.int64),
             position_ids=torch.arange(length, device=device),
         )
 
@@ -173,6 +175,7 @@ class RolloutBatch:
             if num_turns is not None and sample.turn_ids is not None:
                 assert (sample.turn_ids < num_turns).all(), "more turns than num_turns"
                 host["turn_ids"][row, prompt - 1 : end] = sample.turn_ids.where(sampled, 0)
+            host["token_lags"][row, prompt - 1 : end] = versions.token_lags(sample, version).where(sampled, 0)
             host["group_ids"][row] = sample.prompt_index
             host["version_lags"][row] = version - versions.number(sample.oldest_version)
         host["rewards"].copy_(rewards)
@@ -194,16 +197,16 @@ class RolloutBatch:
         if size == 1:
             return self
         columns = zigzag_positions(rank, size, (0, self.tokens.shape[1]), self.tokens.device)
-        by_column = ["tokens", "labels", "loss_mask", "rollout_logprobs"]
-        by_column += [] if self.turn_ids is None else ["turn_ids"]
-        cut = {name: getattr(self, name).index_select(1, columns) for name in by_column}
+        names = ("tokens", "labels", "loss_mask", "rollout_logprobs", "token_lags", "turn_ids")
+        by_column = {name: value for name in names if (value := getattr(self, name)) is not None}
+        cut = {name: value.index_select(1, columns) for name, value in by_column.items()}
         return replace(self, **cut, position_ids=self.position_ids[columns], ends=self._ends())
 
     def part(self, samples: Sequence[int] | np.ndarray) -> RolloutBatch:
         """These rows of the batch, by their places in it, in this order."""
         rows, masks = torch.as_tensor(samples, device=self.tokens.device), self.sampling_masks
         names = ("tokens", "labels", "loss_mask", "rollout_logprobs", "rewards", "group_ids", "version_lags",
-                 "turn_ids", "ends", "in_loss", "engine_ids")  # fmt: skip
+                 "token_lags", "turn_ids", "ends", "in_loss", "engine_ids")  # fmt: skip
         cut = {name: getattr(self, name)[rows] for name in names if getattr(self, name) is not None}
         return replace(self, **cut, sampling_masks=masks and masks.at(self.host_places_of(samples)))
 

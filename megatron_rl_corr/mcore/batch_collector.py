@@ -37,6 +37,7 @@ class BatchCollector(ABC):
         num_turns: the largest number of turns of a sample; None without an environment.
         truncated_samples: train, mask or drop, what becomes of samples that were cut: drop is done already.
         routes: take the samples' routed experts.
+        by_lag: samples may be of older weights, and metrics are parted by how old.
 
     Raises:
         ValueError: a batch that can't be dealt out over the replicas.
@@ -44,11 +45,12 @@ class BatchCollector(ABC):
 
     def __init__(
         self, layout: Layout, shape: BatchShape, sampling: SamplingParams, *, num_turns: int | None,
-        truncated_samples: str, routes: Routes | None,
+        truncated_samples: str, routes: Routes | None, by_lag: bool = False,
     ):
         self._rows = shape.rows(layout.dp_size)
         self._layout, self._length, self._packing = layout, shape.seq_length, shape.packing
         self._groups, self.sampling, self._num_turns = self._rows // shape.group_size, sampling, num_turns
+        self._by_lag = by_lag
         self._truncated_samples, self._mask_truncated = truncated_samples, truncated_samples == "mask"
         self._scored: list[Scored] | None = None
         """To be packed: on a data leader its samples of the batch and their rewards, until they are dealt out."""
@@ -127,6 +129,8 @@ class BatchCollector(ABC):
             filtered=self.filtered, oversampled=self.oversampled, truncated_samples=self._truncated_samples,
         )
         whole = self._broadcast(batch)
+        if not self._by_lag:
+            whole = replace(whole, token_lags=None)
         if self.engines:
             whole = replace(whole, engine_ids=self._broadcast_engine_ids(), engines=self.engines)
         own = whole.context_slice(self._layout.cp_group.rank(), self._layout.cp_group.size())

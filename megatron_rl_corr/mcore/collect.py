@@ -66,7 +66,7 @@ class Collector(BatchCollector):
         """
         super().__init__(
             layout, shape, training_sampling(options), num_turns=options.max_turns,
-            truncated_samples=options.truncated_samples, routes=routes,
+            truncated_samples=options.truncated_samples, routes=routes, by_lag=options.max_lag > 0,
         )
         client, prompts = source.client, source.prompts
         source.rewards.check_labels(prompts, "--rollout-prompts")

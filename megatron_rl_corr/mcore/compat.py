@@ -13,6 +13,7 @@ import torch
 from megatron.core import __version__ as megatron_version
 from megatron.core import parallel_state as mpu
 
+from megatron_rl_corr.mcore.step_scale import scaled_learning_rates
 from megatron_rl_corr.mcore.versions import check_parameters, release
 from megatron_rl_corr.models.shards import ShardRanks
 from megatron_rl_corr.parallel.layout import ExpertGroups, Layout, StageGroups
@@ -134,12 +135,19 @@ def _gather(model: list, optimizer: Any) -> None:
 
 
 @contextlib.contextmanager
-def asked_before_update(optimizer: Any, may_update: Callable[[], bool]) -> Iterator[None]:
-    """Within, optimizer.step() first calls may_update(); if False it changes nothing and reports an overflow."""
+def asked_before_update(optimizer: Any, step_factor: Callable[[], float]) -> Iterator[None]:
+    """Within, optimizer.step() first calls step_factor(), which its learning rates are multiplied by.
+
+    If it is 0 the step changes nothing and reports an overflow.
+    """
     update, bound = optimizer.step, "step" in vars(optimizer)  # as --optimizer-cuda-graph binds it
 
     def step() -> tuple:
-        return update() if may_update() else (False, None, None)
+        factor = step_factor()
+        if not factor:
+            return False, None, None
+        with contextlib.nullcontext() if factor == 1 else scaled_learning_rates(optimizer, factor):
+            return update()
 
     optimizer.step = step
     try:

@@ -1,13 +1,17 @@
-"""Whether an update is made: what the training pass found, learnt by all ranks between backward pass and update."""
+"""Whether an update is made, and how large: what the training pass found, learnt by all ranks before the update."""
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import astuple, dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from megatron_rl_corr.core.losses.ratio import as_exponent
+from megatron_rl_corr.core.metrics import Mean
 from megatron_rl_corr.parallel.layout import Layout
 
 NO_TOKEN = (
@@ -34,6 +38,18 @@ class Decision:
     """Mean k3 to the servers' log-probs, in the first step after a start."""
     kl_to_old: float = 0.0
     """Mean k3 between pi_old and the policy, where --rollout-max-kl-to-old bounds it."""
+    ess: float = 1.0
+    """ESS / n over the update's sequences."""
+
+    @classmethod
+    def pop_from(cls, numbers: dict[str, float]) -> Decision:
+        """Taken out of an update's numbers; without them, on stages that count nothing, the usual values."""
+        names = [name for name in numbers if name.startswith("decision/")]
+        counted = {name.removeprefix("decision/"): numbers.pop(name) for name in names}
+        if counted and "ess" not in counted:
+            # The loss makes the correction, of the policy as it is, over the very samples of the update.
+            counted["ess"] = numbers["rollout_corr/ess_sequences"]
+        return cls(**counted)
 
     @classmethod
     def broadcast_found(
@@ -45,7 +61,8 @@ class Decision:
             found: of the last stage; others give any.
             layout: this rank's process groups.
             device: for the exchange.
-            agreed: the largest of all ranks, as a bound may divide tensor-parallel ranks that round otherwise.
+            agreed: the largest of all ranks, as a bound may divide tensor-parallel ranks that round otherwise, and a
+                factor would let the weights that they hold in common drift apart.
         """
         values = torch.tensor(astuple(found), dtype=torch.float64, device=device)
         if layout.pp_size > 1:
@@ -62,8 +79,24 @@ class Decision:
         """
         return self.kept > 0 and self.pulling > 0
 
+    @property
+    def step_scale(self) -> float:
+        """VCPO's factor of the update, sqrt(ESS / n)."""
+        return math.sqrt(self.ess)
+
     def print_why_not(self, layout: Layout, left_out: str | None) -> None:
         """Tell the user, on the rank that reports, why no update is made. left_out: of a batch that ends early."""
         if layout.is_job_reporter:
             why = left_out or (NO_GRADIENT if self.kept > 0 else NO_TOKEN)
             print(f"[rollout] {why}", file=sys.stderr, flush=True)
+
+
+def mean_k3(logprobs: Tensor, sampled_logprobs: Tensor, mask: Tensor) -> Mean:
+    """Mean of e^D - 1 - D over the tokens [T] of the mask whose sampled_logprobs are finite; D = log-ratio of the two.
+
+    NaN where one of `logprobs` is NaN, or where no token is left.
+    """
+    mask = mask & sampled_logprobs.isfinite()
+    d = torch.where(mask, logprobs.double() - sampled_logprobs.double(), 0.0)
+    k3 = as_exponent(d).expm1() - d
+    return Mean(torch.stack([k3.sum(), mask.sum(dtype=torch.float64)]))

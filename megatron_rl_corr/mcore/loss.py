@@ -6,6 +6,7 @@ S sequences of this replica, T tokens of this context-parallel rank; a microbatc
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,11 +19,11 @@ from megatron_rl_corr.core.correction import Correction, compute_correction
 from megatron_rl_corr.core.losses import policy_loss
 from megatron_rl_corr.core.losses.own import gradient_of
 from megatron_rl_corr.core.losses.penalties import mean_entropy
-from megatron_rl_corr.core.losses.ratio import as_exponent
 from megatron_rl_corr.core.metrics import Max, Mean, Metric, Min, Std, Sum
 from megatron_rl_corr.core.segments import padded_at
 from megatron_rl_corr.mcore.batch import RolloutBatch, trained_tokens
 from megatron_rl_corr.mcore.batch_advantages import all_reduce_advantages
+from megatron_rl_corr.mcore.decision import mean_k3
 from megatron_rl_corr.mcore.forward import LogprobSettings, label_logprobs
 from megatron_rl_corr.mcore.microbatches import Microbatch
 from megatron_rl_corr.mcore.packed_batch import PackedBatch
@@ -56,6 +57,8 @@ class LossInputs:
     engine_ids: Tensor | None = None
     """[T] int64: which of `engines` sampled the label; None where all have the same."""
     engines: tuple[str, ...] = ()
+    token_lags: Tensor | None = None
+    """[T] int64: pushes since the weights that sampled the label; None: no metrics by lag."""
 
     def tokens(self, start: int, stop: int) -> LossInputs:
         """Those of tokens [start, stop)."""
@@ -93,8 +96,7 @@ def make_loss_inputs(
             inputs[name] = routing if name == "routing" else RULE_INPUTS[name].of_batch(batch)
     correction = compute_correction(
         old_logprobs, batch.flat(batch.rollout_logprobs), trained_tokens(batch), batch.seq_ids,
-        num_sequences=batch.num_sequences, config=config, groups=groups, turn_ids=batch.flat_turn_ids,
-        num_turns=batch.num_turns, engine_ids=_engine_ids(batch), engines=batch.engines, **inputs,
+        num_sequences=batch.num_sequences, config=config, groups=groups, **_parts(batch), **inputs,
     )
     advantages = all_reduce_advantages(batch, config, groups, group_size=group_size, correction=correction)
     return _loss_inputs(batch, correction, advantages, config, old_logprobs=old_logprobs)
@@ -125,12 +127,18 @@ def _loss_inputs(
     return LossInputs(
         batch.flat(batch.rollout_logprobs), mask, mask & batch.spread(batch.version_lags == 0),
         batch.spread(advantages), correction, token_coefficients(correction, batch.seq_ids, config), old_logprobs,
-        turn_ids=batch.flat_turn_ids, num_turns=batch.num_turns, engine_ids=_engine_ids(batch), engines=batch.engines,
+        **_parts(batch),
     )
 
 
-def _engine_ids(batch: RolloutBatch | PackedBatch) -> Tensor | None:
-    return None if batch.engine_ids is None else batch.spread(batch.engine_ids)
+def _parts(batch: RolloutBatch | PackedBatch) -> dict[str, Any]:
+    """What metrics, and rules by turn, part the tokens by."""
+    engines, lags = batch.engine_ids, batch.token_lags
+    return {
+        "turn_ids": batch.flat_turn_ids, "num_turns": batch.num_turns, "engines": batch.engines,
+        "engine_ids": None if engines is None else batch.spread(engines),
+        "token_lags": None if lags is None else batch.flat(lags),
+    }
 
 
 def batch_metrics(
@@ -250,6 +258,7 @@ class CorrectedLoss:
             # The batch's totals are known, and the other replicas may be at another microbatch.
             groups=None if self.groups is None else replace(self.groups, dp_cp=None), advantages=inputs.advantages,
             turn_ids=inputs.turn_ids, num_turns=inputs.num_turns, engine_ids=inputs.engine_ids, engines=inputs.engines,
+            token_lags=inputs.token_lags,
         )
 
     @torch.no_grad()
@@ -285,14 +294,3 @@ class CorrectedLoss:
         if self.bounds_kl:
             decision["kl_to_old"] = mean_k3(current, old, correction.mask)
         return decision
-
-
-def mean_k3(logprobs: Tensor, sampled_logprobs: Tensor, mask: Tensor) -> Mean:
-    """Mean of e^D - 1 - D over the tokens [T] of the mask whose sampled_logprobs are finite; D = log-ratio of the two.
-
-    NaN where one of `logprobs` is NaN, or where no token is left.
-    """
-    mask = mask & sampled_logprobs.isfinite()
-    d = torch.where(mask, logprobs.double() - sampled_logprobs.double(), 0.0)
-    k3 = as_exponent(d).expm1() - d
-    return Mean(torch.stack([k3.sum(), mask.sum(dtype=torch.float64)]))

@@ -55,6 +55,8 @@ class PackedBatch:
     """[S] int64, numbers the prompts of this replica; with parted_groups, of all."""
     version_lags: Tensor
     """[S] float32: the trainer's weight version minus the one that sampled the first token."""
+    token_lags: Tensor | None = None
+    """[T] int64: as version_lags, of the label's own version; 0 outside the mask. None: nobody asks for it."""
     in_loss: Tensor | None = None
     """[S] bool: False for a sample that only its group's baseline counts. None: all are in the loss."""
     engine_ids: Tensor | None = None
@@ -92,6 +94,7 @@ class PackedBatch:
             positions=torch.from_numpy(np.arange(total) - starts[ids]).to(device),
             seq_ids=torch.from_numpy(ids).to(device),
             cu_seqlens=starts, lengths=real, rewards=rows, group_ids=rows.long(), version_lags=rows.clone(),
+            token_lags=long.clone(),
             turn_ids=None if num_turns is None else long.clone(), num_turns=num_turns,
         )
 
@@ -122,6 +125,7 @@ class PackedBatch:
             response = slice(start + len(sample.prompt_ids) - 1, start + len(ids) - 1)
             host["tokens"][own], host["labels"][own] = ids[:-1], ids[1:]
             host["loss_mask"][response] = sampled
+            host["token_lags"][response] = versions.token_lags(sample, version).where(sampled, 0)
             host["rollout_logprobs"][response] = sample.rollout_logprobs.where(sampled, 0.0)
             if num_turns is not None and sample.turn_ids is not None:
                 assert (sample.turn_ids < num_turns).all(), "more turns than num_turns"
@@ -150,7 +154,7 @@ class PackedBatch:
         )
 
     def _tokens_at(self, places: Tensor) -> dict[str, Tensor]:
-        names = ("tokens", "labels", "loss_mask", "rollout_logprobs", "positions", "seq_ids", "turn_ids")
+        names = ("tokens", "labels", "loss_mask", "rollout_logprobs", "token_lags", "positions", "seq_ids", "turn_ids")
         return {name: getattr(self, name)[places] for name in names if getattr(self, name) is not None}
 
     @property

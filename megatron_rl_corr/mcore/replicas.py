@@ -33,7 +33,8 @@ def broadcast_batch(batch: Any, layout: Layout, *, num_turns: int | None) -> dic
         layout: this rank's process groups.
         num_turns: the largest number of turns of a sample; None without an environment, and turn_ids are not sent.
     """
-    integers = [batch.tokens, batch.labels, batch.loss_mask.long()]
+    # The lag of a sampled label travels with the mask: 0 for a label that was not sampled, else 1 + its lag.
+    integers = [batch.tokens, batch.labels, batch.loss_mask * (1 + batch.token_lags)]
     if num_turns is not None:
         integers.append(torch.zeros_like(batch.tokens) if batch.turn_ids is None else batch.turn_ids)
     whole = torch.stack(integers).contiguous()
@@ -44,7 +45,7 @@ def broadcast_batch(batch: Any, layout: Layout, *, num_turns: int | None) -> dic
     logprobs, rows = real.split([batch.rollout_logprobs.numel(), rows.numel()])
     rewards, group_ids, lags, in_loss = rows.view(4, -1)
     return {
-        "tokens": whole[0], "labels": whole[1], "loss_mask": whole[2].bool(),
+        "tokens": whole[0], "labels": whole[1], "loss_mask": whole[2] > 0, "token_lags": (whole[2] - 1).clamp_(min=0),
         "turn_ids": None if num_turns is None else whole[3],
         "rollout_logprobs": logprobs.view_as(batch.rollout_logprobs), "rewards": rewards,
         "group_ids": group_ids.long(), "version_lags": lags, "in_loss": in_loss.bool(),

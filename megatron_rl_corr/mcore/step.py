@@ -160,9 +160,7 @@ class CorrectedStep:
         self.reference.check_live("trained")
         scored, inputs, packs = bool(self.scoring_reasons), part.inputs, part.packs
         loss = self._loss(part, per_token, iteration)
-        metrics = whole.metrics if iteration % self.updates.count == 0 else {}
-        if packs is not None and self.layout.is_last_stage:
-            metrics = metrics | packs.metrics()
+        metrics = ({} if iteration % self.updates.count else whole.metrics) | part.metrics(self.layout)
         iterators = [RerunDataIterator(part.microbatches(self.shape.micro_batch_size)) for _ in model]
         forward_step = make_forward_step(loss, self.logprobs, with_entropy=loss.with_entropy, routes=self.routes)
         if packs is not None:
@@ -170,20 +168,21 @@ class CorrectedStep:
             set_packed_share(model, packs.all_reduce_share(self.layout, known=known))
         routers = compat.RouterState(model)
 
-        def may_update() -> bool:
+        def step_factor() -> float:
             # Only the training pass knows it all, so the update's one exchange of metrics comes before it is made.
             agreement = {} if scored else self._all_reduce_agreement(whole.batch, iteration)
             numbers.update(self._all_gather_numbers(metrics | agreement, loss))
-            counted = {name: numbers.pop(name) for name in list(numbers) if name.startswith("decision/")}
-            found = Decision(**{name.removeprefix("decision/"): value for name, value in counted.items()})
+            found = Decision.pop_from(numbers)
             if inputs is not None and scored:  # the whole batch may have been filtered out
                 found = replace(found, kept=min(found.kept, float(inputs.correction.kept_tokens)))
-            updates = self._broadcast_may_update(found, iteration, whole)
-            if not updates:
+            factor = self._broadcast_step_factor(found, iteration, whole)
+            if not factor:
                 routers.zero_attention_logits()
-            return updates
+            elif self.updates.ess_step_scale:
+                numbers["step_scale"] = factor
+            return factor
 
-        with compat.asked_before_update(optimizer, may_update), self.routes.training():
+        with compat.asked_before_update(optimizer, step_factor), self.routes.training():
             count = () if packs is None else (packs.count,)
             result = train_step(forward_step, iterators if len(model) > 1 else iterators[0], *count)
         if compat.was_skipped(result):
@@ -250,23 +249,23 @@ class CorrectedStep:
     def _is_first(self, iteration: int) -> bool:
         return self.first_step is not None and self.first_step.iteration == iteration
 
-    def _broadcast_may_update(self, found: Decision, iteration: int, whole: BatchInTraining) -> bool:
-        """Whether the step updates the weights; where the KL to pi_old is too large, the batch ends here.
+    def _broadcast_step_factor(self, found: Decision, iteration: int, whole: BatchInTraining) -> float:
+        """The factor of the update, 0 for none; where the KL to pi_old is too large, the batch ends here.
 
         Raises:
             StartupError: in the first step, on one rank, where what is trained is not what was sampled.
             PeerFailure: then, on the other ranks.
         """
-        bounded, device = self.updates.bounds_kl(iteration), self.collector.device
-        decision = Decision.broadcast_found(found, self.layout, device, agreed=bounded)
+        bounded, scales = self.updates.bounds_kl(iteration), self.updates.ess_step_scale
+        decision = Decision.broadcast_found(found, self.layout, self.collector.device, agreed=bounded or scales)
         if self._is_first(iteration):
             all_reduce_failure(self.first_step.judge(decision.first_step_kl))
         left_out = self.updates.too_far(iteration, decision.kl_to_old) if bounded else None
         if decision.updates and left_out is None:
-            return True
+            return decision.step_scale if scales else 1.0
         decision.print_why_not(self.layout, left_out)
         whole.ends_early = left_out is not None
-        return False
+        return 0.0
 
     def _all_gather_numbers(self, metrics: dict[str, Metric], loss: CorrectedLoss) -> dict[str, float]:
         """The step's metrics over the global batch, by their logged names, on the last stage; {} on others."""

@@ -69,6 +69,10 @@ UPDATE = in_group(
         ),
     ),
     MetricSpec(
+        "step_scale", "factor of this update's learning rate; smaller where few sequences carry the batch",
+        "sqrt(ESS / n) over the update's sequences (see ess_sequences)", only_with="--rollout-ess-step-scale",
+    ),
+    MetricSpec(
         "update",
         "the step's place in its batch, from 1; the first has rewards and correction",
         only_with="--rollout-updates-per-batch",

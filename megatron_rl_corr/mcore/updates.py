@@ -21,7 +21,9 @@ from megatron_rl_corr.mcore.loss import LossInputs
 from megatron_rl_corr.mcore.microbatches import Microbatch, microbatches
 from megatron_rl_corr.mcore.packed_batch import PackedBatch
 from megatron_rl_corr.mcore.packs import Packs
+from megatron_rl_corr.mcore.step_scale import sequences_ess
 from megatron_rl_corr.parallel.collectives import ParallelGroups
+from megatron_rl_corr.parallel.layout import Layout
 from megatron_rl_corr.rollout.cursor import SavedCursor
 
 
@@ -39,11 +41,14 @@ class Updates:
     """Samples are put in order with it."""
     earlier: int = 0
     """Batches before the run's checkpoint beyond its iterations / U: not 0 where it was made with another U."""
+    ess_step_scale: bool = False
+    """--rollout-ess-step-scale."""
 
     @classmethod
     def of(cls, options: UpdatesConfig, seed: int, iteration: int, saved: SavedCursor | None) -> Updates:
         """Those of a run that begins with this iteration. saved: the cursor of its checkpoint."""
         updates = cls(options.updates_per_batch, options.epochs_per_batch, options.max_kl_to_old, seed)
+        updates = replace(updates, ess_step_scale=options.ess_step_scale)
         if saved is None:
             return updates
         trained = iteration if saved.batches is None else saved.batches
@@ -134,6 +139,18 @@ class UpdatePart:
     places: torch.Tensor | None = None
     """`BatchInTraining.places_of` its samples; None: it is the whole batch."""
 
+    def metrics(self, layout: Layout) -> dict[str, Metric]:
+        """What its update counts anew beside the loss: its packs, and the ESS that its decision takes; last stage only.
+
+        Without a pass for old log-probs the loss measures the ESS.
+        """
+        if not layout.is_last_stage:
+            return {}
+        found = {} if self.packs is None else self.packs.metrics()
+        if self.inputs.old_logprobs is not None:
+            found = found | {"decision/ess": sequences_ess(self.inputs.correction, layout.groups)}
+        return found
+
     def microbatches(self, micro_batch_size: int) -> Iterator[Microbatch]:
         """The microbatches of this part: rows by `micro_batch_size`, packs as they were made.
 
@@ -174,6 +191,7 @@ def all_reduce_update_inputs(
     kept = torch.where(correction.kept_tokens > 0, kept, torch.zeros_like(kept))  # the whole batch may be filtered out
     correction = replace(
         correction, valid_tokens=valid, kept_tokens=kept, kept_sequences=correction.kept_sequences[rows],
+        sequence_ratios=correction.sequence_ratios[rows],
         lengths=replace(lengths, tokens=tokens, sequences=sequences),
     )
     return replace(

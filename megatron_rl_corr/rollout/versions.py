@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import secrets
 
+import torch
+
+from megatron_rl_corr.engines.trajectory import Trajectory
+
 
 def new_run_id() -> str:
     """8 random hexadecimal digits: draw it on one rank, and give it to the others."""
@@ -31,3 +35,17 @@ def number(version: str) -> int:
     if not (count.isascii() and count.isdigit()):
         raise ValueError(f"weight version {version!r} has no number: versions are called <id>-<number>, or <number>")
     return int(count)
+
+
+def token_lags(sample: Trajectory, version: int) -> torch.Tensor:
+    """Versions that the weights which sampled each response token are behind `version`: [R] int64, at least 0.
+
+    Each token's own: one that was sampled after a push in the middle of a response has a smaller lag than the first.
+
+    Raises:
+        ValueError: a version has no number.
+    """
+    lags = torch.zeros(sample.output_ids.numel(), dtype=torch.int64)
+    for span in sample.weight_versions:
+        lags[span.start : span.end] = max(version - number(span.version), 0)
+    return lags

@@ -37,7 +37,7 @@ DEFAULTS = CLIENT | {
     "eval_top_k": None, "eval_max_new_tokens": None,
     "eval_pass_reward": 1.0,
     "allow_model_differences": False, "environment": None, "max_turns": None, "environment_timeout_s": None,
-    "updates_per_batch": 1, "epochs_per_batch": 1, "max_kl_to_old": None,
+    "updates_per_batch": 1, "epochs_per_batch": 1, "max_kl_to_old": None, "ess_step_scale": False,
     "group_size": 8, "max_new_tokens": 1024, "temperature": 1.0, "max_lag": 0, "stale_samples": "keep",
     "pause_mode": "retract",
     "top_p": 1.0, "top_k": -1, "min_p": 0.0, "stop": (), "stop_token_ids": (),
@@ -541,6 +541,7 @@ def test_updates_of_a_batch_when_several_then_clips_old_routes_and_a_bound_on_th
     assert idle_clips(replace(config), 4) is None
     _, options = parse([*REQUIRED, *SEVERAL, "--rollout-epochs-per-batch", "3"])
     assert options.updates_of_batch == 12
+    assert parse([*REQUIRED, "--rollout-ess-step-scale"])[1].ess_step_scale
 
 
 @pytest.mark.parametrize(
@@ -555,6 +556,9 @@ def test_updates_of_a_batch_when_several_then_clips_old_routes_and_a_bound_on_th
          "--router-replay R2 repeats the routes of the pass that computes old log-probs, which bypass mode leaves out"),
         ([*SEVERAL, "--rollout-max-lag", "1"],
          "--rollout-max-lag 1 trains on samples of older weights, and nothing corrects them"),
+        (["--rollout-ess-step-scale", "--rollout-diagnostics-only"],
+         "--rollout-ess-step-scale scales updates, and --rollout-diagnostics-only promises that the correction changes "
+         "nothing; drop one of them"),
     ],
 )
 def test_updates_of_a_batch_when_they_make_no_sense_then_refused_with_the_remedy(flags, message):

@@ -32,6 +32,7 @@ class Batch:
     turn_ids: list[int]
     advantages: list[float]
     routing: list[float] | None = None
+    lags: list[int] | None = None
 
 
 @dataclass
@@ -207,6 +208,9 @@ def correct(batch: Batch, config: RolloutCorrectionConfig, *, with_turns: bool =
         # Edges as float32 log-probs have them.
         low, high = single(math.log(low)) if low else -math.inf, single(math.log(high))
         metrics |= part_metrics(f"by_prob/{band}", [token for token in tokens if low <= token.rollout < high])
+    for lag, ages in (("0", {0}), ("1", {1}), ("2+", set(batch.lags or ()) - {0, 1})):
+        if batch.lags is not None:
+            metrics |= part_metrics(f"by_lag/{lag}", [token for token in tokens if batch.lags[token.t] in ages])
     if with_turns:
         metrics |= part_metrics("by_turn/first", [token for token in tokens if token.turn == 0])
         metrics |= part_metrics("by_turn/later", [token for token in tokens if token.turn != 0])
@@ -269,6 +273,7 @@ def distribution(sizes: list[float]) -> dict[str, float]:
     """Percentiles of |D| as the end of the bin that each falls in, and the share of tokens in each bin."""
     ends = [next((edge for edge in EDGES if size <= single(edge)), math.inf) for size in sorted(sizes)]
     found = {"log_ratio_large_fraction": mean(size > single(math.log(2)) for size in sizes)}
+    found["exact_fraction"] = mean(size == 0 for size in sizes)
     for name, share in (("p50", 0.5), ("p99", 0.99), ("p999", 0.999)):
         at = math.ceil(share * len(ends)) - 1
         found[f"log_ratio_abs_{name}"] = min(ends[at], EDGES[-1]) if ends else math.nan
@@ -318,11 +323,18 @@ def sequence_metrics(present: list[list[Token]], kept: int) -> dict[str, float]:
         "log_ppl_diff_abs_clamped": mean(min(abs(gap), HIGH) for gap in gaps),
         "log_ppl_diff_max": max(gaps, default=math.nan),
         "log_ppl_diff_min": min(gaps, default=math.nan),
+        "ess_sequences": effective(math.exp(clamp(total)) for total in totals),
     } | {
         name + suffix: mean(math.expm1(2 * clamp(value, -bound, bound)) for value in values)
         for name, values in (("chi2_seq", totals), ("chi2_geo", [-gap for gap in gaps]))
         for suffix, bound in (("", CLAMP), ("_clamped", HIGH))
     }
+
+
+def effective(weights) -> float:
+    """The share of weights [n], n > 0, that as many equal ones would need for the same spread of a mean."""
+    weights = list(weights)
+    return 1 / mean((weight / mean(weights)) ** 2 for weight in weights) if weights else math.nan
 
 
 def weight_metrics(weights: list[float]) -> dict[str, float]:

@@ -24,7 +24,8 @@ LENGTHS = {
 def correction_of(denominator: str = "valid") -> Correction:
     kept_sequences = torch.tensor([True, False, False, True])
     counts = VALID.sum().double(), KEPT.sum().double()
-    return Correction(VALID.float(), KEPT, VALID, kept_sequences, *counts, LENGTHS[denominator])
+    products = kept_sequences.double()
+    return Correction(VALID.float(), KEPT, VALID, kept_sequences, *counts, LENGTHS[denominator], products)
 
 
 def config_of(aggregation: str, denominator: str = "valid") -> RolloutCorrectionConfig:
@@ -66,11 +67,13 @@ def test_coefficients_when_nothing_is_kept_or_there_is_no_token_then_zero(aggreg
     for valid in (VALID, none):
         nothing = Lengths(denominator, torch.zeros(4, dtype=torch.float64), zero)
         lengths = LENGTHS["valid"] if denominator == "valid" and valid.any() else nothing
-        rejected = Correction(valid.float(), none, valid, none[:4], valid.sum().double(), zero, lengths)
+        kept, products = none[:4], none[:4].double()
+        rejected = Correction(valid.float(), none, valid, kept, valid.sum().double(), zero, lengths, products)
         config = config_of(aggregation, denominator)
         assert token_coefficients(rejected, SEQ_IDS, config).tolist() == [0.0] * 7
     empty = Correction(
-        torch.zeros(0), none[:0], none[:0], none[:0], zero, zero, Lengths(denominator, zero.expand(0), zero)
+        torch.zeros(0), none[:0], none[:0], none[:0], zero, zero, Lengths(denominator, zero.expand(0), zero),
+        zero.expand(0),
     )
     assert token_coefficients(empty, SEQ_IDS[:0], config_of(aggregation, denominator)).tolist() == []
 

@@ -41,6 +41,7 @@ EXPECTED = {
     "k3_kl": (0.25 + LN2) / 3,
     "log_ratio_abs_mean": LN2,  # (1 + 0 + 2) ln 2 / 3
     "log_ratio_abs_max": 2 * LN2,
+    "exact_fraction": 1 / 3,  # D = 0 of the second token
     "log_ratio_large_fraction": 1 / 3,  # |D| above ln 2: a ratio of 2 is not
     "token_mult_prob_error": (2 + 1 + 4) / 3,
     "chi2_token": (4 + 1 + 1 / 16) / 3 - 1,
@@ -75,6 +76,7 @@ EXPECTED = {
     "log_ppl_diff_min": -LN2 / 2,
     "ppl_ratio": (1 / math.sqrt(2) + 4) / 2,
     "chi2_seq": (4 + 1 / 16) / 2 - 1,  # products 2 and 1/4
+    "ess_sequences": (2 + 1 / 4) ** 2 / (2 * (4 + 1 / 16)),  # of the products, whatever the token weights are
     "chi2_geo": (2 + 1 / 16) / 2 - 1,  # geometric means sqrt 2 and 1/4
     # Every pi_rollout is above 0.1.
     "by_prob/above_1e-1/tokens": 3,
@@ -109,6 +111,8 @@ def test_metrics_when_the_policies_agree_then_their_neutral_values():
     for name in ("kl", "k3_kl", "log_ratio_abs_mean", "log_ratio_abs_max", "chi2_token", "weight_std",
                  "log_ppl_diff", "weight_out_of_bounds", "nonfinite_tokens"):
         assert metrics[name] == 0, name
+    for name in ("exact_fraction", "ess_sequences"):
+        assert metrics[name] == 1, name
     for name in ("ess", "weight_mean", "weight_min", "weight_max", "kept_fraction", "kept_sequence_fraction"):
         assert metrics[name] == 1, name
     assert metrics["pearson"] == pytest.approx(1, abs=1e-12)
@@ -325,3 +329,17 @@ def test_metrics_when_there_is_nothing_valid_then_the_same_names_and_no_number(c
     assert metrics.pop("padded_tokens") == tokens
     assert {name for name, value in metrics.items() if value == 0} == counts
     assert all(math.isnan(value) for name, value in metrics.items() if name not in counts)
+
+
+def test_ess_of_sequences_when_products_leave_all_bounds_then_clamped_and_no_digit_is_lost():
+    # sum D = -18 and -19 of ten tokens each: (e^-18 + e^-19)^2 / (2 (e^-36 + e^-38)).
+    rollout = torch.full((20,), -2.0)
+    train = rollout - torch.tensor([1.8, 1.9]).repeat_interleave(10)
+    seq_ids = torch.arange(2).repeat_interleave(10)
+    metrics = metrics_of(train, rollout, torch.ones(20), seq_ids, num_sequences=2)
+    assert metrics["ess_sequences"] == pytest.approx((1 + math.exp(-1)) ** 2 / (2 * (1 + math.exp(-2))), rel=1e-5)
+    # -180 and -190 are both -20: equal weights. One of e^20 beside e^-20 is alone: 1 / n.
+    metrics = metrics_of(rollout * 10, rollout - 0.5, torch.ones(20), seq_ids, num_sequences=2)
+    assert metrics["ess_sequences"] == 1
+    train = torch.where(seq_ids == 0, rollout + 30, rollout - 30)
+    assert metrics_of(train, rollout, torch.ones(20), seq_ids, num_sequences=2)["ess_sequences"] == pytest.approx(0.5)

@@ -28,7 +28,8 @@ def correction_of(weights: list[float], mask: list[bool]) -> Correction:
     weights, mask = torch.tensor(weights), torch.tensor(mask, dtype=torch.bool)
     count = mask.sum().double()
     lengths = Lengths("valid", count[None], (count > 0).double())
-    return Correction(weights, mask, mask, torch.ones(1, dtype=torch.bool), count, count, lengths)
+    one = torch.ones(1)
+    return Correction(weights, mask, mask, one.bool(), count, count, lengths, one.double())
 
 
 def loss_and_gradient(ratios, advantages, weights, mask=None, metrics=None, config=CONFIG, seq_ids=None):
@@ -491,7 +492,7 @@ def test_loss_when_tensors_hold_no_data_then_it_runs_since_nothing_is_read(loss_
     mask, seq_ids = now > 0, torch.zeros(5, dtype=torch.int64, device="meta")
     count = mask.sum().double()
     lengths = Lengths("valid", count.expand(2), count)
-    correction = Correction(weights, mask, mask, mask[:2], count, count, lengths)
+    correction = Correction(weights, mask, mask, mask[:2], count, count, lengths, torch.ones(2).double())
     losses = policy_loss(
         loss_name, now, old, advantages, correction, config, seq_ids=seq_ids, num_sequences=2,
         ref_logprobs=reference, entropy=entropy, metrics={},

@@ -150,6 +150,7 @@ def test_loss_and_gradient_when_configured_at_random_then_autograd_of_the_naive_
     correction = Correction(
         torch.tensor(case["weights"]), mask, valid, torch.ones(sequences, dtype=torch.bool), valid.sum().double(),
         mask.sum().double(), Lengths(config.loss_denominator, tokens, (tokens > 0).sum().double()),
+        torch.ones(sequences).double(),
     )
     losses = policy_loss(
         config.loss, now, torch.tensor(case["old"]), torch.tensor(case["advantages"]), correction, config,

@@ -25,7 +25,8 @@ LENGTH = 5
 def sample(
     prompt_index: int, prompt: list[int], output: list[int], logprobs: list[float], *versions: str
 ) -> Trajectory:
-    spans = tuple(VersionSpan(version, i, i + 1) for i, version in enumerate(versions))
+    ends = [*range(1, len(versions)), len(output)]  # a token each, and the rest
+    spans = tuple(VersionSpan(version, i, end) for (i, version), end in zip(enumerate(versions), ends, strict=True))
     return Trajectory(
         prompt_index=prompt_index, sample_index=0, prompt_ids=torch.tensor(prompt),
         output_ids=torch.tensor(output, dtype=torch.int64), rollout_logprobs=torch.tensor(logprobs),

@@ -38,6 +38,7 @@ def test_rows_when_made_and_when_broadcast_then_each_label_is_the_next_token(mad
     assert batch["group_ids"].tolist() == [0, 0, 1, 1]
     # Version 7 trains; the third row's first token is of version 5, although its later ones are of 6.
     assert batch["version_lags"].tolist() == [0, 0, 2, 3]
+    assert batch["token_lags"].tolist() == [[0] * 5, [0] * 5, [0, 2, 1, 1, 1], [0, 3, 0, 0, 0]]
 
 
 def test_labels_when_in_the_mask_then_the_sampled_tokens_in_order(made):

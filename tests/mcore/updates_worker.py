@@ -80,8 +80,14 @@ def megatrons(model, optimizer, rows, leaves=False):
     return train_step
 
 
-def trained(model_dir, samples, spec, loss, *, max_kl=None, replay="off", leaves_in=None):
-    """One batch of all samples: (reports, pushed versions, weights) of this rank; with replay, the routers' choices."""
+def trained(
+    model_dir, samples, spec, loss, *, max_kl=None, replay="off", leaves_in=None, ess_step_scale=False,
+    made_with=None, before_update=lambda optimizer, update: None,
+):
+    """One batch of all samples: (reports, pushed versions, weights) of this rank; with replay, the routers' choices.
+
+    made_with: the optimizer's settings, or those of plain descent. before_update is called before each with its number.
+    """
     parts = parts_of(loss)
     model, parameters, layout, _, batch, _, logprobs = set_up(model_dir, samples, spec)
     routes, chosen = Routes(), []
@@ -89,9 +95,8 @@ def trained(model_dir, samples, spec, loss, *, max_kl=None, replay="off", leaves
         routes = make_routes(replay, model, layout, num_layers=4, min_agreement=-1.0)
         routes.scatter([random_routes(s) for s in samples], batch.cu_seqlens)
         chosen = routers_choices(model)
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(optimizer="sgd", lr=RATE, sgd_momentum=0.0, weight_decay=0.0, clip_grad=0.0), model
-    )
+    plain = {"optimizer": "sgd", "lr": RATE, "sgd_momentum": 0.0, "weight_decay": 0.0, "clip_grad": 0.0}
+    optimizer = get_megatron_optimizer(OptimizerConfig(**(made_with or plain)), model)
     reports, pushed, collected = [], [], []
 
     def collect(number):
@@ -104,12 +109,13 @@ def trained(model_dir, samples, spec, loss, *, max_kl=None, replay="off", leaves
         routes=routes,
         collector=SimpleNamespace(device="cpu", collect=collect, metrics={}, trajectories=[]),
         shape=BatchShape(16 // parts, 4, ROWS, LENGTH, packing=limits_of(spec), updates=parts),
-        updates=Updates(parts, EPOCHS, max_kl, SEED),
+        updates=Updates(parts, EPOCHS, max_kl, SEED, ess_step_scale=ess_step_scale),
     )  # fmt: skip
     results = []
     for update in range(parts * EPOCHS):
         train_step = megatrons(model, optimizer, 16 // parts // layout.dp_size, leaves=update == leaves_in)
         iteration = BATCH * parts * EPOCHS + update
+        before_update(optimizer, update)
         results.append(corrected.run(train_step, iteration, model, optimizer, per_token=False))
     exporter = StageExporter(
         parameters, layout.shard, layout.stage_groups, stage=layout.pp_rank, num_stages=layout.pp_size

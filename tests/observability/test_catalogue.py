@@ -49,7 +49,7 @@ def test_meanings_when_compared_with_the_corrections_metrics_then_the_same_names
     logprobs, ids = torch.tensor([-1.0, -2.0]), torch.tensor([0, 1])
     measured = compute_correction(
         logprobs, logprobs, torch.ones(2), ids, num_sequences=2, config=config, turn_ids=ids,
-        engine_ids=ids, engines=("sglang", "vllm"),
+        engine_ids=ids, engines=("sglang", "vllm"), token_lags=ids,
     ).metrics
     names = {f"rollout_corr/{name}" for name in all_reduce_metrics(measured, None)}
     assert {name for name in names if spec_of(name) is None} == set()
@@ -57,7 +57,7 @@ def test_meanings_when_compared_with_the_corrections_metrics_then_the_same_names
     assert {name for name in described if not name.endswith("/")} - names == set()
     # Every family of theirs has a member.
     families = [name for name in described if name.endswith("/")]
-    assert len(families) == 5 and all(any(name.startswith(family) for name in names) for family in families)
+    assert len(families) == 6 and all(any(name.startswith(family) for name in names) for family in families)
 
 
 def test_clamped_twins_when_collected_then_each_follows_its_unclamped_metric():

@@ -103,7 +103,7 @@ def global_batch() -> dict[str, torch.Tensor]:
     advantages = torch.randn(len(LENGTHS), generator=generator)[seq_ids]
     return {
         "train": train, "rollout": rollout, "mask": mask, "seq_ids": seq_ids, "turn_ids": turn_ids, "now": now,
-        "advantages": advantages,
+        "advantages": advantages, "token_lags": positions * 7 % 4,
     }  # fmt: skip
 
 
@@ -136,6 +136,7 @@ def run(
         made = compute_correction(
             batch["train"], batch["rollout"], batch["mask"], seq_ids, num_sequences=sequences, config=config,
             groups=groups, turn_ids=batch["turn_ids"], num_turns=TURNS, advantages=batch["advantages"],
+            token_lags=batch["token_lags"],
         )
         coefficients = token_coefficients(made, seq_ids, config)
     now, metrics = batch["now"].clone().requires_grad_(), {}

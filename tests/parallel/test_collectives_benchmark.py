@@ -50,8 +50,8 @@ def test_step_when_counted_then_number_and_bytes_of_every_collective_are_those_b
     # Three int64 and a float32 a token, four float32 a row; a float64 for each count of how the samples came.
     for group in ("tp_cp", "pp"):
         assert laws[group, "the batch", "all"] == ["broadcast", "3", f"{8 * len(COUNTED)} + 16 S + 28 T"]
-    # What is kept, what has a gradient, and the first step's KL.
-    assert laws["pp", "may the step update", "all"] == ["broadcast", "1", "32"]
+    # What is kept, what has a gradient, two KLs, and the ESS of the sequences.
+    assert laws["pp", "may the step update", "all"] == ["broadcast", "1", "40"]
     assert laws["world", "did a replica fail", "all"] == ["all-reduce", "1", "16"]
     # Samples that ended, groups that were replaced, new names of rewards, and the causes, in float64.
     assert laws["world", "samples that failed", "all"] == ["all-reduce", "1", str(8 * (3 + len(CAUSES)))]
