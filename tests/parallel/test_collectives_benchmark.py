@@ -53,8 +53,8 @@ def test_step_when_counted_then_number_and_bytes_of_every_collective_are_those_b
     # What is kept, what has a gradient, two KLs, and the ESS of the sequences.
     assert laws["pp", "may the step update", "all"] == ["broadcast", "1", "40"]
     assert laws["world", "did a replica fail", "all"] == ["all-reduce", "1", "16"]
-    # Samples that ended, groups that were replaced, new names of rewards, and the causes, in float64.
-    assert laws["world", "samples that failed", "all"] == ["all-reduce", "1", str(8 * (3 + len(CAUSES)))]
+    # Samples that ended, groups that were replaced, who knows why one failed, new names of rewards, and the causes.
+    assert laws["world", "samples that failed", "all"] == ["all-reduce", "1", str(8 * (4 + len(CAUSES)))]
     # Sums in one, extrema in the other.
     metrics = [law for (_, purpose, _), law in laws.items() if purpose == "metrics"]
     assert metrics and all(law[:2] == ["all-reduce", "2"] and int(law[2]) % 8 == 0 for law in metrics)
