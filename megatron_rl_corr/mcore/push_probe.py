@@ -178,7 +178,8 @@ def broadcast_probe(
     chosen, error = [()], None
     if dist.get_rank() == 0:
         try:
-            chosen[0] = probe_text(source.prompts, min(PROBE_TOKENS, args.seq_length))
+            # One less: a server samples a token behind a prompt that it scores.
+            chosen[0] = probe_text(source.prompts, min(PROBE_TOKENS, args.seq_length - 1))
         except (RolloutError, ValueError, OSError) as failure:
             error = failure
     all_reduce_failure(error)

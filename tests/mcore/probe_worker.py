@@ -56,7 +56,7 @@ def probed(model_dir, arguments, spec):
         settings = type(settings)(**(vars(settings) | {"temperature": 0.7}))
         before = state(model)
         probe = broadcast_probe(options, megatron, source, model, None, layout, shape, settings)
-        assert probe.ids == tuple(sum(PROMPTS, [])[:LENGTH])
+        assert probe.ids == tuple(sum(PROMPTS, [])[: LENGTH - 1])
         logprobs = probe._all_reduce_logprobs()
         if "sent" in spec:  # what the first push brings
             probe.before_push()
