@@ -23,7 +23,7 @@ from megatron_rl_corr.engines.errors import RolloutError
 from megatron_rl_corr.engines.trajectory import Trajectory, VersionSpan
 from megatron_rl_corr.mcore.batch import BatchShape, RolloutBatch
 from megatron_rl_corr.mcore.collect import SampleSource
-from megatron_rl_corr.mcore.first_step import FLOAT32_KL, first_step_bound
+from megatron_rl_corr.mcore.first_step import FLOAT32_KL, HALF_KL, first_step_bound
 from megatron_rl_corr.mcore.forward import LogprobSettings
 from megatron_rl_corr.mcore.packed_batch import PackedBatch, sequence_multiple
 from megatron_rl_corr.mcore.packing import microbatch_multiple
@@ -31,15 +31,17 @@ from megatron_rl_corr.mcore.packs import Packs
 from megatron_rl_corr.mcore.reference import ReferencePass
 from megatron_rl_corr.parallel.failure import all_reduce_failure, all_reduce_results, communication_device
 from megatron_rl_corr.parallel.layout import Layout
+from megatron_rl_corr.weight_sync import probe, probe_history
 from megatron_rl_corr.weight_sync.probe import (
     PROBE_TOKENS,
-    Movement,
     ProbeAnswer,
+    ask_earlier,
     ask_scores,
     compare,
     probe_bound,
 )
-from megatron_rl_corr.weight_sync.servers import WeightServers
+from megatron_rl_corr.weight_sync.probe_history import Growth, Movement
+from megatron_rl_corr.weight_sync.servers import WeightServers, unfinished
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,27 @@ class PushProbe:
     max_log_ratio: float | None
     """--rollout-max-probe-log-ratio."""
     movement: Movement = field(default_factory=Movement)
+    growth: Growth = field(default_factory=Growth)
+
+    def before_push(self) -> None:
+        """Ask the servers for their log-probs before the run's first push, where they are compared with later ones.
+
+        A server that a killed trainer has left paused answers nothing now, and is not asked.
+        """
+        if dist.get_rank() or self.max_log_ratio is not None or not self.growth.is_first_push:
+            return
+        client, loop = self.source.client, self.source.loop
+        try:
+            versions = zip(client.base_urls, loop.call(client.reported_versions()), strict=True)
+        except RolloutError:  # none answers, which the push itself reports
+            versions = ()
+        urls = [url for url, version in versions if version is not None and not version.startswith(unfinished(""))]
+        self.growth.expect_first_push(loop.call(ask_earlier(
+            client.control(urls), self.ids, vocab_size=client.vocab_size, cache_key=client.cache_key
+        )))  # fmt: skip
 
     def all_reduce_compared(self, servers: WeightServers, version: str) -> dict[str, float]:
-        """The distance of the worst server, by the names of weight_sync/probe.py METRICS, on every rank.
+        """The distance of the worst server, by the names of METRICS in weight_sync, on every rank.
 
         Every rank calls it, with whole and current weights. Three collectives of fixed size beside the forward pass.
 
@@ -90,11 +110,13 @@ class PushProbe:
         self, answers: Mapping[str, ProbeAnswer], own: np.ndarray, loaded: Mapping[str, int], version: str
     ) -> dict[str, float]:
         self.movement.check(answers, own, loaded, version=version)
-        bounds = {}
+        bounds, half = {}, set()
         for url, answer in answers.items():
             limit = first_step_bound(self.float32, [self.source.client.engine_of(url)], [answer.info])
             bounds[url] = probe_bound(self.max_log_ratio, both_float32=limit == FLOAT32_KL, otherwise=limit)
-        return compare(answers, own, bounds, version=version)
+            if self.max_log_ratio is None and limit == HALF_KL:
+                half.add(url)
+        return compare(answers, own, bounds, version=version) | self.growth.check(answers, own, half, version=version)
 
     def _all_reduce_logprobs(self) -> np.ndarray:
         """The text's log-probs [R] float64 at temperature 1 under the current weights, on every rank.
@@ -156,7 +178,8 @@ def broadcast_probe(
     chosen, error = [()], None
     if dist.get_rank() == 0:
         try:
-            chosen[0] = probe_text(source.prompts, min(PROBE_TOKENS, args.seq_length))
+            # One less: a server samples a token behind a prompt that it scores.
+            chosen[0] = probe_text(source.prompts, min(PROBE_TOKENS, args.seq_length - 1))
         except (RolloutError, ValueError, OSError) as failure:
             error = failure
     all_reduce_failure(error)
@@ -194,9 +217,9 @@ def print_probe(found: Mapping[str, float]) -> None:
 
 def _broadcast_numbers(found: dict[str, float] | None) -> dict[str, float]:
     """Rank 0's numbers on every rank; {} where it has none."""
-    names = ("rollout/probe_max_abs_log_ratio", "rollout/probe_mean_abs_log_ratio", "rollout/probe_k3")
+    names = [spec.name for spec in (*probe.METRICS, *probe_history.METRICS)]
     values = torch.full((len(names),), torch.nan, dtype=torch.float64, device=communication_device())
     if found:
-        values.copy_(torch.tensor([found[name] for name in names], dtype=torch.float64))
+        values.copy_(torch.tensor([found.get(name, torch.nan) for name in names], dtype=torch.float64))
     dist.broadcast(values, src=0)
     return {name: value for name, value in zip(names, values.tolist(), strict=True) if value == value}

@@ -17,6 +17,8 @@ from megatron_rl_corr.parallel.failure import StartupError, all_reduce_failure
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
 
+REPLAYED = ("routed_experts_missing", "routed_experts_wrong")
+"""Findings, asked for by a run that replays routed experts alone, without which none of its samples can be used."""
 EVALUATED = ("temperature", "top_p", "top_k", "max_new_tokens")
 """Fields of sampling that an evaluation has its own settings for."""
 
@@ -27,7 +29,7 @@ def check_servers(
 ) -> None:
     """Whether the servers can sample so, and the doctor's quick check; from rank 0, after the first push.
 
-    Every rank calls it.
+    A server that comes back later is asked for the same before it is sampled from. Every rank calls it.
 
     Args:
         kind: --rollout-server-check: off, semantic or all.
@@ -40,6 +42,7 @@ def check_servers(
         StartupError: a server was started so that it can't sample so; a semantic finding, or with `all` any finding.
         RolloutError: a server could not be asked.
     """
+    client.require_sampling([sampling] if evaluation is None else [sampling, evaluation])
     error = None
     if dist.get_rank() == 0:
         try:
@@ -47,7 +50,8 @@ def check_servers(
             if error is None and evaluation is not None:
                 error = _of_evaluation(_sampling_problem(evaluation, client, loop))
             if error is None and kind != "off":
-                error = judge(loop.call(quick_check(client, Expected(sampling=sampling))), kind)
+                expected = Expected(sampling, routed_experts=client.experts is not None, experts=client.experts)
+                error = judge(loop.call(quick_check(client, expected)), kind)
         except RolloutError as failure:
             error = failure
     all_reduce_failure(error)
@@ -102,7 +106,7 @@ def broadcast_first_step(
 
 def judge(findings: list[Finding], kind: str) -> StartupError | None:
     """The error for findings that end the run, or None; the other findings are printed."""
-    fatal = [finding for finding in findings if kind == "all" or finding.kind == "semantic"]
+    fatal = [one for one in findings if kind == "all" or one.kind == "semantic" or one.name in REPLAYED]
     for finding in findings:
         if finding not in fatal:
             warn(finding)

@@ -62,6 +62,8 @@ class WeightPush:
         """
         self.reference.check_live("pushed")
         name = versions.name(self.run_id, version)
+        if self.probe is not None:
+            self.probe.before_push()
         push_weights(self.exporter, self.servers, version=name, bucket_bytes=self.bucket_bytes)
         return {} if self.probe is None else self.probe.all_reduce_compared(self.servers, name)
 

@@ -19,7 +19,7 @@ from megatron_rl_corr.rollout.health import ServerHealth
 from megatron_rl_corr.rollout.retries import Retries
 from megatron_rl_corr.rollout.seeds import Draw
 from megatron_rl_corr.rollout.server_pool import Counts, ServerPool
-from megatron_rl_corr.rollout.stop_texts import Decode, check_decode
+from megatron_rl_corr.rollout.stop_texts import Decode, check_decode, check_stop_ids
 
 DEFAULT_ENGINE = next(iter(ENGINES))
 FIRST_OWN_NUMBER = 1 << 40
@@ -101,8 +101,8 @@ class RolloutClient(ServerControl):
                 raise ValueError(f"{name} must be at least 0, got {value}")
         if not -(1 << 63) <= seed < 1 << 63:
             raise ValueError(f"seed must be an integer of 64 bits, got {seed}")
-        self.vocab_size, self.seed, self.keyed_cache, self._decode = vocab_size, seed, keyed_cache, decode
-        self._own_numbers = itertools.count(FIRST_OWN_NUMBER)
+        self.vocab_size, self.seed, self.keyed_cache, self.experts = vocab_size, seed, keyed_cache, experts
+        self._decode, self._own_numbers = decode, itertools.count(FIRST_OWN_NUMBER)
         self._counts = Counts()
         super().__init__(fleet, fleet.urls, update_timeout_s=update_timeout_s)
         self._read_timeout_s = read_timeout_s
@@ -180,7 +180,7 @@ class RolloutClient(ServerControl):
 
         Args:
             version: the name of the weights.
-            missed: addresses of servers that do not have them, which are left out at once.
+            missed: addresses of servers that do not have them, or were restarted; they are left out, and asked.
         """
         self._health.expect(version, missed)
 
@@ -280,11 +280,11 @@ class RolloutClient(ServerControl):
         """
         self.fleet.check_sampling(sampling)
         check_decode(sampling.stop, self._decode)
-        outside = [token for token in sampling.stop_token_ids if token >= self.vocab_size]
-        if outside:
-            raise ValueError(
-                f"`stop_token_ids` has {outside[0]}, outside [0, {self.vocab_size}), the model's vocabulary; drop it"
-            )
+        check_stop_ids(sampling.stop_token_ids, self.vocab_size)
+
+    def require_sampling(self, samplings: Sequence[SamplingParams]) -> None:
+        """From now on a server that was left out is taken back only if `sampling_problem` has none of these."""
+        self._health.required = samplings
 
     def numbered(self, count: int, given: Sequence[int] | None) -> list[int]:
         """A number for each of `count` prompts: the given ones, or the next of the client's own.

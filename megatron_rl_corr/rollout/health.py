@@ -1,18 +1,25 @@
 """Health of servers: leaves out those that fail or fall silent, and takes them back once they are well again.
 
-A server is well again once it is healthy and has the expected weights.
+A server is well again once it is healthy, has the expected weights, and can sample as the run does: one that was
+restarted may have been given other flags.
 """
 
 import asyncio
 import logging
 import math
 import random
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 
-from megatron_rl_corr.engines.control import HEALTH_PROBE_TIMEOUT_S
-from megatron_rl_corr.engines.errors import RolloutError, RolloutServerError, StaleWeightsError
+from megatron_rl_corr.engines.control import HEALTH_PROBE_TIMEOUT_S, ServerControl
+from megatron_rl_corr.engines.errors import (
+    RolloutError,
+    RolloutProtocolError,
+    RolloutServerError,
+    StaleWeightsError,
+)
 from megatron_rl_corr.engines.fleet import Fleet
+from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.rollout.server_pool import Counts, Server, ServerPool
 
@@ -36,6 +43,8 @@ class ServerHealth:
     ):
         self.expected_versions: list[str] = []
         """All versions so far, in order: servers must have the last one."""
+        self.required: Sequence[SamplingParams] = ()
+        """A server that is taken back must be able to sample in all of these ways."""
         self._fleet, self._pool, self._counts = fleet, pool, counts
         self._read_timeout_s = read_timeout_s
         self._probes: dict[Server, asyncio.Task] = {}
@@ -59,13 +68,15 @@ class ServerHealth:
 
         Args:
             version: the name.
-            missed: addresses of servers that do not have them; they are left out, and their requests end.
+            missed: addresses of servers that do not have them, or were restarted; they are left out until they are
+                well again, and their requests end.
         """
         self.expected_versions.append(version)
         for server in self._pool.servers:
             if server.url in missed and server.cause is None:
                 endpoint = self._fleet.engine_of(server.url).model_info().endpoint
-                cause = RolloutServerError(server.url, endpoint, None, "it missed a weight update", method="GET")
+                why = "it missed a weight update, or was restarted"
+                cause = RolloutServerError(server.url, endpoint, None, why, method="GET")
                 self._counts.left_out += 1
                 EVENTS.tell("server_left_out", str(cause), server=server.url)
                 self._pool.leave_out(server, cause)
@@ -154,6 +165,8 @@ class ServerHealth:
         if isinstance(error, StaleWeightsError) and not isinstance(server.refused, StaleWeightsError):
             self._counts.stale += 1
             logger.warning("rollout server refused: %s", error)
+        if isinstance(error, RolloutProtocolError) and not isinstance(server.refused, RolloutProtocolError):
+            logger.warning("rollout server is not taken back: %s", error)
         server.refused = error
 
     async def _check(self, url: str) -> None:
@@ -167,6 +180,11 @@ class ServerHealth:
         version = engine.weight_version(answer)
         if version != self.expected_version:
             raise StaleWeightsError(url, request.endpoint, version, self.expected_version)
+        control = ServerControl(self._fleet, [url], update_timeout_s=self._read_timeout_s)
+        for sampling in self.required:
+            problem = await control.sampling_problem(sampling)
+            if problem is not None:
+                raise RolloutProtocolError(url, engine.generate_endpoint, problem)
 
     async def _watch(self) -> None:
         await asyncio.gather(*(self._watch_server(server) for server in self._pool.servers))

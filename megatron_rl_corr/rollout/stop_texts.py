@@ -81,3 +81,12 @@ def check_decode(stop: Sequence[str], decode: Decode | None) -> None:
             f"`stop` {list(stop)} needs a tokenizer: put the model's tokenizer into the folder of `hf_checkpoint`, or "
             "give RolloutClient decode=, or use `stop_token_ids`"
         )
+
+
+def check_stop_ids(ids: Sequence[int], vocab_size: int) -> None:
+    """Raise ValueError for `stop_token_ids` outside the vocabulary."""
+    outside = [token for token in ids if token >= vocab_size]
+    if outside:
+        raise ValueError(
+            f"`stop_token_ids` has {outside[0]}, outside [0, {vocab_size}), the model's vocabulary; drop it"
+        )

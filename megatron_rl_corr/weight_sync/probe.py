@@ -26,11 +26,10 @@ PROBE_TOKENS = 256
 FLOAT32_LOG_RATIO = 1e-4
 """Largest |D| that rounding explains where both sides are float32; measured: 1e-6."""
 
+EARLIER_S = 30.0
+"""How long a server has for its score before the first push, without which it is not compared with that one."""
 ATTEMPTS, PAUSE_S = 3, 0.5
 """How often a server is asked for its score while its answers are none, and the pause in between."""
-
-MOVED = 1e-3
-"""Nats by which one of the trainer's log-probs must have moved before a server's, which have not, are an error."""
 
 METRICS = in_group(
     "Sampling",
@@ -116,56 +115,13 @@ def probe_bound(given: float | None, *, both_float32: bool, otherwise: float) ->
     return ProbeBound(otherwise, "mean k3", "as not both compute in float32")
 
 
-class Movement:
-    """Finds a server that computes with older weights than it has loaded, where a bound is too wide to tell.
-
-    In 16 bits the steps of hundreds of pushes may stay below the bound. But then a server's log-probs change in some
-    bit whenever the trainer's move; those of one that packs, caches or captures its weights once and for all do not.
-    """
-
-    def __init__(self):
-        self._first: dict[str, tuple[ProbeAnswer, np.ndarray, int, str]] = {}
-        """By server: its answer that is the same ever since, and what was the trainer's, loaded, and pushed then."""
-
-    def check(
-        self, answers: Mapping[str, ProbeAnswer], trained: np.ndarray, loaded: Mapping[str, int], *, version: str
-    ) -> None:
-        """Compare with the pushes before.
-
-        Args:
-            answers: of each server.
-            trained: [R] log-probs of the trainer.
-            loaded: of each server whose weights were hashed, a number that differs if they do.
-            version: of the weights that were pushed.
-
-        Raises:
-            RolloutProtocolError: weights and the trainer's log-probs have changed, and a server's log-probs have not.
-        """
-        for url, answer in answers.items():
-            if url not in loaded:
-                continue
-            if url not in self._first or not np.array_equal(answer.logprobs, self._first[url][0].logprobs):
-                self._first[url] = answer, trained, loaded[url], version
-                continue
-            _, before, had, since = self._first[url]
-            moved = np.abs(trained - before).max()
-            if loaded[url] != had and moved > MOVED:
-                raise RolloutProtocolError(
-                    url, answer.endpoint,
-                    f"its weights differ from the trainer's: it has loaded version {version!r}, and its log-probs of "
-                    f"{len(trained)} given ids are in every bit those of version {since!r}, while the trainer's have "
-                    f"moved by up to {moved:.3g}; it computes with a copy of older weights. Restart it; if it does so "
-                    "again, start it without what makes the copy (packed kernels, graphs, caches)",
-                )
-
-
 async def ask_scores(
     servers: ServerControl, ids: Sequence[int], *, version: str, vocab_size: int, cache_key: str | None
 ) -> dict[str, ProbeAnswer]:
     """Log-probs of the ids after the first, by each server that answers.
 
     A server that dies or is restarted meanwhile is left out, as it is from sampling, and so is one whose answers are no
-    scores, ATTEMPTS times, where another server is compared. One that refuses the question is an error.
+    scores, or HTTP 5xx, ATTEMPTS times, where another server is compared. One that refuses the question is an error.
 
     Args:
         servers: those of the update; they sample again, as a paused server answers nothing.
@@ -175,11 +131,11 @@ async def ask_scores(
         cache_key: of requests to the new weights; no cached keys and values are used.
 
     Raises:
-        RolloutServerError: a server refuses to score.
+        RolloutServerError: a server refuses to score; or no server is compared, and one answers that it failed.
         RolloutProtocolError: no server is compared, and one's answers are no scores of these ids.
     """
     answers: dict[str, ProbeAnswer] = {}
-    unreadable = []
+    failed = []
     asked = [_ask_score(servers, url, ids, version, vocab_size, cache_key) for url in servers.base_urls]
     for url, found in zip(servers.base_urls, await asyncio.gather(*asked, return_exceptions=True), strict=True):
         if isinstance(found, ProbeAnswer):
@@ -189,17 +145,37 @@ async def ask_scores(
             raise found
         logger.warning("%s is not compared with the trainer after this push: %s", url, found)
         EVENTS.tell("server_not_compared", str(found), server=url, version=version)
-        if isinstance(found, RolloutProtocolError):
-            unreadable.append(found)
-    if unreadable and not answers:
-        raise unreadable[0]
+        if isinstance(found, RolloutProtocolError) or isinstance(found, RolloutServerError) and found.status:
+            failed.append(found)
+    if failed and not answers:  # all of them alive: so it would be after every push, and nothing ever compared
+        raise failed[0]
     return answers
 
 
+async def ask_earlier(
+    servers: ServerControl, ids: Sequence[int], *, vocab_size: int, cache_key: str | None
+) -> dict[str, ProbeAnswer]:
+    """`ask_scores` before a push, of whatever weights there are; a server that does not answer is just not compared."""
+
+    async def ask(url: str) -> ProbeAnswer | None:
+        try:
+            async with asyncio.timeout(EARLIER_S):
+                return await _ask_score(servers, url, ids, None, vocab_size, cache_key)
+        except (RolloutError, TimeoutError) as error:
+            logger.warning("%s is not compared with itself before the first push: %s", url, error or "no answer")
+            return None
+
+    found = zip(servers.base_urls, await asyncio.gather(*map(ask, servers.base_urls)), strict=True)
+    return {url: answer for url, answer in found if answer is not None}
+
+
 async def _ask_score(
-    servers: ServerControl, url: str, ids: Sequence[int], version: str, vocab_size: int, cache_key: str | None
+    servers: ServerControl, url: str, ids: Sequence[int], version: str | None, vocab_size: int, cache_key: str | None
 ) -> ProbeAnswer:
-    """One server's answer, asked for again while what comes is no score: it may be a proxy's page of a moment."""
+    """One server's answer, asked for again while what comes is no score: it may be a proxy's of a moment.
+
+    With version None its weights may have any name.
+    """
     prompt, output = list(ids[:1]), list(ids[1:])
     engine = servers.engine_of(url)
     request = engine.score(prompt, output, likeliest=1, cache_key=cache_key)
@@ -208,18 +184,16 @@ async def _ask_score(
             answer, info = await servers.ask(url, request), await servers.ask(url, engine.server_info())
             scores = engine.parse_scores(answer, server=url, output_ids=output, vocab_size=vocab_size)
             break
-        except RolloutProtocolError:
-            if not attempts_left:
+        except (RolloutProtocolError, RolloutServerError) as error:
+            if _refuses(error):
+                raise RolloutServerError(
+                    url, error.endpoint, error.status, error.detail,
+                    remedy=f"it was asked to score {len(ids)} ids after a push, which `probe_push` off leaves out",
+                ) from error
+            if not attempts_left or isinstance(error, RolloutServerError) and error.status is None:
                 raise
             await asyncio.sleep(PAUSE_S)
-        except RolloutServerError as error:
-            if not _refuses(error):
-                raise
-            raise RolloutServerError(
-                url, error.endpoint, error.status, error.detail,
-                remedy=f"it was asked to score {len(ids)} ids after a push, which `probe_push` off leaves out",
-            ) from error
-    if scores.version not in (None, version):
+    if version is not None and scores.version not in (None, version):
         raise StaleWeightsError(url, request.endpoint, scores.version, version)
     return ProbeAnswer(scores.logprobs, info, request.endpoint)
 

@@ -55,6 +55,8 @@ class WeightServers:
         self._version: str | None = None
         self._started: str | None = None
         self._stopped = False
+        self._restarted: set[str] = set()
+        """Servers of this update that were restarted, maybe with other flags."""
         self._found: dict[str, str] = {}
         """What each server called its weights before this update."""
         self.planned: dict[str, list[int]] | None = None
@@ -103,6 +105,7 @@ class WeightServers:
         self._loop.call(self.client.expect_pause())
         state = dict(zip(self.client.base_urls, states, strict=True))
         urls = tuple(url for url in state if state[url] != ABSENT)
+        self._restarted |= {url for url in urls if state[url] == RESTARTED}
         rejoined = None
         if RESTARTED in states or urls != self.urls:
             rejoined = [url for url in self.urls if state[url] == READY]
@@ -216,8 +219,9 @@ class WeightServers:
     def expect(self, version: str) -> None:
         """Sample only with these weights from now on; on every rank, because each has a client of its own."""
         self._version = version
-        missed = set(self.client.base_urls) - set(self.urls) if self._samples else ()
-        self._loop.call(self.client.expect_version(version, missed=missed))
+        missed = set(self.client.base_urls) - set(self.urls) | self._restarted
+        self._loop.call(self.client.expect_version(version, missed=missed if self._samples else ()))
+        self._restarted = set()
 
     def abandon(self) -> None:
         """Close the session and resume after a failure, as far as possible, within RELEASE_S."""

@@ -161,9 +161,42 @@ def test_facts_when_told_then_model_tokenizer_head_and_block():
     assert not VLLM.has_tokenizer(other) and not VLLM.has_float32_head(other)
 
 
+EXTENSION = "megatron_rl_corr.engines.vllm.worker.Extension"
+STARTED = {
+    "model_config": {"quantization": None}, "kv_transfer_config": None, "lora_config": None,
+    "weight_transfer_config": {"backend": "rl_corr"},
+    "parallel_config": {"worker_extension_cls": EXTENSION, "data_parallel_size": 1, "enable_eplb": False,
+                        "pipeline_parallel_size": 1},
+}  # fmt: skip
+"""As /server_info of 0.32 tells it."""
+
+
+@pytest.mark.parametrize(
+    ("section", "told", "remark"),
+    [
+        ("model_config", {"quantization": "fp8"}, "quantised weights (fp8)"),
+        ("kv_transfer_config", {"kv_connector": "LMCacheConnectorV1"}, "LMCacheConnectorV1"),
+        ("lora_config", {"max_lora_rank": 16}, "--enable-lora"),
+        ("weight_transfer_config", None, "--weight-transfer-config"),
+        ("parallel_config", STARTED["parallel_config"] | {"enable_eplb": True}, "--enable-eplb"),
+        ("parallel_config", STARTED["parallel_config"] | {"pipeline_parallel_size": 2}, "pipeline stages"),
+    ],
+)
+def test_update_support_when_every_push_would_be_refused_then_none_with_the_reason(section, told, remark):
+    listed = {"paths": dict.fromkeys(["/update_weight_version", "/pause", "/resume", "/collective_rpc"])}
+    support = VLLM.update_support("u", listed, info(**STARTED | {section: told}))
+    assert support.transports == () and remark in support.remark
+
+
+def test_update_support_when_the_configuration_lacks_a_field_then_the_field_is_named():
+    listed, without = {"paths": {}}, {name: STARTED[name] for name in STARTED if name != "lora_config"}
+    with pytest.raises(RolloutProtocolError, match="no lora_config in its vllm_config"):
+        VLLM.update_support("u", listed, info(**without))
+
+
 def test_update_support_when_the_extension_is_missing_then_none():
     paths = ["/update_weight_version", "/pause", "/resume", "/collective_rpc"]
-    extended = info(parallel_config={"worker_extension_cls": "megatron_rl_corr.engines.vllm.worker.Extension"})
+    extended = info(**STARTED)
     listed = {"paths": dict.fromkeys(paths)}
     assert VLLM.update_support("u", listed, extended) == UpdateSupport(("distributed", "tensor", "disk"), True)
     alone = VLLM.update_support("u", listed, info(parallel_config={"worker_extension_cls": ""}))

@@ -103,6 +103,13 @@ def test_sampling_problem_when_the_server_was_started_so_then_it_is_named_with_t
     assert problem is None if message is None else message in problem
 
 
+def test_sampling_problem_when_decoding_is_speculative_then_refused_by_its_flag():
+    problem = ENGINE.sampling_problem(
+        {"vllm_config": INFO["vllm_config"] | {"speculative_config": {"method": "ngram"}}}, SamplingParams(8)
+    )
+    assert "--speculative-config" in problem and "not proven" in problem and "start it without" in problem
+
+
 def one_token(logprob):
     return {"choices": [{"logprobs": {"content": [{"token_id": 4, "logprob": logprob}]}}]}
 

@@ -70,6 +70,7 @@ def test_answer_when_ranks_have_refused_then_error_says_why_once():
 
 
 PLAIN = {
+    "weight_transfer_config": SimpleNamespace(backend="rl_corr"),
     "model_config": SimpleNamespace(quantization=None), "kv_transfer_config": None, "lora_config": None,
     "parallel_config": SimpleNamespace(data_parallel_size=1, enable_eplb=False, pipeline_parallel_size=1),
 }  # fmt: skip
@@ -78,6 +79,8 @@ PLAIN = {
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
+        ({"weight_transfer_config": None}, "--weight-transfer-config '{\"backend\": \"rl_corr\"}'"),
+        ({"weight_transfer_config": SimpleNamespace(backend="nccl")}, "start the server with --weight-transfer-config"),
         ({"model_config": SimpleNamespace(quantization="fp8")}, r"quantised weights \(fp8\) are not proven"),
         ({"kv_transfer_config": SimpleNamespace(kv_connector="LMCacheConnectorV1")}, "its LMCacheConnectorV1 keeps"),
         ({"lora_config": object()}, "--enable-lora"),

@@ -1,11 +1,13 @@
 """The doctor on vLLM servers that need flags of their own: raw log-probs, and the V2 model runner."""
 
+import asyncio
 import json
 from types import SimpleNamespace
 
 import pytest
 
 from megatron_rl_corr import cli
+from megatron_rl_corr.rollout import RolloutClient, SamplingParams
 from tests.matrix.releases import OVERLAID, chosen
 from tests.preloaded import PreloadedServer
 from tools.cpu import environment, gpu_available, vllm_arguments
@@ -51,6 +53,35 @@ def test_doctor_when_log_probs_are_raw_and_the_run_truncates_then_found_by_name(
     answer = doctor(raw_server.url, "--top-p", 0.9, "--top-k", 8, "--expect-dtype", "bfloat16")
     assert set(answer.found) == {"logprobs_of_another_set", "sampling_mask_missing"}
     assert answer.found["logprobs_of_another_set"] == PROCESSED + "--rollout-top-p 1 --rollout-top-k -1"
+
+
+def test_sampling_test_when_log_probs_are_raw_then_what_the_server_does_shows_it_without_what_it_tells(raw_server):
+    async def asked(sampling):
+        async with RolloutClient([raw_server.url], vocab_size=83, engine="vllm", timeout_s=60) as client:
+            engine, told = client.engine_of(raw_server.url), await client.sampling_problem(sampling)
+            request = engine.sampling_test(sampling)
+            answer = None if request is None else await client.ask(raw_server.url, request)
+            return told, answer and engine.sampling_test_problem(answer, sampling)
+
+    told, shown = asyncio.run(asked(SamplingParams(8, temperature=0.7)))
+    for problem in (told, shown):
+        assert "`temperature` 0.7" in problem and "--logprobs-mode processed_logprobs" in problem
+    assert told.startswith(raw_server.url) and shown.startswith("a sample from one id alone had log-prob -")
+    assert asyncio.run(asked(SamplingParams(8))) == (None, None)
+
+
+def test_server_when_started_anew_with_raw_log_probs_in_mid_run_then_not_taken_back(raw_server, caplog):
+    async def scenario():
+        async with RolloutClient([raw_server.url], vocab_size=83, engine="vllm", timeout_s=60) as client:
+            [version] = await client.reported_versions()
+            for temperature, left_out in ((0.7, [raw_server.url]), (1.0, [])):
+                client.require_sampling([SamplingParams(8, temperature=temperature)])
+                await client.expect_version(version, missed=[raw_server.url])
+                await asyncio.sleep(5)
+                assert client.left_out == left_out
+
+    asyncio.run(scenario())
+    assert caplog.text.count("--logprobs-mode processed_logprobs") == 1
 
 
 def test_doctor_when_the_run_samples_at_temperature_1_then_the_same_server_is_right(raw_server, doctor):

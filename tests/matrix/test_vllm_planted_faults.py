@@ -3,6 +3,7 @@
 import asyncio
 import random
 import shutil
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from megatron_rl_corr.doctor import quick_check
 from megatron_rl_corr.engines.types import Request
 from megatron_rl_corr.rollout import RolloutClient, RolloutProtocolError, RolloutServerError, SamplingParams
-from megatron_rl_corr.weight_sync.probe import ask_scores, compare, probe_bound
+from megatron_rl_corr.weight_sync.probe import ask_earlier, ask_scores, compare, probe_bound
+from megatron_rl_corr.weight_sync.probe_history import Growth
 from tests.faults.drills import drill
 from tests.hf_truth import assert_is_truth, scored
 from tests.matrix.patched import unchanged
@@ -29,37 +31,48 @@ from tools.cpu import environment, gpu_available, vllm_arguments
 
 PLANTED = "tests.matrix.planted_extension.Planted"
 TEXT = [(7 * i * i + 3 * i) % 83 for i in range(64)]
+OTHER_CODE = r"worker extension is of megatron-rl-corr 0.0.9-deadbeef, and the trainer's is 0.*install"
 EXPERT = "model.layers.2.mlp.experts.3.up_proj.weight"
 
 
 @pytest.fixture(scope="module")
 def planted(tiny_moe_dir, tmp_path_factory):
     """A vLLM server whose worker extension has faults."""
+    yield from planted_server(tiny_moe_dir, tmp_path_factory.mktemp("planted"), "float32")
+
+
+@pytest.fixture(scope="module")
+def planted_half(tiny_moe_dir, tmp_path_factory):
+    """The same in bfloat16."""
+    yield from planted_server(tiny_moe_dir, tmp_path_factory.mktemp("planted_half"), "bfloat16")
+
+
+def planted_server(model_dir, folder, dtype):
     if gpu_available():
         pytest.skip("make setup-vllm installs vLLM without a GPU only")
     with PreloadedServer(
-        tiny_moe_dir, engine="vllm", dtype="float32", log_path=tmp_path_factory.mktemp("planted") / "server.log",
+        model_dir, engine="vllm", dtype=dtype, log_path=folder / "server.log",
         extra_arguments=[*vllm_arguments(), "--worker-extension-cls", PLANTED], environment=environment("vllm"),
     ) as server:  # fmt: skip
         yield server
 
 
+def plant_at(url, fault=None, *names):
+    async def scenario():
+        request = Request(
+            "POST", "/collective_rpc", {"method": "rl_test_plant", "kwargs": {"fault": fault, "names": names}}
+        )
+        async with RolloutClient([url], vocab_size=83, engine="vllm", timeout_s=60) as client:
+            await client.ask(url, request)
+
+    asyncio.run(scenario())
+
+
 @pytest.fixture
 def plant(planted):
     """plant(fault, *names): as `Planted.rl_test_plant`; it is gone when the test is over."""
-
-    def ask(fault=None, *names):
-        async def scenario():
-            request = Request(
-                "POST", "/collective_rpc", {"method": "rl_test_plant", "kwargs": {"fault": fault, "names": names}}
-            )
-            async with RolloutClient([planted.url], vocab_size=83, engine="vllm", timeout_s=60) as client:
-                await client.ask(planted.url, request)
-
-        asyncio.run(scenario())
-
-    yield ask
-    ask(None)
+    yield partial(plant_at, planted.url)
+    plant_at(planted.url)
 
 
 @pytest.fixture
@@ -73,17 +86,25 @@ def trainer(planted, vllm_server_fp32, tiny_moe_dir, weights):  # noqa: F811
         trainer.close()
 
 
-def probe(trainer, tensors, tiny_moe_dir, folder, version):
-    """What the run does after a push, with the log-probs of Hugging Face's model as the trainer's."""
+def own_logprobs(tensors, tiny_moe_dir, folder):
+    """Those of Hugging Face's model in float32, in the place of the trainer's."""
     ids, model = torch.tensor(TEXT), model_of(tiny_moe_dir, tensors, folder)
     logits, _, _ = scored(model, ids)
-    own = torch.log_softmax(logits[:-1].double(), -1).gather(1, ids[1:, None])[:, 0].numpy()
+    return torch.log_softmax(logits[:-1].double(), -1).gather(1, ids[1:, None])[:, 0].numpy()
+
+
+def asked(trainer, ask, **options):
     client = trainer.client
-    answers = trainer.loop.call(
-        ask_scores(client.control(client.base_urls), TEXT, version=version, vocab_size=83, cache_key=None)
+    return trainer.loop.call(
+        ask(client.control(client.base_urls), TEXT, vocab_size=83, cache_key=None, **options)
     )
+
+
+def probe(trainer, tensors, tiny_moe_dir, folder, version):
+    """What the run does after a push."""
+    answers = asked(trainer, ask_scores, version=version)
     bounds = {url: probe_bound(None, both_float32=True, otherwise=np.nan) for url in answers}
-    return compare(answers, own, bounds, version=version)
+    return compare(answers, own_logprobs(tensors, tiny_moe_dir, folder), bounds, version=version)
 
 
 def test_push_when_two_follow_each_other_and_nothing_is_planted_then_the_probe_is_right(
@@ -141,6 +162,32 @@ def test_push_when_a_server_computes_with_other_weights_than_its_checksums_tell_
     assert error.value.url == planted.url
 
 
+@drill("two exchanged experts in a vLLM server in 16 bits", promised="the first push's probe names it")
+def test_first_push_in_16_bits_when_experts_are_exchanged_then_named_and_the_right_push_changes_no_bit(
+    planted_half, weights, tiny_moe_dir, tmp_path  # noqa: F811
+):
+    trainer = Pushing([planted_half.url], "tensor", tiny_moe_dir, None, "vllm")
+    own = own_logprobs(weights, tiny_moe_dir, tmp_path / "hf")
+    wide, half = {planted_half.url: probe_bound(None, both_float32=False, otherwise=1e-2)}, {planted_half.url}
+    try:
+        before = asked(trainer, ask_earlier)
+        for fault in (None, "exchanges experts"):
+            growth = Growth()
+            growth.expect_first_push(before)
+            plant_at(planted_half.url, fault)
+            trainer.push(weights, str(fault))
+            answers = asked(trainer, ask_scores, version=str(fault))
+            assert compare(answers, own, wide, version=str(fault))  # neither is beyond the bound of 16 bits
+            if fault is None:
+                assert growth.check(answers, own, half, version="right") == {"rollout/probe_k3_growth": 1.0}
+                continue
+            with pytest.raises(RolloutProtocolError, match="the run's first push, of version 'wrong', has raised"):
+                growth.check(answers, own, half, version="wrong")
+    finally:
+        plant_at(planted_half.url)
+        trainer.close()
+
+
 def test_push_when_a_server_keeps_cached_prefixes_then_the_doctor_names_it_and_keyed_requests_meet_none(
     trainer, plant, planted, weights, tiny_moe_dir, tmp_path  # noqa: F811
 ):
@@ -173,19 +220,18 @@ def test_push_when_a_server_keeps_cached_prefixes_then_the_doctor_names_it_and_k
 
 
 @pytest.mark.parametrize(
-    ("fault", "words"),
+    ("fault", "kind", "words"),
     [
-        ("other code", r"worker extension is of megatron-rl-corr 0.0.9-deadbeef, and the trainer's is 0.*install"),
-        ("older code", "its worker extension is older: install the trainer's megatron-rl-corr there"),
+        ("other code", "tensor", OTHER_CODE),
+        ("other code", "disk", OTHER_CODE),
+        # `disk`: rl_corr_load_folder of old took no code either
+        ("older code", "tensor", "its worker extension is older: install the trainer's megatron-rl-corr there"),
     ],
 )
-@pytest.mark.parametrize("kind", ["tensor", "disk"])
 def test_push_when_the_servers_extension_is_of_another_version_of_the_package_then_refused_before_the_first_byte(
     trainer, plant, planted, tiny_moe_dir, weights, tmp_path, fault, words, kind  # noqa: F811
 ):
     before = trainer.version()
-    if (fault, kind) == ("older code", "disk"):
-        return  # rl_corr_load_folder of old took no code either
     alone = Pushing([planted.url], kind, tiny_moe_dir, tmp_path / "weights", "vllm")
     try:
         checksums = alone.checksums()

@@ -3,14 +3,18 @@
 OUT: of each layout every rank's (what the probe found, or its error; what it left changed; log-probs of the text).
 """
 
+import asyncio
 import sys
 from types import SimpleNamespace
 
 import torch
+import torch.distributed as dist
 from forked_layouts import save_results
 from layout_cases import LENGTH
 from layout_worker import limits_of, set_up
 from megatron.core import parallel_state as ps
+from safetensors.torch import load_file
+from server_weights import load
 
 from megatron_rl_corr.data.prompts import Prompt, PromptDataset
 from megatron_rl_corr.engines.errors import RolloutError
@@ -52,8 +56,13 @@ def probed(model_dir, arguments, spec):
         settings = type(settings)(**(vars(settings) | {"temperature": 0.7}))
         before = state(model)
         probe = broadcast_probe(options, megatron, source, model, None, layout, shape, settings)
-        assert probe.ids == tuple(sum(PROMPTS, [])[:LENGTH])
+        assert probe.ids == tuple(sum(PROMPTS, [])[: LENGTH - 1])
         logprobs = probe._all_reduce_logprobs()
+        if "sent" in spec:  # what the first push brings
+            probe.before_push()
+            if dist.get_rank() == 0:
+                asyncio.run(load(engine, url, load_file(spec["sent"])))
+            dist.barrier()
         try:
             found = probe.all_reduce_compared(SimpleNamespace(urls=client.base_urls, loaded={}), version)
         except (RolloutError, PeerFailure) as error:

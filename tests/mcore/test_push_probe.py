@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from megatron_rl_corr.engines import load_engine
-from megatron_rl_corr.rollout import RolloutClient
+from tests.mcore.server_weights import load
 from tests.megatron_forks import run_megatron
 
 HERE = Path(__file__).resolve().parent
@@ -28,17 +28,6 @@ def probed(processes, model_dir, engine_server, folder, specs):
     run = run_megatron(HERE / "probe_worker.py", processes, model_dir, where, out, *map(json.dumps, specs))
     assert run.returncode == 0 and out.exists(), run.stderr[-4000:]
     return torch.load(out, weights_only=False)
-
-
-async def load(engine, url, tensors):
-    """Put a whole model into a server, without a new name for its weights."""
-    async with RolloutClient([url], vocab_size=83, engine=engine) as client:
-        await client.pause_generation("retract")
-        await client.reopen_weight_update()
-        await client.update_weights_from_tensor([[client.engine_of(url).serialized(list(tensors.items()))]])
-        await client.end_weight_update()
-        await client.flush_cache()
-        await client.continue_generation()
 
 
 @contextmanager
@@ -62,7 +51,7 @@ def test_probe_in_every_layout_then_its_logprobs_are_the_servers_and_nothing_is_
         numbers, _, logprobs = ranks[0]
         assert 0 < numbers["rollout/probe_max_abs_log_ratio"] < 1e-5, spec  # measured 1e-6
         assert numbers["rollout/probe_mean_abs_log_ratio"] < 1e-6 and numbers["rollout/probe_k3"] < 1e-11
-        assert (logprobs < -1).all() and len(logprobs) == 23
+        assert (logprobs < -1).all() and len(logprobs) == 22  # of 24 - 1 ids
         for found, moved, own in ranks:
             assert found == numbers and not moved, (spec, moved)
             assert torch.equal(own, logprobs)
@@ -81,3 +70,20 @@ def test_probe_when_one_experts_weights_are_exchanged_at_the_server_then_it_is_n
     assert "max |log-ratio| may be 0.0001, as both compute in float32. All 1 servers differ" in first[0], first[0]
     assert second[0] == "PeerFailure: another rank failed; its message says why"
     assert 1e-3 < allowed[0][0]["rollout/probe_max_abs_log_ratio"] < 5 and allowed[0][0] == allowed[1][0]
+
+
+def test_probe_in_16_bits_when_the_first_push_exchanges_two_experts_then_found_far_below_the_bound_of_16_bits(
+    tiny_moe_dir, engine_server, tmp_path
+):
+    weights = load_file(tiny_moe_dir / "model.safetensors")
+    one, other = EXPERT.format(0), EXPERT.format(1)
+    save_file(weights | {one: weights[other], other: weights[one]}, tmp_path / "wrong.safetensors")
+    sent = {"right": str(tiny_moe_dir / "model.safetensors"), "wrong": str(tmp_path / "wrong.safetensors")}
+    specs = [{"half": True, "sent": sent[kind]} for kind in ("right", "wrong")]
+    engine, server = engine_server
+    try:
+        right, wrong = probed(1, tiny_moe_dir, engine_server, tmp_path, specs)
+    finally:
+        asyncio.run(load(engine, server.url, weights))
+    assert right[0][0]["rollout/probe_k3_growth"] < 1e-3  # k3 1e-12 over the least, 1e-6
+    assert "its weights differ from the trainer's: the run's first push" in wrong[0][0], wrong

@@ -1,15 +1,19 @@
 """What a run does with what the doctor finds at its start."""
 
 import pytest
+import torch.distributed as dist
 
 from megatron_rl_corr.doctor import Finding
 from megatron_rl_corr.engines import load_engine
+from megatron_rl_corr.engines.routes import ExpertShape
 from megatron_rl_corr.mcore.first_step import FirstStep, first_step_bound
-from megatron_rl_corr.mcore.server_check import _of_evaluation, judge
+from megatron_rl_corr.mcore.server_check import _of_evaluation, check_servers, judge
 from megatron_rl_corr.parallel.failure import StartupError
+from megatron_rl_corr.rollout import LoopThread, RolloutClient, SamplingParams
 
 SEMANTIC = Finding("temperature_ignored", "http://a:1", "slope 1.00 where 0.50 is right")
 ONE_RESPONSE = Finding("one_response", "http://a:1", "3 seeds gave 1 response of 24 tokens")
+ROUTES = Finding("routed_experts_missing", "http://c:1", "requested and not returned")
 INFERENCE = Finding("dtype_differs", "http://b:2", "float16 against bfloat16")
 
 
@@ -21,6 +25,7 @@ INFERENCE = Finding("dtype_differs", "http://b:2", "float16 against bfloat16")
         ([INFERENCE], "all", [INFERENCE], []),
         ([INFERENCE, SEMANTIC], "semantic", [SEMANTIC], [INFERENCE]),
         ([ONE_RESPONSE], "semantic", [ONE_RESPONSE], []),
+        ([INFERENCE, ROUTES], "semantic", [ROUTES], [INFERENCE]),  # only a run that replays them asks
         ([INFERENCE, SEMANTIC], "all", [INFERENCE, SEMANTIC], []),
     ],
 )
@@ -45,6 +50,28 @@ def test_problem_of_an_evaluation_when_told_then_with_the_names_of_its_settings(
     error = _of_evaluation(StartupError("http://a:1: HTTP 500 to `temperature` 0 with `top_k` -1"))
     assert str(error).startswith("http://a:1: HTTP 500 to `eval_temperature` 0 with `eval_top_k` -1")
     assert _of_evaluation(None) is None
+
+
+def test_server_when_it_returns_no_experts_and_the_run_replays_them_then_refused_with_its_flag(sglang_server_fp32):
+    shape = ExpertShape(num_layers=4, layers=(0, 1, 2, 3), top_k=2, experts=8)
+    with LoopThread() as loop:
+        for experts, refused in ((shape, True), (None, False)):
+            client = RolloutClient([sglang_server_fp32.url], vocab_size=83, timeout_s=60, experts=experts)
+            error = asked_once(lambda client=client: check_servers("semantic", SamplingParams(8), client, loop))
+            loop.call(client.close())
+            assert (error is not None) == refused
+            assert not refused or "--enable-return-routed-experts" in str(error)
+
+
+def asked_once(check):
+    """The StartupError of one rank alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        check()
+    except StartupError as error:
+        return error
+    finally:
+        dist.destroy_process_group()
 
 
 HALF = {"dtype": "bfloat16", "quantization": None, "kv_cache_dtype": "auto"}

@@ -42,6 +42,7 @@ class Fake:
         self._faulty = faulty
         self.generate = self.health = "ok"
         self.version, self.asked = "v1", 0
+        self.flags = {}
         self.released = None
         self.scheduler = "runs"
         """Or: `queues`, `paused`, `stopped`, `stuck` (answers, and its batch stays as it is), `empty`; `held`, the same
@@ -61,7 +62,7 @@ class Fake:
         if request.path == "/server_info" and self.scheduler == "stopped":
             await asyncio.sleep(30)
         if request.path in ("/model_info", "/server_info"):
-            return web.json_response({"weight_version": self.version})
+            return web.json_response({"weight_version": self.version} | self.flags)
         if request.path == "/ready":
             return web.Response(status=503 if self.scheduler == "held" else 200)
         if request.path == "/health":
@@ -389,6 +390,30 @@ def test_generate_when_a_server_was_started_anew_then_its_answers_are_refused_un
             while not client.counts()["rejoined"]:
                 await asyncio.sleep(0.02)
         assert {t.server for t in await client.generate(PROMPTS, ONE)} == set(client.base_urls)
+
+    faulty.run(scenario, anew, right)
+
+
+@drill("a server started anew with flags that the run can't use", promised="left out with the remedy")
+def test_server_when_started_anew_with_flags_that_the_run_cannot_use_then_left_out_until_it_has_others(
+    faulty, fakes, caplog
+):
+    anew, right = fakes
+    anew.version, right.version = "7", "7"
+    hot = SamplingParams(1, min_p=0.1)
+
+    async def scenario(client):
+        client.require_sampling([ONE, hot])
+        anew.flags = {"enable_deterministic_inference": True}  # with which SGLang ends at min_p
+        await client.expect_version("7", missed=client.base_urls[:1])
+        await asyncio.sleep(0.2)
+        assert client.left_out == [client.base_urls[0]] and client.counts()["rejoined"] == 0
+        assert {t.server for t in await client.generate(PROMPTS, ONE)} == {client.base_urls[1]}
+        assert caplog.text.count("is not taken back: ") == 1 and "start it without, or drop `min_p`" in caplog.text
+        anew.flags = {}
+        async with asyncio.timeout(5):
+            while client.left_out:
+                await asyncio.sleep(0.02)
 
     faulty.run(scenario, anew, right)
 

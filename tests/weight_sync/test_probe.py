@@ -10,7 +10,7 @@ import pytest
 from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError
 from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.weight_sync import probe
-from megatron_rl_corr.weight_sync.probe import Movement, ProbeAnswer, ProbeScore, ask_scores, compare, probe_bound
+from megatron_rl_corr.weight_sync.probe import ProbeAnswer, ProbeScore, ask_earlier, ask_scores, compare, probe_bound
 
 TRAINED = np.array([-1.0, -2.0, -3.0])
 
@@ -109,7 +109,8 @@ def test_scores_then_no_cached_prefix_is_used_and_the_first_id_is_the_prompt():
     assert servers.asked == [([5], [6, 7], {"likeliest": 1, "cache_key": "k"})] * 2
 
 
-def test_scores_when_a_server_dies_or_is_restarted_then_the_others_are_compared(caplog):
+def test_scores_when_a_server_dies_or_is_restarted_then_the_others_are_compared(caplog, monkeypatch):
+    monkeypatch.setattr(probe, "PAUSE_S", 0.0)
     dead, busy = (RolloutServerError("x", "/score", status, "why") for status in (None, 503))
     assert list(ask(Servers(dead=dead, busy=busy, restarted="default", good="v2"))) == ["good"]
     assert "its weights are version 'default', the trainer's are 'v2'" in caplog.text
@@ -135,30 +136,23 @@ def test_scores_when_a_server_answers_nothing_but_nonsense_then_the_others_are_c
         ask(Servers(a=nonsense(9), dead=RolloutServerError("x", "/score", None, "why")))
 
 
+def test_scores_when_the_only_server_that_lives_fails_at_every_score_then_that_is_an_error(monkeypatch):
+    monkeypatch.setattr(probe, "PAUSE_S", 0.0)
+    failing, dead = (RolloutServerError("a", "/score", status, "no scores") for status in (500, None))
+    servers = Servers(a=[failing, failing, failing], dead=dead)
+    with pytest.raises(RolloutServerError, match="HTTP 500: no scores"):
+        ask(servers)
+    assert servers.replies["a"] == [] and list(ask(Servers(a=[failing, "v2"]))) == ["a"]
+    assert ask(Servers(dead=dead)) == {}  # the push itself says that nobody is left
+
+
+def test_scores_before_the_first_push_then_of_any_version_and_no_failure_is_an_error(monkeypatch, caplog):
+    monkeypatch.setattr(probe, "PAUSE_S", 0.0)
+    refusing = RolloutServerError("b", "/score", 400, "too long")
+    found = asyncio.run(ask_earlier(Servers(a="default", b=refusing), (5, 6, 7), vocab_size=9, cache_key=None))
+    assert list(found) == ["a"] and "b is not compared with itself before the first push: " in caplog.text
+
+
 def test_scores_when_a_server_refuses_then_that_is_an_error_which_names_the_flag():
     with pytest.raises(RolloutServerError, match="HTTP 400: too long; it was asked to score 3 ids .*`probe_push` off"):
         ask(Servers(a=RolloutServerError("a", "/score", 400, "too long"), b="v2"))
-
-
-def test_movement_when_a_server_loads_weights_and_never_computes_with_them_then_found_as_soon_as_the_trainers_move():
-    movement, served = Movement(), [-1.01, -2.0, -3.02]  # in 16 bits
-
-    def push(number, moved, loaded, **servers):
-        found = answers(**{"stuck": served, **servers})
-        movement.check(found, TRAINED + moved, {"http://stuck": loaded, "http://good": loaded}, version=f"id-{number}")
-
-    push(0, 0.0, 7, good=served)
-    push(1, 2e-3, 7)  # the trainer's differ by rounding: the weights are those of before, as at a learning rate of 0
-    push(2, 6e-4, 8, good=served)  # too little to tell
-    push(3, 9e-4, 9, good=[-1.01, -2.0, -3.03])
-    with pytest.raises(RolloutProtocolError) as error:  # little by little, since the first
-        push(4, 1.2e-3, 10, good=[-1.02, -2.0, -3.03])
-    assert error.value.url == "http://stuck"
-    for words in ("loaded version 'id-4'", "in every bit those of version 'id-0'", "moved by up to 0.0012"):
-        assert words in str(error.value), words
-
-
-def test_movement_when_weights_are_not_hashed_then_nothing_is_known():
-    movement = Movement()
-    for moved in (0.0, 1.0):
-        movement.check(answers(a=[-1.0, -2.0, -3.0]), TRAINED + moved, {}, version="v")

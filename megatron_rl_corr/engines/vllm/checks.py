@@ -20,12 +20,19 @@ Shapes = Mapping[str, Sequence[int]]
 _SHOWN = 5
 
 
+BACKEND = "rl_corr"
+"""The name of our weight transfer in --weight-transfer-config."""
+
+
 def config_problem(vllm_config: Any) -> str | None:
     """Why a server that was started so can't be updated, with the remedy; None: it can.
 
     Args:
-        vllm_config: vLLM's own, in the server's worker.
+        vllm_config: vLLM's own, in the server's worker, or an object of the same fields, as a server tells them.
     """
+    transfer = vllm_config.weight_transfer_config
+    if transfer is None or transfer.backend != BACKEND:
+        return f"start the server with --weight-transfer-config '{{\"backend\": \"{BACKEND}\"}}'"
     quantization, parallel = vllm_config.model_config.quantization, vllm_config.parallel_config
     if quantization is not None:
         return f"updates of quantised weights ({quantization}) are not proven; serve the model in bfloat16"

@@ -24,6 +24,11 @@ def sampling_problem(server_info: Mapping[str, Any], sampling: SamplingParams) -
     """
     model = config_of(server_info, "model_config")
     mode, longest = model.get("logprobs_mode"), model.get("max_model_len")
+    if config_of(server_info, "speculative_config"):
+        return (
+            "speculative decoding (--speculative-config) is not proven: whether log-probs and what an update leaves in "
+            "the draft model are right was not tried; start it without"
+        )
     if mode in ("raw_logits", "processed_logits"):
         return f"its --logprobs-mode {mode} returns no log-probs; start it with --logprobs-mode processed_logprobs"
     if mode == "raw_logprobs" and needs_processed(sampling):

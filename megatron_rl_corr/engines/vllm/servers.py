@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from megatron_rl_corr.engines.answer_types import at_least_1
 from megatron_rl_corr.engines.errors import RolloutProtocolError
 from megatron_rl_corr.engines.inspection import ServedModel, UpdateSupport
 from megatron_rl_corr.engines.types import Request, ServerRanks
+from megatron_rl_corr.engines.vllm.checks import config_problem
 from megatron_rl_corr.engines.vllm.requests import GENERATE
 from megatron_rl_corr.engines.vllm.updates import EXTENSION, EXTENSION_CLASS, WEIGHT_TRANSPORTS
 
@@ -170,11 +172,21 @@ def update_support(url: str, answer: Mapping[str, Any], server_info: Mapping[str
         server_info: its answer to /server_info.
 
     Raises:
-        RolloutProtocolError: it lists no paths.
+        RolloutProtocolError: it lists no paths, or its configuration lacks a field.
     """
     if "paths" not in answer:
         raise RolloutProtocolError(url, "/openapi.json", "no paths in /openapi.json")
     extension = str(config_of(server_info, "parallel_config").get("worker_extension_cls") or "")
-    ours = extension == EXTENSION_CLASS
-    transports = WEIGHT_TRANSPORTS if ours and set(answer["paths"]) >= _NEEDS else ()
-    return UpdateSupport(transports, True, "" if ours else f"worker extension {extension or 'none'}")
+    if extension != EXTENSION_CLASS:
+        return UpdateSupport((), True, f"worker extension {extension or 'none'}")
+    try:
+        problem = config_problem(_fields(server_info.get("vllm_config")))
+    except AttributeError as error:
+        raise RolloutProtocolError(url, "/server_info", f"no {error.name} in its vllm_config") from None
+    transports = WEIGHT_TRANSPORTS if problem is None and set(answer["paths"]) >= _NEEDS else ()
+    return UpdateSupport(transports, True, problem or "")
+
+
+def _fields(told: Any) -> Any:
+    """What JSON tells of vLLM's configuration, with its fields as attributes."""
+    return SimpleNamespace(**{name: _fields(value) for name, value in told.items()}) if isinstance(told, dict) else told
