@@ -72,7 +72,7 @@ def test_generate_when_it_goes_on_from_known_tokens_then_their_routes_are_not_as
 
     part = engine.parse(
         client.wait(ask()), prompt_ids=ids, server=url, vocab_size=VOCAB, truncated=True, experts=SHAPE,
-        known_routes=known, **names,
+        known_routes=known, max_new_tokens=SAMPLING.max_new_tokens, **names,
     )  # fmt: skip
     assert torch.equal(part.routed_experts[: len(known)], known)
     assert_supports_and_routes(part, model)
