@@ -34,28 +34,31 @@ IN_THE_CODE: dict[str, Callable[[Engine], str]] = {
     "weight transports": lambda engine: _codes(engine.limits.weight_transports),
 }  # fmt: skip
 
+V1 = " (V1 runner; with V2 not tried)"
+"""Of vLLM's two model runners."""
 BEHAVIOUR = [
-    ("seeds", "heeded with `--enable-deterministic-inference`, else ignored", "always heeded",
+    ("seeds", "heeded with `--enable-deterministic-inference`, else ignored", f"always heeded{V1}",
      "rollout/test_seeds_real_server"),
     ("weight version of each token", "yes", "yes", "rollout/test_client_real_server"),
-    ("running responses over an update, pause mode `retract`", "keys and values computed anew", "the same",
-     "weight_sync/test_push_real_servers"),
-    ("an aborted request", "returns its tokens so far, and is continued elsewhere", "the same",
+    ("running responses over an update, pause mode `retract`", "keys and values computed anew",
+     "the same, with both runners", "matrix/test_vllm_v2_push"),
+    ("an aborted request", "returns its tokens so far, and is continued elsewhere", f"the same{V1}",
      "rollout/test_client_continuation"),
-    ("log-probs of a given text", "a prefill, also with cached prefixes", "a prefill, which never uses the cache",
+    ("log-probs of a given text", "a prefill, also with cached prefixes", f"a prefill, which never uses the cache{V1}",
      "doctor/test_both_engines"),
     ("routed experts", "of each token but the last; a request asks for them",
      "the same; the server returns them always, with its V2 model runner", "matrix/test_vllm_v2_client"),
     ("cached prompt tokens", "always told", "told with `--enable-prompt-tokens-details`, else 0",
      "engines/test_vllm_responses"),
-    ("hashes of the weights", "of what lies in memory", "of each parameter as an update loaded it, before it is packed",
+    ("hashes of the weights", "of what lies in memory",
+     "of what lies in memory; of a parameter that kernels pack, as an update loaded it",
      "weight_sync/test_push_real_servers"),
     ("an update that does not fit the model", "the trainer refuses it, or the server when the tensor comes",
      "the server refuses it before the first byte", "weight_sync/test_push_real_servers"),
     ("updates of several pipeline stages of a server", "yes (by its code)", "refused: not proven", ""),
     ("updates of quantised weights", "`--load-format flash_rl` alone (by its code)", "refused: not proven", ""),
     ("a router's address", "its servers are found", "no router is known", "engines/test_discovery_real_servers"),
-    ("a server that makes no progress", "found by `/v1/loads`", "found by `/metrics` and `/is_paused`",
+    ("a server that makes no progress", "found by `/v1/loads`", "found by `/metrics` and `/is_paused`" + V1,
      "engines/test_vllm_progress_real_server"),
     ("a key for pause and updates", "`--admin-api-key` or `--api-key`",
      "none: [guard the port](../explanation/security.md)", ""),
@@ -85,6 +88,10 @@ def page() -> str:
     ]  # fmt: skip
     for what, told in IN_THE_CODE.items():
         lines.append(_row(what, *map(told, engines.values())))
+    lines += [
+        "", "vLLM has two model runners, and chooses one by the model and the machine (`VLLM_USE_V2_MODEL_RUNNER`).",
+        "A row without a remark does not depend on them, or was tested with both.",
+    ]  # fmt: skip
     lines += ["", "| | SGLang | vLLM | tested by |", "|---|---|---|---|"]
     lines += [_row(*cells, f"`tests/{test}.py`" if test else "not tested") for *cells, test in BEHAVIOUR]
     lines += [

@@ -56,7 +56,7 @@ def test_generate_when_truncated_and_routed_then_supports_logprobs_and_routes_ar
     assert len({tuple(t.output_ids.tolist()) for t in trajectories}) == 8
 
 
-def test_generate_when_aborted_and_continued_then_known_routes_are_not_asked_for_again(client, model):
+def test_generate_when_it_goes_on_from_known_tokens_then_their_routes_are_not_asked_for_again(client, model):
     engine, url, prompt = client.engine_of(client.base_urls[0]), client.base_urls[0], torch.tensor(PROMPTS[0])
     whole, names = client.wait(client.generate(PROMPTS[:1], SAMPLING))[0], {"prompt_index": 0, "sample_index": 0}
     known = whole.routed_experts[: prompt.numel() + 9]
@@ -72,7 +72,20 @@ def test_generate_when_aborted_and_continued_then_known_routes_are_not_asked_for
 
     part = engine.parse(
         client.wait(ask()), prompt_ids=ids, server=url, vocab_size=VOCAB, truncated=True, experts=SHAPE,
-        known_routes=known, **names,
+        known_routes=known, max_new_tokens=SAMPLING.max_new_tokens, **names,
     )  # fmt: skip
     assert torch.equal(part.routed_experts[: len(known)], known)
     assert_supports_and_routes(part, model)
+
+
+def test_generate_when_min_p_then_exactly_the_ids_that_are_likely_enough_are_kept(client, model):
+    sampling = SamplingParams(12, temperature=0.5, top_k=60, min_p=0.3, ignore_eos=True)
+    for trajectory in client.wait(client.generate(PROMPTS, sampling)):
+        assert_is_truth(trajectory, model, atol=2e-5, temperature=0.5)
+        (logits, settled), kept = response(model, trajectory), inside(trajectory, VOCAB)
+        share = torch.softmax(logits / 0.5, -1)
+        share /= share.amax(-1, keepdim=True)
+        clear = settled & ((share - 0.3).abs() > 1e-4).all(-1)  # no id on the border
+        likely = (share >= 0.3) & (logits.argsort(-1, descending=True).argsort(-1) < 60)
+        assert clear.any() and (kept == likely)[clear].all()
+        assert trajectory.support.lengths.min() < 60

@@ -138,7 +138,7 @@ def update_weight_version(new_version: str) -> Request:
 
 
 def weights_checker() -> Request:
-    """Checksums of each parameter as an update loaded it, before it was packed for the server's kernels."""
+    """Checksums of each parameter: of its memory, or as an update loaded it where the server's kernels pack it."""
     return replace(_call("rl_corr_checksums"), max_bytes=answer_size.of_checksums())
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from megatron_rl_corr import __version__
 
 _ENGINES = Path(__file__).resolve().parents[1]
-_FILES = ("checksums.py", "stacked_parameters.py", "vllm/checks.py", "vllm/tensors.py", "vllm/worker/*.py")
+_FILES = ("checksums.py", "stacked_parameters.py", "vllm/checks.py", "vllm/memory_checksums.py", "vllm/tensors.py",
+          "vllm/worker/*.py")  # fmt: skip
 """What decides how a server checks, decodes, loads and hashes weights."""
 
 

@@ -16,7 +16,7 @@ import vllm
 from vllm.config import set_current_vllm_config
 
 from megatron_rl_corr.engines.vllm import checks
-from megatron_rl_corr.engines.vllm.worker.loading import checksums_of
+from megatron_rl_corr.engines.vllm.memory_checksums import checksums_of
 from megatron_rl_corr.engines.vllm.worker.transfer import BACKEND, WeightTransfer
 from megatron_rl_corr.engines.vllm.worker_code import check_code, worker_code
 
@@ -112,7 +112,7 @@ class Extension:
         """Checksums of all parameters, and what they depend on."""
         transfer, parallel = self._rl_corr_transfer(), self.vllm_config.parallel_config
         return {
-            "checksums": checksums_of(transfer.model, self.device, transfer.checksums),
+            "checksums": checksums_of(transfer.model, self.device, transfer.checksums, transfer.unpacked),
             "device": self.device.type,
             "tp_rank": self.rank % parallel.tensor_parallel_size,
             "tp_size": parallel.tensor_parallel_size,

@@ -129,20 +129,6 @@ class LayerwiseUpdate:
                 self._checksums[full] = checksum(parameter.data, self._device.type) or ""
 
 
-def checksums_of(model: nn.Module, device: torch.device, loaded: dict[str, str]) -> dict[str, str]:
-    """The checksum of each parameter: as it was loaded, or, if no update has had it, as it lies in memory.
-
-    Args:
-        model: vLLM's.
-        device: of the model.
-        loaded: parameter -> checksum, of those that updates have loaded.
-    """
-    return {
-        name: loaded.get(name) or checksum(parameter.data, device.type) or "" for name, parameter in
-        model.named_parameters()
-    }  # fmt: skip
-
-
 def _has_experts(layer: nn.Module) -> bool:
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 

@@ -15,9 +15,10 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from megatron_rl_corr.engines.vllm import checks, tensors
+from megatron_rl_corr.engines.vllm.checks import BACKEND
+from megatron_rl_corr.engines.vllm.memory_checksums import UNKNOWN
 from megatron_rl_corr.engines.vllm.worker.loading import LayerwiseUpdate, experts_problem
 
-BACKEND = "rl_corr"
 GROUP_BACKENDS = ("gloo", "nccl")
 
 
@@ -66,6 +67,8 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         """An update broke off: some layers have its weights, the others those of before."""
         self.checksums: dict[str, str] = {}
         """Of each parameter that an update has loaded, before it was packed."""
+        self.unpacked: set[str] = set()
+        """Parameters that lie in memory as they were loaded."""
 
     # The group
 
@@ -210,7 +213,7 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             update.roll_back()
             if update.touched:
                 self.is_mixed = True
-                self.checksums = dict.fromkeys(self.checksums, "unknown")
+                self.checksums = dict.fromkeys(self.checksums, UNKNOWN)
 
 
 def model_folder(model_config, load_config) -> Path:
