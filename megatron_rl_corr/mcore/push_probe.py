@@ -60,6 +60,8 @@ class PushProbe:
     """The trainer computes in float32."""
     max_log_ratio: float | None
     """--rollout-max-probe-log-ratio."""
+    rounding: str = "none"
+    """--rollout-push-rounding: the servers' weights differ from the trainer's by it."""
     movement: Movement = field(default_factory=Movement)
 
     def all_reduce_compared(self, servers: WeightServers, version: str) -> dict[str, float]:
@@ -90,10 +92,13 @@ class PushProbe:
         self, answers: Mapping[str, ProbeAnswer], own: np.ndarray, loaded: Mapping[str, int], version: str
     ) -> dict[str, float]:
         self.movement.check(answers, own, loaded, version=version)
-        bounds = {}
+        bounds, rounded = {}, self.rounding != "none"
         for url, answer in answers.items():
-            limit = first_step_bound(self.float32, [self.source.client.engine_of(url)], [answer.info])
-            bounds[url] = probe_bound(self.max_log_ratio, both_float32=limit == FLOAT32_KL, otherwise=limit)
+            engine = self.source.client.engine_of(url)
+            limit = first_step_bound(self.float32, [engine], [answer.info], rounded=rounded)
+            bounds[url] = probe_bound(
+                self.max_log_ratio, both_float32=limit == FLOAT32_KL, otherwise=limit, rounding=self.rounding
+            )
         return compare(answers, own, bounds, version=version)
 
     def _all_reduce_logprobs(self) -> np.ndarray:
@@ -163,7 +168,7 @@ def broadcast_probe(
     dist.broadcast_object_list(chosen, src=0)
     return PushProbe(
         chosen[0], source, model, optimizer, layout, shape, settings, microbatch_multiple(args),
-        args.params_dtype == torch.float32, options.max_probe_log_ratio,
+        args.params_dtype == torch.float32, options.max_probe_log_ratio, options.push_rounding,
     )  # fmt: skip
 
 

@@ -41,14 +41,16 @@ class WeightServers:
         pause_mode: of running responses. retract: their keys and values are computed anew with the new weights;
             in_place: they go on with the old ones; abort: they end, and the client requests the rest.
         samples_ahead: responses run during updates (`max_lag` above 0).
+        rounding: "none", or how what is sent is rounded, a key of weight_sync/rounding.py ROUNDINGS.
     """
 
     def __init__(
         self, client: RolloutClient, loop: LoopThread, transport: WeightTransport, *,
         verifiers: Mapping[str, PushVerifier] = MappingProxyType({}), coverage: Coverage | None = None,
-        pause_mode: str = "retract", samples_ahead: bool = False,
+        pause_mode: str = "retract", samples_ahead: bool = False, rounding: str = "none",
     ):  # fmt: skip
         self.client, self.transport, self.verifiers, self.coverage = client, transport, verifiers, coverage
+        self.rounding = rounding
         self._loop, self._pause_mode, self._samples_ahead = loop, pause_mode, samples_ahead
         self._control = client.control(client.base_urls)
         self._version: str | None = None
