@@ -1,6 +1,7 @@
 # `make setup` once; `make test`, `make quickstart`. `make help` lists the rest.
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm test test-matrix test-faults soak lint quickstart quickstart-stop arithmetic arithmetic-stop clean
+.PHONY: help setup setup-vllm test test-matrix test-faults soak lint quickstart quickstart-stop arithmetic arithmetic-stop \
+	study study-stop clean
 
 PYTHON := .venv/bin/python
 # For tools/ and tests/, which are not installed; the package itself is, in editable form.
@@ -50,6 +51,15 @@ arithmetic: setup ## From chat messages and a verifier to a Hugging Face folder 
 
 arithmetic-stop: setup ## End what an interrupted arithmetic run left running
 	$(PYTHON) examples/arithmetic/run.py --stop
+
+STUDY_OPTIONS := $(if $(QUICK),--quick) $(if $(STEPS),--steps $(STEPS)) $(if $(SEEDS),--seeds $(SEEDS)) \
+	$(if $(ARMS),--arms $(ARMS)) $(if $(OUT),--out $(OUT))
+
+study: setup ## Train the tiny MoE with a mismatch under each correction, hours; QUICK=1 STEPS= SEEDS=0,1,2 ARMS=none,twin OUT=; again: goes on
+	$(PYTHON) examples/study/run.py $(STUDY_OPTIONS)
+
+study-stop: setup ## End what an interrupted study left running
+	$(PYTHON) examples/study/run.py --stop
 
 clean: ## Remove caches and .venv (the packages that it shares with other checkouts stay)
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -30,12 +30,13 @@ class Example:
     def say(self, text):
         print(f"[{self.name}] {text}", flush=True)
 
-    def parser(self, description, *, steps, seed_help):
-        """The options that every example has: its seed, steps and folder, --stop, and flags for the launcher."""
+    def parser(self, description, *, steps, seed_help=None):
+        """Options of all examples: the seed (with a seed_help), steps, the folder, --stop, and the launcher's flags."""
         layout = argparse.RawDescriptionHelpFormatter
         parser = argparse.ArgumentParser(description=description, formatter_class=layout)
         add = parser.add_argument
-        add("--seed", type=int, default=0, help=seed_help)
+        if seed_help is not None:
+            add("--seed", type=int, default=0, help=seed_help)
         add("--steps", type=int, default=steps, help=f"optimizer steps (default {steps})")
         add("--out", type=Path, help=f"new folder for the run (default runs/{self.name}/TIME-seedN)")
         add("--stop", action="store_true",
@@ -43,18 +44,19 @@ class Example:
         add("launcher_flags", nargs="*", metavar="-- FLAGS", help="appended to the launcher's command")
         return parser
 
-    def main(self, work, options):
+    def main(self, work, options, *, resumes=False):
         """Call work(options, out, running) with a new folder, or end such runs with --stop; the exit status.
 
         Args:
             work: the example's own; `running` is told the groups of processes that it starts.
             options: of `parser`.
+            resumes: the work goes on in a folder that it has begun, which --out names.
         """
         if options.stop:
             return Running(self.home).stop(self.say, self.name, options.out and options.out.resolve())
         out = options.out or self.home / f"{time.strftime('%Y%m%d-%H%M%S')}-seed{options.seed}"
         out = out.resolve()
-        if out.exists() and any(out.iterdir()):
+        if not resumes and out.exists() and any(out.iterdir()):
             self.say(f"--out {out} is not empty; name a new folder, so that no other run's files are overwritten")
             return 2
         out.mkdir(parents=True, exist_ok=True)

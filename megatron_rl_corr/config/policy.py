@@ -22,7 +22,8 @@ class ModelConfig(Options):
 
     max_first_step_kl: Annotated[float | None, Positive()] = option(None, metavar="X")
     """The run ends if the train-infer KL (k3) of the first step is above X: there the servers sampled with the very
-    weights that are trained (default: 1e-4 where both sides are float32, 1e-1 with a quantised server, else 1e-2)."""
+    weights that are trained (default: 1e-4 where both sides are float32, 1e-1 with a quantised server or
+    `push_rounding`, else 1e-2)."""
 
     linear_logprobs: bool = False
     """Compute training log-probs from hidden states, a chunk of logits at a time, so that all logits are never held;
@@ -68,6 +69,11 @@ class WeightSyncConfig(Options):
     """Folder that every server sees under the same path; it gets a Hugging Face model for each of the last two
     versions."""
 
+    push_rounding: Literal["none", "fp8_blockwise", "int4_group"] = "none"
+    """Round the linear layers of what is pushed, never the trainer's own weights, as quantised rollouts do, and send
+    them in their dtype: fp8_blockwise in float8 e4m3 with a scale for each block of 128 x 128, int4_group in 4 bits
+    with a scale for each 128 inputs of a row."""
+
     bucket_mib: Annotated[float, Positive()] = option(256.0, metavar="MIB")
     """Weights are sent in buckets of this size, in MiB."""
 
@@ -81,7 +87,7 @@ class WeightSyncConfig(Options):
 
     max_probe_log_ratio: Annotated[float | None, Positive()] = option(None, metavar="X", needs="probe_push=on")
     """Largest |log-ratio| of a token of these prompts (default: 1e-4 where trainer and server compute in float32; else
-    no bound of one token, but a mean k3 of at most 0.01, 0.1 for a quantised server)."""
+    no bound of one token, but a mean k3 of at most 0.01, 0.1 for a quantised server or with `push_rounding`)."""
 
     def check(self) -> None:
         if self.weight_transport == "disk" and self.weight_dir is None:

@@ -88,9 +88,7 @@ class Correction:
     def rows(self, start: int, stop: int) -> Correction:
         """Weights and masks of tokens [start, stop), for a microbatch; counts and lengths stay, metrics do not."""
         part = slice(start, stop)
-        return replace(
-            self, weights=self.weights[part], mask=self.mask[part], valid=self.valid[part], metrics={}
-        )
+        return replace(self, weights=self.weights[part], mask=self.mask[part], valid=self.valid[part], metrics={})
 
     def at(self, places: Tensor, padding: int) -> Correction:
         """As `rows`, of the tokens at these places [T'], with so many that are no token behind them."""
@@ -256,9 +254,9 @@ def _finish(
     batch: BatchTotals, metrics: dict[str, Metric],
 ) -> Correction:
     """Apply what acts on the whole batch: the filter, and the promise of diagnostics_only to change nothing."""
-    valid_tokens, kept_tokens = batch.valid_tokens, batch.kept_tokens
-    if config.rollout_batch_filter_kl is not None:
-        filtered = batch.k3 > config.rollout_batch_filter_kl * valid_tokens
+    valid_tokens, kept_tokens, most_kl = batch.valid_tokens, batch.kept_tokens, config.rollout_batch_filter_kl
+    if most_kl is not None:
+        filtered = batch.k3 > most_kl * valid_tokens
         metrics["batch_filtered"] = Max(filtered.double()[None])
         kept_tokens = torch.where(filtered, constant(0.0, torch.float64, filtered.device), kept_tokens)
     lengths = Lengths(_lengths_kind(config), _sequence_lengths(sums, rejection), batch.sequences)
@@ -271,8 +269,8 @@ def _finish(
 
 def _by_turn(config: RolloutCorrectionConfig) -> list[str]:
     """Names of the rules and weights that are decided by turns."""
-    rules = [rule.name for rule in config.rollout_rs if rule.level == "turn_mean"]
-    return rules + ["turn weights"] * (config.rollout_is == "turn")
+    by_turn = ["turn weights"] if config.rollout_is == "turn" else []
+    return [rule.name for rule in config.rollout_rs if rule.level == "turn_mean"] + by_turn
 
 
 def _check_inputs(

@@ -11,7 +11,7 @@ from megatron_rl_corr.engines.base import Engine
 from megatron_rl_corr.parallel.failure import StartupError
 
 FLOAT32_KL, HALF_KL, QUANTIZED_KL = 1e-4, 1e-2, 1e-1
-"""Largest mean k3 that rounding explains: both sides in float32, one side in 16 bits, a quantised server."""
+"""Largest mean k3 that rounding explains: both sides in float32, one side in 16 bits, servers quantised."""
 
 
 @dataclass(frozen=True)
@@ -44,18 +44,21 @@ class FirstStep:
         )
 
 
-def first_step_bound(float32: bool, engines: Sequence[Engine], infos: Sequence[Mapping[str, Any]]) -> float:
+def first_step_bound(
+    float32: bool, engines: Sequence[Engine], infos: Sequence[Mapping[str, Any]], *, rounded: bool = False
+) -> float:
     """The bound for both sides' number types.
 
     Args:
         float32: the trainer computes in float32.
         engines: what each server runs.
         infos: their answers to `Engine.server_info`.
+        rounded: they were sent weights that --rollout-push-rounding rounds.
 
     Raises:
         UnsupportedByEngine: the engine does not tell its servers' number types.
     """
     servers = list(zip(engines, infos, strict=True))
-    if any(engine.is_quantized(info) for engine, info in servers):
+    if rounded or any(engine.is_quantized(info) for engine, info in servers):
         return QUANTIZED_KL
     return FLOAT32_KL if float32 and all(engine.dtype(info) == "float32" for engine, info in servers) else HALF_KL

@@ -62,6 +62,8 @@ class PushProbe:
     """The trainer computes in float32."""
     max_log_ratio: float | None
     """--rollout-max-probe-log-ratio."""
+    rounding: str = "none"
+    """--rollout-push-rounding: the servers' weights differ from the trainer's by it."""
     movement: Movement = field(default_factory=Movement)
     growth: Growth = field(default_factory=Growth)
 
@@ -70,7 +72,8 @@ class PushProbe:
 
         A server that a killed trainer has left paused answers nothing now, and is not asked.
         """
-        if dist.get_rank() or self.max_log_ratio is not None or not self.growth.is_first_push:
+        is_compared = self.max_log_ratio is None and self.rounding == "none" and self.growth.is_first_push
+        if dist.get_rank() or not is_compared:
             return
         client, loop = self.source.client, self.source.loop
         try:
@@ -110,10 +113,13 @@ class PushProbe:
         self, answers: Mapping[str, ProbeAnswer], own: np.ndarray, loaded: Mapping[str, int], version: str
     ) -> dict[str, float]:
         self.movement.check(answers, own, loaded, version=version)
-        bounds, half = {}, set()
+        bounds, half, rounded = {}, set(), self.rounding != "none"
         for url, answer in answers.items():
-            limit = first_step_bound(self.float32, [self.source.client.engine_of(url)], [answer.info])
-            bounds[url] = probe_bound(self.max_log_ratio, both_float32=limit == FLOAT32_KL, otherwise=limit)
+            engine = self.source.client.engine_of(url)
+            limit = first_step_bound(self.float32, [engine], [answer.info], rounded=rounded)
+            bounds[url] = probe_bound(
+                self.max_log_ratio, both_float32=limit == FLOAT32_KL, otherwise=limit, rounding=self.rounding
+            )
             if self.max_log_ratio is None and limit == HALF_KL:
                 half.add(url)
         return compare(answers, own, bounds, version=version) | self.growth.check(answers, own, half, version=version)
@@ -186,7 +192,7 @@ def broadcast_probe(
     dist.broadcast_object_list(chosen, src=0)
     return PushProbe(
         chosen[0], source, model, optimizer, layout, shape, settings, microbatch_multiple(args),
-        args.params_dtype == torch.float32, options.max_probe_log_ratio,
+        args.params_dtype == torch.float32, options.max_probe_log_ratio, options.push_rounding,
     )  # fmt: skip
 
 

@@ -77,7 +77,7 @@ def _of_evaluation(error: StartupError | None) -> StartupError | None:
 
 
 def broadcast_first_step(
-    given: float | None, args: argparse.Namespace, client: RolloutClient, loop: LoopThread
+    given: float | None, args: argparse.Namespace, client: RolloutClient, loop: LoopThread, *, rounded: bool = False
 ) -> FirstStep:
     """The bound of the KL in the first step after this start; every rank calls it.
 
@@ -86,6 +86,7 @@ def broadcast_first_step(
         args: Megatron's.
         client: of the servers.
         loop: the event loop of the client.
+        rounded: what is pushed is rounded by --rollout-push-rounding.
 
     Raises:
         RolloutError: a server could not be asked.
@@ -96,7 +97,7 @@ def broadcast_first_step(
         try:
             infos = loop.call(client.server_info())
             engines = [client.engine_of(url) for url in client.base_urls]
-            bound = [first_step_bound(args.params_dtype == torch.float32, engines, infos)]
+            bound = [first_step_bound(args.params_dtype == torch.float32, engines, infos, rounded=rounded)]
         except (RolloutError, UnsupportedByEngine) as failure:
             error = failure
     all_reduce_failure(error)

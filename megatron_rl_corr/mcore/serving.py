@@ -95,7 +95,9 @@ def broadcast_checked(
     """
     check_servers(options.server_check, sampling, source.client, source.loop, evaluation)
     check_source(options.server_check, source, layout)
-    return broadcast_first_step(options.max_first_step_kl, args, source.client, source.loop)
+    return broadcast_first_step(
+        options.max_first_step_kl, args, source.client, source.loop, rounded=options.push_rounding != "none"
+    )
 
 
 def _weight_servers(
@@ -110,7 +112,7 @@ def _weight_servers(
     servers = WeightServers(
         client, loop, transport, verifiers=make_verifiers(options.verify_push, checkpoint, client.fleet.engines),
         coverage=make_coverage(checkpoint), pause_mode=options.pause_mode,
-        samples=samples, samples_ahead=options.max_lag > 0,
+        samples=samples, samples_ahead=options.max_lag > 0, rounding=options.push_rounding,
     )
     if dist.get_rank() == 0:
         WATCH.on_failure(servers.release)  # whichever rank fails

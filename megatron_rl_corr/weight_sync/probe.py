@@ -100,18 +100,23 @@ class ProbeScore:
         return (self.max_abs if bound.statistic == "max |log-ratio|" else self.k3) <= bound.limit
 
 
-def probe_bound(given: float | None, *, both_float32: bool, otherwise: float) -> ProbeBound:
+def probe_bound(
+    given: float | None, *, both_float32: bool, otherwise: float, rounding: str = "none"
+) -> ProbeBound:
     """The bound for one server.
 
     Args:
         given: --rollout-max-probe-log-ratio; None: by the number types of both sides.
         both_float32: trainer and server compute in float32.
-        otherwise: mean k3 that the number types explain where they do not.
+        otherwise: mean k3 that the number types explain where they do not, or the rounding of what was pushed.
+        rounding: --rollout-push-rounding.
     """
     if given is not None:
         return ProbeBound(given, "max |log-ratio|", "as --rollout-max-probe-log-ratio says")
     if both_float32:
         return ProbeBound(FLOAT32_LOG_RATIO, "max |log-ratio|", "as both compute in float32")
+    if rounding != "none":
+        return ProbeBound(otherwise, "mean k3", f"as --rollout-push-rounding {rounding} rounds what is pushed")
     return ProbeBound(otherwise, "mean k3", "as not both compute in float32")
 
 

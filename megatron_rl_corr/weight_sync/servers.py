@@ -42,14 +42,16 @@ class WeightServers:
             in_place: they go on with the old ones; abort: they end, and the client requests the rest.
         samples: this rank asks for samples. On others no server is left out of the client, and none is probed.
         samples_ahead: responses run during updates (`max_lag` above 0).
+        rounding: "none", or how what is sent is rounded, a key of weight_sync/rounding.py ROUNDINGS.
     """
 
     def __init__(
         self, client: RolloutClient, loop: LoopThread, transport: WeightTransport, *,
         verifiers: Mapping[str, PushVerifier] = MappingProxyType({}), coverage: Coverage | None = None,
-        pause_mode: str = "retract", samples: bool = True, samples_ahead: bool = False,
+        pause_mode: str = "retract", samples: bool = True, samples_ahead: bool = False, rounding: str = "none",
     ):  # fmt: skip
         self.client, self.transport, self.verifiers, self.coverage = client, transport, verifiers, coverage
+        self.rounding = rounding
         self._loop, self._pause_mode, self._samples, self._samples_ahead = loop, pause_mode, samples, samples_ahead
         self._control = client.control(client.base_urls)
         self._version: str | None = None

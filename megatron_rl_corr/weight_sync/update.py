@@ -27,6 +27,7 @@ from megatron_rl_corr.parallel.failure import (
     communication_device,
 )
 from megatron_rl_corr.weight_sync.export import StageExporter, buckets
+from megatron_rl_corr.weight_sync.rounding import rounded_units
 from megatron_rl_corr.weight_sync.servers import WeightServers
 
 _FAILURES = (RolloutError, OSError)
@@ -189,8 +190,10 @@ def _send_stage(
     exporter: StageExporter, servers: WeightServers, version: str, bucket_bytes: int, meet: Callable[[], None]
 ) -> Exception | None:
     """Run through all of the stage's weights, after a failure too: the other ranks gather together with this one."""
-    error = None
-    for bucket in buckets(exporter.units(meet), bucket_bytes):
+    error, units = None, exporter.units(meet)
+    if exporter.sends:
+        units = rounded_units(units, servers.rounding)
+    for bucket in buckets(units, bucket_bytes):
         if exporter.sends and error is None:
             error = _failure_of(partial(servers.send, bucket, version))
     return error

@@ -47,7 +47,7 @@ DEFAULTS = CLIENT | {
     "save_trajectories": None, "save_hf": None, "save_hf_interval": None, "replay": None, "trace": None,
     "router_replay": "off", "router_replay_min_agreement": None, "expert_statistics": False,
     "weight_transport": "distributed", "weight_address": None, "weight_dir": None, "verify_push": "checksum",
-    "probe_push": "on", "max_probe_log_ratio": None,
+    "probe_push": "on", "max_probe_log_ratio": None, "push_rounding": "none",
     "reference_checkpoint": None, "reference_reset": None, "reference_urls": (),
     "reward_function": ("reward.py:reward",), "reward_url": (), "reward_weights": (), "reward_workers": None,
     "reward_timeout_s": 120.0, "reward_url_batch": None, "reward_api_key_env": None, "truncated_samples": "train",

@@ -1,7 +1,7 @@
 """An example with its processes from tests/preloaded.py: all else is its own run.py's, the quickstart's or another's.
 
 torchrun is tests/forked_torchrun.py; or torchrun itself, where the first word is --torchrun. Where the first word is
---arithmetic, that example is run.
+--arithmetic or --study, that example is run.
 """
 
 import subprocess
@@ -18,7 +18,7 @@ def main(pretrain_script=None):
         pretrain_script: trained with in place of the quickstart's own.
     """
     example = "quickstart"
-    if sys.argv[1:2] == ["--arithmetic"]:
+    if sys.argv[1:2] in (["--arithmetic"], ["--study"]):
         example = sys.argv.pop(1).removeprefix("--")
     sys.path[:0] = [str(ROOT), str(ROOT / "examples"), str(ROOT / "examples" / example)]
     import local_run

@@ -41,6 +41,7 @@ from megatron_rl_corr.models.shards import load_shards, local_parameters
 from megatron_rl_corr.rollout import LoopThread, RolloutClient
 from megatron_rl_corr.weight_sync.coverage import make_coverage
 from megatron_rl_corr.weight_sync.export import StageExporter
+from megatron_rl_corr.weight_sync.rounding import ROUNDINGS, rounded_units
 from megatron_rl_corr.weight_sync.servers import WeightServers
 from megatron_rl_corr.weight_sync.transports import make_transport
 from megatron_rl_corr.weight_sync.update import push_weights
@@ -202,6 +203,11 @@ def compare(path):
         assert len(names) == len(set(names)), "a tensor is sent twice"
         tensors = {name: tensor.contiguous() for name, tensor in sent}
         save_file(tensors, path / f"export-{dist.get_world_size()}-{layout.pp_rank}.safetensors")
+    for rounding in ROUNDINGS:
+        rounded = dict(named for unit in rounded_units(exporter.units(), rounding) for named in unit)
+        if exporter.sends:
+            tensors = {name: tensor.contiguous() for name, tensor in rounded.items()}
+            save_file(tensors, path / f"{rounding}-{dist.get_world_size()}-{layout.pp_rank}.safetensors")
     saved = path / f"megatron-{dist.get_world_size()}"
     saved.mkdir(exist_ok=True)
     dist_checkpointing.save(model.sharded_state_dict(), str(saved))

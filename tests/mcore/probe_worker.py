@@ -45,7 +45,9 @@ def probed(model_dir, arguments, spec):
         source = SimpleNamespace(
             client=client, loop=loop, prompts=PromptDataset([Prompt(i, ids) for i, ids in enumerate(PROMPTS)])
         )
-        options = SimpleNamespace(probe_push="on", max_probe_log_ratio=spec.get("bound"))
+        options = SimpleNamespace(
+            probe_push="on", max_probe_log_ratio=spec.get("bound"), push_rounding=spec.get("rounding", "none")
+        )
         megatron = SimpleNamespace(
             seq_length=LENGTH, params_dtype=torch.bfloat16 if spec.get("half") else torch.float32,
             virtual_pipeline_model_parallel_size=spec.get("vpp"), pipeline_model_parallel_size=spec.get("pp", 1),

@@ -16,6 +16,7 @@ from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.models.names import ARCHITECTURES
 from megatron_rl_corr.rollout import LoopThread, RolloutClient, SamplingParams
 from megatron_rl_corr.weight_sync.megatron_checkpoint import MegatronCheckpoint, export_checkpoint
+from megatron_rl_corr.weight_sync.rounding import ROUNDINGS, is_rounded
 from tests.mcore.tiny_models import MODELS, VOCAB, make_model
 from tests.megatron_forks import run_megatron
 from tests.preloaded import PreloadedServer, run_preloaded
@@ -86,6 +87,25 @@ def test_exported_weights_when_on_one_rank_and_on_tp2_pp2_ep2_then_every_tensor_
         assert "lm_head.weight" not in exported or "tied" not in folder.name
         for name, tensor in checkpoint.items():
             assert exported[name].dtype == tensor.dtype and torch.equal(exported[name], tensor), (folder.name, name)
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_rounded_weights_when_on_one_rank_and_on_tp2_pp2_ep2_then_every_tensor_is_rounded_as_a_whole(
+    differences, models, rounding
+):
+    processes, _ = differences
+    for folder in models:
+        sent = {}
+        for stage in range(1 if processes == 1 else 2):
+            sent |= load_file(folder / f"{rounding}-{processes}-{stage}.safetensors")
+        checkpoint = load_file(folder / "model.safetensors")
+        assert sent.keys() == checkpoint.keys()
+        changed = 0
+        for name, tensor in checkpoint.items():
+            expected = ROUNDINGS[rounding](tensor) if is_rounded(name, tensor) else tensor
+            assert torch.equal(sent[name], expected), (folder.name, name)
+            changed += not torch.equal(sent[name], tensor)
+        assert changed > 10
 
 
 def test_megatron_checkpoint_when_exported_then_every_tensor_is_the_hugging_face_ones_bit_for_bit(

@@ -240,7 +240,8 @@ checkpointing.save_checkpoint(41, "local", None)
 older = json.loads(written)
 del older["batches"], older["replicas"], older["failed_batches"]
 def began(updates, iteration, saved):
-    run = Updates.of(types.SimpleNamespace(updates_per_batch=updates, epochs_per_batch=1, max_kl_to_old=None), 0,
+    run = Updates.of(types.SimpleNamespace(updates_per_batch=updates, epochs_per_batch=1, max_kl_to_old=None,
+                     ess_step_scale=False), 0,
                      iteration, saved)
     return [run.batches(at) for at in (iteration, iteration + 4)]
 found = SavedCursor.parse(written)

@@ -14,7 +14,7 @@ from tests.megatron_forks import run_megatron
 HERE = Path(__file__).resolve().parent
 LOGPROBS, GRADIENT, METRIC, REFERENCE = 5e-6, 5e-6, 1e-5, 1e-5
 """Absolute, relative, relative; and of float32 Megatron against float64."""
-COUNTS = ("tokens", "sequences")
+COUNTS = ("tokens", "/sequences")
 """How the names of metrics end that must be equal."""
 SOME = {
     1: [{"packed": 64, "runs": ["token", "bypass", "once plus plus", "once own"]},

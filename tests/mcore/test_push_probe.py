@@ -60,16 +60,18 @@ def test_probe_in_every_layout_then_its_logprobs_are_the_servers_and_nothing_is_
 def test_probe_when_one_experts_weights_are_exchanged_at_the_server_then_it_is_named_and_every_rank_ends(
     tiny_moe_dir, engine_server, tmp_path
 ):
-    specs = [{"ep": 2}, {"ep": 2, "bound": 5.0}]
+    specs = [{"ep": 2}, {"ep": 2, "bound": 5.0}, {"ep": 2, "rounding": "fp8_blockwise"}]
     engine, server = engine_server
     with exchanged_experts(engine, server.url, tiny_moe_dir):
-        (first, second), allowed = probed(2, tiny_moe_dir, engine_server, tmp_path, specs)
+        (first, second), allowed, rounded = probed(2, tiny_moe_dir, engine_server, tmp_path, specs)
     endpoint = load_engine(engine).generate_endpoint
     words = f"rollout server {server.url} broke the protocol of {endpoint}: its weights differ from the trainer's: "
     assert first[0].startswith(f"RolloutProtocolError: {words}"), first[0]
     assert "max |log-ratio| may be 0.0001, as both compute in float32. All 1 servers differ" in first[0], first[0]
     assert second[0] == "PeerFailure: another rank failed; its message says why"
     assert 1e-3 < allowed[0][0]["rollout/probe_max_abs_log_ratio"] < 5 and allowed[0][0] == allowed[1][0]
+    # What is rounded on purpose is held to the wide bound of quantised servers, which one expert does not reach.
+    assert rounded[0][0] == allowed[0][0]
 
 
 def test_probe_in_16_bits_when_the_first_push_exchanges_two_experts_then_found_far_below_the_bound_of_16_bits(

@@ -88,7 +88,9 @@ FLOAT32 = HALF | {"dtype": "float32"}
     ],
 )  # fmt: skip
 def test_first_step_bound_when_none_is_given_then_the_one_of_the_coarsest_numbers(float32, servers, bound):
-    assert first_step_bound(float32, [load_engine("sglang")] * len(servers), servers) == bound
+    engines = [load_engine("sglang")] * len(servers)
+    assert first_step_bound(float32, engines, servers) == bound
+    assert first_step_bound(float32, engines, servers, rounded=True) == 1e-1
 
 
 @pytest.mark.parametrize(("kl", "said"), [(0.011, "is 0.011, so"), (float("nan"), "is not a number"), (1e30, "1e+30")])

@@ -29,7 +29,7 @@ class Servers:
     """Two servers "a" and "b", of which b fails in the way of the case when stage 1 sends a bucket."""
 
     client = SimpleNamespace(base_urls=("a", "b"))
-    urls, in_session, broken, planned = ("a", "b"), True, False, {}
+    urls, in_session, broken, planned, rounding = ("a", "b"), True, False, {}, "none"
 
     def __init__(self, case):
         self.case, self.calls = case, []

@@ -64,6 +64,18 @@ def test_compare_in_16_bits_then_the_bound_is_of_the_mean_k3_unless_one_is_given
         judged(given=0.05, float32=False, otherwise=1.0, a=far)
 
 
+def test_compare_when_what_is_pushed_is_rounded_then_the_bound_is_of_the_mean_k3_and_says_so_unless_one_is_given():
+    found = answers(a=[-1.0, -2.1, -3.0])  # k3 about 0.005 / 3
+    near, wide, given = (
+        probe_bound(bound, both_float32=False, otherwise=otherwise, rounding="int4_group")
+        for bound, otherwise in ((None, 1e-3), (None, 1e-2), (0.2, 1e-3))
+    )
+    with pytest.raises(RolloutProtocolError, match="mean k3 may be 0.001, as --rollout-push-rounding int4_group"):
+        compare(found, TRAINED, {"http://a": near}, version="v")
+    assert compare(found, TRAINED, {"http://a": wide}, version="v")
+    assert compare(found, TRAINED, {"http://a": given}, version="v")
+
+
 def test_compare_when_a_log_prob_is_not_finite_then_the_weights_differ():
     with pytest.raises(RolloutProtocolError, match="differ from the trainer's"):
         compare(answers(a=[-1.0]), np.array([math.nan]), {"http://a": probe_bound(9, both_float32=True, otherwise=0)},

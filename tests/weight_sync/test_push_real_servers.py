@@ -16,6 +16,7 @@ from megatron_rl_corr.engines.errors import IncompletePush
 from megatron_rl_corr.models.hf_folder import copy_model_files
 from megatron_rl_corr.rollout import LoopThread, RolloutClient, RolloutProtocolError, RolloutServerError, SamplingParams
 from megatron_rl_corr.weight_sync.coverage import make_coverage
+from megatron_rl_corr.weight_sync.rounding import is_rounded, round_fp8_blockwise
 from megatron_rl_corr.weight_sync.servers import WeightServers
 from megatron_rl_corr.weight_sync.transports import make_transport
 from megatron_rl_corr.weight_sync.update import push_weights
@@ -176,6 +177,23 @@ def test_push_when_all_weights_changed_then_every_parameter_is_verified_and_samp
     assert_is_truth(sample, model_of(tiny_moe_dir, new, tmp_path / "hf"), atol=1e-5)
     trainer.push(new, "again")  # a skipped step changes nothing
     assert trainer.compared == len(trainer.parameters()) and trainer.sample().oldest_version == "again"
+
+
+@pytest.mark.parametrize("kind", ["tensor", "disk"])
+def test_push_when_rounded_then_all_is_verified_and_samples_are_of_the_rounded_weights(
+    any_pushing, weights, tiny_moe_dir, tmp_path, kind
+):
+    _, make = any_pushing
+    # A large weight makes the scale of its block, and rounding, coarse: log-probs move by much more than the bound.
+    trainer, new = make(kind), {name: 4 * w if w.ndim == 2 else w for name, w in noisy(weights, seed=12).items()}
+    trainer.servers.rounding = "fp8_blockwise"
+    trainer.push(new, "rounded")
+    assert trainer.compared == len(trainer.parameters()) > 20
+    sample = trainer.sample()
+    rounded = {name: round_fp8_blockwise(w) if is_rounded(name, w) else w for name, w in new.items()}
+    assert_is_truth(sample, model_of(tiny_moe_dir, rounded, tmp_path / "rounded"), atol=1e-5)
+    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
+        assert_is_truth(sample, model_of(tiny_moe_dir, new, tmp_path / "whole"), atol=1e-3)
 
 
 LOST = {
