@@ -97,8 +97,8 @@ class Token:
 
 
 def bernoulli_kl(log_mu: float, log_p: float) -> float:
-    """KL of two coins that fall on this token with mu and p."""
-    others, others_now = -math.expm1(log_mu), -math.expm1(log_p)
+    """KL of two coins that fall on this token with mu and p, each at most 1 - 2^-24."""
+    others, others_now = (max(-math.expm1(logprob), 2.0**-24) for logprob in (log_mu, log_p))
     return math.exp(log_mu) * (log_mu - log_p) + others * math.log(others / others_now)
 
 

@@ -141,7 +141,7 @@ def expected_metrics(reference, case):
     rows, trains, rollouts = zip(*tokens, *[(0, 0.0, 0.0)] * padding, strict=True)
     answer = correct(
         Batch(list(trains), list(rollouts), [True] * len(tokens) + [False] * padding, list(rows), len(samples),
-              [0] * len(rows), [0.0] * len(rows)),
+              [0] * len(rows), [0.0] * len(rows), lags=[0] * len(rows)),
         CONFIGS[case], with_turns=False,
     )  # fmt: skip
     rewards, n, moved = [s["reward"] for s in samples], len(samples), reference["cases"][case]["moved"]
