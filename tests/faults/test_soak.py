@@ -74,22 +74,22 @@ def life(pid, first, last, mib_per_step, start=500.0):
             for step in range(first, last + 1)]  # fmt: skip
 
 
-def test_growth_when_ranks_are_killed_every_120_steps_then_a_leak_is_seen_within_each_life():
-    # 0.5 MiB a step are 50 in 100 steps. Every life ends where the one before did, at 160 MiB: first hundred steps and
+def test_growth_when_processes_are_started_again_then_a_leak_is_seen_within_each_life():
+    # 0.5 MiB a step are 50 in 100 steps. Every life ends where the one before did, at 250 MiB: first hundred steps and
     # last hundred have the same median.
-    leaks = [point for pid in range(8) for point in life(pid, 120 * pid, 120 * pid + 119, 0.5)]
+    leaks = [point for pid in range(8) for point in life(pid, 300 * pid, 300 * pid + 299, 0.5)]
     assert growth(leaks) == pytest.approx([50.0] * 8)
-    assert growth(life(1, 0, 79, 0.5)) == []  # 59 steps behind its start
+    assert growth(life(1, 0, 249, 0.5)) == []  # 99 steps behind its start
 
 
 def test_growth_when_memory_jumps_or_peaks_once_then_flat_and_of_two_processes_each_has_its_own():
-    # Behind its start the life has steps 21 to 200, 130 before the jump of 300 MiB and 50 behind it: of
+    # Behind its start the life has steps 151 to 330, 130 before the jump of 300 MiB and 50 behind it: of
     # 180 * 179 / 2 = 16110 pairs 130 * 50 = 6500 have a slope, fewer than half, so that the median is 0.
-    jumps = [(step, mib + 300.0 * (step > 150), pid) for step, mib, pid in life(1, 0, 200, 0.0)]
-    peaks = [(step, mib + 900.0 * (step % 50 == 0), pid) for step, mib, pid in life(2, 0, 200, 0.1)]
+    jumps = [(step, mib + 300.0 * (step > 280), pid) for step, mib, pid in life(1, 0, 330, 0.0)]
+    peaks = [(step, mib + 900.0 * (step % 50 == 0), pid) for step, mib, pid in life(2, 0, 330, 0.1)]
     assert growth(jumps) == [0.0]
     assert growth([*peaks, *jumps]) == pytest.approx([0.0, 10.0], abs=1.0)
-    twice = [(step, mib, 3) for step, mib, _ in life(3, 0, 200, 0.2) for mib in (mib - 1.0, mib + 1.0)]
+    twice = [(step, mib, 3) for step, mib, _ in life(3, 0, 330, 0.2) for mib in (mib - 1.0, mib + 1.0)]
     assert growth(twice) == pytest.approx([20.0])  # two readings of a step: their median
 
 
@@ -105,8 +105,9 @@ def test_report_when_memory_grows_in_either_run_then_it_fails_and_names_the_proc
     (tmp_path / "faults/events.jsonl").write_text("")
     rows = [{"step": step, "reward/mean": 0.5} for step in range(1, 121)]
     seen, compared = Seen(steps=rows, starts=1, seconds=60.0), Seen(steps=rows, starts=1)
-    seen.memory["rank 0"] = life(7, 1, 120, with_faults)
-    compared.memory["server 1"] = life(8, 1, 30 if without is None else 120, without or 0.0)
+    seen.memory["rank 0"] = life(7, 1, 300, with_faults)
+    seen.memory["server 0"] = life(9, 1, 300, 3.0)
+    compared.memory["rank 1"] = life(8, 1, 30 if without is None else 300, without or 0.0)
     options = types.SimpleNamespace(steps=120, seed=0)
     assert write_report(tmp_path, options, seen, [], compared) is good
     text = (tmp_path / "soak.md").read_text()
@@ -114,5 +115,6 @@ def test_report_when_memory_grows_in_either_run_then_it_fails_and_names_the_proc
     assert f"| memory of rank 0, with faults, MiB per 100 steps | flat: +20 at most | {slope:+.1f} to " in text
     assert f"{slope:+.1f}, of 1 processes that lived long enough | {verdict} |" in text
     assert ("| no process lived long enough | FAIL |" in text) is (without is None)
+    assert "| told: it is the server's own | +300.0 to +300.0, of 1 processes that lived long enough | PASS |" in text
     assert "| 960 trained, 0 dropped and told, 0 lost, 0 trained twice, 0 not whole | PASS |" in text
     assert (tmp_path / "soak.png").stat().st_size > 10_000
