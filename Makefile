@@ -31,7 +31,7 @@ test-matrix: setup-vllm ## Run corrected steps on every supported release of meg
 # Everything that breaks something on purpose, the long ones too; a slice of it runs with `make test`.
 test-faults: setup-vllm ## Run all drills, under 30 minutes on 2 cores; TABLE=file writes what they promised and saw, TESTS= chooses
 	FAULTS=all MEGATRON_RELEASES=all $(PYTHON) -m pytest -n 2 -m drill -p tests.faults.table \
-		$(if $(TABLE),--faults-table $(TABLE)) $(TESTS)
+		$(if $(TABLE),--faults-table=$(TABLE)) $(TESTS)
 
 soak: setup ## Train the quickstart for an hour or so with a random fault every 20 steps; OUT=new folder, STEPS= SEED= EVERY=
 	$(PYTHON) tests/faults/soak.py $(if $(OUT),$(OUT),runs/soak-$(shell date +%Y%m%d-%H%M%S)) $(if $(STEPS),--steps $(STEPS)) \

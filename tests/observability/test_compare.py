@@ -88,4 +88,4 @@ def test_command_when_something_is_missing_then_it_is_named(tmp_path, capsys):
 
 def test_comparison_when_a_number_is_missing_then_a_dash():
     rows = dict(line.split()[-2:] for line in comparison({"x": {"rollout_corr/ess": 0.5}}).splitlines()[1:])
-    assert rows.pop("ESS") == "0.5" and len(rows) == 11 and set(rows.values()) == {"-"}
+    assert rows.pop("ESS") == "0.5" and len(rows) == 12 and set(rows.values()) == {"-"}
