@@ -10,7 +10,8 @@ def row(*verdicts, seen=()):
 def test_row_when_a_case_fails_is_skipped_or_interrupted_then_it_is_no_pass():
     assert row("passed")[2:] == ("as promised", "PASS", "1")
     assert row("passed", "passed", seen=["x", "x"])[2:4] == ("x", "PASS (2 of 2)")
-    assert row("passed", "failed")[3] == "FAIL (1 of 2)" and row("passed", "skipped")[3] == "FAIL (1 of 2)"
+    assert row("passed", "failed")[3] == "FAIL (1 of 2)" and row("failed", "skipped")[3] == "FAIL (0 of 2)"
+    assert row("passed", "skipped")[3] == "PASS (1 of 2)"
     assert row("skipped")[3] == "skipped" and row()[3] == "FAIL: it was interrupted"
 
 

@@ -28,9 +28,18 @@ KEEPS_PREFIXES = {
 
 
 @pytest.fixture(scope="module")
-def urls(victim, keeping_server):
-    """Two servers of the victim's engine that may be paused in place, one without a prefix cache and one with."""
-    return [victim.server.url, keeping_server.url]
+def urls(victim, keeping_server, weights, engine, tiny_moe_dir):
+    """Two servers of the victim's engine that may be paused in place, one without a prefix cache and one with.
+
+    Other modules share them: they get the model's weights back.
+    """
+    found = [victim.server.url, keeping_server.url]
+    yield found
+    with LoopThread() as loop:
+        client, servers = set_up(loop, found, tiny_moe_dir, "retract", engine=engine)
+        push(servers, weights["first"], "restored")
+        servers.close()
+        loop.call(client.close())
 
 
 @pytest.fixture(scope="module")
