@@ -5,24 +5,12 @@ import math
 import pytest
 import torch
 
-from megatron_rl_corr.config.correction import RolloutCorrectionConfig
-from megatron_rl_corr.core.correction import compute_correction
 from megatron_rl_corr.parallel.collectives import merge
+from tests.core.parted_tokens import metrics
 
 ENGINES = ("sglang", "vllm", "sglang+vllm")
-# Two samples of two tokens each; the third token of the second is not trained.
-TRAIN = torch.tensor([-1.0, -2.0, -1.0, -2.0, -9.0])
-ROLLOUT = torch.tensor([-1.0, -2.5, -0.75, -2.0, -1.0])
-MASK = torch.tensor([1, 1, 1, 1, 0], dtype=torch.bool)
-SAMPLES = torch.tensor([0, 0, 1, 1, 1])
+# Of two samples, the first from one engine and the second from another.
 BY = torch.tensor([0, 0, 1, 1, 1])
-
-
-def metrics(places=slice(None), **named):
-    return compute_correction(
-        TRAIN[places], ROLLOUT[places], MASK[places], SAMPLES[places], num_sequences=2,
-        config=RolloutCorrectionConfig(), **named,
-    ).metrics  # fmt: skip
 
 
 def numbers(found):

@@ -10,20 +10,10 @@ from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.core.correction import compute_correction
 from megatron_rl_corr.parallel.collectives import merge
 from tests.core import naive
+from tests.core.parted_tokens import metrics
 
 # Two samples; a push came after the first token of the second. The last token is not trained.
-TRAIN = torch.tensor([-1.0, -2.0, -1.0, -2.0, -9.0])
-ROLLOUT = torch.tensor([-1.0, -2.5, -0.75, -2.0, -1.0])
-MASK = torch.tensor([1, 1, 1, 1, 0], dtype=torch.bool)
-SAMPLES = torch.tensor([0, 0, 1, 1, 1])
 LAGS = torch.tensor([3, 2, 1, 0, 0])
-
-
-def metrics(places=slice(None), **named):
-    return compute_correction(
-        TRAIN[places], ROLLOUT[places], MASK[places], SAMPLES[places], num_sequences=2,
-        config=RolloutCorrectionConfig(), **named,
-    ).metrics  # fmt: skip
 
 
 def numbers(found):
