@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +20,6 @@ from megatron_rl_corr.mcore.step_trace import NAME as TRACE
 from megatron_rl_corr.moe.statistics import FILE_NAME as EXPERTS_NAME
 from megatron_rl_corr.parallel.failure import StartupError, all_reduce_failure
 from megatron_rl_corr.parallel.layout import Layout
-from megatron_rl_corr.parallel.restarts import is_restart
 from megatron_rl_corr.rollout.abandoned import drop_files, drop_rows, move_files
 from megatron_rl_corr.rollout.sample_folder import NAME as SAMPLES
 
@@ -31,17 +31,17 @@ _BEGUN: set[Path] = set()
 def all_reduce_clear_folders(options: RunConfig, layout: Layout, iteration: int) -> None:
     """Remove what an earlier attempt wrote of the steps after `iteration`; every rank calls it, as the last of a start.
 
-    Each rank looks where it writes itself. In a run that begins at step 0, what is there is of another run, unless this
-    process or an attempt before it has begun there: it is moved into a new folder `earlier-TIME` beside it.
+    Each rank looks where it writes itself. In a run that begins at step 0, what is there is of another run, or of an
+    attempt of this one in another process, which can't be told apart: it is moved into a new folder `earlier-TIME`.
 
     Raises:
         StartupError: on one rank, where a file can't be read, moved or replaced; on the others PeerFailure.
     """
-    error, stamp = None, [time.strftime("%Y%m%d-%H%M%S")]
+    error, stamp = None, [f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"]
     dist.broadcast_object_list(stamp, src=0)  # of all leaders that share a folder
     try:
         for folder, names, are_rows in _written_here(options, layout):
-            if iteration == 0 and not is_restart() and folder not in _BEGUN:
+            if iteration == 0 and folder not in _BEGUN:
                 _keep_aside(folder, names, folder / f"earlier-{stamp[0]}")
             elif are_rows:
                 for name in (METRICS_NAME, EXPERTS_NAME):

@@ -52,8 +52,8 @@ def rows(path):
 
 
 @drill("a run begins at step 0 in the folders of another one, and torchrun restarts it before its first checkpoint",
-       promised="the other's rows and samples are kept, aside; its own are there once")  # fmt: skip
-def test_start_when_a_folder_holds_another_run_then_that_is_kept_aside_and_a_restart_removes_its_own_alone(
+       promised="the other's rows and samples are kept, aside; each step is there once")  # fmt: skip
+def test_start_when_a_folder_holds_another_run_then_that_is_kept_aside_after_a_restart_too(
     start, tmp_path, seen
 ):
     write_steps(tmp_path, range(1, 31), "old")
@@ -65,9 +65,19 @@ def test_start_when_a_folder_holds_another_run_then_that_is_kept_aside_and_a_res
     write_steps(tmp_path, range(1, 4), "new")
     start(0, torchrun_restarts=1)
     assert rows(tmp_path / "log/metrics.jsonl") == []
-    assert len(list(tmp_path.glob("samples/earlier-*/step_*"))) == len(list(tmp_path.glob("trace/earlier-*/*"))) == 30
+    for kept in ("samples/earlier-*/step_*", "trace/earlier-*/step_*"):  # those of the attempt before lie apart
+        assert sorted(path.read_text() for path in tmp_path.glob(kept)) == ["new"] * 3 + ["old"] * 30
+    assert (aside / "run.json").read_text() == "old"
     assert not list(tmp_path.glob("samples/step_*")) and not list(tmp_path.glob("trace/step_*"))
-    seen("30 steps of the other run in earlier-TIME, none of the attempt before")
+    seen("30 steps of the other run in one earlier-TIME, 3 of the attempt before in another")
+
+
+def test_start_when_an_attempt_has_died_before_it_began_then_a_restart_keeps_another_run_all_the_same(start, tmp_path):
+    write_steps(tmp_path, range(1, 31), "old")
+    start(0, torchrun_restarts=1)
+    assert rows(tmp_path / "log/metrics.jsonl") == []
+    assert rows(next(tmp_path.glob("log/earlier-*")) / "metrics.jsonl") == list(range(1, 31))
+    assert len(list(tmp_path.glob("samples/earlier-*/step_*"))) == 30
 
 
 def test_start_when_the_process_begins_again_then_what_is_there_is_its_own(start, tmp_path):
