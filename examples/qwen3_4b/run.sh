@@ -1,0 +1,82 @@
+#!/usr/bin/env bash
+# Qwen3-4B on mathematics, on one node of 8 GPUs with 80 GB each: 4 train, 4 serve.
+#
+#   MODEL=models/Qwen3-4B DATA=train.parquet examples/qwen3_4b/run.sh --dry-run
+#   MODEL=models/Qwen3-4B DATA=train.parquet examples/qwen3_4b/run.sh
+#
+# Several nodes of 8 GPUs, one of which serves: NODES=2 (examples/recipes/README.md, and slurm.sbatch there).
+set -euo pipefail
+HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+
+MODEL=${MODEL:?folder of Qwen3-4B}           # config.json, weights, tokenizer
+DATA=${DATA:-}                               # a Parquet file: question, answer; or prompt (messages), reward_model
+OUT=${OUT:-runs/qwen3_4b}                    # logs, metrics, checkpoints
+NODES=${NODES:-1}                            # nodes that train; from 2 on others serve
+SERVE_NODES=${SERVE_NODES:-1}
+COLOCATE=${COLOCATE:-0}                      # 1: all 8 GPUs train and serve, in turn
+COLOCATED_FRACTION=0.75                      # of a GPU, for a colocated server's weights and cache, beside the trainer's weights
+PORT=${PORT:-30000}                          # of the first server
+SERVER_GPUS=1                                # of one server
+PROMPT=1024 RESPONSE=4096                    # longest prompt and response, in tokens
+GROUP=8 BATCH=128                            # samples of a prompt, samples of a step
+MICROBATCH=10240                             # tokens that are trained at a time, on 2 GPUs
+
+if [ "$NODES" = 1 ] && [ "$COLOCATE" = 0 ]; then
+    GPUS_TRAIN=${GPUS_TRAIN:-0,1,2,3} GPUS_SERVE=${GPUS_SERVE:-4,5,6,7}
+else
+    GPUS_TRAIN=${GPUS_TRAIN:-0,1,2,3,4,5,6,7} GPUS_SERVE=${GPUS_SERVE:-0,1,2,3,4,5,6,7}
+fi
+LAYOUT=(--tensor-model-parallel-size 2) # each weight matrix on 2 GPUs; 45 GiB a GPU, by `--plan`
+PLAN_FLAGS=("${LAYOUT[@]}" --pipeline-model-parallel-size 1 --context-parallel-size 1
+    --no-optimizer-cpu-offload --recompute none --max-prompt-tokens $PROMPT --max-new-tokens $RESPONSE
+    --max-tokens-per-microbatch $MICROBATCH --group-size $GROUP --global-batch-size $BATCH)
+
+SERVER_FLAGS=(
+    --dtype bfloat16                    # as the trainer computes: other pairs differ by more
+    --tp-size $SERVER_GPUS              # GPUs of a server
+    --mem-fraction-static 0.85          # of a GPU, for weights and cache; the rest is for activations and for pushes
+)
+# The same responses in every run, and slower sampling: DETERMINISTIC=1
+[ "${DETERMINISTIC:-0}" = 0 ] || SERVER_FLAGS+=(--enable-deterministic-inference)
+
+MEGATRON_FLAGS=(
+    "${LAYOUT[@]}"                      # above
+    --sequence-parallel                 # activations outside the matrices are split as well
+    --use-distributed-optimizer         # Adam's state is split over the replicas
+    --bf16                              # weights and activations; gradients and Adam are float32
+    --no-gradient-accumulation-fusion   # its kernel is Apex's, which this needs no other part of
+    --seq-length $((PROMPT + RESPONSE)) # the longest sample
+    --micro-batch-size 1                # Megatron asks for it; microbatches are packed, see below
+    --global-batch-size $BATCH          # a multiple of group size x replicas
+    --train-iters 200                   # steps
+    --lr 1e-6 --lr-decay-style constant # small, constant steps, as usual for policy gradients
+    --weight-decay 0.0                  # weights are not drawn toward 0
+    --clip-grad 1.0 --adam-beta2 0.98   # a rare large gradient is cut, and forgotten sooner
+    --tokenizer-type NullTokenizer      # only sizes the embedding; by Qwen3's tokenizer it would have fewer rows than the model's
+    --mock-data --split 100,0,0         # the script's own data are made up and never read
+    --num-workers 0 --no-create-attention-mask-in-dataloader # so nothing is prepared of them
+    --eval-iters 0                      # its own evaluation would score that data
+    --distributed-timeout-minutes 60    # ranks wait for each other while weights are read and pushed the first time
+    --save "$OUT/checkpoints" --save-interval 100 # each takes 56 GB
+    --load "$OUT/checkpoints"           # started again, the run goes on from the last one
+    --override-opt_param-scheduler      # by the --lr and --train-iters given then; Megatron refuses others than the checkpoint's
+    --log-interval 1                    # Megatron's own log line, every step
+    --tensorboard-dir "$OUT/tensorboard" # its numbers and ours
+)
+RUN_FLAGS=(
+    --rollout-max-tokens-per-microbatch $MICROBATCH # samples are packed up to so many tokens
+    --rollout-reward-function math      # 1 where the answer equals the label as mathematics
+    --rollout-group-size $GROUP         # samples of a prompt; their mean is the baseline
+    --rollout-max-new-tokens $RESPONSE  # longest response
+    --rollout-max-concurrency 128       # samples in flight of each replica
+    --rollout-max-lag 1                 # servers sample the next step while this one trains
+    --rollout-correction-preset decoupled_geo_rs_token_tis # token weights up to 2; drops responses far from the policy
+    --rollout-loss dapo                 # PPO's loss over tokens, with a higher upper clip
+    --rollout-chat-template-kwargs '{"enable_thinking": false}' # long thoughts would be cut at RESPONSE; Qwen3's template has it
+    --rollout-log-dir "$OUT"            # for megatron-rl-corr report
+    --rollout-save-hf "$OUT/hf"         # the trained model, for transformers and servers
+)
+
+source "$HERE/../recipes/recipe.sh"
+# One line, as bash reads a script while it runs it: this file may be edited meanwhile.
+recipe "$@"; exit

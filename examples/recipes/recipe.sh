@@ -1,0 +1,209 @@
+# What the recipes of this folder share; a recipe sets its variables and arrays, then calls `recipe "$@"`.
+#
+#   recipe              one node: starts the servers, waits until they answer, trains, ends the servers
+#   recipe --dry-run    checks every flag with SGLang's, Megatron's and our own parsers, and the data; starts nothing
+#   recipe --plan       what the layout takes of each GPU
+#   recipe --serve      only the servers, on all GPUs of GPUS_SERVE of this node, for trainers on other nodes
+#   recipe --train      only the trainer, against the servers of SERVER_URLS
+#   recipe --urls       the addresses of this node's servers
+#
+# What follows goes to the trainer, behind the recipe's own flags: the last of two wins.
+#
+# Set by the recipe: MODEL DATA OUT GPUS_TRAIN GPUS_SERVE SERVER_GPUS COLOCATED_FRACTION PORT NODES SERVE_NODES and the arrays
+# SERVER_FLAGS MEGATRON_FLAGS RUN_FLAGS PLAN_FLAGS.
+
+REPOSITORY=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+PYTHON=${PYTHON:-$REPOSITORY/.venv/bin/python}
+# An ordinary Megatron script. Megatron-LM's own works as well: PRETRAIN=<checkout>/pretrain_gpt.py and PYTHONPATH=<checkout>.
+PRETRAIN=${PRETRAIN:-$REPOSITORY/examples/quickstart/pretrain_moe.py}
+# The address that servers listen on and are reached at; with several nodes, one of a private network.
+SERVER_HOST=${SERVER_HOST:-127.0.0.1}
+START_TIMEOUT_S=${START_TIMEOUT_S:-1800}
+
+server_pids=() trainer_pid="" forwarded=""
+
+say() { echo "[recipe] $*"; }
+fail() { echo "[recipe] $*" >&2; exit 2; }
+
+# "0,1,2,3" -> 4
+count() { local IFS=,; set -- $1; echo $#; }
+
+# The i-th server's GPUs: SERVER_GPUS of GPUS_SERVE.
+gpus_of_server() { echo "$GPUS_SERVE" | cut -d, -f$(($1 * SERVER_GPUS + 1))-$((($1 + 1) * SERVER_GPUS)); }
+
+colocated() { [ "${COLOCATE:-0}" != 0 ]; }
+
+# COLOCATE=1: all GPUs train and serve, in turn. Called by a recipe behind its arrays.
+set_colocation() {
+    colocated || return 0
+    [ "$NODES" = 1 ] || fail "COLOCATE=1 with NODES=$NODES: weights are handed over on one machine; leave one of them out"
+    SERVER_FLAGS+=(
+        --enable-memory-saver           # releases its memory while the trainer trains
+        --mem-fraction-static "$COLOCATED_FRACTION" # the trainer's weights stay beside it
+    )
+    RUN_FLAGS+=(
+        --rollout-colocate --rollout-weight-transport tensor # weights by CUDA IPC
+        --rollout-max-lag 0             # servers can't sample while the trainer trains
+    )
+    PLAN_FLAGS+=(--colocate --mem-fraction-static "$COLOCATED_FRACTION")
+}
+
+number_of_servers() { echo $(($(count "$GPUS_SERVE") / SERVER_GPUS)); }
+
+server_urls() {
+    if [ -n "${SERVER_URLS:-}" ]; then echo "$SERVER_URLS"; return; fi
+    local i
+    for ((i = 0; i < $(number_of_servers); i++)); do echo "http://$SERVER_HOST:$((PORT + i))"; done
+}
+
+# Flags of data as they come: columns question and answer (GSM8K), or messages under prompt and the answer in
+# reward_model.ground_truth (DAPO-math-17k, and whatever verl reads).
+data_flags() {
+    local columns
+    columns=" $("$PYTHON" -c 'import sys, pyarrow.parquet as p; print(*p.read_schema(sys.argv[1]).names)' "$DATA") " ||
+        fail "DATA=$DATA can't be read as Parquet; name a file with the columns question and answer, or prompt and reward_model"
+    case $columns in
+    *" question "*) DATA_FLAGS=(
+        --rollout-input-key question --rollout-label-key answer --rollout-apply-chat-template
+        --rollout-system-prompt 'Reason step by step, and put the final answer into \boxed{}.') ;;
+    *" prompt "*) DATA_FLAGS=(--rollout-input-key prompt --rollout-label-key reward_model.ground_truth) ;;
+    *) fail "DATA=$DATA has the columns$columns; it needs question and answer, or prompt and reward_model" ;;
+    esac
+}
+
+# All flags of the script, into the array TRAIN_FLAGS.
+train_flags() {
+    local model_flags
+    data_flags
+    model_flags=$("$PYTHON" -m megatron_rl_corr.cli model-flags "$MODEL") || exit 2
+    # shellcheck disable=SC2206
+    TRAIN_FLAGS=($model_flags "${MEGATRON_FLAGS[@]}" --rollout-url $(server_urls) --rollout-hf-checkpoint "$MODEL"
+        --rollout-prompts "$DATA" "${DATA_FLAGS[@]}" "${RUN_FLAGS[@]}" "${EXTRA_FLAGS[@]}")
+}
+
+# Whatever answers at a port of ours would be taken for our server, and the run would push its weights into it.
+refuse_ports_in_use() {
+    local i
+    for ((i = 0; i < $(number_of_servers); i++)); do
+        if (exec 3<>"/dev/tcp/$SERVER_HOST/$((PORT + i))") 2>/dev/null; then
+            fail "port $((PORT + i)) of $SERVER_HOST is in use, by a server that this run did not start; end it, or give another PORT"
+        fi
+    done
+}
+
+start_servers() {
+    local i log
+    refuse_ports_in_use
+    mkdir -p "$OUT"
+    for ((i = 0; i < $(number_of_servers); i++)); do
+        log=$OUT/server-$(hostname)-$i.log
+        say "server $i on GPUs $(gpus_of_server "$i"), $log"
+        # A colocated server must see the GPU that weights are handed over on, which is the first trainer's.
+        local visible=$(gpus_of_server "$i") first=()
+        if colocated; then visible=$GPUS_SERVE first=(--base-gpu-id $((i * SERVER_GPUS))); fi
+        CUDA_VISIBLE_DEVICES=$visible "$PYTHON" -m sglang.launch_server --model-path "$MODEL" \
+            --host "$SERVER_HOST" --port $((PORT + i)) "${first[@]}" "${SERVER_FLAGS[@]}" >"$log" 2>&1 &
+        server_pids+=($!)
+    done
+    trap 'kill "${server_pids[@]}" 2>/dev/null || true; wait' EXIT
+    trap 'exit 130' INT
+    trap 'exit 143' TERM
+}
+
+refuse_ended_servers() {
+    local pid
+    for pid in "${server_pids[@]}"; do
+        kill -0 "$pid" 2>/dev/null || fail "a server ended at its start; see $OUT/server-*.log"
+    done
+}
+
+# Until every server answers; a server of ours that ends meanwhile ends the wait.
+wait_for_servers() {
+    local url end=$((SECONDS + START_TIMEOUT_S))
+    for url in $(server_urls); do
+        until "$PYTHON" -c 'import sys, urllib.request as r; r.build_opener(r.ProxyHandler({})).open(sys.argv[1] + "/health", timeout=10)' "$url" 2>/dev/null; do
+            refuse_ended_servers
+            [ $SECONDS -lt $end ] || fail "$url does not answer after $START_TIMEOUT_S s; see $OUT/server-*.log"
+            sleep 2
+        done
+        say "$url answers"
+    done
+    refuse_ended_servers # one that answered first may have ended while the others started
+}
+
+# One connection keeps the order of kernels and exchanges, which Megatron asks for with tensor or context parallelism.
+# Set for the trainer alone.
+train_variables() {
+    export CUDA_DEVICE_MAX_CONNECTIONS=1
+    export PYTHONPATH=$REPOSITORY${PYTHONPATH:+:$PYTHONPATH}
+}
+
+forward_signal() {
+    forwarded=1
+    [ -z "$trainer_pid" ] || kill -TERM "$trainer_pid" 2>/dev/null || true
+}
+
+# bash handles no signal while a program runs in its foreground, so the trainer runs behind it. It has a process group
+# of its own: what ends the run, as Ctrl-C at a terminal, reaches torchrun once, from here. The status is torchrun's.
+train() {
+    train_variables
+    local status=0 where=(--standalone)
+    if [ "$NODES" -gt 1 ]; then
+        where=(--nnodes "$NODES" --node_rank "${NODE_RANK:?the number of this node}"
+            --master_addr "${MASTER_ADDR:?the address of the first node that trains}" --master_port "${MASTER_PORT:-29500}")
+    fi
+    trap forward_signal INT TERM
+    set -m
+    CUDA_VISIBLE_DEVICES=$GPUS_TRAIN "$PYTHON" -m torch.distributed.run "${where[@]}" --nproc_per_node "$(count "$GPUS_TRAIN")" \
+        -m megatron_rl_corr.launch "$PRETRAIN" "${TRAIN_FLAGS[@]}" </dev/null &
+    trainer_pid=$!
+    set +m
+    [ -z "$forwarded" ] || forward_signal
+    wait "$trainer_pid" || status=$?
+    while [ -n "$forwarded" ]; do # the signal ended the wait, and torchrun is ending its workers
+        forwarded="" status=0
+        wait "$trainer_pid" || status=$?
+    done
+    return $status
+}
+
+plan() {
+    local serving=$((SERVE_NODES * $(count "$GPUS_SERVE")))
+    if colocated; then
+        "$PYTHON" -m megatron_rl_corr.cli plan --hf-checkpoint "$MODEL" --gpus "$(count "$GPUS_TRAIN")" \
+            --serve-tensor-parallel-size "$SERVER_GPUS" "${PLAN_FLAGS[@]}"
+        return
+    fi
+    "$PYTHON" -m megatron_rl_corr.cli plan --hf-checkpoint "$MODEL" \
+        --gpus $((NODES * $(count "$GPUS_TRAIN") + serving)) --serve-gpus $serving \
+        --serve-tensor-parallel-size "$SERVER_GPUS" "${PLAN_FLAGS[@]}"
+}
+
+# The flags of --train and --serve are those that run; tools/cpu lets Megatron and SGLang parse them without a GPU.
+dry_run() {
+    plan || fail "the layout does not fit, by the plan above"
+    say "SGLang parses the flags of $(number_of_servers) servers"
+    "$PYTHON" "$REPOSITORY/examples/recipes/dry_run.py" server --model-path "$MODEL" --host "$SERVER_HOST" --port "$PORT" \
+        "${SERVER_FLAGS[@]}" || exit 2
+    train_variables
+    say "Megatron and the launcher parse and check the flags of the trainer, the data and the reward"
+    "$PYTHON" "$REPOSITORY/examples/recipes/dry_run.py" train $((NODES * $(count "$GPUS_TRAIN"))) "$PRETRAIN" "${TRAIN_FLAGS[@]}" || exit 2
+}
+
+recipe() {
+    local what=all
+    case ${1:-} in --dry-run | --plan | --serve | --train | --urls) what=${1#--}; shift ;; esac
+    EXTRA_FLAGS=("$@")
+    set_colocation
+    [ "$what" = urls ] && { server_urls; return; }
+    [ -f "$MODEL/config.json" ] || fail "MODEL=$MODEL is no Hugging Face folder: it has no config.json"
+    [ "$what" = plan ] && { plan; return; }
+    [ "$what" = serve ] && { start_servers; wait "${server_pids[@]}"; return; }
+    [ -e "$DATA" ] || fail "DATA=$DATA: there is no such file"
+    train_flags
+    case $what in
+    dry-run) dry_run ;;
+    train) wait_for_servers; train ;;
+    all) start_servers; wait_for_servers; train ;;
+    esac
+}

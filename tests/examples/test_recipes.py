@@ -1,0 +1,372 @@
+"""The recipes' real command lines, at the real sizes, through every parser that would read them; the script's order."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tests.examples.recipe_inputs import CONFIGS, free_ports, write_dapo, write_gsm8k, write_model
+from tests.preloaded import run_preloaded
+from tools.cpu import environment
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = ROOT / "examples/recipes"
+SERVERS = {"qwen3_4b": 4, "qwen3_30b_a3b": 2}
+
+
+class Recipe:
+    """run.sh of one model, its inputs, and a python that writes down what the script asks for."""
+
+    def __init__(self, folder, name):
+        self.name, self.folder, self.record = name, folder, folder / "record.jsonl"
+        self.script, self.python = ROOT / "examples" / name / "run.sh", folder / "python"
+        self._dry_runs = {}
+        (folder / "model").mkdir()
+        write_model(folder / "model", CONFIGS[name])
+        write_gsm8k(folder / "gsm8k.parquet")
+        write_dapo(folder / "dapo.parquet")
+        self.python.write_text(f'#!/bin/sh\nexec {sys.executable} {ROOT}/tests/examples/recording_python.py "$@"\n')
+        self.python.chmod(0o755)
+
+    def run(self, *words, recorded=True, data="dapo", **variables):
+        process = self.start(*words, recorded=recorded, data=data, **variables)
+        try:
+            out, error = process.communicate(timeout=300)
+        except BaseException:
+            process.kill()
+            raise
+        return subprocess.CompletedProcess(process.args, process.returncode, out, error)
+
+    def start(self, *words, recorded=True, data="dapo", **variables):
+        self.record.unlink(missing_ok=True)
+        given = {
+            "MODEL": self.folder / "model", "DATA": self.folder / f"{data}.parquet", "OUT": self.folder / "out",
+            "PYTHON": self.python if recorded else sys.executable, "RECORD": self.record, "PYTHONPATH": ROOT,
+            "PORT": 30000,
+        }  # fmt: skip
+        return subprocess.Popen(
+            ["bash", self.script, *map(str, words)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True, cwd=self.folder,
+            # A shell traps no signal that was ignored as it began, as Ctrl-C is in what a script has put behind it.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+            env=os.environ | {name: str(value) for name, value in (given | variables).items()},
+        )
+
+    def asked(self, *start):
+        """The recorded calls that begin with these words."""
+        lines = [json.loads(line) for line in self.record.read_text().splitlines()]
+        return [line for line in lines if line["words"][: len(start)] == list(start)]
+
+    def words_of_dry_run(self, what, **variables):
+        """What `--dry-run` gives dry_run.py server, or train; its plan is left out."""
+        if (key := json.dumps(variables)) not in self._dry_runs:
+            run = self.run("--dry-run", SKIP_PLAN=1, **variables)
+            assert run.returncode == 0, run.stdout + run.stderr
+            calls = [call["words"] for call in self.asked(str(RECIPES / "dry_run.py"))]
+            self._dry_runs[key] = {words[1]: words[2:] for words in calls}
+        return self._dry_runs[key][what]
+
+    def check_training(self, *words, **variables):
+        """The launcher's check of the trainer's command line with words behind it, in a fork that has Megatron."""
+        flags = [*self.words_of_dry_run("train", **variables), *words]
+        return run_preloaded(["-m", "megatron_rl_corr.launch", "--rollout-corr-check", *flags], cwd=ROOT)
+
+    def plan(self):
+        """What `--plan` prints, in lines."""
+        run = self.run("--plan")
+        assert run.returncode == 0, run.stderr
+        return run.stdout.splitlines()
+
+
+@pytest.fixture(scope="module", params=SERVERS)
+def recipe(request, tmp_path_factory):
+    return Recipe(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory):
+    return Recipe(tmp_path_factory.mktemp("sparse"), "qwen3_30b_a3b")
+
+
+def test_dry_run_as_a_user_starts_it_then_every_parser_takes_the_flags(sparse):
+    run = sparse.run("--dry-run", recorded=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    for words in (
+        "The best layout that fits: TP 2, EP 4, DP 2", "bfloat16, 2 GPUs, port 30000",
+        "4 processes: tensor 2, pipeline 1, context 1, expert 4, expert tensor 1, data 2",
+        "16 prompts of 8; responses of at most 4096 tokens", "prompts: 32 rows; router replay R3",
+        "checked, and nothing was started",
+    ):  # fmt: skip
+        assert words in run.stdout
+
+
+@pytest.mark.parametrize("data", ["dapo", "gsm8k"])
+def test_training_flags_then_megatron_and_our_checks_take_them_with_data_of_both_kinds(recipe, data):
+    checked = recipe.check_training(data=data)
+    assert checked.returncode == 0, checked.stderr[-2000:]
+    assert "checked, and nothing was started" in checked.stdout and "prompts: 32 rows" in checked.stdout
+
+
+def test_training_flags_of_two_nodes_then_they_are_checked_for_16_processes(recipe):
+    checked = recipe.check_training(NODES=2)
+    assert checked.returncode == 0, checked.stderr[-2000:]
+    assert "16 processes: tensor 2" in checked.stdout and "data 8" in checked.stdout
+
+
+def test_training_flags_when_colocated_then_they_are_checked_for_all_8_gpus(recipe):
+    checked = recipe.check_training(COLOCATE=1)
+    assert checked.returncode == 0, checked.stderr[-2000:]
+    assert "8 processes: tensor 2" in checked.stdout and "data 4" in checked.stdout
+    assert "--rollout-colocate" in recipe.words_of_dry_run("train", COLOCATE=1)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--rollout-weight-transport", "distributed"], "--rollout-colocate with --rollout-weight-transport distrib"),
+        (["--rollout-max-lag", 1], "--rollout-colocate with --rollout-max-lag 1: servers have no memory"),
+        (["--rollout-engine", "vllm"], "--rollout-colocate with --rollout-engine vllm: the release of its memo"),
+        (["--no-optimizer-cpu-offload"], "--use-precision-aware-optimizer with --rollout-colocate: it updates"),
+    ],
+)  # fmt: skip
+def test_training_flags_when_colocated_and_one_leaves_no_turns_then_refused_by_name(sparse, words, message):
+    flags = sparse.words_of_dry_run("train", COLOCATE=1)
+    if words == ["--no-optimizer-cpu-offload"]:  # Megatron has no such flag
+        flags, words = [flag for flag in flags if flag != "--optimizer-cpu-offload"], []
+    checked = run_preloaded(["-m", "megatron_rl_corr.launch", "--rollout-corr-check", *flags, *words], cwd=ROOT)
+    assert checked.returncode == 2, checked.stdout[-2000:]
+    assert message in checked.stderr, checked.stderr[-2000:]
+
+
+def test_run_when_colocated_then_every_server_sees_all_gpus_and_takes_its_own(recipe):
+    port = free_ports(8)
+    run = recipe.run(PORT=port, COLOCATE=1)
+    assert run.returncode == 0, run.stdout + run.stderr
+    servers, count = recipe.asked("-m", "sglang.launch_server"), 2 * SERVERS[recipe.name]
+    every = ",".join(map(str, range(8)))
+    assert [server["CUDA_VISIBLE_DEVICES"] for server in servers] == [every] * count
+    words = [server["words"] for server in servers]
+    first = sorted(int(line[line.index("--base-gpu-id") + 1]) for line in words)
+    assert first == [number * 8 // count for number in range(count)]
+    assert all("--enable-memory-saver" in line for line in words)
+    [training] = recipe.asked("-m", "torch.distributed.run")
+    assert training["CUDA_VISIBLE_DEVICES"] == every and training["words"][3:5] == ["--nproc_per_node", "8"]
+
+
+def test_run_when_colocated_over_several_nodes_then_refused(sparse):
+    run = sparse.run("--dry-run", COLOCATE=1, NODES=2)
+    assert run.returncode == 2 and "COLOCATE=1 with NODES=2: weights are handed over on one machine" in run.stderr
+
+
+def test_server_flags_then_sglang_has_them(recipe):
+    flags = [*recipe.words_of_dry_run("server", COLOCATE=1), "--base-gpu-id", "2", "--enable-deterministic-inference"]
+    assert flags[-1] in recipe.script.read_text()
+    variables = environment("sglang") | {"RECIPE_SERVER_FLAGS": "1"}
+    run = run_preloaded([RECIPES / "dry_run.py", "server", *flags], engine="sglang", env=variables)
+    assert run.returncode == 0, run.stderr[-2000:]
+    wrong = run_preloaded([RECIPES / "dry_run.py", "server", *flags, "--tp-sise", 2], engine="sglang", env=variables)
+    assert wrong.returncode == 2 and "unrecognized arguments: --tp-sise" in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--expert-model-parallel-size", 3], "Number of experts should be a multiple of expert model parallel_size"),
+        (["--tensor-model-parallel-sise", 2], "unrecognized arguments: --tensor-model-parallel-sise 2"),
+        (["--rollout-group-sise", 8], "unknown flag --rollout-group-sise; did you mean --rollout-group-size?"),
+        (["--hidden-size", 4096], "--hidden-size 4096: config.json says 2048"),
+        (["--rollout-label-key", "solution"], 'dapo.parquet: row 0: no key "solution"; the row has'),
+        (["--rollout-reward-function", "nowhere.py:reward"], "nowhere.py"),
+        # 24 samples over 2 replicas are 12 each: one prompt of 8, and half of another.
+        (["--global-batch-size", 24], "--global-batch-size 24 must be a multiple of --rollout-group-size 8 times the"),
+        (["--rollout-eval-prompts", "nowhere.parquet", "--eval-interval", 9], "--rollout-eval-prompts: nowhere.parq"),
+        (["--rollout-environment", "nowhere.py:Shop"], "--rollout-environment: there is no file nowhere.py"),
+        # Folders that different ranks write: every one, leaders, those that send weights, the last one.
+        (["--save", "{model}/config.json"], "--save {model}/config.json can't be made"),
+        (["--rollout-trace", "{model}/config.json"], "--rollout-trace {model}/config.json can't be made"),
+        (["--rollout-save-hf", "{model}/config.json"], "--rollout-save-hf {model}/config.json can't be made"),
+        # Qwen3's tokenizer has fewer ids than its embedding has rows, as this one.
+        (["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "{model}"],
+         "HuggingFaceTokenizer: its tokenizer makes an embedding of 256 rows, and the model has 151936"),
+    ],
+)
+def test_training_flags_when_one_is_wrong_then_refused_by_name(sparse, words, message):
+    checked = sparse.check_training(*[str(word).format(model=sparse.folder / "model") for word in words])
+    assert checked.returncode == 2, checked.stdout[-2000:]
+    assert message.format(model=sparse.folder / "model") in checked.stderr, checked.stderr[-2000:]
+
+
+def test_training_flags_when_the_model_has_no_weights_or_cut_ones_then_told_or_refused(sparse):
+    checked = sparse.check_training()
+    assert f"weights: {sparse.folder / 'model'} has none yet, and a run would need them" in checked.stdout
+    weights = sparse.folder / "model/model.safetensors"
+    weights.write_bytes(b"cut")
+    try:
+        checked = sparse.check_training()
+    finally:
+        weights.unlink()
+    assert checked.returncode == 2, checked.stdout[-2000:]
+    assert f"{weights} can't be read as safetensors" in checked.stderr, checked.stderr[-2000:]
+
+
+def test_layout_when_it_does_not_fit_then_the_dry_run_ends_with_the_plan(sparse):
+    script = sparse.script.read_text()
+    broken = sparse.folder / "examples/qwen3_30b_a3b/run.sh"
+    broken.parent.mkdir(parents=True)
+    (broken.parents[1] / "recipes").symlink_to(RECIPES)
+    broken.write_text(script.replace("PLAN_ADAM=(--optimizer-cpu-offload)", "PLAN_ADAM=(--no-optimizer-cpu-offload)"))
+    sparse.script, kept = broken, sparse.script
+    try:
+        run = sparse.run("--dry-run")
+    finally:
+        sparse.script = kept
+    assert run.returncode == 2 and "NOTHING FITS" in run.stdout and "does not fit" in run.stderr
+
+
+def test_plan_of_a_recipe_then_the_memory_that_its_comment_says(recipe):
+    [row] = [line.split() for line in recipe.plan() if line.startswith("0  ")]
+    assert f"{float(row[-2]):.0f} GiB a GPU" in recipe.script.read_text()
+
+
+def test_plan_of_a_recipe_then_its_flags_are_those_that_the_recipe_gives(recipe):
+    [planned, servers] = [line.split() for line in recipe.plan() if line.startswith("  --")]
+    given = [*recipe.words_of_dry_run("train"), *recipe.words_of_dry_run("server")]
+    for flag, value in pairwise([*planned, *servers, "--"]):
+        if flag.startswith("--"):
+            assert flag in given
+            assert value.startswith("--") or given[given.index(flag) + 1] == value, flag
+
+
+def test_run_then_servers_start_and_answer_before_training_and_end_after_it(recipe):
+    port = free_ports(4)
+    run = recipe.run(PORT=port)
+    assert run.returncode == 0, run.stdout + run.stderr
+    servers, count = recipe.asked("-m", "sglang.launch_server"), SERVERS[recipe.name]
+    gpus = ["4", "5", "6", "7"] if count == 4 else ["4,5", "6,7"]
+    assert sorted(server["CUDA_VISIBLE_DEVICES"] for server in servers) == gpus
+    [training] = recipe.asked("-m", "torch.distributed.run")
+    words = training["words"]
+    assert training["CUDA_VISIBLE_DEVICES"] == "0,1,2,3" and training["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    assert words[2:7] == ["--standalone", "--nproc_per_node", "4", "-m", "megatron_rl_corr.launch"]
+    # What is trained is what the dry run checks; its first word is the number of processes.
+    checked = [re.sub("30000", str(port), word) for word in recipe.words_of_dry_run("train")[1:]]
+    assert [word for word in words[7:] if ":" not in word] == [word for word in checked if ":" not in word]
+    assert words[words.index("--rollout-url") + 1] == f"http://127.0.0.1:{port}"
+    assert [run.stdout.count(f":{port + i} answers") for i in range(count)] == [1] * count
+    assert all(not is_open(port + i) for i in range(count))
+
+
+def test_run_when_a_server_ends_at_its_start_then_its_log_is_named_and_nothing_trains(sparse):
+    run = sparse.run(PORT=free_ports(4), SERVERS_END=1)
+    assert run.returncode == 2 and "a server ended at its start; see" in run.stderr
+    assert sparse.asked("-m", "torch.distributed.run") == []
+
+
+def test_run_when_somebody_elses_server_has_a_port_then_refused_before_ours_start(sparse):
+    port = free_ports(4)
+    with socket.create_server(("127.0.0.1", port + 1)):
+        run = sparse.run(PORT=port)
+    assert run.returncode == 2
+    assert f"port {port + 1} of 127.0.0.1 is in use" in run.stderr and "give another PORT" in run.stderr
+    assert sparse.asked("-m", "sglang.launch_server") == sparse.asked("-m", "torch.distributed.run") == []
+
+
+def test_run_when_a_server_ends_after_its_answer_then_nothing_trains(sparse):
+    port = free_ports(4)
+    run = sparse.run(PORT=port, PORT_THAT_ENDS=port)  # as the second is asked
+    assert run.returncode == 2 and "a server ended at its start; see" in run.stderr
+    assert run.stdout.count("answers") == 2 and sparse.asked("-m", "torch.distributed.run") == []
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_run_when_it_is_ended_by_a_signal_then_training_gets_it_and_gives_the_status_and_servers_end(sparse, sent):
+    port, begun = free_ports(4), sparse.folder / f"begun_{sent}"
+    process = sparse.start(PORT=port, TRAINING_WAITS=begun)
+    end = time.monotonic() + 120
+    while not begun.exists() and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.05)
+    assert is_open(port) and is_open(port + 1)
+    process.send_signal(sent)
+    try:
+        out, error = process.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        os.kill(int(begun.read_text()), signal.SIGKILL)  # the script goes on behind it, and ends the servers
+        raise
+    assert process.returncode == 7, out + error
+    assert not is_open(port) and not is_open(port + 1)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"MODEL": "nowhere"}, "MODEL=nowhere is no Hugging Face folder"),
+        ({"DATA": "nowhere.parquet"}, "DATA=nowhere.parquet: there is no such file"),
+        ({"MODEL": ""}, "MODEL: folder of Qwen3-30B-A3B"),
+    ],
+)
+def test_run_when_an_input_is_missing_then_its_variable_is_named(sparse, variables, message):
+    run = sparse.run("--dry-run", **variables)
+    assert run.returncode != 0 and message in run.stderr
+
+
+# On Debian a host finds itself, here the first, at 127.0.1.1.
+@pytest.mark.parametrize("own_address", ["10.0.0.1", "127.0.1.1"])
+def test_slurm_job_of_three_nodes_then_the_first_serves_and_the_others_train_against_it(sparse, own_address, tmp_path):
+    tools = tmp_path
+    calls = tools / "calls"
+    stubs = {
+        "scontrol": "printf 'node1\\nnode2\\nnode3\\n'",
+        "getent": f'[ "$2" = node1 ] && echo "{own_address} STREAM $2" || echo "10.0.0.${{2#node}} STREAM $2"',
+        "hostname": "echo '127.0.0.1 10.0.0.1 172.17.0.1 '",
+        # A step of training has a task for each of its nodes; this one runs the second's.
+        "srun": f'echo "$SERVER_HOST | ${{SERVER_URLS:-}} | ${{MASTER_ADDR:-}} | $* | $SRUN_CPUS_PER_TASK" >> {calls}; '
+                'case "$*" in *--train*) shift 3; RECORD="$RECORD" exec "$@" ;; esac; exec sleep 60',
+    }  # fmt: skip
+    for name, text in stubs.items():
+        (tools / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tools / name).chmod(0o755)
+    # The servers of the first node are not there: one port of the loopback answers in their place.
+    script, sparse.script = sparse.script, RECIPES / "slurm.sbatch"
+    try:
+        run = sparse.run(
+            script, "--train-iters", 3, PATH=f"{tools}:{os.environ['PATH']}", SLURM_JOB_NODELIST="node[1-3]",
+            SLURM_NODEID=1, SERVER_HOST="unset", START_TIMEOUT_S=0, SLURM_CPUS_PER_TASK=64,
+        )
+    finally:
+        sparse.script = script
+    serve, train = [line.split(" | ") for line in sorted(calls.read_text().splitlines())]
+    assert serve[4] == train[4] == "64"
+    assert serve[0] == "10.0.0.1" and f"--nodelist=node1 bash {script} --serve" in serve[3]
+    assert train[1] == "http://10.0.0.1:30000 http://10.0.0.1:30001 http://10.0.0.1:30002 http://10.0.0.1:30003"
+    assert train[2] == "10.0.0.2" and "--nodes=2 --ntasks=2 --nodelist=node2,node3" in train[3]
+    # START_TIMEOUT_S is over at once, as nothing answers there.
+    assert "http://10.0.0.1:30000 does not answer after 0 s" in run.stderr
+
+
+def test_slurm_job_when_another_node_has_only_a_loopback_address_then_it_is_named(sparse, tmp_path):
+    stubs = {
+        "scontrol": "printf 'node1\\nnode2\\nnode3\\n'", "hostname": "echo 10.0.0.1", "srun": "exec sleep 60",
+        "getent": 'echo "127.0.1.1 STREAM $2"',
+    }  # fmt: skip
+    for name, text in stubs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    script, sparse.script = sparse.script, RECIPES / "slurm.sbatch"
+    try:
+        run = sparse.run(script, PATH=f"{tmp_path}:{os.environ['PATH']}", SLURM_JOB_NODELIST="node[1-3]")
+    finally:
+        sparse.script = script
+    assert run.returncode == 2 and "node2 has no address but those of the loopback" in run.stderr
+
+
+def is_open(port):
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
