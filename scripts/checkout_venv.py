@@ -32,10 +32,21 @@ def make_venv(environment: Path, checkout: Path) -> None:
     own_packages = Path(sysconfig.get_path("purelib", vars={"base": str(target)}))
     # addsitedir, not the bare path: the shared packages have .pth files of their own.
     (own_packages / PTH).write_text(f"import site; site.addsitedir({str(packages)!r})\n")
+    link_nvidia(packages, own_packages, target)
     for program in sorted((environment / "bin").iterdir()):
         if not program.name.startswith(OWN_PROGRAMS):
             add_program(program, environment, target)
     install_checkout(target, checkout)
+
+
+def link_nvidia(packages: Path, own_packages: Path, target: Path) -> None:
+    """Link what the lock of a GPU brings: TARGET/cuda for CUDA_HOME, and NVIDIA's libraries into TARGET's own packages.
+
+    Transformer Engine looks for cuDNN and others in the folder of the Python that runs, not on the whole path.
+    """
+    for compiler in packages.glob("nvidia/cu*/bin/nvcc"):
+        (target / "cuda").symlink_to(compiler.parents[1])
+        (own_packages / "nvidia").symlink_to(packages / "nvidia")
 
 
 def add_program(program: Path, environment: Path, target: Path) -> None:

@@ -18,11 +18,14 @@ from megatron_rl_corr.config.notation import K1_NAMES, SHORTHANDS, CorrectionSou
 from megatron_rl_corr.config.rules import DIVERGENCES, RULE_INPUTS  # noqa: E402
 from megatron_rl_corr.config.run import TOPICS  # noqa: E402
 from megatron_rl_corr.observability.catalogue import catalogue, grouped  # noqa: E402
+from megatron_rl_corr.observability.collapse import WINDOW  # noqa: E402
 from megatron_rl_corr.observability.correction_text import (  # noqa: E402
     loss_as_text,
     rules_as_text,
     weights_as_text,
 )
+from megatron_rl_corr.observability.early_warnings import TRENDS  # noqa: E402
+from megatron_rl_corr.observability.trends import COURSE, EARLY  # noqa: E402
 
 
 def flags_page() -> str:
@@ -93,6 +96,15 @@ def metrics_page() -> str:
     for name, spec in catalogue().items():
         if spec.usual:
             lines += ["", f"**`{name}`** ({spec.usual}): {spec.usual.says}. {spec.usual.advice}"]
+    lines += [
+        "", "## Early warnings", "",
+        "Trends; [read_a_run.md](../get_started/read_a_run.md#early-warnings) says how they are judged. now(x) is the",
+        f"median of the last {WINDOW} steps, early(x) that of the run's first {EARLY}, mean(x) the mean of the last",
+        f"{WINDOW}, best(x) the highest such mean so far, tau Kendall's over the last {COURSE} steps, which is asked",
+        "for where a warning begins, not for it to go on.",
+        *table("warning", "when", "meaning", "what to do"),
+    ]  # fmt: skip
+    lines += [row(f"`{one.name}`: {one.says}", f"`{one.condition}`", one.meaning, one.remedy) for one in TRENDS]
     return "\n".join(lines) + "\n"
 
 

@@ -12,7 +12,14 @@ fail() {
     exit 1
 }
 
+# DEVICE_FOR_SETUP decides where it is given, as for an image, which is built without the GPU that it will run on.
 has_gpu() {
+    case ${DEVICE_FOR_SETUP:-} in
+        gpu) return 0 ;;
+        cpu) return 1 ;;
+        "") ;;
+        *) fail "DEVICE_FOR_SETUP is $DEVICE_FOR_SETUP" "give gpu or cpu, or leave it out: then a GPU is looked for" ;;
+    esac
     compgen -G '/dev/nvidia[0-9]*' > /dev/null && return
     command -v nvidia-smi > /dev/null && nvidia-smi -L 2> /dev/null | grep -q '^GPU '
 }
@@ -35,38 +42,50 @@ make_room() {
     rm -rf "$1"
 }
 
-# progress LOG TOTAL PACKAGES: what pip is at, the package it fetches or how many lie in the folder PACKAGES.
+# progress LOG: what pip is at, the package it fetches or how many of install_packages' total lie in its folder.
 progress() {
     if grep -q '^Installing collected packages' "$1"; then
         # With --target pip fills the folder at its very end.
-        [ -d "$3" ] || { echo "unpacking $2 packages"; return; }
-        echo "unpacking: $(compgen -G "$3/*.dist-info" | grep -cv '/pip-') of $2 packages"
+        [ -d "$packages" ] || { echo "unpacking $total packages"; return; }
+        echo "unpacking: $(compgen -G "$packages/*.dist-info" | grep -cv '/pip-') of $total packages"
     else
         grep -E '^ *(Collecting|Downloading|Processing|Using cached)' "$1" | tail -n 1 | awk '{print $1, $2}' \
             | sed 's|file://.*/||; s|/.*/||' | cut -c 1-90
     fi
 }
 
-# install_packages PYTHON LOCK LOG PACKAGES [PIP OPTIONS]: runs pip with its noise in the log, and says now and then what
-# it is at; PACKAGES is the folder that it fills.
-install_packages() {
-    local python=$1 lock=$2 log=$3 packages=$4 started=$SECONDS shown=$SECONDS total pip
-    shift 4
-    total=$(grep -c '^[^#].*==' "$lock")
-    say "$total packages of $lock; pip's log: $log"
+# run_pip PYTHON LOG SHOW [PIP ARGUMENTS]: installs with pip's noise in the log, and says now and then what SHOW LOG
+# prints. Its status is pip's.
+run_pip() {
+    local python=$1 log=$2 show=$3 shown=$SECONDS pip
+    shift 3
     env -u PYTHONPATH -u PYTHONHOME -u PIP_TARGET -u PIP_USER "$python" -m pip install --no-input \
-        --disable-pip-version-check --progress-bar off --no-deps --requirement "$lock" "$@" >> "$log" 2>&1 &
+        --disable-pip-version-check --progress-bar off --no-deps "$@" >> "$log" 2>&1 &
     pip=$!
     trap 'kill $pip 2> /dev/null || true' EXIT
     while kill -0 $pip 2> /dev/null; do
         if [ $((SECONDS - shown)) -ge $SHOW_EVERY_S ]; then
             shown=$SECONDS
-            say "  $(progress "$log" "$total" "$packages")"
+            say "  $($show "$log")"
         fi
         sleep 0.5
     done
     trap - EXIT
-    wait $pip || fail "pip could not install $lock; its log $log ends with:" "$(tail -n 25 "$log")" \
-        "run make $MAKE_TARGET again once the cause is gone; nothing half-made is ever used"
+    wait $pip
+}
+
+# install_packages PYTHON LOCK LOG PACKAGES [PIP OPTIONS]: everything that the lock names and that is published as a wheel;
+# PACKAGES is the folder that pip fills.
+install_packages() {
+    local python=$1 lock=$2 log=$3 packages=$4 started=$SECONDS total
+    shift 4
+    # What is left out needs torch to be built: scripts/gpu_setup.sh compiles it afterwards.
+    grep -v '^transformer_engine_torch==' "$lock" > "$log.wheels"
+    total=$(grep -c '^[^#].*==' "$log.wheels")
+    say "$total packages of $lock; pip's log: $log"
+    run_pip "$python" "$log" progress --requirement "$log.wheels" "$@" \
+        || fail "pip could not install $lock; its log $log ends with:" "$(tail -n 25 "$log")" \
+            "run make $MAKE_TARGET again once the cause is gone; nothing half-made is ever used"
+    rm "$log.wheels"
     say "installed in $((SECONDS - started)) s"
 }

@@ -144,12 +144,22 @@ print(json.dumps({"missing": [r.target for r in (*EARLY, *LATE) if not r.is_appl
     assert report["missing"] == []
     assert report["said"].startswith("sgl_kernel.some.module.some_kernel needs a GPU")
     listed = [target for target, _ in replacements("sglang")]
-    assert listed == [
-        "sgl_kernel", "sglang.srt.entrypoints.engine._set_envs_and_config",
+    fp8 = "sglang.srt.layers.quantization.fp8"
+    updater = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+    assert [target for target in listed if target.startswith(fp8)] == [
+        f"{fp8}.Fp8LinearMethod.process_weights_after_loading_block_quant", f"{fp8}.Fp8LinearMethod.apply",
+        f"{fp8}.Fp8MoEMethod.process_weights_after_loading_block_quant", f"{fp8}.Fp8MoEMethod.apply",
+        f"{fp8}.Fp8Config.get_supported_act_dtypes",
+    ]  # fmt: skip
+    assert [target for target in listed if not target.startswith((fp8, "torch.distributed.broadcast"))] == [
+        "sgl_kernel", "torch.cuda.synchronize", "sglang.srt.entrypoints.engine._set_envs_and_config",
         "sglang.srt.mem_cache.pool_host.common._cuda_host_register",
         "sglang.kernels.ops.sampling.murmur_hash.murmur_hash32",
         "sglang.srt.arg_groups.overrides._deterministic_attention_backend",
         "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode",
+        "sglang.srt.utils.torch_memory_saver_adapter.TorchMemorySaverAdapter.create",
+        f"{updater}.release_memory_occupation", f"{updater}.resume_memory_occupation",
+        "sglang.srt.model_executor.model_runner.ModelRunner.forward",
     ]  # fmt: skip
 
 

@@ -37,7 +37,7 @@ class Replacement:
     def apply(self) -> None:
         owner, last = self.locate()
         new = self.make(getattr(owner, last))
-        setattr(new, MARK, True)
+        setattr(getattr(new, "__func__", new), MARK, True)  # a class method is bound anew each time it is read
         setattr(owner, last, new)
 
     def is_applied(self) -> bool:

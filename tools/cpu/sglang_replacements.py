@@ -6,6 +6,7 @@ import multiprocessing
 import torch
 from torch import Tensor
 
+from tools.cpu import sglang_fp8, sglang_memory
 from tools.cpu.replacement import Replacement
 
 WORD = 0xFFFFFFFF
@@ -14,7 +15,7 @@ WORD = 0xFFFFFFFF
 STUB = "sgl_kernel"
 STUB_WHY = "SGLang imports its GPU kernels by name; without them a stand-in can be imported but not called"
 
-EARLY: list[Replacement] = []
+EARLY: list[Replacement] = [*sglang_fp8.EARLY, *sglang_memory.EARLY]
 
 
 def _skip_registration(original):
@@ -100,4 +101,6 @@ LATE = [
         _nothing,
         "--enable-deterministic-inference puts GPU kernels in the place of torch's matrix products",
     ),
+    *sglang_fp8.LATE,
+    *sglang_memory.LATE,
 ]
