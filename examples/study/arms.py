@@ -41,7 +41,9 @@ ARMS = {
         # With this learning rate a step moves routers so far that routes of a version ago would be refused.
         Arm("r3", "trains through the servers' experts, without weights",
             (*NOTHING, "--router-replay", "R3", "--router-replay-min-agreement", -1)),
-        Arm("twin", "nothing, and there is no mismatch: float32 servers, no rounding, no lag", is_twin=True),
+        Arm("twin", "nothing, and there is no mismatch: float32 servers, no rounding, no lag", NOTHING, is_twin=True),
     )
 }  # fmt: skip
 QUICK = ("none", "token_truncate", "geo_rs_token_tis", "twin")
+COLORS = dict(zip(ARMS, ("#000000", "#0072B2", "#56B4E9", "#D55E00", "#E69F00", "#009E73", "#CC79A7", "#999999"),
+                  strict=True))  # fmt: skip

@@ -1,27 +1,59 @@
-"""What the study found: study.json, study.md and study.png, from the metrics of its finished runs."""
+"""What the study found, from its finished runs: study.json, study.md, study.png and study_mismatch.png."""
 
 import json
 import math
 
-from arms import ARMS
-from collapse import WINDOW, step_of_collapse
+from arms import ARMS, COLORS
+from mismatch import updates_of, write_mismatch
 
 from megatron_rl_corr.files import write_atomically
+from megatron_rl_corr.observability.collapse import WINDOW, step_of_collapse, window_means
 
 INCHES, DPI = (13.0, 7.5), 100
+SHARE = "share that carries the gradient"
+"""Not a metric of the run: see `carrying`."""
 PANELS = {
-    "reward/mean": "Mean reward", "rollout_corr/k3_kl": "Train-infer KL (k3)", "rollout_corr/ess": "ESS over tokens",
+    "reward/mean": "Mean reward", "rollout_corr/k3_kl": "Train-infer KL (k3)", SHARE: "ESS over tokens x share kept",
     "grad_norm": "Gradient norm", "loss/entropy": "Entropy", "response_length/mean": "Tokens of a response",
 }  # fmt: skip
 LOGARITHMIC = ("rollout_corr/k3_kl", "grad_norm")
-COLORS = dict(zip(ARMS, ("#000000", "#0072B2", "#56B4E9", "#D55E00", "#E69F00", "#009E73", "#CC79A7", "#999999"),
-                  strict=True))  # fmt: skip
+EARLY = 30
+"""Steps in which every arm still learns: what is compared over them is not diluted by a task that is solved."""
 
 
 def last_reward(steps):
     """The mean reward of the last WINDOW steps."""
-    rewards = [step["reward/mean"] for step in steps[-WINDOW:]]
-    return sum(rewards) / len(rewards)
+    return mean([step["reward/mean"] for step in steps[-WINDOW:]])
+
+
+def mean(values):
+    """Their mean; NaN of none, as of a run whose first gradient was not finite."""
+    return sum(values) / len(values) if values else math.nan
+
+
+def carrying(step):
+    """The share of the tokens that carries the gradient: their ESS by weight, times the share that rules keep.
+
+    0 where every weight is 0; None in a run without weights.
+
+    Args:
+        step: its metrics.
+    """
+    if "rollout_corr/weight_mean" not in step:
+        return None
+    if step["rollout_corr/weight_mean"] == 0:
+        return 0.0
+    return step.get("rollout_corr/ess", math.nan) * step["rollout_corr/kept_fraction"]
+
+
+def deepest_fall(steps):
+    """The lowest mean reward of WINDOW steps, as a share of the best such mean before it; 1 where it never fell."""
+    best, lowest = -math.inf, 1.0
+    for mean in window_means([step["reward/mean"] for step in steps]):
+        best = max(best, mean)
+        if best > 0:
+            lowest = min(lowest, mean / best)
+    return lowest
 
 
 def summary(runs):
@@ -33,21 +65,19 @@ def summary(runs):
     found = {}
     for arm, seeds in runs.items():
         rewards = {seed: last_reward(steps) for seed, (steps, _) in seeds.items()}
-        collapses = {seed: step_of_collapse(steps, ended_nonfinite=ended) for seed, (steps, ended) in seeds.items()}
         found[arm] = {
-            "last_reward": {"mean": sum(rewards.values()) / len(rewards), "lowest": min(rewards.values()),
+            "last_reward": {"mean": mean(list(rewards.values())), "lowest": min(rewards.values()),
                             "highest": max(rewards.values()), "by_seed": rewards},
-            "step_of_collapse": collapses,
+            "step_of_collapse": {
+                seed: step_of_collapse(steps, ended_nonfinite=ended) for seed, (steps, ended) in seeds.items()
+            },
+            "deepest_fall": {seed: deepest_fall(steps) for seed, (steps, _) in seeds.items()},
             "steps": {seed: len(steps) for seed, (steps, _) in seeds.items()},
-            "seconds_a_step": seconds_a_step(seeds),
+            "updates": {seed: len(updates_of(steps)) for seed, (steps, _) in seeds.items()},
+            "early_age": {seed: mean([step["weight_lag_mean"] for step in steps[:EARLY] if "weight_lag_mean" in step])
+                          for seed, (steps, _) in seeds.items()},
         }  # fmt: skip
     return found
-
-
-def seconds_a_step(seeds):
-    """The mean over all steps but each run's first, which warms up the engines, if it is not alone."""
-    seconds = [step["time/step_s"] for steps, _ in seeds.values() for step in steps[min(1, len(steps) - 1) :]]
-    return sum(seconds) / len(seconds)
 
 
 def table(found, settings):
@@ -60,27 +90,35 @@ def table(found, settings):
     given = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in settings.items())
     lines = [
         "# The study of mismatch", "", f"Settings: {given}.", "",
-        f"Reward: the mean of a run's last {WINDOW} steps, then the mean over seeds (lowest to highest). Collapse: the "
-        "step, by seed.", "",
-        "| arm | what it does | reward | collapse | seconds a step |", "|---|---|---|---|---|",
+        f"Reward: the mean of a run's last {WINDOW} steps, then the mean over seeds (lowest to highest). By seed: the "
+        f"deepest fall, of the mean of {WINDOW} steps, in percent of the best before; the step of the collapse; the "
+        f"steps that moved the weights; and the mean age of the samples over the first {EARLY} steps, in versions.", "",
+        "| arm | what it does | reward | deepest fall | collapse | updates | age |", "|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for arm, one in found.items():
         reward = one["last_reward"]
-        collapsed = ", ".join(f"seed {seed}: {step or 'none'}" for seed, step in one["step_of_collapse"].items())
+        columns = (
+            [f"{100 * (1 - share):.0f} %" for share in one["deepest_fall"].values()],
+            [f"seed {seed}: {step or 'none'}" for seed, step in one["step_of_collapse"].items()],
+            [f"{count} of {one['steps'][seed]}" for seed, count in one["updates"].items()],
+            [f"{age:.1f}" for age in one["early_age"].values()],
+        )
+        cells = " | ".join(", ".join(column) for column in columns)
         lines.append(
             f"| {arm} | {ARMS[arm].text} | {reward['mean']:.3f} ({reward['lowest']:.3f} to {reward['highest']:.3f}) | "
-            f"{collapsed} | {one['seconds_a_step']:.1f} |"
+            f"{cells} |"
         )
     return "\n".join(lines) + "\n"
 
 
 def over_seeds(seeds, name):
-    """(steps, means, lowest, highest) of a metric: at each step over the seeds that have a finite number there."""
+    """(steps, means, lowest, highest) of a panel: at each step over the seeds that have a finite number there."""
     at = {}
     for steps, _ in seeds.values():
         for step in steps:
-            if math.isfinite(step.get(name, math.nan)):
-                at.setdefault(step["step"], []).append(step[name])
+            value = carrying(step) if name == SHARE else step.get(name)
+            if value is not None and math.isfinite(value):
+                at.setdefault(step["step"], []).append(value)
     found = [at[step] for step in sorted(at)]
     means = [sum(values) / len(values) for values in found]
     return sorted(at), means, list(map(min, found)), list(map(max, found))
@@ -95,6 +133,9 @@ def draw(runs, path):
         for arm, seeds in runs.items():
             steps, means, lowest, highest = over_seeds(seeds, name)
             axes.plot(steps, means, color=COLORS[arm], label=arm, linewidth=1.2)
+            for of_seed, ended in seeds.values():
+                if ended and of_seed:  # the mean goes on without this seed
+                    axes.axvline(len(of_seed) + 1, color=COLORS[arm], linewidth=0.8, linestyle=":")
             axes.fill_between(steps, lowest, highest, color=COLORS[arm], alpha=0.15, linewidth=0)
         axes.set(title=title, xlabel="step")
         if name in LOGARITHMIC:
@@ -106,10 +147,17 @@ def draw(runs, path):
     figure.savefig(path)
 
 
-def write_report(runs, settings, out):
-    """Write study.json, study.md and study.png into the folder; the text of study.md."""
+def write_report(runs, settings, out, samples_of):
+    """Write study.json, study.md, study.png and study_mismatch.png into the folder; the text of study.md.
+
+    Args:
+        samples_of: (arm, seed) -> the folder of the run's samples.
+    """
     found = summary(runs)
     text = table(found, settings)
+    where = write_mismatch(runs, samples_of, settings["response_length"], out / "study_mismatch.png")
+    for arm, means in where.items():
+        found[arm]["log_ratio_abs_mean"] = means
     write_atomically(out / "study.json", json.dumps({"settings": settings, "arms": found}, indent=1).encode())
     write_atomically(out / "study.md", text.encode())
     draw(runs, out / "study.png")

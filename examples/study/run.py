@@ -1,7 +1,7 @@
 """The study: the same run with a mismatch under each correction, and a twin without one, against a real SGLang server.
 
-run.py [--quick] [--arms none,twin] [--seeds 0,1,2] [--steps N] [--response-length N] [--lr X]
-       [--rounding fp8_blockwise] [--lag K] [--out DIR] [-- more launcher flags]
+run.py [--quick] [--arms none,twin] [--seeds 2,3,4] [--steps N] [--response-length N] [--lr X]
+       [--rounding int4_group] [--lag K] [--out DIR] [-- more launcher flags]
 run.py --stop
 
 Called again with the same folder it goes on: finished runs are kept, one that was cut short is begun anew.
@@ -12,6 +12,7 @@ import re
 import shutil
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -30,6 +31,7 @@ PROMPTS_A_KIND, LONGEST_PROMPT = 4, 10
 GROUP, BATCH = 8, 64
 NOT_FINITE = re.compile("found (NaN|Inf) in local grad norm")
 """What Megatron ends a run with whose gradient is not finite."""
+SAMPLES = "trajectories"
 OF_A_RUN = ("steps", "response_length", "lr", "rounding", "lag", "launcher_flags")
 """Settings that all runs of a folder share."""
 
@@ -37,17 +39,17 @@ OF_A_RUN = ("steps", "response_length", "lr", "rounding", "lag", "launcher_flags
 def parse_arguments(argv):
     parser = EXAMPLE.parser(__doc__, steps=150)
     add = parser.add_argument
-    add("--quick", action="store_true", help=f"the arms {', '.join(QUICK)} with seed 0")
+    add("--quick", action="store_true", help=f"the arms {', '.join(QUICK)} with seed 2")
     add("--arms", type=_names, help=f"of {','.join(ARMS)} (default all)")
-    add("--seeds", type=_numbers, help="of the model, the order of prompts and the sampling (default 0,1,2)")
-    add("--response-length", type=int, default=48, help="tokens that a response may have, and is rewarded for")
-    add("--lr", type=float, default=4e-3, help="learning rate")
-    add("--rounding", choices=("none", "fp8_blockwise", "int4_group"), default="fp8_blockwise",
+    add("--seeds", type=_numbers, help="of the model, the order of prompts and the trainer (default 2,3,4)")
+    add("--response-length", type=int, default=32, help="tokens that a response may have, and is rewarded for")
+    add("--lr", type=float, default=8e-3, help="learning rate")
+    add("--rounding", choices=("none", "fp8_blockwise", "int4_group"), default="int4_group",
         help="of the weights that are pushed")
-    add("--lag", type=int, default=1, help="versions that samples may be old")
+    add("--lag", type=int, default=4, help="versions that samples may be old")
     options = parser.parse_args(argv)
     options.arms = options.arms or (QUICK if options.quick else tuple(ARMS))
-    options.seeds = options.seeds or ((0,) if options.quick else (0, 1, 2))
+    options.seeds = options.seeds or ((2,) if options.quick else (2, 3, 4))
     options.out = options.out or EXAMPLE.home / ("quick" if options.quick else "full")
     return options
 
@@ -72,9 +74,9 @@ def write_prompts(path, response_length):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def training_command(out, folder, arm, seed, url, options):
+def training_command(out, folder, arm, seed, url, options, model=None):
     """torchrun's command line for one run: one process, since the servers need the other core."""
-    model = out / f"model-seed{seed}"
+    model = model or out / f"model-seed{seed}"
     mismatch = [] if arm.is_twin else ["--rollout-push-rounding", options.rounding, "--rollout-max-lag", options.lag]
     flags = [
         *megatron_flags(model, folder / "tensorboard"), "--seq-length", LONGEST_PROMPT + options.response_length,
@@ -83,6 +85,7 @@ def training_command(out, folder, arm, seed, url, options):
         "--rollout-url", url, "--rollout-engine", "sglang", "--rollout-prompts", out / "prompts.jsonl",
         "--rollout-reward-function", f"{HERE / 'sized_reward.py'}:reward", "--rollout-group-size", GROUP,
         "--rollout-max-new-tokens", options.response_length, "--rollout-log-dir", folder,
+        "--rollout-save-trajectories", folder / SAMPLES,
         # A policy that collapses is as sure of itself as one likes, and rounding moves it by as much: no bound ends it.
         "--rollout-max-probe-log-ratio", "inf", "--rollout-max-first-step-kl", "inf",
         *mismatch, *arm.flags, *options.launcher_flags,
@@ -101,7 +104,7 @@ def finished(out, arm, seed):
 
 
 def run_one(out, arm, seed, server, options, running):
-    """One run, in a new folder; an error's exit status, or 0."""
+    """One run, in a new folder; the exit status of one that is not finished, or 0."""
     folder, started = run_folder(out, arm, seed), time.monotonic()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -113,7 +116,6 @@ def run_one(out, arm, seed, server, options, running):
     if status:
         EXAMPLE.say(f"training ended with status {status} after {trained} steps: see {log} and {server.log_path}")
         if trained < options.steps and not nonfinite:
-            EXAMPLE.say("the same command goes on")
             return status
     # A process that fails once the last step is written has lost nothing of the study: its status is kept.
     kept = {"seconds": time.monotonic() - started, "ended_nonfinite": nonfinite, "status": status}
@@ -131,7 +133,8 @@ def remaining_text(out, todo, planned):
 
 
 def run(options, out, running):
-    problem = keep_settings(options, out)
+    now = {name: getattr(options, name) for name in OF_A_RUN}
+    problem = keep_settings(out, now, any((out / "runs").glob("*/*/finished.json")))
     if problem:
         EXAMPLE.say(problem)
         return 2
@@ -140,43 +143,59 @@ def run(options, out, running):
         if not (out / f"model-seed{seed}" / "tokenizer.json").exists():  # its last file
             make_model(HERE.parent / "quickstart/make_model.py", out / f"model-seed{seed}", "--seed", seed)
     planned = [(ARMS[name], seed) for seed in options.seeds for name in options.arms]
+    failed = []
     for dtype in ("bfloat16", "float32"):
         chosen = [(arm, seed) for arm, seed in planned if arm.is_twin == (dtype == "float32")]
         todo = [one for one in chosen if not finished(out, *one)]
-        status = run_against(dtype, todo, planned, options, out, running) if todo else 0
-        if status:
-            return status
-    return report(planned, options, out)
+        if todo:
+            failed += run_against(dtype, todo, planned, options, out, running)
+    status = report(options, out) if any(finished(out, *one) for one in planned) else 0
+    if failed:
+        names = ", ".join(f"{arm.name} of seed {seed}" for arm, seed in failed)
+        EXAMPLE.say(f"not finished: {names}; the same command runs them anew")
+        return 1
+    return status
 
 
-def run_against(dtype, todo, planned, options, out, running):
-    """The runs against one server of a dtype, which each of them sends its own weights first; the exit status."""
+@contextmanager
+def study_server(example, model, dtype, out, running):
+    """An SGLang server of the model in a dtype, which each run sends its own weights first; stopped at the end."""
     server = local_server(
-        out / f"model-seed{options.seeds[0]}", dtype=dtype, log_path=out / f"server-{dtype}.log", seed=0, slots=BATCH,
+        model, dtype=dtype, log_path=out / f"server-{dtype}.log", seed=0, slots=BATCH,
         extra_arguments=["--enable-return-routed-experts"],
     )  # fmt: skip
-    EXAMPLE.say(f"starting SGLang in {dtype}; its log is {server.log_path}")
+    example.say(f"starting SGLang in {dtype}; its log is {server.log_path}")
     server.start()
     running.add(server.pid)
     try:
         wait_ready(server)
-        while todo:
-            arm, seed = todo[0]
-            others = [one for one in planned if not finished(out, *one)]
-            EXAMPLE.say(f"{arm.name}, seed {seed} ({remaining_text(out, others, planned)})")
-            status = run_one(out, arm, seed, server, options, running)
-            if status:
-                return status
-            todo = todo[1:]
+        yield server
     finally:
         server.stop()
-    return 0
 
 
-def keep_settings(options, out):
-    """Write settings.json, or say how those of the runs that are there differ."""
-    path, now = out / "settings.json", {name: getattr(options, name) for name in OF_A_RUN}
-    before = json.loads(path.read_text()) if path.exists() else now
+def run_against(dtype, todo, planned, options, out, running):
+    """The runs against one server of a dtype, which each of them sends its own weights first; those that failed.
+
+    A run that fails leaves the others theirs, unless the server has ended: then nothing of them can run.
+    """
+    failed = []
+    with study_server(EXAMPLE, out / f"model-seed{options.seeds[0]}", dtype, out, running) as server:
+        for index, (arm, seed) in enumerate(todo):
+            others = [one for one in planned if not finished(out, *one)]
+            EXAMPLE.say(f"{arm.name}, seed {seed} ({remaining_text(out, others, planned)})")
+            if run_one(out, arm, seed, server, options, running):
+                failed.append((arm, seed))
+                if not server.is_running():
+                    EXAMPLE.say(f"the server has ended: see {server.log_path}")
+                    return failed + todo[index + 1 :]
+    return failed
+
+
+def keep_settings(out, now, has_runs):
+    """Write settings.json, or say how those of the runs that are finished in the folder differ."""
+    path = out / "settings.json"
+    before = json.loads(path.read_text()) if has_runs else now
     differing = [f"{name} {before[name]} there, {now[name]} now" for name in now if before[name] != now[name]]
     if differing:
         return f"--out {out} has runs with other settings: {'; '.join(differing)}; name another folder"
@@ -184,13 +203,18 @@ def keep_settings(options, out):
     return None
 
 
-def report(planned, options, out):
+def report(options, out):
+    """The report of all runs that are finished in the folder, whichever of them were asked for this time."""
     runs = {}
-    for arm, seed in planned:
-        steps = read_metrics(run_folder(out, arm, seed) / FILE_NAME)
-        runs.setdefault(arm.name, {})[seed] = steps, finished(out, arm, seed)["ended_nonfinite"]
-    print(write_report(runs, {name: getattr(options, name) for name in OF_A_RUN}, out))
-    EXAMPLE.say(f"the table, the numbers and the picture: {out / 'study.md'}, study.json, study.png")
+    for arm in ARMS.values():
+        for seed in sorted(int(path.name[4:]) for path in (out / "runs" / arm.name).glob("seed*")):
+            if kept := finished(out, arm, seed):
+                path = run_folder(out, arm, seed) / FILE_NAME
+                steps = read_metrics(path) if path.exists() else []
+                runs.setdefault(arm.name, {})[seed] = steps, kept["ended_nonfinite"]
+    settings = {name: getattr(options, name) for name in OF_A_RUN}
+    print(write_report(runs, settings, out, lambda arm, seed: run_folder(out, ARMS[arm], seed) / SAMPLES))
+    EXAMPLE.say(f"the table, the numbers, the pictures: {out / 'study.md'}, study.json, study.png, study_mismatch.png")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Prints one line per training step, with a mark behind every value outside its usual range."""
+"""Prints one line per training step, with a mark behind every value outside its usual range, and early warnings."""
 
 import math
 import os
@@ -9,6 +9,7 @@ from typing import TextIO
 from megatron_rl_corr.core.metric_spec import MetricSpec
 from megatron_rl_corr.observability.alerts import NOT_FINITE, is_alert
 from megatron_rl_corr.observability.catalogue import catalogue, label_of, usual_range
+from megatron_rl_corr.observability.early_warnings import EarlyWarning
 from megatron_rl_corr.observability.metrics_file import host_number, step_of
 from megatron_rl_corr.tables import pad_cells, readable
 
@@ -67,6 +68,15 @@ class LiveTable:
         self.stream.write("".join(line + "\n" for line in lines))
         self.stream.flush()
 
+    def warn(self, warning: EarlyWarning) -> None:
+        """Print that a warning begins, or with `last_step` that it has ended."""
+        if warning.last_step is None:
+            line = self._red(_cut(warning.sentence))
+        else:
+            line = _cut(f"No longer, since step {warning.last_step + 1}: {warning.trend.says}")
+        self.stream.write(line + "\n")
+        self.stream.flush()
+
     def _header(self) -> str:
         return _joined([spec.label or spec.name for spec in self.columns], self._widths).rstrip()
 
@@ -107,6 +117,11 @@ def _explanation(name: str, value: float) -> str:
         text = f"{label_of(name)} is {readable(value)}: {NOT_FINITE}"
     else:
         text = f"{label_of(name)} {readable(value)}, usually {usual}: {usual.says}"
+    return _cut(text)
+
+
+def _cut(text: str) -> str:
+    """A line below a step's."""
     line = f"{PREFIX} {MARK} {text}"
     return line if len(line) <= MAX_WIDTH else line[: MAX_WIDTH - 3] + "..."
 

@@ -14,6 +14,7 @@ from megatron_rl_corr.files import CONFIG_NAME, write_atomically
 from megatron_rl_corr.moe import statistics
 from megatron_rl_corr.observability.alerts import Summary, find_alerts, finite_values, metric_names, summarise
 from megatron_rl_corr.observability.catalogue import BINS, catalogue, grouped, label_of, spec_of, usual_range
+from megatron_rl_corr.observability.early_warnings import find_warnings
 from megatron_rl_corr.observability.metrics_file import FILE_NAME, read_metrics
 from megatron_rl_corr.observability.page_events import page_events
 from megatron_rl_corr.observability.page_samples import page_samples
@@ -53,7 +54,8 @@ def write_page(run_dir: str | os.PathLike) -> Path:
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     page = environment.get_template(TEMPLATE_NAME).render(
-        title=title, summary=_summary_entries(summarise(rows)), alerts=find_alerts(rows), **_watched(rows),
+        title=title, summary=_summary_entries(summarise(rows)), warnings=find_warnings(rows), alerts=find_alerts(rows),
+        **_watched(rows),
         figures=_figures(rows), shaded=bool(steps_to_shade(rows)), experts=experts, samples=samples,
         events=page_events(run_dir),
         groups=_metric_groups(rows), config=config, config_name=CONFIG_NAME,

@@ -19,8 +19,8 @@ NAMED = 6
 """Events that the text of a mark names, at most."""
 LABELS_APART = 70
 LOST = ("server_left_out", "server_missed_update", "request_retried", "sample_failed", "group_dropped",
-        "prompt_skipped", "rank_failed", "files_dropped", "push_repeated")  # fmt: skip
-MENDED = ("server_readmitted", "run_resumed", "server_taken_over")
+        "prompt_skipped", "rank_failed", "files_dropped", "push_repeated", "warning_began")  # fmt: skip
+MENDED = ("server_readmitted", "run_resumed", "server_taken_over", "warning_ended")
 
 
 def page_events(run_dir: Path) -> dict[str, Any] | None:

@@ -72,6 +72,14 @@ def shade_steps(axes: Axes, steps: Sequence[int]):
                      facecolor=ALERT_SHADE, linewidth=0, zorder=0)
 
 
+def mark_steps(axes: Axes, steps: Sequence[int]):
+    """A line at each of the steps, with its number in their order, the same in every panel."""
+    for number, step in enumerate(steps, start=1):
+        axes.axvline(step, color=VERMILLION, linewidth=1.0, linestyle=":", zorder=1)
+        axes.annotate(str(number), xy=(step, 1), xycoords=axes.get_xaxis_transform(), xytext=(2, -1),
+                      textcoords="offset points", va="top", fontsize=8, color=VERMILLION)
+
+
 def draw_reward(axes: Axes, series: Series) -> None:
     center, spread = series["reward/mean"], series["reward/std"]
     if series.has("reward/std"):
@@ -160,6 +168,7 @@ QUEUE = {
 }  # fmt: skip
 TIMES = {
     "collect": ("time/collect_s", SKY),
+    "release": ("time/release_s", VERMILLION),
     "score": ("time/score_s", ORANGE),
     "train": ("time/train_s", BLUE),
     "push": ("time/push_s", GREEN),

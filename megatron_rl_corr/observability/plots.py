@@ -13,12 +13,14 @@ from matplotlib.ticker import MaxNLocator
 
 from megatron_rl_corr.files import write_atomically
 from megatron_rl_corr.observability.alerts import alert_steps, summarise
+from megatron_rl_corr.observability.early_warnings import find_warnings
 from megatron_rl_corr.observability.panels import (
     ALERT_SHADE,
     OVERVIEW_PANELS,
     PAGE_PANELS,
     Panel,
     Series,
+    mark_steps,
     shade_steps,
 )
 
@@ -55,12 +57,14 @@ def write_overview(rows: Sequence[dict], path: str | os.PathLike, *, title: str 
         figure = Figure(figsize=OVERVIEW_INCHES, dpi=DPI, layout="constrained")
         figure.get_layout_engine().set(w_pad=0.15, h_pad=0.15, wspace=0.03, hspace=0.05)
         figure.suptitle(_headline(rows, title), x=0.012, ha="left", fontsize=13, parse_math=False)
-        shaded = steps_to_shade(rows)
-        if shaded:
-            figure.text(0.988, 0.982, "shaded: a step with an alert", ha="right", va="top", color=SOFT_INK,
+        shaded, marked = steps_to_shade(rows), steps_to_mark(rows)
+        texts = {"shaded: a step with an alert": shaded, "1, 2, ...: since then an early warning": marked}
+        legend = "; ".join(text for text, steps in texts.items() if steps)
+        if legend:
+            figure.text(0.988, 0.982, legend, ha="right", va="top", color=SOFT_INK,
                         bbox={"facecolor": ALERT_SHADE, "edgecolor": "none", "pad": 4})
         for axes, panel in zip(figure.subplots(3, 3).flat, OVERVIEW_PANELS, strict=True):
-            _draw(axes, panel, series, shaded)
+            _draw(axes, panel, series, shaded, marked)
         return write_atomically(path, render_figure(figure, "png"))
 
 
@@ -72,18 +76,18 @@ def render_panels(rows: Sequence[dict], *, kind: str = "svg") -> dict[str, bytes
         kind: svg or png.
     """
     series = Series(rows)
-    shaded = steps_to_shade(rows)
+    shaded, marked = steps_to_shade(rows), steps_to_mark(rows)
     images = {}
     with matplotlib.rc_context(STYLE):
         for panel in PAGE_PANELS:
             if panel.has_data(series):
                 figure = Figure(figsize=PANEL_INCHES, dpi=DPI, layout="constrained")
-                _draw(figure.subplots(), panel, series, shaded)
+                _draw(figure.subplots(), panel, series, shaded, marked)
                 images[panel.name] = render_figure(figure, kind)
     return images
 
 
-def _draw(axes: Axes, panel: Panel, series: Series, shaded: Sequence[int]) -> None:
+def _draw(axes: Axes, panel: Panel, series: Series, shaded: Sequence[int], marked: Sequence[int]) -> None:
     axes.set_title(panel.title, loc="left", fontsize=12, fontweight="bold", pad=40)
     _above(axes, panel.reading, offset=24, color=SOFT_INK)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7, min_n_ticks=1))
@@ -95,6 +99,7 @@ def _draw(axes: Axes, panel: Panel, series: Series, shaded: Sequence[int]) -> No
         return
     panel.draw_on(axes, series)
     shade_steps(axes, shaded)
+    mark_steps(axes, marked)
     # Half a step on both sides leaves room for bars and for the marker of a single step.
     axes.set_xlim(series.steps[0] - 0.5, series.steps[-1] + 0.5)
     if len(axes.get_legend_handles_labels()[1]) > 1:
@@ -111,6 +116,11 @@ def steps_to_shade(rows: Sequence[dict]) -> list[int]:
     """The steps with an alert, or none where they are so many that shading would only hide the curves."""
     steps = alert_steps(rows)
     return steps if 3 * len(steps) <= len(rows) else []
+
+
+def steps_to_mark(rows: Sequence[dict]) -> list[int]:
+    """The first steps of the early warnings, in order, as the page numbers them."""
+    return [warning.first_step for warning in find_warnings(rows)]
 
 
 def _headline(rows: Sequence[dict], title: str) -> str:

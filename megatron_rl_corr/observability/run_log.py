@@ -2,19 +2,24 @@
 
 import dataclasses
 import json
+import logging
 import math
 import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.files import CONFIG_NAME, refuse_link, write_atomically
 from megatron_rl_corr.observability.catalogue import bins_of
 from megatron_rl_corr.observability.console import LiveTable
-from megatron_rl_corr.observability.metrics_file import FILE_NAME, MetricsFile, host_number
+from megatron_rl_corr.observability.early_warnings import TrendWatch
+from megatron_rl_corr.observability.metrics_file import FILE_NAME, MetricsFile, host_number, read_metrics
 
 HISTOGRAM = "rollout_corr/log10_log_ratio_abs"
 """TensorBoard's name for the histogram of |log-ratio|; every other metric has its own name."""
+
+logger = logging.getLogger(__name__)
 
 
 class RunLog:
@@ -27,6 +32,7 @@ class RunLog:
     def __init__(self, log_dir: str | None, settings: Mapping[str, object], writer=None):
         self._table = LiveTable(stream=sys.stdout)
         self._file = None
+        self._watch: TrendWatch | None = None
         self._writer = writer
         if log_dir is None:
             return
@@ -47,11 +53,32 @@ class RunLog:
             TypeError, ValueError: as `MetricsFile.write`.
         """
         self._table.row(metrics)
+        self._warn(metrics)
         if self._file is not None:
             self._file.write(metrics)
         if self._writer is not None:
             write_scalars(self._writer, metrics, int(metrics["step"]))
             self._writer.flush()
+
+
+    def _warn(self, metrics: Mapping[str, int | float]) -> None:
+        """Print and tell the warnings that begin or end with this step."""
+        step = int(metrics["step"])
+        if self._watch is None or step <= self._watch.step:  # a restart, which goes on behind the steps of the file
+            self._watch = TrendWatch(self._rows_before(step))
+        for warning in self._watch.add(metrics):
+            self._table.warn(warning)
+            kind = "warning_began" if warning.last_step is None else "warning_ended"
+            EVENTS.tell(kind, warning.sentence, warning=warning.trend.name)
+
+    def _rows_before(self, step: int) -> list[dict]:
+        if self._file is None:
+            return []
+        try:
+            return [row for row in read_metrics(self._file.path) if row["step"] < step]
+        except ValueError as error:
+            logger.warning("trends are of the steps from %d on, as earlier ones can't be read: %s", step, error)
+            return []
 
 
 def open_writer(run_dir: str | os.PathLike):

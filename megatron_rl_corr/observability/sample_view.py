@@ -156,5 +156,5 @@ def _why(sample: Sample, rejections: Rejections | None) -> Iterator[str]:
     for own in rejections.values():
         explained = explained | own
     if (lost & ~explained).any():
-        reasons.append(f"{int((lost & ~explained).sum())} for another reason than run.json's correction")
+        reasons.append(f"{int((lost & ~explained).sum())} for another reason than the rules that are computed again")
     yield f"{words}: {', '.join(reasons)}"

@@ -174,6 +174,18 @@ def test_quickstart_when_asynchronous_then_trained_twice_and_the_second_run_is_a
     assert (quickstart.out / "comparison.png").stat().st_size > 10_000
 
 
+def test_quickstart_when_colocated_then_the_server_gets_its_memory_back_for_every_step(tmp_path):
+    given = ["--steps", "3", "--colocate", "--router-replay", "R3", *IN_FLOAT32]
+    saves = ["--rollout-save-trajectories", str(tmp_path / "samples")]
+    with Quickstart(tmp_path / "run", *given, *saves, program=[FORKED]) as quickstart:
+        assert quickstart.finish() == 0, quickstart.text
+    assert "servers that have released their memory to the trainer: 1" in quickstart.text
+    steps = read_metrics(quickstart.out / "metrics.jsonl")
+    assert [step["weight_version"] for step in steps] == [1, 2, 3]
+    assert_no_mismatch(saved_samples(tmp_path / "samples", steps), ties=0)
+    assert all(step["time/release_s"] > 0 and 0 < step["time/resume_s"] < step["time/push_s"] for step in steps)
+
+
 def assert_ahead(steps, *, steps_wanted):
     """With samples made during the step before: of weights that are mostly one version old."""
     assert [step["weight_version"] for step in steps] == list(range(1, steps_wanted + 1))

@@ -1,11 +1,16 @@
-"""The study: when a run has collapsed, its table by hand, its arms' flags, two steps of some arms."""
+"""The study: its table by hand, its arms' flags, two steps of some arms."""
 
+import contextlib
 import importlib
 import json
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from megatron_rl_corr.config.flags import parse
@@ -22,7 +27,7 @@ def study():
     folder = str(ROOT / "examples/study")
     sys.path.insert(0, folder)
     try:
-        modules = {name: importlib.import_module(name) for name in ("arms", "collapse", "report")}
+        modules = {name: importlib.import_module(name) for name in ("arms", "report", "mismatch", "run")}
     finally:
         sys.path.remove(folder)
     return modules.__getitem__
@@ -32,58 +37,96 @@ def steps(*rewards):
     return [{"step": step, "reward/mean": reward, "time/step_s": 1.0} for step, reward in enumerate(rewards, 1)]
 
 
-@pytest.mark.parametrize(
-    ("rewards", "collapse"),
-    [
-        ([0.5] * 60, None),
-        # At step 30 + k the window holds k rewards of 0.1: its mean 0.8 - 0.07 k is below 0.4 from k = 6 on, and the
-        # 20 steps from 36 to 55 are all below.
-        ([0.8] * 30 + [0.1] * 40, 36),
-        # The same, but the run ends with step 54, in the 19th of them.
-        ([0.8] * 30 + [0.1] * 24, None),
-        ([0.8] * 30 + [0.1] * 25, 36),
-        # 15 bad steps: windows are below from k = 6, and after the last bad one until 4 good ones are in; 13 in all.
-        ([0.8] * 30 + [0.1] * 15 + [0.8] * 30, None),
-        # Half of the best is no fall.
-        ([0.8] * 30 + [0.4] * 40, None),
-        # A fall below half of the best so far, not of the first: the best is 0.9, and 0.44 is below 0.45. The window
-        # 0.9 - 0.046 k gets there with k = 10.
-        ([0.5] * 20 + [0.9] * 20 + [0.44] * 30, 50),
-        ([0.0] * 60, None),
-        ([0.5] * 9, None),
-    ],
-)  # fmt: skip
-def test_collapse_when_the_reward_falls_then_the_step_by_hand(study, rewards, collapse):
-    assert study("collapse").step_of_collapse(steps(*rewards)) == collapse
+def write_samples(folder, step, rollout, train):
+    """A file of samples whose tokens had these probabilities."""
+    columns = {"rollout_logprobs": rollout, "train_logprobs": train}
+    logs = {name: [[math.log(value) for value in row] for row in rows] for name, rows in columns.items()}
+    pq.write_table(pa.table(logs), folder / f"step_{step:06d}_replica0.parquet")
 
 
-def test_collapse_when_a_number_is_not_finite_then_its_step_unless_the_reward_fell_before(study):
-    of = study("collapse").step_of_collapse
-    run = steps(*[0.5] * 30)
-    run[11]["grad_norm"] = math.inf
-    assert of(run) == 12
-    assert of(steps(*[0.5] * 30), ended_nonfinite=True) == 31
-    fallen = steps(*[0.8] * 30, *[0.1] * 40)
-    fallen[60]["loss/entropy"] = math.nan
-    assert of(fallen) == 36
-    fallen[40]["loss/entropy"] = math.nan  # before the fall had lasted for 20 steps
-    assert of(fallen) == 41
-
-
-def test_report_then_last_rewards_collapses_and_seconds_by_hand(study, tmp_path):
-    # Seed 0: ten steps of 0.8 are the last. Seed 1: 0.1, from the fall at step 36 on. The first step took 9 s.
+def test_report_then_last_rewards_falls_collapses_updates_and_ages_by_hand(study, tmp_path):
+    # Seed 0: ten steps of 0.8 are the last. Seed 1: 0.1, from the fall at step 36 on.
     good, bad = steps(*[0.2] * 30, *[0.8] * 10), steps(*[0.8] * 30, *[0.1] * 30)
-    good[0]["time/step_s"] = 9.0
     runs = {"none": {0: (good, False), 1: (bad, False)}, "twin": {0: (good, False), 1: (good[:20], True)}}
     for one in (good, bad):
         for step in one:
-            step |= {"rollout_corr/k3_kl": 0.01, "grad_norm": 1.0, "loss/entropy": 2.0, "response_length/mean": 5.0}
-    text = study("report").write_report(runs, {"lr": 0.01}, tmp_path)
-    assert "| none | nothing | 0.450 (0.100 to 0.800) | seed 0: none, seed 1: 36 | 1.0 |" in text
-    assert "| 0.500 (0.200 to 0.800) | seed 0: none, seed 1: 21 |" in text and "Settings: lr 0.01." in text
+            step |= {
+                "rollout_corr/k3_kl": 0.01, "grad_norm": 1.0, "weight_lag_mean": 2.0, "loss/entropy": 2.0,
+                "response_length/mean": 5.0,
+            }  # fmt: skip
+    for step in good[-2:]:  # all groups alike: no gradient
+        del step["grad_norm"]
+    write_samples(tmp_path, 1, [[0.5, 0.25], [0.5]], [[0.5, 0.5], [0.125]])
+    settings = {"lr": 0.01, "response_length": 2}
+    text = study("report").write_report(runs, settings, tmp_path, lambda arm, seed: tmp_path)
+    # The mean of seed 1's last ten steps is an eighth of its best; seed 0 never falls.
+    assert (
+        "| none | nothing | 0.450 (0.100 to 0.800) | 0 %, 88 % | seed 0: none, seed 1: 36 | "
+        "38 of 40, 60 of 60 | 2.0, 2.0 |"
+    ) in text
+    assert "| 0.500 (0.200 to 0.800) | 0 %, 0 % | seed 0: none, seed 1: 21 | 38 of 40, 20 of 20 | 2.0, 2.0 |" in text
+    assert "the mean of a run's last 10 steps" in text and "of the mean of 10 steps, in percent" in text
+    assert "Settings: lr 0.01, response length 2." in text
     found = json.loads((tmp_path / "study.json").read_text())
-    assert found["arms"]["none"]["steps"] == {"0": 40, "1": 60} and found["settings"] == {"lr": 0.01}
-    assert (tmp_path / "study.md").read_text() == text and (tmp_path / "study.png").stat().st_size > 10_000
+    assert found["arms"]["none"]["steps"] == {"0": 40, "1": 60} and found["settings"] == settings
+    assert (tmp_path / "study.md").read_text() == text
+    assert all((tmp_path / name).stat().st_size > 10_000 for name in ("study.png", "study_mismatch.png"))
+
+
+def test_run_whose_first_gradient_was_not_finite_then_a_report_of_the_others(study, tmp_path):
+    good = steps(*[0.5] * 12)
+    for step in good:
+        step |= {"grad_norm": 1.0, "rollout_corr/k3_kl": 0.01, "weight_lag_mean": 1.0}
+    runs = {"none": {0: ([], True), 1: (good, False)}}
+    write_samples(tmp_path, 1, [[0.5]], [[0.5]])
+    empty = tmp_path / "empty"
+    text = study("report").write_report(
+        runs, {"response_length": 1}, tmp_path, lambda arm, seed: tmp_path if seed else empty
+    )
+    assert "seed 0: 1, seed 1: none | 0 of 0, 12 of 12 |" in text
+
+
+def test_share_that_carries_the_gradient_then_weights_times_what_rules_keep(study):
+    carrying = study("report").carrying
+    step = {"rollout_corr/weight_mean": 0.9, "rollout_corr/ess": 0.8, "rollout_corr/kept_fraction": 0.5}
+    assert carrying(step) == pytest.approx(0.4)
+    # Where a mask takes all weights there is no ESS.
+    assert carrying({"rollout_corr/weight_mean": 0.0, "rollout_corr/kept_fraction": 1.0}) == 0.0
+    assert carrying({"rollout_corr/kept_fraction": 1.0}) is None
+
+
+def test_mean_by_place_and_probability_then_over_tokens_of_updates_by_hand(study, tmp_path):
+    # |D| of the first place: 0 and log 4; of the second: log 2. Step 2 moved no weights.
+    write_samples(tmp_path, 1, [[0.5, 0.25], [0.5]], [[0.5, 0.5], [0.125]])
+    write_samples(tmp_path, 2, [[0.5, 0.5]], [[0.1, 0.1]])
+    tokens = study("mismatch").read_tokens(tmp_path)
+    assert tokens[0].tolist() == [1, 1, 1, 2, 2] and tokens[1].tolist() == [0, 1, 0, 0, 1]
+    means = study("mismatch").mean_by_place([tokens], 2, [[1]])
+    assert means == [pytest.approx(math.log(4) / 2), *[None] * 3, pytest.approx(math.log(2)), *[None] * 3]
+    # 3 tokens of 0.2 in one step and 1 of 0.6 in another: 0.3.
+    of = [
+        {"rollout_corr/by_prob/above_1e-1/tokens": count, "rollout_corr/by_prob/above_1e-1/log_ratio_abs_mean": mean}
+        | moved
+        for count, mean, moved in ((3.0, 0.2, {"grad_norm": 1.0}), (1.0, 0.6, {"grad_norm": 2.0}), (9.0, 5.0, {}))
+    ]
+    assert study("mismatch").mean_by(study("mismatch").BY_PROBABILITY, {0: (of, False)}) == [
+        *[None] * 4, pytest.approx(0.3)
+    ]  # fmt: skip
+
+
+def test_samples_of_several_turns_then_what_the_environment_said_is_left_out_and_turns_are_drawn(study, tmp_path):
+    write_samples(tmp_path, 1, [[0.5, math.nan, 0.25]], [[0.5, 0.9, 0.125]])
+    tokens = study("mismatch").read_tokens(tmp_path)
+    assert tokens[1].tolist() == [0, 2] and np.exp(tokens[3]).tolist() == pytest.approx([0.5, 0.125])
+    # First turns: 2 tokens of 0.1 and 2 of 0.3; no step with a gradient has a later one.
+    of = [
+        {"step": step, "reward/mean": 0.5, "rollout_corr/by_turn/first/tokens": 2.0,
+         "rollout_corr/by_turn/first/log_ratio_abs_mean": mean} | moved
+        for step, mean, moved in ((1, 0.1, {"grad_norm": 1.0}), (2, 0.3, {"grad_norm": 1.0}), (3, 9.0, {}))
+    ]  # fmt: skip
+    picture = tmp_path / "turns.png"
+    found = study("mismatch").write_mismatch({"none": {0: (of, False)}}, lambda arm, seed: tmp_path, 3, picture)
+    assert found["none"]["by_turn"] == [pytest.approx(0.2), None] and picture.stat().st_size > 10_000
 
 
 def test_band_over_seeds_then_mean_and_extremes_of_the_seeds_that_have_a_finite_number(study):
@@ -112,6 +155,24 @@ def test_arms_then_the_launcher_takes_their_flags_and_each_corrects_as_it_says(s
     assert (rule.name, rule.lower, rule.upper) == ("seq_mean_ratio", 0.9, 1.1)
 
 
+@pytest.mark.parametrize(("server_ends", "ran"), [(False, ["none", "r3", "twin"]), (True, ["none", "r3"])])
+def test_run_that_fails_then_the_others_run_unless_the_server_has_ended(study, monkeypatch, server_ends, ran):
+    """Stand-ins for the server and the runs: which of them run is all that this is about."""
+    run, seen = study("run"), []
+    server = SimpleNamespace(is_running=lambda: not server_ends, log_path="server.log")
+
+    def run_one(out, arm, *others):
+        seen.append(arm.name)
+        return int(arm.name == "r3")
+
+    monkeypatch.setattr(run, "study_server", lambda *others: contextlib.nullcontext(server))
+    monkeypatch.setattr(run, "run_one", run_one)
+    monkeypatch.setattr(run, "finished", lambda *others: None)
+    todo = [(study("arms").ARMS[name], 2) for name in ("none", "r3", "twin")]
+    failed = run.run_against("bfloat16", todo, todo, SimpleNamespace(seeds=(2,)), Path("unused"), set())
+    assert seen == ran and failed == todo[1:3 if server_ends else 2]
+
+
 def make_study(out, *options):
     return run_preloaded(
         [FORKED, "--study", "--out", out, "--seeds", "0", "--steps", "2", "--response-length", "8", *options],
@@ -128,7 +189,7 @@ def test_study_when_two_steps_an_arm_then_reported_and_finished_runs_are_kept_wh
     table = (out / "study.md").read_text()
     assert table in done.stdout and table.count("seed 0: none") == 2 and (out / "study.png").exists()
     rows = [json.loads(line) for line in (out / "runs/none/seed0/metrics.jsonl").read_text().splitlines()]
-    # The twin's float32 servers agree with the trainer; the other's weights are rounded to 8 bits.
+    # The twin's float32 servers agree with the trainer; the other's weights are rounded to 4 bits.
     twin = [json.loads(line) for line in (out / "runs/twin/seed0/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [row["step"] for row in twin] == [1, 2]
     assert all(row["rollout/probe_k3"] > 1e-6 for row in rows) and all(row["rollout/probe_k3"] < 1e-9 for row in twin)
@@ -145,4 +206,4 @@ def test_study_when_two_steps_an_arm_then_reported_and_finished_runs_are_kept_wh
     assert len((torn / "metrics.jsonl").read_text().splitlines()) == 2  # begun anew
 
     refused = make_study(out, "--lr", "0.1")
-    assert refused.returncode == 2 and "lr 0.004 there, 0.1 now; name another folder" in refused.stdout
+    assert refused.returncode == 2 and "lr 0.008 there, 0.1 now; name another folder" in refused.stdout

@@ -7,6 +7,7 @@ import pytest
 
 from megatron_rl_corr.core.metric_spec import Column, MetricSpec
 from megatron_rl_corr.observability.console import LiveTable
+from megatron_rl_corr.observability.early_warnings import TRENDS, EarlyWarning
 
 HEADER = "[rl-corr]   step    reward    KL(k3)   weight    ESS    kept  grad norm   tokens/s  version   lag"
 HEALTHY = "[rl-corr]      7    0.5312  1.23e-03    1.002  0.913   99.8%     0.4322     12,346        7     1"
@@ -135,3 +136,15 @@ def test_table_when_columns_are_chosen_then_only_they_are_printed():
         "[rl-corr] step    mine",
         "[rl-corr]    3     2.5",
     ]
+
+
+def test_warn_when_a_warning_begins_and_ends_then_a_line_each_within_the_width():
+    trend = next(trend for trend in TRENDS if trend.name == "mismatch_with_length")
+    stream = io.StringIO()
+    table = LiveTable(stream=stream)
+    table.warn(EarlyWarning(trend, 120, "KL(k3) 0.002 early, 0.008 then; and much that does not fit in"))
+    table.warn(EarlyWarning(trend, 120, "", last_step=150))
+    begins, ends = stream.getvalue().splitlines()
+    assert len(begins) == 110 and begins.endswith("KL(k3) 0.002 early, 0.008 then; a...")
+    assert begins.startswith("[rl-corr] ! Since step 120 the mismatch grows with the responses' length: ")
+    assert ends == "[rl-corr] ! No longer, since step 151: the mismatch grows with the responses' length"

@@ -1,5 +1,6 @@
 """The page: everything of the run is on it, nothing is asked of the net, nothing in it can run."""
 
+import base64
 import math
 from html.parser import HTMLParser
 
@@ -7,6 +8,9 @@ import pytest
 
 from megatron_rl_corr.observability.catalogue import GROUPS, grouped, spec_of
 from megatron_rl_corr.observability.page import flatten, write_page
+
+DOTTED = "stroke-dasharray: 1,1.65; stroke-dashoffset: 0; stroke: #d55e00"
+"""The line of an early warning."""
 
 
 class Document(HTMLParser):
@@ -90,6 +94,26 @@ def test_page_when_there_are_alerts_then_it_says_what_and_what_to_do(write_run, 
     assert "stayed in its usual range" not in text
     # One step in four has an alert: few enough to shade it.
     assert "pale band" in text
+
+
+def test_page_when_a_trend_warns_then_since_which_step_what_it_means_and_a_mark_in_every_figure(write_run, make_steps):
+    rows = make_steps(60)
+    for row in rows[40:]:  # the median of ten is their middle at step 45, 4.4 times the early one
+        row["rollout_corr/k3_kl"] = 9.5e-3
+    path = write_page(write_run(rows))
+    text = read(path).text
+    assert "1. Since step 45 the mismatch grows: KL(k3) 0.001234 early, 0.0095 then." in text
+    assert "--router-replay R3" in text and "now(k3) >= 3 early(k3)" in text and "dotted line" in text
+    assert text.index("Early warnings") < text.index("Alerts") < text.index("Curves")
+    images = [base64.b64decode(url.partition(",")[2]).decode() for url in read(path).loads]
+    assert len(images) == 12 and all(DOTTED in image for image in images)
+
+
+def test_page_when_nothing_warns_then_no_heading_and_no_mark(write_run, make_steps):
+    path = write_page(write_run(make_steps(60)))
+    assert "Early warnings" not in read(path).text and "dotted line" not in read(path).text
+    images = [base64.b64decode(url.partition(",")[2]).decode() for url in read(path).loads]
+    assert not any(DOTTED in image for image in images)
 
 
 def test_page_when_watched_metrics_are_missing_then_it_says_they_were_not_watched(write_run):

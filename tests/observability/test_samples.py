@@ -80,6 +80,14 @@ def test_rejections_when_computed_again_then_each_rule_names_its_own_tokens():
     assert find_rejections([near], masked)[0]["token weight in [0.5, 5]"].tolist() == [False, True, False]
 
 
+@pytest.mark.parametrize(("name", "bound"), [("seq_mean_opsm", "0.1"), ("seq_mean_vaco", "0.1")])
+def test_rejections_when_a_rule_looks_at_advantages_then_it_is_left_out(name, bound):
+    """A file's advantages are those of after rejection, so -0.05 of before may be +0.3 in it."""
+    config = RolloutCorrectionConfig.from_dict({"rollout_rs": name, "rollout_rs_threshold": bound})
+    bad = sample([1, 2], [-1.5, -1.5], advantages=torch.full((2,), -0.5))
+    assert find_rejections([bad], config) == [{}]
+
+
 def test_view_when_tokens_share_a_character_then_the_largest_ratio_and_what_an_environment_said_is_marked(tokenizer):
     ids = tokenizer.encode("你ok")
     turns = torch.tensor([0, 0, 0, -1, 0])

@@ -1,6 +1,9 @@
 """When a run has collapsed: decided before any run, from its rewards and from whether its numbers are finite."""
 
+from __future__ import annotations
+
 import math
+from collections.abc import Mapping, Sequence
 
 WINDOW = 10
 """Steps of a mean reward."""
@@ -12,16 +15,16 @@ WATCHED = ("reward/mean", "rollout_corr/k3_kl", "loss/entropy", "grad_norm")
 """Numbers of a step that must be finite."""
 
 
-def window_means(values):
+def window_means(values: Sequence[float]) -> list[float]:
     """The mean of each WINDOW consecutive numbers, in order; [] where there are fewer."""
     return [sum(values[end - WINDOW : end]) / WINDOW for end in range(WINDOW, len(values) + 1)]
 
 
-def step_of_fall(rewards):
+def step_of_fall(rewards: Sequence[float]) -> int | None:
     """The first step of STAYS in a row whose mean reward is below FRACTION of the best before; None: there is none.
 
     m(t) = mean of the rewards of steps t - WINDOW + 1 to t; t is such a step if m(t) < FRACTION * max over s <= t of
-    m(s). A fall that a run's end cuts short is none.
+    m(s), and that maximum is above 0. A fall that a run's end cuts short is none.
 
     Args:
         rewards: the mean reward of each step, from step 1 on.
@@ -29,13 +32,13 @@ def step_of_fall(rewards):
     best, below = -math.inf, 0
     for step, mean in enumerate(window_means(rewards), start=WINDOW):
         best = max(best, mean)
-        below = below + 1 if mean < FRACTION * best else 0
+        below = below + 1 if best > 0 and mean < FRACTION * best else 0
         if below == STAYS:
             return step - STAYS + 1
     return None
 
 
-def step_of_nonfinite(steps):
+def step_of_nonfinite(steps: Sequence[Mapping[str, float]]) -> int | None:
     """The first step with a number of WATCHED that is not finite; None: there is none.
 
     Args:
@@ -44,11 +47,11 @@ def step_of_nonfinite(steps):
     return next((one["step"] for one in steps if not all(math.isfinite(one.get(name, 0.0)) for name in WATCHED)), None)
 
 
-def step_of_collapse(steps, *, ended_nonfinite=False):
+def step_of_collapse(steps: Sequence[Mapping[str, float]], *, ended_nonfinite: bool = False) -> int | None:
     """The step at which a run collapsed: of its fall, or of its first number that is not finite; None: it did not.
 
     Args:
-        steps: the metrics of each step, in order.
+        steps: the metrics of each step from 1 on, in order, each with a reward.
         ended_nonfinite: the run ended in the step after the last one, as its gradient was not finite.
     """
     nonfinite = step_of_nonfinite(steps)

@@ -1,0 +1,119 @@
+"""A run's last and first values of some metrics in bounded memory, and what can be said robustly about their course.
+
+A "step with x" is one whose row has a finite number under the name x. All statistics are of steps with the metric, so a
+step without it, or with NaN, neither counts nor interrupts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from statistics import median
+
+from megatron_rl_corr.observability.collapse import WINDOW
+
+EARLY = 10
+"""Steps at a run's beginning whose median is the reference."""
+COURSE = 20
+"""Steps over which two metrics are compared."""
+KEPT = 8 * COURSE
+"""Last values kept of a metric."""
+
+
+def kendall_tau(xs: Sequence[float], ys: Sequence[float]) -> float:
+    """Kendall's tau-b of n pairs: (concordant - discordant) / sqrt(pairs untied in x * pairs untied in y).
+
+    In [-1, 1]; single outliers hardly move it. 0 where one side is constant, or there are fewer than two pairs.
+
+    Args:
+        xs, ys: of the same length n; n^2 / 2 comparisons.
+    """
+    score = of_x = of_y = 0
+    for at in range(len(xs)):
+        for other in range(at):
+            x, y = _sign(xs[at] - xs[other]), _sign(ys[at] - ys[other])
+            score, of_x, of_y = score + x * y, of_x + abs(x), of_y + abs(y)
+    return score / math.sqrt(of_x * of_y) if of_x and of_y else 0.0
+
+
+def _sign(value: float) -> int:
+    return (value > 0) - (value < 0)
+
+
+class History:
+    """The values of some metrics that trends are judged by: KEPT last ones, EARLY first ones, the best mean.
+
+    Example: `History(["reward/mean"])`, then `add({"step": 1, "reward/mean": 0.5, ...})` once a step.
+    """
+
+    def __init__(self, names: Sequence[str], pairs: Sequence[tuple[str, str]] = ()):
+        """names: of the metrics; pairs: those of them that `tau` is asked of."""
+        self._first: dict[str, list[float]] = {name: [] for name in names}
+        self._last: dict[str, deque[float]] = {name: deque(maxlen=KEPT) for name in names}
+        # Kept by themselves, as one may be there in the first of many updates of a batch alone.
+        self._both: dict[tuple[str, str], deque[tuple[float, float]]] = {pair: deque(maxlen=COURSE) for pair in pairs}
+        self._counts = dict.fromkeys(names, 0)
+        self._best: dict[str, float] = {}
+        self.step = 0
+        """The last one that was added."""
+
+    def add(self, metrics: Mapping[str, int | float]) -> set[str]:
+        """Take a step's metrics, `step` among them; the names of this history that it has a finite number of."""
+        self.step = int(metrics["step"])
+        found = {name for name in self._counts if math.isfinite(metrics.get(name, math.nan))}
+        for name in found:
+            value = float(metrics[name])
+            self._counts[name] += 1
+            self._last[name].append(value)
+            if len(self._first[name]) < EARLY:
+                self._first[name].append(value)
+            if (mean := self.mean(name)) is not None:
+                self._best[name] = max(mean, self._best.get(name, -math.inf))
+        for (x, y), values in self._both.items():
+            if x in found and y in found:
+                values.append((float(metrics[x]), float(metrics[y])))
+        return found
+
+    def now(self, name: str) -> float | None:
+        """Median of the last WINDOW steps with the metric; None before there are so many."""
+        values = self._window(name)
+        return median(values) if values else None
+
+    def early(self, name: str) -> float | None:
+        """Median of the first EARLY steps with the metric; None until WINDOW others have followed."""
+        return median(self._first[name]) if self._counts[name] >= EARLY + WINDOW else None
+
+    def mean(self, name: str) -> float | None:
+        """Mean of the last WINDOW steps with the metric; None before there are so many."""
+        values = self._window(name)
+        return math.fsum(values) / WINDOW if values else None
+
+    def highest(self, name: str) -> float | None:
+        """The highest of the last WINDOW steps with the metric; None before there are so many."""
+        return max(self._window(name), default=None)
+
+    def best(self, name: str) -> float | None:
+        """The highest `mean` so far."""
+        return self._best.get(name)
+
+    def noise(self, name: str) -> float | None:
+        """Standard deviation of `mean` by what single steps scatter: median |x_t - x_(t-1)| / (0.954 sqrt(WINDOW)).
+
+        Over the last KEPT steps with the metric; None before there are COURSE. 0.954 sigma is the median of the
+        absolute difference of two numbers that scatter normally; a slow trend hardly adds to it.
+        """
+        values = self._last[name]
+        if len(values) < COURSE:
+            return None
+        return median(abs(b - a) for a, b in pairwise(values)) / (0.954 * math.sqrt(WINDOW))
+
+    def tau(self, x: str, y: str) -> float | None:
+        """`kendall_tau` of a pair over the last COURSE steps with both, however far apart; None before so many."""
+        both = self._both[x, y]
+        return kendall_tau(*zip(*both, strict=True)) if len(both) == COURSE else None
+
+    def _window(self, name: str) -> list[float]:
+        last = self._last[name]
+        return list(last)[-WINDOW:] if len(last) >= WINDOW else []

@@ -1,0 +1,92 @@
+"""The statistics behind early warnings, by hand and against a naive sum over pairs."""
+
+import math
+import random
+from itertools import combinations
+
+import pytest
+
+from megatron_rl_corr.observability.trends import COURSE, EARLY, KEPT, History, kendall_tau
+
+
+def filled(values, name="x"):
+    history = History([name], [(name, name)])
+    for step, value in enumerate(values, start=1):
+        history.add({"step": step, name: value})
+    return history
+
+
+@pytest.mark.parametrize(
+    ("ys", "tau"),
+    [
+        ([1, 2, 3, 4], 1.0), ([4, 3, 2, 1], -1.0),
+        # Of the 6 pairs (1, 2) alone is discordant: (5 - 1) / 6.
+        ([2, 1, 3, 4], 4 / 6),
+        # One pair is tied in y: 5 concordant of 6 and 5 untied ones.
+        ([1, 1, 2, 3], 5 / math.sqrt(30)),
+        # One wild value moves one place alone.
+        ([1, 2, 3, 1e9], 1.0),
+        ([7, 7, 7, 7], 0.0),
+    ],
+)  # fmt: skip
+def test_kendall_tau_of_four_pairs_then_by_hand(ys, tau):
+    assert kendall_tau([1, 2, 3, 4], ys) == pytest.approx(tau)
+    assert kendall_tau(ys, [1, 2, 3, 4]) == pytest.approx(tau)
+
+
+def test_kendall_tau_of_random_pairs_then_that_of_a_naive_sum():
+    random.seed(1)
+    xs, ys = ([random.randrange(9) for _ in range(25)] for _ in range(2))
+    pairs = [(xs[a] - xs[b], ys[a] - ys[b]) for a, b in combinations(range(25), 2)]
+    score = sum(1 if x * y > 0 else -1 if x * y < 0 else 0 for x, y in pairs)
+    untied = sum(x != 0 for x, _ in pairs) * sum(y != 0 for _, y in pairs)
+    assert kendall_tau(xs, ys) == pytest.approx(score / math.sqrt(untied))
+    assert kendall_tau([], []) == kendall_tau([1], [2]) == 0
+
+
+def test_history_when_short_then_none_and_after_enough_steps_medians_of_windows():
+    assert filled(range(9)).now("x") is None and filled(range(19)).early("x") is None
+    history = filled(range(20))
+    # The first ten are 0 to 9, the last ten 10 to 19.
+    assert (history.early("x"), history.now("x"), history.mean("x")) == (4.5, 14.5, 14.5)
+    assert (history.best("x"), history.highest("x"), history.tau("x", "x")) == (14.5, 19, 1.0)
+    assert filled(range(19)).tau("x", "x") is filled(range(9)).highest("x") is None
+
+
+def test_history_when_values_fall_then_best_is_the_highest_mean_and_outliers_hardly_move_medians():
+    history = filled([1.0] * 20 + [0.5] * 9 + [1e6])
+    assert history.now("x") == 0.5 and history.early("x") == 1.0
+    history = filled([1.0] * 20 + [0.5] * 30)
+    assert history.best("x") == 1.0 and history.mean("x") == 0.5
+
+
+def test_history_when_values_are_missing_or_not_finite_then_they_do_not_count():
+    history = History(["x", "y"], [("x", "y")])
+    assert history.add({"step": 1}) == set() and history.add({"step": 2, "x": math.nan, "y": math.inf}) == set()
+    for step in range(3, 33):
+        assert history.add({"step": step, "x": 1, "other": 2}) == {"x"}
+    assert history.now("x") == 1 and history.now("y") is history.best("y") is None and history.tau("x", "y") is None
+    assert history.step == 32
+
+
+def test_history_when_a_run_is_long_then_its_memory_is_bounded():
+    history = filled(range(10_000))
+    assert len(history._last["x"]) == KEPT and len(history._first["x"]) == EARLY and history.early("x") == 4.5
+    assert len(history._both["x", "x"]) == COURSE
+
+
+@pytest.mark.parametrize("apart", [1, 8, 16, 1000])
+def test_tau_when_one_metric_comes_seldom_then_over_the_last_steps_with_both_in_bounded_memory(apart):
+    history = History(["x", "y"], [("x", "y")])
+    for step in range(COURSE * apart):
+        assert history.tau("x", "y") is None or step > (COURSE - 1) * apart
+        # x falls within its steps without y, and rises from one step with both to the next.
+        history.add({"step": step, "x": step // apart - step % apart, **({} if step % apart else {"y": step})})
+    assert history.tau("x", "y") == 1.0 and len(history._last["x"]) == min(KEPT, COURSE * apart)
+
+
+def test_noise_by_hand_then_the_median_difference_of_neighbours():
+    # Neighbours differ by 0.954: one number scatters by 1, the mean of ten by 1 / sqrt(10). One jump changes nothing.
+    values = [0.954 * (step % 2) + 50 * (step >= 15) for step in range(COURSE)]
+    assert filled(values).noise("x") == pytest.approx(1 / math.sqrt(10))
+    assert filled(values[1:]).noise("x") is None
