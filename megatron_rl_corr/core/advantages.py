@@ -10,11 +10,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megatron_rl_corr.config.losses import ADVANTAGES, WHITENED
+from megatron_rl_corr.config.losses import ADVANTAGES, BY_TOKEN, WHITENED
 
 STD_EPSILON = 1e-6
 VARIANCE_EPSILON = 1e-8
-KINDS = ADVANTAGES
+KINDS = tuple(kind for kind in ADVANTAGES if kind not in BY_TOKEN)
+"""Those of a whole row; core/token_baseline.py has those of its tokens."""
 
 
 def group_advantages(

@@ -209,7 +209,7 @@ WEIGHTS = in_group(
     MetricSpec(
         "rollout_corr/ess_sequences",
         "effective sample size of whole sequences' raw products, whatever weights are chosen (VCPO)",
-        "(sum w)^2 / (n sum w^2) over sequences, w = exp(sum(D)), sum(D) clamped to +-20", compared=True,
+        "(sum w)^2 / (n sum w^2) over sequences, w = exp(sum(D)), sum(D) clamped to +-340", compared=True,
     ),
 )
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 LOG_CLAMP = 20.0
 """exp(+-20) = 4.9e8 and 2.1e-9: beyond it float32 sums lose every other token (verl's bound too)."""
+PRODUCT_LOG_CLAMP = 340.0
+"""Of a whole sequence's product, which an effective sample size sums up squared: e^(+-680) fits into float64."""
 
 
 NEAREST_TO_1 = 1.0 - 2.0**-24
@@ -191,8 +193,10 @@ class SpanSums:
 
     @cached_property
     def products(self) -> Tensor:
-        """rho's product over each sequence, e^{sum D} with sum D clamped to +-20: float64 [S]; 0 without valid tokens.
+        """rho's product over each sequence, e^{sum D} with sum D clamped to +-340: float64 [S]; 0 without valid tokens.
 
-        Whatever weights were chosen, this is a sequence's raw importance weight.
+        Whatever weights were chosen, this is a sequence's raw importance weight. A clamp at +-20 would make long
+        sequences of a large mismatch equal, and the worst batch one of the largest effective sample size.
         """
-        return self.by_sequence["log_ratio"].clamp(-LOG_CLAMP, LOG_CLAMP).exp_().mul_(self.present)
+        exponent = self.by_sequence["log_ratio"].clamp(-PRODUCT_LOG_CLAMP, PRODUCT_LOG_CLAMP)
+        return exponent.exp_().mul_(self.present)

@@ -31,12 +31,13 @@ def linear_logprobs(
     temperature: float = 1.0,
     vocab_size: int | None = None,
     with_entropy: bool = False,
+    with_collision: bool = False,
     chunk_tokens: int = 1024,
     fp32_lm_head: bool = False,
     reduce_hidden_gradient: bool = True,
     sampled: SampledRows | None = None,
     into_main_grad: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor | None, ...]:
     """vocab_parallel_logprobs of logits = hidden weight^T, of which only C V/tp numbers exist at a time.
 
     The columns are cut, not the tokens: tiles of C / N of them, with all N rows. So each row of the weight's gradient
@@ -52,19 +53,20 @@ def linear_logprobs(
         temperature: of the sampling.
         vocab_size: columns from here on do not belong to the vocabulary; None: all do.
         with_entropy: whether to compute the entropy.
+        with_collision: whether to compute the probability that two draws are the same; it has no gradient.
         chunk_tokens: C; with N tokens or more there is one tile.
         fp32_lm_head: logits and their gradient are float32, from float32 copies of hidden and weight, at float32's
             speed; else they have the type of hidden, as in Megatron's output layer.
         reduce_hidden_gradient: False leaves hidden's gradient as this rank's share, for hidden states whose own
             backward sums over tp: those that Megatron gathers from sequence-parallel ranks.
-        sampled: the rows to work on. The others are not multiplied, whatever they hold; their log-prob and entropy are
-            0, without a gradient. None: all.
+        sampled: the rows to work on. The others are not multiplied, whatever they hold; their results are 0, without a
+            gradient. None: all.
         into_main_grad: add the weight's gradient to weight.main_grad and set weight.grad_added_to_main_grad, as
             Megatron's output layer does under gradient accumulation fusion. Its .grad gets a tensor without meaning
             then (zeros if weight.zero_out_wgrad), which Megatron's DistributedDataParallel throws away (or adds).
 
     Returns:
-        (log-probs [T] float32, entropies [T] float32 or None).
+        (log-probs [T] float32, entropies [T] float32 or None), and with_collision the collisions [T] float32.
 
     Raises:
         ValueError: for different lengths or types, and for a temperature or chunk_tokens that is not positive.
@@ -79,13 +81,13 @@ def linear_logprobs(
     check_settings(temperature, chunk_tokens)
     check_sampled(sampled, labels)
     first, limit = vocab_columns(len(weight), tp_group, vocab_size)
-    columns = LogitColumns(first, limit, temperature, with_entropy, chunk_tokens)
+    columns = LogitColumns(first, limit, temperature, with_entropy, chunk_tokens, with_collision)
     head = torch.float32 if fp32_lm_head else hidden.dtype
     reduced = tp_group if reduce_hidden_gradient else None
-    logprobs, entropy = _LinearLogProbs.apply(
+    logprobs, entropy, *collision = _LinearLogProbs.apply(
         hidden, weight, labels, tp_group, reduced, head, columns, sampled, into_main_grad
     )
-    return logprobs, entropy if with_entropy else None
+    return logprobs, entropy if with_entropy else None, *collision
 
 
 class _LinearLogProbs(torch.autograd.Function):
@@ -98,17 +100,17 @@ class _LinearLogProbs(torch.autograd.Function):
             more = kernels.label_stats(logits, labels, part)
             stats = more if stats is None else kernels.merge_stats(torch.stack([stats, more]))
         combined = kernels.combine_stats(all_gather_stacked(stats, tp_group), columns.with_entropy, sampled)
-        logprobs, entropy = combined[0], combined[1]
+        logprobs, entropy, *collision = combined[0], combined[1], *combined[4:]
         ctx.save_for_backward(hidden, weight, labels, combined)
         ctx.reduced, ctx.head, ctx.columns, ctx.sampled = reduced, head, columns, sampled
         # Its attributes are read and set, which a saved tensor may not have.
         ctx.parameter = weight if into_main_grad else None
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*([] if columns.with_entropy else [entropy]))
-        return logprobs, entropy
+        ctx.mark_non_differentiable(*([] if columns.with_entropy else [entropy]), *collision)
+        return logprobs, entropy, *collision
 
     @staticmethod
-    def backward(ctx, grad_logprobs, grad_entropy):
+    def backward(ctx, grad_logprobs, grad_entropy, *_):
         hidden, weight, labels, combined = ctx.saved_tensors
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(combined[0])

@@ -91,8 +91,9 @@ def sampling_mask_logprobs(
     tp_group: ProcessGroup | None = None,
     temperature: float = 1.0,
     with_entropy: bool = False,
+    with_collision: bool = False,
     chunk_ids: int = CHUNK_IDS,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor | None, ...]:
     """Log-prob of each label over its sampling mask, and the mask's entropy: as vocab_parallel_logprobs over few ids.
 
     log softmax(x[ids])[label] with x = logits / temperature. pi_train is renormalised over the set that pi_rollout was
@@ -108,10 +109,11 @@ def sampling_mask_logprobs(
         tp_group: ranks that share the vocabulary; None: this rank alone.
         temperature: of the sampling.
         with_entropy: whether to compute the entropy.
+        with_collision: whether to compute the probability that two draws are the same; it has no gradient.
         chunk_ids: ids that are worked on at once.
 
     Returns:
-        (log-probs [T] float32, entropies [T] float32 or None).
+        (log-probs [T] float32, entropies [T] float32 or None), and with_collision the collisions [T] float32.
 
     Raises:
         ValueError: for different lengths, and for a temperature or chunk_ids that is not positive.
@@ -119,32 +121,32 @@ def sampling_mask_logprobs(
     check_inputs(logits, labels, temperature, chunk_ids)
     if len(sampling_masks) != len(labels):
         raise ValueError(f"sampling masks of {len(sampling_masks)} tokens do not fit labels of {len(labels)}")
-    logprobs, entropy = _SamplingMaskLogProbs.apply(
-        logits, labels, sampling_masks, tp_group, temperature, with_entropy, chunk_ids
+    logprobs, entropy, *collision = _SamplingMaskLogProbs.apply(
+        logits, labels, sampling_masks, tp_group, temperature, with_entropy, with_collision, chunk_ids
     )
-    return logprobs, entropy if with_entropy else None
+    return logprobs, entropy if with_entropy else None, *collision
 
 
 class _SamplingMaskLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, labels, sampling_masks, tp_group, temperature, with_entropy, chunk_ids):
+    def forward(ctx, logits, labels, sampling_masks, tp_group, temperature, with_entropy, with_collision, chunk_ids):
         first = 0 if tp_group is None else tp_group.rank() * logits.shape[1]
-        stats = logits.new_zeros(4, logits.shape[0], dtype=torch.float32)
-        stats[::2] = -torch.inf
+        stats = logits.new_zeros(4 + with_collision, logits.shape[0], dtype=torch.float32)
+        stats[0], stats[2] = -torch.inf, -torch.inf
         for rows, among in sampling_masks.chunks(chunk_ids):
             chunk = _Chunk(logits[rows], labels[rows], sampling_masks, rows, among, first, temperature)
             _add_stats(chunk, stats[:, rows], with_entropy)
         combined = backend(logits).combine_stats(all_gather_stacked(stats, tp_group), with_entropy)
-        logprobs, entropy = combined[0], combined[1]
+        logprobs, entropy, *collision = combined[0], combined[1], *combined[4:]
         ctx.save_for_backward(logits, labels, combined)
         ctx.sampling_masks, ctx.settings = sampling_masks, (first, temperature, with_entropy, chunk_ids)
-        ctx.mark_non_differentiable(*([] if with_entropy else [entropy]))
-        return logprobs, entropy
+        ctx.mark_non_differentiable(*([] if with_entropy else [entropy]), *collision)
+        return logprobs, entropy, *collision
 
     @staticmethod
-    def backward(ctx, grad_logprobs, grad_entropy):
+    def backward(ctx, grad_logprobs, grad_entropy, *_):
         logits, labels, combined = ctx.saved_tensors
-        logprobs, entropy, top, log_total = combined
+        logprobs, entropy, top, log_total = combined[:4]
         first, temperature, with_entropy, chunk_ids = ctx.settings
         # -inf is a constant, as over the whole vocabulary.
         grad_logprobs = grad_logprobs.masked_fill(logprobs == -torch.inf, 0.0)
@@ -163,7 +165,7 @@ class _SamplingMaskLogProbs(torch.autograd.Function):
             # Each rank has the gradient of its own columns, the label's too.
             share = torch.where(chunk.mine, share / temperature, 0.0)
             grad[rows].view(-1).index_add_(0, chunk.places, share.to(grad.dtype))
-        return grad, None, None, None, None, None, None
+        return grad, *[None] * 7
 
 
 class _Chunk:
@@ -197,16 +199,18 @@ class _Chunk:
 
 
 def _add_stats(chunk: _Chunk, out: Tensor, with_entropy: bool) -> None:
-    """Add the ids' statistics, as label_stats defines them, to out [4, C], which holds -inf, 0, -inf, 0.
+    """Add the ids' statistics, as label_stats defines them, to out [K, C], which holds -inf, 0, -inf, 0, 0.
 
     Sums are made in float64: on a GPU the order of additions is not fixed.
     """
-    largest, total, target, product = out
+    largest, total, target, product, *squares = out
     target.scatter_reduce_(0, chunk.token, torch.where(chunk.at_label, chunk.x, -torch.inf), "amax")
     largest.scatter_reduce_(0, chunk.token, chunk.x, "amax")
     x = chunk.x - chunk.of_token(largest.clamp(min=SMALLEST))
     weights = x.exp()
     total.copy_(_sums(weights, chunk.token, len(total)))
+    for one in squares:
+        one.copy_(_sums(weights.square(), chunk.token, len(total)))
     if with_entropy:
         product.copy_(_sums(weights.mul_(x.clamp_(min=NEGLIGIBLE)), chunk.token, len(total)))
 

@@ -1,6 +1,7 @@
 """One rank's share of the labels' log-probs, and the gradient with respect to its logits, in torch.
 
-T tokens, V vocabulary columns (padded), tp tensor-parallel ranks, C tokens a chunk; x = logits / temperature.
+T tokens, V vocabulary columns (padded), tp tensor-parallel ranks, C tokens a chunk; x = logits / temperature. K is 4,
+or 5 with the collision probability.
 
 triton_backend.py has the four functions as Triton kernels, with the same names, arguments and results. N rows are
 worked on: those of sampled tokens, or all T.
@@ -40,6 +41,13 @@ class LogitColumns:
     """Whether the entropy is computed."""
     chunk_tokens: int
     """C, rows that are held in float32 at once."""
+    with_collision: bool = False
+    """Whether the collision probability is computed."""
+
+    @property
+    def num_stats(self) -> int:
+        """K."""
+        return 4 + self.with_collision
 
 
 def label_stats(logits: Tensor, labels: Tensor, columns: LogitColumns, sampled: SampledRows | None = None) -> Tensor:
@@ -52,12 +60,12 @@ def label_stats(logits: Tensor, labels: Tensor, columns: LogitColumns, sampled: 
         sampled: the rows that are read; None: all.
 
     Returns:
-        [4, N] float32: max of x; sum of e = exp(x - max); x of the label, -inf if it is none of these columns; sum of
-        e (x - max), 0 unless with_entropy. Without a finite x: -inf, 0, -inf, 0.
+        [K, N] float32: max of x; sum of e = exp(x - max); x of the label, -inf if it is none of these columns; sum of
+        e (x - max), 0 unless with_entropy; with_collision sum of e^2. Without a finite x: -inf, 0, -inf, 0, 0.
     """
     limit, temperature = columns.limit, columns.temperature
     labels = labels if sampled is None else labels.index_select(0, sampled.rows)
-    out = logits.new_zeros(4, len(labels), dtype=torch.float32)
+    out = logits.new_zeros(columns.num_stats, len(labels), dtype=torch.float32)
     out[0], out[2] = -torch.inf, -torch.inf
     if limit == 0 or len(labels) == 0:
         return out
@@ -73,32 +81,36 @@ def label_stats(logits: Tensor, labels: Tensor, columns: LogitColumns, sampled: 
         _distances(chunk, out[0, rows].clamp(min=SMALLEST), temperature, into=x)
         torch.exp(x, out=weights)
         out[1, rows] = weights.sum(dim=1)
+        if columns.with_collision:
+            # A norm: squares of their own would take a tile more.
+            out[4, rows] = torch.linalg.vector_norm(weights, dim=1).square()
         if columns.with_entropy:
             out[3, rows] = weights.mul_(x.clamp_(min=NEGLIGIBLE)).sum(dim=1)
     return out
 
 
 def merge_stats(stats: Tensor) -> Tensor:
-    """`label_stats` [4, N] of columns of which `stats` [P, 4, N] has those of P parts."""
-    maxima, sums, targets, products = stats.unbind(dim=1)
+    """`label_stats` [K, N] of columns of which `stats` [P, K, N] has those of P parts."""
+    maxima, sums, targets, products, *squares = stats.unbind(dim=1)
     top = maxima.amax(dim=0)
     drop = maxima - top.clamp(min=SMALLEST)
     scale = drop.exp()
     products = (products + sums * drop.clamp(min=NEGLIGIBLE)) * scale
-    return torch.stack([top, (sums * scale).sum(dim=0), targets.amax(dim=0), products.sum(dim=0)])
+    merged = [top, (sums * scale).sum(dim=0), targets.amax(dim=0), products.sum(dim=0)]
+    return torch.stack(merged + [(one * scale.square()).sum(dim=0) for one in squares])
 
 
 def combine_stats(stats: Tensor, with_entropy: bool, sampled: SampledRows | None = None) -> Tensor:
-    """Combine every rank's `label_stats` [tp, 4, N] over the whole vocabulary.
+    """Combine every rank's `label_stats` [tp, K, N] over the whole vocabulary.
 
     Works with differences from the largest logit: of the logits themselves, a log-prob near 0 would lose its digits.
 
     Returns:
-        [4, T] float32: log-prob of the label, entropy (anything unless with_entropy), top = largest x, log of the sum
-        of exp(x - top). Where no rank has a finite x: -inf, 0, 0 and 0, which gives a gradient of 0; in rows that are
-        not of `sampled`: 0.
+        [K, T] float32: log-prob of the label, entropy (anything unless with_entropy), top = largest x, log of the sum
+        of exp(x - top), and the collision probability of K = 5. Where no rank has a finite x: -inf and 0s, which gives
+        a gradient of 0; in rows that are not of `sampled`: 0.
     """
-    maxima, sums, targets, products = stats.unbind(dim=1)
+    maxima, sums, targets, products, *squares = stats.unbind(dim=1)
     top = maxima.amax(dim=0)
     empty = top == -torch.inf
     top = top.masked_fill(empty, 0.0)
@@ -112,7 +124,8 @@ def combine_stats(stats: Tensor, with_entropy: bool, sampled: SampledRows | None
     if with_entropy:
         products = products + sums * drop.clamp(min=NEGLIGIBLE)
         entropy = log_total - (products * scale).sum(dim=0) / total
-    combined = torch.stack([logprobs, entropy, top, log_total])
+    collisions = [(one * scale.square()).sum(dim=0) / total.square() for one in squares]
+    combined = torch.stack([logprobs, entropy, top, log_total, *collisions])
     return combined if sampled is None else sampled.spread(combined)
 
 
@@ -134,7 +147,7 @@ def logits_gradient(
 
     Args:
         logits, labels, sampled: as in `label_stats`.
-        combined: [4, T] float32, from `combine_stats`.
+        combined: [K, T] float32, from `combine_stats`; a collision probability has no gradient.
         grad_logprobs: [T] float32.
         grad_entropy: [T] float32; None where nothing depends on the entropy.
         columns: of this rank.
@@ -149,7 +162,7 @@ def logits_gradient(
     if limit == 0 or len(labels) == 0:
         out.zero_()
         return
-    logprobs, entropy, top, log_total = combined
+    logprobs, entropy, top, log_total = combined[:4]
     grad_logprobs = grad_logprobs.masked_fill(logprobs == -torch.inf, 0.0)
     local, mine = _local(labels, columns.first, limit)
     hit = torch.where(mine, grad_logprobs / temperature, 0.0)[:, None]

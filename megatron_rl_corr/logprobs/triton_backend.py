@@ -1,7 +1,7 @@
 """One rank's share of the labels' log-probs, and the gradient with respect to its logits, as Triton kernels.
 
 T tokens, N of them sampled, V vocabulary columns (padded), tp tensor-parallel ranks, P parts of a row;
-x = logits / temperature.
+x = logits / temperature. K is 4, or 5 with the collision probability.
 
 One pass over the logits forward, one pass backward that writes the gradient; no other tensor has size [T, V/tp]. Each
 program has a part of a row, and the next program the part behind it in memory: each of its threads keeps its own
@@ -55,7 +55,7 @@ def label_stats(
     logits: Tensor, labels: Tensor, columns: LogitColumns, sampled: SampledRows | None = None, *,
     blocks: Blocks = BLOCKS,
 ) -> Tensor:
-    """Statistics of each token over this rank's columns: as torch_backend.label_stats, and [4, N] float32 as there.
+    """Statistics of each token over this rank's columns: as torch_backend.label_stats, and [K, N] float32 as there.
 
     A row with a NaN or +inf gives NaN. Differences are taken between the logits and then divided by the temperature, so
     the sums have no rounding of x.
@@ -63,7 +63,7 @@ def label_stats(
     Args:
         logits: [T, V/tp] in bfloat16, float16 or float32, with adjacent columns.
         labels: [T] int64, global ids.
-        columns: of this rank. Its chunk_tokens is not used: the only scratch is [P, 4, N].
+        columns: of this rank. Its chunk_tokens is not used: the only scratch is [P, K, N].
         sampled: the rows that are read; None: all.
         blocks: how a row is cut into programs.
 
@@ -72,19 +72,19 @@ def label_stats(
     """
     _check(logits)
     count = len(labels) if sampled is None else len(sampled)
-    out = logits.new_empty(4, count, dtype=torch.float32)
+    out = logits.new_empty(columns.num_stats, count, dtype=torch.float32)
     if count == 0:
         return out
     span = blocks.span(columns.limit, count, logits)
     parts = max(triton.cdiv(columns.limit, span), 1)
-    partial = out if parts == 1 else logits.new_empty(parts, 4, count, dtype=torch.float32)
+    partial = out if parts == 1 else logits.new_empty(parts, *out.shape, dtype=torch.float32)
     inverse, vector = 1 / columns.temperature, _vector(logits)
     with torch.cuda.device_of(logits):
         stats_kernel[parts * count,](
             logits, logits.stride(0), labels.contiguous(), _order(sampled, labels), partial, count, parts,
             columns.first, columns.limit, span, inverse, inverse if parts == 1 else 1.0,
-            WITH_ENTROPY=columns.with_entropy, SOME_ROWS=sampled is not None, ROWS=blocks.elements // vector,
-            LANES=blocks.lanes, VECTOR=vector, num_warps=blocks.lanes // 32,
+            WITH_ENTROPY=columns.with_entropy, WITH_COLLISION=columns.with_collision, SOME_ROWS=sampled is not None,
+            ROWS=blocks.elements // vector, LANES=blocks.lanes, VECTOR=vector, num_warps=blocks.lanes // 32,
         )  # fmt: skip
     if parts > 1:
         _merge(partial, out, inverse, columns.with_entropy)
@@ -92,33 +92,34 @@ def label_stats(
 
 
 def merge_stats(stats: Tensor) -> Tensor:
-    """[4, N] of the statistics [P, 4, N] of parts of the columns: as torch_backend.merge_stats."""
+    """[K, N] of the statistics [P, K, N] of parts of the columns: as torch_backend.merge_stats."""
     out = stats.new_empty(stats.shape[1:])
     _merge(stats, out, 1.0, with_entropy=True)
     return out
 
 
 def _merge(partial: Tensor, out: Tensor, inverse: float, with_entropy: bool) -> None:
-    """partial [P, 4, N], in units of x / inverse -> out [4, N]."""
-    parts, _, count = partial.shape
+    """partial [P, K, N], in units of x / inverse -> out [K, N]."""
+    parts, num_stats, count = partial.shape
     if count:
         with torch.cuda.device_of(partial):
             merge_kernel[triton.cdiv(count, 32),](
-                partial, out, count, parts, inverse, WITH_ENTROPY=with_entropy,
+                partial, out, count, parts, inverse, WITH_ENTROPY=with_entropy, WITH_COLLISION=num_stats == 5,
                 PARTS=triton.next_power_of_2(parts), TOKENS=32, num_warps=4,
             )  # fmt: skip
 
 
 def combine_stats(stats: Tensor, with_entropy: bool, sampled: SampledRows | None = None) -> Tensor:
-    """[4, T] log-prob, entropy, top and log_total of every rank's statistics [tp, 4, N]: as torch_backend's."""
-    shards, _, count = stats.shape
+    """[K, T] log-prob, entropy, top, log_total (and collision) of all ranks' [tp, K, N]: as torch_backend's."""
+    shards, num_stats, count = stats.shape
     tokens = count if sampled is None else sampled.num_tokens
-    out = stats.new_empty(4, tokens)
+    out = stats.new_empty(num_stats, tokens)
     if tokens:
         with torch.cuda.device_of(stats):
             combine_kernel[triton.cdiv(tokens, 128),](
                 stats, _order(sampled, stats), out, tokens, count, shards, WITH_ENTROPY=with_entropy,
-                SOME_ROWS=sampled is not None, SHARDS=triton.next_power_of_2(shards), TOKENS=128, num_warps=4,
+                WITH_COLLISION=num_stats == 5, SOME_ROWS=sampled is not None,
+                SHARDS=triton.next_power_of_2(shards), TOKENS=128, num_warps=4,
             )  # fmt: skip
     return out
 

@@ -26,11 +26,12 @@ def vocab_parallel_logprobs(
     temperature: float = 1.0,
     vocab_size: int | None = None,
     with_entropy: bool = False,
+    with_collision: bool = False,
     chunk_tokens: int = 1024,
     inplace_gradient: bool = False,
     sampled: SampledRows | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Log-prob of each label, log softmax(logits / temperature)[label], and entropy, -sum p log p.
+) -> tuple[Tensor | None, ...]:
+    """Log-prob of each label, log softmax(logits / temperature)[label], entropy, -sum p log p, and collision, sum p^2.
 
     One collective over tp_group in forward, none in backward: tensor-parallel ranks hold the same tokens, so every
     rank's upstream gradient must be that of the same loss, and none is summed. A label outside [0, vocab_size), or with
@@ -43,15 +44,16 @@ def vocab_parallel_logprobs(
         temperature: of the sampling.
         vocab_size: columns from here on (padding of the embedding) do not belong to the vocabulary; None: all do.
         with_entropy: whether to compute the entropy.
+        with_collision: whether to compute the probability that two draws are the same; it has no gradient.
         chunk_tokens: C. Beside logits and gradient only C rows are held in float32 (two with entropy, if C is 1).
         inplace_gradient: backward writes the gradient over the logits, which saves their size. Nobody may read them
             after that: tensors that autograd saved raise its error about an in-place change, as a second backward
             does; a plain read finds the gradient.
-        sampled: the rows to work on. The others' logits are not read, whatever they hold; their log-prob and entropy
-            are 0, without a gradient. None: all.
+        sampled: the rows to work on. The others' logits are not read, whatever they hold; their results are 0, without
+            a gradient. None: all.
 
     Returns:
-        (log-probs [T] float32, entropies [T] float32 or None).
+        (log-probs [T] float32, entropies [T] float32 or None), and with_collision the collisions [T] float32.
 
     Raises:
         ValueError: for different lengths, and for a temperature or chunk_tokens that is not positive.
@@ -59,9 +61,11 @@ def vocab_parallel_logprobs(
     check_inputs(logits, labels, temperature, chunk_tokens)
     check_sampled(sampled, labels)
     first, limit = vocab_columns(logits.shape[1], tp_group, vocab_size)
-    columns = LogitColumns(first, limit, temperature, with_entropy, chunk_tokens)
-    logprobs, entropy = _VocabParallelLogProbs.apply(logits, labels, tp_group, columns, sampled, inplace_gradient)
-    return logprobs, entropy if with_entropy else None
+    columns = LogitColumns(first, limit, temperature, with_entropy, chunk_tokens, with_collision)
+    logprobs, entropy, *collision = _VocabParallelLogProbs.apply(
+        logits, labels, tp_group, columns, sampled, inplace_gradient
+    )
+    return logprobs, entropy if with_entropy else None, *collision
 
 
 def check_inputs(logits: Tensor, labels: Tensor, temperature: float, chunk_tokens: int) -> None:
@@ -133,15 +137,15 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         stats = all_gather_stacked(kernels.label_stats(logits, labels, columns, sampled), tp_group)
         # Every rank combines the same numbers in one order, so tensor-parallel ranks agree bit by bit.
         combined = kernels.combine_stats(stats, columns.with_entropy, sampled)
-        logprobs, entropy = combined[0], combined[1]
+        logprobs, entropy, *collision = combined[0], combined[1], *combined[4:]
         ctx.save_for_backward(logits, labels, combined)
         ctx.columns, ctx.sampled, ctx.inplace_gradient = columns, sampled, inplace_gradient
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*([] if columns.with_entropy else [entropy]))
-        return logprobs, entropy
+        ctx.mark_non_differentiable(*([] if columns.with_entropy else [entropy]), *collision)
+        return logprobs, entropy, *collision
 
     @staticmethod
-    def backward(ctx, grad_logprobs, grad_entropy):
+    def backward(ctx, grad_logprobs, grad_entropy, *_):
         logits, labels, combined = ctx.saved_tensors
         if ctx.inplace_gradient:
             out = logits.detach()

@@ -1,14 +1,18 @@
-"""Which tokens of a row a context-parallel rank holds, as a pure function of (rank, size).
+"""Which tokens of a row a context-parallel rank holds, and running sums over sequences that several ranks share.
 
-L tokens of a row, cp context-parallel ranks, t = L / cp tokens of one of them.
+L tokens of a row, cp context-parallel ranks, t = L / cp tokens of one of them. T tokens of S sequences on this rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from megatron_rl_corr.parallel.collectives import ParallelGroups
 
 
 def zigzag_positions(
@@ -43,3 +47,53 @@ def zigzag_positions(
         for index in (rank, 2 * size - 1 - rank):
             parts.append(torch.arange(start + index * chunk, start + (index + 1) * chunk, device=device))
     return torch.cat(parts)
+
+
+@dataclass(frozen=True)
+class SequenceChunks:
+    """The chunks of `zigzag_positions` that this rank's tokens lie in.
+
+    Example: cp 2, a sequence of 8 tokens: rank 1 has positions 2, 3, 4, 5: numbers [1, 1, 2, 2], firsts [0, 0, 2, 2].
+    """
+
+    numbers: Tensor
+    """[T] int64: each token's chunk among those of all sequences, numbered alike on all ranks."""
+    firsts: Tensor
+    """[T] int64: the place, among the T, of the first token of its chunk."""
+    num_sequences: int
+    """S."""
+    per_sequence: int
+    """Chunks of a sequence: 2 * cp, or 1 without context parallelism."""
+
+    @classmethod
+    def of(cls, starts: np.ndarray, seq_ids: Tensor, groups: ParallelGroups) -> SequenceChunks:
+        """The chunks of sequences that lie one behind the other.
+
+        Args:
+            starts: [S + 1] int64 on the host: where each sequence begins among this rank's tokens, with its padding.
+            seq_ids: [T] int64.
+            groups: with the context-parallel ranks, which share each sequence.
+        """
+        count, size, rank = len(starts) - 1, groups.cp_size, groups.cp_rank
+        first = torch.from_numpy(starts[:-1]).to(seq_ids.device, non_blocking=True)[seq_ids]
+        if size == 1:
+            return cls(seq_ids, first, count, 1)
+        half = torch.from_numpy(np.diff(starts) // 2).to(seq_ids.device, non_blocking=True)[seq_ids]
+        in_second = torch.arange(len(seq_ids), device=seq_ids.device) - first >= half
+        numbers = seq_ids * (2 * size) + torch.where(in_second, 2 * size - 1 - rank, rank)
+        return cls(numbers, torch.where(in_second, first + half, first), count, 2 * size)
+
+    def all_reduce_running_sums(self, values: Tensor, groups: ParallelGroups) -> Tensor:
+        """Sums of values [K, T] float64 over each token's sequence up to it, it too: [K, T].
+
+        One all-reduce over cp of K numbers a chunk; alone none.
+        """
+        running = values.cumsum(dim=1)
+        within = running - (running - values)[:, self.firsts]
+        if self.per_sequence == 1:
+            return within
+        totals = values.new_zeros(len(values), self.num_sequences * self.per_sequence)
+        totals = groups.all_reduce_cp(totals.index_add_(1, self.numbers, values))
+        by_sequence = totals.view(len(values), self.num_sequences, self.per_sequence)
+        earlier = (by_sequence.cumsum(dim=2) - by_sequence).view(len(values), -1)
+        return within + earlier[:, self.numbers]

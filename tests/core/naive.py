@@ -323,7 +323,7 @@ def sequence_metrics(present: list[list[Token]], kept: int) -> dict[str, float]:
         "log_ppl_diff_abs_clamped": mean(min(abs(gap), HIGH) for gap in gaps),
         "log_ppl_diff_max": max(gaps, default=math.nan),
         "log_ppl_diff_min": min(gaps, default=math.nan),
-        "ess_sequences": effective(math.exp(clamp(total)) for total in totals),
+        "ess_sequences": effective(math.exp(clamp(total, -340.0, 340.0)) for total in totals),
     } | {
         name + suffix: mean(math.expm1(2 * clamp(value, -bound, bound)) for value in values)
         for name, values in (("chi2_seq", totals), ("chi2_geo", [-gap for gap in gaps]))

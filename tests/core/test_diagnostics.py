@@ -338,8 +338,12 @@ def test_ess_of_sequences_when_products_leave_all_bounds_then_clamped_and_no_dig
     seq_ids = torch.arange(2).repeat_interleave(10)
     metrics = metrics_of(train, rollout, torch.ones(20), seq_ids, num_sequences=2)
     assert metrics["ess_sequences"] == pytest.approx((1 + math.exp(-1)) ** 2 / (2 * (1 + math.exp(-2))), rel=1e-5)
-    # -180 and -190 are both -20: equal weights. One of e^20 beside e^-20 is alone: 1 / n.
-    metrics = metrics_of(rollout * 10, rollout - 0.5, torch.ones(20), seq_ids, num_sequences=2)
+    # -180 and -190: (1 + e^-10)^2 / (2 (1 + e^-20)) = 0.50005. Long responses that all lie far off are not equal.
+    far = rollout + 10 * (train - rollout)
+    metrics = metrics_of(far, rollout, torch.ones(20), seq_ids, num_sequences=2)
+    assert metrics["ess_sequences"] == pytest.approx((1 + math.exp(-10)) ** 2 / (2 * (1 + math.exp(-20))), rel=1e-3)
+    # -360 and -380 are both -340: equal weights. One of e^300 beside e^-300 is alone: 1 / n.
+    metrics = metrics_of(rollout + 20 * (train - rollout), rollout, torch.ones(20), seq_ids, num_sequences=2)
     assert metrics["ess_sequences"] == 1
     train = torch.where(seq_ids == 0, rollout + 30, rollout - 30)
     assert metrics_of(train, rollout, torch.ones(20), seq_ids, num_sequences=2)["ess_sequences"] == pytest.approx(0.5)

@@ -52,8 +52,7 @@ def configs(draw) -> RolloutCorrectionConfig:
             "rollout_is_lower": draw(st.sampled_from(lower)), "rollout_is_batch_normalize": draw(st.booleans()),
         }  # fmt: skip
     if level == "sequence" and draw(st.booleans()):
-        normalize = draw(st.booleans())
-        fields = {"rollout_is": level, "rollout_is_mode": "gamma", "rollout_is_batch_normalize": normalize}
+        fields = {"rollout_is": level, "rollout_is_mode": "gamma"}
     return RolloutCorrectionConfig(
         rollout_rs=draw(rules()),
         rollout_m2_threshold=draw(st.sampled_from([None, None, 0.0117, 0.5171])),

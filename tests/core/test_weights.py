@@ -114,13 +114,16 @@ def test_gamma_when_a_sequence_is_long_then_its_length_does_not_matter():
     assert whole == pytest.approx(gamma_of(torch.tensor([math.exp(0.4)]), [1.0]).weights[0].item(), rel=1e-4)
 
 
-def test_gamma_when_normalised_then_the_mean_over_sequences_is_1():
-    # w = 1 and 0.25 (A >= 0): 1 and 0.5930; each sequence once.
-    weights = gamma_of(
-        torch.tensor([1.0, 1.0, 0.25]), [1.0] * 3, torch.tensor([0, 0, 1]), rollout_is_batch_normalize=True
-    ).weights.tolist()
-    small = 0.0625 * math.exp(2.25)
-    assert weights == pytest.approx([2 / (1 + small)] * 2 + [2 * small / (1 + small)], rel=1e-6)
+def test_gamma_when_normalised_then_refused():
+    with pytest.raises(ValueError, match="`rollout_is_batch_normalize` with `rollout_is_mode` gamma: .*; drop it"):
+        RolloutCorrectionConfig(rollout_is="sequence", rollout_is_mode="gamma", rollout_is_batch_normalize=True)
+
+
+def test_gamma_when_the_unbiased_kl_would_be_weighed_by_it_then_refused():
+    given = {"rollout_is": "sequence", "rollout_is_mode": "gamma", "kl_loss_coef": 0.1, "kl_loss_type": "unbiased"}
+    with pytest.raises(ValueError, match="`kl_loss_type` unbiased with `rollout_is_mode` gamma: .*k3\\+"):
+        RolloutCorrectionConfig(**given)
+    RolloutCorrectionConfig(**given, bypass_mode=True, loss="reinforce")
 
 
 def test_gamma_when_advantages_are_missing_then_it_asks_for_them():

@@ -62,11 +62,13 @@ def launches(monkeypatch, tmp_path) -> dict[str, Launches]:
     return stands
 
 
-def given(dtype: torch.dtype, with_entropy: bool, pitch: int = 151936) -> tuple[dict, LogitColumns]:
+def given(
+    dtype: torch.dtype, with_entropy: bool, pitch: int = 151936, with_collision: bool = False
+) -> tuple[dict, LogitColumns]:
     """Tensors without storage, for shapes alone; and all columns of a vocabulary."""
     logits = torch.empty(8192, pitch, dtype=dtype, device="meta")[:, :151936]
     tensors = {"logits": logits, "labels": torch.empty(8192, dtype=torch.int64, device="meta")}
-    return tensors, LogitColumns(0, 151936, 0.7, with_entropy, chunk_tokens=1024)
+    return tensors, LogitColumns(0, 151936, 0.7, with_entropy, chunk_tokens=1024, with_collision=with_collision)
 
 
 def some(sampled: bool) -> SampledRows | None:
@@ -102,13 +104,14 @@ def assert_registers_suffice(binary, folder: Path):
 
 
 @pytest.mark.parametrize(
-    "dtype, with_entropy, sampled",
-    [(torch.bfloat16, False, True), (torch.bfloat16, True, False), (torch.float32, True, True)], ids=str,
-)
+    "dtype, with_entropy, sampled, with_collision",
+    [(torch.bfloat16, False, True, False), (torch.bfloat16, True, False, False), (torch.float32, True, True, False),
+     (torch.bfloat16, True, True, True), (torch.float32, True, True, True)], ids=str,
+)  # fmt: skip
 def test_stats_when_compiled_then_16_byte_loads_and_threads_that_meet_only_at_the_end(
-    launches, dtype, with_entropy, sampled, tmp_path
+    launches, dtype, with_entropy, sampled, with_collision, tmp_path
 ):
-    tensors, columns = given(dtype, with_entropy)
+    tensors, columns = given(dtype, with_entropy, with_collision=with_collision)
     kernels.label_stats(**tensors, columns=columns, sampled=some(sampled))
     (binary,) = launches["stats_kernel"].binaries
     ptx, loads = binary.asm["ptx"], 32 * dtype.itemsize // 16
@@ -137,13 +140,15 @@ def test_merge_when_a_row_has_as_many_parts_as_tiles_then_it_lowers(launches, tm
     # One token of 151936 columns: 37.1 tiles of 4096, in 64 places.
     tensors, columns = given(torch.bfloat16, True)
     kernels.label_stats(tensors["logits"][:1], tensors["labels"][:1], columns, blocks=kernels.Blocks(programs=1000))
-    assert launches["merge_kernel"].binaries[0].src.constants[6,] == 64
+    assert launches["merge_kernel"].binaries[0].src.constants[7,] == 64
     assert_registers_suffice(launches["merge_kernel"].binaries[0], tmp_path)
 
 
-@pytest.mark.parametrize("shards", [1, 8])
-def test_combine_when_of_many_ranks_then_it_lowers_and_its_logarithm_is_exact_near_one(launches, shards, tmp_path):
-    kernels.combine_stats(torch.empty(shards, 4, 8192, device="meta"), True, some(True))
+@pytest.mark.parametrize("shards, num_stats", [(1, 4), (8, 4), (8, 5)])
+def test_combine_when_of_many_ranks_then_it_lowers_and_its_logarithm_is_exact_near_one(
+    launches, shards, num_stats, tmp_path
+):
+    kernels.combine_stats(torch.empty(shards, num_stats, 8192, device="meta"), True, some(True))
     (binary,) = launches["combine_kernel"].binaries
     # The hardware's lg2 is 2^-22 off near 1, where the log-prob of a token that is almost certain lies.
     assert "lg2.approx" not in binary.asm["ptx"]

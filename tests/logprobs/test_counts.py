@@ -23,6 +23,14 @@ def test_kernels_when_on_eight_tensor_ranks_then_one_beside_the_exchange_and_non
     assert found.exchanged == [4 * 4 * N]
 
 
+def test_kernels_when_with_the_collision_then_the_same_and_four_bytes_more_a_token_in_the_same_exchange():
+    found = count(T, SHARD, sampled=N, tp=8, with_entropy=True, with_collision=True)
+    assert names(found.forward) == ["stats_kernel", "combine_kernel"]
+    assert names(found.backward) == ["gradient_kernel"]
+    assert found.operators == []
+    assert found.exchanged == [5 * 4 * N]
+
+
 def test_kernels_when_alone_and_rows_have_parts_then_two_small_ones_and_no_exchange():
     found = count(T, V, sampled=N, with_entropy=True)
     assert names(found.forward) == ["stats_kernel", "merge_kernel", "combine_kernel"]

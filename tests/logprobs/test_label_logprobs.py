@@ -18,7 +18,8 @@ CASES = [
     "padding, parts", "only padding", "a later rank", "rows apart", "rows apart by an odd number", "in place",
     "in place, bfloat16, parts", "one token", "more tokens than the merge has", "no tokens", "32-bit labels",
     "one upstream for all", "sampled rows", "sampled rows, bfloat16, parts", "sampled rows, in place, no entropy",
-    "no sampled row", "blocks as they are",
+    "no sampled row", "collision", "collision, parts, no entropy", "collision, sampled rows, bfloat16, parts",
+    "blocks as they are",
 ]  # fmt: skip
 
 
@@ -26,6 +27,7 @@ SAMPLED = {
     "sampled rows": [1, 0, 1, 1, 0], "sampled rows, bfloat16, parts": [0, 1, 1, 0, 1, 1, 0],
     "sampled rows, in place, no entropy": [0, 0, 1, 0, 1, 0], "no sampled row": [0] * 5,
     "sampled rows, two ranks": [0, 1, 1, 0, 1, 0, 1],
+    "collision, sampled rows, bfloat16, parts": [0, 1, 1, 0, 1, 1, 0],
 }  # fmt: skip
 
 
@@ -94,6 +96,22 @@ def test_stats_when_in_one_pass_then_those_of_float64(runs, name):
     assert_close(result["logprobs"], logprobs, 2e-6, 2e-6 + rounding_of_x(inputs["logits"], inputs["settings"]))
     if with_entropy:
         assert_close(result["entropy"], entropy, 3e-6, 3e-6)
+
+
+def collision_of(name, inputs):
+    """[1, T] sum p^2 in float64, 0 in rows that are not sampled; [0, T] of a case without it."""
+    settings, logits = inputs["settings"], inputs["logits"].double()
+    if not settings.get("with_collision"):
+        return torch.empty(0, len(logits), dtype=torch.float64)
+    p = (logits[:, : settings["limit"]] / settings["temperature"]).softmax(dim=1)
+    kept = torch.tensor(SAMPLED.get(name, [1] * len(logits))).bool()
+    return torch.where(kept, p.square().sum(dim=1), 0.0)[None]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_collision_when_in_the_same_pass_then_that_of_float64_or_none(runs, name):
+    inputs, result = runs["cases"][name]
+    assert_close(result["collision"], collision_of(name, inputs), 3e-6, 3e-6)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -174,14 +192,16 @@ def test_logits_when_of_a_kind_the_kernels_do_not_take_then_refused_with_the_rem
     assert "(1, 2)" in apart and ".contiguous()" in apart
 
 
-@pytest.mark.parametrize("name", ["plain", "inplace", "a rank of padding", "bfloat16", "sampled rows, two ranks"])
+@pytest.mark.parametrize("name", [
+    "plain", "inplace", "a rank of padding", "bfloat16", "sampled rows, two ranks", "collision, two ranks",
+])  # fmt: skip
 def test_vocab_parallel_logprobs_when_on_the_kernels_then_value_and_gradient_of_the_whole(runs, name):
     if "sharded" not in runs:
         pytest.skip("two ranks over gloo are run by the interpreter")
     inputs, options = runs["sharded inputs"][name], runs["sharded options"][name]
     settings = {
         "first": 0, "limit": options.get("vocab_size", 48), "temperature": options.get("temperature", 1.0),
-        "with_entropy": options.get("with_entropy", True),
+        "with_entropy": options.get("with_entropy", True), "with_collision": options.get("with_collision", False),
     }
     inputs["settings"] = settings
     _, logprobs, entropy, gradient = of_case(name, inputs)
@@ -190,6 +210,8 @@ def test_vocab_parallel_logprobs_when_on_the_kernels_then_value_and_gradient_of_
     tolerance = GRADIENT[inputs["logits"].dtype]
     assert_close(merged, gradient, tolerance, tolerance)
     assert torch.equal(first["logprobs"], second["logprobs"])
+    assert torch.equal(first["collision"], second["collision"])
+    assert_close(first["collision"], collision_of(name, inputs), 3e-6, 3e-6)
     assert_close(first["logprobs"], logprobs, 2e-6, 2e-6 + rounding_of_x(inputs["logits"], settings))
     if settings["with_entropy"]:
         assert_close(first["entropy"], entropy, 3e-6, 3e-6)

@@ -75,6 +75,12 @@ CASES: dict[str, dict] = {
         "sampled": [0, 0, 1, 0, 1, 0], "tokens": 6, "inplace": True, "with_entropy": False,
     },
     "no sampled row": {"sampled": [0] * 5},
+    "collision": {"with_collision": True, "temperature": 0.7, "limit": TILE + 13},
+    "collision, parts, no entropy": {"with_collision": True, "with_entropy": False, "blocks": PARTS, "width": 5 * TILE},
+    "collision, sampled rows, bfloat16, parts": {
+        "with_collision": True, "sampled": [0, 1, 1, 0, 1, 1, 0], "tokens": 7, "width": 5 * TILE, "blocks": PARTS,
+        "dtype": torch.bfloat16,
+    },
     "blocks as they are": {"blocks": label_logprobs.BLOCKS, "width": 4096 + 33},
 }
 """What differs from PLAIN; temperature 1, limit the width, with entropy, first 0."""
@@ -107,6 +113,7 @@ def inputs(name: str) -> dict:
     settings = {
         "first": first, "limit": limit, "temperature": case.get("temperature", 1.0),
         "with_entropy": case.get("with_entropy", True), "chunk_tokens": 1024,
+        "with_collision": case.get("with_collision", False),
     }
     labels = (labels + first).to(case.get("labels", torch.int64))
     return {"logits": logits.to(dtype), "labels": labels, "grads": grads, "settings": settings}
@@ -148,6 +155,7 @@ def run(
     untouched = inplace or torch.equal(logits.contiguous().view(torch.uint8), before.view(torch.uint8))
     result = {
         "stats": stats, "logprobs": logprobs, "entropy": entropy, "gradient": out.clone(), "untouched": untouched,
+        "collision": combined[4:],
         "beyond": beyond.isnan().all(),
     }
     return {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in result.items()}
@@ -193,7 +201,8 @@ def first_programs() -> torch.Tensor:
     partial = torch.full((2, 4, 3), NAN)
     label_logprobs.stats_kernel[2,](
         logits, logits.stride(0), labels, labels, partial, 3, 2, 0, 2 * TILE, TILE, 1.0, 1.0,
-        WITH_ENTROPY=True, SOME_ROWS=False, ROWS=ONE_PART.elements, LANES=ONE_PART.lanes, VECTOR=1,
+        WITH_ENTROPY=True, WITH_COLLISION=False, SOME_ROWS=False, ROWS=ONE_PART.elements, LANES=ONE_PART.lanes,
+        VECTOR=1,
     )  # fmt: skip
     return partial
 
@@ -220,6 +229,7 @@ SHARDED = {
     "a rank of padding": {"vocab_size": 20, "with_entropy": False},
     "bfloat16": {"vocab_size": 45},
     "sampled rows, two ranks": {"vocab_size": 45, "sampled": [0, 1, 1, 0, 1, 0, 1]},
+    "collision, two ranks": {"vocab_size": 45, "temperature": 0.7, "with_collision": True},
 }
 
 
@@ -249,12 +259,14 @@ def sharded(rank: int, folder: str) -> None:
         leaf = given["logits"].chunk(2, dim=1)[rank].clone().requires_grad_()
         # The head of a model writes what inplace_gradient overwrites; a leaf is not its to write.
         logits = leaf * 1
-        logprobs, entropy = vocab.vocab_parallel_logprobs(logits, given["labels"], tp_group=dist.group.WORLD, **options)
+        logprobs, entropy, *collision = vocab.vocab_parallel_logprobs(
+            logits, given["labels"], tp_group=dist.group.WORLD, **options
+        )
         outputs = [logprobs] if entropy is None else [logprobs, entropy]
         torch.autograd.backward(outputs, list(given["grads"][: len(outputs)]))
         results[name] = {
             "logprobs": logprobs.detach(), "entropy": None if entropy is None else entropy.detach(),
-            "gradient": leaf.grad,
+            "gradient": leaf.grad, "collision": torch.stack(collision) if collision else torch.empty(0, 7),
         }
     torch.save(results, Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()

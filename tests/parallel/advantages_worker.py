@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
-from megatron_rl_corr.config.losses import ADVANTAGES
+from megatron_rl_corr.core.advantages import KINDS
 from megatron_rl_corr.mcore.batch_advantages import all_reduce_advantages
 from megatron_rl_corr.parallel.collectives import ParallelGroups
 from tests.parallel.worker import Collectives
@@ -61,7 +61,7 @@ def main(rank: int, folder: str, own: str) -> None:
             kept = torch.tensor([KEPT[place] for place in places])
             lengths = torch.tensor([float(LENGTHS[place]) for place in places], dtype=torch.float64)
             correction = SimpleNamespace(kept_sequences=kept, lengths=SimpleNamespace(tokens=lengths))
-            for kind in (*ADVANTAGES, own):
+            for kind in (*KINDS, own):
                 config = RolloutCorrectionConfig(advantage=kind)
                 for rejecting in (False, True):
                     with Collectives() as collectives:

@@ -64,8 +64,8 @@ CONFIGS: dict[str, RolloutCorrectionConfig] = {
     "vaco, kept": RolloutCorrectionConfig(
         rollout_rs=(RejectionRule("seq_mean", "vaco", upper=0.4),), loss="sapo", loss_denominator="kept",
     ),
-    "normalised gamma weights": RolloutCorrectionConfig(
-        rollout_is="sequence", rollout_is_mode="gamma", rollout_is_batch_normalize=True, loss="dro", dro_beta=0.3,
+    "gamma weights": RolloutCorrectionConfig(
+        rollout_is="sequence", rollout_is_mode="gamma", loss="dro", dro_beta=0.3,
     ),
     "gamma weights, turn rules": RolloutCorrectionConfig(
         rollout_is="sequence", rollout_is_mode="gamma", rollout_rs=(TURN_RULE,), loss="sapo", loss_denominator="kept",

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl_corr.config.losses import ADVANTAGES, WHITENED
+from megatron_rl_corr.config.losses import WHITENED
+from megatron_rl_corr.core.advantages import KINDS
 from tests.parallel.advantages_worker import GROUP, KEPT, LAYOUTS, LENGTHS, REWARDS
 
 HERE = Path(__file__).resolve().parent
@@ -67,7 +68,7 @@ def naive(kind, kept):
 
 
 @pytest.mark.parametrize("rejecting", [False, True])
-@pytest.mark.parametrize("kind", [*ADVANTAGES, "own"])
+@pytest.mark.parametrize("kind", [*KINDS, "own"])
 def test_advantages_when_spread_over_ranks_then_those_of_the_definition(ranks, kind, rejecting):
     own, saved = ranks
     # Rejected samples have advantages that no loss uses.

@@ -10,13 +10,13 @@ from benchmarks.correction import peak_bytes
 from megatron_rl_corr.logprobs import linear
 from megatron_rl_corr.logprobs.linear import linear_logprobs
 from megatron_rl_corr.logprobs.sampled_rows import SampledRows
-from tests.parallel.test_vocab import of_sampled_rows
+from tests.parallel.test_vocab import check_collision, of_sampled_rows
 
 INF = float("inf")
 CASES = [
     "plain", "temperature, padding", "a rank of padding, no entropy", "share of the caller", "bfloat16",
     "bfloat16, fp32 head", "float64", "sampled rows", "sampled rows, share of the caller",
-    "sampled rows, bfloat16, fp32 head", "no sampled row",
+    "sampled rows, bfloat16, fp32 head", "no sampled row", "collision", "sampled rows, bfloat16, fp32 head, collision",
 ]
 
 
@@ -47,6 +47,8 @@ def test_linear_when_sharded_then_value_and_both_gradients_of_the_whole(vocab_ra
     inputs, options = vocab_ranks[0]["inputs"]["linear"][name], dict(vocab_ranks[0]["options"]["linear"][name])
     reduced, fp32_lm_head = options.pop("reduce_hidden_gradient", True), options.pop("fp32_lm_head", False)
     options.pop("chunk_tokens", None)
+    of_distribution = {name: value for name, value in options.items() if name != "with_entropy"}
+    options.pop("with_collision", None)
     narrow = inputs["hidden"].dtype == torch.bfloat16
     logprobs, entropy, hidden, weight = reference(**inputs, **options, rounded=narrow and not fp32_lm_head)
     results = [rank["linear"][name, size] for rank in vocab_ranks]
@@ -55,6 +57,8 @@ def test_linear_when_sharded_then_value_and_both_gradients_of_the_whole(vocab_ra
         assert torch.equal(result["logprobs"], results[0]["logprobs"])
         if result["entropy"] is not None:
             torch.testing.assert_close(result["entropy"].double(), entropy, rtol=3e-6, atol=3e-6)
+        exact_logits = inputs["hidden"].double() @ inputs["weight"].double().t()
+        check_collision(result, exact_logits, **of_distribution)
         assert len(result["forward"]) == (size > 1)
         assert result["backward"] == ["allreduce_"] * (reduced and size > 1)
     shares = torch.stack([result["gradients"][0].double() for result in results[:size]])

@@ -7,7 +7,7 @@ import torch
 from benchmarks.correction import peak_bytes
 from megatron_rl_corr.logprobs.sampling_mask import SamplingMasks, sampling_mask_logprobs
 
-CASES = ["plain", "temperature and chunks", "no entropy"]
+CASES = ["plain", "temperature and chunks", "no entropy", "collision"]
 
 
 def reference(logits, labels, support, grads, *, temperature=1.0, with_entropy=True):
@@ -24,11 +24,20 @@ def reference(logits, labels, support, grads, *, temperature=1.0, with_entropy=T
     return torch.stack(logprobs).detach(), torch.stack(entropies).detach(), exact.grad
 
 
+def collisions(logits, support, temperature):
+    """In float64: sum p^2 over each token's ids; 0 without any."""
+    found = []
+    for row, ids in zip(logits.double(), support.long(), strict=True):
+        found.append((row[ids[ids >= 0]] / temperature).softmax(0).square().sum())
+    return torch.stack(found)
+
+
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_support_when_sharded_then_value_gradient_and_one_collective(vocab_ranks, name, size):
     inputs, options = vocab_ranks[0]["inputs"]["support"][name], dict(vocab_ranks[0]["options"]["support"][name])
     options.pop("chunk_ids", None)
+    with_collision = options.pop("with_collision", False)
     with_entropy = name != "no entropy"
     logprobs, entropy, gradient = reference(**inputs, **options, with_entropy=with_entropy)
     results = [rank["support"][name, size] for rank in vocab_ranks]
@@ -38,6 +47,10 @@ def test_support_when_sharded_then_value_gradient_and_one_collective(vocab_ranks
         assert torch.equal(result["logprobs"], results[0]["logprobs"])
         if with_entropy:
             torch.testing.assert_close(result["entropy"][1:-1].double(), entropy, rtol=3e-6, atol=3e-6)
+        assert (result["collision"] is not None) == with_collision
+        if with_collision:
+            expected = collisions(inputs["logits"], inputs["support"], options["temperature"])
+            torch.testing.assert_close(result["collision"].double(), expected, rtol=3e-6, atol=3e-6)
         assert result["untouched"] and len(result["forward"]) == (size > 1) and result["backward"] == []
     merged = torch.cat([result["gradients"][0] for result in results[:size]], dim=1).double()
     torch.testing.assert_close(merged, gradient, rtol=5e-6, atol=5e-6)

@@ -14,7 +14,8 @@ CASES = [
     "a rank of -inf", "rows of -inf", "rows of -inf, no entropy", "labels out of range", "extreme",
     "extreme bfloat16", "no entropy", "bfloat16", "bfloat16, no entropy", "float16", "float64", "in place",
     "in place, no entropy", "in place, bfloat16", "no tokens", "sampled rows",
-    "sampled rows, in place", "sampled rows, bfloat16, no entropy", "no sampled row",
+    "sampled rows, in place", "sampled rows, bfloat16, no entropy", "no sampled row", "collision",
+    "rows of -inf, collision, no entropy", "sampled rows, bfloat16, collision",
 ]
 ROUNDING = {torch.float32: 5e-6, torch.float64: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 """Of a gradient, which has the logits' type."""
@@ -55,6 +56,19 @@ def reference(logits, labels, grads, *, temperature=1.0, vocab_size=None, with_e
     return logprobs.detach(), entropy.detach() if with_entropy else None, exact.grad
 
 
+def check_collision(result, logits, *, temperature=1.0, vocab_size=None, sampled=None, with_collision=False):
+    """Of a case without it there is none; else sum p^2 of each row in float64, 0 of a row without a finite logit."""
+    assert (result["collision"] is not None) == with_collision
+    if not with_collision:
+        return
+    expected = (logits.double()[:, :vocab_size] / temperature).softmax(dim=1).square().sum(dim=1)
+    expected = expected.masked_fill((logits[:, :vocab_size] == -INF).all(dim=1), 0.0)
+    if sampled is not None:
+        expected = torch.where(torch.tensor(sampled).bool(), expected, 0.0)
+    assert_close(result["collision"], expected, 3e-6)
+    assert not result["collision"].requires_grad and 0 < result["collision"].max() <= 1
+
+
 def assert_close(actual, expected, tolerance):
     torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance)
 
@@ -65,6 +79,8 @@ def test_logprobs_when_sharded_then_value_and_gradient_of_the_whole(vocab_ranks,
     inputs, options = vocab_ranks[0]["inputs"]["vocab"][name], dict(vocab_ranks[0]["options"]["vocab"][name])
     in_place = options.pop("inplace_gradient", False)
     options.pop("chunk_tokens", None)
+    of_distribution = {name: value for name, value in options.items() if name != "with_entropy"}
+    options.pop("with_collision", None)
     logprobs, entropy, gradient = reference(**inputs, **options)
     results = [rank["vocab"][name, size] for rank in vocab_ranks]
     for result in results:
@@ -79,6 +95,8 @@ def test_logprobs_when_sharded_then_value_and_gradient_of_the_whole(vocab_ranks,
         # Tensor-parallel ranks hold the same tokens, and agree bit for bit.
         assert torch.equal(result["logprobs"], results[0]["logprobs"])
         assert result["entropy"] is None or torch.equal(result["entropy"], results[0]["entropy"])
+        check_collision(result, inputs["logits"], **of_distribution)
+        assert result["collision"] is None or torch.equal(result["collision"], results[0]["collision"])
     merged = torch.cat([result["gradients"][0] for result in results[:size]], dim=1)
     assert merged.dtype == inputs["logits"].dtype
     assert_close(merged, gradient, ROUNDING[merged.dtype])
@@ -133,6 +151,15 @@ def test_entropy_when_uniform_or_certain_then_log_of_the_support_or_zero():
     assert entropy.tolist() == pytest.approx([1.0986123, 0.0, 0.6931472], abs=1e-7)  # ln 3, 0, ln 2
 
 
+def test_collision_when_uniform_or_certain_then_one_over_the_support_or_one():
+    logits = torch.tensor([[0.0, 0.0, 0.0, 9.0], [200.0, 0.0, 0.0, 9.0], [0.0, -INF, 0.0, 9.0]]).requires_grad_()
+    logprobs, _, collision = vocab_parallel_logprobs(logits, torch.tensor([0, 0, 0]), vocab_size=3, with_collision=True)
+    assert collision.tolist() == pytest.approx([1 / 3, 1.0, 1 / 2], abs=1e-7)
+    logprobs.sum().backward()
+    # [label] - p of each row: the collision adds no gradient.
+    torch.testing.assert_close(logits.grad[0], torch.tensor([2 / 3, -1 / 3, -1 / 3, 0.0]))
+
+
 MANY, WIDE, CHUNK = 256, 4000, 16
 
 
@@ -145,9 +172,10 @@ def test_memory_when_chunked_then_one_chunk_in_float32_and_numbers_per_token(dty
     labels, outputs = torch.zeros(MANY, dtype=torch.int64), []
 
     def forward():
-        logprobs, entropy = vocab_parallel_logprobs(
-            logits, labels, with_entropy=with_entropy, chunk_tokens=CHUNK, inplace_gradient=in_place
-        )
+        logprobs, entropy, _ = vocab_parallel_logprobs(
+            logits, labels, with_entropy=with_entropy, with_collision=True, chunk_tokens=CHUNK,
+            inplace_gradient=in_place,
+        )  # fmt: skip
         outputs.extend([logprobs, entropy] if with_entropy else [logprobs])
 
     def backward():

@@ -53,6 +53,9 @@ VOCAB_CASES = {
     "sampled rows, in place": {"vocab_size": 10, "inplace_gradient": True, "sampled": MASK},
     "sampled rows, bfloat16, no entropy": {"with_entropy": False, "sampled": MASK},
     "no sampled row": {"sampled": [0] * TOKENS},
+    "collision": {"temperature": 1.3, "vocab_size": 10, "chunk_tokens": 3, "with_collision": True},
+    "rows of -inf, collision, no entropy": {"temperature": 1.3, "with_entropy": False, "with_collision": True},
+    "sampled rows, bfloat16, collision": {"with_collision": True, "sampled": MASK, "inplace_gradient": True},
 }
 
 
@@ -107,12 +110,13 @@ def vocab_inputs(name: str) -> dict[str, torch.Tensor]:
 def run_case(compute: Callable, leaves: list[torch.Tensor], grads: torch.Tensor) -> dict:
     """This rank's outputs of compute, the gradients in its leaves, and the collectives of either direction."""
     with Collectives() as forward:
-        logprobs, entropy = compute()
+        logprobs, entropy, *collision = compute()
     outputs = [logprobs] if entropy is None else [logprobs, entropy]
     with Collectives() as backward:
         torch.autograd.backward(outputs, list(grads[: len(outputs)]))
     return {
         "logprobs": logprobs.detach(), "entropy": None if entropy is None else entropy.detach(),
+        "collision": collision[0] if collision else None,
         "gradients": [leaf.grad for leaf in leaves], "forward": forward.names, "backward": backward.names,
     }  # fmt: skip
 
@@ -133,7 +137,10 @@ def run_vocab_case(name: str, rank: int, size: int, group) -> dict:
     )  # fmt: skip
 
 
-SUPPORT_CASES = {"plain": {}, "temperature and chunks": {"temperature": 0.7, "chunk_ids": 4}, "no entropy": {}}
+SUPPORT_CASES = {
+    "plain": {}, "temperature and chunks": {"temperature": 0.7, "chunk_ids": 4}, "no entropy": {},
+    "collision": {"temperature": 0.7, "chunk_ids": 4, "with_collision": True},
+}
 
 
 def support_inputs(name: str) -> dict[str, torch.Tensor]:
@@ -184,6 +191,10 @@ LINEAR_CASES = {
     "sampled rows, share of the caller": {"reduce_hidden_gradient": False, "chunk_tokens": 4, "sampled": MASK},
     "sampled rows, bfloat16, fp32 head": {"chunk_tokens": 3, "fp32_lm_head": True, "sampled": MASK},
     "no sampled row": {"sampled": [0] * TOKENS},
+    "collision": {"temperature": 1.3, "vocab_size": 10, "chunk_tokens": 3, "with_collision": True},
+    "sampled rows, bfloat16, fp32 head, collision": {
+        "chunk_tokens": 3, "fp32_lm_head": True, "with_collision": True, "sampled": MASK,
+    },
 }
 
 

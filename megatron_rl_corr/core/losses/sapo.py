@@ -31,8 +31,9 @@ def sapo(
         for temperature in (config.sapo_temperature_pos, config.sapo_temperature_neg)
     )
     temperature = torch.where(advantages > 0, positive, negative)
-    # expm1, as r - 1 is 0 to the last digit where nothing has moved.
-    gate = (temperature * as_exponent(moved).expm1()).sigmoid() * 4.0 / temperature
+    # expm1, as r - 1 is 0 to the last digit where nothing has moved. 1 - sigmoid(-x) is sigmoid(x), with a gradient
+    # that keeps its digits where r is large; x is at least -t, so the difference keeps its own.
+    gate = (1.0 - (-temperature * as_exponent(moved).expm1()).sigmoid()) * 4.0 / temperature
     loss = -inside(mask, inputs.correction.weights) * gate * advantages
     record(metrics, mask, loss, moved)
     return loss
