@@ -103,15 +103,14 @@ def kept_as_loaded(config: Config) -> list[KeptTensors]:
     ]
     if is_tied(config):
         kept.append(KeptTensors(r"lm_head\.weight", "tied to the embedding, which is sent"))
-    if config["model_type"] == "deepseek_v3":
-        # Their numbers follow the model's own layers: 61 in V3.
-        first, count = config["num_hidden_layers"], config.get("num_nextn_predict_layers") or 0
-        layers = "|".join(str(first + i) for i in range(count))
-        if layers:
-            kept.append(KeptTensors(
-                rf"model\.layers\.({layers})\..*",
-                "multi-token prediction is not trained: it only drafts tokens that the trained weights verify",
-            ))  # fmt: skip
+    # Their numbers follow the model's own layers: 61 in DeepSeek-V3, 46 in GLM-4.5-Air.
+    first, count = config["num_hidden_layers"], config.get("num_nextn_predict_layers") or 0
+    layers = "|".join(str(first + i) for i in range(count))
+    if layers:
+        kept.append(KeptTensors(
+            rf"model\.layers\.({layers})\..*",
+            "multi-token prediction only drafts tokens, which the trained weights verify",
+        ))  # fmt: skip
     return kept
 
 
@@ -176,7 +175,7 @@ def dense_mlp(config: Config) -> list[ParameterRow]:
 
 
 def experts(config: Config) -> list[ParameterRow]:
-    """Router and routed experts, as Qwen and DeepSeek name them."""
+    """Router and routed experts, as Qwen, DeepSeek and GLM name them."""
     return _experts(HF_MLP, "gate_proj", "up_proj", "down_proj")
 
 
@@ -191,7 +190,7 @@ def router_bias(config: Config) -> list[ParameterRow]:
 
 
 def shared_experts(config: Config) -> list[ParameterRow]:
-    """DeepSeek's shared experts: one MLP as wide as all of them together."""
+    """DeepSeek's and GLM's shared experts: one MLP as wide as all of them together."""
     return _gated(MLP + r"shared_experts\.", HF_MLP + "shared_experts.", "gate_proj", "up_proj", "down_proj")
 
 
@@ -203,8 +202,12 @@ def gated_shared_expert(config: Config) -> list[ParameterRow]:
     ]
 
 
-FAMILIES: dict[str, tuple[Callable[[Config], list[ParameterRow]], ...]] = {
-    "deepseek_v3": (norms, latent_attention, dense_mlp, experts, router_bias, shared_experts),
+Part = Callable[[Config], list[ParameterRow]]
+DEEPSEEK_V3 = (norms, latent_attention, dense_mlp, experts, router_bias, shared_experts)
+FAMILIES: dict[str, tuple[Part, ...]] = {
+    "deepseek_v3": DEEPSEEK_V3,
+    "glm4_moe": (norms, grouped_attention, qkv_bias, qk_norms, dense_mlp, experts, router_bias, shared_experts),
+    "kimi_k2": DEEPSEEK_V3,
     "llama": (norms, grouped_attention, dense_mlp),
     "mixtral": (norms, grouped_attention, mixtral_experts),
     "qwen2": (norms, grouped_attention, qkv_bias, dense_mlp),
@@ -213,6 +216,46 @@ FAMILIES: dict[str, tuple[Callable[[Config], list[ParameterRow]], ...]] = {
     "qwen3_moe": (norms, grouped_attention, qk_norms, dense_mlp, experts),
 }
 """The parts of a layer, by `model_type` in config.json. A new architecture is a row here."""
+
+CODE_OF = {"kimi_k2": "deepseek_v3"}
+"""`model_type` that transformers does not know -> the one by whose code it is loaded. Code that comes with a
+checkpoint is never run."""
+
+SWITCHES: dict[tuple[str, Part], str] = {
+    ("glm4_moe", qkv_bias): "attention_bias",
+    ("glm4_moe", qk_norms): "use_qk_norm",
+}
+"""Parts that only some models of a family have -> the key of config.json that says so, false where it is absent."""
+
+UNPROVEN = {
+    "gpt_oss": (
+        "its experts lie in one tensor for all of a layer, with gate and up taking turns, and as published in MXFP4, "
+        "and weights are loaded and sent expert by expert in 16 bits"
+    ),
+    "qwen3_next": (
+        "three of four layers are gated delta nets, which Megatron-core 0.19 does not make without "
+        "flash-linear-attention, and its names and cuts of them are not proven against the checkpoint's"
+    ),
+}
+"""Architectures that are known and refused, by `model_type` -> why."""
+
+
+def parts_of(config: Config) -> tuple[Part, ...]:
+    """The parts of a layer of this model.
+
+    Raises:
+        ValueError: its architecture is not supported.
+    """
+    kind = config.get("model_type")
+    if kind not in FAMILIES:
+        why = f": {UNPROVEN[kind]}" if kind in UNPROVEN else ""
+        remedy = "" if why else ", or add its row to FAMILIES in megatron_rl_corr/models/architectures.py"
+        raise ValueError(
+            f"config.json: model_type {kind!r} is not supported{why} (supported: {', '.join(FAMILIES)}); use a model "
+            f"of one of these{remedy}"
+        )
+    switched_off = {part for (family, part), key in SWITCHES.items() if family == kind and not config.get(key)}
+    return tuple(part for part in FAMILIES[kind] if part not in switched_off)
 
 
 def _qkv(config: Config) -> GroupedQKV:

@@ -6,10 +6,12 @@ import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def read_config(path: str | Path) -> dict[str, Any]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -13,7 +15,10 @@ from torch import Tensor
 
 from megatron_rl_corr.files import refuse_link
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint, read_config
+from megatron_rl_corr.models.mtp import hf_prefixes, num_mtp_layers
 from megatron_rl_corr.models.names import NameTable
+
+logger = logging.getLogger(__name__)
 
 MARKER = "megatron_rl_corr.json"
 """A file in every folder that is made here; a folder without it is never removed."""
@@ -60,7 +65,7 @@ class UnfinishedFolder:
     def finish(self, source: HFCheckpoint) -> None:
         """Add what `source` has beside trained weights, check that nothing lacks, and give the folder its place.
 
-        config.json gets the dtype of the weights.
+        config.json gets the dtype of the weights, and promises no layers that they lack.
 
         Args:
             source: the model that training began with.
@@ -71,6 +76,7 @@ class UnfinishedFolder:
         """
         copy_model_files(source.path, self.path)
         self._keep_untrained(source)
+        self._promise_no_missing_layers(source)
         write_index(self.path)
         _set_dtype(self.path)
         if self.final.exists():
@@ -79,8 +85,20 @@ class UnfinishedFolder:
         self.path.rename(self.final)
         remove(self._old)
 
+    def _promise_no_missing_layers(self, source: HFCheckpoint) -> None:
+        """config.json names no MTP layers that the weights lack, as `source` does that transformers has saved."""
+        promised, prefixes = num_mtp_layers(source.config), tuple(hf_prefixes(source.config))
+        if promised and not any(name.startswith(prefixes) for name in source.names):
+            logger.warning(
+                "%s: num_nextn_predict_layers is 0 in its config.json, as %s says %d and has no weights of such layers",
+                self.final, source.path, promised,
+            )  # fmt: skip
+            config = read_config(self.path) | {"num_nextn_predict_layers": 0}
+            (self.path / "config.json").write_text(json.dumps(config, indent=2))
+
     def _keep_untrained(self, source: HFCheckpoint) -> None:
-        written = set(_file_of(self.path))
+        file_of = _file_of(self.path)
+        written = set(file_of)
         table = NameTable(source.config, padded_vocab_size=source.config["vocab_size"])
         left = [name for name in source.names if name not in written]
         missing = [name for name in left if table.why_kept(name) is None]
@@ -92,8 +110,24 @@ class UnfinishedFolder:
             )
         # A tied output layer would be that of the start.
         kept = [name for name in left if name != "lm_head.weight"]
+        # MTP layers are trained all or none; where they are, so are the tensors that they share with the model.
+        half = [name for name in kept if table.is_of_mtp(name)]
+        trained = any(map(table.is_of_mtp, written))
+        if trained and half:
+            raise ValueError(
+                f"{self.path} has only a part of the layers that predict further tokens, and lacks {half[0]} (one of "
+                f"{len(half)}); did all ranks write to one folder that they share?"
+            )
+        shared = table.shared_by_mtp if trained else {}
+
+        def tensor(name: str) -> Tensor:
+            if name not in shared:
+                return source.tensor(name)
+            with safe_open(self.path / file_of[shared[name]], framework="pt") as file:
+                return file.get_tensor(shared[name])
+
         if kept:
-            self.write("model-untrained", ((name, source.tensor(name)) for name in kept))
+            self.write("model-untrained", ((name, tensor(name)) for name in kept))
 
 
 def write_weights(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -117,6 +151,17 @@ def copy_model_files(source: Path, target: Path) -> None:
         (target / _TEMPLATES).mkdir(exist_ok=True)
         for path in templates.glob("*.jinja"):
             shutil.copyfile(path, target / _TEMPLATES / path.name)
+
+
+def set_quantization(folder: Path, quantization: Mapping[str, Any]) -> None:
+    """Let config.json say how the weights are quantised.
+
+    Args:
+        folder: with a config.json.
+        quantization: its `quantization_config`.
+    """
+    config = read_config(folder) | {"quantization_config": dict(quantization)}
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
 
 
 def write_index(folder: Path) -> None:

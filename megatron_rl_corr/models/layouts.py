@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class TensorLayout(Protocol):
@@ -67,7 +67,7 @@ class Sharded:
     replicated = False
 
     def merge(self, shards):
-        return [torch.cat(list(shards), dim=self.dim)]
+        return [_cat(shards, dim=self.dim)]
 
     def split(self, tensors, rank, size):
         return _cut(tensors[0], self.dim, rank, size)
@@ -98,12 +98,12 @@ class Vocabulary:
     replicated = False
 
     def merge(self, shards):
-        return [torch.cat(list(shards), dim=0)[: self.vocab_size]]
+        return [_cat(shards, dim=0)[: self.vocab_size]]
 
     def split(self, tensors, rank, size):
         [whole] = tensors
         padding = whole.new_zeros(self.padded_size - whole.shape[0], *whole.shape[1:])
-        return _cut(torch.cat([whole, padding]), 0, rank, size)
+        return _cut(_cat([whole, padding]), 0, rank, size)
 
 
 @dataclass(frozen=True)
@@ -114,10 +114,10 @@ class GatedUp:
 
     def merge(self, shards):
         halves = [shard.chunk(2, dim=0) for shard in shards]
-        return [torch.cat([half[i] for half in halves], dim=0) for i in range(2)]
+        return [_cat([half[i] for half in halves], dim=0) for i in range(2)]
 
     def split(self, tensors, rank, size):
-        return torch.cat([_cut(tensor, 0, rank, size) for tensor in tensors], dim=0)
+        return _cat([_cut(tensor, 0, rank, size) for tensor in tensors], dim=0)
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class GroupedQKV:
     replicated = False
 
     def merge(self, shards):
-        whole = torch.cat(list(shards), dim=0)
+        whole = _cat(shards, dim=0)
         rest = whole.shape[1:]
         per_group = self.heads // self.groups
         grouped = whole.view(self.groups, per_group + 2, self.head_dim, *rest)
@@ -150,7 +150,14 @@ class GroupedQKV:
         rest = tensors[0].shape[1:]
         heads = (self.heads // self.groups, 1, 1)
         parts = [t.view(self.groups, n, self.head_dim, *rest) for t, n in zip(tensors, heads, strict=True)]
-        return torch.cat(parts, dim=1).chunk(size, dim=0)[rank].reshape(-1, *rest)
+        return _cat(parts, dim=1).chunk(size, dim=0)[rank].reshape(-1, *rest)
+
+
+def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """torch.cat, imported with the first tensor: commands that read names and sizes alone start at once."""
+    import torch
+
+    return torch.cat(list(tensors), dim=dim)
 
 
 def _cut(tensor: Tensor, dim: int, rank: int, size: int) -> Tensor:

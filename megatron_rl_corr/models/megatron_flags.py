@@ -5,8 +5,9 @@ They set the architecture; parallelism, precision, batch sizes and the optimizer
 
 from __future__ import annotations
 
+from argparse import ArgumentParser
+
 from megatron_rl_corr.models.architectures import (
-    FAMILIES,
     Config,
     expert_layers,
     experts,
@@ -15,6 +16,7 @@ from megatron_rl_corr.models.architectures import (
     latent_attention,
     mixtral_experts,
     num_experts,
+    parts_of,
     qk_norms,
     qkv_bias,
     router_bias,
@@ -27,6 +29,22 @@ ALWAYS = [
 ]  # fmt: skip
 
 
+ADDED = {
+    "--beta-fast": (32.0, "rotations above which YaRN leaves a frequency of latent attention as it is"),
+    "--beta-slow": (1.0, "rotations below which YaRN divides a frequency of latent attention by the whole factor"),
+}
+"""Flag -> default and help: fields of Megatron's configuration for which its own command line has no flag."""
+
+
+def add_missing_flags(parser: ArgumentParser) -> ArgumentParser:
+    """Add those of ADDED that Megatron's parser lacks; it hands every argument of a field's name on to that field."""
+    group = parser.add_argument_group("latent attention", "what Megatron's own flags leave out of its configuration")
+    for flag, (default, text) in ADDED.items():
+        if flag not in parser._option_string_actions:
+            group.add_argument(flag, type=float, default=default, help=f"{text} (default: {default})")
+    return parser
+
+
 def model_flags(config: Config) -> list[str]:
     """Megatron's command line for a model, as a list of words.
 
@@ -36,10 +54,7 @@ def model_flags(config: Config) -> list[str]:
     Raises:
         ValueError: the architecture is not supported, or no flag makes Megatron compute this model.
     """
-    kind = config.get("model_type")
-    if kind not in FAMILIES:
-        raise ValueError(f"config.json: model_type {kind!r} is not supported (supported: {', '.join(FAMILIES)})")
-    parts = FAMILIES[kind]
+    parts = parts_of(config)
     window = config.get("sliding_window")
     if window and config.get("use_sliding_window", True) and window < config["max_position_embeddings"]:
         raise ValueError(f"config.json: sliding_window {window} is not supported; use a model with full attention")
@@ -90,19 +105,27 @@ def _rope(config: Config, *, latent: bool) -> list:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     flags = ["--rotary-base", int(rope.get("rope_theta") or config.get("rope_theta") or 10000)]
+    if config["model_type"] == "glm4_moe":
+        share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.5))
+        flags += ["--rotary-percent", share]
     if kind == "default":
         return [*flags, "--rope-type", "rope"] if latent else flags
     if kind == "llama3" and not latent:
         _demand(rope, low_freq_factor=1, high_freq_factor=4, original_max_position_embeddings=8192)
         return [*flags, "--use-rope-scaling", "--rope-scaling-factor", rope["factor"]]
     if kind == "yarn" and latent:
-        # Megatron has no flags for these three with latent attention.
-        _demand(rope, original_max_position_embeddings=4096, beta_fast=32, beta_slow=1)
+        _demand(rope, original_max_position_embeddings=4096)
         return [
             *flags, "--rope-type", "yarn", "--rotary-scaling-factor", rope["factor"],
-            "--mscale", rope.get("mscale", 1), "--mscale-all-dim", rope.get("mscale_all_dim", 0),
+            "--mscale", rope.get("mscale", 1), "--mscale-all-dim", rope.get("mscale_all_dim", 0), *_betas(rope),
         ]  # fmt: skip
     raise ValueError(f"config.json: rope_type {kind!r} is not supported for this architecture")
+
+
+def _betas(rope: Config) -> list:
+    """YaRN's two borders, as rotations within the original context, where they are not those of DeepSeek-V3."""
+    found = {"--beta-fast": rope.get("beta_fast") or 32, "--beta-slow": rope.get("beta_slow") or 1}
+    return [word for flag, value in found.items() if value != ADDED[flag][0] for word in (flag, value)]
 
 
 def _experts(config: Config) -> list:
@@ -117,7 +140,7 @@ def _experts(config: Config) -> list:
 def _router(config: Config, *, biased: bool) -> list:
     """The router's score function, its normalisation over the top k, and groups of experts."""
     kind, groups = config["model_type"], config.get("n_group") or 1
-    renormalised = config.get("norm_topk_prob", kind in ("mixtral", "deepseek_v3"))  # transformers' defaults
+    renormalised = config.get("norm_topk_prob", biased or kind == "mixtral")  # transformers' defaults
     if biased:
         if not renormalised:
             raise ValueError(

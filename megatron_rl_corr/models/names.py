@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl_corr.models.architectures import FAMILIES, ends, is_tied, kept_as_loaded
+from megatron_rl_corr.models.architectures import FAMILIES, ends, is_tied, kept_as_loaded, parts_of
 from megatron_rl_corr.models.layouts import TensorLayout
+from megatron_rl_corr.models.mtp import hf_prefixes, mtp_rows, num_mtp_layers, shared_tensors
 
 ARCHITECTURES = tuple(FAMILIES)
 
@@ -46,38 +47,45 @@ class NameTable:
     """
 
     def __init__(self, hf_config: Mapping[str, Any], *, padded_vocab_size: int):
-        kind = hf_config.get("model_type")
-        if kind not in FAMILIES:
-            raise ValueError(
-                f"config.json: model_type {kind!r} is not supported (supported: {', '.join(ARCHITECTURES)}); use a "
-                "model of one of these, or add its row to FAMILIES in megatron_rl_corr/models/architectures.py"
-            )
+        parts = parts_of(hf_config)
         if hf_config.get("quantization_config"):
             raise ValueError(
-                "config.json: quantization_config is set, and quantised weights are neither loaded nor sent; convert "
-                "the checkpoint to bfloat16"
+                "config.json: quantization_config is set, and quantised weights are not loaded; name the model in "
+                "bfloat16 here, which servers may serve in FP8, or convert the checkpoint"
             )
         if padded_vocab_size < hf_config["vocab_size"]:
             raise ValueError(
                 f"--vocab-size: Megatron's padded vocabulary of {padded_vocab_size} is smaller than the "
-                f"checkpoint's {hf_config['vocab_size']}; give --vocab-size {hf_config['vocab_size']}"
+                f"checkpoint's {hf_config['vocab_size']}; give --vocab-size {hf_config['vocab_size']}, and "
+                "--tokenizer-type NullTokenizer where Megatron's own tokenizer has fewer ids: it makes no prompts"
             )
         self._tied, self._num_layers = is_tied(hf_config), hf_config["num_hidden_layers"]
-        rows = [*ends(hf_config, padded_vocab_size), *(row for part in FAMILIES[kind] for row in part(hf_config))]
+        layer_rows = [row for part in parts for row in part(hf_config)]
+        rows = [*ends(hf_config, padded_vocab_size), *layer_rows, *mtp_rows(hf_config, layer_rows)]
+        self._mtp_layers, self._mtp_prefixes = num_mtp_layers(hf_config), tuple(hf_prefixes(hf_config))
+        self.shared_by_mtp = shared_tensors(hf_config)
+        """Copies that the checkpoint's MTP layers may hold -> the tensors that they are copies of."""
         self._rules = [(re.compile(row.pattern), row) for row in rows]
         self._kept = [(re.compile(kept.pattern), kept.reason) for kept in kept_as_loaded(hf_config)]
 
-    def check_model(self, *, num_layers: int, tied: bool) -> None:
+    def check_model(self, *, num_layers: int, tied: bool, mtp_layers: int = 0) -> None:
         """Raise ValueError if Megatron's model has other layers or another output layer than the checkpoint.
 
         Args:
             num_layers: layers of the whole model, by Megatron's configuration.
             tied: whether its output layer uses the embedding's weights.
+            mtp_layers: its layers that predict further tokens: all of the checkpoint's, or none.
         """
         if num_layers != self._num_layers:
             raise ValueError(
                 f"--num-layers {num_layers}: the checkpoint has {self._num_layers}; "
                 f"give --num-layers {self._num_layers}"
+            )
+        if mtp_layers not in (0, self._mtp_layers):
+            remedy = f"give --mtp-num-layers {self._mtp_layers}, or " if self._mtp_layers else ""
+            raise ValueError(
+                f"--mtp-num-layers {mtp_layers}: the checkpoint has {self._mtp_layers or 'no'} layers that predict "
+                f"further tokens (num_nextn_predict_layers in config.json); {remedy}leave it out"
             )
         if tied != self._tied:
             # Otherwise the trainer would have an output layer that the servers lack, or the other way round.
@@ -90,6 +98,10 @@ class NameTable:
     def why_kept(self, name: str) -> str | None:
         """Why servers keep a tensor of the checkpoint as they loaded it; None if it must be sent."""
         return next((reason for pattern, reason in self._kept if pattern.fullmatch(name)), None)
+
+    def is_of_mtp(self, name: str) -> bool:
+        """Whether a tensor of the checkpoint is one of its MTP layers' own, which are trained all or none."""
+        return name.startswith(self._mtp_prefixes) and name not in self.shared_by_mtp
 
     def find(self, name: str) -> ParameterRule:
         """The layout and the Hugging Face tensors of a parameter.

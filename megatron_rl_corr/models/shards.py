@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.models.hybrid import gpt_name, layers_per_block
 from megatron_rl_corr.models.layouts import RowsOrWhole
+from megatron_rl_corr.models.mtp import PREFIX as MTP
 from megatron_rl_corr.models.names import NameTable, ParameterRule, global_name
 
 EXPERT_BIAS = ".router.expert_bias"
 """The buffer that balances experts without an auxiliary loss; Megatron changes it after every step."""
+EMBEDDING = "embedding.word_embeddings.weight"
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ class LocalParameter:
     table: NameTable
     is_hybrid: bool = False
     """It belongs to a HybridModel, whose layers have other numbers."""
+    is_copy: bool = False
+    """Another stage has the same parameter, and sends it."""
 
     def rule(self, ep_rank: int) -> ParameterRule:
         """The layout and the Hugging Face tensors of this parameter on one expert-parallel rank.
@@ -50,9 +54,8 @@ class LocalParameter:
         offset = ep_rank * self.experts_per_rank
         name = global_name(self.local_name, layer_offset=self.layer_offset, expert_offset=offset)
         rule = self.table.find(gpt_name(name) if self.is_hybrid else name)
-        if isinstance(rule.layout, RowsOrWhole):
-            return replace(rule, layout=rule.layout.resolve(self.tensor))
-        return rule
+        layout = rule.layout.resolve(self.tensor) if isinstance(rule.layout, RowsOrWhole) else rule.layout
+        return replace(rule, layout=layout, is_copy=rule.is_copy or self.is_copy)
 
 
 def local_parameters(
@@ -66,18 +69,30 @@ def local_parameters(
         experts_per_rank: experts of a layer that one expert-parallel rank holds.
 
     Raises:
-        ValueError: the model has another number of layers than the checkpoint, ties its embeddings otherwise, or is a
-            HybridModel of other layers.
+        ValueError: the model has another number of layers than the checkpoint, ties its embeddings otherwise, lacks the
+            MTP layers of its configuration, or is a HybridModel of other layers.
     """
     found = []
     for chunk in chunks:
         block = layers_per_block(chunk)
-        table.check_model(num_layers=chunk.config.num_layers // block, tied=chunk.share_embeddings_and_output_weights)
+        parameters = list(chunk.named_parameters())
+        has_mtp = any(name.startswith(MTP) for name, _ in parameters)
+        if chunk.config.mtp_num_layers and chunk.post_process and not has_mtp:
+            raise ValueError(
+                f"--mtp-num-layers {chunk.config.mtp_num_layers}: the script's model has no such layers; hand "
+                "get_gpt_mtp_block_spec's result on to its GPTModel as mtp_block_spec"
+            )
+        table.check_model(
+            num_layers=chunk.config.num_layers // block, tied=chunk.share_embeddings_and_output_weights,
+            mtp_layers=chunk.config.mtp_num_layers or 0,
+        )
         layers = chunk.decoder.layers
         offset = layers[0].layer_number - 1 if len(layers) else 0
         biases = [(name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(EXPERT_BIAS)]
-        for name, tensor in [*chunk.named_parameters(), *biases]:
-            found.append(LocalParameter(tensor, name, offset, experts_per_rank, table, block == 2))
+        for name, tensor in [*parameters, *biases]:
+            # MTP layers embed tokens too, on the last stage, by a copy that Megatron keeps the same.
+            is_copy = has_mtp and name == EMBEDDING and not chunk.pre_process
+            found.append(LocalParameter(tensor, name, offset, experts_per_rank, table, block == 2, is_copy))
     return found
 
 
@@ -91,8 +106,8 @@ def load_shards(parameters: Sequence[LocalParameter], checkpoint: HFCheckpoint, 
         ranks: this rank's tensor- and expert-parallel coordinates.
 
     Raises:
-        ValueError: the checkpoint lacks a tensor, has another shape than the model, or has a tensor of these layers
-            that no parameter takes.
+        ValueError: the checkpoint lacks a tensor, has another shape than the model, has a tensor of these layers
+            that no parameter takes, or MTP layers with an embedding or an output layer of their own.
     """
     for parameter in parameters:
         rule = parameter.rule(ranks.ep_rank)
@@ -113,6 +128,19 @@ def load_shards(parameters: Sequence[LocalParameter], checkpoint: HFCheckpoint, 
             parameter.tensor.data = parameter.tensor.data.float()
         parameter.tensor.copy_(shard)
     _check_all_used(parameters, checkpoint, ranks)
+    if any(parameter.local_name.startswith(MTP) for parameter in parameters):
+        _check_shared(parameters[0].table, checkpoint)
+
+
+def _check_shared(table: NameTable, checkpoint: HFCheckpoint) -> None:
+    """Raise ValueError if MTP layers have another embedding or output layer than the model, whose Megatron lets them
+    use."""
+    for copy, name in table.shared_by_mtp.items():
+        if copy in checkpoint.names and not torch.equal(checkpoint.tensor(copy), checkpoint.tensor(name)):
+            raise ValueError(
+                f"--mtp-num-layers: {copy} of {checkpoint.path} differs from {name}, and Megatron's layers that "
+                "predict further tokens use the model's own; leave --mtp-num-layers out"
+            )
 
 
 def _check_shapes(
@@ -142,11 +170,11 @@ def _check_shapes(
 def _check_all_used(parameters: Sequence[LocalParameter], checkpoint: HFCheckpoint, ranks: ShardRanks) -> None:
     """Raise ValueError for a tensor of these layers that no parameter took, such as a bias without its flag."""
     used = {_without_expert_number(name) for parameter in parameters for name in parameter.rule(ranks.ep_rank).hf_names}
-    layers = {match[0] for name in used if (match := _HF_LAYER.match(name))}
+    layers, table = {match[0] for name in used if (match := _HF_LAYER.match(name))}, parameters[0].table
     left = [
         name for name in checkpoint.names
         if (match := _HF_LAYER.match(name)) and match[0] in layers
-        and _without_expert_number(name) not in used and parameters[0].table.why_kept(name) is None
+        and _without_expert_number(name) not in used and (table.is_of_mtp(name) or table.why_kept(name) is None)
     ]
     if left:
         raise ValueError(

@@ -3,9 +3,11 @@
 That the flags make the model is proven by tests/mcore/test_hf_models.py.
 """
 
+from argparse import ArgumentParser
+
 import pytest
 
-from megatron_rl_corr.models.megatron_flags import model_flags
+from megatron_rl_corr.models.megatron_flags import add_missing_flags, model_flags
 
 LLAMA = {
     "model_type": "llama", "num_hidden_layers": 16, "hidden_size": 2048, "intermediate_size": 8192,
@@ -30,6 +32,17 @@ DEEPSEEK = LLAMA | {
     "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "rope_theta": 10000,
     "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
                      "original_max_position_embeddings": 4096, "type": "yarn"},
+}  # fmt: skip
+KIMI = DEEPSEEK | {
+    "model_type": "kimi_k2", "first_k_dense_replace": 1, "n_routed_experts": 384, "n_group": 1, "topk_group": 1,
+    "routed_scaling_factor": 2.827, "n_shared_experts": 1, "rope_theta": 50000.0,
+    "rope_scaling": DEEPSEEK["rope_scaling"] | {"beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0},
+}  # fmt: skip
+GLM = LLAMA | {
+    "model_type": "glm4_moe", "tie_word_embeddings": False, "num_hidden_layers": 4, "first_k_dense_replace": 1,
+    "head_dim": 128, "attention_bias": True, "use_qk_norm": True, "partial_rotary_factor": 0.5, "rope_scaling": None,
+    "rope_theta": 1000000, "n_routed_experts": 160, "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 1,
+    "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "moe_intermediate_size": 1536,
 }  # fmt: skip
 
 
@@ -89,15 +102,58 @@ def test_flags_of_deepseek_v3_then_latent_attention_yarn_sigmoid_scores_groups_a
     assert flags.items() >= expected.items() and "--group-query-attention" not in flags
 
 
+def test_flags_of_kimi_k2_then_deepseeks_and_the_border_of_yarn_that_megatron_has_no_flag_for():
+    flags = options(KIMI)
+    expected = {
+        "--beta-fast": "1.0", "--rotary-scaling-factor": "32.0", "--rotary-base": "50000", "--num-experts": "384",
+        "--moe-router-score-function": "sigmoid", "--moe-router-topk-scaling-factor": "2.827",
+        "--moe-layer-freq": "[0,1,1,1]", "--moe-shared-expert-intermediate-size": "2048",
+    }  # fmt: skip
+    assert flags.items() >= expected.items() and not flags.keys() & {"--beta-slow", "--moe-router-num-groups"}
+    assert options(DEEPSEEK).keys() - flags.keys() == {"--moe-router-num-groups", "--moe-router-group-topk"}
+    slow = KIMI["rope_scaling"] | {"beta_fast": 32, "beta_slow": 2}
+    assert options(KIMI | {"rope_scaling": slow})["--beta-slow"] == "2"
+
+
+def test_added_flags_when_megatrons_parser_has_one_then_it_is_left_alone():
+    parser = ArgumentParser()
+    parser.add_argument("--beta-slow", type=float, default=0.5)
+    args = add_missing_flags(parser).parse_args([])
+    assert (args.beta_fast, args.beta_slow) == (32.0, 0.5)
+
+
+def test_flags_of_glm_4_5_then_half_of_each_head_is_rotated_and_biases_and_norms_are_as_config_json_says():
+    flags = options(GLM)
+    expected = {
+        "--rotary-percent": "0.5", "--kv-channels": "128", "--add-qkv-bias": "", "--qk-layernorm": "",
+        "--moe-router-score-function": "sigmoid", "--moe-router-enable-expert-bias": "", "--num-experts": "160",
+        "--moe-router-topk-scaling-factor": "2.5", "--moe-layer-freq": "[0,1,1,1]",
+        "--moe-shared-expert-intermediate-size": "1536",
+    }  # fmt: skip
+    assert flags.items() >= expected.items() and "--disable-bias-linear" in flags
+    air = options(GLM | {"use_qk_norm": False, "attention_bias": False, "routed_scaling_factor": 1.0})
+    assert flags.keys() - air.keys() == {"--add-qkv-bias", "--qk-layernorm", "--moe-router-topk-scaling-factor"}
+    # transformers 5 has it among the rotary parameters, and 0.5 stands for none.
+    new = {key: value for key, value in GLM.items() if key not in ("partial_rotary_factor", "rope_scaling")}
+    rope = {"rope_type": "default", "rope_theta": 1000000.0}
+    assert options(new | {"rope_parameters": rope})["--rotary-percent"] == "0.5"
+    assert options(new | {"rope_parameters": rope | {"partial_rotary_factor": 0.25}})["--rotary-percent"] == "0.25"
+
+
 @pytest.mark.parametrize(
     "config, words",
     [
-        ({"model_type": "gpt2"}, "config.json: model_type 'gpt2' is not supported (supported: deepseek_v3, llama"),
+        ({"model_type": "gpt2"}, "config.json: model_type 'gpt2' is not supported (supported: deepseek_v3, glm4_moe"),
         (MIXTRAL | {"sliding_window": 4096}, "config.json: sliding_window 4096 is not supported"),
         (LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear'"),
         (LLAMA | {"rope_scaling": LLAMA["rope_scaling"] | {"low_freq_factor": 2.0}},
          "config.json: low_freq_factor is 2.0, and Megatron has 1 without a flag for it"),
-        (DEEPSEEK | {"rope_scaling": DEEPSEEK["rope_scaling"] | {"beta_fast": 16}}, "config.json: beta_fast is 16"),
+        (DEEPSEEK | {"rope_scaling": DEEPSEEK["rope_scaling"] | {"original_max_position_embeddings": 8192}},
+         "config.json: original_max_position_embeddings is 8192, and Megatron has 4096 without a flag for it"),
+        (GLM | {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type 'yarn' is not supported"),
+        (GLM | {"norm_topk_prob": False}, "config.json: norm_topk_prob is false"),
+        (LLAMA | {"model_type": "gpt_oss"}, "config.json: model_type 'gpt_oss' is not supported: its experts lie in"),
+        (LLAMA | {"model_type": "qwen3_next"}, "config.json: model_type 'qwen3_next' is not supported: three of four"),
         (DEEPSEEK | {"q_lora_rank": None}, "config.json: q_lora_rank is null"),
         (DEEPSEEK | {"norm_topk_prob": False}, "config.json: norm_topk_prob is false"),
         (DEEPSEEK | {"topk_group": 2}, "config.json: num_experts_per_tok / topk_group is 4"),

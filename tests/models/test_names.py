@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_rl_corr.models.layouts import GatedUp, GroupedQKV, Replicated, RowsOrWhole, Sharded, Vocabulary
-from megatron_rl_corr.models.names import NameTable, global_name
+from megatron_rl_corr.models.names import ARCHITECTURES, NameTable, global_name
 
 CONFIG = {
     "model_type": "qwen3_moe", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -102,6 +102,37 @@ def test_find_when_a_part_is_of_some_architectures_then_theirs_have_it(config, n
     assert (rule.layout, list(rule.hf_names), rule.is_expert, rule.is_copy) == (layout, hf_names, False, False)
 
 
+GLM = CONFIG | {"model_type": "glm4_moe", "attention_bias": True, "use_qk_norm": True, "num_nextn_predict_layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("part", "key"), [("linear_qkv.bias", "attention_bias"), ("q_layernorm.weight", "use_qk_norm")]
+)
+def test_find_when_config_json_switches_a_part_of_glm_off_then_it_has_none(part, key):
+    name = LAYER + "self_attention." + part
+    assert NameTable(GLM, padded_vocab_size=1024).find(name).hf_names
+    for config in (GLM | {key: False}, {name: value for name, value in GLM.items() if name != key}):
+        with pytest.raises(ValueError, match="does not exist in the checkpoint's architecture"):
+            NameTable(config, padded_vocab_size=1024).find(name)
+
+
+def test_why_kept_when_layers_behind_the_models_own_predict_tokens_then_any_family_keeps_them():
+    """The model's own are 0 to 5."""
+    for config in (GLM, DEEPSEEK | {"num_nextn_predict_layers": 1}, DEEPSEEK | {"model_type": "kimi_k2"}):
+        table = NameTable(config, padded_vocab_size=1024)
+        assert table.why_kept("model.layers.5.mlp.gate.weight") is None
+        kept = table.why_kept("model.layers.6.mlp.gate.weight")
+        assert (kept is not None) == ("num_nextn_predict_layers" in config), config["model_type"]
+
+
+def test_kimi_k2_then_every_rule_is_that_of_deepseek_v3():
+    deepseek, kimi = (
+        NameTable(DEEPSEEK | {"model_type": kind}, padded_vocab_size=1024) for kind in ("deepseek_v3", "kimi_k2")
+    )
+    for name in ("self_attention.linear_q_down_proj.weight", "mlp.router.expert_bias", "mlp.router.weight"):
+        assert deepseek.find(LAYER + name) == kimi.find(LAYER + name)
+
+
 @pytest.mark.parametrize("name", ["local_experts.7.linear_fc{}.weight", "linear_fc{}.weight7"])
 def test_find_when_an_expert_of_mixtral_then_w1_and_w3_are_stacked_and_w2_is_behind(name):
     table, expert = NameTable(CONFIG | {"model_type": "mixtral"}, padded_vocab_size=1024), "block_sparse_moe.experts.7."
@@ -158,18 +189,27 @@ def test_find_when_a_parameter_is_unknown_then_refused_with_its_name(name):
     "change, padded, words",
     [
         ({"model_type": "gpt2"}, 1024,
-         "config.json: model_type 'gpt2' is not supported (supported: deepseek_v3, llama, mixtral, qwen2, qwen2_moe, "
-         "qwen3, qwen3_moe); use a model of one of these, or add its row to FAMILIES in "
+         "config.json: model_type 'gpt2' is not supported (supported: deepseek_v3, glm4_moe, kimi_k2, llama, mixtral, "
+         "qwen2, qwen2_moe, qwen3, qwen3_moe); use a model of one of these, or add its row to FAMILIES in "
          "megatron_rl_corr/models/architectures.py"),
+        ({"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}, 1024,
+         "config.json: model_type 'gpt_oss' is not supported: its experts lie in one tensor for all of a layer, with "
+         "gate and up taking turns, and as published in MXFP4, and weights are loaded and sent expert by expert in 16 "
+         f"bits (supported: {', '.join(ARCHITECTURES)}); use a model of one of these"),
+        ({"model_type": "qwen3_next"}, 1024,
+         "config.json: model_type 'qwen3_next' is not supported: three of four layers are gated delta nets, which "
+         "Megatron-core 0.19 does not make without flash-linear-attention, and its names and cuts of them are not "
+         f"proven against the checkpoint's (supported: {', '.join(ARCHITECTURES)}); use a model of one of these"),
         ({"quantization_config": {"quant_method": "fp8"}}, 1024,
-         "config.json: quantization_config is set, and quantised weights are neither loaded nor sent; convert the "
-         "checkpoint to bfloat16"),
+         "config.json: quantization_config is set, and quantised weights are not loaded; name the model in "
+         "bfloat16 here, which servers may serve in FP8, or convert the checkpoint"),
         ({"model_type": "deepseek_v3", "q_lora_rank": None}, 1024,
          "config.json: q_lora_rank is null: Megatron-core 0.19 would normalise its queries, which this model does "
          "not; use a model with low-rank queries"),
         ({}, 999,
          "--vocab-size: Megatron's padded vocabulary of 999 is smaller than the checkpoint's 1000; "
-         "give --vocab-size 1000"),
+         "give --vocab-size 1000, and --tokenizer-type NullTokenizer where Megatron's own tokenizer has fewer ids: "
+         "it makes no prompts"),
     ],
 )
 def test_table_when_the_model_is_not_supported_then_flag_value_and_remedy(change, padded, words):
@@ -194,3 +234,66 @@ def test_table_when_the_model_is_not_supported_then_flag_value_and_remedy(change
 def test_global_name_when_on_a_later_stage_and_expert_rank_then_the_whole_models_numbers(local, expected):
     assert global_name(local, layer_offset=24, expert_offset=8) == expected
     assert global_name(local, layer_offset=0, expert_offset=0) == local
+
+
+MTP = {
+    "model_type": "deepseek_v3", "vocab_size": 1000, "hidden_size": 64, "num_hidden_layers": 61,
+    "num_nextn_predict_layers": 2, "num_attention_heads": 8, "q_lora_rank": 16, "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4, "n_routed_experts": 8, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "hf_names"),
+    [
+        # V3's own layers are 0 to 60.
+        ("mtp.layers.0.eh_proj.weight", ("model.layers.61.eh_proj.weight",)),
+        ("mtp.layers.1.hnorm.weight", ("model.layers.62.hnorm.weight",)),
+        ("mtp.layers.0.final_layernorm.weight", ("model.layers.61.shared_head.norm.weight",)),
+        ("mtp.layers.1.mtp_model_layer.mlp.experts.linear_fc2.weight7",
+         ("model.layers.62.mlp.experts.7.down_proj.weight",)),
+        ("mtp.layers.0.mtp_model_layer.mlp.router.expert_bias", ("model.layers.61.mlp.gate.e_score_correction_bias",)),
+        # As Megatron calls it in a checkpoint.
+        ("mtp.layers.0.transformer_layer.self_attention.linear_proj.weight",
+         ("model.layers.61.self_attn.o_proj.weight",)),
+    ],
+)  # fmt: skip
+def test_find_when_a_layer_predicts_further_tokens_then_its_tensors_follow_those_of_the_models_layers(name, hf_names):
+    table = NameTable(MTP, padded_vocab_size=1024)
+    rule = table.find(name)
+    assert rule.hf_names == hf_names and rule.is_expert == ("experts." in name)
+    assert all(table.is_of_mtp(hf) and table.why_kept(hf) for hf in hf_names)
+
+
+def test_find_when_latent_projections_of_such_a_layer_are_sent_then_together():
+    rule = NameTable(MTP, padded_vocab_size=1024).find(
+        "mtp.layers.0.mtp_model_layer.self_attention.linear_q_down_proj.weight"
+    )
+    assert rule.sent_with == tuple(
+        f"model.layers.61.self_attn.{part}.weight" for part in ("q_a_proj", "kv_a_proj_with_mqa")
+    )
+
+
+def test_table_when_layers_predict_further_tokens_then_embedding_and_output_layer_are_the_models():
+    table = NameTable(MTP, padded_vocab_size=1024)
+    assert table.shared_by_mtp["model.layers.62.shared_head.head.weight"] == "lm_head.weight"
+    assert table.shared_by_mtp["model.layers.61.embed_tokens.weight"] == "model.embed_tokens.weight"
+    assert not any(map(table.is_of_mtp, [*table.shared_by_mtp, "model.layers.60.eh_proj.weight"]))
+
+
+@pytest.mark.parametrize(
+    ("there", "given", "words"),
+    [
+        (2, 1, "--mtp-num-layers 1: the checkpoint has 2 layers that predict further tokens "
+         "(num_nextn_predict_layers in config.json); give --mtp-num-layers 2, or leave it out"),
+        (0, 1, "--mtp-num-layers 1: the checkpoint has no layers that predict further tokens "
+         "(num_nextn_predict_layers in config.json); leave it out"),
+    ],
+)  # fmt: skip
+def test_check_model_when_it_has_other_layers_of_further_tokens_then_flag_and_remedy(there, given, words):
+    table = NameTable(MTP | {"num_nextn_predict_layers": there}, padded_vocab_size=1024)
+    with pytest.raises(ValueError) as raised:
+        table.check_model(num_layers=61, tied=False, mtp_layers=given)
+    assert str(raised.value) == words
+    table.check_model(num_layers=61, tied=False, mtp_layers=there)
+    table.check_model(num_layers=61, tied=False)
