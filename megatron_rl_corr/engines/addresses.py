@@ -25,6 +25,11 @@ class UnusableAddress(RolloutServerError):
         return _unusable, (self.url, self.endpoint, self.detail, self.method, self.remedy)
 
 
+def is_loopback(url: str) -> bool:
+    """Whether a server's address is this host's own: it then sees the same files, unless it is in a container."""
+    return urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
+
+
 def may_change(error: RolloutError) -> bool:
     """Whether a server that starts, or a proxy before it, may answer otherwise later."""
     if isinstance(error, UnusableAddress) or not isinstance(error, RolloutServerError):

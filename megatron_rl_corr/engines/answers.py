@@ -16,7 +16,7 @@ import numpy as np
 import orjson
 import torch
 
-from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, body_start, shown
+from megatron_rl_corr.engines.errors import RolloutError, UnreadableAnswer, body_start, shown
 from megatron_rl_corr.engines.secrets import redacted
 from megatron_rl_corr.engines.trajectory import Support, VersionSpan
 from megatron_rl_corr.engines.types import UnsupportedByEngine
@@ -35,29 +35,29 @@ def reading(server: str, endpoint: str) -> Iterator[None]:
     useless, and must not end a run with an error that names no server.
 
     Raises:
-        RolloutProtocolError: in the place of any error that is not a RolloutError.
+        UnreadableAnswer: in the place of any error that is not a RolloutError.
     """
     try:
         yield
     except (RolloutError, UnsupportedByEngine):
         raise
     except ValueError as error:
-        raise RolloutProtocolError(server, endpoint, str(error)) from None
+        raise UnreadableAnswer(server, endpoint, str(error)) from None
     except Exception as error:  # noqa: BLE001  raised again, with the server's name
-        raise RolloutProtocolError(server, endpoint, f"it can't be read ({type(error).__name__}: {error})") from None
+        raise UnreadableAnswer(server, endpoint, f"it can't be read ({type(error).__name__}: {error})") from None
 
 
 def json_object(body: bytes, server: str, endpoint: str) -> dict[str, Any]:
-    """The JSON object that a body is. Raises RolloutProtocolError, naming server and endpoint, for anything else."""
+    """The JSON object that a body is. Raises UnreadableAnswer, naming server and endpoint, for anything else."""
     try:
         answer = orjson.loads(body)
     except orjson.JSONDecodeError:
         try:
             answer = json.loads(body)  # the standard library reads the NaN and Infinity that orjson refuses
         except (ValueError, RecursionError) as error:  # the latter for lists in lists in lists
-            raise RolloutProtocolError(server, endpoint, f"not JSON ({error}): {body_start(body)}") from None
+            raise UnreadableAnswer(server, endpoint, f"not JSON ({error}): {body_start(body)}") from None
     if not isinstance(answer, dict):
-        raise RolloutProtocolError(server, endpoint, f"expected a JSON object, got {body_start(body)}")
+        raise UnreadableAnswer(server, endpoint, f"expected a JSON object, got {body_start(body)}")
     return answer
 
 

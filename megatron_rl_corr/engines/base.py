@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from megatron_rl_corr.engines.inspection import Inspection
+from megatron_rl_corr.engines.memory import MemoryRelease
 from megatron_rl_corr.engines.routes import ExpertShape
 from megatron_rl_corr.engines.sampling_limits import check_limits
 from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
@@ -31,8 +32,8 @@ from megatron_rl_corr.engines.types import (
 )
 
 
-class Engine(Inspection, Protocol):
-    """One program that rollout servers run: its requests, its answers, its limits; `Inspection` has more of them.
+class Engine(Inspection, MemoryRelease, Protocol):
+    """One program that rollout servers run: its requests, answers and limits; `Inspection`, `MemoryRelease` have more.
 
     Methods without a transport among their arguments send nothing. Those that return a `Request` may return None for
     a step that the engine does not have and does not need.
@@ -276,6 +277,10 @@ class Engine(Inspection, Protocol):
     def checksum(self, tensor: Tensor, device: str) -> str | None:
         """The checksum of a tensor as a server on `device` computes it; None where its algorithm is not known."""
         return None
+
+    def hashed(self, bucket: Sequence[NamedTensor]) -> Sequence[NamedTensor]:
+        """The tensors that a server's checksums are of, once it has loaded a bucket."""
+        return bucket
 
     def server_parameter(self, name: str) -> tuple[str, Part]:
         """The server's name of the parameter that a Hugging Face tensor is a part of, and which part."""

@@ -193,11 +193,9 @@ class ServerControl:
         Args:
             entries: for each server, what `Engine.serialized` made for each of its tensor-parallel ranks.
         """
-        calls = zip(self.base_urls, entries, strict=True)
-        answers = await asyncio.gather(
-            *(self.ask(url, self.engine_of(url).update_weights_from_tensor(entry)) for url, entry in calls),
-            return_exceptions=True,
-        )
+        entry_of = dict(zip(self.base_urls, entries, strict=True))
+        calls = [self.ask(u, self.engine_of(u).update_weights_from_tensor(entry)) for u, entry in entry_of.items()]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
         raise_first(answers)
         return answers
 
@@ -286,11 +284,14 @@ class ServerControl:
         return answers
 
     async def _ask_all_that_have(self, request: EngineRequest, *, timeout_s: float | None = None) -> bool:
+        """Whether any server has this part of an update session. One that had it before must not answer HTTP 404."""
         asked = [url for url in self.base_urls if request(self.engine_of(url)) is not None]
         calls = [self.ask(url, request(self.engine_of(url)), timeout_s=timeout_s) for url in asked]
-        answers = await asyncio.gather(*calls, return_exceptions=True)
-        present = [a for a in answers if not (isinstance(a, RolloutServerError) and a.status == 404)]
-        raise_first(present)
+        answers = dict(zip(asked, await asyncio.gather(*calls, return_exceptions=True), strict=True))
+        lacking = {u for u, a in answers.items() if isinstance(a, RolloutServerError) and a.status == 404}
+        present = answers.keys() - (lacking - self.fleet.with_sessions)
+        raise_first([answers[url] for url in asked if url in present])
+        self.fleet.with_sessions.update(present)
         return bool(present)
 
     async def _ask_together(self, per_server: Sequence[Request | None]) -> list[dict[str, Any]]:

@@ -6,6 +6,8 @@ from megatron_rl_corr.engines.secrets import longest_secret, redacted
 
 BODY_START = 500  # characters of a response shown in a message
 VALUE_START, MESSAGE_START = 200, 2000  # and of one of its fields, and of what a server says of a failure
+GATEWAY_FAILURES = (502, 503, 504)
+"""HTTP statuses of what stands before a server, or of one that is not ready; an engine refuses with others."""
 
 
 class RolloutError(RuntimeError):
@@ -68,11 +70,36 @@ class RolloutProtocolError(RolloutError):
         return RolloutProtocolError, (self.url, self.endpoint, self.detail)
 
 
+class UnreadableAnswer(RolloutProtocolError):
+    """What came is no answer to the request, as a proxy's page is none: whether the server did it is not known."""
+
+    def __reduce__(self):
+        return UnreadableAnswer, (self.url, self.endpoint, self.detail)
+
+
 def may_be_gone(error: RolloutError) -> bool:
     """Whether nobody, or a proxy alone, may be there: no answer, HTTP 5xx, or an answer that is none."""
     if isinstance(error, RolloutServerError):
         return error.status is None or error.status >= 500
     return isinstance(error, RolloutProtocolError)
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether the same request may succeed next time: no answer, a gateway's failure, or what is no answer.
+
+    False where a server has understood the request: it would refuse it again.
+    """
+    if isinstance(error, RolloutServerError):
+        return error.status is None or error.status in GATEWAY_FAILURES
+    return isinstance(error, UnreadableAnswer)
+
+
+def is_refusal(error: RolloutServerError) -> bool:
+    """Whether the server itself has refused, and done nothing: HTTP 4xx, but for 408, a gateway's word for a timeout.
+
+    HTTP 5xx may come from a gateway for a request that the server has carried out, or from a server that began it.
+    """
+    return error.status is not None and 400 <= error.status < 500 and error.status != 408
 
 
 class StaleWeightsError(RolloutError):

@@ -43,6 +43,8 @@ class Fleet(Transport):
             )
             for name, loaded in self._engines.items()
         }
+        self.with_sessions: set[str] = set()
+        """Addresses of servers that have answered to a part of an update session."""
         self._name_at: dict[str, str] = {} if engine == AUTO else dict.fromkeys(self.urls, engine)
 
     @property

@@ -12,7 +12,7 @@ import orjson
 
 from megatron_rl_corr.config.urls import is_key
 from megatron_rl_corr.engines.addresses import UnusableAddress, mistaken_scheme
-from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError, body_start, shown
+from megatron_rl_corr.engines.errors import RolloutServerError, UnreadableAnswer, body_start, shown
 from megatron_rl_corr.engines.secrets import keep_secret
 from megatron_rl_corr.engines.types import Request, Transport
 
@@ -107,7 +107,7 @@ class HTTPTransport(Transport):
 
         Raises:
             RolloutServerError: no answer, or one with another status; UnusableAddress where there will be none.
-            RolloutProtocolError: one that is longer than the request allows, or compressed, which could hide a length.
+            UnreadableAnswer: one that is longer than the request allows, or compressed, which could hide a length.
         """
         session = self._open_session()
         data = None if request.json is None else orjson.dumps(request.json)
@@ -125,7 +125,7 @@ class HTTPTransport(Transport):
                 body = await read_body(response, request.max_bytes if well else MOST_OF_A_FAILURE)
         except TooLong as error:
             if well:
-                raise RolloutProtocolError(url, request.endpoint, str(error)) from None
+                raise UnreadableAnswer(url, request.endpoint, str(error)) from None
             body = str(error).encode()
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             if url not in self._answered and (mistake := await mistaken_scheme(url, error, self.connect_timeout_s)):

@@ -215,6 +215,21 @@ class Inspection(Protocol):
         """Whether logits are float32 though the server computes in 16 bits."""
         return False
 
+    def drafts_itself(self, server_info: Mapping[str, Any]) -> bool:
+        """Whether the server drafts tokens with the checkpoint's own layers (MTP), and updates those too."""
+        return False
+
+    quantises_updates_with: str = ""
+    """The option of a server that quantises what it is sent, for messages; "": there is none."""
+
+    def quantises_updates(self, server_info: Mapping[str, Any]) -> bool:
+        """Whether the server quantises the weights that it is sent."""
+        return False
+
+    def quantization(self, server_info: Mapping[str, Any]) -> str | None:
+        """How the server's launch options quantise its weights; None: they don't, though its checkpoint may."""
+        return None
+
     def cache_block(self, server_info: Mapping[str, Any]) -> int:
         """Tokens of which the prefix cache keeps all or none; a hit has a multiple of it and leaves one to compute."""
         return 1

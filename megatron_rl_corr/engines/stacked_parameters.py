@@ -26,11 +26,16 @@ _EXPERT_STACK = {"gate_proj": ("w13_weight", 0), "up_proj": ("w13_weight", 1), "
 """w1, w2, w3: Mixtral's names."""
 _SHARED = re.compile(r"(?P<mlp>.*\.mlp)\.shared_experts\.(?P<kind>gate_up|down)_proj\.weight")
 _LATENT_PLACE = {"q_a_proj": 0, "kv_a_proj_with_mqa": 1}
+_SCALE = "_scale_inv"
+"""What the scales of a weight in FP8 are called by, behind its own name: stacked and cut as the weight is."""
 _VOCABULARY_ROWS = 64  # vocabularies are padded with zeros to a multiple of it
 
 
 def server_parameter(name: str) -> tuple[str, Part]:
     """The server's name of the parameter that this tensor is a part of, and which part; others keep their names."""
+    if name.endswith(_SCALE):
+        parameter, part = server_parameter(name.removesuffix(_SCALE))
+        return parameter + _SCALE, part
     if match := _EXPERT.fullmatch(name):
         stack, place = _EXPERT_STACK[match["kind"]]
         return f"{match['layer']}.{stack}", (int(match["expert"]), place)
@@ -45,6 +50,8 @@ def server_parameter(name: str) -> tuple[str, Part]:
 def held_in(parameter: str, held: Container[str]) -> str:
     """The parameter that a server with the parameters `held` has this one in: SGLang may make DeepSeek's shared expert
     the last of the experts."""
+    if parameter.endswith(_SCALE):
+        return held_in(parameter.removesuffix(_SCALE), held) + _SCALE
     match = _SHARED.fullmatch(parameter)
     if match is None or parameter in held:
         return parameter

@@ -132,6 +132,8 @@ class EngineLimits:
     """Ways to stop sampling for a weight update, of "abort", "in_place" and "retract"."""
     weight_transports: tuple[str, ...] = ()
     """Ways to update weights, of "distributed", "tensor" and "disk"."""
+    fp8_models: tuple[str, ...] = ()
+    """`model_type` of FP8 checkpoints whose servers load new values and scales."""
 
 
 @dataclass(frozen=True)
@@ -169,8 +171,6 @@ class ServerChecksums:
     """Every parameter must be as `Engine.possible_layouts` has it; else only those that once were."""
     quantises_updates: bool = False
     """It quantises the weights that it is sent, and makes new scales for them."""
-    quantises_updates_with: str = ""
-    """The option that makes it do so, for messages."""
 
     def fingerprint(self) -> int:
         """A number, within this process, that differs where a checksum does."""

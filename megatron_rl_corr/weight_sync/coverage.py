@@ -18,21 +18,25 @@ from megatron_rl_corr.engines.errors import IncompletePush, RolloutProtocolError
 from megatron_rl_corr.engines.types import NamedTensor, ServerChecksums
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.models.names import NameTable
+from megatron_rl_corr.models.quantization import SCALE, BlockFP8
 from megatron_rl_corr.parallel.failure import all_reduce_failure, communication_device
 from megatron_rl_corr.weight_sync.verify import shortened
 
 logger = logging.getLogger(__name__)
 
 
-def make_coverage(checkpoint: Path) -> Coverage:
+def make_coverage(checkpoint: Path, quantization: BlockFP8 | None = None) -> Coverage:
     """One rank's check.
 
     Args:
-        checkpoint: the Hugging Face folder that the servers were started with.
+        checkpoint: the Hugging Face folder of the model that is trained.
+        quantization: of the servers.
     """
     folder = HFCheckpoint(checkpoint)
     table = NameTable(folder.config, padded_vocab_size=folder.config["vocab_size"])
-    return Coverage(folder.names, table.why_kept)
+    quantised = [name for name in folder.names if quantization is not None and quantization.quantises(name)]
+    scales = [name + SCALE for name in quantised if table.why_kept(name) is None]
+    return Coverage([*folder.names, *scales], table.why_kept)
 
 
 class Coverage:
@@ -112,14 +116,19 @@ class Coverage:
         """
         endpoint = engine.weights_checker().endpoint
         sent = zip(self._names, self._counts, strict=True)
-        parameters = {engine.server_parameter(name)[0] for name, times in sent if times}
+        # What may stay as loaded may have no parameter to show, as a draft model's.
+        must = (name for name, times in sent if times and name not in self._kept)
+        all_parameters = {engine.server_parameter(name)[0] for name in must}
+        scales = {parameter for parameter in all_parameters if parameter.endswith(SCALE)}
         for server in servers:
             held = {name for _, sums in server.ranks for name in sums}
+            # Where no scale is shown, each is hashed as one with its weight.
+            parameters = all_parameters if any(name.endswith(SCALE) for name in held) else all_parameters - scales
             filled = {engine.held_in(parameter, held) for parameter in parameters}
             # A separate output layer never stands for the embedding: a server that ties them has only the embedding.
             unsent = held - filled - {"lm_head.weight"}
             kept = {name: reason for name in unsent if (reason := self._why_kept(name)) is not None}
-            left = sorted(held - filled - kept.keys() - _new_scales(server, endpoint))
+            left = sorted(held - filled - kept.keys() - (set() if scales else _new_scales(server, engine)))
             if left:
                 raise RolloutProtocolError(
                     server.url, endpoint,
@@ -148,14 +157,14 @@ class Coverage:
                 logger.warning("stays as loaded, %d %s: %s (%s)", len(names), where, shortened(names), reason)
 
 
-def _new_scales(server: ServerChecksums, endpoint: str) -> set[str]:
+def _new_scales(server: ServerChecksums, engine: Engine) -> set[str]:
     """Scales that a quantised server makes of what it is sent. Raises RolloutProtocolError if it makes none."""
     if server.quantization is None:
         return set()
     if not server.quantises_updates:
         raise RolloutProtocolError(
-            server.url, endpoint,
-            f"its weights are quantised ({server.quantization}), and their scales would stay those of the weights that "
-            f"it loaded; serve the model in bfloat16, or {server.quantises_updates_with}",
+            server.url, engine.weights_checker().endpoint,
+            f"its weights are quantised ({server.quantization}), and their scales would stay those of the weights "
+            f"that it loaded; serve the model in 16 bits, or {engine.quantises_updates_with}",
         )
     return {name for _, sums in server.ranks for name in sums if name.endswith(".weight_scale")}

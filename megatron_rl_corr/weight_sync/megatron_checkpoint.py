@@ -30,6 +30,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 _STACKED = re.compile(r"decoder\.layers\.(?!\d)")
 _EXPERT = re.compile(r"\.mlp\.experts\.experts\.(linear_fc[12]\.weight)$")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+_MTP_LAYER = re.compile(r"mtp\.layers\.(\d+)\.")
 
 
 class MegatronCheckpoint:
@@ -183,7 +184,8 @@ def _parameters(checkpoint: MegatronCheckpoint, source: HFCheckpoint) -> dict[st
     is_hybrid = "decoder.final_norm.weight" in names
     known = {name: gpt_name(name) if is_hybrid else name for name in names}
     layers = 1 + max(int(match[1]) for name in known.values() if (match := _LAYER.match(name)))
-    table.check_model(num_layers=layers, tied="output_layer.weight" not in names)
+    mtp_layers = len({match[1] for name in names if (match := _MTP_LAYER.match(name))})
+    table.check_model(num_layers=layers, tied="output_layer.weight" not in names, mtp_layers=mtp_layers)
     return {name: table.find(gpt) for name, gpt in known.items()}
 
 

@@ -26,7 +26,7 @@ METRICS = in_group(
         usual=UsualRange(
             "the last push made a server's log-probs worse",
             "Look for a tensor that was loaded wrongly: `megatron-rl-corr doctor --full` compares the server with the "
-            "checkpoint. A step that changed the policy much may do the same: see train/grad_norm.",
+            "checkpoint. A step that changed the policy much may do the same: see `grad_norm`.",
             high=GROWTH,
         ),
     ),
@@ -108,7 +108,7 @@ class Growth:
         Args:
             answers: of each server, whose distance is within its bound.
             trained: [R] log-probs of the trainer.
-            half: servers that are compared: of 16 bits, not quantised.
+            half: servers that are compared: of 16 bits, or of FP8 that is pushed as such.
             version: of the weights that were pushed.
 
         Raises:

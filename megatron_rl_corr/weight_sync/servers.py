@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
 
-from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, RolloutServerError
+from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError
 from megatron_rl_corr.engines.types import NamedTensor, ServerChecksums
 from megatron_rl_corr.events import EVENTS
+from megatron_rl_corr.models.quantization import BlockFP8
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
 from megatron_rl_corr.weight_sync.coverage import Coverage
+from megatron_rl_corr.weight_sync.drafts import NO_DRAFTS, DraftLayers
+from megatron_rl_corr.weight_sync.quantization import check_finite, check_quantization
 from megatron_rl_corr.weight_sync.transports.base import WeightTransport
+from megatron_rl_corr.weight_sync.updatable import RELEASE_S, briefly, check_memory, reported_versions, unfinished
 from megatron_rl_corr.weight_sync.verify import PushVerifier
 
 ABSENT, READY, RESTARTED = 0, 1, 2
 """A server before an update: it does not answer; it has the last weights; it has others, as after a restart."""
-
-RELEASE_S = 6.0
-"""Seconds that a process which ends spends on `release`; each of the two requests to a server has a third of it."""
 
 logger = logging.getLogger(__name__)
 
@@ -43,15 +43,23 @@ class WeightServers:
         samples: this rank asks for samples. On others no server is left out of the client, and none is probed.
         samples_ahead: responses run during updates (`max_lag` above 0).
         rounding: "none", or how what is sent is rounded, a key of weight_sync/rounding.py ROUNDINGS.
+        quantization: of all servers, by `find_quantization`, which was given `quantized_checkpoint`.
+        drafts: which weights are a draft model's, and whether they are sent.
     """
+
+    _colocated = False
+    """The trainer is on the servers' GPUs, and can give them memory back."""
 
     def __init__(
         self, client: RolloutClient, loop: LoopThread, transport: WeightTransport, *,
         verifiers: Mapping[str, PushVerifier] = MappingProxyType({}), coverage: Coverage | None = None,
         pause_mode: str = "retract", samples: bool = True, samples_ahead: bool = False, rounding: str = "none",
+        quantization: BlockFP8 | None = None, quantized_checkpoint: str | None = None,
+        drafts: DraftLayers = NO_DRAFTS,
     ):  # fmt: skip
         self.client, self.transport, self.verifiers, self.coverage = client, transport, verifiers, coverage
-        self.rounding = rounding
+        self.rounding, self.quantization, self._quantized_checkpoint = rounding, quantization, quantized_checkpoint
+        self.drafts = drafts
         self._loop, self._pause_mode, self._samples, self._samples_ahead = loop, pause_mode, samples, samples_ahead
         self._control = client.control(client.base_urls)
         self._version: str | None = None
@@ -59,6 +67,8 @@ class WeightServers:
         self._stopped = False
         self._restarted: set[str] = set()
         """Servers of this update that were restarted, maybe with other flags."""
+        self._told_absent: set[str] = set()
+        """Servers of which this update has told that they miss it."""
         self._found: dict[str, str] = {}
         """What each server called its weights before this update."""
         self.planned: dict[str, list[int]] | None = None
@@ -72,14 +82,20 @@ class WeightServers:
         return self._control.base_urls
 
     def find(self) -> list[int]:
-        """ABSENT, READY or RESTARTED for each server of the client. Raises RolloutServerError if none answers."""
-        states = []
-        versions = self._loop.call(self.client.versions_for_update())
+        """ABSENT, READY or RESTARTED for each server of the client.
+
+        Raises:
+            RolloutServerError: none answers.
+            RolloutProtocolError: one lacks memory that this trainer can't give back.
+        """
+        states, versions = [], reported_versions(self.client, self._loop, self.urls)
         for url, version in zip(self.client.base_urls, versions, strict=True):
             engine = self.client.engine_of(url).name
             if version is None:
-                logger.warning("%s server %s does not answer and misses a weight update", engine, url)
-                EVENTS.tell("server_missed_update", "it does not answer", server=url)
+                if url not in self._told_absent:
+                    logger.warning("%s server %s does not answer and misses a weight update", engine, url)
+                    EVENTS.tell("server_missed_update", "it does not answer", server=url)
+                self._told_absent.add(url)
                 states.append(ABSENT)
                 continue
             if self._version is None and version.startswith(unfinished("")):
@@ -89,8 +105,10 @@ class WeightServers:
                 )  # fmt: skip
                 EVENTS.tell("server_taken_over", "a trainer was killed in a push", server=url, version=version)
             self._found[url] = version
-            own = (self._version, self._started, unfinished(self._started or ""))
-            is_ready = self._version is None or version in own
+            check_memory(
+                url, version, endpoint=self.client.engine_of(url).model_info().endpoint, colocated=self._colocated
+            )
+            is_ready = self._version is None or self._is_own(version)
             if not is_ready:
                 logger.warning(
                     "%s server %s has weights %r instead of %r: was it restarted?",
@@ -101,6 +119,10 @@ class WeightServers:
                 )
             states.append(READY if is_ready else RESTARTED)
         return states
+
+    def _is_own(self, name: str) -> bool:
+        """Whether weights of this name are those of the last update, or of this one, whole or not."""
+        return name in (self._version, self._started, unfinished(self._started or ""))
 
     def use(self, states: Sequence[int]) -> None:
         """Begin an update of the servers that are not ABSENT. Until `expect`, silent servers are no outage."""
@@ -130,15 +152,19 @@ class WeightServers:
         they are paused.
 
         Raises:
-            RolloutProtocolError: a server can't be paused in this mode; none has been paused then.
+            RolloutProtocolError: a server can't be paused in this mode, or came back with weights in another form; none
+                has been paused then.
             RolloutServerError: a server refuses the update, for instance because a name or a shape does not fit its
                 model; its weights and their name are as before.
         """
+        if self._restarted:
+            restarted = self.client.control(sorted(self._restarted))
+            self._loop.call(check_quantization(restarted, self.quantization, self._quantized_checkpoint))
         if self._pause_mode == "in_place" or self._samples_ahead:
             self._check_pause()
         self._stopped = True
         self._loop.call(self._control.pause_generation(self._pause_mode))
-        self._loop.call(self._control.update_weight_version(unfinished(self._started or "")))
+        self._loop.call(self._name_unfinished(self._started or ""))
         if not self.transport.in_session:
             return
         try:
@@ -148,10 +174,16 @@ class WeightServers:
                 self._loop.call(self._rename_back())  # nothing was sent
             raise
 
+    async def _name_unfinished(self, version: str) -> None:
+        await self._control.update_weight_version(unfinished(version))
+
+    async def _name_finished(self, version: str) -> None:
+        await self._control.update_weight_version(version)
+
     async def _rename_back(self) -> None:
         """Call the weights what `find` found, as far as servers answer."""
         await asyncio.gather(
-            *(_briefly(self.client.control([url]).update_weight_version(self._found[url])) for url in self.urls)
+            *(briefly(self.client.control([url]).update_weight_version(self._found[url])) for url in self.urls)
         )
 
     def _check_pause(self) -> None:
@@ -164,9 +196,13 @@ class WeightServers:
                 raise RolloutProtocolError(url, engine.server_info().endpoint, problem)
 
     def send(self, bucket: list[NamedTensor], version: str) -> None:
-        """Send one bucket to all servers, and keep what `checksums` are compared with."""
+        """Send one bucket to all servers, and keep what `checksums` are compared with.
+
+        Raises IncompletePush for a number that can't be quantised, and as `WeightTransport.send`.
+        """
+        check_finite(bucket)
         for verifier in self.verifiers.values():
-            verifier.keep(bucket, version)
+            verifier.keep(self.drafts.verified(bucket), version)
         self.transport.send(bucket)
         if self.coverage is not None:
             self.coverage.count(bucket)
@@ -181,7 +217,7 @@ class WeightServers:
         """
         if self.transport.in_session:
             self._loop.call(self._control.end_weight_update())
-        self._loop.call(self._control.update_weight_version(version))
+        self._loop.call(self._name_finished(version))
         for url, answer in zip(self.urls, self._loop.call(self._control.model_info()), strict=True):
             engine = self._control.engine_of(url)
             reported = engine.weight_version(answer)
@@ -221,8 +257,10 @@ class WeightServers:
     def expect(self, version: str) -> None:
         """Sample only with these weights from now on; on every rank, because each has a client of its own."""
         self._version = version
-        missed = set(self.client.base_urls) - set(self.urls) | self._restarted
-        self._loop.call(self.client.expect_version(version, missed=missed if self._samples else ()))
+        self._told_absent.clear()
+        missed = set(self.client.base_urls) - set(self.urls)
+        left_out = {"restarted": self._restarted, "missed": missed} if self._samples else {}
+        self._loop.call(self.client.expect_version(version, **left_out))
         self._restarted = set()
 
     def abandon(self) -> None:
@@ -243,45 +281,16 @@ class WeightServers:
         async def let_go(url: str) -> None:
             control = self.client.control([url])
             if self.transport.in_session and not self.transport.broken:
-                await _briefly(control.end_weight_update())
-            await _briefly(control.continue_generation())
+                await briefly(control.end_weight_update())
+            if self._can_sample(url):
+                await briefly(control.continue_generation())
 
         await asyncio.gather(*map(let_go, self.urls))
+
+    def _can_sample(self, url: str) -> bool:
+        """Whether a server has what it needs to sample, of whatever weights."""
+        return True
 
     def close(self) -> None:
         """Remove what the transport has set up at the servers."""
         self.transport.close()
-
-
-def unfinished(version: str) -> str:
-    """What a server's weights are called while those of `version` are sent."""
-    return f"unfinished {version}"
-
-
-async def wait_updatable(client: RolloutClient, timeout_s: float) -> None:
-    """Return once every server can sample, or is in an update whose trainer was killed: the next one resumes it.
-
-    A trainer that was killed shortly before or after its update has left a server paused whose weights have a usual
-    name; SGLang calls itself unhealthy then. Every server that answers is told to go on, which is harmless otherwise.
-
-    Raises:
-        RolloutServerError: one could not after timeout_s; its last failure.
-    """
-    try:
-        versions = await client.reported_versions()
-    except RolloutServerError:  # none answers yet
-        versions = [None] * len(client.base_urls)
-    named = dict(zip(client.base_urls, versions, strict=True))
-    others = [url for url, version in named.items() if version is None or not version.startswith(unfinished(""))]
-    paused = [client.control([url]).continue_generation() for url in others if named[url] is not None]
-    await asyncio.gather(*map(_briefly, paused))
-    await client.control(others).wait_healthy(timeout_s)
-
-
-async def _briefly(request: Coroutine[Any, Any, object]) -> None:
-    """Send a request and wait a short time: a server handles it even without a reader of the answer."""
-    try:
-        async with asyncio.timeout(RELEASE_S / 3):
-            await request
-    except (RolloutError, TimeoutError) as error:
-        logger.warning("a rollout server did not take the end of a push: %s", error)

@@ -1,6 +1,7 @@
 """Updates the servers' weights: pause, begin, send stage after stage, end, verify, resume; every rank takes part.
 
-A server that dies in the middle is left out, and the others are sent everything again.
+A server that dies in the middle is left out, and the others are sent everything again. A failure that may pass, as of a
+proxy, costs one repetition.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, RolloutServerError
+from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, RolloutServerError, may_pass
 from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.parallel.failure import (
     WATCH,
@@ -26,7 +27,9 @@ from megatron_rl_corr.parallel.failure import (
     all_reduce_results,
     communication_device,
 )
+from megatron_rl_corr.weight_sync.colocated import ColocatedServers
 from megatron_rl_corr.weight_sync.export import StageExporter, buckets
+from megatron_rl_corr.weight_sync.quantization import quantised_units
 from megatron_rl_corr.weight_sync.rounding import rounded_units
 from megatron_rl_corr.weight_sync.servers import WeightServers
 
@@ -44,8 +47,9 @@ def push_weights(exporter: StageExporter, servers: WeightServers, *, version: st
 
     Rank 0 finds out which servers answer, and opens and closes the update; each stage's sender sends the stage's
     weights. Whatever happens, the servers resume. If a server fails and answers no more, everything is sent again to
-    the others, provided that the transport is not `broken`, as a group of NCCL's may be. Afterwards the client samples
-    only from servers with the new weights.
+    the others; if all answer and the failure `may_pass`, they are sent everything once more. Neither if the
+    transport is `broken`, as a group of NCCL's may be. Afterwards the client samples only from servers with the new
+    weights.
 
     Args:
         exporter: gathers this rank's stage.
@@ -60,16 +64,21 @@ def push_weights(exporter: StageExporter, servers: WeightServers, *, version: st
         PeerFailure: on every other rank.
     """
     _broadcast_servers(exporter, servers)
+    repeated = False
     while True:
         try:
             _push_once(exporter, servers, version, bucket_bytes)
             return
         except (*_FAILURES, PeerFailure) as error:
-            if not _broadcast_fewer_servers(exporter, servers, error):
+            before = set(servers.urls)
+            passes = _broadcast_servers_again(exporter, servers, error)
+            gone = before - set(servers.urls)
+            if passes is None or not (gone or (passes and not repeated)):
                 _abandon(exporter, servers, error)
                 raise
-            if exporter.leads:
-                logger.warning("sending the weights again to the remaining servers: %s", ", ".join(servers.urls))
+            repeated = repeated or not gone
+            if not isinstance(error, PeerFailure):  # the rank that knows why
+                logger.warning("sending the weights again to %s: %s", ", ".join(servers.urls), error)
                 EVENTS.tell("push_repeated", str(error), servers=list(servers.urls), version=version)
         except BaseException as error:
             _abandon(exporter, servers, error)
@@ -80,7 +89,7 @@ def _push_once(exporter: StageExporter, servers: WeightServers, version: str, bu
     transport, coverage = servers.transport, servers.coverage
     _all_reduce_led(exporter, partial(servers.start, version))
     if servers.planned is None and transport.in_session:
-        servers.planned = _all_gather_planned(exporter)
+        servers.planned = servers.drafts.planned(_all_gather_planned(exporter))
     if transport.in_session:
         _all_reduce_led(exporter, servers.begin)
     for stage in range(exporter.num_stages):
@@ -96,6 +105,20 @@ def _push_once(exporter: StageExporter, servers: WeightServers, version: str, bu
     servers.expect(version)
     all_reduce_failure(None)  # every rank expects the new version before a server samples with it
     _all_reduce_led(exporter, servers.resume)
+
+
+def all_reduce_released(exporter: StageExporter, servers: ColocatedServers) -> None:
+    """Let every server free its memory for the trainer on its GPUs; every rank calls it, once none samples any more.
+
+    The next `push_weights` gives it back.
+
+    Raises:
+        RolloutError: on rank 0, for a server that refuses, or that runs requests of others.
+        PeerFailure: then, on every other rank.
+    """
+    servers.expect_release()
+    all_reduce_failure(None)  # on every rank, before the first server is asked
+    _all_reduce_led(exporter, servers.release_memory)
 
 
 def _all_gather_planned(exporter: StageExporter) -> dict[str, list[int]]:
@@ -143,26 +166,29 @@ def _broadcast_servers(exporter: StageExporter, servers: WeightServers) -> None:
     servers.use(shared.tolist())
 
 
-def _broadcast_fewer_servers(exporter: StageExporter, servers: WeightServers, error: Exception) -> bool:
-    """True if a server failed that does not answer any more, and others are left; they are updated from here on."""
-    before = len(servers.urls)
+def _broadcast_servers_again(exporter: StageExporter, servers: WeightServers, error: Exception) -> bool | None:
+    """After a failure: use the servers that answer now. Whether the failure may pass; None: the push can't go on."""
     try:
-        _all_reduce_broken(servers)
+        passes = _all_reduce_causes(servers, error)
         # A protocol error is that of a server, or of its proxy, whose other answers are no better: or it comes again.
         of_server = isinstance(error, (RolloutServerError, RolloutProtocolError, PeerFailure))
         can_go_on = of_server and not servers.transport.broken
         all_reduce_failure(None if can_go_on else error)
         _broadcast_servers(exporter, servers)
     except (*_FAILURES, PeerFailure):
-        return False
-    return len(servers.urls) < before
+        return None
+    return passes
 
 
-def _all_reduce_broken(servers: WeightServers) -> None:
-    """Every rank learns that servers may be waiting in what one rank began: rank 0 must send them no more requests."""
-    broken = torch.tensor(int(servers.transport.broken), device=communication_device())
-    dist.all_reduce(broken, op=dist.ReduceOp.MAX)
-    servers.transport.broken = bool(broken.item())
+def _all_reduce_causes(servers: WeightServers, error: Exception) -> bool:
+    """Whether the failure of a rank may pass; and each learns that one's transport is broken.
+
+    Servers may be waiting in what that rank began, and rank 0 must send them no more requests then.
+    """
+    causes = torch.tensor([servers.transport.broken, may_pass(error)], dtype=torch.int, device=communication_device())
+    dist.all_reduce(causes, op=dist.ReduceOp.MAX)
+    servers.transport.broken, passes = map(bool, causes.tolist())
+    return passes
 
 
 def _all_reduce_sent(
@@ -190,9 +216,9 @@ def _send_stage(
     exporter: StageExporter, servers: WeightServers, version: str, bucket_bytes: int, meet: Callable[[], None]
 ) -> Exception | None:
     """Run through all of the stage's weights, after a failure too: the other ranks gather together with this one."""
-    error, units = None, exporter.units(meet)
+    error, units = None, servers.drafts.without_unsent(exporter.units(meet))
     if exporter.sends:
-        units = rounded_units(units, servers.rounding)
+        units = quantised_units(rounded_units(units, servers.rounding), servers.quantization)
     for bucket in buckets(units, bucket_bytes):
         if exporter.sends and error is None:
             error = _failure_of(partial(servers.send, bucket, version))

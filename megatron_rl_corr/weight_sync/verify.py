@@ -67,6 +67,7 @@ class PushVerifier:
         self._matched: set[tuple[tuple, str]] = set()
         """(a server's layout, parameter) whose checksum was once as expected."""
         self._warned_missing = False
+        self._have_checksums: set[str] = set()
         self._warned_layouts: set[tuple] = set()
         self.clear()
 
@@ -83,7 +84,7 @@ class PushVerifier:
             bucket: about to be sent.
             version: of the weights; decides which parameters are kept.
         """
-        for name, tensor in bucket:
+        for name, tensor in self._engine.hashed(bucket):
             parameter, part = self._engine.server_parameter(name)
             if parameter not in self._chosen:
                 self._chosen[parameter] = self._choose(parameter, version, tensor.element_size())
@@ -105,20 +106,22 @@ class PushVerifier:
         return share >= 1 or zlib.crc32(f"{version} {parameter}".encode()) < share * 2**32
 
     async def read(self, servers: ServerControl) -> list[ServerChecksums]:
-        """The servers' checksums of their weights; [] if one is too old to have any.
+        """The servers' checksums of their weights; [] if one is too old to have any, which no later read is.
 
         Raises:
             RolloutProtocolError: servers of one layout disagree.
+            RolloutServerError: no answer, or HTTP 404 of a server that had checksums before, as of its proxy.
         """
         try:
             answers = await servers.weights_checker()
         except RolloutServerError as error:
-            if error.status != 404:
+            if error.status != 404 or error.url in self._have_checksums:
                 raise
             if not self._warned_missing:
                 logger.warning("the servers' weights can't be verified: %s", error)
             self._warned_missing = True
             return []
+        self._have_checksums.update(servers.base_urls)
         infos = await servers.server_info()
         servers_checksums = [
             self._engine.checksums(*one) for one in zip(servers.base_urls, infos, answers, strict=True)

@@ -234,6 +234,21 @@ def test_weight_session_when_no_server_has_one_then_false_and_when_one_has_then_
     assert faulty.run(scenario, without, with_session) == (True, True)
 
 
+def test_weight_session_when_a_server_that_had_one_answers_404_then_it_is_no_older_server(faulty):
+    """As an ingress does that is being loaded anew: the session would stay open, and what its end does be left out."""
+    async def flaky(request):
+        if request.path == "/end_weight_update":
+            return web.json_response({"detail": "Not Found"}, status=404)
+        return web.json_response({"success": True})
+
+    async def scenario(client):
+        assert await client.control(client.base_urls).begin_weight_update()
+        with pytest.raises(RolloutServerError, match="/end_weight_update with HTTP 404"):
+            await client.control(client.base_urls).end_weight_update()
+
+    faulty.run(scenario, flaky)
+
+
 def test_api_key_when_given_then_sent_as_bearer_and_shown_nowhere(faulty):
     seen = []
 

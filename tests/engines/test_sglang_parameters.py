@@ -27,6 +27,10 @@ from megatron_rl_corr.engines.stacked_parameters import possible_layouts, server
          "model.layers.3.self_attn.fused_qkv_a_proj_with_mqa.weight", (-1, 1)),
         ("model.layers.3.self_attn.q_b_proj.weight", "model.layers.3.self_attn.q_b_proj.weight", (-1, 0)),
         ("lm_head.weight", "lm_head.weight", (-1, 0)),
+        ("model.layers.3.self_attn.k_proj.weight_scale_inv", "model.layers.3.self_attn.qkv_proj.weight_scale_inv",
+         (-1, 1)),
+        ("model.layers.3.mlp.experts.11.up_proj.weight_scale_inv", "model.layers.3.mlp.experts.w13_weight_scale_inv",
+         (11, 1)),
     ],
 )  # fmt: skip
 def test_parameter_of_a_tensor_then_its_stack_and_its_place(name, parameter, part):

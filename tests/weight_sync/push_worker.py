@@ -13,10 +13,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, RolloutServerError
+from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, RolloutServerError, UnreadableAnswer
+from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.parallel import failure
 from megatron_rl_corr.parallel.failure import PeerFailure
 from megatron_rl_corr.weight_sync import update
+from megatron_rl_corr.weight_sync.drafts import DraftLayers
 from megatron_rl_corr.weight_sync.update import push_weights
 
 COLLECTIVE_S = 2.0
@@ -29,10 +31,11 @@ class Servers:
     """Two servers "a" and "b", of which b fails in the way of the case when stage 1 sends a bucket."""
 
     client = SimpleNamespace(base_urls=("a", "b"))
-    urls, in_session, broken, planned, rounding = ("a", "b"), True, False, {}, "none"
+    urls, in_session, broken, planned, rounding, quantization = ("a", "b"), True, False, {}, "none", None
+    drafts = DraftLayers()
 
     def __init__(self, case):
-        self.case, self.calls = case, []
+        self.case, self.calls, self.pages = case, [], 0
         self.transport = self.coverage = self  # one list of calls
         self.verifiers = {"of all": self}
 
@@ -50,6 +53,11 @@ class Servers:
             self.broken = self.case == "breaks"
             if self.case == "full":
                 raise OSError("no space left on the device")
+            if self.case in ("page", "pages"):
+                self.pages += 1
+                if self.pages > 1 and self.case == "page":
+                    return
+                raise UnreadableAnswer("b", "/update", "<html>")
             raise RolloutServerError("b", "/update", 500 if self.case == "refuses" else None, "why")
 
     def compare(self, checksums):
@@ -104,5 +112,5 @@ for case in cases:
     except (RolloutError, OSError, PeerFailure) as error:
         raised = f"{type(error).__name__}: {error}"
     told[case] = raised, servers.calls
-print(json.dumps(told))
+print(json.dumps(told | {"repeated": EVENTS.counts.get("push_repeated", 0)}))
 dist.destroy_process_group()

@@ -160,6 +160,11 @@ def test_gloo_listens_at_the_interface_of_the_address_unless_the_user_names_one(
         assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
     with gloo_listening_at("192.0.2.1"):
         assert "GLOO_SOCKET_IFNAME" not in os.environ
+        with gloo_listening_at("127.0.0.1"):  # while another server's group is waited for, which has failed
+            assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+            with gloo_listening_at("192.0.2.1"):
+                assert "GLOO_SOCKET_IFNAME" not in os.environ
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     with gloo_listening_at("127.0.0.1"):
         assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"

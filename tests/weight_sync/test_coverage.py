@@ -1,19 +1,22 @@
 """Which tensors of a checkpoint were sent, which stay, and what a server's parameters say of it; on one rank."""
 
 import datetime
+import json
 import logging
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 
 from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.engines.errors import IncompletePush
 from megatron_rl_corr.engines.types import ServerChecksums
 from megatron_rl_corr.models.architectures import FAMILIES
 from megatron_rl_corr.models.names import NameTable
+from megatron_rl_corr.models.quantization import BlockFP8
 from megatron_rl_corr.rollout import RolloutProtocolError
-from megatron_rl_corr.weight_sync.coverage import Coverage
+from megatron_rl_corr.weight_sync.coverage import Coverage, make_coverage
 
 CONFIG = {
     "model_type": "deepseek_v3", "vocab_size": 4, "num_hidden_layers": 61, "num_nextn_predict_layers": 1,
@@ -119,6 +122,28 @@ def test_server_when_it_is_quantised_then_refused_unless_it_makes_its_scales_of_
         counted.check_servers([server(EMBEDDING, quantization="fp8")], ENGINE)
 
 
+def test_server_in_fp8_when_it_shows_scales_or_hides_them_in_its_weights_checksums_then_none_may_lack():
+    down, scale = "model.layers.3.mlp.down_proj.weight", "model.layers.3.mlp.down_proj.weight_scale_inv"
+    counted = sent(coverage(EMBEDDING, down, scale), EMBEDDING, down, scale)
+    hiding, showing = server(EMBEDDING, down, quantization="fp8"), server(EMBEDDING, down, scale, quantization="fp8")
+    counted.check_servers([hiding, showing, hiding], ENGINE)
+    other = server(EMBEDDING, down, scale.replace("down", "up"), quantization="fp8")
+    with pytest.raises(RolloutProtocolError, match="sent for 1 of its 3 weights, .*up_proj.weight_scale_inv"):
+        counted.check_servers([other], ENGINE)
+    with pytest.raises(IncompletePush, match=f"nothing was sent for 1 of the checkpoint's 3 tensors: {scale};"):
+        sent(counted, EMBEDDING, down)
+
+
+def test_push_in_fp8_then_every_weight_that_is_quantised_must_come_with_its_scales(tmp_path):
+    down, spared, kept = (f"model.layers.{n}.mlp.down_proj.weight" for n in (3, 4, 61))  # 61: multi-token prediction
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    save_file({name: X.clone() for name in (NORM, down, spared, kept)}, tmp_path / "model.safetensors")
+    counted = make_coverage(tmp_path, BlockFP8("float32", frozenset({"layers.4"})))
+    sent(counted, NORM, down, spared, down + "_scale_inv")
+    with pytest.raises(IncompletePush, match=f"nothing was sent for 1 of the checkpoint's 5 tensors: {down}_scale_inv"):
+        sent(counted, NORM, down, spared)
+
+
 def test_answer_when_only_the_checkpoint_says_that_it_is_quantised_then_its_folder_is_read(tmp_path):
     (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
     info, answer = INFO | {"model_path": str(tmp_path)}, {"ranks": []}
@@ -156,3 +181,9 @@ def test_answer_when_there_is_a_draft_model_or_the_server_is_older_then_the_serv
     sums = {NORM: "1"} | ({} if isinstance(infos, dict) else {f"draft.{NORM}": "2", f"draft_step_1.{NORM}": "3"})
     shown = ENGINE.checksums("http://a", INFO, {"ranks": [{"parallelism_info": infos, "checksums": sums}]})
     assert shown.ranks == ((0, {NORM: "1"}),)
+
+
+def test_server_when_it_was_sent_a_draft_models_layers_then_it_need_not_show_them():
+    draft = "model.layers.61.enorm.weight"
+    counted = sent(coverage(NORM, draft), NORM, draft)
+    counted.check_servers([server(NORM)], ENGINE)

@@ -15,7 +15,7 @@ DONE = ["deliver v", "end v", "checksums"]
 COUNT = "all_reduce_check"
 
 
-CASES = ("right", "late", "dies", "refuses", "breaks", "full", "lost", "slow", "long")
+CASES = ("right", "late", "dies", "refuses", "breaks", "full", "lost", "slow", "long", "page", "pages")
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +73,28 @@ def test_push_when_a_server_dies_then_all_is_sent_again_to_the_other_and_nobody_
     assert second == [
         "use ab", "send r to ab", "use a", "send r to a", "send s to a", COUNT, "compare sums of a", "expect v",
     ]  # fmt: skip
+
+
+def test_push_when_one_answer_is_a_proxys_page_then_all_is_sent_once_more_to_both_and_nobody_raises(push):
+    (raised, first), (raised_1, second) = push("page")
+    assert raised is raised_1 is None
+    sends = ["send p to ab", "send q to ab"]
+    compared = ["compare sums of ab", "expect v"]
+    assert first == [
+        "find", "use ab", *OPEN, *sends, "find", "use ab", *OPEN, *sends, COUNT, *DONE, *compared, "resume"
+    ]  # fmt: skip
+    assert second == ["use ab", "send r to ab", "use ab", "send r to ab", "send s to ab", COUNT, *compared]
+
+
+def test_push_when_repeated_then_the_rank_that_knows_why_tells_it(told):
+    assert [rank["repeated"] for rank in told] == [0, 3]  # "dies", "page" and "pages" fail at rank 1
+
+
+def test_push_when_the_page_comes_again_then_the_run_ends_with_the_servers_name(push):
+    (raised, first), (raised_1, second) = push("pages")
+    assert raised.startswith("PeerFailure")
+    assert raised_1.startswith("UnreadableAnswer: rollout server b broke the protocol of /update: <html>")
+    assert first.count("find") == 3 and first[-1] == "abandon" and second.count("send r to ab") == 2
 
 
 @pytest.mark.parametrize(

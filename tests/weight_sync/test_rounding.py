@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron_rl_corr.models.architectures import FAMILIES, ends
+from megatron_rl_corr.weight_sync.drafts import NO_DRAFTS
 from megatron_rl_corr.weight_sync.rounding import (
     ROUNDINGS,
     is_rounded,
@@ -163,7 +164,9 @@ def test_names_when_experts_are_fused_then_rounded_without_their_biases():
 def test_stage_when_sent_then_only_the_senders_copy_is_rounded_and_the_model_is_as_it_was(rounding, sends):
     weights = {"model.layers.0.self_attn.q_proj.weight": random(8, 8), "model.norm.weight": random(8, seed=1)}
     before, sent = {name: tensor.clone() for name, tensor in weights.items()}, {}
-    servers = SimpleNamespace(rounding=rounding, send=lambda bucket, version: sent.update(bucket))
+    servers = SimpleNamespace(
+        rounding=rounding, quantization=None, drafts=NO_DRAFTS, send=lambda bucket, version: sent.update(bucket)
+    )
     exporter = SimpleNamespace(sends=sends, units=lambda meet: ([one] for one in weights.items()))
     assert _send_stage(exporter, servers, "v", 10**6, lambda: None) is None
     assert all(torch.equal(weights[name], tensor) for name, tensor in before.items())

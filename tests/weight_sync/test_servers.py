@@ -7,7 +7,9 @@ import pytest
 
 from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError
-from megatron_rl_corr.weight_sync.servers import ABSENT, READY, RESTARTED, WeightServers, wait_updatable
+from megatron_rl_corr.events import EVENTS
+from megatron_rl_corr.weight_sync import updatable
+from megatron_rl_corr.weight_sync.servers import ABSENT, READY, RESTARTED, WeightServers
 from megatron_rl_corr.weight_sync.transports.base import WeightTransport
 from megatron_rl_corr.weight_sync.transports.broadcast import DistributedTransport
 
@@ -21,7 +23,7 @@ class Recorder:
 
     def __init__(self, urls, versions, asked):
         self.base_urls, self.versions, self.asked = tuple(urls), versions, asked
-        self.expected, self.release = None, "0.5.23"
+        self.expected, self.release, self.left_out = None, "0.5.23", []
 
     def control(self, urls):
         part = Recorder(urls, self.versions, self.asked)
@@ -36,8 +38,8 @@ class Recorder:
     async def expect_pause(self):
         self.expected = "a pause"
 
-    async def expect_version(self, version, *, missed=()):
-        self.expected, self.missed = version, sorted(missed)
+    async def expect_version(self, version, *, restarted=(), missed=()):
+        self.expected, self.restarted, self.missed = version, sorted(restarted), sorted(missed)
 
     async def server_info(self):
         return [{"version": self.release} | self.info for _ in self.base_urls]
@@ -91,6 +93,36 @@ def test_find_when_one_is_gone_and_one_restarted_then_each_has_its_state(client,
     assert client.expected == "1"
 
 
+def test_find_when_a_server_is_gone_for_a_moment_then_it_is_asked_again(client, servers, monkeypatch):
+    monkeypatch.setattr(updatable, "PAUSE_S", 0.01)
+    answers = [RolloutServerError(A, "/model_info", 502, "a proxy"), [None, "1", "1"], ["1", "1", "1"]]
+
+    async def reported():
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    client.versions_for_update = reported
+    assert servers.find() == [READY] * 3 and not answers
+
+
+def test_find_when_a_server_is_gone_for_good_then_that_is_told_once_an_update_and_no_later_one_waits(
+    client, servers, monkeypatch
+):
+    monkeypatch.setattr(updatable, "PATIENCE_S", 0.02)
+    told = []
+    monkeypatch.setattr(EVENTS, "tell", lambda kind, *why, **facts: told.append((kind, facts["server"])))
+    client.versions[B] = None
+    for _ in range(2):  # a push and its repetition
+        servers.use(servers.find())
+    assert told == [("server_missed_update", B)]
+    servers.expect("1")
+    monkeypatch.setattr(updatable, "PATIENCE_S", 3600.0)
+    servers.find()
+    assert told == [("server_missed_update", B)] * 2
+
+
 @pytest.mark.parametrize(("samples", "missed"), [(True, [B]), (False, [])])
 def test_expect_when_a_server_missed_the_update_then_only_a_rank_that_samples_leaves_it_out(client, samples, missed):
     # One that is left out is probed and told of until it is back, which N ranks need not do.
@@ -132,7 +164,7 @@ def test_wait_when_servers_were_left_paused_then_those_of_usual_names_are_told_t
     """Unfinished: the first push resumes it. Named as usual: its trainer was killed before it began, or at the end."""
     asked = []
     versions = {A: "unfinished 7", B: "7", C: None}
-    asyncio.run(wait_updatable(Paused([A, B, C], versions, asked), 5.0))
+    asyncio.run(updatable.wait_updatable(Paused([A, B, C], versions, asked), 5.0))
     assert asked == [("continue", B), ("wait", B, C)]
 
 
@@ -180,10 +212,17 @@ def test_use_when_a_server_left_or_was_restarted_then_its_group_alone_is_left(cl
     assert client.asked == [(name, "trainer") for name in "abc" if name not in kept]  # they do not answer, or know none
     servers.expect("2")
     anew = {url for url, state in zip((A, B, C), states, strict=True) if state == RESTARTED}
-    assert client.missed == sorted({A, B, C} - set(updated) | anew)  # it may have been started with other flags
+    assert client.missed == sorted({A, B, C} - set(updated))
+    assert client.restarted == sorted(anew)  # it may have been started with other flags
     servers.use([READY] * 3)
     servers.expect("3")
-    assert client.missed == []
+    assert client.missed == client.restarted == []
+
+
+def test_use_after_a_failed_bucket_then_a_server_that_is_well_leaves_the_group_that_failed(client, servers):
+    servers.transport._failed = [servers.transport._groups.pop(1)]
+    servers.use([READY] * 3)
+    assert client.asked == [("b", (B,))] and servers.transport._failed == []
 
 
 @pytest.mark.parametrize("states, asked", [([READY, ABSENT, READY], (A, C)), ([READY, READY, RESTARTED], (A, B))])

@@ -10,7 +10,7 @@ from torch import nn
 
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.models.names import NameTable
-from megatron_rl_corr.models.shards import ShardRanks, load_shards, local_parameters
+from megatron_rl_corr.models.shards import LocalParameter, ShardRanks, load_shards, local_parameters
 from megatron_rl_corr.parallel.layout import StageGroups
 from megatron_rl_corr.weight_sync.export import StageExporter
 
@@ -42,7 +42,7 @@ def last_stage():
     chunk = nn.Module()
     chunk.decoder, chunk.output_layer = nn.Module(), nn.Linear(2, 4, bias=False)
     chunk.decoder.layers = nn.ModuleList([layer])
-    chunk.config, chunk.share_embeddings_and_output_weights = SimpleNamespace(num_layers=3), True
+    chunk.config, chunk.share_embeddings_and_output_weights = SimpleNamespace(num_layers=3, mtp_num_layers=None), True
     return chunk
 
 
@@ -130,3 +130,36 @@ def test_export_of_a_last_stage_when_embeddings_are_tied_then_all_but_the_copy_a
     sent = dict(named for unit in units for named in unit)
     assert torch.equal(sent[GATE + "e_score_correction_bias"], BIAS)
     assert exporter.planned() == {name: list(tensor.shape) for name, tensor in sent.items()}
+
+
+def further_tokens(tmp_path, **more):
+    """A rank that has the first norm of a layer that predicts further tokens; and a checkpoint of it, with `more`."""
+    config = CONFIG | {"num_nextn_predict_layers": 1, "tie_word_embeddings": False}
+    embedding, head = torch.arange(8.0).view(4, 2), torch.arange(8.0, 16.0).view(4, 2)
+    tensors = {
+        "model.embed_tokens.weight": embedding, "lm_head.weight": head, "model.layers.3.enorm.weight": torch.ones(2),
+        "model.layers.3.embed_tokens.weight": embedding.clone(), "model.layers.3.shared_head.head.weight": head.clone(),
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(tensors | more, tmp_path / "model.safetensors")
+    table, held = NameTable(config, padded_vocab_size=4), torch.zeros(2)
+    return [LocalParameter(held, "mtp.layers.0.enorm.weight", 0, 0, table)], HFCheckpoint(tmp_path)
+
+
+def test_load_when_a_layer_predicts_further_tokens_then_its_copies_of_the_models_tensors_need_no_place(tmp_path):
+    parameters, checkpoint = further_tokens(tmp_path)
+    load_shards(parameters, checkpoint, ShardRanks())
+    assert parameters[0].tensor.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("name", ["embed_tokens", "shared_head.head"])
+def test_load_when_such_a_layer_has_an_embedding_or_an_output_layer_of_its_own_then_refused(tmp_path, name):
+    own = {f"model.layers.3.{name}.weight": torch.zeros(4, 2)}
+    with pytest.raises(ValueError, match=f"--mtp-num-layers: model.layers.3.{name}.weight of .* differs from .*leave"):
+        load_shards(*further_tokens(tmp_path, **own), ShardRanks())
+
+
+def test_load_when_such_a_layer_has_a_tensor_that_megatrons_has_not_then_refused_with_its_name(tmp_path):
+    more = {"model.layers.3.extra.weight": torch.ones(2)}
+    with pytest.raises(ValueError, match=r"no place for model.layers.3.extra.weight \(one of 1 tensors\)"):
+        load_shards(*further_tokens(tmp_path, **more), ShardRanks())

@@ -1,6 +1,7 @@
 """Pickled buckets: what they name, that a changed torch changes nothing, which servers are on this host."""
 
 import base64
+import pickle
 import pickletools
 
 import pytest
@@ -33,6 +34,17 @@ def test_serialized_when_another_library_has_replaced_how_torch_loads_a_storage_
 def test_serialized_when_a_tensor_is_a_view_then_only_what_it_shows():
     whole = torch.zeros(100_000)
     assert len(serialized([("x", whole[:10])])) < 2000
+
+
+def test_serialized_when_in_fp8_then_its_codes_arrive_by_functions_that_sglang_lets_through():
+    codes = torch.arange(256, dtype=torch.uint8).view(16, 16)
+    text = serialized([("x", codes.view(torch.float8_e4m3fn)[4:]), ("y", torch.ones(2))])
+    named = {arg for op, arg, _ in pickletools.genops(base64.b64decode(text)) if op.name == "SHORT_BINUNICODE"}
+    functions = {"_rebuild_tensor_v3", "_rebuild_tensor_v2", "OrderedDict", "float8_e4m3fn"}
+    assert named == functions | {"torch._utils", "torch", "collections", "x", "y"}
+    (_, fp8), (_, ones) = pickle.loads(base64.b64decode(text))
+    assert fp8.dtype == torch.float8_e4m3fn and torch.equal(fp8.view(torch.uint8), codes[4:])
+    assert ones.tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])

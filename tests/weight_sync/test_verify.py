@@ -1,5 +1,7 @@
 """What servers show of their weights, compared with each other and with what was sent."""
 
+import asyncio
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -7,7 +9,7 @@ from safetensors.torch import save_file
 from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.engines.checksums import cpu_checksum, gpu_checksum
 from megatron_rl_corr.engines.types import ServerChecksums
-from megatron_rl_corr.rollout import RolloutProtocolError
+from megatron_rl_corr.rollout import RolloutProtocolError, RolloutServerError
 from megatron_rl_corr.weight_sync.verify import PushVerifier, check_agreement, count_elements
 
 A, B = "http://a", "http://b"
@@ -66,6 +68,20 @@ def test_compare_when_the_layout_is_not_known_then_what_never_fitted_verifies_no
         assert verifier.compare([server(x="?", y=cpu_checksum(torch.ones(3)), **unknown)]) == ("device" not in unknown)
     [record] = caplog.records
     assert record.getMessage().startswith("http://a: ") and "of 2 weights are not verified" in record.getMessage()
+
+
+def test_read_when_a_server_that_had_checksums_answers_404_then_it_is_no_older_server():
+    class Servers:
+        base_urls, status = (A,), 404
+
+        async def weights_checker(self):
+            raise RolloutServerError(A, "/weights_checker", self.status, "not found")
+
+    verifier = PushVerifier(ENGINE, 1)
+    assert asyncio.run(verifier.read(Servers())) == []  # it never had any
+    verifier._have_checksums.add(A)
+    with pytest.raises(RolloutServerError, match="HTTP 404"):
+        asyncio.run(verifier.read(Servers()))
 
 
 def test_compare_when_the_server_is_on_a_gpu_then_by_the_hash_that_it_uses_there():

@@ -18,10 +18,11 @@ FIELDS: dict[str, Fields] = {
     "/server_info": {
         "version": TEXT, "dtype": TEXT, "device": TEXT, "model_path": TEXT.or_null(), "load_format": TEXT.or_null(),
         "kv_cache_dtype": TEXT.or_null(), "quantization": TEXT.or_null(),
+        "speculative_algorithm": TEXT.or_null(), "weight_cache_mode": TEXT.or_null(),
         "tp_size": COUNT, "pp_size": COUNT, "dp_size": COUNT, "ep_size": COUNT,
         **dict.fromkeys(
             ("enable_dp_attention", "disable_overlap_schedule", "disable_radix_cache", "skip_tokenizer_init",
-             "enable_deterministic_inference", "enable_fp32_lm_head"), FLAG,
+             "enable_deterministic_inference", "enable_fp32_lm_head", "enable_memory_saver"), FLAG,
         ),
         **dict.fromkeys(  # compared with those of other servers
             ("moe_runner_backend", "moe_a2a_backend", "enable_dp_lm_head", "moe_dense_tp_size", "enable_eplb",
@@ -48,7 +49,9 @@ FIELDS: dict[str, Fields] = {
 }  # fmt: skip
 """Endpoint -> name of a field -> what it holds."""
 
-SENTENCES = {"/flush_cache": b"Cache flushed"}
-"""Endpoint whose answer is no JSON -> how it begins when all went well."""
+SENTENCES = {
+    "/flush_cache": b"Cache flushed", "/release_memory_occupation": b"null", "/resume_memory_occupation": b"null",
+}  # fmt: skip
+"""Endpoint whose answer is no JSON object -> how it begins when all went well."""
 EMPTY = ("/health", "/ready", "/abort_request")
 """Endpoints whose answer has no body."""

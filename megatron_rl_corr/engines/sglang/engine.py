@@ -11,7 +11,7 @@ from megatron_rl_corr.engines import stacked_parameters
 from megatron_rl_corr.engines.base import Engine
 from megatron_rl_corr.engines.checksums import checksum
 from megatron_rl_corr.engines.http import HTTPTransport, certificates, checked_key
-from megatron_rl_corr.engines.sglang import detailed_samples, requests, responses, router, servers, tensors
+from megatron_rl_corr.engines.sglang import detailed_samples, memory, requests, responses, router, servers, tensors
 from megatron_rl_corr.engines.sglang.progress import LoadsProgress
 from megatron_rl_corr.engines.sglang.remedies import REMEDIES
 from megatron_rl_corr.engines.sglang.server_version import version_support
@@ -31,7 +31,12 @@ class SGLang(Engine):
         max_stop_texts=32,
         pause_modes=requests.PAUSE_MODES,
         weight_transports=("distributed", "tensor", "disk"),
+        # Not llama: its loader (0.5.23) looks for the scales under another name, and leaves them as they were made.
+        fp8_models=(
+            "deepseek_v3", "glm4_moe", "kimi_k2", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
+        ),
     )
+    quantises_updates_with = servers.QUANTISES_UPDATES_WITH
 
     checked_urls = staticmethod(checked_urls)
     progress = staticmethod(LoadsProgress)
@@ -60,11 +65,16 @@ class SGLang(Engine):
     server_info = staticmethod(requests.server_info)
     model_info = staticmethod(requests.model_info)
     is_quantized = staticmethod(servers.is_quantized)
+    quantization = staticmethod(servers.quantization)
+    quantises_updates = staticmethod(servers.quantises_updates)
     pause_generation = staticmethod(requests.pause_generation)
     continue_generation = staticmethod(requests.continue_generation)
     pause_problem = staticmethod(servers.pause_problem)
     sampling_problem = staticmethod(servers.sampling_problem)
     flush_cache = staticmethod(requests.flush_cache)
+    memory_problem = staticmethod(memory.memory_problem)
+    release_memory = staticmethod(memory.release_memory)
+    resume_memory = staticmethod(memory.resume_memory)
 
     def weight_version(self, model_info: Mapping[str, Any]) -> str:
         return str(model_info.get("weight_version"))
@@ -87,6 +97,7 @@ class SGLang(Engine):
     weights_checker = staticmethod(requests.weights_checker)
     checksums = staticmethod(servers.checksums)
     checksum = staticmethod(checksum)
+    hashed = staticmethod(servers.hashed)
     server_parameter = staticmethod(stacked_parameters.server_parameter)
     held_in = staticmethod(stacked_parameters.held_in)
     possible_layouts = staticmethod(stacked_parameters.possible_layouts)
@@ -102,6 +113,7 @@ class SGLang(Engine):
     has_tokenizer = staticmethod(servers.has_tokenizer)
     version_support = staticmethod(version_support)
     has_float32_head = staticmethod(servers.has_float32_head)
+    drafts_itself = staticmethod(servers.drafts_itself)
     served_model = staticmethod(servers.served_model)
     list_endpoints = staticmethod(requests.list_endpoints)
     update_support = staticmethod(servers.update_support)

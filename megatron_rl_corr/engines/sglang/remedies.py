@@ -37,6 +37,8 @@ REMEDIES = {
         "serve with SGLang 0.5.23, and with the checkpoint that --rollout-hf-checkpoint names",
     "version_unsupported": "serve with SGLang 0.5.19 to 0.5.23",
     "no_weight_updates": "serve with SGLang 0.5.19 to 0.5.23",
+    "quantisation_unsupported":
+        "serve the model in 16 bits, or its checkpoint in FP8 with weight_block_size [128, 128]",
     "stale_prefix_cache":
         "POST /flush_cache after every weight update (a push of ours does), or start with --disable-radix-cache",
     "version_spans_wrong":

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from megatron_rl_corr.engines.answer_types import at_least_1, checked_checksums, rank_number
 from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, RolloutServerError
 from megatron_rl_corr.engines.inspection import ServedModel, UpdateSupport
 from megatron_rl_corr.engines.sglang.server_version import FLUSHES_PAUSED_SINCE, version_key
 from megatron_rl_corr.engines.trajectory import SamplingParams
-from megatron_rl_corr.engines.types import ServerChecksums, ServerRanks
+from megatron_rl_corr.engines.types import NamedTensor, ServerChecksums, ServerRanks
+from megatron_rl_corr.models.block_fp8 import dequantise_blockwise
+from megatron_rl_corr.models.quantization import SCALE
 
 _IN_PLACE_NEEDS = ("disable_overlap_schedule", "disable_radix_cache")
 """Launch options, as /server_info names them. With the overlap scheduler a token is labelled with the version after the
@@ -30,7 +34,8 @@ _LAYOUT = (
 """Names in /server_info that decide what a rank holds, and how; every version has the first six."""
 _QUANTISES_UPDATES = "flash_rl"
 """The --load-format of a server that quantises what it is sent (0.5.23: Qwen2 and Qwen3). By its code any other puts
-bfloat16 numbers into quantised weights as they are, beside the old scales, or has no loader left for them."""
+numbers into quantised weights as they are, beside the scales that it holds, or has no loader left for them."""
+QUANTISES_UPDATES_WITH = f"Qwen2 and Qwen3 with --load-format {_QUANTISES_UPDATES}"
 _FULL_PRECISION_CACHES = ("auto", "bf16", "bfloat16", "float16", "float32")
 _TRANSPORTS = {
     "distributed": "/update_weights_from_distributed", "tensor": "/update_weights_from_tensor",
@@ -144,6 +149,16 @@ def is_quantized(server_info: Mapping[str, Any]) -> bool:
     return bool(server_info.get("quantization")) or cache not in _FULL_PRECISION_CACHES
 
 
+def quantization(server_info: Mapping[str, Any]) -> str | None:
+    """Its --quantization."""
+    return server_info.get("quantization")
+
+
+def quantises_updates(server_info: Mapping[str, Any]) -> bool:
+    """Whether it runs with --load-format flash_rl."""
+    return server_info.get("load_format") == _QUANTISES_UPDATES
+
+
 def checksums(url: str, server_info: Mapping[str, Any], answer: Mapping[str, Any]) -> ServerChecksums:
     """The server's checksums, from its answers to /server_info and /weights_checker.
 
@@ -163,9 +178,20 @@ def checksums(url: str, server_info: Mapping[str, Any], answer: Mapping[str, Any
         shows_all=server_info["pp_size"] == 1,  # of several pipeline stages SGLang shows the first one's (0.5.23)
         # In 16 bits a CPU with AMX holds its matrices packed, and /server_info does not tell; float32 is never packed.
         layout_is_known=device == "cpu" and layout[:4] == (1, 1, 1, "float32") and quantization is None,
-        quantises_updates=server_info.get("load_format") == _QUANTISES_UPDATES,
-        quantises_updates_with=f"Qwen2 and Qwen3 with --load-format {_QUANTISES_UPDATES}",
+        quantises_updates=quantises_updates(server_info),
     )  # fmt: skip
+
+
+def hashed(bucket: Sequence[NamedTensor]) -> list[NamedTensor]:
+    """What the checksums of a bucket's tensors are of: of quantised weights what values and scales stand for.
+
+    Both are hashed as one, in bfloat16, so that a server may keep them in another form (0.5.23, weight_checker.py).
+    """
+    scales = {name.removesuffix(SCALE): tensor for name, tensor in bucket if name.endswith(SCALE)}
+    return [
+        (name, dequantise_blockwise(tensor, scales[name], torch.bfloat16) if name in scales else tensor)
+        for name, tensor in bucket if not name.endswith(SCALE)
+    ]
 
 
 def _quantization_of_folder(model_path: str | None) -> str | None:
@@ -199,6 +225,12 @@ def has_tokenizer(server_info: Mapping[str, Any]) -> bool:
 def has_float32_head(server_info: Mapping[str, Any]) -> bool:
     """Whether it runs with --enable-fp32-lm-head."""
     return bool(server_info.get("enable_fp32_lm_head"))
+
+
+def drafts_itself(server_info: Mapping[str, Any]) -> bool:
+    """Whether it runs with --speculative-algorithm NEXTN, or EAGLE without a draft model of another folder."""
+    draft = server_info.get("speculative_draft_model_path")
+    return bool(server_info.get("speculative_algorithm")) and draft in (None, server_info.get("model_path"))
 
 
 def served_model(model_info: Mapping[str, Any], server_info: Mapping[str, Any]) -> ServedModel:

@@ -64,7 +64,13 @@ class _TensorPickler(pickle._Pickler):  # the one in Python: the C one has no sa
         if tensor.untyped_storage().nbytes() != tensor.nbytes:
             tensor = tensor.clone()  # a view would take its whole storage along
         place = (0, tuple(tensor.shape), tensor.stride(), False, OrderedDict())
+        if tensor.dtype in _WITHOUT_STORAGE:
+            return torch._utils._rebuild_tensor_v3, (tensor.view(torch.uint8)._typed_storage(), *place, tensor.dtype)
         return torch._utils._rebuild_tensor_v2, (tensor._typed_storage(), *place)
+
+
+_WITHOUT_STORAGE = (torch.float8_e4m3fn,)
+"""Dtypes that torch has no class of a storage for."""
 
 
 def _cuda_handle(tensor: Tensor) -> tuple[_Function, tuple]:

@@ -63,6 +63,7 @@ class VLLM(Engine):
     server_info = staticmethod(requests.server_info)
     model_info = staticmethod(requests.weight_info)
     is_quantized = staticmethod(servers.is_quantized)
+    quantization = staticmethod(servers.quantization)
     dtype = staticmethod(servers.dtype)
     flush_cache = staticmethod(requests.flush_cache)
     ranks = staticmethod(servers.ranks)

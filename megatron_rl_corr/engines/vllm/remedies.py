@@ -33,6 +33,7 @@ REMEDIES = {
     "version_unsupported": f"serve with {_TESTED}",
     "no_weight_updates":
         f"serve with {_TESTED}, VLLM_SERVER_DEV_MODE=1 in its environment, and {EXTENSION}",
+    "quantisation_unsupported": "serve the model in 16 bits",
     "stale_prefix_cache":
         "pause with clear_cache=true, or POST /reset_prefix_cache after every weight update (a push of ours does), or "
         "start with --no-enable-prefix-caching",

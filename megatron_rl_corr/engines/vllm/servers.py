@@ -90,7 +90,12 @@ def ranks(url: str, server_info: Mapping[str, Any]) -> ServerRanks:
 def is_quantized(server_info: Mapping[str, Any]) -> bool:
     """Whether the server computes with weights, or keeps keys and values, of fewer than 16 bits."""
     cache = config_of(server_info, "cache_config").get("cache_dtype") or "auto"
-    return bool(config_of(server_info, "model_config").get("quantization")) or cache not in _FULL_PRECISION_CACHES
+    return bool(quantization(server_info)) or cache not in _FULL_PRECISION_CACHES
+
+
+def quantization(server_info: Mapping[str, Any]) -> str | None:
+    """How its weights are quantised, by its --quantization or its checkpoint."""
+    return config_of(server_info, "model_config").get("quantization")
 
 
 def dtype(server_info: Mapping[str, Any]) -> str:

@@ -6,6 +6,7 @@ import socket
 from pathlib import Path
 
 from megatron_rl_corr.files import check_writable
+from megatron_rl_corr.models.quantization import BlockFP8
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
 from megatron_rl_corr.weight_sync.transports.base import WeightTransport
@@ -17,7 +18,7 @@ from megatron_rl_corr.weight_sync.transports.rendezvous import bound
 
 def make_transport(
     kind: str, client: RolloutClient, loop: LoopThread, *, backend: str, checkpoint: Path, folder: str | None,
-    stage: int, sends: bool, address: str | None = None,
+    stage: int, sends: bool, address: str | None = None, quantization: BlockFP8 | None = None,
 ) -> WeightTransport:
     """This rank's transport, for `weight_transport`.
 
@@ -31,6 +32,7 @@ def make_transport(
         stage: this rank's pipeline stage.
         sends: this rank is the stage's sender.
         address: `weight_address`, for distributed; None: the one on the route to a server.
+        quantization: of the servers, for disk.
 
     Raises:
         ValueError: on a rank that sends, if the transport can't work here.
@@ -39,7 +41,7 @@ def make_transport(
         assert folder is not None
         if sends:
             check_writable(Path(folder), "`weight_dir`")
-        return DiskTransport(Path(folder), checkpoint, loop, stage=stage)
+        return DiskTransport(Path(folder), checkpoint, loop, stage=stage, quantization=quantization)
     if kind == "tensor":
         if sends:
             check_same_host(client.base_urls)

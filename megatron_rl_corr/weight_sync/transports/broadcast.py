@@ -12,6 +12,8 @@ from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
 
+import torch
+from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 from torch.distributed.distributed_c10d import Backend, ProcessGroup, _new_process_group_helper, _world
 
@@ -55,9 +57,14 @@ class DistributedTransport(WeightTransport):
         self._control, self._loop, self._backend, self._address = control, loop, backend, address
         self._share = backend == "nccl"
         self._groups: list[UpdateGroup] = []
+        self._failed: list[UpdateGroup] = []
 
     def aim(self, servers, *, rejoined=None):
         super().aim(servers)
+        if not self.broken:
+            for group in self._failed:
+                self._tell_to_leave(group, servers.base_urls)
+        self._failed.clear()
         if rejoined is not None:
             self._drop_groups([g for g in self._groups if self._share or not set(g.urls) <= set(rejoined)], rejoined)
 
@@ -71,6 +78,7 @@ class DistributedTransport(WeightTransport):
             except (RolloutError, OSError) as error:
                 failures.append(error)
                 self._groups.remove(group)
+                self._failed.append(group)
                 group.leave()
                 if self._share:
                     self._break(error)
@@ -110,15 +118,16 @@ class DistributedTransport(WeightTransport):
         if self.broken:
             return
         for group in groups:
-            for url in [url for url in group.urls if url in present]:
-                try:
-                    self._loop.call(
-                        self._control([url]).destroy_weights_update_group(group.name, timeout_s=_LEAVE_S)
-                    )
-                except RolloutServerError as error:  # it is gone, and the group with it
-                    logger.warning("a server did not leave a broadcast group: %s", error)
+            self._tell_to_leave(group, present)
             self._groups.remove(group)
             group.leave()
+
+    def _tell_to_leave(self, group: UpdateGroup, present: Collection[str]) -> None:
+        for url in [url for url in group.urls if url in present]:
+            try:
+                self._loop.call(self._control([url]).destroy_weights_update_group(group.name, timeout_s=_LEAVE_S))
+            except RolloutError as error:  # it is gone, and the group with it, or its proxy answers
+                logger.warning("a server did not leave a broadcast group: %s", error)
 
 
 class UpdateGroup:
@@ -177,7 +186,7 @@ class UpdateGroup:
         self._works = []
         try:
             for _, tensor in bucket:
-                self._works.append(self._group.broadcast(tensor.contiguous(), root=0))
+                self._works.append(self._group.broadcast(_as_bytes(tensor.contiguous()), root=0))
         except RuntimeError as error:  # told by `wait`, after what the servers answer
             logger.debug("a broadcast did not begin: %s", error)
         return receiving
@@ -265,6 +274,11 @@ def _join(store: Store, world_size: int, name: str, backend: str, timeout_s: flo
     )
     _world.pg_group_ranks[group] = {i: i for i in range(world_size)}
     return group
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """FP8 values as bytes, which every backend takes: a receiver's tensor of FP8 is as long."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
 
 
 def _free(held: list[_Group], works: list) -> None:

@@ -8,7 +8,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_rl_corr.engines.types import NamedTensor
-from megatron_rl_corr.models.hf_folder import MARKER, copy_model_files, remove, write_index, write_weights
+from megatron_rl_corr.models.hf_folder import (
+    MARKER,
+    copy_model_files,
+    remove,
+    set_quantization,
+    write_index,
+    write_weights,
+)
+from megatron_rl_corr.models.quantization import BlockFP8
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.weight_sync.transports.base import WeightTransport
 
@@ -23,12 +31,16 @@ class DiskTransport(WeightTransport):
         checkpoint: the folder that config and tokenizer files are copied from.
         loop: the event loop of the client.
         stage: this rank's pipeline stage.
+        quantization: of the servers, for config.json.
     """
 
     in_session = False
 
-    def __init__(self, folder: Path, checkpoint: Path, loop: LoopThread, *, stage: int):
+    def __init__(
+        self, folder: Path, checkpoint: Path, loop: LoopThread, *, stage: int, quantization: BlockFP8 | None = None
+    ):
         super().__init__()
+        self._quantization = quantization
         self._folder, self._checkpoint, self._loop, self._stage = folder.resolve(), checkpoint, loop, stage
         self._unfinished = self._folder / ".unfinished"
         self._files = 0
@@ -52,6 +64,8 @@ class DiskTransport(WeightTransport):
     def deliver(self, version: str) -> None:
         with _naming_option():
             copy_model_files(self._checkpoint, self._unfinished)
+            if self._quantization is not None:
+                set_quantization(self._unfinished, self._quantization.config)
             write_index(self._unfinished)
             final = self._folder / f"version-{version}"
             remove(final)  # left by an attempt that failed

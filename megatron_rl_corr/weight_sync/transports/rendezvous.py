@@ -15,6 +15,8 @@ from torch.distributed import TCPStore
 
 _SIOCGIFADDR = 0x8915
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+_being_made: list[str | None] = []
+"""Interfaces of this process's groups that are being made: none of them was named by the user."""
 
 
 def listening_store(address: str, timeout_s: float) -> tuple[TCPStore, int]:
@@ -69,16 +71,22 @@ def gloo_listening_at(address: str) -> Iterator[None]:
     """Groups that are made meanwhile listen on the interface of this address, as far as it has an IPv4 address.
 
     Gloo's other ways to name it hold Python's lock until all ranks have come. An interface that the user names stays.
+    One whose group is still waited for, as its server has failed, does not.
     """
-    interface = None if _GLOO_INTERFACE in os.environ else _interface_of(address)
-    if interface is None:
+    if os.environ.get(_GLOO_INTERFACE) not in (None, *_being_made):
         yield
         return
-    os.environ[_GLOO_INTERFACE] = interface
+    interface = _interface_of(address)
+    _being_made.append(interface)
+    os.environ.pop(_GLOO_INTERFACE, None)
+    if interface is not None:
+        os.environ[_GLOO_INTERFACE] = interface
     try:
         yield
     finally:
-        del os.environ[_GLOO_INTERFACE]
+        _being_made.remove(interface)
+        if interface not in _being_made and os.environ.get(_GLOO_INTERFACE) == interface:
+            os.environ.pop(_GLOO_INTERFACE, None)
 
 
 def _interface_of(address: str) -> str | None:

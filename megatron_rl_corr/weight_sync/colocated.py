@@ -1,0 +1,76 @@
+"""The servers of an update on the trainer's own GPUs: what they have released they get back in its course."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_rl_corr.engines.memory import ALL_MEMORY
+from megatron_rl_corr.weight_sync.memory import ServerMemory
+from megatron_rl_corr.weight_sync.servers import WeightServers
+from megatron_rl_corr.weight_sync.updatable import (
+    missing_memory,
+    reported_versions,
+    unfinished,
+    weights_of,
+    without_cache,
+)
+
+
+class ColocatedServers(WeightServers):
+    """Servers that release their memory while the trainer trains, and get it back by an update.
+
+    An update gives memory for the weights before it sends any, and memory for keys and values before it lets a server
+    sample: no other order can be asked for. A server that missed a release, as after a restart, has all of it already.
+
+    Args:
+        memory: of the servers; on rank 0 it knows what was released before.
+        arguments: as of `WeightServers`, by position and by name.
+    """
+
+    _colocated = True
+
+    def __init__(self, *arguments: Any, memory: ServerMemory, **named: Any):
+        super().__init__(*arguments, **named)
+        self.memory = memory
+
+    def expect_release(self) -> None:
+        """On every rank before `release_memory`: its client samples nothing until `expect`."""
+        self._loop.call(self.client.expect_pause(released=True))
+
+    def release_memory(self) -> None:
+        """Rank 0: free the memory of every server that answers; an update gives it back.
+
+        Raises:
+            RolloutError: as `ServerMemory.release`.
+        """
+        versions = reported_versions(self.client, self._loop, self.urls)
+        names = {url: name for url, name in zip(self.client.base_urls, versions, strict=True) if name is not None}
+        self._loop.call(self.memory.release(self.client.control(list(names)), names))
+
+    def release(self) -> None:
+        super().release()
+        self.memory.tell_left()
+
+    def close(self) -> None:
+        super().close()
+        self.memory.tell_left()
+
+    def _is_own(self, name: str) -> bool:
+        return super()._is_own(weights_of(name) if missing_memory(name) else name)
+
+    async def _name_unfinished(self, version: str) -> None:
+        found = {url: self._found[url] for url in self.urls}
+        after = {url: without_cache(version) if missing_memory(found[url]) else unfinished(version) for url in found}
+        await self.memory.resume(self._control, found, ("weights",), after)
+        # What a refused update calls them again: never by a name that promises memory, or weights, of before.
+        self._found |= {url: after[url] for url in found if missing_memory(found[url])}
+
+    async def _name_finished(self, version: str) -> None:
+        # Names of the moment: those that the update was begun with, or `unfinished` ones where all memory is there.
+        now = {
+            url: name if missing_memory(name := self._found[url]) else unfinished(version) for url in self.urls
+        }  # fmt: skip
+        await self.memory.resume(self._control, now, ALL_MEMORY, dict.fromkeys(now, version))
+
+    def _can_sample(self, url: str) -> bool:
+        return url not in self.memory.lacking

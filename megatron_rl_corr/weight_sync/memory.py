@@ -1,0 +1,157 @@
+"""Hands the memory of servers to a trainer on the same GPUs, and back: weights first, keys and values after the push.
+
+A server is told to do what ends it where it is not in the right state, and tells nobody in which one it is. So its
+weights are called by their state, as after `released` or `without_cache`: a trainer that is started after one that was
+killed finds it there. What a name says is true at every moment; between two states it says that nobody knows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from megatron_rl_corr.engines.concurrency import poll_until, raise_first
+from megatron_rl_corr.engines.control import ServerControl
+from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError, is_refusal
+from megatron_rl_corr.engines.memory import ALL_MEMORY, MemoryPart
+from megatron_rl_corr.engines.types import Request
+from megatron_rl_corr.events import EVENTS
+from megatron_rl_corr.weight_sync.updatable import briefly, changing, check_memory, missing_memory, released, weights_of
+
+IDLE_S, POLL_S = 10.0, 0.1
+"""How long a paused server may take to be rid of requests that were ended; the time between two questions."""
+
+logger = logging.getLogger(__name__)
+
+
+class ServerMemory:
+    """Which servers lack memory, and the requests that change it; each server is asked by itself, all at once.
+
+    Names of weights are given as address -> what the server calls them.
+    """
+
+    def __init__(self):
+        self._told = False
+        self.lacking: set[str] = set()
+        """Addresses of servers that lack memory, as far as this process has seen to it."""
+        self.resume_s = 0.0
+        """Seconds that servers took to get memory back, since the last `take_resume_s`."""
+
+    async def release(self, control: ServerControl, names: Mapping[str, str]) -> None:
+        """Pause servers, wait until nothing runs there, free their memory.
+
+        One that does not answer has none, or keeps what it has; that is told.
+
+        Args:
+            control: reaches the servers.
+            names: of their weights.
+
+        Raises:
+            RolloutError: a server refuses, can't release its memory, or runs requests of others; or none answers.
+        """
+        answers = await asyncio.gather(
+            *(self._release(control, url, name) for url, name in names.items()), return_exceptions=True
+        )
+        gone = [isinstance(one, RolloutServerError) and one.status is None for one in answers]
+        raise_first([one for one, is_gone in zip(answers, gone, strict=True) if not is_gone or all(gone)])
+        for url, answer, is_gone in zip(names, answers, gone, strict=True):
+            if is_gone:
+                logger.warning("rollout server %s did not release its memory: %s", url, answer)
+                EVENTS.tell("memory_not_released", str(answer), server=url)
+
+    async def _release(self, control: ServerControl, url: str, name: str) -> None:
+        engine, ask = control.engine_of(url), partial(control.ask, url)
+        check_memory(url, name, endpoint=engine.model_info().endpoint, colocated=True)
+        problem = engine.memory_problem(await ask(engine.server_info()))
+        if problem is not None:
+            raise RolloutProtocolError(url, engine.server_info().endpoint, problem)
+        present = [part for part in ALL_MEMORY if part not in missing_memory(name)]
+        if present:
+            await ask(engine.pause_generation("retract"))
+            try:
+                await self._wait_idle(control, url)
+            except RolloutServerError as error:
+                if error.status is not None:
+                    await self._go_on(control, url, name)
+                raise
+            await self._change(control, url, engine.release_memory(present), name, released(weights_of(name)))
+        self.lacking.add(url)
+
+    async def resume(
+        self, control: ServerControl, names: Mapping[str, str], parts: Sequence[MemoryPart], after: Mapping[str, str]
+    ) -> None:
+        """Give servers memory for these parts back, those of them that lack it.
+
+        Args:
+            control: reaches the servers.
+            names: of their weights now.
+            parts: what they are to have.
+            after: what the weights of each are called then.
+
+        Raises:
+            RolloutError: a server refuses, or does not answer.
+        """
+        begun = time.monotonic()
+
+        async def resume(url: str, name: str) -> None:
+            engine = control.engine_of(url)
+            lacking = [part for part in parts if part in missing_memory(name)]
+            if lacking:
+                await self._change(control, url, engine.resume_memory(lacking), name, after[url])
+            else:
+                await control.ask(url, engine.update_weight_version(after[url]))
+            if not missing_memory(after[url]):
+                self.lacking.discard(url)
+
+        raise_first(await asyncio.gather(*(resume(*one) for one in names.items()), return_exceptions=True))
+        self.resume_s += time.monotonic() - begun
+
+    def take_resume_s(self) -> float:
+        """Seconds that servers took to get memory back, since the last call."""
+        seconds, self.resume_s = self.resume_s, 0.0
+        return seconds
+
+    def tell_left(self) -> None:
+        """Say which servers are left without memory: the trainer ends between two pushes."""
+        if self.lacking and not self._told:
+            urls, self._told = sorted(self.lacking), True
+            what = (
+                "they have released their memory to this trainer, answer nobody, and have no weights; the next start "
+                "with --rollout-colocate gives them both, or restart them"
+            )
+            logger.warning("rollout servers %s are left as they are: %s", ", ".join(urls), what)
+            EVENTS.tell("memory_left_released", what, servers=urls)
+
+    async def _change(self, control: ServerControl, url: str, request: Request, name: str, after: str) -> None:
+        """Send what changes a server's memory; the name says meanwhile that its state is not known.
+
+        So it does afterwards, unless the server itself has done or refused it: what stands before a server fails, with
+        HTTP 504 for instance, also where the server has done what it was asked.
+        """
+        engine = control.engine_of(url)
+        await control.ask(url, engine.update_weight_version(changing(weights_of(name))))
+        try:
+            await control.ask(url, request)
+        except RolloutServerError as error:
+            if is_refusal(error):
+                await briefly(control.ask(url, engine.update_weight_version(name)))
+                await self._go_on(control, url, name)
+            raise
+        await control.ask(url, engine.update_weight_version(after))
+
+    async def _go_on(self, control: ServerControl, url: str, name: str) -> None:
+        """Let a server whose weights have this name sample again, if it has all of its memory."""
+        if not missing_memory(name):
+            await briefly(control.ask(url, control.engine_of(url).continue_generation()))
+
+    async def _wait_idle(self, control: ServerControl, url: str) -> None:
+        """Return once a paused server runs nothing, not even what was ended a moment ago: then it drops its cache."""
+        request = control.engine_of(url).flush_cache()
+        await poll_until(
+            lambda limit_s: control.ask(url, request, timeout_s=limit_s), timeout_s=IDLE_S, pause_s=POLL_S,
+            longest_attempt_s=IDLE_S, retry=lambda error: isinstance(error, RolloutServerError) and error.status == 400,
+            waited_for="it to be idle: does another client sample from it?",
+        )  # fmt: skip
