@@ -22,10 +22,11 @@ class Door:
     """Listens at `url` until closed, on a thread of its own.
 
     target: the server's address; it may change. delay_s: added to each answer. nonsense: samples are none.
+    spoiled: {path: whether the server gets the request}, of requests whose next answer alone is a proxy's page.
     """
 
     def __init__(self, target: str):
-        self.target, self.delay_s, self.nonsense = target, 0.0, False
+        self.target, self.delay_s, self.nonsense, self.spoiled = target, 0.0, False, {}
         self._random = random.Random(0)
         self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
@@ -61,6 +62,9 @@ class Door:
         body = await request.read()
         if self.nonsense and request.path in SAMPLES:
             return web.Response(body=self._random.choice(NONSENSE), content_type="application/json")
+        is_spoiled, is_sent = request.path in self.spoiled, self.spoiled.pop(request.path, True)
+        if not is_sent:
+            return web.Response(body=NONSENSE[0])
         headers = {name: value for name, value in request.headers.items() if name.lower() not in ("host",)}
         try:
             async with self._session.request(
@@ -68,7 +72,7 @@ class Door:
             ) as answer:
                 answered = web.Response(status=answer.status, body=await answer.read())
                 answered.content_type = answer.content_type
-                return answered
+                return web.Response(body=NONSENSE[0]) if is_spoiled else answered
         except aiohttp.ClientError:
             request.transport.close()  # as a server that is gone
             return web.Response(status=502)

@@ -2,10 +2,9 @@
 
 KILL_AT is PUSH:REQUEST:SIDE:N. PUSH: 1 for the first push of the run. REQUEST: a method of ServerControl. SIDE: before
 or after. N: the N-th such request of the push. With SERVER the process group of that number is killed instead; the
-time of it is written to the file KILLED, and below it those at which the ranks end for it.
+time of it is written to the file KILLED.
 """
 
-import contextlib
 import functools
 import os
 import runpy
@@ -13,15 +12,13 @@ import signal
 import time
 from pathlib import Path
 
-import psutil
-
-from megatron_rl_corr import plugin
 from megatron_rl_corr.engines.control import ServerControl
 from megatron_rl_corr.weight_sync.servers import WeightServers
+from tests.faults import killing
 
 PUSH, REQUEST, SIDE, NUMBER = os.environ["KILL_AT"].split(":")
 pushes, requests = 0, 0
-use, request, leave = WeightServers.use, getattr(ServerControl, REQUEST), plugin._leave
+use, request = WeightServers.use, getattr(ServerControl, REQUEST)
 
 
 def counted_use(self, states):
@@ -30,31 +27,12 @@ def counted_use(self, states):
     use(self, states)
 
 
-def note_time():
-    with Path(os.environ["KILLED"]).open("a") as file:
-        file.write(f"{time.time()}\n")
-
-
-def noted_leave(status):
-    if "SERVER" in os.environ:
-        note_time()
-    leave(status)
-
-
 def kill():
     if "SERVER" in os.environ:
         os.killpg(int(os.environ["SERVER"]), signal.SIGKILL)
-        note_time()
+        Path(os.environ["KILLED"]).write_text(str(time.time()))
     else:
-        kill_all()
-
-
-def kill_all():
-    for process in psutil.Process().parent().children(recursive=True):  # the other ranks, and writers of checkpoints
-        if process.pid != os.getpid():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-    os.kill(os.getpid(), signal.SIGKILL)
+        killing.kill_all()
 
 
 @functools.wraps(request)
@@ -70,7 +48,7 @@ async def killed_request(self, *arguments, **options):
     return answer
 
 
-WeightServers.use, plugin._leave = counted_use, noted_leave
+WeightServers.use = counted_use
 setattr(ServerControl, REQUEST, killed_request)
 script = Path(__file__).resolve().parents[1] / "matrix/pretrain_any.py"
 runpy.run_path(str(script), run_name="__main__")

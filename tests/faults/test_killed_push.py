@@ -76,7 +76,7 @@ def test_trainer_when_killed_at_a_request_of_a_push_then_the_next_start_goes_on(
 
 
 @long
-@drill("the only server is killed in a push, 1 rank and 2", promised="its ranks end with its name, within 10 s")
+@drill("the only server is killed in a push, 1 rank and 2", promised="the run ends with its name, within 10 s")
 @pytest.mark.parametrize(("engine", "ranks"), [("sglang", 1), ("vllm", 2)])
 def test_run_when_its_only_server_dies_in_a_push_then_it_ends_with_its_name_soon(
     tiny_moe_dir, tmp_path, seen, engine, ranks
@@ -96,8 +96,9 @@ def test_run_when_its_only_server_dies_in_a_push_then_it_ends_with_its_name_soon
             *flags_of("distributed", tmp_path, False), processes=ranks,
             KILL_AT="2:update_weights_from_distributed:before:3", SERVER=str(server.pid), KILLED=str(killed),
         )  # fmt: skip
+        ended = time.time()
         assert killed.exists(), done.stderr[:6000]
-        struck, *ended = map(float, killed.read_text().split())
+        took = ended - float(killed.read_text())
     assert done.returncode == 1 and f"megatron_rl_corr: rollout server {server.url} did not answer" in done.stderr
-    assert len(ended) == ranks and max(ended) - struck < 10, (ended, done.stderr[-3000:])
-    seen(f"all ranks ended {max(ended) - struck:.1f} s after the kill")
+    assert took < 10, (took, done.stderr[-3000:])  # torchrun's own end is in it
+    seen(f"torchrun and all ranks had ended {took:.1f} s after the kill")

@@ -43,13 +43,13 @@ def test_interval_of_meetings_then_a_third_of_what_a_collective_may_wait_and_nev
 @long
 @drill("a reward that takes three times as long as a collective may wait", promised="the run waits for it, and goes on")
 def test_run_when_a_reward_takes_longer_than_a_collective_may_wait_then_it_goes_on(
-    sglang_server_fp32, tiny_moe_dir, tmp_path, seen
+    trained_server, tiny_moe_dir, tmp_path, seen
 ):
     (tmp_path / "reward.py").write_text(REWARD)
     (tmp_path / "prompts.jsonl").write_text('{"input_ids": [3, 1, 4]}\n')
     begin = time.monotonic()
     done = launch(
-        tmp_path, "run", tiny_moe_dir, sglang_server_fp32.url, SCRIPT, "--train-iters", 1, "--save-interval", 1,
+        tmp_path, "run", tiny_moe_dir, trained_server.url, SCRIPT, "--train-iters", 1, "--save-interval", 1,
         "--distributed-timeout-minutes", 1, processes=2,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.faults.drills import RUNS_ALL, drill, long
 from tests.faults.starts import run_starts
-from tests.matrix.patched import cpu_flags, unchanged
+from tests.matrix.patched import cpu_flags
 from tests.mcore.launched import checksums
 from tests.preloaded import PreloadedServer
 from tools.cpu import environment, sglang_arguments, vllm_arguments
@@ -290,15 +290,14 @@ def loss(inputs, config):
 @long
 @drill("exit() in the user's loss, in the first step, on one rank of two", promised="an error that both ranks name")
 def test_step_when_the_users_loss_calls_exit_on_one_rank_then_both_end_with_its_name(
-    sglang_server_fp32, tiny_moe_dir, folder, seen
+    trained_server, tiny_moe_dir, folder, seen
 ):
     (folder / "late.py").write_text(LATE)
     changed = {
-        "rollout_url": sglang_server_fp32.url, "rollout_loss": f"{folder / 'late.py'}:loss",
+        "rollout_url": trained_server.url, "rollout_loss": f"{folder / 'late.py'}:loss",
         "rollout_server_check": "off",
     }  # fmt: skip
-    with unchanged(sglang_server_fp32, tiny_moe_dir):
-        found = run_starts({"loss": {"words": base(folder, tiny_moe_dir, **changed), "ranks": 2}}, folder)
+    found = run_starts({"loss": {"words": base(folder, tiny_moe_dir, **changed), "ranks": 2}}, folder)
     first, second = found["loss"]
     words = f"rank 1 failed: RuntimeError: --rollout-loss {folder / 'late.py'}:loss called exit(None); a run ends after"
     assert first.status == second.status == 1, first.err[-2000:] + second.err[-2000:]
@@ -310,16 +309,15 @@ def test_step_when_the_users_loss_calls_exit_on_one_rank_then_both_end_with_its_
 @long
 @drill("the disk is full when a Hugging Face folder is written", promised="the run ends with its flag, no half folder")
 def test_step_when_a_disk_is_full_by_then_the_flag_is_named_and_no_folder_looks_whole(
-    sglang_server_fp32, tiny_moe_dir, folder, seen
+    trained_server, tiny_moe_dir, folder, seen
 ):
     out = folder / "hf"
     changed = {
-        "rollout_url": sglang_server_fp32.url, "rollout_save_hf": out, "rollout_save_hf_interval": 1,
+        "rollout_url": trained_server.url, "rollout_save_hf": out, "rollout_save_hf_interval": 1,
         "rollout_server_check": "off",
     }  # fmt: skip
     row = {"words": base(folder, tiny_moe_dir, **changed), "limit": 1_500_000}  # of 2 MB of weights
-    with unchanged(sglang_server_fp32, tiny_moe_dir):
-        [rank] = run_starts({"full": row}, folder)["full"]
+    [rank] = run_starts({"full": row}, folder)["full"]
     assert rank.status == 1, rank.err[-2000:]
     assert rank.lines[-1].startswith(f"rank 0 failed: OSError: --rollout-save-hf {out}: "), rank.err[-2000:]
     assert [path.name for path in out.iterdir()] == [".iter_0000001.unfinished"]

@@ -86,9 +86,9 @@ def kinds(folder):
 @long
 @drill("SIGKILL of a rank under torchrun --max-restarts", promised="it comes back by itself at the last checkpoint")
 def test_run_when_rank_0_is_killed_then_torchrun_brings_it_back_at_a_checkpoint(
-    sglang_server_fp32, tiny_moe_dir, tmp_path, seen
+    trained_server, tiny_moe_dir, tmp_path, seen
 ):
-    done = run(tmp_path, tiny_moe_dir, sglang_server_fp32.url, "0:6")
+    done = run(tmp_path, tiny_moe_dir, trained_server.url, "0:6")
     assert done.returncode == 0, done.stderr[-4000:]
     check_whole(tmp_path)
     told = read_events(tmp_path / "run/events.jsonl")
@@ -102,11 +102,11 @@ def test_run_when_rank_0_is_killed_then_torchrun_brings_it_back_at_a_checkpoint(
 @drill("SIGKILL of a rank, and one of two servers is gone when torchrun starts the run again",
        promised="it goes on with the other server")  # fmt: skip
 def test_run_when_a_rank_and_a_server_are_killed_then_it_comes_back_with_the_other_server(
-    sglang_server_fp32, tiny_moe_dir, tmp_path, seen
+    trained_server, tiny_moe_dir, tmp_path, seen
 ):
     log = tmp_path / "run/log/metrics.jsonl"
     with server_of(tiny_moe_dir, tmp_path, "victim") as victim, ThreadPoolExecutor(1) as thread:
-        urls = [sglang_server_fp32.url, victim.url]
+        urls = [trained_server.url, victim.url]
         running = thread.submit(run, tmp_path, tiny_moe_dir, urls, "1:6", "--rollout-outage-timeout-s", 60)
         while not (log.exists() and len(log.read_text().splitlines()) >= 5):
             assert not running.done(), running.result().stderr[-4000:]
@@ -127,9 +127,9 @@ def test_run_when_a_rank_and_a_server_are_killed_then_it_comes_back_with_the_oth
 @drill("a step fails, and train() is entered again in the same process, as Megatron's in-process restart does",
        promised="servers are left and reached anew, and it goes on at the last checkpoint")  # fmt: skip
 def test_run_when_it_is_set_up_again_in_the_same_process_then_it_goes_on_at_a_checkpoint(
-    sglang_server_fp32, tiny_moe_dir, tmp_path, seen
+    trained_server, tiny_moe_dir, tmp_path, seen
 ):
-    done = run(tmp_path, tiny_moe_dir, sglang_server_fp32.url, "", script=TWICE, processes=1)
+    done = run(tmp_path, tiny_moe_dir, trained_server.url, "", script=TWICE, processes=1)
     assert done.returncode == 0, done.stderr[-4000:]
     check_whole(tmp_path)
     told = [event for event in read_events(tmp_path / "run/events.jsonl") if event["kind"] in OF_THE_RUN]

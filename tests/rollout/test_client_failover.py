@@ -314,6 +314,29 @@ def test_generate_when_a_server_falls_silent_then_what_it_had_in_flight_goes_els
     faulty.run(scenario, silent, well, read_timeout_s=1.2, timeout_s=25)
 
 
+def test_generate_when_one_request_fails_and_then_the_server_hangs_then_its_others_go_elsewhere_too(faulty, fakes):
+    """It is left out for the one; the others are in flight there, and nobody else would end them."""
+    hanging, well = fakes
+    hanging.generate, hanging.health = "hangs", "down"
+    asked = itertools.count()
+
+    async def first_fails(request):
+        if request.path == "/generate" and next(asked) == 0:
+            return web.Response(status=502)
+        return await hanging(request)
+
+    first_fails.shows_loads = True
+
+    async def scenario(client):
+        await asyncio.sleep(0)
+        hanging.scheduler = "stopped"
+        trajectories = await collect(client)
+        assert {t.server for t in trajectories} == {client.base_urls[1]}
+        assert client.counts()["left_out"] == 1 and client.counts()["retries"] == 6
+
+    faulty.run(scenario, first_fails, well, read_timeout_s=0.4)
+
+
 @pytest.mark.parametrize("scheduler", ["runs", "paused", "queues", "held", "old"])
 def test_generate_when_a_server_only_takes_long_then_it_is_not_given_up(faulty, fakes, scheduler):
     slow, well = fakes
@@ -405,7 +428,7 @@ def test_server_when_started_anew_with_flags_that_the_run_cannot_use_then_left_o
     async def scenario(client):
         client.require_sampling([ONE, hot])
         anew.flags = {"enable_deterministic_inference": True}  # with which SGLang ends at min_p
-        await client.expect_version("7", missed=client.base_urls[:1])
+        await client.expect_version("7", restarted=client.base_urls[:1])
         await asyncio.sleep(0.2)
         assert client.left_out == [client.base_urls[0]] and client.counts()["rejoined"] == 0
         assert {t.server for t in await client.generate(PROMPTS, ONE)} == {client.base_urls[1]}
@@ -450,6 +473,41 @@ def test_expect_version_when_a_server_is_left_out_then_it_is_asked_at_once(fault
                 await asyncio.sleep(0.02)
 
     faulty.run(scenario, anew, right)
+
+
+def test_expect_version_when_a_server_fell_out_at_the_updates_end_then_it_waits_for_the_next_one(faulty, fakes, caplog):
+    """Its weights have the right name, and it is healthy; but it may be paused still, and nobody has compared them."""
+    fallen, right = fakes
+    fallen.version, right.version = "7", "7"
+
+    async def scenario(client):
+        await client.expect_version("7", missed=client.base_urls[:1])
+        await asyncio.sleep(0.3)
+        assert {t.server for t in await collect(client)} == {client.base_urls[1]}
+        assert "it fell out of the update to '7' before its end" in caplog.text
+        fallen.version = right.version = "8"
+        await client.expect_version("8")
+        async with asyncio.timeout(5):
+            while client.left_out:
+                await asyncio.sleep(0.02)
+
+    faulty.run(scenario, fallen, right)
+
+
+def test_expect_version_when_the_server_that_missed_it_was_left_out_before_then_its_requests_end(faulty, fakes):
+    fallen, right = fakes
+    fallen.generate, fallen.scheduler = "hangs", "runs"
+    right.version = "7"
+
+    async def scenario(client):
+        collecting = asyncio.create_task(collect(client))
+        await asyncio.sleep(0.2)
+        server = client._pool.servers[0]
+        client._health.leave_out(server, server.joined, RolloutServerError(server.url, "/generate", 502, "a proxy"))
+        await client.expect_version("7", missed=client.base_urls[:1])
+        await collecting
+
+    faulty.run(scenario, fallen, right)
 
 
 def test_expect_version_when_a_server_missed_the_update_then_it_is_told_once_that_it_is_left_out(faulty, fakes, told):
