@@ -64,6 +64,8 @@ def _parser() -> argparse.ArgumentParser:
     flags.add_argument("hf_dir", metavar="HF_DIR", help="folder that holds the model's config.json")
     flags.set_defaults(run=_model_flags)
 
+    _add_plan(commands)
+
     presets = commands.add_parser("presets", help="list the correction presets: weights, what the rules keep, loss")
     presets.set_defaults(run=_presets)
     return parser
@@ -88,6 +90,20 @@ def _add_doctor(commands) -> None:
     add("--timeout", metavar="S", type=float, default=60.0, help="seconds for one request (default 60)")
     add("--api-key-env", metavar="NAME", help="environment variable that holds the servers' (admin) API key")
     doctor.set_defaults(run=_doctor)
+
+
+def _add_plan(commands) -> None:
+    from megatron_rl_corr.planner.arguments import add_arguments
+
+    plan = commands.add_parser("plan", help="what fits on which GPUs: layouts, memory, flags, from config.json alone")
+    add_arguments(plan)
+    plan.set_defaults(run=_plan)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from megatron_rl_corr.planner.command import run
+
+    return run(arguments, sys.stdout)
 
 
 def _add_samples(commands) -> None:

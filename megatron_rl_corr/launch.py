@@ -14,6 +14,7 @@ from megatron_rl_corr.config.flags import HelpFormatter, add_flags
 
 USAGE = "torchrun [...] -m megatron_rl_corr.launch SCRIPT.py [its and Megatron's flags] [rollout flags]"
 DESCRIBE = "--rollout-corr-describe"
+CHECK = "--rollout-corr-check"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -24,6 +25,12 @@ def main(argv: list[str] | None = None) -> int:
         return 0 if argv else 2
     if DESCRIBE in argv:
         return _describe()
+    processes = None
+    if CHECK in argv:
+        place = argv.index(CHECK)
+        processes, argv = "".join(argv[place + 1 : place + 2]), [*argv[:place], *argv[place + 2 :]]
+        if not processes.isdecimal() or not int(processes) or not argv:
+            return _refuse(f"{CHECK} takes the number of processes that would train, and a script; got {processes!r}")
     script, arguments = argv[0], argv[1:]
     if not Path(script).is_file():
         return _refuse(f"there is no script {script}; the first argument names a Megatron pretrain script")
@@ -31,11 +38,48 @@ def main(argv: list[str] | None = None) -> int:
         _print_help()
         print("\nThe script's own flags and Megatron's: run it without the launcher, with --help.")
         return 0
+    if processes is not None:
+        # Before anything is read: Megatron, and our own checks, take the place in the job from these.
+        os.environ.update({"WORLD_SIZE": processes, "RANK": "0", "LOCAL_RANK": "0"})
     try:
-        install = plugin.prepare(arguments)
+        install = plugin.prepare(arguments, for_all_ranks=processes is not None)
     except ValueError as error:
         return _refuse(error)
+    if processes is not None:
+        return _check(script, arguments, install)
     return _run(script, arguments, install)
+
+
+def _check(script: str, arguments: list[str], install: plugin.Install) -> int:
+    """Run the script up to where it would train, and check everything that can be known by then.
+
+    What it prints is left out: Megatron's table of all its arguments.
+    """
+    import contextlib
+    import io
+    import runpy
+
+    from megatron_rl_corr.mcore.versions import UnsupportedMegatron
+
+    try:
+        install()
+        from megatron_rl_corr.config.flags import parse
+        from megatron_rl_corr.mcore import check_only
+
+        check_only.install(*parse(arguments))
+    except UnsupportedMegatron as error:
+        return _refuse(str(error))
+    sys.argv = [script, *arguments]
+    sys.path[0] = str(Path(script).resolve().parent)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            runpy.run_path(script, run_name="__main__")
+    except check_only.Finished as finished:
+        print("\n".join(f"[rollout] {line}" for line in finished.lines))
+        return 0
+    except (AssertionError, ValueError, OSError) as error:
+        return _refuse(str(error) or repr(error))
+    return _refuse(f"{script} ended without a call of Megatron's pretrain; name the script that trains")
 
 
 def _run(script: str, arguments: list[str], install: plugin.Install) -> int:
@@ -79,6 +123,9 @@ def _print_help() -> None:
     )
     parser.add_argument(DESCRIBE, action="store_true",
                         help="print what is replaced in this Megatron, and where it is bound; nothing is run")
+    parser.add_argument(CHECK, metavar="N",
+                        help="check the command line for N processes, folders, data and rewards too, and end: without "
+                        "torchrun, servers or weights")
     add_flags(parser).print_help()
 
 

@@ -32,8 +32,16 @@ _begun = False
 """Whether this process has read its command line: a patched Megatron asks for the plugin again."""
 
 
-def prepare(arguments: Sequence[str]) -> Install:
-    """Read a whole command line, before anything heavy is imported. ValueError names the flag and the remedy."""
+def prepare(arguments: Sequence[str], *, for_all_ranks: bool = False) -> Install:
+    """Read a whole command line, before anything heavy is imported.
+
+    Args:
+        arguments: the command line.
+        for_all_ranks: try the folders of the last rank here too, as this process is there for all.
+
+    Raises:
+        ValueError: names the flag and the remedy.
+    """
     global _begun
     # Before anything else: a patched Megatron calls `load` as soon as our hooks import it.
     _begun = True
@@ -53,7 +61,7 @@ def prepare(arguments: Sequence[str]) -> Install:
         ) from error
 
     folders = _last_ranks_folders(arguments, log_dir)
-    if os.environ.get("RANK", "0") == str(int(os.environ.get("WORLD_SIZE", "1")) - 1):
+    if for_all_ranks or os.environ.get("RANK", "0") == str(int(os.environ.get("WORLD_SIZE", "1")) - 1):
         _check_folders(folders)
 
     def install() -> Callable[[], None]:

@@ -10,6 +10,7 @@ import pytest
 
 from megatron_rl_corr import __version__, cli
 from megatron_rl_corr.config.correction import PRESETS
+from tests.planner.published import QWEN3_4B
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -36,13 +37,18 @@ def run_here(capsys):
     return called
 
 
-@pytest.mark.parametrize("argument, words", [("--help", ("report", "presets")), ("presets", ("slime_mis", "m2po"))])
-def test_command_that_needs_no_training_when_run_then_it_answers_without_importing_torch(argument, words):
+@pytest.mark.parametrize("argument, words", [
+    ("--help", ("report", "presets")), ("presets", ("slime_mis", "m2po")),
+    ("plan --gpus 8 --hf-checkpoint {model}", ("Training on 4 GPUs",)), ("model-flags {model}", ("--num-layers 36",)),
+])  # fmt: skip
+def test_command_that_needs_no_training_when_run_then_it_answers_without_importing_torch(argument, words, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_4B))
+    argument = argument.format(model=tmp_path)
     code = f"""
 import sys
 from megatron_rl_corr import cli
 try:
-    cli.main(["{argument}"])
+    cli.main("{argument}".split())
 finally:
     print("loaded", [name for name in ("torch", "numpy", "matplotlib") if name in sys.modules])
 """
@@ -85,7 +91,7 @@ def test_model_flags_of_a_folder_then_one_line_that_a_shell_can_split(tmp_path):
 def test_model_flags_when_there_is_no_such_model_then_status_2_and_what_is_supported(run_here, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     result = run_here("model-flags", str(tmp_path))
-    assert result.returncode == 2 and "supported: deepseek_v3, llama" in result.stderr
+    assert result.returncode == 2 and "supported: deepseek_v3, glm4_moe, kimi_k2, llama" in result.stderr
 
 
 def test_report_when_the_folder_holds_a_run_then_one_line_says_where_the_page_is(tmp_path):

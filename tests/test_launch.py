@@ -70,6 +70,26 @@ def test_command_when_empty_then_usage_and_status_2():
     assert result.returncode == 2 and result.stdout.startswith("usage: torchrun")
 
 
+@pytest.mark.parametrize("number", ["", "0", "four", "--num-layers"])
+def test_check_when_the_number_of_processes_is_missing_then_one_line_and_status_2(script, number):
+    result = run(script, *flags(), "--rollout-corr-check", *([number] if number else []))
+    assert result.returncode == 2 and result.stdout == ""
+    assert result.stderr == (
+        "megatron_rl_corr.launch: --rollout-corr-check takes the number of processes that would train, and a script; "
+        f"got {number!r}\n"
+    )
+
+
+def test_check_when_a_flag_of_ours_is_wrong_then_told_before_anything_heavy(script):
+    result = run("--rollout-corr-check", "4", script, *flags(rollout_is="tokens"))
+    assert result.returncode == 2 and "--rollout-is" in result.stderr
+
+
+def test_check_when_the_last_ranks_folder_can_not_be_made_then_refused_by_the_one_process(script):
+    result = run("--rollout-corr-check", "4", script, *flags(rollout_log_dir=script))
+    assert result.returncode == 2 and f"--rollout-log-dir {script} can't be made" in result.stderr
+
+
 def test_script_when_it_is_not_there_then_its_name_and_status_2():
     result = run("pretrain_gtp.py", *flags())
     assert result.returncode == 2 and result.stdout == ""

@@ -74,6 +74,8 @@ class RolloutCorrectionConfig(LossSettings):
     def check(self) -> None:
         self._check_weights()
         self._check_rules()
+        if self.advantage_by_token:
+            self._check_token_advantage()
         if self.bypass_mode:
             self._check_bypass()
 
@@ -115,6 +117,16 @@ class RolloutCorrectionConfig(LossSettings):
                     f"`{name}` {plain(getattr(self, name))} has no effect with `rollout_is_mode` gamma, whose weights "
                     "are at most 1.25 without a bound; drop it, and `rollout_is_threshold`, or use another mode"
                 )
+        if self.rollout_is_batch_normalize:
+            raise ValueError(
+                "`rollout_is_batch_normalize` with `rollout_is_mode` gamma: divided by their mean, weights of at most "
+                "1.25 would grow without a bound, those of positive and of negative advantages unlike; drop it"
+            )
+        if self.kl_loss_type == "unbiased" and not self.bypass_mode:
+            raise ValueError(
+                "`kl_loss_type` unbiased with `rollout_is_mode` gamma: its ratio is corrected by the weights, and "
+                "gamma's depend on the advantage's sign; use `kl_loss_type` k3+, or another mode"
+            )
 
     def _check_rules(self) -> None:
         for rule in self.rollout_rs:
@@ -126,6 +138,19 @@ class RolloutCorrectionConfig(LossSettings):
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"`rollout_rs` names {name} twice; give each rule once, with one pair of bounds")
+
+    def _check_token_advantage(self) -> None:
+        kind = self.advantage_kind
+        if self.bypass_mode:
+            raise ValueError(
+                f"`advantage` {kind} needs the distributions of pi_old, of a pass that `bypass_mode` leaves out; drop "
+                "that, or use `advantage` group_mean"
+            )
+        if asker := self.needed_inputs.get("advantages"):
+            raise ValueError(
+                f"{asker} needs the advantage of a whole response before the correction, and `advantage` {kind} gives "
+                "one a token, from the corrected weights; drop one of them"
+            )
 
     def _check_bypass(self) -> None:
         if self.rollout_is is not None and self.kind.has_ratio:

@@ -49,6 +49,11 @@ def _check_groups(config: RolloutCorrectionConfig, run: RunConfig) -> None:
     if run.group_size > 1:
         return
     kind = config.advantage_kind
+    if config.advantage_by_token:
+        raise ValueError(
+            f"`group_size` 1 leaves `advantage` {kind} without a baseline, as no other response has the same prompt; "
+            "use 2 or more, or `advantage` raw or reinforce_plus_plus"
+        )
     if kind not in WITHOUT_GROUPS and not is_own(kind):
         raise ValueError(
             f"`group_size` 1 leaves a group-relative `advantage` ({kind}) of 0 everywhere; use 2 or more, or "

@@ -18,6 +18,7 @@ RENAMED = {
     "loss_mode": ("loss", "verl"),
     "tau_pos": ("sapo_temperature_pos", "verl"),
     "tau_neg": ("sapo_temperature_neg", "verl"),
+    "adv_estimator": ("advantage", "verl"),
     "loss_agg_mode": ("loss_aggregation", "verl"),
     "loss_scale_factor": ("loss_scale_length", "verl"),
     "entropy_coeff": ("entropy_coef", "verl"),
@@ -34,6 +35,7 @@ RENAMED = {
 }
 _KL_NAMES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3", "low_var_kl+": "k3+"}
 _LOSS_NAMES = {"vanilla": "ppo_clip", "gpg": "reinforce"}
+_ADVANTAGE_NAMES = {"optimal_token_baseline": "otb", "tir_optimal_token_baseline": "otb"}
 _SWIFT = "rollout_importance_sampling_mode"
 _SLIME_LEVELS = {"token": "token", "sequence": "seq_sum", "geometric": "seq_mean"}
 _NEMO = "truncated_importance_sampling_ratio"
@@ -58,6 +60,8 @@ def in_our_names(mapping: dict[str, Any]) -> dict[str, Any]:
             ours[name] = ours.pop(theirs)
     if "loss" in ours:
         ours["loss"] = _LOSS_NAMES.get(ours["loss"], ours["loss"])
+    if "advantage" in ours:
+        ours["advantage"] = _ADVANTAGE_NAMES.get(ours["advantage"], ours["advantage"])
     if "kl_loss_type" in ours:
         ours["kl_loss_type"] = _KL_NAMES.get(ours["kl_loss_type"], ours["kl_loss_type"])
     for peer, (translate, keys) in _PEERS.items():

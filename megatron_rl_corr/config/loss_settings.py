@@ -12,7 +12,15 @@ from typing import Annotated, Literal
 from megatron_rl_corr.config.checks import plain
 from megatron_rl_corr.config.fields import Between, Positive, option
 from megatron_rl_corr.config.kl import KLPenalties
-from megatron_rl_corr.config.losses import AGGREGATIONS, DUAL_CLIP, LOSS_KINDS, LossKind, check_names, kind_of
+from megatron_rl_corr.config.losses import (
+    AGGREGATIONS,
+    BY_TOKEN,
+    DUAL_CLIP,
+    LOSS_KINDS,
+    LossKind,
+    check_names,
+    kind_of,
+)
 
 _TEMPERATURE = Positive("1 is usual", finite=True)
 
@@ -74,8 +82,9 @@ class LossSettings(KLPenalties):
     advantage: str | None = option(None, metavar="NAME|FILE.py:NAME")
     """grpo: (r - mean) / (std + 1e-6), group_mean: r - mean, rloo: r - mean of the others, over the group's samples
     that were not rejected; raw: r; reinforce_plus_plus: (r - mean) / std over the tokens of the global batch,
-    reinforce_plus_plus_baseline: the same of r - the group's mean; or FILE.py:NAME or package.module:NAME of your own
-    function. Default: the loss's own, grpo for ppo_clip."""
+    reinforce_plus_plus_baseline: the same of r - the group's mean; otb: r - the optimal baseline of each token's
+    position, the group's rewards weighed by gradient so far (arXiv:2602.07078); or FILE.py:NAME or package.module:NAME
+    of your own function. Default: the loss's own, grpo for ppo_clip."""
 
     def check(self) -> None:
         check_names(self.loss, self.advantage)
@@ -140,3 +149,8 @@ class LossSettings(KLPenalties):
     def advantage_kind(self) -> str:
         """advantage, or the one that belongs to the loss."""
         return self.advantage or self.kind.advantage
+
+    @property
+    def advantage_by_token(self) -> bool:
+        """Whether each token of a response has an advantage of its own."""
+        return self.advantage_kind in BY_TOKEN

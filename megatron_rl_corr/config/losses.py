@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from megatron_rl_corr.config.checks import one_of
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
-ADVANTAGES = ("grpo", "group_mean", "rloo", "raw", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+ADVANTAGES = ("grpo", "group_mean", "rloo", "raw", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "otb")
 WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
 """Advantages that are divided by their standard deviation over the tokens of the global batch."""
+BY_TOKEN = ("otb",)
+"""Advantages of which each token of a response has its own."""
 WITHOUT_GROUPS = ("raw", "reinforce_plus_plus")
 """Advantages that do not compare a response with others of its prompt."""
 KL_TYPES = ("k1", "k2", "k3", "k3+", "unbiased")

@@ -74,6 +74,15 @@ class WeightSyncConfig(Options):
     them in their dtype: fp8_blockwise in float8 e4m3 with a scale for each block of 128 x 128, int4_group in 4 bits
     with a scale for each 128 inputs of a row."""
 
+    quantized_checkpoint: str | None = option(None, metavar="DIR")
+    """FP8 checkpoint that the servers were started with. Its config.json says how what is pushed is quantised (default:
+    that of the folder that each server names, where this host can read it)."""
+
+    colocate: bool = False
+    """Trainer and servers take turns on the same GPUs: when a step's samples are in, servers release their memory, and
+    get it back with the push; while they sample, Megatron frees its gradients, and its optimizer's state is on the
+    host. It needs SGLang with --enable-memory-saver, `weight_transport` tensor and `max_lag` 0."""
+
     bucket_mib: Annotated[float, Positive()] = option(256.0, metavar="MIB")
     """Weights are sent in buckets of this size, in MiB."""
 
@@ -109,6 +118,12 @@ class ExpertsConfig(Options):
     )
     """A step whose servers' routes agree less than this with Megatron's own choice, as Cohen's kappa of a sample, is
     refused before it trains; -1 turns the rule off."""
+
+    router_replay_effect_every: Annotated[int | None, Positive()] = option(
+        None, flag="--router-replay-effect-every", metavar="N", needs="router_replay=R3"
+    )
+    """In the first batch and every N-th after it, also compute each replica's first microbatch without replay, and log
+    how much of the mismatch replay removes: two forward passes of one microbatch."""
 
     expert_statistics: bool = option(False, flag="--expert-statistics")
     """Log tokens, mean |log-ratio|, mean weight and rejected fraction of every expert, in experts.jsonl of `log_dir`

@@ -90,10 +90,11 @@ _PAPERS: dict[str, dict[str, Any]] = {
 }
 
 # prime-rl's default loss: DPPO's bound in probability around the servers' policy, and Kimi-K2.5's pull towards it.
+# Its advantage is r - mean, undivided; its ratio has no cap, where dppo_tv's has one of 20.
 _PRIME_RL: dict[str, dict[str, Any]] = {
     "prime_rl": {
         "bypass_mode": True, "loss": "dppo_tv", "clip_ratio_low": 0.2, "clip_ratio_high": 0.2,
-        "sampler_kl_coef": 1e-3, "sampler_kl_type": "squared",
+        "sampler_kl_coef": 1e-3, "sampler_kl_type": "squared", "advantage": "group_mean",
     },
 }
 

@@ -168,6 +168,8 @@ class RunConfig(*reversed(TOPICS)):
             self._check_replay()
         elif not self.rewards and not self.environment:
             raise ValueError("`reward_function` is required; see --help")
+        if self.colocate:
+            self._check_colocated()
         if self.inplace_gradient and (self.linear_logprobs or self.top_k > 0):
             raise ValueError(
                 "`inplace_gradient` has no effect with `linear_logprobs`, which holds no logits, nor with `top_k`, "
@@ -177,6 +179,24 @@ class RunConfig(*reversed(TOPICS)):
             raise ValueError(
                 f"`linear_logprobs` with `top_p` {self.top_p} and `top_k` {self.top_k}: the ids that the server kept "
                 "are looked up in the logits; drop the one or the others"
+            )
+
+    def _check_colocated(self) -> None:
+        """ValueError for an option that leaves servers and trainer no turns, or that is not tested with them."""
+        if self.weight_transport != "tensor":
+            raise ValueError(
+                f"`colocate` with `weight_transport` {self.weight_transport}: weights go from one process to the other "
+                "in the memory of the GPU that both are on; give `weight_transport` tensor"
+            )
+        if self.max_lag > 0:
+            raise ValueError(
+                f"`colocate` with `max_lag` {self.max_lag}: servers have no memory while the trainer trains, and can't "
+                "sample ahead; drop one of them"
+            )
+        if self.engine not in (AUTO, "sglang"):
+            raise ValueError(
+                f"`colocate` with `engine` {self.engine}: the release of its memory is not tested here; use SGLang, or "
+                "drop `colocate`"
             )
 
     def _check_replay(self) -> None:

@@ -27,6 +27,7 @@ from megatron_rl_corr.engines.types import UnsupportedByEngine
 from megatron_rl_corr.models.hf_checkpoint import read_config
 from megatron_rl_corr.rollout.client import RolloutClient
 from megatron_rl_corr.tables import text_table
+from megatron_rl_corr.weight_sync.updatable import check_memory
 
 CONNECT_TIMEOUT_S = 5.0
 INTERRUPTED = 130
@@ -109,6 +110,7 @@ async def _ask(
     def say(what: str) -> None:
         print(f"megatron-rl-corr doctor: {probe.url}: {what}", file=sys.stderr, flush=True)
 
+    await _require_memory(probe)
     say("asking about log-probs, precision and cache")
     quick, facts = await ask_quick(probe, expected)
     rows += quick
@@ -118,6 +120,15 @@ async def _ask(
         with _signals_cancel():
             await ask_full(probe, facts, arguments.model, say, rows)
     return facts
+
+
+async def _require_memory(probe: Probe) -> None:
+    """RolloutProtocolError for a server whose memory a trainer has: it would not answer, or end on a GPU."""
+    try:
+        name = (await probe.served_model()).weight_version
+    except UnsupportedByEngine:
+        return
+    check_memory(probe.url, name, endpoint=probe.engine.model_info().endpoint, colocated=False)
 
 
 @contextmanager

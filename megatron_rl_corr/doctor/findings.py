@@ -65,6 +65,9 @@ DEFECTS: dict[str, Defect] = {
         "this version cannot be paused for a weight update, or does not tell which weights sampled a token",
     ),
     "no_weight_updates": Defect("objective", "the server cannot be sent new weights in the way that a push sends them"),
+    "quantisation_unsupported": Defect(
+        "objective", "the server's weights are quantised in a way in which a push can't send new ones"
+    ),
     "stale_prefix_cache": Defect("objective", "cached prefixes hold keys and values of weights that are gone"),
     "version_spans_wrong": Defect(
         "objective", "the reported switch of weights inside a response is not where the log-probs switch"

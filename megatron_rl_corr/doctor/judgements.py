@@ -15,6 +15,8 @@ from megatron_rl_corr.engines.inspection import (
     VersionSupport,
 )
 from megatron_rl_corr.engines.routes import ExpertShape
+from megatron_rl_corr.models.quantization import BlockFP8
+from megatron_rl_corr.weight_sync.quantization import described
 
 HALF_DTYPES = ("bfloat16", "float16", "half")
 LEAD, LEAD_HALF = FLOAT32_MAX, 0.25
@@ -54,12 +56,15 @@ def judge_model(model: ServedModel, vocab_size: int) -> Row:
     return Row("model", "ok", f"{message}, weights {model.weight_version!r}", numbers)
 
 
-def judge_updates(support: UpdateSupport | str) -> Row:
-    """Which ways to update weights are there?
+def judge_updates(support: UpdateSupport | str, quantization: BlockFP8 | str | None = None) -> Row:
+    """Which ways to update weights are there, and are weights in a form that a push can send?
 
     Args:
         support: what the server has; a text: why it does not list its endpoints.
+        quantization: how the server has its weights, as far as that is known; a text: why no push can send them so.
     """
+    if isinstance(quantization, str):
+        return found("weight updates", "quantisation_unsupported", quantization)
     if isinstance(support, str):
         return Row("weight updates", "note", f"the server does not list its endpoints: {support}")
     transports = list(support.transports)
@@ -70,7 +75,8 @@ def judge_updates(support: UpdateSupport | str) -> Row:
         return found("weight updates", "no_weight_updates", message, **numbers)
     session = "in a session" if support.session else "without a session"
     remark = f" ({support.remark})" if support.remark else ""
-    return Row("weight updates", "ok", f"{', '.join(transports)}, {session}{remark}", numbers)
+    form = "" if quantization is None else f"; weights {described(quantization)}, and so are pushes"
+    return Row("weight updates", "ok", f"{', '.join(transports)}, {session}{remark}{form}", numbers)
 
 
 def judge_routes(answer: DetailedSample, shape: ExpertShape | None, expected: bool) -> Row:

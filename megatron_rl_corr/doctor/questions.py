@@ -1,6 +1,7 @@
 """The questions that change nothing at a server: a few rounds of short requests."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,11 +10,14 @@ from megatron_rl_corr.doctor import distribution, judgements
 from megatron_rl_corr.doctor.distances import grid_step
 from megatron_rl_corr.doctor.findings import Finding, Row
 from megatron_rl_corr.doctor.probe import NotAnswered, Probe, attempt, if_supported, known, row_of
+from megatron_rl_corr.engines.base import Engine
 from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, RolloutServerError
 from megatron_rl_corr.engines.inspection import DetailedSample, ServedModel, TokenScores, UpdateSupport
 from megatron_rl_corr.engines.routes import ExpertShape
 from megatron_rl_corr.engines.trajectory import SamplingParams
+from megatron_rl_corr.models.quantization import BlockFP8
 from megatron_rl_corr.rollout.client import RolloutClient
+from megatron_rl_corr.weight_sync.quantization import served_quantization
 
 TOKENS = 24
 MASK_TOKENS = 8
@@ -72,7 +76,9 @@ async def quick_check(
         RolloutError: a server could not be asked.
     """
     expected = expected or Expected()
-    probes = [Probe(client, url, timeout_s) for url in client.base_urls]
+    for url in client.left_out:
+        warn(f"{url}: it is not sampled from now, and not checked")
+    probes = [Probe(client, url, timeout_s) for url in client.control().base_urls]
     asked = await asyncio.gather(*[ask_quick(probe, expected) for probe in probes])
     rows = [(probe.url, row) for probe, (own, _) in zip(probes, asked, strict=True) for row in own]
     remedies = {probe.url: probe.engine.remedies for probe in probes}
@@ -126,7 +132,9 @@ async def ask_quick(probe: Probe, expected: Expected) -> tuple[list[Row], Facts]
     rows = [
         row_of("version", lambda info: judgements.judge_version(engine.name, engine.version_support(info)), info),
         row_of("model", lambda model: judgements.judge_model(model, vocab_size), model),
-        row_of("weight updates", judgements.judge_updates, updates),
+        row_of(
+            "weight updates", judgements.judge_updates, updates, attempt(_quantization(engine), info, model)
+        ),
         row_of(
             "temperature", distribution.judge_temperature, hot, hot_scores, cold, cold_at, expected.temperature_matters
         ),
@@ -178,6 +186,18 @@ async def _updates(probe: Probe) -> UpdateSupport | str:
         return probe.engine.update_support(probe.url, answer, await probe.info())
     except RolloutProtocolError as error:
         return error.detail
+
+
+def _quantization(engine: Engine) -> Callable[[dict[str, Any], ServedModel], BlockFP8 | str | None]:
+    """From a server's answers to how it has its weights, or why no push can send them so."""
+
+    def judged(info: dict[str, Any], model: ServedModel) -> BlockFP8 | str | None:
+        try:
+            return served_quantization(engine, info, model)
+        except ValueError as error:
+            return str(error)
+
+    return judged
 
 
 async def _scored(probe: Probe, sample: DetailedSample | NotAnswered) -> TokenScores:

@@ -20,7 +20,8 @@ from megatron_rl_corr.engines.errors import RolloutServerError
 from megatron_rl_corr.engines.inspection import DetailedSample
 from megatron_rl_corr.engines.routes import ExpertShape
 from megatron_rl_corr.engines.types import UnsupportedByEngine
-from megatron_rl_corr.models.architectures import expert_layers, num_experts
+from megatron_rl_corr.models.architectures import CODE_OF, expert_layers, num_experts
+from megatron_rl_corr.models.hf_checkpoint import read_config
 
 RESPONSES, TOKENS = 4, 48
 NOISE_FACTOR = 4.0
@@ -45,10 +46,13 @@ class ReferenceModel:
     def __init__(self, directory: str | Path):
         if importlib.util.find_spec("transformers") is None:
             raise ValueError("--model needs transformers, which is not installed; pip install transformers")
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM
 
+        own = read_config(directory)
+        kind = own.pop("model_type", None)
+        given = {"config": AutoConfig.for_model(CODE_OF[kind], **own)} if kind in CODE_OF else {}
         self._model = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, trust_remote_code=False
+            directory, dtype=torch.float32, trust_remote_code=False, **given
         ).eval()
 
     def logits(self, answers: list[DetailedSample]) -> list[torch.Tensor]:

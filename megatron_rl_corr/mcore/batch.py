@@ -233,9 +233,12 @@ class RolloutBatch:
         return len(self.tokens)
 
     @property
-    def cu_seqlens(self) -> np.ndarray:
-        """[N + 1] int64 on the host: where each row begins, in a batch that no context-parallel rank has cut."""
+    def host_starts(self) -> np.ndarray:
+        """[N + 1] int64 on the host: where each row begins among the T."""
         return np.arange(len(self.tokens) + 1) * self.tokens.shape[1]
+
+    cu_seqlens = host_starts
+    """The same, in a batch that no context-parallel rank has cut."""
 
     @property
     def parted_groups(self) -> int:

@@ -227,6 +227,11 @@ def with_microbatches(train_step: Callable, count: int) -> Callable:
     return step
 
 
+def smallest_schedule(model: list) -> int:
+    """The fewest microbatches that Megatron's schedule takes: with virtual pipeline stages a whole group of them."""
+    return 1 if len(model) == 1 else unwrapped(model)[0].config.microbatch_group_size_per_vp_stage
+
+
 def grad_norm_of(result: tuple) -> float | None:
     """The gradient norm in `train_step`'s result."""
     norm = result[5]

@@ -15,7 +15,6 @@ from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.mcore.hf_saves import check_folder
 from megatron_rl_corr.mcore.policy_check import naming_checkpoint
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
-from megatron_rl_corr.parallel.layout import Layout
 
 HF_FOLDERS = ("iter_*", ".iter_*")
 """What --rollout-save-hf writes in its folder."""
@@ -37,14 +36,44 @@ def check_files(options: RunConfig, args: argparse.Namespace) -> None:
         ValueError: names the flag, the folder or file, and the remedy.
     """
     if os.environ.get("LOCAL_RANK", "0") == "0":  # hosts may have copies of their own
-        for flag, folder in _given(
-            ("--rollout-hf-checkpoint", options.hf_checkpoint),
-            ("--rollout-reference-checkpoint", options.reference_checkpoint),
-        ):
+        for flag, folder in _checkpoints(options):
             with naming_checkpoint(folder, flag):
                 HFCheckpoint(folder).check_files()
+    layout = compat.layout()
+    sends = dist.get_rank() in (0, layout.stage_groups.sender)
+    _check_folders(options, args, written_folders(options, args, leads=layout.is_data_leader, sends=sends))
+
+
+def check_files_of_all_ranks(options: RunConfig, args: argparse.Namespace) -> list[str]:
+    """As `check_files`, for all ranks of a run, in a process that has no process groups.
+
+    Returns:
+        Checkpoints that have no weights yet, where a run would need them.
+
+    Raises:
+        ValueError: as `check_files`.
+    """
+    without = []
+    for flag, folder in _checkpoints(options):
+        if not any(Path(folder).glob("*.safetensors*")):
+            without.append(folder)
+            continue
+        with naming_checkpoint(folder, flag):
+            HFCheckpoint(folder).check_files()
+    _check_folders(options, args, written_folders(options, args, leads=True, sends=True))
+    return without
+
+
+def _checkpoints(options: RunConfig) -> Iterator[tuple[str, str]]:
+    return _given(
+        ("--rollout-hf-checkpoint", options.hf_checkpoint),
+        ("--rollout-reference-checkpoint", options.reference_checkpoint),
+    )
+
+
+def _check_folders(options: RunConfig, args: argparse.Namespace, written: Iterable[tuple[str, str]]) -> None:
     check_folder(options, args)
-    for flag, folder in written_folders(options, args, compat.layout()):
+    for flag, folder in written:
         check_writable(folder, flag)
     if options.save_hf is not None:
         _refuse_links("--rollout-save-hf", Path(options.save_hf), HF_FOLDERS)
@@ -52,19 +81,22 @@ def check_files(options: RunConfig, args: argparse.Namespace) -> None:
         _refuse_links("--rollout-weight-dir", Path(options.weight_dir), WEIGHT_FOLDERS)
 
 
-def written_folders(options: RunConfig, args: argparse.Namespace, layout: Layout) -> Iterator[tuple[str, str]]:
-    """(flag, folder) of those that this rank writes.
+def written_folders(
+    options: RunConfig, args: argparse.Namespace, *, leads: bool, sends: bool
+) -> Iterator[tuple[str, str]]:
+    """(flag, folder) of those that a rank writes.
 
     Args:
         options: the plugin's flags.
         args: Megatron's.
-        layout: this rank's place.
+        leads: it asks for the samples of a replica.
+        sends: it sends a stage's weights to the servers, or is rank 0.
     """
-    if layout.is_data_leader:
+    if leads:
         yield from _given(
             ("--rollout-save-trajectories", options.save_trajectories), ("--rollout-trace", options.trace)
         )
-    if dist.get_rank() in (0, layout.stage_groups.sender):
+    if sends:
         yield from _given(("--rollout-save-hf", options.save_hf), ("--rollout-weight-dir", options.weight_dir))
     yield from _given(
         ("--save", args.save), ("--non-persistent-global-ckpt-dir", args.non_persistent_global_ckpt_dir)

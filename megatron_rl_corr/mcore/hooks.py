@@ -1,7 +1,6 @@
 """Puts the corrected step into an unmodified Megatron: what is replaced, where, and by what.
 
-Six functions: those that add arguments, set up the model and save it, the train step, the one that decides behind it
-whether to save or leave, and the one that names the file which makes a checkpoint a finished one.
+Six functions, of which HOOKS has each with what takes its place.
 """
 
 from __future__ import annotations
@@ -31,16 +30,18 @@ from megatron_rl_corr.mcore import (
     file_checks,
     reference_checkpoint,
     run_flags,
+    serving,
     session,
     versions,
 )
+from megatron_rl_corr.mcore.colocation import trainers_turn
 from megatron_rl_corr.mcore.packed_flags import set_packed
 from megatron_rl_corr.mcore.step_reports import StepReports
 from megatron_rl_corr.mcore.supervision import Supervision
+from megatron_rl_corr.models.megatron_flags import add_missing_flags
 from megatron_rl_corr.parallel.failure import WATCH, all_reduce_startup, communication_device
 
 logger = logging.getLogger(__name__)
-
 Report = Callable[[dict[str, float], Any], None]
 
 
@@ -122,12 +123,12 @@ class CorrectedTraining:
             all_reduce_startup(lambda: file_checks.check_files(self._options, settings))
             if not self._options.pad_sequences:
                 set_packed(settings)
+            memory = serving.all_reduce_released_at_start(self._options, self._opened)
             model, optimizer, scheduler = original(*args, **kwargs)
             all_reduce_startup(lambda: run_flags.check_loaded_iteration(settings))
-            self.session = session.start(
-                self._config, self._options, session.MegatronRun(settings, model, optimizer),
-                self._reports.numbers.update, self._reports.all_reduce_evaluated, self._opened,
-            )
+            megatron, reports = session.MegatronRun(settings, model, optimizer, memory), self._reports
+            self.session = session.start(self._config, self._options, megatron, reports.numbers.update,
+                                         reports.all_reduce_evaluated, self._opened)  # fmt: skip
             WATCH.on_failure(self._reports.close)  # whichever rank fails
             self._supervision.started(self.session, settings.iteration)
             return model, optimizer, scheduler
@@ -177,7 +178,8 @@ class CorrectedTraining:
             batches, lost = step.updates.batches(iteration), step.training is not None
             cursor = step.collector.all_gather_cursor(batches, with_last=lost)
             reference = reference_checkpoint.saved_with(iteration, step.reference, training.get_args(), source)
-            with checkpoint_cursor.saved_with(iteration, cursor), reference:
+            turn = trainers_turn(step.colocation, step.push, batches)
+            with checkpoint_cursor.saved_with(iteration, cursor), reference, turn:
                 return original(iteration, *args, **kwargs)
 
         return save_checkpoint
@@ -188,13 +190,11 @@ class CorrectedTraining:
         A checkpoint does not hold a batch, and what is left of it would be lost.
         """
         signature = inspect.signature(original)
-
         @functools.wraps(original)
         def checkpoint_and_decide_exit(*args, **kwargs):
-            iteration = signature.bind(*args, **kwargs).arguments["iteration"]
             if self.session is None:
                 return original(*args, **kwargs)
-            if iteration % self._options.updates_of_batch:
+            if signature.bind(*args, **kwargs).arguments["iteration"] % self._options.updates_of_batch:
                 return False
             with compat.leaving(self.session.step.leaves_after_batch):
                 leaves = original(*args, **kwargs)
@@ -255,15 +255,15 @@ def describe() -> str:
     for hook in HOOKS:
         original = checked(hook.module, hook.name, hook.parameters)
         places = [f"{module.__name__}.{name}" for module, name in _holders(original)]
-        lines += [f"{hook.module.__name__}.{hook.name}({', '.join(hook.parameters)}, ...)",
-                  f"    by: {hook.by}", f"    at: {', '.join(sorted(places))}"]  # fmt: skip
+        lines += [f"{hook.module.__name__}.{hook.name}({', '.join(hook.parameters)}, ...)", f"    by: {hook.by}",
+                  f"    at: {', '.join(sorted(places))}"]  # fmt: skip
     return "\n".join(lines)
 
 
 def with_our_flags(original: Callable) -> Callable:
     @functools.wraps(original)
     def add_megatron_arguments(parser):
-        return add_flags(original(parser))
+        return add_flags(add_missing_flags(original(parser)))
 
     return add_megatron_arguments
 

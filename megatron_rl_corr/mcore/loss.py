@@ -19,10 +19,11 @@ from megatron_rl_corr.core.correction import Correction, compute_correction
 from megatron_rl_corr.core.losses import policy_loss
 from megatron_rl_corr.core.losses.own import gradient_of
 from megatron_rl_corr.core.losses.penalties import mean_entropy
-from megatron_rl_corr.core.metrics import Max, Mean, Metric, Min, Std, Sum
+from megatron_rl_corr.core.metrics import Metric, Sum
 from megatron_rl_corr.core.segments import padded_at
+from megatron_rl_corr.core.token_baseline import gradient_energies
 from megatron_rl_corr.mcore.batch import RolloutBatch, trained_tokens
-from megatron_rl_corr.mcore.batch_advantages import all_reduce_advantages
+from megatron_rl_corr.mcore.batch_advantages import all_reduce_advantages, all_reduce_token_advantages
 from megatron_rl_corr.mcore.decision import mean_k3
 from megatron_rl_corr.mcore.forward import LogprobSettings, label_logprobs
 from megatron_rl_corr.mcore.microbatches import Microbatch
@@ -59,6 +60,8 @@ class LossInputs:
     engines: tuple[str, ...] = ()
     token_lags: Tensor | None = None
     """[T] int64: pushes since the weights that sampled the label; None: no metrics by lag."""
+    energies: Tensor | None = None
+    """[T] float32, `gradient_energies` under pi_old; None: no advantage asks for them."""
 
     def tokens(self, start: int, stop: int) -> LossInputs:
         """Those of tokens [start, stop)."""
@@ -74,7 +77,7 @@ class LossInputs:
 
 def make_loss_inputs(
     batch: RolloutBatch | PackedBatch, old_logprobs: Tensor, config: RolloutCorrectionConfig, groups: ParallelGroups,
-    *, group_size: int, routing: Tensor | None = None,
+    *, group_size: int, routing: Tensor | None = None, collisions: Tensor | None = None, seq_length: int | None = None,
 ) -> LossInputs:
     """Correct pi_old against pi_rollout, then take advantages over the sequences that were not rejected.
 
@@ -87,6 +90,8 @@ def make_loss_inputs(
         groups: the ranks of the batch.
         group_size: samples of a prompt.
         routing: [T], share of a token's experts that only the server chose; for a rule by routing.
+        collisions: [T], sum p^2 of pi_old's distributions; for an advantage of each token.
+        seq_length: the longest that a sequence may be; for such an advantage too.
     """
     inputs = {}
     for name in config.needed_inputs:
@@ -98,8 +103,15 @@ def make_loss_inputs(
         old_logprobs, batch.flat(batch.rollout_logprobs), trained_tokens(batch), batch.seq_ids,
         num_sequences=batch.num_sequences, config=config, groups=groups, **_parts(batch), **inputs,
     )
-    advantages = all_reduce_advantages(batch, config, groups, group_size=group_size, correction=correction)
-    return _loss_inputs(batch, correction, advantages, config, old_logprobs=old_logprobs)
+    if not config.advantage_by_token:
+        by_row = all_reduce_advantages(batch, config, groups, group_size=group_size, correction=correction)
+        return _loss_inputs(batch, correction, batch.spread(by_row), config, old_logprobs=old_logprobs)
+    energies = gradient_energies(old_logprobs, collisions)
+    advantages = all_reduce_token_advantages(
+        batch, correction, energies, groups, group_size=group_size, seq_length=seq_length
+    )
+    made = _loss_inputs(batch, correction, advantages, config, old_logprobs=old_logprobs)
+    return replace(made, energies=energies)
 
 
 def make_bypass_loss_inputs(
@@ -115,18 +127,18 @@ def make_bypass_loss_inputs(
         config=RolloutCorrectionConfig(), groups=groups,
     )
     advantages = all_reduce_advantages(batch, config, groups, group_size=group_size, correction=whole)
-    return _loss_inputs(batch, replace(whole, metrics={}), advantages, config)
+    return _loss_inputs(batch, replace(whole, metrics={}), batch.spread(advantages), config)
 
 
 def _loss_inputs(
     batch: RolloutBatch | PackedBatch, correction: Correction, advantages: Tensor, config: RolloutCorrectionConfig,
     *, old_logprobs: Tensor | None = None,
 ) -> LossInputs:
-    """advantages [S]."""
+    """advantages [T]."""
     mask = trained_tokens(batch)
     return LossInputs(
         batch.flat(batch.rollout_logprobs), mask, mask & batch.spread(batch.version_lags == 0),
-        batch.spread(advantages), correction, token_coefficients(correction, batch.seq_ids, config), old_logprobs,
+        advantages, correction, token_coefficients(correction, batch.seq_ids, config), old_logprobs,
         **_parts(batch),
     )
 
@@ -139,31 +151,6 @@ def _parts(batch: RolloutBatch | PackedBatch) -> dict[str, Any]:
         "engine_ids": None if engines is None else batch.spread(engines),
         "token_lags": None if lags is None else batch.flat(lags),
     }
-
-
-def batch_metrics(
-    batch: RolloutBatch | PackedBatch, correction: Correction, entropy: Tensor | None, groups: ParallelGroups
-) -> dict[str, Metric]:
-    """Rewards, lengths, staleness, entropy (if there was a pass for it) and the correction's own, by logged name."""
-    rewards, lags = batch.rewards.double(), batch.version_lags.double()
-    sums = torch.stack([rewards, rewards.square(), lags, torch.ones_like(rewards)]).sum(dim=1)
-    if groups.cp_rank > 0:
-        # One of the ranks that share a sequence counts what it has once; its tokens are counted by each.
-        sums = torch.zeros_like(sums)
-    total, squares, lag, count = sums.unbind()
-    length = batch.loss_mask.sum(dtype=torch.float64)
-    metrics: dict[str, Metric] = {
-        "reward/mean": Mean(torch.stack([total, count])),
-        "reward/std": Std(torch.stack([total, squares, count])),
-        "reward/max": Max(rewards.amax()[None]),
-        "reward/min": Min(rewards.amin()[None]),
-        "response_length/mean": Mean(torch.stack([length, count])),
-        "weight_lag": Max(lags.amax()[None]),
-        "weight_lag_mean": Mean(torch.stack([lag, count])),
-    }
-    if entropy is not None:
-        metrics["loss/entropy"] = mean_entropy(entropy, correction.valid)
-    return metrics | {f"rollout_corr/{name}": metric for name, metric in correction.metrics.items()}
 
 
 @dataclass(frozen=True)
@@ -268,7 +255,8 @@ class CorrectedLoss:
         """What decides whether the step updates the weights.
 
         kept: tokens in the loss. pulling: those of them that have a gradient, as weight x advantage is not 0 (with an
-        entropy bonus each has, with a KL penalty or dro's those that are not where it pulls them; `gradient` [T] tells
+        entropy bonus each has, with a KL penalty or dro's those that are not where it pulls them, weighed ones where
+        the pull is weighed; `gradient` [T] tells
         it of a loss of the user's own, which may need no advantage). first_step_kl: mean k3 over the tokens that were
         sampled by the trainer's own weights.
         kl_to_old: mean k3 between pi_old and the policy over the tokens in the loss.
@@ -277,13 +265,17 @@ class CorrectedLoss:
         if gradient is not None:
             pulling = pulling & (gradient != 0) if not config.entropy_coef else pulling
         elif not config.entropy_coef:
-            moved = correction.weights * inputs.advantages != 0
+            weighed = correction.weights != 0
+            moved = weighed & (inputs.advantages != 0)
+            weighs_kl = config.kl_loss_type == "unbiased" and not config.bypass_mode
             penalties = (
-                (config.kl_loss_coef, inputs.ref_logprobs), (config.sampler_kl_coef, inputs.rollout_logprobs),
-                (config.kind.pulls_to_old, old),
+                (config.kl_loss_coef, inputs.ref_logprobs, weighs_kl),
+                (config.sampler_kl_coef, inputs.rollout_logprobs, False), (config.kind.pulls_to_old, old, True),
             )  # fmt: skip
-            for coefficient, other in penalties:
-                moved = moved | (current != other) & other.isfinite() if coefficient else moved
+            for coefficient, other, is_weighed in penalties:
+                if coefficient:
+                    pulled = (current != other) & other.isfinite()
+                    moved = moved | (pulled & weighed if is_weighed else pulled)
             pulling = pulling & moved
         decision: dict[str, Metric] = {
             "kept": Sum(correction.mask.sum(dtype=torch.float64)[None]),

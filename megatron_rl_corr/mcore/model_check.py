@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
 from megatron_rl_corr.config.run import RunConfig
+from megatron_rl_corr.engines.addresses import is_loopback
 from megatron_rl_corr.engines.base import Engine
 from megatron_rl_corr.engines.errors import RolloutError
 from megatron_rl_corr.engines.types import ServerChecksums
+from megatron_rl_corr.models.architectures import CODE_OF
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint, read_config
 from megatron_rl_corr.models.names import NameTable
 from megatron_rl_corr.parallel.failure import StartupError, all_reduce_failure
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
-from megatron_rl_corr.weight_sync.servers import unfinished
+from megatron_rl_corr.weight_sync.updatable import is_interrupted
 from megatron_rl_corr.weight_sync.verify import shortened
 
 SIZES = (
@@ -28,8 +29,6 @@ SIZES = (
     "v_head_dim", "tie_word_embeddings",
 )  # fmt: skip
 """Keys of config.json that decide a parameter's shape, or whether it is there."""
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
-"""Hosts of servers that see the same files as this process."""
 
 
 def check_models(options: RunConfig, client: RolloutClient, loop: LoopThread) -> None:
@@ -74,13 +73,13 @@ async def difference(
         engine = client.engine_of(url)
         served = engine.served_model(model, info)
         own_type = checkpoint.config.get("model_type")
-        if served.type is not None and served.type != own_type:
+        if served.type is not None and CODE_OF.get(served.type, served.type) != CODE_OF.get(own_type, own_type):
             return url, f"its model_type is {served.type}, the checkpoint's {own_type}"
-        if served.path is not None and urlsplit(url).hostname in LOOPBACK:
+        if served.path is not None and is_loopback(url):
             sizes = other_sizes(Path(served.path), checkpoint.config)
             if sizes:
                 return url, f"its folder {served.path} has {sizes}"
-        if with_names and not (served.weight_version or "").startswith(unfinished("")):
+        if with_names and not is_interrupted(served.weight_version or ""):
             answer = await client.ask(url, engine.weights_checker())
             names = other_names(engine, engine.checksums(url, info, answer), checkpoint)
             if names:

@@ -215,9 +215,14 @@ class PackedBatch:
         places, rows = (torch.from_numpy(numbers).to(device, non_blocking=True) for numbers in host)
         return places, rows
 
+    @property
+    def host_starts(self) -> np.ndarray:
+        """[S + 1] int64 on the host: where each sequence begins among the T, with its padding."""
+        return self.cu_seqlens // self.cp[1]
+
     def host_places_of(self, samples: Sequence[int]) -> np.ndarray:
         """The first of `places_of`, on the host."""
-        starts = self.cu_seqlens // self.cp[1]
+        starts = self.host_starts
         return np.concatenate([np.arange(starts[sample], starts[sample + 1]) for sample in samples])
 
     def all_gather_rows(self, values: Tensor, cp_group: dist.ProcessGroup) -> Tensor:

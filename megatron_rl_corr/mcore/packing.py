@@ -159,7 +159,7 @@ def balanced_packs(lengths: Sequence[int], count: int, limits: PackLimits) -> li
         packs.remove(largest)
         halves = karmarkar_karp([lengths[i] for i in largest], 2)
         packs += [[largest[i] for i in half] for half in halves]
-    return packs
+    return sorted(packs)  # by their first sequence, not the longest ones first: the first pack may stand for all
 
 
 def all_reduce_pack_count(needed: int, limits: PackLimits, group: ProcessGroup) -> int:

@@ -20,9 +20,10 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import nn
 
 from megatron_rl_corr.config.flags import warn
+from megatron_rl_corr.mcore.mtp import mtp_problems
 from megatron_rl_corr.mcore.policy_flags import ALLOW, COMPARED, EFFECTIVE, IGNORED, REFUSED
 from megatron_rl_corr.models.hf_checkpoint import read_config
-from megatron_rl_corr.models.megatron_flags import model_flags
+from megatron_rl_corr.models.megatron_flags import add_missing_flags, model_flags
 
 
 class MegatronParser:
@@ -32,7 +33,7 @@ class MegatronParser:
         from megatron.training import arguments  # wheels have it from 0.17 on; a run with the launcher has it always
 
         parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False, add_help=False)
-        self._parser = arguments.add_megatron_arguments(parser)
+        self._parser = add_missing_flags(arguments.add_megatron_arguments(parser))
         self.actions = {flag: action for action in self._parser._actions for flag in action.option_strings}
 
     def __contains__(self, flag: str) -> bool:
@@ -81,7 +82,7 @@ def check_policy(args: argparse.Namespace) -> None:
     """Check a run's arguments, before a model is made.
 
     With --rollout-allow-model-differences, differences from config.json are warnings on the last rank; flags of REFUSED
-    are refused even then.
+    are refused even then, and what MTP layers can't be trained with.
 
     Raises:
         ValueError: lists every flag by which the trained policy would not be the sampled one, each with the remedy.
@@ -99,7 +100,7 @@ def check_policy(args: argparse.Namespace) -> None:
         differences = [str(error)]
     else:
         differences = model_differences(args, words, parser)
-    refused = refused_flags(args, parser)
+    refused = refused_flags(args, parser) + mtp_problems(args, config)
     _refuse(refused, differences, args.rollout_allow_model_differences)
 
 
@@ -132,7 +133,8 @@ def check_model(chunks: Sequence[nn.Module], args: argparse.Namespace) -> None:
 def _refuse(refused: list[str], differences: list[str], allowed: bool) -> None:
     """Raises ValueError with all lines; allowed differences are printed instead, on the last rank."""
     if differences and allowed:
-        if dist.get_rank() == dist.get_world_size() - 1:
+        # Without processes that have met, as in a check of the command line, this is the only one.
+        if not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1:
             lines = "\n  ".join(differences)
             warn(f"{ALLOW}: the model is not the one of config.json:\n  {lines}")
         differences = []

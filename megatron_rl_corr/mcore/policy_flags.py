@@ -91,7 +91,6 @@ OTHER_LAYOUT = (
     Refused("--use-grouped-gemm-for-shared-expert", "a shared expert's parameters have names that no table knows"),
     Refused("--moe-use-legacy-grouped-gemm", GROUPED),
     Refused("--mla-down-proj-fusion", "both down projections are one parameter, which has no table of names"),
-    Refused("--mtp-num-layers", "layers that predict further tokens are neither loaded nor sent"),
     Refused(
         "--transformer-impl", "its layers are for inference", "use transformer_engine or local",
         lambda value, args: value == "inference_optimized",
@@ -115,6 +114,7 @@ COMPARED = (
     "--experimental-attention-variant",
     "--multi-latent-attention", "--q-lora-rank", "--kv-lora-rank", "--qk-head-dim", "--qk-pos-emb-head-dim",
     "--v-head-dim", "--rope-type", "--rotary-scaling-factor", "--mscale", "--mscale-all-dim",
+    "--beta-fast", "--beta-slow",
     "--num-experts", "--moe-layer-freq", "--moe-ffn-hidden-size", "--moe-router-topk", "--moe-router-score-function",
     "--moe-router-pre-softmax", "--moe-router-topk-scaling-factor", "--moe-router-num-groups",
     "--moe-router-group-topk", "--moe-router-enable-expert-bias", "--moe-shared-expert-intermediate-size",
@@ -244,6 +244,7 @@ IGNORED: dict[str, tuple[str, ...]] = {
         "--inference-moe-token-dispatcher-type", "--moe-pad-experts-for-cuda-graph-inference", "--cache-mla-latents",
         "--moe-per-layer-logging", "--log-max-attention-logit", "--config-logger-dir", "--moe-enable-routing-replay",
     ),
+    "layers beside the policy, which mcore/mtp.py refuses where they would change it": ("--mtp-num-layers",),
     "no effect on its own: a part of, or nothing without, flags that are compared or refused": (
         "--group-query-attention", "--use-rotary-position-embeddings", "--no-position-embedding", "--openai-gelu",
         "--apply-residual-connection-post-layernorm",

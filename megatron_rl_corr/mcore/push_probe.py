@@ -41,7 +41,8 @@ from megatron_rl_corr.weight_sync.probe import (
     probe_bound,
 )
 from megatron_rl_corr.weight_sync.probe_history import Growth, Movement
-from megatron_rl_corr.weight_sync.servers import WeightServers, unfinished
+from megatron_rl_corr.weight_sync.servers import WeightServers
+from megatron_rl_corr.weight_sync.updatable import is_interrupted
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class PushProbe:
             versions = zip(client.base_urls, loop.call(client.reported_versions()), strict=True)
         except RolloutError:  # none answers, which the push itself reports
             versions = ()
-        urls = [url for url, version in versions if version is not None and not version.startswith(unfinished(""))]
+        urls = [url for url, version in versions if version is not None and not is_interrupted(version)]
         self.growth.expect_first_push(loop.call(ask_earlier(
             client.control(urls), self.ids, vocab_size=client.vocab_size, cache_key=client.cache_key
         )))  # fmt: skip
@@ -106,21 +107,23 @@ class PushProbe:
                 cache_key=client.cache_key,
             ))  # fmt: skip
         own = self._all_reduce_logprobs()  # while the servers compute
-        found = all_reduce_results(answers, lambda result: self._judge(result, own, servers.loaded, version))
+        found = all_reduce_results(answers, lambda result: self._judge(result, own, servers, version))
         return _broadcast_numbers(found)
 
     def _judge(
-        self, answers: Mapping[str, ProbeAnswer], own: np.ndarray, loaded: Mapping[str, int], version: str
+        self, answers: Mapping[str, ProbeAnswer], own: np.ndarray, servers: WeightServers, version: str
     ) -> dict[str, float]:
-        self.movement.check(answers, own, loaded, version=version)
+        self.movement.check(answers, own, servers.loaded, version=version)
         bounds, half, rounded = {}, set(), self.rounding != "none"
+        in_fp8 = servers.quantization is not None
         for url, answer in answers.items():
             engine = self.source.client.engine_of(url)
-            limit = first_step_bound(self.float32, [engine], [answer.info], rounded=rounded)
+            limit = first_step_bound(self.float32, [engine], [answer.info], rounded=rounded or in_fp8)
             bounds[url] = probe_bound(
                 self.max_log_ratio, both_float32=limit == FLOAT32_KL, otherwise=limit, rounding=self.rounding
             )
-            if self.max_log_ratio is None and limit == HALF_KL:
+            # What a quantised server held before its first push was quantised as what it is sent.
+            if self.max_log_ratio is None and (limit == HALF_KL or in_fp8):
                 half.add(url)
         return compare(answers, own, bounds, version=version) | self.growth.check(answers, own, half, version=version)
 

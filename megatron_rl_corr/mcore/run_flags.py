@@ -9,6 +9,7 @@ from megatron.core import dist_checkpointing
 from megatron.training import checkpointing
 
 from megatron_rl_corr.mcore import compat
+from megatron_rl_corr.mcore.colocation import check_colocation
 from megatron_rl_corr.mcore.packed_flags import check_packed
 from megatron_rl_corr.mcore.policy_check import check_policy
 from megatron_rl_corr.moe.routers import check_router_replay
@@ -67,6 +68,19 @@ def check_megatron_arguments(args: argparse.Namespace) -> None:
             f"evaluation to the next, must be from 1 to the run's {steps} steps, by --train-iters or --train-samples"
         )
     check_policy(args)
+    check_vocabulary(args)
+    check_colocation(args)
+
+
+def check_vocabulary(args: argparse.Namespace) -> None:
+    """ValueError for an embedding smaller than the model's, which Megatron makes for a tokenizer of fewer ids."""
+    padded = vars(args).get("padded_vocab_size")  # before 0.18 a command line that is only checked has none yet
+    if padded is not None and args.vocab_size is not None and padded < args.vocab_size:
+        raise ValueError(
+            f"--tokenizer-type {args.tokenizer_type}: its tokenizer makes an embedding of {padded} rows, and the model "
+            f"has {args.vocab_size}; give --tokenizer-type NullTokenizer: prompts are made with that of "
+            "--rollout-hf-checkpoint"
+        )
 
 
 def check_latent_attention(args: argparse.Namespace) -> None:

@@ -31,6 +31,7 @@ def scoring_reasons(
         "--rollout-loss-denominator kept": config.loss_denominator == "kept",
         "--rollout-save-trajectories": saves,
         "--rollout-kl-reward-coef": config.kl_reward_coef > 0,
+        f"--rollout-advantage {config.advantage_kind}": config.advantage_by_token,
         **dict.fromkeys(routes, True),
         f"{updates} updates a batch": updates > 1,
     }

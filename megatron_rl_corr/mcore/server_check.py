@@ -62,7 +62,7 @@ def _sampling_problem(sampling: SamplingParams, client: RolloutClient, loop: Loo
         client.check_sampling(sampling)  # now that it is known what the servers run
     except ValueError as refusal:
         return StartupError(str(refusal))
-    problem = loop.call(client.sampling_problem(sampling))
+    problem = loop.call(client.control().sampling_problem(sampling))
     return None if problem is None else StartupError(problem)
 
 
@@ -95,8 +95,9 @@ def broadcast_first_step(
     bound, error = [given], None
     if given is None and dist.get_rank() == 0:
         try:
-            infos = loop.call(client.server_info())
-            engines = [client.engine_of(url) for url in client.base_urls]
+            servers = client.control()
+            infos = loop.call(servers.server_info())
+            engines = [client.engine_of(url) for url in servers.base_urls]
             bound = [first_step_bound(args.params_dtype == torch.float32, engines, infos, rounded=rounded)]
         except (RolloutError, UnsupportedByEngine) as failure:
             error = failure

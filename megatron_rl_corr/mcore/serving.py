@@ -4,32 +4,46 @@ from __future__ import annotations
 
 import argparse
 import logging
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from megatron_rl_corr.config.run import RunConfig
-from megatron_rl_corr.engines.errors import RolloutError
+from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError
 from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.mcore.collect import SampleSource
+from megatron_rl_corr.mcore.colocation import Colocation, TrainerMemory
 from megatron_rl_corr.mcore.first_step import FirstStep
+from megatron_rl_corr.mcore.policy_check import naming_checkpoint
 from megatron_rl_corr.mcore.push_probe import PushProbe
 from megatron_rl_corr.mcore.reference import Reference
 from megatron_rl_corr.mcore.server_check import broadcast_first_step, check_servers
 from megatron_rl_corr.mcore.source_check import check_source
+from megatron_rl_corr.models.hf_checkpoint import read_config
+from megatron_rl_corr.models.names import NameTable
+from megatron_rl_corr.models.quantization import BlockFP8
 from megatron_rl_corr.parallel.failure import WATCH, StartupError, all_reduce_failure, all_reduce_startup
 from megatron_rl_corr.parallel.layout import Layout
 from megatron_rl_corr.parallel.restarts import is_restart
 from megatron_rl_corr.rollout import versions
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
+from megatron_rl_corr.weight_sync.colocated import ColocatedServers
 from megatron_rl_corr.weight_sync.coverage import make_coverage
+from megatron_rl_corr.weight_sync.drafts import NO_DRAFTS, DraftLayers, find_drafting
 from megatron_rl_corr.weight_sync.export import StageExporter
-from megatron_rl_corr.weight_sync.servers import WeightServers, wait_updatable
+from megatron_rl_corr.weight_sync.memory import ServerMemory
+from megatron_rl_corr.weight_sync.quantization import find_quantization
+from megatron_rl_corr.weight_sync.servers import WeightServers
 from megatron_rl_corr.weight_sync.transports import make_transport
+from megatron_rl_corr.weight_sync.transports.ipc import check_same_host
+from megatron_rl_corr.weight_sync.updatable import is_interrupted, wait_updatable
 from megatron_rl_corr.weight_sync.update import push_weights
 from megatron_rl_corr.weight_sync.verify import make_verifiers
 
@@ -52,9 +66,11 @@ class WeightPush:
     reference: Reference
     probe: PushProbe | None = None
     """--rollout-probe-push."""
+    colocation: Colocation | None = None
+    """--rollout-colocate: a push ends the trainer's turn on the GPUs."""
 
     def __call__(self, version: int) -> dict[str, float]:
-        """What the probe found, on every rank. Every rank calls it, with whole and current weights.
+        """What the probe found, and what took time, on every rank; all call it, with whole and current weights.
 
         Raises:
             ReferenceInPlace: as `Reference.check_live`.
@@ -64,15 +80,72 @@ class WeightPush:
         name = versions.name(self.run_id, version)
         if self.probe is not None:
             self.probe.before_push()
+        if self.colocation is not None:
+            self.colocation.before_push()
         push_weights(self.exporter, self.servers, version=name, bucket_bytes=self.bucket_bytes)
-        return {} if self.probe is None else self.probe.all_reduce_compared(self.servers, name)
+        numbers = {} if self.colocation is None else self.colocation.broadcast_pushed()
+        return numbers if self.probe is None else numbers | self.probe.all_reduce_compared(self.servers, name)
+
+
+def all_reduce_released_at_start(options: RunConfig, opened: ExitStack) -> ServerMemory | None:
+    """Colocated servers free their memory before the model is made; None without --rollout-colocate.
+
+    Every rank calls it.
+
+    Args:
+        options: the run's.
+        opened: gets what tells which servers are left without memory.
+
+    Returns:
+        What rank 0 knows of their memory.
+
+    Raises:
+        StartupError: on rank 0, for a server that does not answer, or that can't release its memory.
+        PeerFailure: then, on the other ranks.
+    """
+    if not options.colocate:
+        return None
+    memory, error = ServerMemory(), None
+    opened.callback(memory.tell_left)
+    if dist.get_rank() == 0:
+        try:
+            _release(options, memory)
+        except (RolloutError, ValueError) as failure:
+            error = StartupError(f"--rollout-colocate: {failure}")
+            error.__notes__ = [*getattr(failure, "__notes__", ())]
+    all_reduce_failure(error)
+    return memory
+
+
+def _release(options: RunConfig, memory: ServerMemory) -> None:
+    with LoopThread() as loop, naming_checkpoint(options.hf_checkpoint):
+        vocab_size = read_config(options.hf_checkpoint)["vocab_size"]
+        client = RolloutClient(options.urls, vocab_size=vocab_size, **options.client_arguments())
+        try:
+            _reach(client, loop)
+            check_same_host(client.base_urls)
+            versions = loop.call(client.versions_for_update())
+            names = {url: name for url, name in zip(client.base_urls, versions, strict=True) if name is not None}
+            for url, name in names.items():
+                if is_interrupted(name):
+                    logger.warning("rollout server %s has weights %r: a trainer ended in its turn", url, name)
+                    EVENTS.tell("server_taken_over", "a trainer ended in its turn", server=url, version=name)
+            loop.call(memory.release(client.control(list(names)), names))
+        finally:
+            loop.call(client.close())
+    print(f"[rollout] servers that have released their memory to the trainer: {len(memory.lacking)}", flush=True)
 
 
 def reach_servers(
     options: RunConfig, exporter: StageExporter, source: SampleSource, reference: Reference, probe: PushProbe | None,
-    layout: Layout,
+    layout: Layout, trainer: TrainerMemory, memory: ServerMemory | None, *, mtp_layers: int,
 ) -> WeightPush:
     """Find the servers, and make what sends them weights; every rank calls it.
+
+    Args:
+        trainer: what it frees while colocated servers sample.
+        memory: what `all_reduce_released_at_start` knows of the servers' memory, if they are colocated.
+        mtp_layers: of the model that predict further tokens, which are sent where servers draft with them.
 
     Raises:
         StartupError, RolloutError: on one rank, for servers that do not answer or a transport that can't work.
@@ -80,13 +153,18 @@ def reach_servers(
     """
     client, loop = source.client, source.loop
     run_id = _broadcast_reached(client, loop)
-    servers = _weight_servers(options, exporter, client, loop, samples=layout.is_data_leader)
-    return WeightPush(exporter, servers, run_id, int(options.bucket_mib * 2**20), reference, probe)
+    quantization = _broadcast_quantization(options, client, loop)
+    drafts = _broadcast_drafts(options, client, loop, quantization) if mtp_layers else NO_DRAFTS
+    servers = _weight_servers(
+        options, exporter, client, loop, quantization, drafts, memory, samples=layout.is_data_leader
+    )
+    colocation = Colocation(exporter, servers, trainer) if isinstance(servers, ColocatedServers) else None
+    return WeightPush(exporter, servers, run_id, int(options.bucket_mib * 2**20), reference, probe, colocation)
 
 
 def broadcast_checked(
-    options: RunConfig, args: argparse.Namespace, sampling: SamplingParams, source: SampleSource, layout: Layout,
-    evaluation: SamplingParams | None = None,
+    options: RunConfig, args: argparse.Namespace, sampling: SamplingParams, source: SampleSource, push: WeightPush,
+    layout: Layout, evaluation: SamplingParams | None = None,
 ) -> FirstStep:
     """Check servers, which have the first weights, and prompts; the bound of the first step's KL. Every rank calls it.
 
@@ -95,28 +173,84 @@ def broadcast_checked(
     """
     check_servers(options.server_check, sampling, source.client, source.loop, evaluation)
     check_source(options.server_check, source, layout)
-    return broadcast_first_step(
-        options.max_first_step_kl, args, source.client, source.loop, rounded=options.push_rounding != "none"
-    )
+    rounded = options.push_rounding != "none" or push.servers.quantization is not None
+    return broadcast_first_step(options.max_first_step_kl, args, source.client, source.loop, rounded=rounded)
 
 
 def _weight_servers(
-    options: RunConfig, exporter: StageExporter, client: RolloutClient, loop: LoopThread, *, samples: bool
+    options: RunConfig, exporter: StageExporter, client: RolloutClient, loop: LoopThread,
+    quantization: BlockFP8 | None, drafts: DraftLayers, memory: ServerMemory | None, *, samples: bool,
 ) -> WeightServers:
     checkpoint = Path(options.hf_checkpoint)
     transport = all_reduce_startup(lambda: make_transport(
         options.weight_transport, client, loop, backend="nccl" if torch.cuda.is_available() else "gloo",
         checkpoint=checkpoint, folder=options.weight_dir, stage=exporter.stage, sends=exporter.sends,
-        address=options.weight_address,
+        address=options.weight_address, quantization=quantization,
     ))  # fmt: skip
-    servers = WeightServers(
+    make = WeightServers if memory is None else partial(ColocatedServers, memory=memory)
+    servers = make(
         client, loop, transport, verifiers=make_verifiers(options.verify_push, checkpoint, client.fleet.engines),
-        coverage=make_coverage(checkpoint), pause_mode=options.pause_mode,
+        coverage=make_coverage(checkpoint, quantization), pause_mode=options.pause_mode,
         samples=samples, samples_ahead=options.max_lag > 0, rounding=options.push_rounding,
+        quantization=quantization, quantized_checkpoint=options.quantized_checkpoint, drafts=drafts,
     )
     if dist.get_rank() == 0:
         WATCH.on_failure(servers.release)  # whichever rank fails
     return servers
+
+
+def _broadcast_quantization(options: RunConfig, client: RolloutClient, loop: LoopThread) -> BlockFP8 | None:
+    """How all servers have their weights quantised, which rank 0 finds out; None: they have not.
+
+    Raises:
+        StartupError: on rank 0, for weights that can't be sent, or are rounded already.
+        PeerFailure: then, on the other ranks.
+    """
+
+    def ask() -> BlockFP8 | None:
+        found = loop.call(find_quantization(client.control(client.base_urls), options.quantized_checkpoint))
+        if found is not None and options.colocate:
+            raise StartupError(
+                "--rollout-colocate: the servers have FP8 weights, and whether every value and scale comes back with a "
+                "push is not tested; serve the model in 16 bits"
+            )
+        if found is not None and options.push_rounding != "none":
+            raise StartupError(
+                f"--rollout-push-rounding {options.push_rounding}: the servers have FP8 weights, and are sent what "
+                "they hold; leave it out"
+            )
+        return found
+
+    return _broadcast_asked(ask)
+
+
+def _broadcast_drafts(
+    options: RunConfig, client: RolloutClient, loop: LoopThread, quantization: BlockFP8 | None
+) -> DraftLayers:
+    """Whether all servers draft with the trained layers that predict further tokens, which rank 0 finds out.
+
+    Raises:
+        StartupError, RolloutError: on rank 0, as `find_drafting`.
+        PeerFailure: then, on the other ranks.
+    """
+    config = read_config(options.hf_checkpoint)
+    sent = _broadcast_asked(lambda: loop.call(find_drafting(client.control(client.base_urls), quantization)))
+    return DraftLayers(NameTable(config, padded_vocab_size=config["vocab_size"]).is_of_mtp, sent=sent)
+
+
+def _broadcast_asked[Found](ask: Callable[[], Found]) -> Found:
+    """What rank 0 learns of the servers, on every rank; an answer that is none ends the start with the server's URL."""
+    error, found = None, [None]
+    if dist.get_rank() == 0:
+        try:
+            found[0] = ask()
+        except RolloutProtocolError as failure:
+            error = StartupError(f"--rollout-url {failure.url}: {failure.detail}")
+        except (RolloutError, StartupError) as failure:
+            error = failure
+    all_reduce_failure(error)
+    dist.broadcast_object_list(found, src=0)
+    return found[0]
 
 
 def _broadcast_reached(client: RolloutClient, loop: LoopThread) -> str:
@@ -128,10 +262,7 @@ def _broadcast_reached(client: RolloutClient, loop: LoopThread) -> str:
     error, found = None, [{}, versions.new_run_id()]
     if dist.get_rank() == 0:
         try:
-            if is_restart():
-                _go_on_without_silent(client, loop)
-            found[0] = loop.call(client.find_servers(WAIT_FOR_SERVERS_S))
-            loop.call(wait_updatable(client, WAIT_FOR_SERVERS_S))
+            found[0] = _reach(client, loop)
         except (RolloutError, ValueError) as failure:
             error = StartupError(f"--rollout-url: {failure}")
             error.__notes__ = [*getattr(failure, "__notes__", ())]
@@ -140,6 +271,15 @@ def _broadcast_reached(client: RolloutClient, loop: LoopThread) -> str:
     names, run_id = found
     client.use_servers(names)
     return run_id
+
+
+def _reach(client: RolloutClient, loop: LoopThread) -> dict[str, str]:
+    """Find the servers, which can take an update now; address -> engine. Raises RolloutError, ValueError."""
+    if is_restart():
+        _go_on_without_silent(client, loop)
+    found = loop.call(client.find_servers(WAIT_FOR_SERVERS_S))
+    loop.call(wait_updatable(client, WAIT_FOR_SERVERS_S))
+    return found
 
 
 def _go_on_without_silent(client: RolloutClient, loop: LoopThread) -> None:

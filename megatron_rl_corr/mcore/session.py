@@ -20,6 +20,7 @@ from megatron_rl_corr.mcore.abandoned_steps import all_reduce_clear_folders
 from megatron_rl_corr.mcore.batch import BatchShape
 from megatron_rl_corr.mcore.batch_collector import BatchCollector
 from megatron_rl_corr.mcore.collect import Collector, SampleSource
+from megatron_rl_corr.mcore.colocation import TrainerMemory
 from megatron_rl_corr.mcore.evaluate import Evaluation
 from megatron_rl_corr.mcore.forward import LogprobSettings
 from megatron_rl_corr.mcore.hf_saves import HFSaves
@@ -31,9 +32,10 @@ from megatron_rl_corr.mcore.push_probe import broadcast_probe, print_probe
 from megatron_rl_corr.mcore.reference import Reference
 from megatron_rl_corr.mcore.reference_start import broadcast_reference
 from megatron_rl_corr.mcore.replay_collect import ReplayCollector
+from megatron_rl_corr.mcore.replay_effect import ReplayEffect
 from megatron_rl_corr.mcore.sample_log import SampleLog
 from megatron_rl_corr.mcore.scoring import describe_start
-from megatron_rl_corr.mcore.serving import broadcast_checked, reach_servers
+from megatron_rl_corr.mcore.serving import WeightPush, broadcast_checked, reach_servers
 from megatron_rl_corr.mcore.step import CorrectedStep
 from megatron_rl_corr.mcore.step_trace import StepTrace
 from megatron_rl_corr.mcore.updates import Updates
@@ -52,6 +54,7 @@ from megatron_rl_corr.rollout.cursor import SavedCursor
 from megatron_rl_corr.rollout.environment import load_environment
 from megatron_rl_corr.rollout.episodes import Episodes
 from megatron_rl_corr.weight_sync.export import StageExporter
+from megatron_rl_corr.weight_sync.memory import ServerMemory
 
 Report = Callable[[dict[str, float]], None]
 
@@ -64,11 +67,13 @@ class MegatronRun:
     model: list
     """This rank's chunks."""
     optimizer: Any
+    servers: ServerMemory | None = None
+    """What colocated servers lack at the start, as rank 0 knows."""
 
     @property
-    def shape(self) -> dict[str, int]:
-        """Sizes that Megatron's flags give."""
-        return {name: vars(self.args)[name] for name in ("global_batch_size", "micro_batch_size", "seq_length")}
+    def trainer(self) -> TrainerMemory:
+        """What is freed while colocated servers sample."""
+        return TrainerMemory(self.model, self.optimizer, on_host=bool(vars(self.args).get("optimizer_cpu_offload")))
 
 
 @dataclass(frozen=True)
@@ -121,9 +126,7 @@ def start(
     all_reduce_startup(lambda: check_user_functions(config, options.group_size))
     if options.linear_logprobs:
         all_reduce_startup(lambda: compat.check_output_processor(compat.unwrapped(megatron.model)))
-    shape = BatchShape(
-        group_size=options.group_size, packing=pack_limits(args), updates=options.updates_per_batch, **megatron.shape
-    )
+    shape = batch_shape(options, args)
     if shape.packing is not None:
         all_reduce_startup(lambda: check_packed_routers(megatron.model))
     routes = _routes(options, megatron, layout)
@@ -148,7 +151,10 @@ def start(
         probe = broadcast_probe(
             options, args, parts.source, megatron.model, megatron.optimizer, layout, shape, logprobs
         )
-        push = reach_servers(options, exporter, parts.source, reference, probe, layout)
+        push = reach_servers(
+            options, exporter, parts.source, reference, probe, layout, megatron.trainer, megatron.servers,
+            mtp_layers=args.mtp_num_layers or 0,
+        )
         opened.callback(push.servers.close)
         opened.callback(collector.close)  # once more: what samples ends before the servers are left
         check_models(options, parts.source.client, parts.loop)
@@ -156,21 +162,27 @@ def start(
             print_probe(push(updates.batches(args.iteration)))
         try:
             evaluated = parts.evaluation and parts.evaluation.sampling
-            first_step = broadcast_checked(options, args, collector.sampling, parts.source, layout, evaluated)
+            first_step = broadcast_checked(options, args, collector.sampling, parts.source, push, layout, evaluated)
         except BaseException:
             opened.close()
             raise
     step = CorrectedStep(
         config=config, layout=layout, shape=shape, collector=collector, push=push, report=report, routes=routes,
         updates=updates, logprobs=logprobs, log=parts.log,
-        first_step=first_step, reference=reference, before_push=before_push,
+        replay_effect=ReplayEffect(options.router_replay_effect_every), before_push=before_push,
+        first_step=first_step, reference=reference,
+        colocation=push.colocation if isinstance(push, WeightPush) else None,
     )
     trace = None if options.trace is None else StepTrace(options.trace, layout, updates.count)
     all_reduce_clear_folders(options, layout, args.iteration)
     if dist.get_rank() == 0:
-        for line in describe_start(config, step.scoring_reasons, step.updates.count):
-            print(f"[rollout] {line}", flush=True)
+        _print_start(config, step)
     return Session(step, parts.evaluation, HFSaves.of(options, args.train_iters, exporter), parts, trace)
+
+
+def _print_start(config: RolloutCorrectionConfig, step: CorrectedStep) -> None:
+    for line in describe_start(config, step.scoring_reasons, step.updates.count):
+        print(f"[rollout] {line}", flush=True)
 
 
 def _no_push(reference: Reference) -> Callable[[int], dict[str, float]]:
@@ -200,7 +212,7 @@ def _prepare(
             options, layout, shape, batches=batches, iteration=args.iteration, vocab_size=vocab_size, routes=routes
         )
     else:
-        source = _source(options, megatron, layout, loop, vocab_size, routes, opened)
+        source = sample_source(options, args, layout, loop, vocab_size, routes, opened)
         collector = Collector(options, layout, shape, source, batches=batches, saved=saved, routes=routes)
         evaluation = Evaluation.of(options, args, source, layout)
     opened.callback(collector.close)
@@ -212,14 +224,37 @@ def _prepare(
     return _Parts(source, loop, collector, evaluation, vocab_size, parameters, log)
 
 
-def _source(
-    options: RunConfig, megatron: MegatronRun, layout: Layout, loop: LoopThread, vocab_size: int, routes: Routes,
+def batch_shape(options: RunConfig, args: argparse.Namespace) -> BatchShape:
+    """Sizes of the run's batches, from our flags and Megatron's."""
+    return BatchShape(
+        group_size=options.group_size, packing=pack_limits(args), updates=options.updates_per_batch,
+        global_batch_size=args.global_batch_size, micro_batch_size=args.micro_batch_size, seq_length=args.seq_length,
+    )
+
+
+def sample_source(
+    options: RunConfig, args: argparse.Namespace, layout: Layout, loop: LoopThread, vocab_size: int, routes: Routes,
     opened: ExitStack,
 ) -> SampleSource:
-    """Client, prompts and what gives rewards, which is started on the ranks that ask for samples."""
+    """Client, prompts and what gives rewards, which is started on the ranks that ask for samples.
+
+    No server is asked.
+
+    Args:
+        options: the run's.
+        args: Megatron's.
+        layout: of the ranks.
+        loop: runs everything that speaks HTTP.
+        vocab_size: of the model.
+        routes: says which experts servers must return.
+        opened: gets what closes the client and ends the workers of rewards.
+
+    Raises:
+        ValueError: names the flag, its value and the remedy.
+    """
     tokenizer = Tokenizer.from_folder(options.hf_checkpoint)
     client = RolloutClient(
-        options.urls, vocab_size=vocab_size, experts=routes.server_shape, seed=megatron.args.seed,
+        options.urls, vocab_size=vocab_size, experts=routes.server_shape, seed=args.seed,
         keyed_cache=options.pause_mode == "in_place", decode=tokenizer and tokenizer.decode_all,
         **options.client_arguments(),
     )  # fmt: skip
@@ -232,7 +267,7 @@ def _source(
     if layout.is_data_leader:
         loop.call(rewards.start())
         opened.callback(lambda: loop.call(rewards.close()))
-    prompts = training_prompts(options, megatron.args, layout, tokenizer, vocab_size)
+    prompts = training_prompts(options, args, layout, tokenizer, vocab_size)
     return SampleSource(client, loop, prompts, rewards, episodes, tokenizer)
 
 

@@ -13,26 +13,22 @@ from torch import Tensor
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.config.rules import inputs_of
 from megatron_rl_corr.core.metrics import Metric
+from megatron_rl_corr.core.token_baseline import variance_proxies
 from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.mcore.batch import BatchShape, RolloutBatch
 from megatron_rl_corr.mcore.batch_collector import BatchCollector
+from megatron_rl_corr.mcore.colocation import Colocation
 from megatron_rl_corr.mcore.decision import Decision
 from megatron_rl_corr.mcore.first_step import FirstStep
 from megatron_rl_corr.mcore.forward import LogprobSettings, compute_log_probs, make_forward_step
-from megatron_rl_corr.mcore.loss import (
-    CorrectedLoss,
-    LossInputs,
-    LossScale,
-    batch_metrics,
-    make_bypass_loss_inputs,
-    make_loss_inputs,
-)
+from megatron_rl_corr.mcore.loss import CorrectedLoss, LossInputs, LossScale, make_bypass_loss_inputs, make_loss_inputs
 from megatron_rl_corr.mcore.packed_batch import PackedBatch
 from megatron_rl_corr.mcore.packs import Packs
 from megatron_rl_corr.mcore.reference import Reference, ReferencePass, less_reference_kl
+from megatron_rl_corr.mcore.replay_effect import ReplayEffect
 from megatron_rl_corr.mcore.sample_log import SampleLog
 from megatron_rl_corr.mcore.scoring import scoring_reasons
-from megatron_rl_corr.mcore.step_metrics import StepTimes
+from megatron_rl_corr.mcore.step_metrics import StepTimes, batch_metrics
 from megatron_rl_corr.mcore.updates import BatchInTraining, UpdatePart, Updates, all_reduce_update_inputs
 from megatron_rl_corr.moe.padding import set_packed_share
 from megatron_rl_corr.moe.routes import Routes
@@ -40,8 +36,6 @@ from megatron_rl_corr.moe.statistics import token_values
 from megatron_rl_corr.parallel.collectives import all_reduce_metrics, merge
 from megatron_rl_corr.parallel.failure import all_reduce_failure
 from megatron_rl_corr.parallel.layout import Layout
-
-TrainStep = Callable[..., tuple]
 
 
 @dataclass
@@ -63,12 +57,15 @@ class CorrectedStep:
     updates: Updates = field(default_factory=Updates)
     routes: Routes = field(default_factory=Routes)
     """--router-replay and --expert-statistics."""
+    replay_effect: ReplayEffect = field(default_factory=ReplayEffect)
     log: SampleLog | None = None
     """--rollout-save-trajectories."""
     reference: Reference = field(default_factory=Reference)
     """The policy of the KL penalties."""
     before_push: Callable[[], bool] = lambda: False
     """Waits for what needs the servers' present weights, and returns whether there was anything; on every rank."""
+    colocation: Colocation | None = None
+    """--rollout-colocate: the GPUs are the servers' while a batch is collected, and the trainer's until the push."""
     first_step: FirstStep | None = None
     """The bound of the KL in the first step after the start; None: no bound."""
     training: BatchInTraining | None = None
@@ -84,7 +81,7 @@ class CorrectedStep:
             self.config, updates=self.updates.count, saves=self.log is not None, routes=self.routes.needs_scoring
         )
 
-    def run(self, train_step: TrainStep, iteration: int, model: list, optimizer: Any, per_token: bool) -> tuple:
+    def run(self, train_step: Callable, iteration: int, model: list, optimizer: Any, per_token: bool) -> tuple:
         """The step after `iteration` others; train_step(forward_step, data_iterator) is Megatron's own."""
         times = self.times = StepTimes()
         number, update = self.updates.batches(iteration), iteration % self.updates.count
@@ -124,13 +121,16 @@ class CorrectedStep:
             batch.seq_ids, batch.flat_positions, samples=batch.num_sequences, compare_in_training=not scored
         )
         times.mark("collect")
+        if self.colocation is not None:
+            self.colocation.all_reduce_train()
+            times.mark("release")
         packs = self._packs(batch)
-        reference = self.reference.log_probs(ReferencePass(
-            model, optimizer, batch, self.logprobs, self.shape.micro_batch_size, self.shape.seq_length, packs,
-            self.collector.trajectories,
-        ))  # fmt: skip
+        forward = ReferencePass(model, optimizer, batch, self.logprobs, self.shape.micro_batch_size,
+                                self.shape.seq_length, packs, self.collector.trajectories)  # fmt: skip
+        reference = self.reference.log_probs(forward)
         times.mark("reference")
         inputs, metrics = self._all_reduce_loss_inputs(batch, packs, model, optimizer, reference)
+        metrics |= self.replay_effect.measure(number, forward, self.routes)
         if scored:
             metrics |= self._all_reduce_agreement(batch, iteration)
             metrics |= self._all_gather_expert_statistics(inputs, iteration)
@@ -153,7 +153,7 @@ class CorrectedStep:
         return UpdatePart(part, self._packs(part), inputs, places)
 
     def _train(
-        self, train_step: TrainStep, whole: BatchInTraining, part: UpdatePart, iteration: int, model: list,
+        self, train_step: Callable, whole: BatchInTraining, part: UpdatePart, iteration: int, model: list,
         optimizer: Any, per_token: bool, numbers: dict[str, float],
     ) -> tuple:
         """One update: Megatron's train step on `part`. Fills `numbers`, on the last stage."""
@@ -206,25 +206,28 @@ class CorrectedStep:
                 scored = compute_log_probs(
                     model, batch, self.logprobs, micro_batch_size=self.shape.micro_batch_size,
                     seq_length=self.shape.seq_length, routes=self.routes, packs=packs,
+                    with_collision=self.config.advantage_by_token,
                 )
             self.routes.all_reduce_recorded()
             if "routing" in inputs_of(self.config.rollout_rs):
                 routing = self.routes.all_reduce_disagreement()
         if not self.layout.is_last_stage:
             return None, {}
-        old_logprobs, entropy = scored or (batch.flat(batch.rollout_logprobs), None)  # bypass mode: pi_rollout
+        # In bypass mode pi_rollout.
+        old_logprobs, entropy, *collisions = scored or (batch.flat(batch.rollout_logprobs), None)
         lowered, kl = less_reference_kl(batch, old_logprobs, reference, self.config, groups)
         size = self.shape.group_size
         if scored is None:
             inputs = make_bypass_loss_inputs(lowered, self.config, groups, group_size=size)
         else:
-            inputs = make_loss_inputs(lowered, old_logprobs, self.config, groups, group_size=size, routing=routing)
+            inputs = make_loss_inputs(
+                lowered, old_logprobs, self.config, groups, group_size=size, routing=routing,
+                collisions=collisions[0] if collisions else None, seq_length=self.shape.seq_length,
+            )
         return replace(inputs, ref_logprobs=reference), batch_metrics(batch, inputs.correction, entropy, groups) | kl
 
     def _all_reduce_agreement(self, batch: RolloutBatch | PackedBatch, iteration: int) -> dict[str, Metric]:
-        return self.routes.all_reduce_agreement(
-            iteration + 1, lambda sample: batch.name_of(sample, self.shape.group_size)
-        )
+        return self.routes.all_reduce_agreement(iteration + 1, lambda own: batch.name_of(own, self.shape.group_size))
 
     def _all_gather_expert_statistics(self, inputs: LossInputs | None, iteration: int) -> dict[str, Metric]:
         values = None
@@ -237,9 +240,8 @@ class CorrectedStep:
         count, counted = part.batch.num_sequences // self.shape.micro_batch_size, self.shape.positions
         if part.packs is not None:
             count, counted = part.packs.count, part.packs.count * self.layout.dp_cp_group.size()
-        scale = LossScale(
-            num_microbatches=count, dp_size=self.layout.dp_size, global_positions=counted, per_token=per_token
-        )
+        size = self.layout.dp_size
+        scale = LossScale(num_microbatches=count, dp_size=size, global_positions=counted, per_token=per_token)
         return CorrectedLoss(
             self.config, self.logprobs, scale, scored=bool(self.scoring_reasons), groups=self.layout.groups,
             first_step=self._is_first(iteration), updates=self.updates.count,
@@ -289,11 +291,10 @@ class CorrectedStep:
             numbers["tokens_per_s"] = whole.response_length * self.shape.collected / whole.seconds
         if self.updates.count > 1:
             numbers |= {"update": update + 1, "weight_lag_updates": whole.weight_lag * self.updates.count + update}
-        if self.updates.max_kl is not None:
-            numbers["left_out"] = int(whole.left_out is not None)
+        numbers |= {} if self.updates.max_kl is None else {"left_out": int(whole.left_out is not None)}
         grad_norm = compat.grad_norm_of(result)
         self.report({
             "step": iteration + 1, **numbers, **times.seconds, "time/step_s": step_s,
             "weight_version": self.updates.batches(iteration + 1), "skipped": int(compat.was_skipped(result)),
-            **({} if grad_norm is None else {"grad_norm": grad_norm}),
+            **({} if grad_norm is None else {"grad_norm": grad_norm}), **variance_proxies(numbers, grad_norm),
         })

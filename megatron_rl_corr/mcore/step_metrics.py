@@ -1,9 +1,23 @@
-"""What a step's own metrics mean: rewards, lengths, staleness, gradient and time; and the clock of the last."""
+"""A step's own metrics and what they mean: rewards, lengths, staleness, gradient and time, with its clock."""
+
+from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
+from megatron_rl_corr.core.correction import Correction
+from megatron_rl_corr.core.losses.penalties import mean_entropy
 from megatron_rl_corr.core.metric_spec import Column, MetricSpec, UsualRange, in_group
+from megatron_rl_corr.core.metrics import Max, Mean, Metric, Min, Std
+from megatron_rl_corr.parallel.collectives import ParallelGroups
+
+if TYPE_CHECKING:
+    from megatron_rl_corr.mcore.batch import RolloutBatch
+    from megatron_rl_corr.mcore.packed_batch import PackedBatch
 
 
 @dataclass
@@ -21,6 +35,31 @@ class StepTimes:
         self.seconds[f"time/{name}_s"] = now - self.last
         self.phases.append((name, self.last, now))
         self.last = now
+
+
+def batch_metrics(
+    batch: RolloutBatch | PackedBatch, correction: Correction, entropy: Tensor | None, groups: ParallelGroups
+) -> dict[str, Metric]:
+    """Rewards, lengths, staleness, entropy (if there was a pass for it) and the correction's own, by logged name."""
+    rewards, lags = batch.rewards.double(), batch.version_lags.double()
+    sums = torch.stack([rewards, rewards.square(), lags, torch.ones_like(rewards)]).sum(dim=1)
+    if groups.cp_rank > 0:
+        # One of the ranks that share a sequence counts what it has once; its tokens are counted by each.
+        sums = torch.zeros_like(sums)
+    total, squares, lag, count = sums.unbind()
+    length = batch.loss_mask.sum(dtype=torch.float64)
+    metrics: dict[str, Metric] = {
+        "reward/mean": Mean(torch.stack([total, count])),
+        "reward/std": Std(torch.stack([total, squares, count])),
+        "reward/max": Max(rewards.amax()[None]),
+        "reward/min": Min(rewards.amin()[None]),
+        "response_length/mean": Mean(torch.stack([length, count])),
+        "weight_lag": Max(lags.amax()[None]),
+        "weight_lag_mean": Mean(torch.stack([lag, count])),
+    }
+    if entropy is not None:
+        metrics["loss/entropy"] = mean_entropy(entropy, correction.valid)
+    return metrics | {f"rollout_corr/{name}": metric for name, metric in correction.metrics.items()}
 
 
 RUN = in_group("Run", MetricSpec("step", "training step", column=Column(6)))
@@ -108,6 +147,10 @@ SPEED = in_group(
     ),
     MetricSpec("time/collect_s", "seconds waiting for samples and rewards"),
     MetricSpec(
+        "time/release_s", "seconds until servers have released their memory, and the trainer has its own back",
+        only_with="--rollout-colocate",
+    ),
+    MetricSpec(
         "time/score_s", "seconds from samples to training: advantages, and the log-prob pass if there is one"
     ),
     MetricSpec(
@@ -120,6 +163,10 @@ SPEED = in_group(
         only_with="--rollout-eval-prompts",
     ),
     MetricSpec("time/push_s", "seconds sending weights to the servers"),
+    MetricSpec(
+        "time/resume_s", "seconds of time/push_s in which servers got their memory back, in two parts",
+        only_with="--rollout-colocate",
+    ),
     MetricSpec("time/step_s", "seconds of the whole step"),
 )
 

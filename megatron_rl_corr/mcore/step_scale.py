@@ -1,6 +1,6 @@
 """VCPO's step scale: an update of few effective samples moves the weights less (--rollout-ess-step-scale).
 
-n sequences with valid tokens in the update, w the product of rho over each (`Correction.sequence_ratios`).
+n sequences of the update that no rule has rejected, w the product of rho over each (`Correction.sequence_ratios`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def sequences_ess(correction: Correction, groups: ParallelGroups) -> EffectiveSa
         correction: of the update's samples.
         groups: its ranks; of those that share sequences one counts them.
     """
-    weights = correction.sequence_ratios
+    weights = correction.sequence_ratios * correction.kept_sequences
     sums = torch.stack([weights, weights.square(), weights > 0]).sum(dim=1)
     return EffectiveSampleSize(sums if groups.cp_rank == 0 else torch.zeros_like(sums))
 

@@ -16,6 +16,7 @@ from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.config.updates import UpdatesConfig
 from megatron_rl_corr.core.aggregation import token_coefficients
 from megatron_rl_corr.core.metrics import Metric
+from megatron_rl_corr.core.token_baseline import total_power
 from megatron_rl_corr.mcore.batch import RolloutBatch
 from megatron_rl_corr.mcore.loss import LossInputs
 from megatron_rl_corr.mcore.microbatches import Microbatch, microbatches
@@ -140,15 +141,21 @@ class UpdatePart:
     """`BatchInTraining.places_of` its samples; None: it is the whole batch."""
 
     def metrics(self, layout: Layout) -> dict[str, Metric]:
-        """What its update counts anew beside the loss: its packs, and the ESS that its decision takes; last stage only.
+        """What its update counts anew beside the loss: its packs, the ESS for its decision, its gradient's power.
 
-        Without a pass for old log-probs the loss measures the ESS.
+        On the last stage only. Without a pass for old log-probs the loss measures the ESS.
         """
         if not layout.is_last_stage:
             return {}
         found = {} if self.packs is None else self.packs.metrics()
-        if self.inputs.old_logprobs is not None:
-            found = found | {"decision/ess": sequences_ess(self.inputs.correction, layout.groups)}
+        inputs, correction = self.inputs, self.inputs.correction
+        if inputs.old_logprobs is not None:
+            found = found | {"decision/ess": sequences_ess(correction, layout.groups)}
+        if inputs.energies is not None:
+            found = found | total_power(
+                inputs.energies, inputs.advantages, correction.weights, correction.mask, correction.kept_sequences,
+                owner=layout.groups.cp_rank == 0,
+            )
         return found
 
     def microbatches(self, micro_batch_size: int) -> Iterator[Microbatch]:

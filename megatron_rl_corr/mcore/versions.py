@@ -12,6 +12,8 @@ from megatron.core import __version__ as megatron_version
 
 FIRST, LAST = (0, 14), (0, 20)
 """Releases of megatron-core on which `make test-matrix` runs corrected steps, both inclusive; 0.20 is main's."""
+SUPPORTS_MTP = (0, 19)
+"""The first release with --mtp-detach-heads that computes the layers' loss without labels."""
 SUPPORTED = f"megatron-core {FIRST[0]}.{FIRST[1]} to {LAST[0]}.{LAST[1]}"
 
 

@@ -207,6 +207,12 @@ class ReplayedRouters:
             yield
 
     @contextmanager
+    def replaying(self, given: Tensor | None) -> Iterator[None]:
+        """Context of forward passes that R3 steers as in `scoring`, and of which nothing is kept."""
+        with self._passes("measure", given, None):
+            yield
+
+    @contextmanager
     def _passes(self, phase: str, given: Tensor | None, observe: ObserveLayer | None) -> Iterator[None]:
         self._phase, self._given, self._observe = phase, given, observe
         for router in self._all():

@@ -72,8 +72,12 @@ class Routes:
         """Context of Megatron's train step."""
         return nullcontext()
 
+    def replaying(self) -> AbstractContextManager:
+        """Context of forward passes with the servers' experts, of which nothing is kept or compared."""
+        return nullcontext()
+
     def before_forward(self, chunk: nn.Module, places: Tensor) -> None:
-        """Call it before a model chunk's forward pass, inside `scoring` or `training`.
+        """Call it before a model chunk's forward pass, inside `scoring`, `training` or `replaying`.
 
         Args:
             chunk: of the model.
@@ -174,6 +178,9 @@ class ReplayedRoutes(Routes):
     def training(self) -> AbstractContextManager:
         observe = self._agreement.observe if self._agreement and self._compare_in_training else None
         return self.routers.training(self.given, observe)
+
+    def replaying(self) -> AbstractContextManager:
+        return self.routers.replaying(self.given)
 
     def before_forward(self, chunk: nn.Module, places: Tensor) -> None:
         self.routers.before_forward(chunk, places)

@@ -160,29 +160,28 @@ class RolloutClient(ServerControl):
         """Addresses of the servers that are not sampled from now; from any thread."""
         return [server.url for server in self._pool.left_out]
 
-    def control(self, urls: Sequence[str]) -> ServerControl:
-        """Control of some of the servers, for updates that leave the others alone."""
+    def control(self, urls: Sequence[str] | None = None) -> ServerControl:
+        """Control of some of the servers alone; None: of those that are sampled from now."""
+        urls = [server.url for server in self._pool.servers if server.cause is None] if urls is None else urls
         return ServerControl(self.fleet, urls, update_timeout_s=self._update_timeout_s, silence_s=self._read_timeout_s)
 
     async def versions_for_update(self) -> list[str | None]:
         """As `reported_versions`; servers that are left out because they do not answer cost next to no time."""
         return await self.reported_versions(silent=self._health.silent, timeout_s=self._read_timeout_s)
 
-    async def expect_pause(self) -> None:
-        """Declare no outage until the next `expect_version`: call it before a weight update, which pauses servers."""
-        self._health.hold_outage()
+    async def expect_pause(self, *, released: bool = False) -> None:
+        """No outage is declared until `expect_version`: before a weight update. released: and nothing is sampled."""
+        self._health.hold_outage(released=released)
 
-    async def expect_version(self, version: str, *, missed: Collection[str] = ()) -> None:
+    async def expect_version(
+        self, version: str, *, restarted: Collection[str] = (), missed: Collection[str] = ()
+    ) -> None:
         """Sample only from servers whose weights have this version, from now on; call it after every weight update.
 
-        A server that was restarted has other weights. Its answers are not used, and it is left out until it reports
-        this version. Before the first call every version is accepted.
-
-        Args:
-            version: the name of the weights.
-            missed: addresses of servers that do not have them, or were restarted; they are left out, and asked.
+        Answers of other weights are not used, and their server is left out until it reports this version. Before the
+        first call every version is accepted. The arguments are those of `ServerHealth.expect`.
         """
-        self._health.expect(version, missed)
+        self._health.expect(version, restarted, missed)
 
     async def generate(
         self,
@@ -237,11 +236,11 @@ class RolloutClient(ServerControl):
                 on_progress(done, total, tokens / max(time.monotonic() - started, 1e-9))
             return trajectory
 
-        calls = []
-        for prompt, ids in enumerate(lists):
-            prompt_ids = torch.tensor(ids, dtype=torch.int64)
-            calls += [sample(prompt_ids, prompt, index) for index in range(samples_per_prompt)]
         async with self._health.watching():
+            calls = []
+            for prompt, ids in enumerate(lists):
+                prompt_ids = torch.tensor(ids, dtype=torch.int64)
+                calls += [sample(prompt_ids, prompt, index) for index in range(samples_per_prompt)]
             return await all_or_first_failure(calls)
 
     @property

@@ -48,7 +48,9 @@ class ServerHealth:
         self._fleet, self._pool, self._counts = fleet, pool, counts
         self._read_timeout_s = read_timeout_s
         self._probes: dict[Server, asyncio.Task] = {}
+        self._unreached: frozenset[str] = frozenset()
         self._watchers, self._watched = 0, None
+        self._released = False
 
     @property
     def expected_version(self) -> str | None:
@@ -63,31 +65,38 @@ class ServerHealth:
             if isinstance(why := server.refused or server.cause, RolloutServerError) and why.status is None
         ]  # fmt: skip
 
-    def expect(self, version: str, missed: Collection[str] = ()) -> None:
+    def expect(self, version: str, restarted: Collection[str] = (), missed: Collection[str] = ()) -> None:
         """Sample only from weights of this name from now on; servers that are left out are probed at once.
 
         Args:
             version: the name.
-            missed: addresses of servers that do not have them, or were restarted; they are left out until they are
-                well again, and their requests end.
+            restarted: addresses of servers that have them, and may have been given other flags; they are left out until
+                they are well, and their requests end.
+            missed: addresses of servers that the update left out; the same, but they come back after a later update
+                only, whatever they call their weights: one that fell out of this one at its end may be paused.
         """
         self.expected_versions.append(version)
+        self._released = False
+        self._unreached = frozenset(missed)
         for server in self._pool.servers:
-            if server.url in missed and server.cause is None:
-                endpoint = self._fleet.engine_of(server.url).model_info().endpoint
-                why = "it missed a weight update, or was restarted"
-                cause = RolloutServerError(server.url, endpoint, None, why, method="GET")
+            if server.url not in restarted and server.url not in missed:
+                continue
+            endpoint = self._fleet.engine_of(server.url).model_info().endpoint
+            why = "it missed a weight update, or was restarted"
+            cause = RolloutServerError(server.url, endpoint, None, why, method="GET")
+            if server.cause is None:
                 self._counts.left_out += 1
                 EVENTS.tell("server_left_out", str(cause), server=server.url)
                 self._pool.leave_out(server, cause)
-                server.abandon(cause)
+            server.abandon(cause)
         self._pool.release()
         for server in self._pool.left_out:
             server.refused = None
             self._probe(server, 0.0)
 
-    def hold_outage(self) -> None:
-        """Declare no outage until the next `expect`."""
+    def hold_outage(self, *, released: bool = False) -> None:
+        """Declare no outage until the next `expect`. released: servers lack memory until then, and `watching` fails."""
+        self._released = self._released or released
         self._pool.hold()
 
     def leave_out(self, server: Server, joined: int, cause: RolloutError) -> None:
@@ -115,7 +124,12 @@ class ServerHealth:
         """While it is open, a server whose requests in flight make no progress is left out, and they are ended.
 
         Any number may be open at once: they share one watch, which ends with the last.
+
+        Raises:
+            RuntimeError: servers have released their memory to the trainer, and nothing may be sampled.
         """
+        if self._released:
+            raise RuntimeError("the servers have released their memory to the trainer: push weights before sampling")
         if self._watchers == 0:
             self._watched = asyncio.create_task(self._watch())
         self._watchers += 1
@@ -180,6 +194,9 @@ class ServerHealth:
         version = engine.weight_version(answer)
         if version != self.expected_version:
             raise StaleWeightsError(url, request.endpoint, version, self.expected_version)
+        if url in self._unreached:
+            detail = f"it fell out of the update to {version!r} before its end; the next update takes it in"
+            raise RolloutProtocolError(url, request.endpoint, detail)
         control = ServerControl(self._fleet, [url], update_timeout_s=self._read_timeout_s)
         for sampling in self.required:
             problem = await control.sampling_problem(sampling)
@@ -192,6 +209,8 @@ class ServerHealth:
     async def _watch_server(self, server: Server) -> None:
         """Leave the server out, and end its requests, where they have made no progress for read_timeout_s.
 
+        Those of a server that is left out for the failure of another request too: nobody else would end them.
+
         The time between a check that shows progress and the next check, a fifth of read_timeout_s later, counts as
         silence.
         """
@@ -202,7 +221,7 @@ class ServerHealth:
             await asyncio.sleep(pause)
             pause = period
             oldest = server.oldest_sent
-            if oldest is None or server.cause is not None or self._pool.held:
+            if oldest is None or self._pool.held:
                 progress = None  # nothing to wait for, or the trainer itself pauses it and sends weights
                 continue
             begun, joined = now(), server.joined

@@ -571,7 +571,22 @@ def test_flags_when_they_name_the_level_that_yaml_left_out_then_the_files_thresh
         (
             {"advantage": "gae"},
             "`advantage` must be one of grpo, group_mean, rloo, raw, reinforce_plus_plus, "
-            "reinforce_plus_plus_baseline, FILE.py:NAME; got 'gae'",
+            "reinforce_plus_plus_baseline, otb, FILE.py:NAME; got 'gae'",
+        ),
+        (
+            {"advantage": "otb", "bypass_mode": True},
+            "`advantage` otb needs the distributions of pi_old, of a pass that `bypass_mode` leaves out; drop that, or "
+            "use `advantage` group_mean",
+        ),
+        (
+            {"advantage": "otb", "rollout_opsm_delta": 1e-4},
+            "seq_mean_opsm needs the advantage of a whole response before the correction, and `advantage` otb gives "
+            "one a token, from the corrected weights; drop one of them",
+        ),
+        (
+            {"advantage": "otb", "rollout_is": "sequence", "rollout_is_mode": "gamma"},
+            "rollout_is_mode gamma needs the advantage of a whole response before the correction, and `advantage` otb "
+            "gives one a token, from the corrected weights; drop one of them",
         ),
         ({"clip_ratio_low": 1.5}, "`clip_ratio_low` must be in (0, 1], got 1.5; 0.2 is usual for ppo_clip"),
         ({"clip_ratio_high": 0}, "`clip_ratio_high` must be positive and finite, got 0; 0.2 is usual for ppo_clip"),

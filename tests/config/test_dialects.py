@@ -75,6 +75,10 @@ def test_peers_keys_when_given_then_the_preset_of_that_name(preset, settings):
           "loss_aggregation": "seq-mean-token-mean"}),
         ({"loss_mode": "dro", "dro_beta": 0.1}, {"loss": "dro", "dro_beta": 0.1}),
         ({"kl_loss_coef": 0.001, "kl_loss_type": "low_var_kl"}, {"kl_loss_coef": 0.001}),
+        ({"adv_estimator": "optimal_token_baseline"}, {"advantage": "otb"}),
+        ({"adv_estimator": "tir_optimal_token_baseline", "rollout_is": "token"},
+         {"advantage": "otb", "rollout_is": "token", "rollout_is_upper": 2.0}),
+        ({"adv_estimator": "rloo"}, {"advantage": "rloo"}),
         ({"kl_loss_coef": 0.001, "kl_loss_type": "mse"}, {"kl_loss_coef": 0.001, "kl_loss_type": "k2"}),
     ],
 )

@@ -46,8 +46,10 @@ DEFAULTS = CLIENT | {
     "server_check": "semantic", "max_first_step_kl": None, "bucket_mib": 256.0, "log_dir": None,
     "save_trajectories": None, "save_hf": None, "save_hf_interval": None, "replay": None, "trace": None,
     "router_replay": "off", "router_replay_min_agreement": None, "expert_statistics": False,
+    "router_replay_effect_every": None,
     "weight_transport": "distributed", "weight_address": None, "weight_dir": None, "verify_push": "checksum",
-    "probe_push": "on", "max_probe_log_ratio": None, "push_rounding": "none",
+    "probe_push": "on", "max_probe_log_ratio": None, "push_rounding": "none", "colocate": False,
+    "quantized_checkpoint": None,
     "reference_checkpoint": None, "reference_reset": None, "reference_urls": (),
     "reward_function": ("reward.py:reward",), "reward_url": (), "reward_weights": (), "reward_workers": None,
     "reward_timeout_s": 120.0, "reward_url_batch": None, "reward_api_key_env": None, "truncated_samples": "train",
@@ -61,6 +63,13 @@ def refusal(*arguments: str) -> str:
     with pytest.raises(ValueError) as raised:
         parse(arguments)
     return str(raised.value)
+
+
+def test_group_size_when_1_with_token_advantages_then_refused_as_nothing_is_left_to_compare():
+    assert refusal(*REQUIRED, "--rollout-advantage", "otb", "--rollout-group-size", "1") == (
+        "--rollout-group-size 1 leaves --rollout-advantage otb without a baseline, as no other response has the same "
+        "prompt; use 2 or more, or --rollout-advantage raw or reinforce_plus_plus"
+    )
 
 
 def test_parse_when_only_what_is_required_is_given_then_the_defaults():

@@ -99,6 +99,10 @@ def test_preset_when_applied_to_a_batch_then_these_weights_and_tokens(preset):
     assert "".join(token for token, keep in zip(tokens, correction.mask.tolist(), strict=True) if keep) == kept
 
 
+def test_prime_rl_then_its_advantage_is_not_divided_by_the_deviation():
+    assert PRESETS["prime_rl"].advantage_kind == "group_mean"
+
+
 def test_icepop_when_weights_are_the_documented_ones_then_the_documented_numbers():
     # Raw weights 0.4, 0.8, 6 with 0.5_5.0: 0, 0.8, 0; two of three out of bounds; ESS 1/3.
     log_ratio = torch.tensor([0.4, 0.8, 6.0]).log()

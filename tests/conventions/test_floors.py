@@ -20,8 +20,8 @@ TOOLS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "tools").rg
 
 FLOORS = [
     "files", "tables", "events",
-    "config", "models", "engines", "core", "parallel", "logprobs", "data", "rollout", "weight_sync", "doctor", "moe",
-    "mcore", "observability", "integrations", "plugin", "launch", "cli",
+    "config", "models", "engines", "core", "parallel", "logprobs", "data", "rollout", "weight_sync", "doctor",
+    "planner", "moe", "mcore", "observability", "integrations", "plugin", "launch", "cli",
 ]
 """A folder imports only from itself and from those before it; no files import each other in a circle."""
 

@@ -19,11 +19,11 @@ PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (RO
 IN_ORDER = ["docs/guides/own_fork.md"]
 """Pages whose commands need each other's results: a test of their own runs them in their order."""
 PROGRAMS = r"make|torchrun|python|\.venv/bin/python|(?:\.venv/bin/)?megatron-rl-corr"
-NEEDS_MORE = ("doctor", "correct", "model-flags", "patch", "export", "rollout")
+NEEDS_MORE = ("doctor", "correct", "model-flags", "patch", "export", "rollout", "plan")
 """Subcommands that need a live server, kept samples or a model: tested elsewhere, here their flags are parsed."""
 
 OUR_FLAGS = r"--(?:rollout|router-replay|expert-statistics)[a-z0-9-]*[a-z0-9]"
-OTHER_FLAGS = {"--rollout-corr-describe"}
+OTHER_FLAGS = {"--rollout-corr-describe", "--rollout-corr-check"}
 """The launcher's own, which no run has."""
 OF_THE_CODE = ("CONTRIBUTING.md", "docs/explanation/architecture.md", "docs/explanation/extend.md")
 METRICS = r"`((?:rollout_corr|rollout|reward|router_replay|time|eval)/[a-z0-9_/]*[a-z0-9])`"
@@ -138,12 +138,12 @@ def test_command_of_a_page_then_runs(page, command, tmp_path):
     elif words[0].endswith("megatron-rl-corr"):
         assert run_cli(words[1:], tmp_path) == 0
         return
-    elif re.fullmatch("examples/[a-z]+/run.py", words[1]):
+    elif re.fullmatch("examples/[a-z]+/(run|calibrate).py", words[1]):
         run = subprocess.run([sys.executable, words[1], "--help"], cwd=ROOT, capture_output=True, text=True)
         for flag in words[2 : words.index("--") if "--" in words else None]:
             assert not flag.startswith("--") or flag in run.stdout
     elif words[1] == "scripts/generate_docs.py" or words[1:3] == ["-m", "sglang.launch_server"]:
-        return  # the first writes pages, and has a test above; flags of the second: test_first_gpu_run.py
+        return  # the first writes pages, and has a test above; flags of the second: test_recipes.py
     else:
         run = subprocess.run([sys.executable, *words[1:]], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr

@@ -41,6 +41,7 @@ from megatron_rl_corr.engines.inspection import DetailedSample, KeptIds, ServedM
 from megatron_rl_corr.engines.routes import ExpertShape
 from megatron_rl_corr.engines.sglang.detailed_samples import routed_ids
 from megatron_rl_corr.engines.trajectory import VersionSpan
+from megatron_rl_corr.models.quantization import BlockFP8
 from megatron_rl_corr.rollout import RolloutProtocolError, SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -395,6 +396,12 @@ def test_endpoints_when_listed_then_the_transports_and_whether_there_is_a_sessio
     assert row.numbers == {"transports": ["distributed", "disk"], "session": True}
     assert judged("/update_weights_from_distributed").message == "distributed, without a session (SGLang <= 0.5.20)"
     assert judged("/update_weights_from_disk").defect == "no_weight_updates"
+    support = SGLANG.update_support("u", {"paths": {"/update_weights_from_distributed": {}}}, {})
+    assert judge_updates(support, BlockFP8("ue8m0", frozenset({"mlp"}))).message.endswith(
+        "; weights in FP8 with ue8m0 scales, 1 modules spared, and so are pushes"
+    )
+    refused = judge_updates(support, "its weights are quantised (awq)")
+    assert (refused.defect, refused.message) == ("quantisation_unsupported", "its weights are quantised (awq)")
     assert judge_updates("HTTP 404").message == "the server does not list its endpoints: HTTP 404"
     with pytest.raises(RolloutProtocolError, match="no paths in /openapi.json"):
         SGLANG.update_support("u", {}, {})

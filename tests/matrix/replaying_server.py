@@ -40,8 +40,9 @@ class ReplayingServer:
         # The score of a given text, after each push, is of the weights that the server has now.
         generate = request.path == "/generate" and b'"logprob_start_len"' not in body
         if request.path == "/update_weight_version" and self.run_id is None:
-            name = json.loads(body)["new_version"].removeprefix("unfinished ")  # while a push goes on
-            self.run_id = name.rpartition("-")[0].encode() + b"-"
+            state, _, name = json.loads(body)["new_version"].rpartition(" ")
+            if not state or state.startswith("unfinished"):  # while a push goes on; other states are of older weights
+                self.run_id = name.rpartition("-")[0].encode() + b"-"
         if generate:
             asked = RID.sub(b"", body.replace(self.run_id, SOME_ID))
             turn = self.asked[asked]

@@ -76,7 +76,7 @@ def test_server_when_started_anew_with_raw_log_probs_in_mid_run_then_not_taken_b
             [version] = await client.reported_versions()
             for temperature, left_out in ((0.7, [raw_server.url]), (1.0, [])):
                 client.require_sampling([SamplingParams(8, temperature=temperature)])
-                await client.expect_version(version, missed=[raw_server.url])
+                await client.expect_version(version, restarted=[raw_server.url])
                 await asyncio.sleep(5)
                 assert client.left_out == left_out
 

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_rl_corr.models.architectures import CODE_OF
 from tests.matrix.releases import OVERLAID, chosen
-from tests.mcore.tiny_models import MODELS, SHAPE
+from tests.mcore.tiny_models import MODELS, SHAPE, name_type
 from tests.preloaded import run_preloaded
 
 pytestmark = pytest.mark.skipif(chosen() != OVERLAID, reason="make test-matrix runs it")
@@ -23,11 +24,14 @@ def save(name, folder, seed):
     shape = SHAPE | MODELS[name]
     shape |= {key: value for key, value in (WIDE | LATENT).items() if key in shape or key == "hidden_size"}
     generator = torch.Generator().manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name.split()[0], **shape), dtype=torch.float32)
+    kind = name.split()[0]
+    config = AutoConfig.for_model(CODE_OF.get(kind, kind), **shape)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for tensor in [*model.parameters(), *(b for n, b in model.named_buffers() if n.endswith("correction_bias"))]:
             tensor.copy_(torch.randn(tensor.shape, generator=generator))
     model.save_pretrained(folder)
+    name_type(folder, kind)
 
 
 @pytest.fixture(scope="module")

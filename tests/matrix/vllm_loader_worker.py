@@ -20,6 +20,7 @@ from vllm.model_executor.model_loader import get_model
 
 from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.engines.errors import RolloutError
+from megatron_rl_corr.engines.vllm.checks import BACKEND
 from megatron_rl_corr.engines.vllm.worker import Extension
 from megatron_rl_corr.engines.vllm.worker.transfer import WeightTransfer
 from megatron_rl_corr.engines.vllm.worker_code import worker_code
@@ -33,7 +34,7 @@ def worker_of(folder):
     """A vLLM worker with the folder's model, as far as the extension needs one."""
     config = EngineArgs(
         model=str(folder), dtype="float32", enforce_eager=True, max_model_len=128, skip_tokenizer_init=True,
-        distributed_executor_backend="uni", kv_cache_memory_bytes=1 << 26,
+        distributed_executor_backend="uni", kv_cache_memory_bytes=1 << 26, weight_transfer_config={"backend": BACKEND},
     ).create_engine_config()  # fmt: skip
     with set_current_vllm_config(config):
         init_distributed_environment(1, 0, f"file://{folder}/rendezvous", 0, "gloo")

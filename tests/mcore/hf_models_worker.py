@@ -1,9 +1,10 @@
 """Loads Hugging Face checkpoints into real Megatron models built from their flags; compares logits, exports again.
 
 hf_models_worker.py 1|4 MODEL_DIR ...  in so many processes (4: TP 2, PP 2, and EP 2 of a model with experts) prints for
-each model a line of JSON with the worst difference of the logits, and writes what each stage exports to
-MODEL_DIR/export-PROCESSES-STAGE.safetensors, and which tensors of it are sent together to units-PROCESSES-STAGE.json;
-and saves a Megatron checkpoint, MODEL_DIR/megatron-PROCESSES.
+each model a line of JSON with the worst difference of the logits, and of those with transformers' routes replayed;
+writes what each stage exports to MODEL_DIR/sent/export-PROCESSES-STAGE.safetensors (SGLang loads every *.safetensors
+that lies in MODEL_DIR itself), and which tensors of it are sent together to units-PROCESSES-STAGE.json; and saves a
+Megatron checkpoint, MODEL_DIR/megatron-PROCESSES.
 hf_models_worker.py push URL MODEL_DIR  pushes the model from two pipeline stages to a server, as version "1".
 """
 
@@ -35,9 +36,10 @@ from torch.multiprocessing import start_processes
 from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.mcore.reference import ReferenceWeights
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
-from megatron_rl_corr.models.megatron_flags import model_flags
+from megatron_rl_corr.models.megatron_flags import add_missing_flags, model_flags
 from megatron_rl_corr.models.names import NameTable
 from megatron_rl_corr.models.shards import load_shards, local_parameters
+from megatron_rl_corr.moe.replay import ReplayedRouters
 from megatron_rl_corr.rollout import LoopThread, RolloutClient
 from megatron_rl_corr.weight_sync.coverage import make_coverage
 from megatron_rl_corr.weight_sync.export import StageExporter
@@ -79,7 +81,7 @@ def arguments(config, without=(), extra=(), spec=TE):
     if spec == TE and "--multi-latent-attention" in flags:
         flags.append(NO_FUSED_ROPE)
     sys.argv = ["worker", *flags, *spec, *RUN, *extra]
-    args = parse_args()
+    args = parse_args(add_missing_flags)
     validate_args(args)
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     args.padded_vocab_size = -(-config["vocab_size"] // multiple) * multiple
@@ -126,17 +128,20 @@ def build(args, config=None, **positions):
     return model.eval()
 
 
-def forward_step(iterator, model):
-    positions = torch.arange(LENGTH)[None]
-    mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
-    return model(next(iterator), positions, mask), lambda logits, non_loss_data: logits
+def all_gather_logits(model, tokens, layout, before=lambda row: None):
+    """[ROWS, LENGTH, VOCAB] on the last stage, None elsewhere. before(number of the row) is called before its pass."""
 
+    def forward_step(iterator, model):
+        number, row = next(iterator)
+        before(number)
+        positions = torch.arange(LENGTH)[None]
+        mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
+        return model(row, positions, mask), lambda logits, non_loss_data: logits
 
-def all_gather_logits(model, tokens, layout):
-    """[ROWS, LENGTH, VOCAB] on the last stage, None elsewhere."""
+    rows = enumerate(tokens.split(1))
     with torch.no_grad():
         rows = get_forward_backward_func()(
-            forward_step_func=forward_step, data_iterator=iter(tokens.split(1)), model=[model], num_microbatches=ROWS,
+            forward_step_func=forward_step, data_iterator=rows, model=[model], num_microbatches=ROWS,
             seq_length=LENGTH, micro_batch_size=1, forward_only=True, collect_non_loss_data=True,
         )  # fmt: skip
     if not layout.is_last_stage:
@@ -158,7 +163,7 @@ def load(path):
         expert_tensor_parallel_size=args.expert_tensor_parallel_size,
     )
     model_parallel_cuda_manual_seed(1)
-    layout, model = compat.layout(), build(args)
+    layout, model = compat.layout(sequence_parallel=args.sequence_parallel), build(args)
     table = NameTable(checkpoint.config, padded_vocab_size=args.padded_vocab_size)
     experts = (args.num_experts or 0) // args.expert_model_parallel_size
     parameters = local_parameters([model], table, experts_per_rank=experts)
@@ -188,30 +193,57 @@ def check_exchange(model, layout, parameters, tokens, logits):
             tensor.copy_(value)
 
 
+def replay(model, layout, reference):
+    """The logits where the routers take transformers' experts (R3), which must be those that they choose themselves."""
+    tokens, routes, same = reference["tokens"], reference["routes"], []
+    replayed = ReplayedRouters("R3", [model], layout, num_layers=model.config.num_layers)
+    own = [replayed.shape.layers.index(layer) for layer in replayed.layers]
+
+    def logits_of(routes):
+        given = torch.cat([routes[:, own], routes[:1, own]])  # the last row stands for what is no token
+        with replayed.scoring(given, lambda *seen: same.append(is_same(*seen[2:4])), tokens=len(routes)):
+            return all_gather_logits(
+                model, tokens, layout,
+                lambda row: replayed.before_forward(model, torch.arange(LENGTH)[:, None] + row * LENGTH),
+            )  # fmt: skip
+
+    def is_same(given, chosen):
+        return torch.equal(given.sort(-1).values, chosen.view(given.shape).sort(-1).values)
+
+    logits = logits_of(routes)
+    assert len(same) == ROWS * len(own) and all(same), "Megatron chooses other experts than transformers"
+    other = logits_of(routes.roll(1, 0))
+    assert logits is None or not torch.equal(other, logits), "routes have no effect"
+    return logits
+
+
 def compare(path):
-    """The worst difference on the last stage; exports."""
+    """The worst difference on the last stage, and that with routes replayed; exports."""
     model, layout, exporter, parameters = load(path)
     reference = torch.load(path / "reference.pt", weights_only=True)
     logits = all_gather_logits(model, reference["tokens"], layout)
     check_exchange(model, layout, parameters, reference["tokens"], logits)
     units = list(exporter.units())
-    sent = [named for unit in units for named in unit]
+    sent, folder = [named for unit in units for named in unit], path / "sent"
+    folder.mkdir(exist_ok=True)
     if exporter.sends:
         together = [[name for name, _ in unit] for unit in units]
-        (path / f"units-{dist.get_world_size()}-{layout.pp_rank}.json").write_text(json.dumps(together))
+        (folder / f"units-{dist.get_world_size()}-{layout.pp_rank}.json").write_text(json.dumps(together))
         names = [name for name, _ in sent]
         assert len(names) == len(set(names)), "a tensor is sent twice"
         tensors = {name: tensor.contiguous() for name, tensor in sent}
-        save_file(tensors, path / f"export-{dist.get_world_size()}-{layout.pp_rank}.safetensors")
+        save_file(tensors, folder / f"export-{dist.get_world_size()}-{layout.pp_rank}.safetensors")
     for rounding in ROUNDINGS:
         rounded = dict(named for unit in rounded_units(exporter.units(), rounding) for named in unit)
         if exporter.sends:
             tensors = {name: tensor.contiguous() for name, tensor in rounded.items()}
-            save_file(tensors, path / f"{rounding}-{dist.get_world_size()}-{layout.pp_rank}.safetensors")
+            save_file(tensors, folder / f"{rounding}-{dist.get_world_size()}-{layout.pp_rank}.safetensors")
     saved = path / f"megatron-{dist.get_world_size()}"
     saved.mkdir(exist_ok=True)
     dist_checkpointing.save(model.sharded_state_dict(), str(saved))
-    return None if logits is None else (logits - reference["logits"]).abs().max().item()
+    with_routes = replay(model, layout, reference) if "routes" in reference else None
+    return [None if found is None else (found - reference["logits"]).abs().max().item()
+            for found in (logits, with_routes)]  # fmt: skip
 
 
 def push(url, path):
@@ -239,10 +271,13 @@ def rank_main(rank, size, port, task, *arguments):
     get_write_results_queue("fork")  # Megatron's checkpoints would spawn its process, which imports torch anew
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
     found = [None] * size
-    dist.all_gather_object(found, task(*arguments))
+    dist.all_gather_object(found, task(*arguments) or [None, None])
     if rank == 0:
-        worst = max((difference for difference in found if difference is not None), default=None)
-        print("RESULT " + json.dumps({"model": arguments[-1].name, "worst": worst}), flush=True)
+        worst, replayed = (
+            max((difference for difference in differences if difference is not None), default=None)
+            for differences in zip(*found, strict=True)
+        )
+        print("RESULT " + json.dumps({"model": arguments[-1].name, "worst": worst, "replayed": replayed}), flush=True)
     dist.barrier()
     for writer in multiprocessing.active_children():  # of the checkpoint: os._exit would leave them behind
         writer.terminate()

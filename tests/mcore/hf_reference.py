@@ -49,8 +49,8 @@ def odd_samples(generator):
     return samples
 
 
-def logprobs_of(model, sample):
-    """Log-probs of the response under the model, with gradient, and the entropies."""
+def distribution_of(model, sample):
+    """Log-probs of all ids at each token of the response, [n, V], -inf for those that it can't have been drawn from."""
     ids = torch.cat([sample["prompt"], sample["output"]])
     start = len(sample["prompt"])
     logits = model(ids[None]).logits[0, start - 1 : -1]
@@ -59,9 +59,14 @@ def logprobs_of(model, sample):
         for t, among in enumerate(sample["support"]):
             outside[t, among] = False
         logits = logits.masked_fill(outside, -torch.inf)
-    distribution = torch.log_softmax(logits, dim=-1)
+    return torch.log_softmax(logits, dim=-1)
+
+
+def logprobs_of(model, sample):
+    """Log-probs of the response under the model, with gradient, and the entropies."""
+    distribution = distribution_of(model, sample)
     entropy = -torch.where(distribution > -torch.inf, distribution.exp() * distribution, 0.0).sum(dim=-1)
-    return distribution.gather(1, ids[start:, None])[:, 0], entropy.detach()
+    return distribution.gather(1, sample["output"][:, None])[:, 0], entropy.detach()
 
 
 def truncated(samples, generator):
@@ -166,6 +171,52 @@ def whitened_of(samples, accepted):
     return [(v - mean) / math.sqrt(variance + 1e-8) for v in values]
 
 
+def token_advantages_of(samples, kept, weights):
+    """r - B of each token, B the rewards of the group at its position weighed by sum_j w^2 (1 - 2 p + sum_v p_v^2).
+
+    A token that is not kept counts nowhere; one of a masked sample counts with weight 1. kept, weights: [tokens] each.
+    """
+    energies = []  # so far, by token; None where it does not count
+    for i, sample in enumerate(samples):
+        total, masked = 0.0, sample.get("masked", False)
+        energies.append([])
+        for t, (logprob, collision) in enumerate(zip(sample["now"], sample["collision"], strict=True)):
+            counts, weight = (True, 1.0) if masked else (kept[i][t], weights[i][t])
+            total += counts * weight**2 * (1 - 2 * math.exp(logprob) + collision.item())
+            energies[-1].append(total if counts else None)
+    advantages = []
+    for sample in samples:
+        rows = [j for j, other in enumerate(samples) if other["group"] == sample["group"]]
+        advantages.append([])
+        longest = max(len(energies[j]) for j in rows)
+        if all(sum(t < len(energies[j]) and energies[j][t] is not None for j in rows) < 2 for t in range(longest)):
+            advantages[-1] = [0.0] * len(sample["output"])  # nobody to compare with anywhere
+            continue
+        for t in range(len(sample["output"])):
+            there = [(samples[j]["reward"], energies[j][t] + 1e-8) for j in rows
+                     if t < len(energies[j]) and energies[j][t] is not None]  # fmt: skip
+            baseline = sum(r * energy for r, energy in there) / sum(energy for _, energy in there) if there else 0.0
+            advantages[-1].append(sample["reward"] - (baseline if len(there) > 1 else 0.0))
+    return advantages
+
+
+def once_otb_case(samples, now, old):
+    """Token advantages; weights min(rho, 1.02), each rho in [0.9, 1.12], mean over tokens."""
+    ratios = [[math.exp(p.item() - q.item()) for p, q in zip(row, s["rollout"], strict=True)]
+              for row, s in zip(now, samples, strict=True)]  # fmt: skip
+    kept = [[0.9 <= rho <= 1.12 for rho in row] for row in ratios]
+    weights = [[min(rho, 1.02) for rho in row] for row in ratios]
+    advantages, total, count = token_advantages_of(samples, kept, weights), 0.0, sum(map(len, now))
+    for i, row in enumerate(now):
+        for t, p in enumerate(row):
+            if kept[i][t]:
+                total = total - weights[i][t] * advantages[i][t] * (p - p.detach()).exp()
+    left = sum(map(sum, kept))
+    assert 0 < left < count, "the case must exercise rejection"
+    metrics = {"policy": total.item() / left, "clip_fraction": 0.0, "dual_clip_fraction": 0.0}
+    return total / count, metrics, [0.0] * left
+
+
 def own_of(samples, accepted):
     """own_functions.leave_best_out, sample by sample."""
     advantages = []
@@ -212,7 +263,7 @@ def once_sequence_case(samples, now, old):
 CASES = {
     "token": token_case, "sequence": sequence_case, "bypass": bypass_case, "once token": once_token_case,
     "once sequence": once_sequence_case, "once plus plus": partial(once_token_case, advantages_of=whitened_of),
-    "once own": partial(once_token_case, advantages_of=own_of, of_ratio=soft_gated),
+    "once own": partial(once_token_case, advantages_of=own_of, of_ratio=soft_gated), "once otb": once_otb_case,
 }  # fmt: skip
 
 
@@ -222,10 +273,10 @@ def main(model_dir, out):
     samples = make_samples(generator)
     found = results(model, samples, generator, CASES)
     generator = torch.Generator().manual_seed(TRUNCATED_SEED)
-    few = results(model, truncated(samples, generator), generator, ("token", "bypass"))
+    few = results(model, truncated(samples, generator), generator, ("token", "bypass", "once otb"))
     odd = results(model, odd_samples(generator), generator, CASES)
     masked = [dict(one) | {"masked": number in MASKED} for number, one in enumerate(make_samples(generator))]
-    masked = results(model, masked, generator, ("token", "once sequence"))
+    masked = results(model, masked, generator, ("token", "once sequence", "once otb"))
     many = sampled(model, make_samples(generator, MANY), generator)
     torch.save(found | {"truncated": few, "odd": odd, "masked": masked, "many": many}, out)
 
@@ -244,6 +295,7 @@ def sampled(model, samples, generator):
     for sample in samples:
         with torch.no_grad():
             now, _ = logprobs_of(model, sample)
+            sample["collision"] = distribution_of(model, sample).exp().square().sum(dim=-1)
         # pi_old stands off pi_theta (so that the clip acts), and pi_rollout off pi_old (so that weights and rules act).
         sample["now"] = now
         sample["old_shift"] = 0.25 * torch.randn(now.shape, generator=generator)

@@ -28,6 +28,10 @@ CONFIGS = {
     "once plus plus": RolloutCorrectionConfig(
         advantage="reinforce_plus_plus_baseline", rollout_is="token", rollout_is_upper=1.02
     ),
+    "once otb": RolloutCorrectionConfig(
+        advantage="otb", rollout_is="token", rollout_is_upper=1.02,
+        rollout_rs=(RejectionRule("token", "ratio", 0.9, 1.12),),
+    ),
     "once own": RolloutCorrectionConfig(
         advantage=f"{OWN}:leave_best_out", loss=f"{OWN}:soft_gate", rollout_is="token", rollout_is_upper=1.02
     ),

@@ -30,24 +30,20 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.multiprocessing import start_processes
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_rl_corr.core.token_baseline import total_power
 from megatron_rl_corr.engines.trajectory import Support, Trajectory, VersionSpan
 from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.mcore.batch import RolloutBatch
 from megatron_rl_corr.mcore.deal import Scored, all_gather_dealt
 from megatron_rl_corr.mcore.forward import LogprobSettings, compute_log_probs, make_forward_step
-from megatron_rl_corr.mcore.loss import (
-    CorrectedLoss,
-    LossScale,
-    batch_metrics,
-    make_bypass_loss_inputs,
-    make_loss_inputs,
-)
+from megatron_rl_corr.mcore.loss import CorrectedLoss, LossScale, make_bypass_loss_inputs, make_loss_inputs
 from megatron_rl_corr.mcore.microbatches import microbatches
 from megatron_rl_corr.mcore.packed_batch import PackedBatch, broadcast_lengths, sequence_multiple
 from megatron_rl_corr.mcore.packing import PackLimits
 from megatron_rl_corr.mcore.packs import Packs
 from megatron_rl_corr.mcore.reference import less_reference_kl
 from megatron_rl_corr.mcore.sampling_masks import cut_sampling_masks, scatter_sampling_masks
+from megatron_rl_corr.mcore.step_metrics import batch_metrics
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.models.names import NameTable
 from megatron_rl_corr.models.shards import load_shards, local_parameters
@@ -289,9 +285,17 @@ def step(
         metrics = batch_metrics(batch, inputs.correction, None, groups)
     elif scored is not None:
         lowered, kl = less_reference_kl(batch, scored[0], reference, correction, groups)
-        inputs = make_loss_inputs(lowered, scored[0], correction, groups, group_size=GROUP_SIZE)
+        collisions = scored[2] if correction.advantage_by_token else None
+        inputs = make_loss_inputs(
+            lowered, scored[0], correction, groups, group_size=GROUP_SIZE, collisions=collisions, seq_length=LENGTH
+        )
         inputs = replace(inputs, ref_logprobs=reference)
         metrics = batch_metrics(batch, inputs.correction, scored[1], groups) | kl
+        if correction.advantage_by_token:
+            made, owner = inputs.correction, groups.cp_rank == 0
+            metrics |= total_power(
+                inputs.energies, inputs.advantages, made.weights, made.mask, made.kept_sequences, owner=owner
+            )
     positions = layout.dp_size * len(batch.tokens) * LENGTH
     if packs is not None:
         microbatch_count, positions = packs.count, packs.count * layout.dp_cp_group.size()

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl_corr.logprobs.sampled_rows import SampledRows
 from megatron_rl_corr.logprobs.vocab import vocab_parallel_logprobs
-from megatron_rl_corr.mcore.forward import (
+from megatron_rl_corr.mcore.output_processor import (
     LogprobSettings,
     OutputContext,
     label_logprobs_of_hidden,
@@ -90,23 +90,27 @@ def forward_step(settings, way, some_rows):
     def step(iterator, model):
         tokens, labels, (coefficients, entropy_coefficients) = next(iterator)
         sampled = sampled_of(labels) if some_rows else None
-        context = OutputContext(labels, settings, with_entropy=True, sampled=sampled, chunk_tokens=7)
+        context = OutputContext(
+            labels, settings, with_entropy=True, sampled=sampled, chunk_tokens=7, with_collision=True
+        )
         hook = {"output_processor": HOOKS.get(way), "output_processor_context": context}
         output = model(tokens, positions, None, **(hook if way in HOOKS else {}))
 
         def loss(output, non_loss_data=False):
             if way in HOOKS:
-                logprobs, entropy = split_output(output)
+                logprobs, entropy, collision = split_output(output)
             else:
-                logprobs, entropy = vocab_parallel_logprobs(
+                logprobs, entropy, collision = vocab_parallel_logprobs(
                     output.reshape(-1, output.shape[-1]), labels.reshape(-1), tp_group=settings.tp_group,
                     temperature=settings.temperature, vocab_size=settings.vocab_size, with_entropy=True,
+                    with_collision=True,
                 )  # fmt: skip
                 if some_rows:
                     kept = (labels % 2 == 0).reshape(-1)
-                    logprobs, entropy = (torch.where(kept, x, 0.0) for x in (logprobs, entropy))
+                    columns = (logprobs, entropy, collision)
+                    logprobs, entropy, collision = (torch.where(kept, x, 0.0) for x in columns)
             if non_loss_data:
-                return logprobs
+                return torch.stack([logprobs, collision])
             total = (coefficients * logprobs + entropy_coefficients * entropy).sum()
             return total, {"loss": total.detach().clone()}
 
@@ -116,7 +120,7 @@ def forward_step(settings, way, some_rows):
 
 
 def run_step(config, model, ddp, settings, way, some_rows=False):
-    """The microbatches' losses and log-probs on the last stage, and this rank's gradients."""
+    """The microbatches' losses, log-probs and collisions on the last stage, and this rank's gradients."""
     ddp.zero_grad_buffer()
     schedule = {
         "forward_step_func": forward_step(settings, way, some_rows), "model": ddp,

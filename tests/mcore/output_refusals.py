@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import torch
 
-from megatron_rl_corr.mcore.forward import label_logprobs_of_hidden
+from megatron_rl_corr.mcore.output_processor import label_logprobs_of_hidden
 
 CASES = {
     "bias": (torch.zeros(5), {}, {}),

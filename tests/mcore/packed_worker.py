@@ -21,7 +21,7 @@ from layout_worker import gradient_error, limits_of, packs_of, replica_batch, se
 from megatron_rl_corr.engines.routes import no_routes
 from megatron_rl_corr.mcore.forward import compute_log_probs
 from megatron_rl_corr.mcore.packing import first_fit
-from megatron_rl_corr.models.megatron_flags import model_flags
+from megatron_rl_corr.models.megatron_flags import add_missing_flags, model_flags
 from megatron_rl_corr.moe.routes import Routes
 from megatron_rl_corr.parallel.collectives import all_reduce_metrics
 
@@ -47,7 +47,7 @@ def latent_config(hf, spec, **settings):
         "worker", *model_flags(hf), *hf_models_worker.TE, hf_models_worker.NO_FUSED_ROPE, *hf_models_worker.RUN,
         *layout, "--global-batch-size", "4",
     ]  # fmt: skip
-    args = parse_args()
+    args = parse_args(add_missing_flags)
     validate_args(args)
     args.padded_vocab_size, args.variable_seq_lengths = layout_worker.PADDED_VOCAB, True
     config = core_transformer_config_from_args(args)
@@ -79,17 +79,17 @@ def run(model_dir, reference, spec):
         with routes.scoring():
             scored = compute_log_probs(
                 model, batch, settings, micro_batch_size=batch.num_sequences // ROWS, seq_length=LENGTH, routes=routes,
-                packs=packs,
+                packs=packs, with_collision=any(CONFIGS[case].advantage_by_token for case in spec["runs"]),
             )
         agreement = routes.all_reduce_agreement(1, str)
         by_sample = {} if scored is None else labelled(batch, scored, layout)
         for case in spec["runs"]:
             once = case.startswith("once")
-            shifted = scored if scored is None or once else (scored[0] + shift, scored[1])
+            shifted = scored if scored is None or once else (scored[0] + shift, *scored[1:])
             with routes.training():
                 metrics = step(
                     model, layout, CONFIGS[case], batch, shifted, settings, ROWS, config, updates=1 if once else 2,
-                    in_loss=once, packs=packs, routes=routes,
+                    in_loss=once and not CONFIGS[case].advantage_by_token, packs=packs, routes=routes,
                 )
             numbers = {}
             if layout.is_last_stage:

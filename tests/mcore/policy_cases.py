@@ -55,6 +55,8 @@ COMPARED = {
     "--rotary-scaling-factor": Flip(LATENT, "--rotary-scaling-factor 4"),
     "--mscale": Flip(LATENT, "--mscale 0.5"),
     "--mscale-all-dim": Flip(LATENT, "--mscale-all-dim 0.5"),
+    "--beta-fast": Flip(LATENT, "--beta-fast 1"),
+    "--beta-slow": Flip(LATENT, "--beta-slow 32"),
     "--num-experts": Flip(MOE, "--num-experts 6"),
     "--moe-layer-freq": Flip(SHARED, "--moe-layer-freq [1,0,0,1]"),
     "--moe-ffn-hidden-size": Flip(MOE, "--moe-ffn-hidden-size 16"),
@@ -206,6 +208,9 @@ NOT_RUN = {
         "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split",
         "--no-overlap-p2p-communication", "--overlap-p2p-communication-warmup-flush", "--use-ring-exchange-p2p",
         "--defer-embedding-wgrad-compute", "--no-barrier-with-level-1-timing", "--distribute-saved-activations",
+    ),
+    "layers beside the policy: tests/mcore/test_mtp.py has the policy's logits and gradients with them": (
+        "--mtp-num-layers",
     ),
     "gone from this release": (
         "--moe-extended-tp", "--no-async-tensor-model-parallel-allreduce", "--kitchen-attention-backend",

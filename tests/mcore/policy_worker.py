@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron.training.argument_utils import core_transformer_config_from_args
 
 from megatron_rl_corr.config.flags import add_flags
-from megatron_rl_corr.mcore import compat, policy_check, policy_flags, run_flags, session
+from megatron_rl_corr.mcore import compat, mtp, policy_check, policy_flags, run_flags, session
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.models.megatron_flags import model_flags
 from megatron_rl_corr.models.names import NameTable
@@ -164,10 +164,38 @@ def checks(dense, moe, latent):
     for row in policy_flags.REFUSED:
         if row.flag in parser and row.flag in GIVEN:
             yield row.flag, policy_check.refused_flags(given(args, parser, row.flag), parser)
+    yield from further_tokens(latent)
     # A fork's flag, of a field of the model's configuration that no table has.
     compared, policy_check.COMPARED = policy_check.COMPARED, policy_flags.COMPARED[:3]
     yield "forks flag", said(check_policy, run_arguments(dense, wrong))
     policy_check.COMPARED = compared
+
+
+def further_tokens(latent):
+    """What is refused with layers that predict further tokens: each change of a run that is right, by its name."""
+    config = HFCheckpoint(latent).config | {"num_nextn_predict_layers": 1}
+    changes = {
+        "right": {}, "other number": {"mtp_num_layers": 2}, "attached": {"mtp_detach_heads": False},
+        "no loss": {"mtp_loss_scaling_factor": 0.0}, "repeated": {"mtp_use_repeated_layer": True},
+        "tied": {"untie_embeddings_and_output_weights": False}, "context": {"context_parallel_size": 2},
+        "packed": {"rollout_pad_sequences": False}, "per token": {"calculate_per_token_loss": True},
+        "hidden": {"rollout_linear_logprobs": True}, "interleaved": {"virtual_pipeline_model_parallel_size": 2},
+        "placed": {"pipeline_model_parallel_layout": "E|t|m"}, "hybrid": {"hybrid_layer_pattern": "*E*E/*E"},
+        "fp8": {"fp8": "hybrid"},
+    }  # fmt: skip
+    for name, changed in changes.items():
+        args = run_arguments(latent, "--mtp-num-layers 1 --mtp-detach-heads", rollout_pad_sequences=True)
+        vars(args).update(changed)
+        yield f"mtp {name}", mtp.mtp_problems(args, config)
+    args = run_arguments(latent, "--mtp-num-layers 1 --mtp-detach-heads", rollout_pad_sequences=True)
+    yield "mtp of none", mtp.mtp_problems(args, config | {"num_nextn_predict_layers": 0})
+    yield "mtp left out", mtp.mtp_problems(run_arguments(latent), config)
+    args = run_arguments(latent, "--mtp-num-layers 1", rollout_pad_sequences=True)
+    yield "mtp run's arguments", said(run_flags.check_megatron_arguments, args)
+    # As a script of the user's may build it.
+    args = run_arguments(latent, "--mtp-num-layers 1 --mtp-detach-heads", rollout_pad_sequences=True)
+    checkpoint = argparse.Namespace(config=config, path=latent)
+    yield "mtp not built", said(session._parameters, checkpoint, args, [build(args)])
 
 
 GIVEN = {
@@ -175,7 +203,7 @@ GIVEN = {
     "--tensor-parallel-num-weight-shards": 2, "--expert-tensor-parallel-num-weight-shards": 2,
     "--moe-mlp-glu-interleave-size": 32, "--moe-shared-expert-glu-interleave-size": 32,
     "--moe-single-grouped-weight": True, "--moe-single-grouped-bias": True, "--use-grouped-gemm-for-dense-mlp": True,
-    "--use-grouped-gemm-for-shared-expert": True, "--mla-down-proj-fusion": True, "--mtp-num-layers": 1,
+    "--use-grouped-gemm-for-shared-expert": True, "--mla-down-proj-fusion": True,
     "--transformer-impl": "inference_optimized", "--hybrid-context-parallel": True,
     "--overlap-moe-expert-parallel-comm": True, "--apply-layernorm-1p": True, "--fp8-recipe": "delayed",
     "--te-precision-config-file": "recipes.yaml", "--use-kitchen-attention": True,

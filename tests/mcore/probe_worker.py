@@ -20,6 +20,7 @@ from megatron_rl_corr.data.prompts import Prompt, PromptDataset
 from megatron_rl_corr.engines.errors import RolloutError
 from megatron_rl_corr.mcore.batch import BatchShape
 from megatron_rl_corr.mcore.push_probe import broadcast_probe
+from megatron_rl_corr.models.quantization import BlockFP8
 from megatron_rl_corr.parallel.failure import PeerFailure
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
@@ -66,7 +67,9 @@ def probed(model_dir, arguments, spec):
                 asyncio.run(load(engine, url, load_file(spec["sent"])))
             dist.barrier()
         try:
-            found = probe.all_reduce_compared(SimpleNamespace(urls=client.base_urls, loaded={}), version)
+            quantization = BlockFP8("float32") if spec.get("fp8") else None
+            servers = SimpleNamespace(urls=client.base_urls, loaded={}, quantization=quantization)
+            found = probe.all_reduce_compared(servers, version)
         except (RolloutError, PeerFailure) as error:
             found = f"{type(error).__name__}: {error}"
         after = state(model)

@@ -1,8 +1,8 @@
 """Sends checkpoints to SGLang's own models through its own loaders, in this process and without a server.
 
 sglang_loader_worker.py MODEL_DIR ...  prints a line of JSON for each: what differs from the model that has loaded the
-folder itself, once with units-1-0.json's units as requests and once with a request for each tensor; what the checksums
-prove; and what the count of parameters says of a push that is whole, and of one without its last unit.
+folder itself, once with sent/units-1-0.json's units as requests and once with a request for each tensor; what the
+checksums prove; and what the count of parameters says of a push that is whole, and of one without its last unit.
 """
 
 import json
@@ -101,7 +101,8 @@ def judge(path):
         return ServerChecksums("http://a", "cpu", 1, layout, None, ((0, sums),), layout_is_known=True)
 
     tensors = load_file(path / "model.safetensors")
-    units = [[(name, tensors[name]) for name in unit] for unit in json.loads((path / "units-1-0.json").read_text())]
+    names = json.loads((path / "sent/units-1-0.json").read_text())
+    units = [[(name, tensors[name]) for name in unit] for unit in names]
     singly = [[named] for unit in units for named in unit]
     found = {"model": path.name, "tensors": len(tensors)}
     for how, requests in {"singly": singly, "units": list(buckets(units, 1))}.items():
@@ -133,4 +134,5 @@ def main():
         os._exit(0)
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -209,7 +209,8 @@ class Step:
     close = staticmethod(lambda: None)
     evaluation = None
     step = types.SimpleNamespace(collector=types.SimpleNamespace(all_gather_cursor=gathered), training=None,
-                                 reference=Reference(), updates=Updates(parts=2, earlier=5))
+                                 reference=Reference(), updates=Updates(parts=2, earlier=5), colocation=None,
+                                 push=None)
 prompts, failed = PromptDataset([Prompt(i, [1]) for i in range(9)], seed=4), FailedPrompts(9)
 failed.add(3, 2), failed.add(3, 10), failed.add(5, 4)
 cursor = SavedCursor.of([Drawn(330, (321, 328))], prompts, failed, 25)
@@ -381,6 +382,7 @@ def flags(interval, prompts=("held_out.jsonl",), **run):
         load=None, iterations_to_skip=None, eval_iters=0, rollout_eval_prompts=prompts, eval_interval=interval, **run,
         num_experts=None, router_replay="off", expert_statistics=False, expert_tensor_parallel_size=None,
         rollout_pad_sequences=True, rollout_updates_per_batch=1, rollout_epochs_per_batch=1, exit_interval=None,
+        rollout_colocate=False,
         save=None, adlr_autoresume=False, rollout_save_hf_interval=None,
         tensor_model_parallel_size=1, expert_model_parallel_size=1, seq_length=32, calculate_per_token_loss=False,
         multi_latent_attention=False, transformer_impl="local",
@@ -818,7 +820,7 @@ from megatron_rl_corr.mcore.updates import Updates
 def fails(*args):
     raise ValueError("the checkpoint has no tensor lm_head.weight")
 session.HFCheckpoint = lambda path: types.SimpleNamespace(config={"vocab_size": 4})
-session._source = lambda *args: None
+session.sample_source = lambda *args: None
 session.Evaluation = types.SimpleNamespace(of=lambda *args: None)
 session._parameters, session.load_shards = lambda *args: [], fails
 closed, opened = [], session.ExitStack()
@@ -858,6 +860,7 @@ say(lines=lines)
     "--rollout-correction-preset decoupled_geo_rs_token_tis --rollout-save-trajectories there",
     "--rollout-correction-preset decoupled_token_is --rollout-is-batch-normalize --expert-statistics",
     "--rollout-m2-threshold 0.04 --rollout-batch-filter-kl 0.1 --rollout-loss-denominator kept",
+    "--rollout-advantage otb --rollout-group-size 4",
 ])))  # fmt: skip
 
 
@@ -869,6 +872,7 @@ def test_scoring_pass_when_something_needs_the_whole_batch_then_it_is_named_else
         "scoring pass: kept for --rollout-rs seq_mean_ratio, --rollout-save-trajectories",
         "scoring pass: kept for --rollout-is-batch-normalize, --expert-statistics",
         "scoring pass: kept for --rollout-m2-threshold, --rollout-batch-filter-kl, --rollout-loss-denominator kept",
+        "scoring pass: kept for --rollout-advantage otb",
     ]
 
 

@@ -57,6 +57,16 @@ def test_server_when_it_has_the_model_then_nothing_is_said(checkpoint):
     assert said(Client({"model_path": str(checkpoint.path)}, [*NAMES, "lm_head.weight"]), checkpoint) is None
 
 
+@pytest.mark.parametrize(("own", "served"), [("kimi_k2", "deepseek_v3"), ("deepseek_v3", "kimi_k2")])
+def test_server_when_config_json_names_the_same_architecture_otherwise_then_nothing_is_said(tmp_path, own, served):
+    """Kimi-K2 is served as a DeepSeek-V3 where a server knows no other."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"model_type": own}))
+    save_file({name: torch.ones(2) for name in NAMES}, tmp_path / "model.safetensors")
+    assert said(Client({"model_type": served}, NAMES), HFCheckpoint(tmp_path), with_names=False) is None
+    _, what = said(Client({"model_type": "qwen3"}, NAMES), HFCheckpoint(tmp_path), with_names=False)
+    assert what == f"its model_type is qwen3, the checkpoint's {own}"
+
+
 @pytest.mark.parametrize(
     "model, names, words",
     [

@@ -19,11 +19,15 @@ COUNTS = ("tokens", "/sequences")
 SOME = {
     1: [{"packed": 64, "runs": ["token", "bypass", "once plus plus", "once own"]},
         {"packed": 24, "replay": True, "runs": ["once token"]},
-        {"packed": 24, "odd": True, "runs": ["sequence"]}, {"packed": 64, "masked": True, "runs": ["token"]}],
+        {"packed": 24, "odd": True, "runs": ["sequence"]},
+        {"packed": 64, "masked": True, "runs": ["token", "once otb"]},
+        {"packed": 64, "truncated": True, "runs": ["once otb"]}, {"packed": 64, "hidden": True, "runs": ["once otb"]}],
     4: [{"packed": 48, "tp": 2, "cp": 2, "ep": 2, "sp": True, "per_token": True, "recompute": True, "replay": True,
          "runs": ["sequence"]}, {"packed": 64, "cp": 2, "masked": True, "runs": ["once sequence"]},
         # Advantages of the global batch, and the user's: packed, groups are parted over replicas.
-        {"packed": 48, "cp": 2, "runs": ["once plus plus", "once own"]}],
+        {"packed": 48, "cp": 2, "runs": ["once plus plus", "once own", "once otb"]},
+        {"packed": 64, "tp": 2, "ep": 2, "sp": True, "runs": ["once otb"]},
+        {"packed": 64, "cp": 2, "pp": 2, "masked": True, "runs": ["once otb"]}],
 }  # fmt: skip
 
 

@@ -199,9 +199,51 @@ def test_model_when_the_script_built_another_than_its_arguments_say_then_refused
         ("--use-megatron-fsdp", "use --use-distributed-optimizer"),
         ("--moe-mlp-glu-interleave-size", "--moe-mlp-glu-interleave-size 32: rows of gate and up"),
         ("--transformer-impl", "use transformer_engine or local"),
-        ("--mtp-num-layers", "--mtp-num-layers 1: layers that predict further tokens"),
     ],
 )
 def test_refused_flags_when_given_then_the_reason_and_the_remedy(flag, words, said):
     [line] = said["checks"][flag]
     assert words in line
+
+
+@pytest.mark.parametrize(
+    ("case", "line"),
+    [
+        ("other number", "2: config.json has num_nextn_predict_layers 1; give --mtp-num-layers 1, or leave it out"),
+        ("attached", "1: the layers' own loss would move the policy too, which the corrected loss alone trains; give "
+         "--mtp-detach-heads, with which it trains these layers alone"),
+        ("no loss", "1: with --mtp-loss-scaling-factor 0 the layers cost time and are not trained, but --weight-decay "
+         "shrinks them; leave --mtp-num-layers out: exported folders keep the checkpoint's"),
+        ("repeated", "1: one layer in the place of several is no checkpoint's; leave --mtp-use-repeated-layer out"),
+        ("tied", "1: with tied embeddings what the layers' loss is there was not shown to be right; leave it out"),
+        ("context", "1: with --context-parallel-size, what the layers' loss is there was not shown to be right; use "
+         "--context-parallel-size 1, or leave it out"),
+        ("packed", "1: with packed sequences what the layers' loss is there was not shown to be right; give "
+         "--rollout-pad-sequences, or leave it out"),
+        ("per token", "1: with --calculate-per-token-loss their gradient would be divided by all positions, padding "
+         "too; leave one of the two out"),
+        ("hidden", "1: --rollout-linear-logprobs never holds the logits that they need; leave one of the two out"),
+        ("interleaved", "1: with interleaved stages, or a --pipeline-model-parallel-layout, what the layers' loss is "
+         "there was not shown to be right; leave one of the two out"),
+        ("placed", "1: with interleaved stages, or a --pipeline-model-parallel-layout, what the layers' loss is "
+         "there was not shown to be right; leave one of the two out"),
+        ("hybrid", "1: HybridModel's layers of this kind have no table of names; leave one of the two out"),
+        ("fp8", "1: in FP8 or FP4 what the layers' loss is there was not shown to be right; leave one of the two out"),
+    ],
+)  # fmt: skip
+def test_layers_of_further_tokens_when_something_is_not_proven_with_them_then_refused_by_name(case, line, said):
+    assert said["checks"][f"mtp {case}"] == [f"--mtp-num-layers {line}"]
+
+
+def test_layers_of_further_tokens_when_they_are_the_checkpoints_or_left_out_then_nothing_is_said(said):
+    assert said["checks"]["mtp right"] == said["checks"]["mtp left out"] == []
+    assert said["checks"]["mtp of none"] == [
+        "--mtp-num-layers 1: config.json has num_nextn_predict_layers 0; leave it out"
+    ]
+
+
+def test_layers_of_further_tokens_when_a_run_starts_then_its_arguments_and_its_model_are_checked(said):
+    message, _ = said["checks"]["mtp run's arguments"]
+    assert "  --mtp-num-layers 1: the layers' own loss would move the policy too" in message
+    message, _ = said["checks"]["mtp not built"]
+    assert "--mtp-num-layers 1: the script's model has no such layers; hand get_gpt_mtp_block_spec's" in message

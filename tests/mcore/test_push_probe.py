@@ -74,14 +74,15 @@ def test_probe_when_one_experts_weights_are_exchanged_at_the_server_then_it_is_n
     assert rounded[0][0] == allowed[0][0]
 
 
-def test_probe_in_16_bits_when_the_first_push_exchanges_two_experts_then_found_far_below_the_bound_of_16_bits(
-    tiny_moe_dir, engine_server, tmp_path
+@pytest.mark.parametrize("form", ["half", "fp8"])
+def test_probe_when_the_first_push_exchanges_two_experts_then_found_far_below_the_bound_of_16_bits_and_of_fp8(
+    form, tiny_moe_dir, engine_server, tmp_path
 ):
     weights = load_file(tiny_moe_dir / "model.safetensors")
     one, other = EXPERT.format(0), EXPERT.format(1)
     save_file(weights | {one: weights[other], other: weights[one]}, tmp_path / "wrong.safetensors")
     sent = {"right": str(tiny_moe_dir / "model.safetensors"), "wrong": str(tmp_path / "wrong.safetensors")}
-    specs = [{"half": True, "sent": sent[kind]} for kind in ("right", "wrong")]
+    specs = [{form: True, "sent": sent[kind]} for kind in ("right", "wrong")]
     engine, server = engine_server
     try:
         right, wrong = probed(1, tiny_moe_dir, engine_server, tmp_path, specs)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
+from megatron_rl_corr.config.rules import RejectionRule
 from megatron_rl_corr.core.correction import compute_correction
 from megatron_rl_corr.core.metrics import EffectiveSampleSize
 from megatron_rl_corr.mcore.decision import Decision
@@ -104,6 +105,12 @@ def test_scale_when_worked_out_by_hand_then_the_root_of_ess_over_n():
         metric = sequences_ess(correction, ParallelGroups())
         assert metric.values.tolist() == pytest.approx([2.25, 4.0625, 2])
         assert Decision(ess=metric.value()).step_scale == pytest.approx(math.sqrt(2.25**2 / 8.125))
+    # What a rule rejects is not in the loss, and counts neither in ESS nor in n: sqrt(2) is above 1.2.
+    correction = compute_correction(
+        train, torch.zeros(4), torch.tensor([1, 1, 1, 0]), ids, num_sequences=3,
+        config=RolloutCorrectionConfig(rollout_rs=(RejectionRule("seq_mean", "ratio", 0.1, 1.2),)),
+    )  # fmt: skip
+    assert sequences_ess(correction, ParallelGroups()).values.tolist() == pytest.approx([0.25, 0.0625, 1])
     second = SimpleNamespace(cp_rank=1)  # it holds the same sequences, and counts none
     assert sequences_ess(correction, second).values.tolist() == [0, 0, 0]
     assert EffectiveSampleSize.finish([3.0, 3.0, 3.0]) == 1

@@ -6,19 +6,31 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.mcore.updates_cases import BATCH, BYPASS, EPOCHS, REJECTING, TRUNCATED, WHOLE, parts_of, sample_part
+from tests.mcore.updates_cases import (
+    BATCH,
+    BYPASS,
+    EPOCHS,
+    OTB,
+    REJECTING,
+    SOFT,
+    TRUNCATED,
+    WHOLE,
+    parts_of,
+    sample_part,
+)
 from tests.megatron_forks import run_megatron
 from tests.preloaded import run_preloaded
 
 HERE = Path(__file__).resolve().parent
-ALL = ["ppo_clip", "gspo", "cispo", "dppo_tv", "dppo_kl", BYPASS, TRUNCATED, WHOLE]
+ALL = ["ppo_clip", "gspo", "cispo", "dppo_tv", "dppo_kl", "sapo", "dro", BYPASS, TRUNCATED, WHOLE]
 LAYOUTS = {
-    1: [{"losses": [*ALL, *REJECTING], "ends": 0.02, "replays": ["R2", "R3"]}, {"packed": 64, "losses": ALL}],
-    2: [{"ep": 2, "losses": ["ppo_clip", "ppo_clip kept"]}, {"cp": 2, "losses": ["gspo", "gspo kept"]},
+    1: [{"losses": [*ALL, *REJECTING], "ends": 0.02, "replays": ["R2", "R3"]}, {"packed": 64, "losses": [*ALL, OTB]}],
+    2: [{"ep": 2, "losses": ["ppo_clip", "ppo_clip kept", OTB]},
+        {"cp": 2, "losses": ["gspo", "sapo", "gspo kept", OTB]},
         {"pp": 2, "vpp": 2, "losses": ["ppo_clip", TRUNCATED]}, {"pp": 2, "vpp": 2, "packed": 64, "losses": [BYPASS]}],
-    4: [{"tp": 2, "pp": 2, "ep": 2, "sp": True, "losses": ["gspo", "cispo"]},
-        {"tp": 2, "pp": 2, "ep": 2, "sp": True, "packed": 64, "losses": ["ppo_clip", "gspo"],
-         "ends": 0.02}],
+    4: [{"tp": 2, "pp": 2, "ep": 2, "sp": True, "losses": ["gspo", "cispo", "dro"]},
+        {"tp": 2, "pp": 2, "ep": 2, "sp": True, "packed": 64,
+         "losses": ["ppo_clip", "gspo", OTB], "ends": 0.02}],
 }  # fmt: skip
 RUNS = [
     (size, at, loss) for size, layouts in LAYOUTS.items() for at, one in enumerate(layouts) for loss in one["losses"]
@@ -72,16 +84,28 @@ def test_updates_of_a_batch_when_the_policy_moves_then_they_are_those_of_plain_d
     for update, (report, step) in enumerate(zip(reports, wanted["steps"], strict=True)):
         assert report["grad_norm"] == pytest.approx(step["grad_norm"], rel=2e-5)
         assert report["loss/policy"] == pytest.approx(step["policy"], rel=2e-5, abs=1e-6)
-        assert report["loss/clip_fraction"] == pytest.approx(step["clip_fraction"], abs=1e-9)
+        clipped = report.get("loss/clip_fraction", 0.0)
+        assert clipped == pytest.approx(step["clip_fraction"], abs=1e-9)
+        assert ("loss/clip_fraction" in report) == (loss not in SOFT)
         assert report["loss/old_new_k3_kl"] == pytest.approx(step["old_new_k3_kl"], rel=2e-4, abs=1e-9)
+        if loss == OTB:  # of the samples of this update alone
+            power, count = step["power"], report["variance_proxy/sequences"]
+            assert count == 16 / parts_of(loss)
+            assert report["variance_proxy/proxy2_total_power"] == pytest.approx(power, rel=2e-5)
+            signal = report["variance_proxy/proxy1_signal_strength"]
+            assert signal == pytest.approx(step["grad_norm"] ** 2, rel=4e-5)
+            # This small model's gradient is longer in its weights than in its logits.
+            noise = max(power - signal, 0.0) / (count - 1)
+            assert report["variance_proxy/proxy3_pure_noise"] == pytest.approx(noise, rel=4e-5)
+        assert ("variance_proxy/sequences" in report) == (loss == OTB)
         # What is the batch's is reported once.
         assert ("reward/mean" in report) == (update == 0)
         if loss == BYPASS:  # pi_rollout is another policy from the first update on
-            assert report["loss/clip_fraction"] > 0 and "rollout_corr/k3_kl" in report
+            assert clipped > 0 and "rollout_corr/k3_kl" in report
             continue
-        assert (report["loss/old_new_k3_kl"] > 1e-6) == (update > 0) >= (report["loss/clip_fraction"] > 0)
+        assert (report["loss/old_new_k3_kl"] > 1e-6) == (update > 0) >= (clipped > 0)
         assert ("rollout_corr/weight_mean" in report) == (update == 0)
-    assert any(report["loss/clip_fraction"] > 0 for report in reports)
+    assert loss in SOFT or any(report["loss/clip_fraction"] > 0 for report in reports)
     assert all(rank[loss][1] == [4] for rank in ranks), "weights are pushed once, after the last update"
     weights = {name: tensor for rank in ranks for name, tensor in rank[loss][2].items()}
     assert weights.keys() == wanted["weights"].keys()

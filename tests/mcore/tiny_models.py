@@ -5,6 +5,8 @@ from pathlib import Path
 
 import torch
 
+from megatron_rl_corr.models.architectures import CODE_OF
+
 LENGTH, ROWS, VOCAB = 48, 2, 90
 SHAPE = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -15,6 +17,13 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 LATENT = {
     "num_key_value_heads": 4, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
     "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 2,
+}  # fmt: skip
+PUBLISHED = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+"""What transformers does not need of DeepSeek's config.json, and SGLang does."""
+GLM = {
+    "head_dim": 16, "attention_bias": True, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1,
+    "moe_intermediate_size": 24, "rms_norm_eps": 1e-5, "num_nextn_predict_layers": 1,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0, "partial_rotary_factor": 0.5},
 }  # fmt: skip
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -38,18 +47,42 @@ MODELS = {
     "deepseek_v3": dict(
         LATENT, q_lora_rank=16, first_k_dense_replace=1, num_experts_per_tok=4, n_group=4, topk_group=2,
         rope_parameters=YARN, max_position_embeddings=163840,
-        # What transformers does not need of the published config.json, and SGLang does.
-        moe_layer_freq=1, topk_method="noaux_tc", scoring_func="sigmoid",
+        **PUBLISHED,
     ),
+    # As Kimi-K2 is published: one group of experts, and both borders of YaRN in one place.
+    "kimi_k2": dict(
+        LATENT, q_lora_rank=16, first_k_dense_replace=1, n_shared_experts=1, n_group=1, topk_group=1,
+        routed_scaling_factor=2.827, rope_parameters=YARN | {"rope_theta": 50000.0, "factor": 32.0, "beta_fast": 1.0},
+        max_position_embeddings=131072, **PUBLISHED,
+    ),
+    # GLM-4.5 has norms of queries and keys, GLM-4.5-Air has none; both have biases.
+    "glm4_moe": dict(GLM, use_qk_norm=True, routed_scaling_factor=2.5, first_k_dense_replace=3),
+    "glm4_moe air": dict(GLM, use_qk_norm=False, first_k_dense_replace=1),
 }  # fmt: skip
+
+def name_type(folder: Path, kind: str) -> None:
+    """Let the config.json of a model that transformers has saved name a `model_type` of CODE_OF."""
+    written = json.loads((folder / "config.json").read_text())
+    assert written["model_type"] == CODE_OF.get(kind, kind)
+    (folder / "config.json").write_text(json.dumps(written | {"model_type": kind}))
+
+
+def keep_routes(model) -> list[torch.Tensor]:
+    """A list to which each of the model's layers with experts will add its tokens' experts, [T, K]."""
+    routes = []
+    for name, module in model.named_modules():
+        if name.endswith(".experts"):
+            module.register_forward_pre_hook(lambda module, inputs: routes.append(inputs[1]))
+    return routes
 
 
 def make_model(name: str, folder: Path, *, seed: int = 0) -> None:
-    """The model of MODELS, in Hugging Face format, and reference.pt: tokens and logits."""
+    """The model of MODELS, in Hugging Face format, and reference.pt: tokens, logits, and routes [T, M, K] if any."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     generator = torch.Generator().manual_seed(1000 * seed + sum(name.encode()))
-    config = AutoConfig.for_model(name.split()[0], **(SHAPE | MODELS[name]))
+    kind = name.split()[0]
+    config = AutoConfig.for_model(CODE_OF.get(kind, kind), **(SHAPE | MODELS[name]))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         # Large enough that attention is far from uniform, so that a rotary embedding that is a little off shows.
@@ -59,8 +92,11 @@ def make_model(name: str, folder: Path, *, seed: int = 0) -> None:
             if key.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.3)
         tokens = torch.randint(0, VOCAB, (ROWS, LENGTH), generator=generator)
+        routes = keep_routes(model)
         logits = model(tokens).logits
     model.save_pretrained(folder)
-    torch.save({"tokens": tokens, "logits": logits}, folder / "reference.pt")
-    written = json.loads((folder / "config.json").read_text())
-    assert written["model_type"] == name.split()[0]
+    reference = {"tokens": tokens, "logits": logits}
+    if routes:
+        reference["routes"] = torch.stack(routes, dim=1).view(ROWS * LENGTH, len(routes), -1)
+    torch.save(reference, folder / "reference.pt")
+    name_type(folder, kind)

@@ -9,6 +9,10 @@ CLIP = {
     "ppo_clip": (0.02, 0.03), "gspo": (0.01, 0.008), "cispo": (0.02, 0.03), "dppo_tv": (4e-4, 3e-4),
     "dppo_kl": (3e-6, 2e-6),
 }  # fmt: skip
+SOFT = {"sapo": {"sapo_temperature_pos": 8.0, "sapo_temperature_neg": 12.0}, "dro": {"dro_beta": 2.0}}
+"""Losses without a clip, whose settings are far from the defaults so that what they do is seen in a few updates."""
+BY_SAMPLE = ("gspo", "sapo")
+"""Losses that are means over samples of the mean over their tokens."""
 WEIGHT = 1.05
 """Upper bound of a token's weight, or for gspo of a sequence's."""
 REJECTING = {"ppo_clip rejected": "valid", "ppo_clip kept": "kept", "gspo kept": "kept"}
@@ -22,6 +26,8 @@ KEPT = (0.95, 1.03)
 
 BYPASS, TRUNCATED, WHOLE = "ppo_clip bypass", "ppo_clip truncated", "ppo_clip whole"
 """Cases of two policies; of samples whose tokens were each drawn from a few ids; of epochs of one update each."""
+OTB = "ppo_clip otb"
+"""Its tokens have an advantage each."""
 
 
 def parts_of(case):

@@ -11,14 +11,17 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from hf_reference import advantages_of, hf_named, load, logprobs_of
+from hf_reference import advantages_of, hf_named, load, logprobs_of, token_advantages_of
 from updates_cases import (
+    BY_SAMPLE,
     BYPASS,
     CLIP,
     EPOCHS,
     KEPT,
+    OTB,
     RATE,
     REJECTING,
+    SOFT,
     TRUNCATED,
     WEIGHT,
     WHOLE,
@@ -29,14 +32,18 @@ from updates_cases import (
 
 
 def update_loss(name, advantages, now, old, weights, *, rows=None, tokens=None):
-    """(loss with gradient, metrics) of the samples of one update that are left; rows, tokens: what divides the loss."""
-    low, high = CLIP[name]
+    """(loss with gradient, metrics) of the samples of one update that are left; rows, tokens: what divides the loss.
+
+    advantages: of each sample, or of each of its tokens.
+    """
+    low, high = CLIP.get(name, (None, None))
     total, by_token, clipped, k3, count = 0.0, 0.0, 0, 0.0, sum(map(len, now))
     for i, row in enumerate(now):
         sequence = (row.detach() - old[i]).mean().exp().item()
         row_total = 0.0
         for t, p in enumerate(row):
             a, w, q = advantages[i], weights[i][t], old[i][t]
+            a = a[t] if isinstance(a, list) else a
             r = (p - q).exp()
             k3 += r.item() - 1 - math.log(r.item())
             if name == "gspo":
@@ -47,6 +54,11 @@ def update_loss(name, advantages, now, old, weights, *, rows=None, tokens=None):
             elif name == "cispo":
                 bounded = min(max(r.item(), 1 - low), 1 + high)
                 loss, clips = -w * bounded * a * p, bounded != r.item()
+            elif name == "sapo":
+                temperature = SOFT["sapo"]["sapo_temperature_pos" if a > 0 else "sapo_temperature_neg"]
+                loss, clips = -w * a * 4 / temperature / (1 + (-temperature * (r - 1)).exp()), False
+            elif name == "dro":
+                loss, clips = -w * (a * p - SOFT["dro"]["dro_beta"] / 2 * (p - q) ** 2), False
             elif name == "dppo_kl":
                 p_now, p_old = p.exp().item(), q.exp().item()
                 kl = p_old * math.log(p_old / p_now) + (1 - p_old) * math.log((1 - p_old) / (1 - p_now))
@@ -57,8 +69,8 @@ def update_loss(name, advantages, now, old, weights, *, rows=None, tokens=None):
                 clips = gain > high if a > 0 else gain < -low
                 loss = -w * r.item() * a * p * (not clips)
             row_total, by_token, clipped = row_total + loss, by_token + loss.item(), clipped + clips
-        total = total + (row_total / len(row) if name == "gspo" else row_total)
-    mean = total / (rows if name == "gspo" else tokens)
+        total = total + (row_total / len(row) if name in BY_SAMPLE else row_total)
+    mean = total / (rows if name in BY_SAMPLE else tokens)
     return mean, {"policy": by_token / count, "clip_fraction": clipped / count, "old_new_k3_kl": k3 / count}
 
 
@@ -80,6 +92,8 @@ def trained(case, model_dir, samples, replicas):
     ratios = [(o - s["rollout"]).mean().exp().item() for o, s in zip(old, samples, strict=True)]
     left = [case not in REJECTING or KEPT[0] <= ratio <= KEPT[1] for ratio in ratios]
     weights, advantages, steps = weights_of(name, samples, old), advantages_of(samples, left), []
+    if case == OTB:
+        advantages = token_advantages_of(samples, [[True] * len(row) for row in old], weights)
     for update in range(parts_of(case) * EPOCHS):
         whole = sample_part(update, replicas, parts_of(case))
         part = [i for i in whole if left[i]]
@@ -90,6 +104,13 @@ def trained(case, model_dir, samples, replicas):
             name, [advantages[i] for i in part], now, [old[i] for i in part], [weights[i] for i in part],
             rows=len(counted), tokens=sum(len(old[i]) for i in counted),
         )
+        if case == OTB:
+            metrics["power"] = sum(
+                (w * a) ** 2 * (1 - 2 * math.exp(p) + c)
+                for i in part for w, a, p, c in zip(
+                    weights[i], advantages[i], old[i].tolist(), samples[i]["collision"].tolist(), strict=True
+                )
+            ) / len(part)  # fmt: skip
         loss.backward()
         grads = [p.grad for p in model.parameters() if p.grad is not None]
         metrics["grad_norm"] = math.sqrt(sum(g.square().sum().item() for g in grads))
@@ -108,8 +129,8 @@ def main(model_dir, reference, out):
     samples, few = near(made["samples"]), near(made["truncated"]["samples"])
     torch.save({
         (case, replicas): trained(case, model_dir, few if case == TRUNCATED else samples, replicas)
-        for case in (*CLIP, *REJECTING, BYPASS, TRUNCATED, WHOLE) for replicas in (1, 2)
-        if replicas == 1 or case in (*CLIP, *REJECTING)
+        for case in (*CLIP, *SOFT, *REJECTING, BYPASS, TRUNCATED, WHOLE, OTB) for replicas in (1, 2)
+        if replicas == 1 or case in (*CLIP, *SOFT, *REJECTING, OTB)
     }, out)  # fmt: skip
 
 

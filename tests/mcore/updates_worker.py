@@ -31,9 +31,11 @@ from updates_cases import (
     CLIP,
     EPOCHS,
     KEPT,
+    OTB,
     RATE,
     REJECTING,
     SEED,
+    SOFT,
     TRUNCATED,
     WEIGHT,
     near,
@@ -46,12 +48,14 @@ ROWS = 2
 
 def config_of(case):
     loss = case.split()[0]
+    if loss in SOFT:
+        return RolloutCorrectionConfig(loss=loss, rollout_is="token", rollout_is_upper=WEIGHT, **SOFT[loss])
     low, high = CLIP[loss]
     if case == BYPASS:
         return RolloutCorrectionConfig(
             bypass_mode=True, loss=loss, clip_ratio_low=low, clip_ratio_high=high, clip_ratio_c=None
         )
-    rejecting = {}
+    rejecting = {"advantage": "otb"} if case == OTB else {}
     if case in REJECTING:
         rule = RejectionRule("seq_mean", "ratio", *KEPT)
         rejecting = {"rollout_rs": (rule,), "loss_denominator": REJECTING[case]}

@@ -1,0 +1,71 @@
+"""Measures what --router-replay R3 removes of the mismatch: a microbatch with the servers' experts and without them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_rl_corr.core.metrics import Metric
+from megatron_rl_corr.mcore import compat
+from megatron_rl_corr.mcore.forward import label_logprobs, make_forward_step
+from megatron_rl_corr.mcore.forward_only import run_forward_only
+from megatron_rl_corr.mcore.microbatches import Microbatch
+from megatron_rl_corr.mcore.reference import ReferencePass
+from megatron_rl_corr.moe.effect import effect_metrics
+from megatron_rl_corr.moe.routes import Routes
+
+
+@dataclass(frozen=True)
+class ReplayEffect:
+    """--router-replay-effect-every. Example: ReplayEffect(10) measures in batches 0, 10, 20 and so on."""
+
+    every: int | None = None
+    """Batches from one measurement to the next; None: there is none."""
+
+    def measure(self, number: int, forward: ReferencePass, routes: Routes) -> dict[str, Metric]:
+        """`effect_metrics` of the batch's first microbatch under the current weights; every rank calls it.
+
+        With virtual pipeline stages it is the first group of microbatches, as Megatron runs no fewer. Two forward-only
+        passes in evaluation mode; training does not notice: routers are reset behind each, and the maxima of attention
+        logits are put back.
+
+        Args:
+            number: of the batch, from 0.
+            forward: the pass over the whole batch.
+            routes: with the servers' experts of the batch.
+
+        Returns:
+            This rank's share, on the last pipeline stage; {} on others, and for a batch that is not measured.
+        """
+        if self.every is None or number % self.every:
+            return {}
+        batch, settings = forward.batch, forward.settings
+
+        def log_probs(micro: Microbatch, output: Tensor) -> tuple[Tensor, Tensor]:
+            return label_logprobs(output, micro, settings)[0], micro.places.t().reshape(-1)
+
+        def run(routes: Routes) -> list[tuple[Tensor, Tensor]]:
+            return run_forward_only(
+                make_forward_step(log_probs, settings, with_entropy=False, routes=routes), forward.model, batch,
+                forward.packs, micro_batch_size=forward.micro_batch_size, seq_length=forward.seq_length,
+                count=compat.smallest_schedule(forward.model),
+            )
+
+        with forward.gathered(), compat.attention_logits_kept(forward.model):
+            with routes.replaying():
+                replayed = run(routes)
+            chosen = run(Routes())  # outside of `routes`' contexts Megatron's routers choose by themselves
+        if not replayed:
+            return {}
+        places = torch.cat([place for _, place in replayed])
+        return effect_metrics(
+            *(torch.cat([logprobs for logprobs, _ in results]) for results in (replayed, chosen)),
+            _behind(batch.flat(batch.rollout_logprobs))[places], _behind(batch.flat(batch.loss_mask))[places],
+        )
+
+
+def _behind(values: Tensor) -> Tensor:
+    """[T] -> [T + 1]: behind them a zero, of what is no token."""
+    return torch.cat([values, values.new_zeros(1)])
