@@ -32,7 +32,7 @@ from megatron_rl_corr.config.correction import PRESETS, RejectionRule
 from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.data.prompts import Prompt, PromptDataset
 from megatron_rl_corr.engines import load_engine
-from megatron_rl_corr.mcore import compat, forward, step
+from megatron_rl_corr.mcore import compat, forward_only, step
 from megatron_rl_corr.mcore.batch import BatchShape, RolloutBatch
 from megatron_rl_corr.mcore.collect import COUNTED, Collector, SampleSource
 from megatron_rl_corr.mcore.forward import LogprobSettings
@@ -108,7 +108,7 @@ def answered(asking: Coroutine) -> Future:
 
 class RandomLogits(nn.Module):
     ddp_config = SimpleNamespace(overlap_param_gather=False)
-    config = SimpleNamespace(num_moe_experts=None)
+    config = SimpleNamespace(num_moe_experts=None, mtp_num_layers=None)
 
     def __init__(self, columns: int):
         super().__init__()
@@ -196,7 +196,7 @@ def rank_main(rank: int, size: int, port: int, sizes: dict[str, int], out: str) 
         tensor_model_parallel_size=sizes.get("tp", 1), pipeline_model_parallel_size=sizes.get("pp", 1),
         context_parallel_size=sizes.get("cp", 1),
     )
-    forward.get_forward_backward_func = lambda: schedule
+    forward_only.get_forward_backward_func = lambda: schedule
     layout = compat.layout()
     groups = {"tp": layout.tp_group, "cp": layout.cp_group, "dp_cp": layout.dp_cp_group, "tp_cp": layout.tp_cp_group,
               "pp": layout.pp_group, "world": dist.group.WORLD}  # fmt: skip

@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from unittest import mock
 
@@ -40,6 +41,8 @@ CHECKED = 64
 """Tokens that are compared with float64."""
 SHARES = (1.0, 0.5, 0.25)
 """Of the tokens, those that were sampled."""
+COMPILED = ("Megatron fused", "the same, torch.compile")
+"""Paths that --no-compile leaves out."""
 
 
 @dataclass
@@ -128,27 +131,34 @@ def keep_freed_memory() -> None:
 
 def paths(labels: Tensor, options: argparse.Namespace) -> dict[str, Callable[[Tensor], list[Tensor]]]:
     """What is compared: logits -> log-probs (and entropy); each may keep or overwrite them."""
-    from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
-    from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-
-    group = dist.group.WORLD
-
     def ours(**settings) -> Callable[[Tensor], list[Tensor]]:
         return lambda logits: [x for x in vocab_parallel_logprobs(logits, labels, **settings) if x is not None]
 
     def plain(logits: Tensor) -> list[Tensor]:
         return [torch.log_softmax(logits.float(), dim=1).gather(1, labels[:, None])[:, 0]]
 
-    # A view, as Megatron's writes over its logits in forward, and these are a leaf.
     found = {
         "ours": ours(), "ours, in place": ours(inplace_gradient=True), "ours with entropy": ours(with_entropy=True),
-        "Megatron": lambda logits: [-vocab_parallel_cross_entropy(logits.view_as(logits), labels, 0.0, group)],
-        "Megatron fused": lambda logits: [-fused_vocab_parallel_cross_entropy(logits.view_as(logits), labels, group)],
-        "log_softmax and gather": plain, "the same, torch.compile": torch.compile(plain),
+        **megatron_paths(labels), "log_softmax and gather": plain, "the same, torch.compile": torch.compile(plain),
     }  # fmt: skip
     if options.no_compile:
-        del found["Megatron fused"], found["the same, torch.compile"]
+        found = {name: path for name, path in found.items() if name not in COMPILED}
     return found
+
+
+def megatron_paths(labels: Tensor) -> dict[str, Callable[[Tensor], list[Tensor]]]:
+    """Megatron's, where it is installed."""
+    if find_spec("megatron") is None:
+        return {}
+    from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
+    from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+
+    group = dist.group.WORLD
+    # A view, as Megatron's writes over its logits in forward, and these are a leaf.
+    return {
+        "Megatron": lambda logits: [-vocab_parallel_cross_entropy(logits.view_as(logits), labels, 0.0, group)],
+        "Megatron fused": lambda logits: [-fused_vocab_parallel_cross_entropy(logits.view_as(logits), labels, group)],
+    }
 
 
 def table_of_logits(logits: Tensor, labels: Tensor, upstream: list[Tensor], options: argparse.Namespace) -> float:

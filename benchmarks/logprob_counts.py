@@ -20,7 +20,7 @@ from megatron_rl_corr.logprobs.sampled_rows import SampledRows
 
 KERNELS = ("stats_kernel", "merge_kernel", "combine_kernel", "gradient_kernel")
 PER_TOKEN = 4 * 4
-"""Bytes of a token's four numbers, as statistics and as what is made of them."""
+"""Bytes of a token's four numbers, as statistics and as what is made of them; 4 more with the collision."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Counts:
 
 def count(
     tokens: int, columns: int, *, sampled: int | None = None, tp: int = 1, with_entropy: bool = False,
-    entropy_in_loss: bool = False, dtype: torch.dtype = torch.bfloat16,
+    entropy_in_loss: bool = False, with_collision: bool = False, dtype: torch.dtype = torch.bfloat16,
 ) -> Counts:
     """Count one forward and one backward pass of vocab_parallel_logprobs, on tensors without storage.
 
@@ -65,6 +65,7 @@ def count(
         tp: tensor-parallel ranks.
         with_entropy: whether the entropy is computed.
         entropy_in_loss: whether the loss depends on it.
+        with_collision: whether the collision probability is computed.
         dtype: of the logits.
     """
     logits = torch.empty(tokens, columns, dtype=dtype, device="meta", requires_grad=True)
@@ -82,7 +83,9 @@ def count(
 
     with mock.patch.object(vocab, "all_gather_stacked", gather), OperatorCount() as operators:
         with recorded(forward):
-            outputs = vocab.vocab_parallel_logprobs(logits, labels, with_entropy=with_entropy, sampled=rows)
+            outputs = vocab.vocab_parallel_logprobs(
+                logits, labels, with_entropy=with_entropy, with_collision=with_collision, sampled=rows
+            )
         used = [x for x in outputs[: 1 + entropy_in_loss] if x is not None]
         with recorded(backward):
             torch.autograd.grad(used, logits, list(upstream[: len(used)]))
@@ -124,15 +127,16 @@ class Recorder:
 
 def moved(kernel: str, given: dict) -> int:
     """Bytes that a launch with these arguments reads and writes."""
+    stats = PER_TOKEN + 4 * given.get("WITH_COLLISION", False)
     if kernel == "stats_kernel":
         row = given["limit"] * given["logits"].element_size()
         index = 8 * (1 + given["SOME_ROWS"]) * given["parts"]
-        return given["count"] * (row + index + given["parts"] * PER_TOKEN)
+        return given["count"] * (row + index + given["parts"] * stats)
     if kernel == "merge_kernel":
-        return given["tokens"] * (given["parts"] + 1) * PER_TOKEN
+        return given["tokens"] * (given["parts"] + 1) * stats
     if kernel == "combine_kernel":
         index = 8 * given["SOME_ROWS"] * given["tokens"]
-        return given["count"] * given["shards"] * PER_TOKEN + index + given["tokens"] * PER_TOKEN
+        return given["count"] * given["shards"] * stats + index + given["tokens"] * stats
     read = given["count"] * given["limit"] * given["logits"].element_size()
     written = given["tokens"] * given["width"] * given["out"].element_size()
     # Of each token: label, upstream gradients, its four numbers and its place, once a part.

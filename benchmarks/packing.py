@@ -5,8 +5,9 @@ python benchmarks/packing.py [--samples 64] [--length 512] [--hidden 128] [--lay
 Responses have log-normal lengths whose mean is a fifth of the longest. One process of real Megatron-core, without an
 optimizer, in the attention of tools/cpu, which computes a packed sequence by itself as kernels for packed sequences do;
 FLOPs are those of matrix products and attention, forward and backward, as PyTorch counts them. Steps of both kinds take
-turns on the same weights and samples, and the medians of their processor time are compared. The work of ranks is
-worked out for so many data-parallel ranks: as prompts are collected, and as samples are dealt out.
+turns on the same weights and samples, and the medians of their processor time are compared. With a GPU the layers are
+Transformer Engine's, whose FLOPs PyTorch does not count, and times are those of the GPU. The work of ranks is worked
+out for so many data-parallel ranks: as prompts are collected, and as samples are dealt out.
 """
 
 import argparse
@@ -14,7 +15,6 @@ import datetime
 import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +23,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import megatron_process  # noqa: E402
+from benchmarks.megatron_process import DEVICE  # noqa: E402
 from benchmarks.quiet import only_tables  # noqa: E402
 from tools.cpu import environment  # noqa: E402
 
@@ -49,10 +51,8 @@ def measure(options: argparse.Namespace) -> None:
     from benchmarks.correction import machine_name
     from megatron_rl_corr.mcore import compat
     from megatron_rl_corr.mcore.packing import PackLimits
-    from tools.local_server import free_port
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+    megatron_process.start()
     model, config = build(options)
     layer = 12 * options.hidden**2  # weights of attention and of a gated MLP of 8 / 3 hidden
     share = 2 * options.hidden / (layer + options.hidden * VOCAB_SIZE / options.layers)
@@ -68,9 +68,11 @@ def measure(options: argparse.Namespace) -> None:
         for kind in kinds:
             seconds[kind].append(one_step(model, batches[kind], kinds[kind], layout, options))
     longest = max(lengths)
-    print(f"{datetime.date.today()}, {machine_name('cpu')}, torch {torch.__version__}, {options.samples} samples of "
+    print(f"{datetime.date.today()}, {machine_name(DEVICE)}, torch {torch.__version__}, {options.samples} samples of "
           f"{sum(lengths) / len(lengths):.0f} tokens in the mean and {longest} at most, {options.layers} layers, "
           f"hidden {options.hidden}\n")  # fmt: skip
+    if DEVICE == "cuda":
+        print("GFLOP leave out Transformer Engine's kernels, which PyTorch does not count.\n")
     print("| | step (s) | GFLOP | times fewer |\n|---|---|---|---|")
     for kind in kinds:
         print(f"| {kind} | {statistics.median(seconds[kind]):.3f} | {flops[kind] / 1e9:.2f} | "
@@ -114,7 +116,6 @@ def build(options: argparse.Namespace):
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -126,17 +127,19 @@ def build(options: argparse.Namespace):
         num_layers=options.layers, hidden_size=options.hidden, num_attention_heads=8,
         ffn_hidden_size=8 * options.hidden // 3,
         normalization="RMSNorm", gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False,
-        hidden_dropout=0.0, attention_dropout=0.0, attention_softmax_in_fp32=True, use_cpu_initialization=True,
+        hidden_dropout=0.0, attention_dropout=0.0, use_cpu_initialization=True,
         bias_dropout_fusion=False, bias_activation_fusion=False, masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False, apply_rope_fusion=False,
+        gradient_accumulation_fusion=False, apply_rope_fusion=False, **megatron_process.precision(),
     )  # fmt: skip
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
-    spec.submodules.self_attention.submodules.core_attention = ContextParallelAttention
+    spec = megatron_process.layer_spec()
+    if DEVICE == "cpu":
+        spec.submodules.self_attention.submodules.core_attention = ContextParallelAttention
     chunk = GPTModel(
         config=config, transformer_layer_spec=spec, vocab_size=VOCAB_SIZE, max_sequence_length=options.length,
         parallel_output=True, share_embeddings_and_output_weights=False, position_embedding_type="rope",
     )
     config.finalize_model_grads_func = finalize_model_grads
+    chunk = chunk.to(DEVICE, config.params_dtype)
     return [DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), chunk)], config
 
 
@@ -161,7 +164,7 @@ def some_batch(lengths: list[int], options: argparse.Namespace, kind: str):
 
 
 def one_step(model: list, batch, limits, layout, options: argparse.Namespace) -> float:
-    """Processor seconds of a corrected step; limits: of packs, None for rows."""
+    """Seconds of a corrected step; limits: of packs, None for rows."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from megatron_rl_corr.config.correction import RolloutCorrectionConfig
@@ -185,14 +188,12 @@ def one_step(model: list, batch, limits, layout, options: argparse.Namespace) ->
         return {}, 0, False, False, 0, 1.0, None, 0
 
     optimizer = SimpleNamespace(step=lambda: (True, 1.0, 0))
-    collector = SimpleNamespace(device="cpu", metrics={}, trajectories=[], collect=lambda iteration: batch)
+    collector = SimpleNamespace(device=DEVICE, metrics={}, trajectories=[], collect=lambda iteration: batch)
     step = CorrectedStep(
         config=RolloutCorrectionConfig(), layout=layout, logprobs=LogprobSettings(layout.tp_group, 1.0, VOCAB_SIZE),
         collector=collector, push=lambda version: {}, report=lambda metrics: None, shape=shape,
     )  # fmt: skip
-    started = time.process_time()
-    step.run(train_step, 0, model, optimizer, per_token=False)
-    return time.process_time() - started
+    return megatron_process.seconds(lambda: step.run(train_step, 0, model, optimizer, per_token=False))
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
 python benchmarks/router_replay.py [--hidden 256] [--layers 4] [--experts 32] [--top-k 4] [--samples 8] [--length 256]
 
 One process of real Megatron-core, without an optimizer; steps of the kinds take turns on the same weights and tokens,
-and the medians of their processor time are compared, as the machine may have other work. The routes of R3 come as a
-server would send them, in base64 of int32; what decoding them takes is told by itself, as it happens while other
-samples are awaited.
+and the medians of their processor time are compared, as the machine may have other work. With a GPU the
+layers are Transformer Engine's, and times are those of the GPU. The routes of R3 come as a server would send them, in
+base64 of int32; what decoding them takes is told by itself, as it happens while other samples are awaited.
 """
 
 import argparse
@@ -23,6 +23,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import megatron_process  # noqa: E402
+from benchmarks.megatron_process import DEVICE  # noqa: E402
 from benchmarks.quiet import only_tables  # noqa: E402
 from tools.cpu import environment  # noqa: E402
 
@@ -53,10 +55,8 @@ def measure(options: argparse.Namespace) -> None:
     from megatron_rl_corr.moe.replay import ReplayedRouters
     from megatron_rl_corr.moe.routers import moe_routers
     from megatron_rl_corr.moe.routes import ReplayedRoutes, Routes
-    from tools.local_server import free_port
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+    megatron_process.start()
     model, config = build(options)
     layout = compat.layout()
     routers = [router for chunk in model for router in moe_routers(chunk)]
@@ -72,7 +72,7 @@ def measure(options: argparse.Namespace) -> None:
     decoded = [decode(one, tokens=options.length + 1, shape=shape) for one in sent]
     decoding = time.process_time() - started
     boundaries = [sample * options.length for sample in range(options.samples + 1)]
-    routed.given = torch.cat([pack(decoded, boundaries, shape), no_routes(shape, 1)])
+    routed.given = torch.cat([pack(decoded, boundaries, shape), no_routes(shape, 1)]).to(DEVICE)
     times = {kind: [] for kind in steps}
     for _ in range(options.repeats):
         for kind, step in steps.items():
@@ -80,7 +80,7 @@ def measure(options: argparse.Namespace) -> None:
                 router.router_replay = stand_in if kinds[kind] is routed else None
             times[kind].append(one_step(step, model, batch, options))
     tokens = options.samples * options.length
-    print(f"{datetime.date.today()}, {machine_name('cpu')}, torch {torch.__version__}, {tokens} tokens, "
+    print(f"{datetime.date.today()}, {machine_name(DEVICE)}, torch {torch.__version__}, {tokens} tokens, "
           f"{options.layers} layers of {options.top_k} of {options.experts} experts, hidden {options.hidden}\n")
     print("| --router-replay | step (s) | to off |\n|---|---|---|")
     base = statistics.median(times["off"][1:])
@@ -98,7 +98,6 @@ def build(options: argparse.Namespace):
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -107,18 +106,20 @@ def build(options: argparse.Namespace):
     config = TransformerConfig(
         num_layers=options.layers, hidden_size=options.hidden, num_attention_heads=8, num_query_groups=4,
         normalization="RMSNorm", gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False,
-        hidden_dropout=0.0, attention_dropout=0.0, attention_softmax_in_fp32=True, use_cpu_initialization=True,
+        hidden_dropout=0.0, attention_dropout=0.0, use_cpu_initialization=True,
         bias_dropout_fusion=False, bias_activation_fusion=False, masked_softmax_fusion=False,
         gradient_accumulation_fusion=False, apply_rope_fusion=False, num_moe_experts=options.experts,
         moe_router_topk=options.top_k, moe_ffn_hidden_size=options.hidden, moe_token_dispatcher_type="alltoall",
         moe_router_load_balancing_type="none", moe_router_dtype="fp32",
+        moe_grouped_gemm=DEVICE == "cuda", **megatron_process.precision(),
     )  # fmt: skip
-    spec = get_gpt_layer_local_spec(num_experts=options.experts, moe_grouped_gemm=False, normalization="RMSNorm")
+    spec = megatron_process.layer_spec(options.experts)
     chunk = GPTModel(
         config=config, transformer_layer_spec=spec, vocab_size=VOCAB_SIZE, max_sequence_length=options.length,
         parallel_output=True, share_embeddings_and_output_weights=False, position_embedding_type="rope",
     )
     config.finalize_model_grads_func = finalize_model_grads
+    chunk = chunk.to(DEVICE, config.params_dtype)
     return [DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), chunk)], config
 
 
@@ -155,7 +156,7 @@ def corrected_step(routes, layout, options: argparse.Namespace, scored: bool):
     return CorrectedStep(
         config=RolloutCorrectionConfig(rollout_rs=rules), layout=layout,
         logprobs=LogprobSettings(layout.tp_group, 1.0, VOCAB_SIZE),
-        collector=SimpleNamespace(device="cpu", metrics={}, trajectories=[]), push=lambda version: {},
+        collector=SimpleNamespace(device=DEVICE, metrics={}, trajectories=[]), push=lambda version: {},
         report=lambda metrics: None,
         shape=BatchShape(
             global_batch_size=options.samples, group_size=4, micro_batch_size=ROWS, seq_length=options.length
@@ -164,7 +165,7 @@ def corrected_step(routes, layout, options: argparse.Namespace, scored: bool):
 
 
 def one_step(step, model: list, batch, options: argparse.Namespace) -> float:
-    """Processor seconds."""
+    """Seconds of a corrected step."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     def train_step(forward_step, iterator):
@@ -180,9 +181,7 @@ def one_step(step, model: list, batch, options: argparse.Namespace) -> float:
 
     optimizer = SimpleNamespace(step=lambda: (True, 1.0, 0))
     step.collector.collect = lambda iteration: batch
-    started = time.process_time()
-    step.run(train_step, 0, model, optimizer, per_token=False)
-    return time.process_time() - started
+    return megatron_process.seconds(lambda: step.run(train_step, 0, model, optimizer, per_token=False))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The quickstart: make a tiny MoE, serve it with SGLang or vLLM, train it with Megatron against that, draw the run.
 
 run.py [--engine vllm] [--seed 0] [--steps 60] [--server-dtype bfloat16] [--router-replay R3] [--asynchronous]
-       [--out DIR] [-- more launcher flags]
+       [--colocate] [--out DIR] [-- more launcher flags]
 run.py --stop
 """
 
@@ -36,7 +36,14 @@ def parse_arguments(argv):
         help="experts of a token in training: Megatron's choice, or the server's")
     add("--asynchronous", action="store_true",
         help="train twice: each step waiting for its samples, then with samples that are made during the step before")
+    add("--colocate", action="store_true",
+        help="trainer and server take turns, as on the same GPUs: while one works, the other frees memory")
     options = parser.parse_args(argv)
+    if options.colocate and (options.engine != "sglang" or options.asynchronous):
+        parser.error(
+            "--colocate: the server has no memory while the trainer trains, so it can't sample ahead (--asynchronous); "
+            "and the release of its memory is tested with --engine sglang alone"
+        )
     if options.engine == "vllm" and options.router_replay != "off":
         parser.error(
             "--router-replay R3 needs --engine sglang: without a GPU, vLLM returns routed experts from its V2 model "
@@ -64,9 +71,16 @@ def training_command(out, folder, model, url, options, *ahead):
         # Token weights truncated at 2; a response whose geometric mean ratio is off by 0.4% is rejected.
         "--rollout-correction-preset", "decoupled_geo_rs_token_tis",
         "--rollout-rs", "seq_mean_ratio", "--rollout-rs-threshold", "0.996_1.004",
-        "--router-replay", options.router_replay, *ahead, *options.launcher_flags,
+        "--router-replay", options.router_replay, *ahead,
+        *(["--rollout-colocate", "--rollout-weight-transport", "tensor"] if options.colocate else []),
+        *options.launcher_flags,
     ]  # fmt: skip
     return torchrun(flags, processes=4)
+
+
+def server_flags(options):
+    flags = {"--enable-return-routed-experts": options.router_replay == "R3", "--enable-memory-saver": options.colocate}
+    return [flag for flag, given in flags.items() if given]
 
 
 def run(options, out, running):
@@ -77,7 +91,7 @@ def run(options, out, running):
     EXAMPLE.say(f"2/4 starting {TITLES[options.engine]} in {options.server_dtype}; its log is {out / 'server.log'}")
     server = local_server(
         model, engine=options.engine, dtype=options.server_dtype, log_path=out / "server.log", seed=options.seed,
-        slots=64, extra_arguments=["--enable-return-routed-experts"] if options.router_replay == "R3" else [],
+        slots=64, extra_arguments=server_flags(options),
     )  # fmt: skip
     server.start()
     running.add(server.pid)
