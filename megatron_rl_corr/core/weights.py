@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.core.ratios import LOG_CLAMP, Spans, SpanSums, TokenRatios
@@ -16,6 +17,8 @@ from megatron_rl_corr.core.segments import constant
 
 GOOD, BAD = (2.0, 3.0), (3.0, 2.0)
 """VESPO's (k, l) for advantages that are not negative, and for negative ones."""
+LEAST_GAMMA = float(torch.finfo(torch.float32).tiny)
+"""1.2e-38: a smaller weight trains nothing in float32, and from 1e-162 its square is no longer a float64."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,8 @@ def gamma_weights(log_ratios: Tensor, advantages: Tensor, present: Tensor) -> Te
 
     w = prod rho, with log w clamped to +-20; (k, l) = (2, 3) where the advantage is not negative, else (3, 2). It is 1
     at w = 1, largest at w = k / l (1.208 and 1.242), and goes to 0 on either side: quickly where the trained policy has
-    left the sequence, quicker where it has run ahead. Computed as e^(k log w + l (1 - w)), which can't overflow.
+    left the sequence, quicker where it has run ahead. Computed as e^(k log w + l (1 - w)), which can't overflow; 0 where
+    that is not above LEAST_GAMMA.
 
     Source: VESPO, arXiv:2602.10693, with TRL's constants.
 
@@ -82,7 +86,7 @@ def gamma_weights(log_ratios: Tensor, advantages: Tensor, present: Tensor) -> Te
     k, rate = (
         torch.where(good, *(constant(pair[i], torch.float64, good.device) for pair in (GOOD, BAD))) for i in (0, 1)
     )
-    weights = (k * log_w - rate * log_w.expm1()).exp_()
+    weights = functional.threshold((k * log_w - rate * log_w.expm1()).exp_(), LEAST_GAMMA, 0.0)
     return torch.where(present, weights, constant(0.0, torch.float64, good.device))
 
 

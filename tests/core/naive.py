@@ -165,9 +165,10 @@ def unit_of(level: str, token: Token) -> tuple[int, ...]:
 
 
 def gamma(weight: float, advantage: float) -> float:
-    """VESPO's."""
+    """VESPO's; 0 where float32 has no normal number that small."""
     k, rate = (2, 3) if advantage >= 0 else (3, 2)
-    return weight**k * math.exp(rate * (1 - weight))
+    unbounded = weight**k * math.exp(rate * (1 - weight))
+    return unbounded if unbounded > 2.0**-126 else 0.0
 
 
 def bounded(config: RolloutCorrectionConfig, weight: float) -> float:

@@ -107,6 +107,14 @@ def test_gamma_when_at_its_ends_and_peaks_then_1_at_1_and_never_above_1_25():
     assert weights == pytest.approx([math.exp(-37), math.exp(-58), 0.0, 0.0], rel=1e-6, abs=0)
 
 
+def test_gamma_when_float32_has_no_number_that_small_then_0_and_no_ess_of_squares_that_vanish():
+    # 50^3 e^-98 = 3.4e-38 is a normal float32; 52^3 e^-102 = 7e-40 and 198^3 e^-394 = 6e-165 are none.
+    weights = gamma_of(torch.tensor([50.0, 52.0, 198.0]), [-1.0] * 3).weights.tolist()
+    assert weights == pytest.approx([50**3 * math.exp(-98), 0.0, 0.0], rel=1e-4, abs=0)
+    metrics = gamma_of(torch.tensor([198.0, 198.0]), [-1.0] * 2).metrics
+    assert metrics["weight_max"].value() == 0 and math.isnan(metrics["ess"].value())
+
+
 def test_gamma_when_a_sequence_is_long_then_its_length_does_not_matter():
     # 1000 tokens of D = 0.0004 are one token of D = 0.4.
     rho = torch.full((1000,), math.exp(0.0004))
