@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from megatron_rl_corr.events import EVENTS
 from tests import server_load, stand_in_server
@@ -31,6 +32,14 @@ def tiny_moe_dir(tmp_path_factory) -> Path:
     made = run_preloaded([ROOT / "examples/quickstart/make_model.py", out, "--seed", 0], engine="sglang")
     assert made.returncode == 0, made.stderr
     return out
+
+
+@pytest.fixture(scope="module")
+def one_rank():
+    """torch.distributed over gloo with this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,6 @@ import signal
 import time
 
 import pytest
-import torch.distributed as dist
 
 from megatron_rl_corr.engines.control import ServerControl
 from tests.faults.drills import RUNS_ALL, drill
@@ -27,11 +26,7 @@ if RUNS_ALL:
     CASES += [(blow, *moment) for moment in MOMENTS if moment != MOMENTS[6] for blow in BLOWS]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.fixture(scope="module")

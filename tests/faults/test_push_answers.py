@@ -1,7 +1,6 @@
 """A proxy before a server answers one request of a push with a page of its own, and the push still arrives."""
 
 import pytest
-import torch.distributed as dist
 
 from megatron_rl_corr.engines.errors import UnreadableAnswer
 from tests.faults.door import Door
@@ -18,11 +17,7 @@ if RUNS_ALL:
     CASES += [(path, sent) for path in REQUESTS if path != REQUESTS[5] for sent in (True, False)]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.fixture(scope="module")

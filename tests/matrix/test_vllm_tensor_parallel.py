@@ -1,7 +1,6 @@
 """A vLLM server of two tensor-parallel ranks in processes of their own: what arrives, and what a refusal costs."""
 
 import pytest
-import torch.distributed as dist
 from safetensors.torch import load_file
 
 from megatron_rl_corr.rollout import RolloutServerError
@@ -11,16 +10,12 @@ from tests.weight_sync.test_push_real_servers import TRANSPORTS, Pushing, model_
 from tools.cpu import environment, vllm_arguments
 from tools.local_server import LocalServer
 
-pytestmark = pytest.mark.skipif(chosen() != OVERLAID, reason="make test-matrix runs it")
+pytestmark = [
+    pytest.mark.usefixtures("one_rank"),
+    pytest.mark.skipif(chosen() != OVERLAID, reason="make test-matrix runs it"),
+]
 WHOLE = 37
 """Parameters of 39 that are compared: the vocabulary of 83 is padded before it is cut."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

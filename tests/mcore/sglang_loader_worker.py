@@ -14,14 +14,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from sglang.srt.configs.device_config import DeviceConfig
-from sglang.srt.configs.load_config import LoadConfig
-from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.distributed import bootstrap
-from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
-from sglang.srt.model_loader import get_model
-from sglang.srt.runtime_context import SpawnRanks, publish
-from sglang.srt.server_args import prepare_server_args
 from sglang.srt.utils.weight_checker import WeightChecker
 
 from megatron_rl_corr.engines import load_engine
@@ -30,47 +22,9 @@ from megatron_rl_corr.engines.types import ServerChecksums
 from megatron_rl_corr.weight_sync.coverage import make_coverage
 from megatron_rl_corr.weight_sync.export import buckets
 from megatron_rl_corr.weight_sync.verify import make_verifiers
-from tools.cpu import sglang_arguments
-from tools.local_server import free_port
+from tests.sglang_loader import load_model, start_rank
 
 ENGINE = load_engine("sglang")
-
-
-def load(path):
-    """As a server's scheduler does."""
-    args = prepare_server_args(["--model-path", str(path), "--dtype", "float32", *sglang_arguments()])
-    publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0))
-    bootstrap.init_parallel_runtime(server_args=args, device="cpu", dist_port=free_port())
-    config = ModelConfig.from_server_args(args)
-    model = get_model(
-        model_config=config, load_config=LoadConfig(load_format="auto"),
-        device_config=DeviceConfig(device="cpu", gpu_id=0),
-    )  # fmt: skip
-    updater = WeightUpdater(
-        tp_rank=0, device="cpu", gpu_id=0, model_config=config, custom_weight_loaders={}, get_model=lambda: model,
-        update_model_fields=None, recapture_cuda_graph=None, get_model_runner=None,
-    )  # fmt: skip
-    return model, updater
-
-
-def state(model):
-    """Every tensor that a forward pass may read: parameters, and what SGLang derives from them."""
-    derived = {
-        f"{path}.{name}": value for path, module in model.named_modules() for name, value in vars(module).items()
-        if isinstance(value, torch.Tensor)
-    }  # fmt: skip
-    return dict(model.named_parameters()) | derived
-
-
-def send(model, updater, requests):
-    """Over weights that are all 7."""
-    for tensor in state(model).values():
-        tensor.data.fill_(7)
-    updater.begin_weight_update()
-    for bucket in requests:
-        done, why = updater.load_weights_from_distributed(bucket)
-        assert done, why
-    updater.end_weight_update(run_post_load=False)
 
 
 def told(call):
@@ -89,14 +43,14 @@ def count(path, shown, *requests):
 
 
 def judge(path):
-    model, updater = load(path)
-    expected = {name: tensor.clone() for name, tensor in state(model).items()}
+    loaded = load_model(start_rank(path))
+    expected = {name: tensor.clone() for name, tensor in loaded.state().items()}
 
     def wrong():
-        return sorted(name for name, tensor in state(model).items() if not torch.equal(tensor, expected[name]))
+        return sorted(name for name, tensor in loaded.state().items() if not torch.equal(tensor, expected[name]))
 
     def show():
-        sums = WeightChecker(get_model=lambda: model).handle("checksum", role="target")["checksums"]
+        sums = WeightChecker(get_model=lambda: loaded.model).handle("checksum", role="target")["checksums"]
         layout = (1, 1, 1, "float32", "cpu", 1)
         return ServerChecksums("http://a", "cpu", 1, layout, None, ((0, sums),), layout_is_known=True)
 
@@ -106,7 +60,7 @@ def judge(path):
     singly = [[named] for unit in units for named in unit]
     found = {"model": path.name, "tensors": len(tensors)}
     for how, requests in {"singly": singly, "units": list(buckets(units, 1))}.items():
-        send(model, updater, requests)
+        loaded.send(requests)
         shown, verifier = show(), make_verifiers("checksum", path, {"sglang": ENGINE})["sglang"]
         for bucket in requests:
             verifier.keep(bucket, "1")

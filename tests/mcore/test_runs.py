@@ -128,8 +128,8 @@ def test_run_when_replayed_without_a_server_in_another_layout_then_its_steps_are
     for step, expected in zip(steps, wanted, strict=True):
         probed = {name for name in expected if name.startswith("rollout/probe_")}  # what servers said after the push
         assert set(step) == set(expected) - probed and 0 < expected["rollout/probe_max_abs_log_ratio"] < NEAR
-        # Where advantages sum to 0, so does the loss, but for what the weights e^D differ by. D is rounding, and after a
-        # step what the rounding of a gradient near 0 makes of a few weights (assert_nearly_same_weights).
+        # Where advantages sum to 0, so does the loss, but for what the weights e^D differ by. D is rounding, and after
+        # a step what the rounding of a gradient near 0 makes of a few weights (assert_nearly_same_weights).
         rounding = step["rollout_corr/log_ratio_abs_max"]
         assert step["loss/policy"] == pytest.approx(expected["loss/policy"], rel=NEAR, abs=rounding) and rounding < NEAR
         for name in ("loss/entropy", "grad_norm", "reward/mean", "weight_lag", "response_length/mean"):

@@ -13,15 +13,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from sglang.srt.configs.device_config import DeviceConfig
-from sglang.srt.configs.load_config import LoadConfig
-from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.distributed import bootstrap
 from sglang.srt.distributed.device_communicators import pynccl
-from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
-from sglang.srt.model_loader import get_model
-from sglang.srt.runtime_context import SpawnRanks, publish
-from sglang.srt.server_args import prepare_server_args
 from sglang.srt.utils.weight_checker import WeightChecker
 
 from megatron_rl_corr.engines import load_engine
@@ -34,38 +26,15 @@ from megatron_rl_corr.weight_sync.coverage import make_coverage
 from megatron_rl_corr.weight_sync.export import buckets
 from megatron_rl_corr.weight_sync.quantization import quantised_units
 from megatron_rl_corr.weight_sync.verify import make_verifiers
-from tools.cpu import sglang_arguments
+from tests.sglang_loader import load_model, start_rank
 from tools.local_server import free_port
 
 ENGINE = load_engine("sglang")
 
 
-def load(path, rank, size, port):
-    """As a server's scheduler does."""
-    flags = ["--model-path", str(path), "--dtype", "float32", "--tp-size", str(size), *sglang_arguments()]
-    args = prepare_server_args(flags)
-    publish(args, role="scheduler", ranks=SpawnRanks(world_rank=rank, dp_rank=None, gpu_id=rank))
-    bootstrap.init_parallel_runtime(server_args=args, device="cpu", dist_port=port)
-    config = ModelConfig.from_server_args(args)
-    model = get_model(
-        model_config=config, load_config=LoadConfig(load_format="auto"),
-        device_config=DeviceConfig(device="cpu", gpu_id=rank),
-    )  # fmt: skip
-    updater = WeightUpdater(
-        tp_rank=rank, device="cpu", gpu_id=rank, model_config=config, custom_weight_loaders={}, get_model=lambda: model,
-        update_model_fields=None, recapture_cuda_graph=None, get_model_runner=None,
-    )  # fmt: skip
-    return model, updater
-
-
-def state(model):
-    """What a forward pass may read: parameters, and what SGLang derives from them; not the scales of a KV cache."""
-    derived = {
-        f"{path}.{name}": value for path, module in model.named_modules() for name, value in vars(module).items()
-        if isinstance(value, torch.Tensor)
-    }  # fmt: skip
-    found = dict(model.named_parameters()) | derived
-    return {name: tensor for name, tensor in found.items() if not name.endswith((".k_scale", ".v_scale"))}
+def state(loaded):
+    """What a forward pass may read, but for the scales of a KV cache."""
+    return {name: tensor for name, tensor in loaded.state().items() if not name.endswith((".k_scale", ".v_scale"))}
 
 
 def same(one, other):
@@ -90,29 +59,27 @@ def judge(plain, fp8, rank, size, port):
     FP8, by its own layers, and what was sent so. proven, held: parameters whose checksums were as expected, and all.
     coverage: what the count of parameters says.
     """
-    model, updater = load(fp8, rank, size, port)
-    expected = {name: tensor.clone() for name, tensor in state(model).items()}
-    for tensor in state(model).values():
-        tensor.data.fill_(7)
+    loaded = load_model(start_rank(fp8, rank, size, port), rank)
+    model, expected = loaded.model, {name: tensor.clone() for name, tensor in state(loaded).items()}
+    loaded.forget()
     config, quantization = read_config(plain), BlockFP8.from_config(read_config(fp8))
     weights = {n: w for n, w in load_file(plain / "model.safetensors").items() if "rotary_emb" not in n}
     requests = list(buckets(quantised_units(units_of(weights, config), quantization), 1))
     coverage, verifier = make_coverage(plain, quantization), make_verifiers("checksum", plain, {"s": ENGINE})["s"]
     unused = []
-    updater.begin_weight_update()
+    loaded.updater.begin_weight_update()
     for bucket in requests:
         coverage.count(bucket)
         verifier.keep(bucket, "1")
         before = {name: tensor.clone() for name, tensor in model.named_parameters()}
-        done, why = updater.load_weights_from_distributed(bucket)
-        assert done, why
+        loaded.load(bucket)
         changed = sum(not same(before[name], tensor) for name, tensor in model.named_parameters())
         counts = [None] * size
         dist.all_gather_object(counts, changed)
         fused = len({ENGINE.server_parameter(name)[0] for name, _ in bucket})
         if max(counts) < fused:
             unused.append([name for name, _ in bucket])
-    updater.end_weight_update(run_post_load=False)
+    loaded.updater.end_weight_update(run_post_load=False)
     sums = WeightChecker(get_model=lambda: model).handle("checksum", role="target")["checksums"]
     all_sums = [None] * size
     dist.all_gather_object(all_sums, sums)
@@ -128,7 +95,7 @@ def judge(plain, fp8, rank, size, port):
     sent = {ENGINE.server_parameter(name)[0] for bucket in requests for name, _ in bucket if name.endswith(SCALE)}
     held = {name for name, tensor in model.named_parameters() if name.endswith(SCALE)}
     return {
-        "wrong": sorted(name for name, tensor in state(model).items() if not same(tensor, expected[name])),
+        "wrong": sorted(name for name, tensor in state(loaded).items() if not same(tensor, expected[name])),
         "unused": unused, "sent": sorted(sent), "in_fp8": sorted(held), "proven": verifier.compare([shown]),
         "held": len(sums), "coverage": coverage_said,
     }  # fmt: skip

@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -24,14 +23,10 @@ TRANSPORTS = ("distributed", "tensor", "disk")
 SERVED = CONFIG | {"scale_fmt": "ue8m0", "modules_to_not_convert": SPARED}
 FP8 = BlockFP8.from_config({"quantization_config": SERVED})
 
-pytestmark = pytest.mark.skipif(gpu_available(), reason="a GPU's kernels quantise activations too")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = [
+    pytest.mark.usefixtures("one_rank"),
+    pytest.mark.skipif(gpu_available(), reason="a GPU's kernels quantise activations too"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 
 from megatron_rl_corr import cli
@@ -30,12 +29,7 @@ from tests.weight_sync.pushing import PROMPT, SAMPLING, Pushing
 from tests.weight_sync.test_push_real_servers import model_of, noisy
 from tools.cpu import environment, sglang_arguments
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.fixture(scope="module")

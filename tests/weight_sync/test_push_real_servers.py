@@ -6,7 +6,6 @@ from contextlib import contextmanager
 import psutil
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from megatron_rl_corr.engines.control import ServerControl
@@ -20,11 +19,7 @@ from tests.weight_sync.pushing import PROMPT, SAMPLING, Pushing
 
 TRANSPORTS = ("distributed", "tensor", "disk")
 
-@pytest.fixture(scope="module", autouse=True)
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.fixture(scope="module")
