@@ -161,7 +161,7 @@ def test_weights_when_changed_while_sampling_then_every_token_carries_the_versio
     assert {t.server for t in trajectories} == set(urls[:count])
     expected = [(prompt, 250) for prompt in range(len(PROMPTS)) for _ in range(SAMPLES)]
     assert [(t.prompt_index, t.output_ids.numel()) for t in trajectories] == expected
-    moved = compared = changed = 0
+    moved = shifted = compared = changed = 0
     for t in trajectories:
         starts = [(span.start, versions[span.version]) for span in t.weight_versions]
         seen = [span.version for span in t.weight_versions]
@@ -173,10 +173,13 @@ def test_weights_when_changed_while_sampling_then_every_token_carries_the_versio
         for shift in (-1, 1) if len(starts) > 1 else ():  # the same, had the weights changed a token earlier or later
             other = [starts[0], (starts[1][0] + shift, starts[1][1]), *starts[2:]]
             wrong, settled = true_logprobs(models, t, other, in_place=mode == "in_place")
-            moved += ((t.rollout_logprobs - wrong).abs() > NEAR)[settled].any().item()
+            # Behind a token whose experts nearly tied no truth is known: a change there is seen by nothing.
+            if settled[min(starts[1][0], other[1][0])]:
+                shifted += 1
+                moved += ((t.rollout_logprobs - wrong).abs() > NEAR)[settled].any().item()
     assert compared >= 0.8 * sum(t.output_ids.numel() for t in trajectories)
     assert changed >= 0.5 * len(trajectories)  # one server may be done before the other has begun
-    assert moved >= 1.8 * changed  # by chance one token may be as likely under both
+    assert moved >= 0.9 * shifted and shifted >= changed  # by chance one token may be as likely under both
 
 
 @pytest.mark.parametrize("keyed", [True, False])
