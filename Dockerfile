@@ -15,5 +15,6 @@ ENV DEVICE_FOR_SETUP=gpu \
 WORKDIR /opt/megatron_rl_corr
 COPY . .
 RUN make setup
-ENV PATH=/opt/megatron_rl_corr/.venv/bin:$PATH
+ENV PATH=/opt/megatron_rl_corr/.venv/bin:$PATH \
+    CUDA_HOME=/opt/megatron_rl_corr/.venv/cuda
 CMD ["bash"]

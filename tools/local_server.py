@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tools.process_group import die_with_parent, end_group, shared_memory
+from tools.toolkit import with_toolkit
 
 HOST = "127.0.0.1"
 POLL_S = 0.5
@@ -152,7 +153,7 @@ class LocalServer:
         self._scratch = Path(tempfile.mkdtemp(prefix="server-"))
         environment = {
             **self.program.variables,
-            **(os.environ if self.environment is None else self.environment),
+            **with_toolkit(os.environ if self.environment is None else self.environment),
             "TMPDIR": str(self._scratch),
         }
         with self.log_path.open("wb") as log:

@@ -48,6 +48,17 @@ set_colocation() {
     PLAN_FLAGS+=(--colocate --mem-fraction-static "$COLOCATED_FRACTION")
 }
 
+# SGLang and FlashInfer compile kernels as they need them, and Transformer Engine some too: with CUDA_HOME's compiler, or
+# else with /usr/local/cuda's, of whatever version. `make setup` has laid the lock's beside PYTHON.
+compiler_variables() {
+    local environment
+    environment=$(dirname "$(dirname "$(command -v "$PYTHON")")")
+    [ -d "$environment/cuda" ] || return 0
+    environment=$(cd "$environment" && pwd)
+    export PATH=$environment/bin:$PATH CUDA_HOME=${CUDA_HOME:-$environment/cuda}
+    [ "$CUDA_HOME" = "$environment/cuda" ] || say "kernels are compiled by CUDA_HOME=$CUDA_HOME, which was set; the lock's is $environment/cuda"
+}
+
 number_of_servers() { echo $(($(count "$GPUS_SERVE") / SERVER_GPUS)); }
 
 server_urls() {
@@ -105,7 +116,8 @@ start_servers() {
             --host "$SERVER_HOST" --port $((PORT + i)) "${first[@]}" "${SERVER_FLAGS[@]}" >"$log" 2>&1 &
         server_pids+=($!)
     done
-    trap 'kill "${server_pids[@]}" 2>/dev/null || true; wait' EXIT
+    trap 'kill "${server_pids[@]}" $trainer_pid 2>/dev/null || true; wait' EXIT
+    trap 'exit 129' HUP # the terminal was closed
     trap 'exit 130' INT
     trap 'exit 143' TERM
 }
@@ -144,7 +156,8 @@ forward_signal() {
 }
 
 # bash handles no signal while a program runs in its foreground, so the trainer runs behind it. It has a process group
-# of its own: what ends the run, as Ctrl-C at a terminal, reaches torchrun once, from here. The status is torchrun's.
+# of its own: what ends the run, as Ctrl-C at a terminal or its end, reaches torchrun once, from here. The status is
+# torchrun's.
 train() {
     train_variables
     local status=0 where=(--standalone)
@@ -152,7 +165,7 @@ train() {
         where=(--nnodes "$NODES" --node_rank "${NODE_RANK:?the number of this node}"
             --master_addr "${MASTER_ADDR:?the address of the first node that trains}" --master_port "${MASTER_PORT:-29500}")
     fi
-    trap forward_signal INT TERM
+    trap forward_signal HUP INT TERM
     set -m
     CUDA_VISIBLE_DEVICES=$GPUS_TRAIN "$PYTHON" -m torch.distributed.run "${where[@]}" --nproc_per_node "$(count "$GPUS_TRAIN")" \
         -m megatron_rl_corr.launch "$PRETRAIN" "${TRAIN_FLAGS[@]}" </dev/null &
@@ -198,6 +211,7 @@ recipe() {
     [ "$what" = urls ] && { server_urls; return; }
     [ -f "$MODEL/config.json" ] || fail "MODEL=$MODEL is no Hugging Face folder: it has no config.json"
     [ "$what" = plan ] && { plan; return; }
+    compiler_variables
     [ "$what" = serve ] && { start_servers; wait "${server_pids[@]}"; return; }
     [ -e "$DATA" ] || fail "DATA=$DATA: there is no such file"
     train_flags

@@ -27,12 +27,13 @@ class Recipe:
 
     def __init__(self, folder, name):
         self.name, self.folder, self.record = name, folder, folder / "record.jsonl"
-        self.script, self.python = ROOT / "examples" / name / "run.sh", folder / "python"
+        self.script, self.python = ROOT / "examples" / name / "run.sh", folder / "environment/bin/python"
         self._dry_runs = {}
         (folder / "model").mkdir()
         write_model(folder / "model", CONFIGS[name])
         write_gsm8k(folder / "gsm8k.parquet")
         write_dapo(folder / "dapo.parquet")
+        self.python.parent.mkdir(parents=True)
         self.python.write_text(f'#!/bin/sh\nexec {sys.executable} {ROOT}/tests/examples/recording_python.py "$@"\n')
         self.python.chmod(0o755)
 
@@ -56,7 +57,7 @@ class Recipe:
             ["bash", self.script, *map(str, words)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.PIPE, text=True, cwd=self.folder,
             # A shell traps no signal that was ignored as it began, as Ctrl-C is in what a script has put behind it.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+            preexec_fn=lambda: [signal.signal(each, signal.SIG_DFL) for each in (signal.SIGINT, signal.SIGHUP)],
             env=os.environ | {name: str(value) for name, value in (given | variables).items()},
         )
 
@@ -286,7 +287,29 @@ def test_run_when_a_server_ends_after_its_answer_then_nothing_trains(sparse):
     assert run.stdout.count("answers") == 2 and sparse.asked("-m", "torch.distributed.run") == []
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_run_when_setup_laid_a_compiler_down_then_servers_and_trainer_find_it_and_one_that_is_set_is_kept(sparse):
+    compiler, programs = sparse.folder / "environment/cuda", sparse.python.parent
+    compiler.mkdir()
+    try:
+        found, kept = (sparse_environments(sparse, **given) for given in ({}, {"CUDA_HOME": "/opt/cuda-12.4"}))
+    finally:
+        compiler.rmdir()
+    assert found[0] == [(str(compiler), str(programs))] * 3 and "kernels are compiled" not in found[1]
+    assert kept[0] == [("/opt/cuda-12.4", str(programs))] * 3
+    assert f"CUDA_HOME=/opt/cuda-12.4, which was set; the lock's is {compiler}" in kept[1]
+    without, _ = sparse_environments(sparse)
+    assert without == [(None, os.environ["PATH"].split(":")[0])] * 3
+
+
+def sparse_environments(sparse, **variables):
+    """([(CUDA_HOME, first folder of PATH)] of the servers and the trainer, what the script said)."""
+    run = sparse.run(PORT=free_ports(4), **variables)
+    assert run.returncode == 0, run.stdout + run.stderr
+    calls = [*sparse.asked("-m", "sglang.launch_server"), *sparse.asked("-m", "torch.distributed.run")]
+    return [(call["CUDA_HOME"], call["PATH"].split(":")[0]) for call in calls], run.stdout
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_run_when_it_is_ended_by_a_signal_then_training_gets_it_and_gives_the_status_and_servers_end(sparse, sent):
     port, begun = free_ports(4), sparse.folder / f"begun_{sent}"
     process = sparse.start(PORT=port, TRAINING_WAITS=begun)

@@ -42,7 +42,10 @@ def test_dockerfile_when_it_sets_up_then_by_make_setup_with_the_gpus_lock():
     assert re.search(r"\bg\+\+ .*python3\.12-dev python3\.12-venv", of("RUN")[0])
     # Everything is copied before it, into the folder whose programs are put on PATH after it.
     assert before[-2:] == [("WORKDIR", of("WORKDIR")[0]), ("COPY", ". .")]
-    assert of("ENV")[-1] == f"PATH={of('WORKDIR')[0]}/.venv/bin:$PATH"
+    after = dict(part.split("=", 1) for part in shlex.split(of("ENV")[-1]))
+    assert after == {
+        "PATH": f"{of('WORKDIR')[0]}/.venv/bin:$PATH", "CUDA_HOME": f"{of('WORKDIR')[0]}/.venv/cuda"
+    }  # fmt: skip
 
 
 def test_dockerfile_when_it_names_files_then_they_exist_and_are_not_ignored():

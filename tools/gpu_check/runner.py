@@ -14,6 +14,7 @@ from pathlib import Path
 from tools.cpu import environment
 from tools.gpu_check.outcome import Outcome
 from tools.gpu_check.parts import REHEARSAL, TOTAL_S, Part
+from tools.toolkit import with_toolkit
 
 ROOT = Path(__file__).resolve().parents[2]
 HOLDS, FAILED, NOT_RUN = "holds", "FAILED", "not run"
@@ -122,7 +123,7 @@ def is_installed(module: str) -> bool:
 def variables(part: Part, device: str, logs: Path) -> dict[str, str]:
     """The environment of the part's process: no network, and without a GPU what stands in for one."""
     base = {
-        **os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "GPU_CHECK_LOGS": str(logs),
+        **with_toolkit(os.environ), "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "GPU_CHECK_LOGS": str(logs),
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
     }
     base.setdefault("OMP_NUM_THREADS", "1")
