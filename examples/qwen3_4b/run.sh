@@ -59,7 +59,7 @@ MEGATRON_FLAGS=(
     --distributed-timeout-minutes 60    # ranks wait for each other while weights are read and pushed the first time
     --save "$OUT/checkpoints" --save-interval 100 # each takes 56 GB
     --load "$OUT/checkpoints"           # started again, the run goes on from the last one
-    --override-opt_param-scheduler      # by the --lr and --train-iters given then; Megatron refuses others than the checkpoint's
+    --override-opt_param-scheduler      # by the --train-iters given then; another --lr needs --no-load-optim too
     --log-interval 1                    # Megatron's own log line, every step
     --tensorboard-dir "$OUT/tensorboard" # its numbers and ours
 )

@@ -6,10 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from megatron_rl_corr.engines.errors import RolloutError
 from megatron_rl_corr.logprobs import torch_backend
+from megatron_rl_corr.models.hf_folder import copy_model_files
 from megatron_rl_corr.weight_sync import rounding
 from megatron_rl_corr.weight_sync.transports.ipc import TensorTransport
 from tests.preloaded import PreloadedServer, run_preloaded
@@ -302,7 +303,7 @@ def test_flags_of_a_gpu_when_sglang_and_megatron_parse_them_then_both_take_them(
     done = run_preloaded([tmp_path / "sglang_parser.py", *words], engine="sglang")
     assert done.returncode == 0, done.stderr[-2000:]
     command = router_replay.command(tmp_path, tiny_moe_dir, "http://127.0.0.1:1", "cuda")
-    assert {"--bf16", "--moe-grouped-gemm"} < set(command) and "gloo" not in command
+    assert {"--bf16", "--moe-grouped-gemm", "--optimizer-cpu-offload"} < set(command) and "gloo" not in command
     (tmp_path / "megatron_parser.py").write_text(MEGATRON_PARSER)
     script = next(place for place, word in enumerate(command) if word.endswith("pretrain_moe.py"))
     done = run_preloaded([tmp_path / "megatron_parser.py", *command[script + 1 :]])
@@ -318,25 +319,35 @@ STEP = {
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"router_replay/disagreement": 0.5}, "disagreement, largest of 3 steps is 0.5"),
-        ({"rollout_corr/k3_kl": 0.02}, "k3_kl, largest of 3 steps is 0.02"),
-        ({"rollout_corr/k3_kl": float("nan")}, "k3_kl, largest of 3 steps is nan"),
+        ({"router_replay/disagreement": 0.5}, "disagreement, largest of 4 steps is 0.5"),
+        ({"rollout_corr/k3_kl": 0.02}, "k3_kl, largest of 4 steps is 0.02"),
+        ({"rollout_corr/k3_kl": float("nan")}, "k3_kl, largest of 4 steps is nan"),
         ({"router_replay/tokens_without_routes": 3}, "had tokens without routes"),
         ({"grad_norm": 0.0}, "had no gradient"),
         (None, "replayed no routes"),
     ],
 )  # fmt: skip
 def test_replay_when_a_step_is_wrong_then_it_is_named(wrong, words):
-    assert len(router_replay.judge([STEP] * 3).findings) == 3
+    assert len(router_replay.judge([STEP] * 4).findings) == 3
     one = {"step": 1} if wrong is None else STEP | wrong
     with pytest.raises(DoesNotHold, match=words):
-        router_replay.judge([one, STEP, STEP])
+        router_replay.judge([one, STEP, STEP, STEP])
+
+
+def test_replay_when_the_step_from_the_checkpoint_moves_a_weight_then_it_is_named(tiny_moe_dir, tmp_path):
+    copy_model_files(tiny_moe_dir, tmp_path)
+    weights = load_file(tiny_moe_dir / "model.safetensors")
+    weights["model.norm.weight"][3] *= 1 + 2**-20
+    save_file(weights, tmp_path / "model.safetensors")
+    router_replay.require_kept(tiny_moe_dir, tiny_moe_dir)
+    with pytest.raises(DoesNotHold, match="a step of learning rate 0 from the checkpoint changed model.norm.weight"):
+        router_replay.require_kept(tiny_moe_dir, tmp_path)
 
 
 def test_replay_when_training_fails_or_ends_early_then_it_does_not_hold():
     with pytest.raises(DoesNotHold, match="training ended with status 7"):
         router_replay.train([sys.executable, "-c", "raise SystemExit(7)"])
-    with pytest.raises(DoesNotHold, match="2 of 3 steps"):
+    with pytest.raises(DoesNotHold, match="2 of 4 steps"):
         router_replay.judge([STEP] * 2)
 
 

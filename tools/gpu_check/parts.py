@@ -70,7 +70,7 @@ PARTS = (
     ),
     Part(
         "router-replay", "router_replay.check", "steps of a tiny MoE train the experts that the real server chose",
-        240, (*_SERVED, "megatron.training"), _TE,
+        300, (*_SERVED, "megatron.training"), _TE,
     ),
     Part(
         "fp8-server", "fp8_server.check", "weights reach a real SGLang server of an FP8 checkpoint",

@@ -1,4 +1,9 @@
-"""A few steps of the quickstart's model in real Megatron, with the experts that a real SGLang server chose (R3)."""
+"""A few steps of the quickstart's model in real Megatron, with the experts that a real SGLang server chose (R3).
+
+With the optimizer of the recipes: its state is split over replicas, and on a GPU lies on the host. Then one step more
+of learning rate 0 from the checkpoint, after which each weight must be what it was: what an optimizer copies back
+into the model are the weights that were saved, not those that it was made with.
+"""
 
 import json
 import os
@@ -20,6 +25,11 @@ QUICKSTART = ROOT / "examples/quickstart"
 STEPS = 3
 DISAGREEMENT, K3 = 0.1, 0.01
 """Bounds of the share of tokens that Megatron would route otherwise, and of the KL of both sides."""
+FROM_THE_CHECKPOINT = (
+    "--train-iters", str(STEPS + 1), "--override-opt_param-scheduler", "--lr-decay-style", "linear",
+    "--lr-decay-iters", str(STEPS),
+)  # fmt: skip
+"""The schedule has come down to 0; another --lr would find no group of parameters in the optimizer's checkpoint."""
 METRICS = {"router_replay/disagreement": DISAGREEMENT, "rollout_corr/k3_kl": K3}
 
 
@@ -31,16 +41,22 @@ def check(device: str) -> Outcome:
         (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         with server(model, "bfloat16", device, "--enable-return-routed-experts") as running:
             train(command(folder, model, running.url, device))
-        return judge([json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()])
+            train([*command(folder, model, running.url, device), *FROM_THE_CHECKPOINT])
+        outcome = judge([json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()])
+        require_kept(*(folder / f"hf/iter_{step:07d}" for step in (STEPS, STEPS + 1)))
+        return outcome
 
 
 def command(folder: Path, model: Path, url: str, device: str) -> list[str]:
-    """torchrun's, of one process."""
+    """torchrun's, of one process, for the first steps."""
     from megatron_rl_corr.models.megatron_flags import model_flags
 
     layers = megatron_arguments()
     if device == "cuda":
-        layers = ["--transformer-impl", "transformer_engine", "--no-gradient-accumulation-fusion", "--bf16"]
+        layers = [
+            "--transformer-impl", "transformer_engine", "--no-gradient-accumulation-fusion", "--moe-permute-fusion",
+            "--optimizer-cpu-offload", "--use-precision-aware-optimizer",
+        ]  # fmt: skip
     flags = [
         *model_flags(json.loads((model / "config.json").read_text())), *layers,
         *(["--moe-grouped-gemm"] if "transformer_engine" in layers else ["--rollout-pad-sequences"]),
@@ -53,6 +69,8 @@ def command(folder: Path, model: Path, url: str, device: str) -> list[str]:
         "--rollout-prompts", folder / "prompts.jsonl",
         "--rollout-reward-function", f"{QUICKSTART / 'reward.py'}:reward", "--rollout-group-size", 4,
         "--rollout-max-new-tokens", 12, "--rollout-log-dir", folder / "run",
+        "--bf16", "--use-distributed-optimizer", "--save", folder / "checkpoints", "--save-interval", STEPS,
+        "--load", folder / "checkpoints", "--rollout-save-hf", folder / "hf",
         "--rollout-correction-preset", "decoupled_token_is", "--router-replay", "R3",
         # Trainer and server share a GPU, on which NCCL may allow one rank.
         "--rollout-weight-transport", "tensor",
@@ -88,12 +106,25 @@ def judge(steps: Sequence[Mapping[str, float]]) -> Outcome:
     Raises:
         DoesNotHold: a step is missing, did not learn, or had tokens without routes, or a metric is beyond its bound.
     """
-    require(len(steps) == STEPS, f"{len(steps)} of {STEPS} steps were logged")
+    require(len(steps) == STEPS + 1, f"{len(steps)} of {STEPS + 1} steps were logged")
     for step in steps:
         require("router_replay/disagreement" in step, f"step {step['step']} replayed no routes")
         require(step["router_replay/tokens_without_routes"] == 0, f"step {step['step']} had tokens without routes")
         require(step["grad_norm"] > 0, f"step {step['step']} had no gradient")
-    found = [at_most(f"{name}, largest of {STEPS} steps", max(step[name] for step in steps), bound)
+    found = [at_most(f"{name}, largest of {STEPS + 1} steps", max(step[name] for step in steps), bound)
              for name, bound in METRICS.items()]  # fmt: skip
     overlap = min(step["router_replay/overlap"] for step in steps)
     return Outcome([*found, Finding("router_replay/overlap, smallest", f"{overlap:.4f}")])
+
+
+def require_kept(saved: Path, later: Path) -> None:
+    """Two exported folders have the same weights, bit for bit.
+
+    Raises:
+        DoesNotHold: one differs, by name.
+    """
+    from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
+
+    before, after = HFCheckpoint(saved), HFCheckpoint(later)
+    changed = [name for name in before.names if not before.tensor(name).equal(after.tensor(name))]
+    require(not changed, f"a step of learning rate 0 from the checkpoint changed {', '.join(changed[:3])}")
