@@ -160,8 +160,7 @@ class WeightServers:
         if self._restarted:
             restarted = self.client.control(sorted(self._restarted))
             self._loop.call(check_quantization(restarted, self.quantization, self._quantized_checkpoint))
-        if self._pause_mode == "in_place" or self._samples_ahead:
-            self._check_pause()
+        self._check_pause()
         self._stopped = True
         self._loop.call(self._control.pause_generation(self._pause_mode))
         self._loop.call(self._name_unfinished(self._started or ""))

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_rl_corr.engines.memory import MemoryPart
+from megatron_rl_corr.engines.sglang.prefix_caches import outer_store_problem
 from megatron_rl_corr.engines.sglang.servers import quantization
 from megatron_rl_corr.engines.types import Request
 
@@ -43,7 +44,7 @@ def memory_problem(server_info: Mapping[str, Any]) -> str | None:
             "`colocate` with quantised weights is not tested: whether every value and scale comes back with a push; "
             "serve the model in 16 bits"
         )
-    return None
+    return outer_store_problem(server_info)
 
 
 def release_memory(parts: Sequence[MemoryPart]) -> Request:
