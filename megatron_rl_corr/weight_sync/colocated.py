@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch
+
 from megatron_rl_corr.engines.memory import ALL_MEMORY
 from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.weight_sync.memory import ServerMemory
@@ -51,6 +53,13 @@ class ColocatedServers(WeightServers):
         versions = self._reported_versions()
         names = {url: name for url, name in zip(self.client.base_urls, versions, strict=True) if name is not None}
         self._loop.call(self.memory.release(self.client.control(list(names)), names))
+
+    @staticmethod
+    def free_cached() -> None:
+        """On every rank: give the GPU back the memory of tensors that are gone, which torch would keep from servers."""
+        if torch.cuda.is_available():
+            torch.cuda.ipc_collect()  # buckets that servers have closed
+            torch.cuda.empty_cache()
 
     def release(self) -> None:
         super().release()

@@ -4,11 +4,13 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError
 from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.weight_sync import updatable
+from megatron_rl_corr.weight_sync.colocated import ColocatedServers
 from megatron_rl_corr.weight_sync.servers import ABSENT, READY, RESTARTED, WeightServers
 from megatron_rl_corr.weight_sync.transports.base import WeightTransport
 from megatron_rl_corr.weight_sync.transports.broadcast import DistributedTransport
@@ -272,6 +274,16 @@ def test_begin_in_place_when_a_cache_would_outlive_its_weights_then_refused(clie
     servers.use([READY] * 3)
     with pytest.raises(RolloutProtocolError, match=missing):
         servers.begin()
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_free_cached_when_on_a_gpu_then_closed_handles_first_and_else_nothing(monkeypatch, on_gpu):
+    called = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: called.append("closed handles"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: called.append("cached blocks"))
+    ColocatedServers.free_cached()
+    assert called == (["closed handles", "cached blocks"] if on_gpu else [])
 
 
 STORES = {
