@@ -21,7 +21,7 @@ from typing import Any
 KINDS = {
     "server_left_out": "a server failed, and is not sampled from until it answers again",
     "server_readmitted": "a server that was left out is sampled from again",
-    "server_missed_update": "a server does not have the weights of a push, and waits for the next one",
+    "server_missed_update": "a server does not have the weights of a push, and waits for the next one, or its restart",
     "server_taken_over": "a server was paused or half updated by a trainer that ended, and is taken over",
     "memory_not_released": "a server did not answer when it was to release its memory to the trainer on its GPUs",
     "memory_left_released": "the trainer ended while servers had released their memory to it",

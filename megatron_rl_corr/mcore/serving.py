@@ -84,7 +84,11 @@ class WeightPush:
             self.colocation.before_push()
         push_weights(self.exporter, self.servers, version=name, bucket_bytes=self.bucket_bytes)
         numbers = {} if self.colocation is None else self.colocation.broadcast_pushed()
-        return numbers if self.probe is None else numbers | self.probe.all_reduce_compared(self.servers, name)
+        if self.probe is not None:
+            numbers |= self.probe.all_reduce_compared(self.servers, name)
+            if self.colocation is not None:
+                self.colocation.servers.free_cached()  # of the probe's forward pass
+        return numbers
 
 
 def all_reduce_released_at_start(options: RunConfig, opened: ExitStack) -> ServerMemory | None:

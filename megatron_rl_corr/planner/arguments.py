@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+SERVER_RESERVE_GIB = 4.0
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `plan`."""
@@ -18,6 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gpu-memory-gib", metavar="GIB", type=float, default=80.0, help="of each GPU (default 80)")
     add("--reserve-gib", metavar="GIB", type=float, default=6.0,
         help="of a GPU that trains, for CUDA, NCCL, workspaces, fragments and a push (default 6)")  # fmt: skip
+    add("--server-reserve-gib", metavar="GIB", type=float,
+        help=f"with --colocate, of every GPU for the server's process, whose CUDA context, NCCL, CUDA graphs and "
+        f"workspaces stay when it has released its memory (default {SERVER_RESERVE_GIB:g}, not measured)")  # fmt: skip
     add("--max-prompt-tokens", metavar="N", type=int, default=1024, help="longest prompt (default 1024)")
     add("--max-new-tokens", metavar="N", type=int, default=4096, help="longest response (default 4096)")
     add("--max-tokens-per-microbatch", metavar="N", type=int,

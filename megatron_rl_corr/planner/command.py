@@ -10,6 +10,7 @@ from typing import TextIO
 
 from megatron_rl_corr.models.architectures import Config
 from megatron_rl_corr.models.hf_checkpoint import read_config
+from megatron_rl_corr.planner.arguments import SERVER_RESERVE_GIB
 from megatron_rl_corr.planner.parameters import ModelParameters, model_parameters
 from megatron_rl_corr.planner.planned_flags import server_flags, training_flags
 from megatron_rl_corr.planner.search import Candidate, Fixed, candidates
@@ -64,8 +65,17 @@ def make_plan(config: Config, arguments: argparse.Namespace) -> Plan:
         serve = arguments.gpus
         if arguments.serve_gpus is not None:
             problems.append(f"--serve-gpus {arguments.serve_gpus} with --colocate: all GPUs serve; leave it out")
+        if arguments.gpus > arguments.gpus_per_node:
+            problems.append(
+                f"--gpus {arguments.gpus} with --colocate must be at most --gpus-per-node {arguments.gpus_per_node}: "
+                "weights are handed over on one host; plan for one node, or leave --colocate out"
+            )
     elif not 0 <= serve < arguments.gpus:
         problems.append(f"--serve-gpus {serve} must leave at least one of --gpus {arguments.gpus} to train")
+    if arguments.server_reserve_gib is not None and not arguments.colocate:
+        problems.append(f"--server-reserve-gib {arguments.server_reserve_gib:g} has no effect without --colocate")
+    if (arguments.server_reserve_gib or 0) < 0:
+        problems.append(f"--server-reserve-gib {arguments.server_reserve_gib:g} must be at least 0")
     if not 0 < arguments.mem_fraction_static < 1:
         problems.append(f"--mem-fraction-static {arguments.mem_fraction_static} must be between 0 and 1")
     if arguments.expert_imbalance < 1:
@@ -82,20 +92,34 @@ def make_plan(config: Config, arguments: argparse.Namespace) -> Plan:
         offload_optimizer=arguments.optimizer_cpu_offload, linear_logprobs=arguments.linear_logprobs,
         distributed_optimizer=not arguments.no_distributed_optimizer, expert_imbalance=arguments.expert_imbalance,
     )  # fmt: skip
-    parameters = model_parameters(config)
+    parameters, usable = model_parameters(config), gpu - _reserve_gib(arguments) * GIB
     found = candidates(
         config, workload, fixed, gpus=arguments.gpus - (0 if arguments.colocate else serve),
-        gpus_per_node=arguments.gpus_per_node, usable=gpu - arguments.reserve_gib * GIB,
+        gpus_per_node=arguments.gpus_per_node, usable=usable, colocated=arguments.colocate,
     )  # fmt: skip
     most_static = 1.0
-    if arguments.colocate:  # while servers sample the trainer keeps its weights, and what CUDA and NCCL take
-        most_static = (gpu - arguments.reserve_gib * GIB - max(s.weights for s in found[0].memory.stages)) / gpu
+    if arguments.colocate:  # while servers sample the trainer keeps its weights, and both what CUDA and NCCL take
+        most_static = (usable - max(s.weights for s in found[0].memory.stages)) / gpu
         if arguments.mem_fraction_static > most_static:
             raise ValueError(
                 f"--mem-fraction-static {arguments.mem_fraction_static:g} with --colocate: the trainer's weights "
-                f"({_name(found[0])}) and --reserve-gib leave {max(most_static, 0):.2f} of a GPU; give at most that"
+                f"({_name(found[0])}), --reserve-gib and --server-reserve-gib leave {max(most_static, 0):.2f} of a "
+                "GPU; give at most that"
             )
     return Plan(parameters, found, _serving(config, workload, arguments, serve, gpu), most_static)
+
+
+def _reserve_gib(arguments: argparse.Namespace) -> float:
+    """Of a GPU that trains, for its own process, and for that of a server on it."""
+    if not arguments.colocate:
+        return arguments.reserve_gib
+    given = arguments.server_reserve_gib
+    return arguments.reserve_gib + (SERVER_RESERVE_GIB if given is None else given)
+
+
+def _nodes(arguments: argparse.Namespace, candidate: Candidate) -> int:
+    """That train."""
+    return -(-candidate.layout.gpus // arguments.gpus_per_node)
 
 
 def _serving(
@@ -137,7 +161,7 @@ def as_json(config: Config, plan: Plan, arguments: argparse.Namespace) -> str:
         "fits": plan.fits,
         "training": {"layout": asdict(best.layout), "fits": best.fits, "spare": round(best.spare),
                      "flags": training_flags(config, best.layout, workload, colocated=colocated)}
-        | best.memory.as_dict(),
+        | best.memory.as_dict() | {"host_per_node": round(best.memory.host / _nodes(arguments, best))},
         "others": others,
         "serving": serving and serving.as_dict() | {
             "flags": server_flags(config, serving, arguments.mem_fraction_static, colocated=colocated)
@@ -148,12 +172,13 @@ def as_json(config: Config, plan: Plan, arguments: argparse.Namespace) -> str:
 def as_text(config: Config, plan: Plan, arguments: argparse.Namespace) -> str:
     """Tables for a terminal."""
     best, workload, counted = plan.found[0], workload_of(arguments), plan.parameters
-    usable = arguments.gpu_memory_gib - arguments.reserve_gib
+    reserve = _reserve_gib(arguments)
+    usable = arguments.gpu_memory_gib - reserve
     lines = [
         f"{config['model_type']}: {counted.total / 1e9:.2f} billion parameters, {counted.active / 1e9:.2f} of them for "
         f"a token; {counted.routed / 1e9:.2f} of routed experts, {counted.ends / 1e9:.2f} of embedding and output",
         "",
-        f"Training on {best.layout.gpus} GPUs of {arguments.gpu_memory_gib:g} GiB, {arguments.reserve_gib:g} of them "
+        f"Training on {best.layout.gpus} GPUs of {arguments.gpu_memory_gib:g} GiB, {reserve:g} of them "
         f"reserved; microbatches of {workload.microbatch_tokens} tokens. GiB a GPU:",
         "",
         *text_table(_stage_rows(best, usable), align="l" + "r" * 8),
@@ -161,7 +186,12 @@ def as_text(config: Config, plan: Plan, arguments: argparse.Namespace) -> str:
         f"{'The best layout that fits' if best.fits else 'NOTHING FITS; the nearest layout'}: {_name(best)}",
     ]
     if best.memory.host:
-        lines.append(f"Adam's state takes {best.memory.host / GIB:.0f} GiB of the hosts' memory, of all ranks together")
+        what = "Adam's state" if best.layout.offload_optimizer else "While servers sample Adam's state"
+        gradients = "with a copy of the gradients" if best.layout.offload_optimizer else "and gradients are freed"
+        lines.append(
+            f"{what} takes {best.memory.host / GIB:.0f} GiB of the hosts' memory, of all ranks together, {gradients}: "
+            f"{best.memory.host / _nodes(arguments, best) / GIB:.0f} GiB a node"
+        )
     if not best.fits:
         lines.append(
             f"It lacks {-best.spare / GIB:.1f} GiB a GPU: more GPUs (--gpus, fewer --serve-gpus), "

@@ -48,8 +48,9 @@ class Fixed:
 
 
 def candidates(
-    config: Config, workload: Workload, fixed: Fixed, *, gpus: int, gpus_per_node: int, usable: float
-) -> list[Candidate]:
+    config: Config, workload: Workload, fixed: Fixed, *, gpus: int, gpus_per_node: int, usable: float,
+    colocated: bool = False,
+) -> list[Candidate]:  # fmt: skip
     """All layouts that Megatron can make on the GPUs: first those that fit, by cost; then the others, by shortage.
 
     Args:
@@ -59,6 +60,7 @@ def candidates(
         gpus: that train.
         gpus_per_node: tensor-parallel ranks stay on one node.
         usable: bytes of a GPU, less the reserve.
+        colocated: servers are on the same GPUs, in turn.
 
     Raises:
         ValueError: no layout is possible, with the reasons of the nearest one.
@@ -69,7 +71,7 @@ def candidates(
         if problems:
             refused.append(problems)
             continue
-        memory = training_memory(config, layout, workload)
+        memory = training_memory(config, layout, workload, colocated=colocated)
         spare = usable - memory.fullest.total
         found.append(Candidate(layout, memory, spare, cost(layout) * (1 + TIGHT * _tightness(spare, usable))))
     if not found:

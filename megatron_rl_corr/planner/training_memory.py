@@ -47,7 +47,7 @@ class TrainingMemory:
 
     stages: tuple[StageMemory, ...]
     host: float
-    """Offloaded optimizer state of all ranks together."""
+    """Of the hosts' memory, all ranks together: Adam's state, always there or while servers sample on these GPUs."""
 
     @property
     def fullest(self) -> StageMemory:
@@ -61,16 +61,22 @@ class TrainingMemory:
         return {"stages": stages, "host": round(self.host)}
 
 
-def training_memory(config: Config, layout: TrainLayout, workload: Workload) -> TrainingMemory:
+def training_memory(
+    config: Config, layout: TrainLayout, workload: Workload, *, colocated: bool = False
+) -> TrainingMemory:
     """Estimate the bytes on each GPU.
 
     A parameter takes 2 bytes of weights (bfloat16), 4 of gradients (float32) and 12 of Adam, these divided by the ranks
     that the distributed optimizer splits them over. Stage s of p holds p - s microbatches at a time (1F1B).
 
+    On the hosts lie 16 bytes a parameter with an offloaded optimizer. With colocated servers each rank's optimizer is
+    moved there while they sample, as many bytes as on its GPU; gradients are freed, and take none.
+
     Args:
         config: the model's config.json.
         layout: one without `problems`.
         workload: the largest microbatch.
+        colocated: servers are on the same GPUs, in turn.
 
     Raises:
         ValueError: the architecture is not supported.
@@ -78,6 +84,8 @@ def training_memory(config: Config, layout: TrainLayout, workload: Workload) -> 
     counted = model_parameters(config)
     stages = tuple(_stage(config, counted, layout, workload, stage) for stage in range(layout.pipeline))
     host = OFFLOADED * counted.total if layout.offload_optimizer else 0.0
+    if colocated and not layout.offload_optimizer:
+        host = sum(stage.optimizer for stage in stages) * layout.gpus / layout.pipeline
     return TrainingMemory(stages, host)
 
 

@@ -15,7 +15,7 @@ from functools import partial
 
 from megatron_rl_corr.engines.concurrency import poll_until, raise_first
 from megatron_rl_corr.engines.control import ServerControl
-from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError, is_refusal
+from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError, UnreadableAnswer, is_refusal
 from megatron_rl_corr.engines.memory import ALL_MEMORY, MemoryPart
 from megatron_rl_corr.engines.types import Request
 from megatron_rl_corr.events import EVENTS
@@ -37,13 +37,17 @@ class ServerMemory:
         self._told = False
         self.lacking: set[str] = set()
         """Addresses of servers that lack memory, as far as this process has seen to it."""
+        self.unknown: set[str] = set()
+        """And of those whose answer was lost when theirs was to change."""
+        self.begun = False
+        """Whether this process has had them release it once."""
         self.resume_s = 0.0
         """Seconds that servers took to get memory back, since the last `take_resume_s`."""
 
     async def release(self, control: ServerControl, names: Mapping[str, str]) -> None:
         """Pause servers, wait until nothing runs there, free their memory.
 
-        One that does not answer has none, or keeps what it has; that is told.
+        One whose answer is lost has none, or keeps what it has; that is told.
 
         Args:
             control: reaches the servers.
@@ -55,12 +59,13 @@ class ServerMemory:
         answers = await asyncio.gather(
             *(self._release(control, url, name) for url, name in names.items()), return_exceptions=True
         )
-        gone = [isinstance(one, RolloutServerError) and one.status is None for one in answers]
+        gone = [isinstance(one, BaseException) and _is_lost(one) for one in answers]
         raise_first([one for one, is_gone in zip(answers, gone, strict=True) if not is_gone or all(gone)])
         for url, answer, is_gone in zip(names, answers, gone, strict=True):
             if is_gone:
                 logger.warning("rollout server %s did not release its memory: %s", url, answer)
                 EVENTS.tell("memory_not_released", str(answer), server=url)
+        self.begun = True
 
     async def _release(self, control: ServerControl, url: str, name: str) -> None:
         engine, ask = control.engine_of(url), partial(control.ask, url)
@@ -78,6 +83,7 @@ class ServerMemory:
                     await self._go_on(control, url, name)
                 raise
             await self._change(control, url, engine.release_memory(present), name, released(weights_of(name)))
+        self.unknown.discard(url)
         self.lacking.add(url)
 
     async def resume(
@@ -103,6 +109,7 @@ class ServerMemory:
                 await self._change(control, url, engine.resume_memory(lacking), name, after[url])
             else:
                 await control.ask(url, engine.update_weight_version(after[url]))
+            self.unknown.discard(url)
             if not missing_memory(after[url]):
                 self.lacking.discard(url)
 
@@ -116,8 +123,8 @@ class ServerMemory:
 
     def tell_left(self) -> None:
         """Say which servers are left without memory: the trainer ends between two pushes."""
-        if self.lacking and not self._told:
-            urls, self._told = sorted(self.lacking), True
+        if (urls := sorted(self.lacking - self.unknown)) and not self._told:
+            self._told = True
             what = (
                 "they have released their memory to this trainer, answer nobody, and have no weights; the next start "
                 "with --rollout-colocate gives them both, or restart them"
@@ -132,11 +139,13 @@ class ServerMemory:
         HTTP 504 for instance, also where the server has done what it was asked.
         """
         engine = control.engine_of(url)
-        await control.ask(url, engine.update_weight_version(changing(weights_of(name))))
+        self.unknown.add(url)
         try:
+            await control.ask(url, engine.update_weight_version(changing(weights_of(name))))
             await control.ask(url, request)
         except RolloutServerError as error:
             if is_refusal(error):
+                self.unknown.discard(url)
                 await briefly(control.ask(url, engine.update_weight_version(name)))
                 await self._go_on(control, url, name)
             raise
@@ -155,3 +164,8 @@ class ServerMemory:
             longest_attempt_s=IDLE_S, retry=lambda error: isinstance(error, RolloutServerError) and error.status == 400,
             waited_for="it to be idle: does another client sample from it?",
         )  # fmt: skip
+
+
+def _is_lost(error: BaseException) -> bool:
+    """Whether a server has not answered itself: it may have done what it was asked, and be well, or be gone."""
+    return isinstance(error, UnreadableAnswer) or (isinstance(error, RolloutServerError) and not is_refusal(error))

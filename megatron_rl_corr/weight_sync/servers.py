@@ -88,7 +88,7 @@ class WeightServers:
             RolloutServerError: none answers.
             RolloutProtocolError: one lacks memory that this trainer can't give back.
         """
-        states, versions = [], reported_versions(self.client, self._loop, self.urls)
+        states, versions = [], self._reported_versions()
         for url, version in zip(self.client.base_urls, versions, strict=True):
             engine = self.client.engine_of(url).name
             if version is None:
@@ -119,6 +119,9 @@ class WeightServers:
                 )
             states.append(READY if is_ready else RESTARTED)
         return states
+
+    def _reported_versions(self) -> list[str | None]:
+        return reported_versions(self.client, self._loop, self.urls)
 
     def _is_own(self, name: str) -> bool:
         """Whether weights of this name are those of the last update, or of this one, whole or not."""
@@ -160,8 +163,7 @@ class WeightServers:
         if self._restarted:
             restarted = self.client.control(sorted(self._restarted))
             self._loop.call(check_quantization(restarted, self.quantization, self._quantized_checkpoint))
-        if self._pause_mode == "in_place" or self._samples_ahead:
-            self._check_pause()
+        self._check_pause()
         self._stopped = True
         self._loop.call(self._control.pause_generation(self._pause_mode))
         self._loop.call(self._name_unfinished(self._started or ""))

@@ -71,6 +71,11 @@ def changing(version: str) -> str:
     return f"changing memory {version}"
 
 
+def is_changing(name: str) -> bool:
+    """Whether nobody knows which memory a server has whose weights have this name; only a restart mends that."""
+    return name.startswith(changing(""))
+
+
 _STATES = (without_cache(""), unfinished(""), released(""), changing(""))
 
 
@@ -98,11 +103,11 @@ def check_memory(url: str, name: str, *, endpoint: str, colocated: bool) -> None
     Raises:
         RolloutProtocolError: nobody knows which memory it has, or it lacks some.
     """
-    if name.startswith(changing("")):
+    if is_changing(name):
         raise RolloutProtocolError(
             url, endpoint,
-            f"its weights are called {name!r}: a trainer was killed while this server released its memory or took it "
-            "again, and nobody knows which it has; restart the server",
+            f"its weights are called {name!r}: its answer was lost when it was asked to release memory or to take it "
+            "again, or the trainer was killed meanwhile, and nobody knows which it has; restart the server",
         )
     if missing_memory(name) and not colocated:
         raise RolloutProtocolError(

@@ -98,6 +98,8 @@ def _push_once(exporter: StageExporter, servers: WeightServers, version: str, bu
         coverage.all_reduce_check()
     if not transport.in_session:
         _all_reduce_led(exporter, servers.begin)
+    if isinstance(servers, ColocatedServers):
+        servers.free_cached()  # the ranks meet once more before rank 0 has servers take memory for their caches
     _all_reduce_led(exporter, partial(transport.deliver, version))
     _all_reduce_led(exporter, partial(servers.end, version))
     if servers.verifiers:

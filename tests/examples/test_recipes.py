@@ -135,6 +135,8 @@ def test_training_flags_when_colocated_then_they_are_checked_for_all_8_gpus(reci
         (["--rollout-weight-transport", "distributed"], "--rollout-colocate with --rollout-weight-transport distrib"),
         (["--rollout-max-lag", 1], "--rollout-colocate with --rollout-max-lag 1: servers have no memory"),
         (["--rollout-engine", "vllm"], "--rollout-colocate with --rollout-engine vllm: the release of its memo"),
+        (["--log-params-norm"], "--log-params-norm with --rollout-colocate: Megatron reads the optimizer's main"),
+        (["--optimizer-offload-fraction", 0.5], "--optimizer-offload-fraction 0.5 with --rollout-colocate: the share"),
         (["--no-optimizer-cpu-offload"], "--use-precision-aware-optimizer with --rollout-colocate: it updates"),
     ],
 )  # fmt: skip

@@ -23,10 +23,11 @@ class Door:
 
     target: the server's address; it may change. delay_s: added to each answer. nonsense: samples are none.
     spoiled: {path: whether the server gets the request}, of requests whose next answer alone is a proxy's page.
+    failing: {path: (HTTP status, or None for a cut connection; whether the server gets the request)}, the same.
     """
 
     def __init__(self, target: str):
-        self.target, self.delay_s, self.nonsense, self.spoiled = target, 0.0, False, {}
+        self.target, self.delay_s, self.nonsense, self.spoiled, self.failing = target, 0.0, False, {}, {}
         self._random = random.Random(0)
         self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
@@ -65,6 +66,9 @@ class Door:
         is_spoiled, is_sent = request.path in self.spoiled, self.spoiled.pop(request.path, True)
         if not is_sent:
             return web.Response(body=NONSENSE[0])
+        failure, is_sent = self.failing.pop(request.path, (200, True))
+        if not is_sent:
+            return self._failed(request, failure)
         headers = {name: value for name, value in request.headers.items() if name.lower() not in ("host",)}
         try:
             async with self._session.request(
@@ -72,7 +76,14 @@ class Door:
             ) as answer:
                 answered = web.Response(status=answer.status, body=await answer.read())
                 answered.content_type = answer.content_type
+                if failure != 200:
+                    return self._failed(request, failure)
                 return web.Response(body=NONSENSE[0]) if is_spoiled else answered
         except aiohttp.ClientError:
-            request.transport.close()  # as a server that is gone
-            return web.Response(status=502)
+            return self._failed(request, None)  # as a server that is gone
+
+    @staticmethod
+    def _failed(request: web.Request, status: int | None) -> web.Response:
+        if status is None:
+            request.transport.close()
+        return web.Response(status=status or 502, body=NONSENSE[0])

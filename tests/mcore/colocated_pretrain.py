@@ -11,6 +11,7 @@ from megatron_rl_corr.engines.control import ServerControl
 from megatron_rl_corr.mcore.batch_collector import BatchCollector
 from megatron_rl_corr.mcore.colocation import TrainerMemory
 from megatron_rl_corr.mcore.evaluate import Evaluation
+from megatron_rl_corr.weight_sync.colocated import ColocatedServers
 from tests.faults import killing
 
 ASKED = ("/pause_generation", "/flush_cache", "/release_memory_occupation", "/resume_memory_occupation",
@@ -58,6 +59,7 @@ async def told_ask(self, url, request, **options):
 ServerControl.ask = told_ask
 around(TrainerMemory, "free", lambda memory: say(f"trainer frees, {gradients(memory)} gradients"))
 around(TrainerMemory, "take_back", lambda memory: say(f"trainer takes back, {gradients(memory)} gradients"))
+ColocatedServers.free_cached = staticmethod(lambda: say("trainer frees cached blocks"))
 around(BatchCollector, "collect", lambda self, number: say("collected"))
 around(Evaluation, "start", lambda self, step: say("evaluates"))
 script = Path(__file__).resolve().parents[1] / "matrix/pretrain_any.py"

@@ -88,9 +88,11 @@ RELEASE = ["pause_generation", "flush_cache", "release_memory_occupation weights
 TAKE_BACK = [*RELEASE, "trainer takes back, some gradients"]
 PUSH = [
     "trainer frees, no gradients", "pause_generation", "resume_memory_occupation weights", "begin_weight_update",
-    "update_weights_from_tensor", "end_weight_update", "resume_memory_occupation kv_cache,cuda_graph", "flush_cache",
-    "continue_generation",
+    "update_weights_from_tensor", "trainer frees cached blocks", "end_weight_update",
+    "resume_memory_occupation kv_cache,cuda_graph", "flush_cache",
+    "continue_generation", "trainer frees cached blocks",
 ]  # fmt: skip
+"""The last line is after the probe."""
 BATCH = ["collected", *TAKE_BACK, *PUSH]
 SAVE = [*TAKE_BACK, *PUSH]
 

@@ -26,7 +26,8 @@ def test_plan_of_30b_on_8_gpus_then_tables_flags_and_servers(plan):
     for words in (
         "30.53 billion parameters, 3.35 of them for a token", "Training on 4 GPUs of 80 GiB, 6 of them reserved",
         "The best layout that fits: TP 2, EP 4, DP 2, nothing recomputed, Adam on the host",
-        "Adam's state takes 455 GiB of the hosts' memory", "--optimizer-cpu-offload --use-precision-aware-optimizer",
+        "Adam's state takes 455 GiB of the hosts' memory", "a copy of the gradients: 455 GiB a node",
+        "--optimizer-cpu-offload --use-precision-aware-optimizer",
         "--router-replay R3", "Serving on 4 GPUs, requests of 5120 tokens", "--tp-size 2",
         "--enable-return-routed-experts", "--no-gradient-accumulation-fusion",
     ):  # fmt: skip
@@ -64,19 +65,51 @@ def test_plan_when_colocated_then_all_gpus_train_and_serve_beside_the_trainers_w
     status, text, _ = plan(QWEN3_4B, "--gpus", 8, "--colocate", "--serve-tensor-parallel-size", 1, *layout)
     assert status == 0
     for words in (
-        # 80 GiB less 6 and 4.02e9 x 2 / 2 bytes of weights, 3.75 GiB: 70.25 of 80.
-        "--mem-fraction-static at most 0.88", "Training on 8 GPUs", "Serving on 8 GPUs", "Flags of 8 servers",
+        # 80 GiB less 6, 4 and 4.02e9 x 2 / 2 bytes of weights, 3.75 GiB: 66.25 of 80.
+        "--mem-fraction-static at most 0.83", "80 GiB, 10 of them reserved",
+        "Training on 8 GPUs", "Serving on 8 GPUs", "Flags of 8 servers",
         "--rollout-colocate --rollout-weight-transport tensor", "--mem-fraction-static 0.75 --enable-memory-saver",
     ):  # fmt: skip
         assert words in text
+    status, text, _ = plan(QWEN3_4B, "--gpus", 8, "--colocate", *layout, "--server-reserve-gib", 8)
+    assert "--mem-fraction-static at most 0.78" in text  # 62.25 of 80
     status, text, _ = plan(QWEN3_4B, "--gpus", 8, "--colocate", *layout, "--json")
     assert "--enable-memory-saver" in json.loads(text)["serving"]["flags"]
+
+
+def test_plan_when_colocated_then_the_hosts_memory_that_the_optimizer_moves_to(plan):
+    """4022468096 parameters of 12 bytes are 45.0 GiB over all ranks; gradients are freed, and lie nowhere."""
+    layout = ["--gpus", 8, "--tensor-model-parallel-size", 1, "--pipeline-model-parallel-size", 1]
+    colocated = ["--colocate", "--mem-fraction-static", 0.6]
+    _, text, _ = plan(QWEN3_4B, *layout, *colocated)
+    assert "sample Adam's state takes 45 GiB of the hosts' memory, of all ranks together, and gradients are" in text
+    assert "freed: 45 GiB a node" in text
+    # Without the distributed optimizer each of 8 replicas moves all of it.
+    _, text, _ = plan(QWEN3_4B, *layout, *colocated, "--no-distributed-optimizer", "--json")
+    found = json.loads(text)["training"]
+    assert found["host"] == found["host_per_node"] == pytest.approx(8 * 12 * 4022468096, rel=1e-3)
+    _, text, _ = plan(QWEN3_4B, *layout, *colocated, "--optimizer-cpu-offload", "--json")
+    assert json.loads(text)["training"]["host"] == 16 * 4022468096
+    _, text, _ = plan(QWEN3_4B, *layout, "--serve-gpus", 0, "--no-optimizer-cpu-offload")
+    assert "hosts' memory" not in text
+
+
+def test_plan_when_several_nodes_train_then_each_has_its_part_of_the_hosts_memory(plan):
+    words = ["--gpus", 32, "--serve-gpus", 8, "--optimizer-cpu-offload", "--global-batch-size", 192, "--json"]
+    _, text, _ = plan(QWEN3_30B_A3B, *words)
+    found = json.loads(text)["training"]
+    assert found["host_per_node"] == pytest.approx(found["host"] / 3, abs=1)
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--gpus", 8, "--colocate", "--serve-gpus", 4], "--serve-gpus 4 with --colocate: all GPUs serve; leave it"),
+        (["--gpus", 16, "--colocate"],
+         "--gpus 16 with --colocate must be at most --gpus-per-node 8: weights are handed over on one host; plan for"),
+        (["--gpus", 8, "--colocate", "--gpus-per-node", 4], "--gpus 8 with --colocate must be at most --gpus-per-nod"),
+        (["--gpus", 8, "--server-reserve-gib", 2], "--server-reserve-gib 2 has no effect without --colocate"),
+        (["--gpus", 8, "--colocate", "--server-reserve-gib", -1], "--server-reserve-gib -1 must be at least 0"),
         (["--gpus", 8, "--colocate", "--mem-fraction-static", 0.95], "--mem-fraction-static 0.95 with --colocate: th"),
         (["--gpus", 4, "--serve-gpus", 4], "--serve-gpus 4 must leave at least one of --gpus 4 to train"),
         (["--gpus", 8, "--max-tokens-per-microbatch", 100], "--max-tokens-per-microbatch 100 must be at least 5120"),

@@ -4,11 +4,13 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError
 from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.weight_sync import updatable
+from megatron_rl_corr.weight_sync.colocated import ColocatedServers
 from megatron_rl_corr.weight_sync.servers import ABSENT, READY, RESTARTED, WeightServers
 from megatron_rl_corr.weight_sync.transports.base import WeightTransport
 from megatron_rl_corr.weight_sync.transports.broadcast import DistributedTransport
@@ -272,6 +274,45 @@ def test_begin_in_place_when_a_cache_would_outlive_its_weights_then_refused(clie
     servers.use([READY] * 3)
     with pytest.raises(RolloutProtocolError, match=missing):
         servers.begin()
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_free_cached_when_on_a_gpu_then_closed_handles_first_and_else_nothing(monkeypatch, on_gpu):
+    called = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: called.append("closed handles"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: called.append("cached blocks"))
+    ColocatedServers.free_cached()
+    assert called == (["closed handles", "cached blocks"] if on_gpu else [])
+
+
+STORES = {
+    "hicache_storage_backend": ("file", "--hicache-storage-backend file"),
+    "enable_lmcache": (True, "--enable-lmcache"), "enable_flexkv": (True, "--enable-flexkv"),
+    "enable_unified_cache_external_linker": (True, "--enable-unified-cache-external-linker"),
+    "radix_cache_backend": ("flexkv", "--radix-cache-backend flexkv"),
+}  # fmt: skip
+"""Read from the wheel of 0.5.23: what /flush_cache removes nothing from."""
+
+
+@pytest.mark.parametrize("mode", ["abort", "in_place", "retract"])
+@pytest.mark.parametrize("name", STORES)
+def test_begin_when_keys_outside_the_server_would_outlive_their_weights_then_refused_in_every_mode(
+    client, monkeypatch, name, mode
+):
+    client.keyed_cache, (value, flag) = True, STORES[name]
+    monkeypatch.setattr(Recorder, "info", {"disable_overlap_schedule": True, "enable_hierarchical_cache": False})
+    servers = WeightServers(client, SimpleNamespace(call=asyncio.run), WeightTransport(), pause_mode=mode)
+    servers._check_pause()  # that server would be paused
+    monkeypatch.setattr(Recorder, "info", Recorder.info | {name: value})
+    with pytest.raises(RolloutProtocolError, match=f"{A} .*outside its own memory \\({flag}\\).*start it without"):
+        servers.begin()
+    assert client.asked == []
+
+
+def test_begin_when_the_second_cache_is_the_hosts_memory_then_accepted_as_a_flush_clears_it(client, monkeypatch):
+    monkeypatch.setattr(Recorder, "info", {"enable_hierarchical_cache": True, "hicache_storage_backend": None})
+    WeightServers(client, SimpleNamespace(call=asyncio.run), WeightTransport())._check_pause()
 
 
 @pytest.mark.parametrize("release", ["0.5.19", "0.5.20", "0.5.20.post1"])

@@ -18,11 +18,16 @@ FIELDS: dict[str, Fields] = {
     "/server_info": {
         "version": TEXT, "dtype": TEXT, "device": TEXT, "model_path": TEXT.or_null(), "load_format": TEXT.or_null(),
         "kv_cache_dtype": TEXT.or_null(), "quantization": TEXT.or_null(),
-        "speculative_algorithm": TEXT.or_null(), "weight_cache_mode": TEXT.or_null(),
+        **dict.fromkeys(
+            ("speculative_algorithm", "weight_cache_mode", "hicache_storage_backend", "radix_cache_backend"),
+            TEXT.or_null(),
+        ),
         "tp_size": COUNT, "pp_size": COUNT, "dp_size": COUNT, "ep_size": COUNT,
         **dict.fromkeys(
             ("enable_dp_attention", "disable_overlap_schedule", "disable_radix_cache", "skip_tokenizer_init",
-             "enable_deterministic_inference", "enable_fp32_lm_head", "enable_memory_saver"), FLAG,
+             "enable_deterministic_inference", "enable_fp32_lm_head", "enable_memory_saver",
+             "enable_hierarchical_cache", "enable_lmcache", "enable_flexkv", "enable_unified_cache_external_linker"),
+            FLAG,
         ),
         **dict.fromkeys(  # compared with those of other servers
             ("moe_runner_backend", "moe_a2a_backend", "enable_dp_lm_head", "moe_dense_tp_size", "enable_eplb",

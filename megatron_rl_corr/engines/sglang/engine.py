@@ -11,7 +11,16 @@ from megatron_rl_corr.engines import stacked_parameters
 from megatron_rl_corr.engines.base import Engine
 from megatron_rl_corr.engines.checksums import checksum
 from megatron_rl_corr.engines.http import HTTPTransport, certificates, checked_key
-from megatron_rl_corr.engines.sglang import detailed_samples, memory, requests, responses, router, servers, tensors
+from megatron_rl_corr.engines.sglang import (
+    detailed_samples,
+    memory,
+    prefix_caches,
+    requests,
+    responses,
+    router,
+    servers,
+    tensors,
+)
 from megatron_rl_corr.engines.sglang.progress import LoadsProgress
 from megatron_rl_corr.engines.sglang.remedies import REMEDIES
 from megatron_rl_corr.engines.sglang.server_version import version_support
@@ -69,7 +78,7 @@ class SGLang(Engine):
     quantises_updates = staticmethod(servers.quantises_updates)
     pause_generation = staticmethod(requests.pause_generation)
     continue_generation = staticmethod(requests.continue_generation)
-    pause_problem = staticmethod(servers.pause_problem)
+    pause_problem = staticmethod(prefix_caches.pause_problem)
     sampling_problem = staticmethod(servers.sampling_problem)
     flush_cache = staticmethod(requests.flush_cache)
     memory_problem = staticmethod(memory.memory_problem)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_rl_corr.engines.memory import MemoryPart
+from megatron_rl_corr.engines.sglang.prefix_caches import outer_store_problem
 from megatron_rl_corr.engines.sglang.servers import quantization
 from megatron_rl_corr.engines.types import Request
 
@@ -38,12 +39,17 @@ def memory_problem(server_info: Mapping[str, Any]) -> str | None:
             f"`colocate` with --speculative-algorithm {server_info['speculative_algorithm']}: the weights of its draft "
             "model are released too, and nobody sends them anew; start it without"
         )
+    if (server_info.get("pp_size") or 1) > 1:
+        return (
+            f"`colocate` with --pp-size {server_info['pp_size']} is not proven: whether every pipeline stage releases "
+            "its memory and takes it again in step with the others; start it with --tp-size alone"
+        )
     if quantization(server_info) is not None:
         return (
             "`colocate` with quantised weights is not tested: whether every value and scale comes back with a push; "
             "serve the model in 16 bits"
         )
-    return None
+    return outer_store_problem(server_info)
 
 
 def release_memory(parts: Sequence[MemoryPart]) -> Request:

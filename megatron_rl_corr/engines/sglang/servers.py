@@ -1,4 +1,4 @@
-"""What an SGLang server tells of itself: its ranks, how it may be paused and updated, its model and its weights."""
+"""What an SGLang server tells of itself: its ranks, how it may be updated, its model and its weights."""
 
 from __future__ import annotations
 
@@ -12,20 +12,11 @@ import torch
 from megatron_rl_corr.engines.answer_types import at_least_1, checked_checksums, rank_number
 from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, RolloutServerError
 from megatron_rl_corr.engines.inspection import ServedModel, UpdateSupport
-from megatron_rl_corr.engines.sglang.server_version import FLUSHES_PAUSED_SINCE, version_key
 from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.engines.types import NamedTensor, ServerChecksums, ServerRanks
 from megatron_rl_corr.models.block_fp8 import dequantise_blockwise
 from megatron_rl_corr.models.quantization import SCALE
 
-_IN_PLACE_NEEDS = ("disable_overlap_schedule", "disable_radix_cache")
-"""Launch options, as /server_info names them. With the overlap scheduler a token is labelled with the version after the
-one that sampled it; with the prefix cache later prompts meet keys and values of old weights, and SGLang refuses to drop
-them while a response is running. A client of `keyed_cache` meets none, so its servers may have that cache."""
-_OUTER_CACHES = (
-    "enable_hierarchical_cache", "enable_lmcache", "enable_flexkv", "enable_unified_cache_external_linker",
-)  # fmt: skip
-"""Caches behind the prefix cache; in older SGLang they know a prefix by its tokens alone, whatever its key."""
 _LAYOUT = (
     "tp_size", "pp_size", "ep_size", "dtype", "device", "quantization", "moe_runner_backend", "moe_a2a_backend",
     "enable_dp_attention", "enable_dp_lm_head", "moe_dense_tp_size", "enable_eplb", "ep_num_redundant_experts",
@@ -90,37 +81,6 @@ def ranks(url: str, server_info: Mapping[str, Any]) -> ServerRanks:
             "`urls`",
         )  # fmt: skip
     return ServerRanks(server_info["tp_size"], server_info["pp_size"])
-
-
-def pause_problem(
-    server_info: Mapping[str, Any], mode: str, *, keyed_cache: bool, samples_ahead: bool
-) -> str | None:
-    """Why the server can't be paused in this mode for a weight update, with the remedy; None: it can.
-
-    Args:
-        server_info: its answer to /server_info.
-        mode: abort, in_place or retract.
-        keyed_cache: requests name their weights as their cache key.
-        samples_ahead: responses run while weights are updated.
-    """
-    if mode == "in_place":
-        keyed = keyed_cache and not any(server_info.get(name) for name in _OUTER_CACHES)
-        needs = _IN_PLACE_NEEDS[:1] if keyed else _IN_PLACE_NEEDS
-        missing = [f"--{name.replace('_', '-')}" for name in needs if not server_info.get(name)]
-        if missing:
-            return (
-                f"`pause_mode` in_place needs a server started with {' '.join(missing)}; start it so, or use "
-                "`pause_mode` retract"
-            )
-    if mode == "retract" and samples_ahead:
-        version = str(server_info.get("version"))
-        if () < version_key(version) < version_key(FLUSHES_PAUSED_SINCE):
-            return (
-                f"SGLang {version} can't drop cached prefixes while the requests wait that a push has retracted, and "
-                f"`max_lag` is above 0; serve with SGLang {FLUSHES_PAUSED_SINCE} or newer, or use "
-                "`max_lag` 0"
-            )
-    return None
 
 
 def sampling_problem(server_info: Mapping[str, Any], sampling: SamplingParams) -> str | None:
