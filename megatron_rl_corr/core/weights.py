@@ -71,8 +71,8 @@ def gamma_weights(log_ratios: Tensor, advantages: Tensor, present: Tensor) -> Te
 
     w = prod rho, with log w clamped to +-20; (k, l) = (2, 3) where the advantage is not negative, else (3, 2). It is 1
     at w = 1, largest at w = k / l (1.208 and 1.242), and goes to 0 on either side: quickly where the trained policy has
-    left the sequence, quicker where it has run ahead. Computed as e^(k log w + l (1 - w)), which can't overflow; 0 where
-    that is not above LEAST_GAMMA.
+    left the sequence, quicker where it has run ahead. Computed as e^(k log w + l (1 - w)), which can't overflow; 0
+    where that is not above LEAST_GAMMA.
 
     Source: VESPO, arXiv:2602.10693, with TRL's constants.
 
