@@ -43,7 +43,9 @@ class RolloutCorrectionConfig(LossSettings):
     """Upper bound of the weight; verl's usual value is 2.0."""
 
     rollout_is_batch_normalize: bool = False
-    """Divide the weights by their mean over the global batch: over tokens, sequences or turns, as the level says."""
+    """Divide the weights by their mean over the global batch: over tokens, sequences or turns, as the level says. A
+    product's log is clamped to +-340 then, not to +-20, so that a batch of products below e^-20 is not left
+    uncorrected."""
 
     rollout_rs: tuple[RejectionRule, ...] = option((), metavar="RULE[,RULE]", more=f"The rules: {rules_help()}.")
     """Rejection rules; a token is kept only if all of them keep it. verl's *_k1 bound 1/rho; none disables
