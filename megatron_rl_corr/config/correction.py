@@ -43,7 +43,9 @@ class RolloutCorrectionConfig(LossSettings):
     """Upper bound of the weight; verl's usual value is 2.0."""
 
     rollout_is_batch_normalize: bool = False
-    """Divide the weights by their mean over the global batch: over tokens, sequences or turns, as the level says."""
+    """Divide the weights by their mean over the global batch: over tokens, sequences or turns, as the level says. A
+    product's log is clamped to +-340 then, not to +-20, so that a batch of products below e^-20 is not left
+    uncorrected."""
 
     rollout_rs: tuple[RejectionRule, ...] = option((), metavar="RULE[,RULE]", more=f"The rules: {rules_help()}.")
     """Rejection rules; a token is kept only if all of them keep it. verl's *_k1 bound 1/rho; none disables
@@ -186,11 +188,26 @@ class RolloutCorrectionConfig(LossSettings):
         return not self.diagnostics_only and any(part is not None for part in acts)
 
     @classmethod
-    def from_preset(cls, name: str) -> RolloutCorrectionConfig:
-        """The preset of this name; ValueError, naming the nearest one, for a name that no preset has."""
+    def from_preset(cls, name: str, instead: Mapping[str, Any] | None = None) -> RolloutCorrectionConfig:
+        """The preset of this name, with these settings (ours or a peer's) replaced.
+
+        Raises:
+            ValueError: a name that no preset has, with the nearest one; or settings that do not go with the preset's,
+                with those of it that the error is about.
+        """
         if name not in PRESETS:
             raise ValueError(f"`rollout_correction_preset`: unknown preset {name!r}{nearest(name, PRESETS)}")
-        return PRESETS[name]
+        try:
+            return PRESETS[name].with_settings(instead or {})
+        except ValueError as error:
+            named = [field for field in PRESET_FIELDS[name] if f"`{field}`" in str(error) and field not in instead]
+            if not named:
+                raise
+            fields = ", ".join(f"`{field}` {plain(PRESET_FIELDS[name][field])}" for field in named)
+            raise ValueError(
+                f"{error}. {fields} is of `rollout_correction_preset` {name}: leave out what does not go with it, or "
+                "the preset"
+            ) from error
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any]) -> RolloutCorrectionConfig:
@@ -208,8 +225,9 @@ class RolloutCorrectionConfig(LossSettings):
             if key not in known:
                 raise ValueError(f"unknown key {key!r}{nearest(key, known)}")
         settings = dict(mapping)
-        base = cls.from_preset(settings.pop("preset")) if "preset" in settings else cls()
-        return base.with_settings(settings)
+        if "preset" in settings:
+            return cls.from_preset(settings.pop("preset"), settings)
+        return cls().with_settings(settings)
 
     @classmethod
     def from_yaml(cls, path: str, **instead: Any) -> RolloutCorrectionConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -39,6 +40,7 @@ def check_together(config: RolloutCorrectionConfig, run: RunConfig) -> None:
             "`ess_step_scale` scales updates, and `diagnostics_only` promises that the correction changes nothing; "
             "drop one of them"
         )
+    _check_gamma(config, run)
     _check_recorded_routes(config, run)
     _check_age(config, run)
     _check_groups(config, run)
@@ -112,6 +114,18 @@ def _check_recorded_routes(config: RolloutCorrectionConfig, run: RunConfig) -> N
         )
 
 
+def _check_gamma(config: RolloutCorrectionConfig, run: RunConfig) -> None:
+    """ValueError for VESPO's weights of pi_old, which stay what they are while a loss without a ratio trains."""
+    follows = config.kind.has_ratio or config.kind.pulls_to_old or is_own(config.loss)
+    if config.rollout_is_mode == "gamma" and not config.bypass_mode and run.updates_of_batch > 1 and not follows:
+        raise ValueError(
+            f"`rollout_is_mode` gamma with {run.updates_of_batch} updates a batch: its weights are of pi_old against "
+            f"pi_rollout, made once a batch, and `loss` {config.loss} has no ratio that follows the policy from there. "
+            "Add `bypass_mode`, where each update's weights are of the current policy, as in VESPO, or use `loss` "
+            "ppo_clip, whose ratio is clipped around pi_old, or one update a batch"
+        )
+
+
 def _check_age(config: RolloutCorrectionConfig, run: RunConfig) -> None:
     """ValueError for samples of older weights that nothing corrects."""
     has_ratio = config.kind.has_ratio or is_own(config.loss)  # a function of the user's may have one
@@ -140,10 +154,29 @@ def check_given_clips(config: RolloutCorrectionConfig, given: Mapping[str, Any],
         if name in given:
             raise ValueError(
                 f"`{name}` {given[name]} has no effect: a batch makes one update, so pi_old is the policy that is "
-                "trained, its ratio is 1 and nothing is clipped, gated or pulled. Drop it, or make several updates "
-                "with `updates_per_batch`; `bypass_mode` clips the ratio to pi_rollout, and `rollout_is` with "
-                "`rollout_is_threshold` bounds the weights"
+                "trained, its ratio is 1 and nothing is clipped, gated or pulled. " + _remedies(config, name)
             )
+
+
+def _remedies(config: RolloutCorrectionConfig, name: str) -> str:
+    """What a user may do about a setting of _CLIPS that can't act; each of it is accepted."""
+    several = "make several updates with `updates_per_batch`"
+    if name == "dro_beta":  # without it dro is refused, and with one update it is reinforce
+        return (
+            f"{several[0].upper()}{several[1:]}, or add `bypass_mode`, where the pull is to pi_rollout; or drop it and "
+            "use `loss` reinforce, which is the same with one update"
+        )
+    bypass = "`bypass_mode` clips the ratio to pi_rollout, and " if _takes_bypass(config) else ""
+    return f"Drop it, or {several}; {bypass}`rollout_is` with `rollout_is_threshold` bounds the weights"
+
+
+def _takes_bypass(config: RolloutCorrectionConfig) -> bool:
+    """Whether `bypass_mode` could be added to these settings."""
+    try:
+        dataclasses.replace(config, bypass_mode=True)
+    except ValueError:
+        return False
+    return True
 
 
 def idle_clips(config: RolloutCorrectionConfig, updates: int) -> str | None:

@@ -217,14 +217,14 @@ def correction_config(given: Mapping[str, Any]) -> RolloutCorrectionConfig:
             "`rollout_correction_preset` and `rollout_correction_config` both start a configuration; give one (a YAML "
             "file may name a preset under the key `preset`)"
         )
-    base = RolloutCorrectionConfig()
     if preset:
-        base = RolloutCorrectionConfig.from_preset(preset)
+        config = RolloutCorrectionConfig.from_preset(preset, settings)
     elif path:
         # A level given as a flag makes the file's threshold count, where its own level says null.
         level = {} if settings.get("rollout_is") in (None, "none") else {"rollout_is": settings["rollout_is"]}
-        base = RolloutCorrectionConfig.from_yaml(path, **level)
-    config = base.with_settings(settings)
+        config = RolloutCorrectionConfig.from_yaml(path, **level).with_settings(settings)
+    else:
+        config = RolloutCorrectionConfig().with_settings(settings)
     if config.rollout_is is None and settings.get("rollout_is_threshold") is not None:
         raise ValueError(
             f"`rollout_is_threshold` {settings['rollout_is_threshold']} has no effect without weights; add "

@@ -113,7 +113,11 @@ class LossSettings(KLPenalties):
 
     def _check_loss(self) -> None:
         if self.loss == "dro" and self.dro_beta is None:
-            raise ValueError("`loss` dro needs `dro_beta`, the strength of its pull to pi_old; use 0.05, for example")
+            raise ValueError(
+                "`loss` dro needs `dro_beta`, the strength of its pull to pi_old; use 0.05, for example, and with it "
+                "several updates a batch (`updates_per_batch`) or `bypass_mode`, since with one update pi_old is the "
+                "policy itself"
+            )
         normed = self.aggregation == "seq-mean-token-sum-norm"
         if normed and self.loss_scale_length is None:
             raise ValueError(

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
-from megatron_rl_corr.core.ratios import LOG_CLAMP, Spans, SpanSums, TokenRatios
+from megatron_rl_corr.core.ratios import LOG_CLAMP, PRODUCT_LOG_CLAMP, Spans, SpanSums, TokenRatios
 from megatron_rl_corr.core.segments import constant
 
 GOOD, BAD = (2.0, 3.0), (3.0, 2.0)
@@ -40,7 +40,9 @@ def importance_weights(
 ) -> ImportanceWeights | None:
     """w = rho of the token, or the product (sequence, turn) or geometric mean of rho over its unit, bounded.
 
-    The exponent is clamped to +-20. None without weights (rollout_is None).
+    The exponent is clamped to +-20; that of a product which the batch's mean divides, to +-340. Else a batch whose
+    products are all below e^-20 would have weights of e^-20 alone, and of 1 after normalisation: uncorrected. None
+    without weights (rollout_is None).
 
     Args:
         config: the weights' level, mode and bounds.
@@ -61,7 +63,9 @@ def importance_weights(
     of_units, ids = (sums.by_unit, spans.unit_ids) if by_turn else (sums.by_sequence, spans.seq_ids)
     exponent = sums.sequence_means["log_ratio"] if config.rollout_is == "geometric" else of_units["log_ratio"]
     present = sums.by_unit["tokens"] > 0 if by_turn else sums.present
-    units, outside = bounded(config, exponent.clamp(-LOG_CLAMP, LOG_CLAMP).exp_(), present)
+    compared = config.rollout_is_batch_normalize and config.rollout_is != "geometric"
+    limit = PRODUCT_LOG_CLAMP if compared else LOG_CLAMP
+    units, outside = bounded(config, exponent.clamp(-limit, limit).exp_(), present)
     tokens = units.index_select(0, ids).mul_(ratios.one)  # in place: units are finite
     return ImportanceWeights(tokens, outside.index_select(0, ids) & ratios.valid, units, shared=True)
 
@@ -71,8 +75,8 @@ def gamma_weights(log_ratios: Tensor, advantages: Tensor, present: Tensor) -> Te
 
     w = prod rho, with log w clamped to +-20; (k, l) = (2, 3) where the advantage is not negative, else (3, 2). It is 1
     at w = 1, largest at w = k / l (1.208 and 1.242), and goes to 0 on either side: quickly where the trained policy has
-    left the sequence, quicker where it has run ahead. Computed as e^(k log w + l (1 - w)), which can't overflow;
-    0 where that is not above LEAST_GAMMA.
+    left the sequence, quicker where it has run ahead. Computed as e^(k log w + l (1 - w)), which can't overflow; 0
+    where that is not above LEAST_GAMMA.
 
     Source: VESPO, arXiv:2602.10693, with TRL's constants.
 

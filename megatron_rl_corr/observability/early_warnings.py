@@ -141,7 +141,7 @@ TRENDS = (
     Trend(
         "mismatch_of_old_samples", "the mismatch of old samples grows, that of fresh ones does not", (FRESH, *STALE),
         f"of tokens of 1, or of 2+ pushes ago: now(k3) >= {GROWTH:g} early(k3), now(k3) >= {NOTABLE:g}; of 0 pushes "
-        f"ago: now(k3) < {TOGETHER:g} early(k3)",
+        f"ago, of which there must be tokens early and now: now(k3) < {TOGETHER:g} early(k3)",
         "The policy moves more between pushes than it did, so age is the cause, not the engines.",
         "Lower `--rollout-max-lag`, or `--rollout-stale-samples drop`.",
         _stale_tokens_move,

@@ -547,7 +547,9 @@ def test_flags_when_they_name_the_level_that_yaml_left_out_then_the_files_thresh
         ),
         (
             {"loss": "dro"},
-            "`loss` dro needs `dro_beta`, the strength of its pull to pi_old; use 0.05, for example",
+            "`loss` dro needs `dro_beta`, the strength of its pull to pi_old; use 0.05, for example, and with it "
+            "several updates a batch (`updates_per_batch`) or `bypass_mode`, since with one update pi_old is the "
+            "policy itself",
         ),
         ({"dro_beta": 0.1}, "`dro_beta` 0.1 has no effect without `loss` dro; drop it, or add `loss` dro"),
         (

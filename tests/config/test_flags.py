@@ -507,6 +507,65 @@ def test_gate_and_pull_flags_when_the_ratio_is_1_then_refused_unless_it_is_the_r
     parse([*REQUIRED, *flags, "--rollout-updates-per-batch", "4"])
 
 
+def test_dro_when_refused_then_each_remedy_that_is_named_is_accepted():
+    dro, beta = ["--rollout-loss", "dro"], ["--rollout-dro-beta", "0.05"]
+    lacking, idle = refusal(*REQUIRED, *dro), refusal(*REQUIRED, *dro, *beta)
+    assert "use 0.05, for example, and with it several updates a batch (--rollout-updates-per-batch) or --ro" in lacking
+    assert idle.endswith(
+        "Make several updates with --rollout-updates-per-batch, or add --rollout-bypass-mode, where the pull is to "
+        "pi_rollout; or drop it and use --rollout-loss reinforce, which is the same with one update"
+    )
+    for remedy in (["--rollout-updates-per-batch", "2"], ["--rollout-bypass-mode"]):
+        assert parse([*REQUIRED, *dro, *beta, *remedy])[0].dro_beta == 0.05
+    assert parse([*REQUIRED, "--rollout-loss", "reinforce"])[0].loss == "reinforce"
+
+
+@pytest.mark.parametrize(("flags", "takes_bypass"), [
+    ([], True),
+    (["--rollout-is", "token", "--rollout-is-threshold", "2"], False),
+    (["--rollout-m2-threshold", "0.04"], False),
+])
+def test_idle_clip_when_the_correction_takes_no_bypass_mode_then_it_is_no_remedy(flags, takes_bypass):
+    clip = ["--rollout-clip-ratio-high", "0.3"]
+    refused = refusal(*REQUIRED, *flags, *clip)
+    assert ("--rollout-bypass-mode clips the ratio" in refused) == takes_bypass
+    parse([*REQUIRED, *flags])
+    parse([*REQUIRED, *flags, *clip, "--rollout-updates-per-batch", "2"])
+    if takes_bypass:
+        parse([*REQUIRED, *flags, *clip, "--rollout-bypass-mode"])
+    else:
+        refusal(*REQUIRED, *flags, *clip, "--rollout-bypass-mode")
+
+
+def test_preset_when_a_flag_does_not_go_with_its_settings_then_it_is_named_with_them(tmp_path):
+    refused = refusal(*REQUIRED, "--rollout-correction-preset", "prime_rl", "--rollout-loss", "sapo")
+    assert refused.startswith("--rollout-clip-ratio-low has no effect with --rollout-loss sapo, which does not clip")
+    named = (
+        "--rollout-clip-ratio-low 0.2 is of --rollout-correction-preset prime_rl: leave out what does not go with it, "
+        "or the preset"
+    )
+    assert refused.endswith(named)
+    path = tmp_path / "correction.yaml"
+    path.write_text("preset: prime_rl\nloss: sapo\n")
+    assert refusal(*REQUIRED, "--rollout-correction-config", str(path)).endswith(named)
+    parse([*REQUIRED, "--rollout-bypass-mode", "--rollout-loss", "sapo", "--rollout-sampler-kl-coef", "0.001"])
+    # One that the user gave is the user's.
+    given = ["--rollout-clip-ratio-low", "0.3", "--rollout-loss", "sapo"]
+    assert "prime_rl" not in refusal(*REQUIRED, "--rollout-correction-preset", "prime_rl", *given)
+
+
+def test_gamma_weights_of_pi_old_when_a_loss_without_a_ratio_makes_several_updates_then_refused():
+    vespo, several = ["--rollout-correction-preset", "vespo"], ["--rollout-updates-per-batch", "4"]
+    three = [*vespo, "--no-rollout-bypass-mode"]
+    refused = refusal(*REQUIRED, *three, *several)
+    assert refused.startswith("--rollout-is-mode gamma with 4 updates a batch: its weights are of pi_old against pi_ro")
+    assert "--rollout-loss reinforce has no ratio" in refused
+    # Its remedies.
+    assert parse([*REQUIRED, *vespo, *several])[0].bypass_mode
+    assert not parse([*REQUIRED, *three])[0].bypass_mode
+    assert parse([*REQUIRED, *three, *several, "--rollout-loss", "ppo_clip"])[0].loss == "ppo_clip"
+
+
 LAG = ["--rollout-max-lag", "2"]
 
 

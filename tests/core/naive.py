@@ -46,7 +46,10 @@ class Answer:
 
 def single(value: float) -> float:
     """The nearest float32: log-probs are subtracted, and compared with bounds, in it."""
-    return struct.unpack("f", struct.pack("f", value))[0]
+    try:
+        return struct.unpack("f", struct.pack("f", value))[0]
+    except OverflowError:
+        return math.copysign(math.inf, value)
 
 
 def clamp(value: float, low: float = -CLAMP, high: float = CLAMP) -> float:
@@ -150,13 +153,16 @@ def within_second_moment(tokens: list[Token], bound: float) -> set[int]:
     return kept
 
 
-def raw_weight(level: str, token: Token, sequence: list[Token]) -> float:
+def raw_weight(level: str, token: Token, sequence: list[Token], *, normalized: bool) -> float:
     if level == "token":
         return math.exp(token.d)
     if level == "turn":
         sequence = [other for other in sequence if other.turn == token.turn]
     total = sum(other.exact for other in sequence)
-    return math.exp(clamp(total / len(sequence) if level == "geometric" else total))
+    if level == "geometric":
+        return math.exp(clamp(total / len(sequence)))
+    # What is divided by the batch's mean keeps its size against the others.
+    return math.exp(clamp(total, -340.0, 340.0) if normalized else clamp(total))
 
 
 def unit_of(level: str, token: Token) -> tuple[int, ...]:
@@ -171,12 +177,20 @@ def gamma(weight: float, advantage: float) -> float:
     return unbounded if unbounded > 2.0**-126 else 0.0
 
 
-def bounded(config: RolloutCorrectionConfig, weight: float) -> float:
+def weight_bounds(config: RolloutCorrectionConfig) -> tuple[float, float]:
     low = -math.inf if config.rollout_is_lower is None else single(config.rollout_is_lower)
-    high = single(config.rollout_is_upper)
+    return low, single(config.rollout_is_upper)
+
+
+def is_outside(config: RolloutCorrectionConfig, weight: float) -> bool:
+    low, high = weight_bounds(config)
+    return not low <= single(weight) <= high
+
+
+def bounded(config: RolloutCorrectionConfig, weight: float) -> float:
     if config.rollout_is_mode == "mask":
-        return weight if low <= single(weight) <= high else 0.0
-    return clamp(weight, low, high)
+        return 0.0 if is_outside(config, weight) else weight
+    return clamp(weight, *weight_bounds(config))
 
 
 def correct(batch: Batch, config: RolloutCorrectionConfig, *, with_turns: bool = True) -> Answer:
@@ -218,13 +232,18 @@ def correct(batch: Batch, config: RolloutCorrectionConfig, *, with_turns: bool =
 
     weights = dict.fromkeys(valid, 1.0)
     if config.rollout_is is not None:
-        raw = {token.t: raw_weight(config.rollout_is, token, sequences[token.seq]) for token in tokens}
+        raw = {
+            token.t: raw_weight(
+                config.rollout_is, token, sequences[token.seq], normalized=config.rollout_is_batch_normalize
+            )
+            for token in tokens
+        }
         if config.rollout_is_mode == "gamma":
             weights = {token.t: gamma(raw[token.t], token.advantage) for token in tokens}
             outside = 0.0 if tokens else math.nan
         else:
             weights = {t: bounded(config, weight) for t, weight in raw.items()}
-            outside = mean(single(bounded(config, weight)) != single(weight) for weight in raw.values())
+            outside = mean(is_outside(config, weight) for weight in raw.values())
         if config.rollout_is_batch_normalize and sum(weights.values()) > 0:
             # Each unit's weight once, however many tokens share it.
             scale = mean({unit_of(config.rollout_is, token): weights[token.t] for token in tokens}.values())

@@ -8,6 +8,10 @@ import contextlib
 import pytest
 import torch
 
+from megatron_rl_corr.config.correction import RolloutCorrectionConfig
+from megatron_rl_corr.core.correction import compute_correction
+from megatron_rl_corr.mcore.step_scale import sequences_ess
+from megatron_rl_corr.parallel.collectives import ParallelGroups
 from tools.gpu_check.host_sync import CONFIGS, NoHostReads, check, step
 
 
@@ -27,6 +31,16 @@ def test_step_when_every_operator_is_watched_then_none_reads_a_value(name):
     with NoHostReads():
         gradient = step(CONFIGS[name], "cpu")
     assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_step_scale_when_tensors_hold_no_data_or_are_watched_then_its_sums_read_no_value(device):
+    rows, zeros = torch.arange(4, device=device), torch.zeros(4, device=device)
+    with contextlib.nullcontext() if device == "meta" else NoHostReads():
+        correction = compute_correction(
+            zeros, zeros, zeros == 0, rows, num_sequences=4, config=RolloutCorrectionConfig()
+        )
+        assert sequences_ess(correction, ParallelGroups()).values.device.type == device
 
 
 @pytest.mark.parametrize(

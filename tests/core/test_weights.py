@@ -50,6 +50,33 @@ def test_weights_when_a_long_product_leaves_float32_then_it_is_clamped_not_infin
     assert weights_of(rho, "geometric").weights[0].item() == pytest.approx(math.exp(0.2), rel=1e-6)
 
 
+@pytest.mark.parametrize("level", ["sequence", "turn"])
+def test_normalized_products_when_all_are_below_the_clamp_of_single_weights_then_still_unlike(level):
+    # log w = -25, -26, -30: e^0, e^-1 and e^-5 after the common factor e^-25; their mean is 1.3746 / 3 = 0.4582.
+    config = RolloutCorrectionConfig(rollout_is=level, rollout_is_upper=2.0, rollout_is_batch_normalize=True)
+    correction = compute_correction(
+        torch.tensor([-12.0, -13.0, -26.0, -30.0]), torch.zeros(4), torch.ones(4), torch.tensor([0, 0, 1, 2]),
+        num_sequences=3, config=config, turn_ids=torch.zeros(4, dtype=torch.int64), num_turns=2,
+    )
+    expected = [1 / 0.4582057, 1 / 0.4582057, math.exp(-1) / 0.4582057, math.exp(-5) / 0.4582057]
+    assert correction.weights.tolist() == pytest.approx(expected, rel=1e-6)
+    assert correction.metrics["weight_out_of_bounds"].value() == 0
+
+
+def test_normalized_products_when_far_beyond_float32_then_finite_and_bounded():
+    # log w = 300 and 400 are cut to the bound, 2; -300 and -400 (as -340) are 0 beside them: 2, 2, 0, 0 by their mean.
+    config = RolloutCorrectionConfig(rollout_is="sequence", rollout_is_upper=2.0, rollout_is_batch_normalize=True)
+    d = torch.tensor([300.0, 400.0, -300.0, -400.0])
+    correction = compute_correction(d, torch.zeros(4), torch.ones(4), torch.arange(4), num_sequences=4, config=config)
+    assert correction.weights.tolist() == [2.0, 2.0, 0.0, 0.0]
+    assert correction.metrics["weight_out_of_bounds"].value() == 0.5
+    # Of the last two alone: e^-300 and e^-340.
+    correction = compute_correction(
+        d[2:], torch.zeros(2), torch.ones(2), torch.arange(2), num_sequences=2, config=config
+    )
+    assert correction.weights.tolist() == pytest.approx([2.0, 2 * math.exp(-40)], rel=1e-6, abs=0)
+
+
 @pytest.mark.parametrize(
     ("mode", "lower", "expected", "outside"),
     [

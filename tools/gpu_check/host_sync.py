@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl_corr.config.correction import PRESETS, RejectionRule, RolloutCorrectionConfig
-from megatron_rl_corr.config.losses import LOSSES
+from megatron_rl_corr.config.losses import KL_TYPES, LOSSES
 from megatron_rl_corr.core.advantages import group_advantages
 from megatron_rl_corr.core.aggregation import token_coefficients
 from megatron_rl_corr.core.correction import compute_correction
@@ -72,6 +72,12 @@ CONFIGS = {
     "diagnostics only": RolloutCorrectionConfig(
         rollout_is="token", rollout_is_upper=2.0, rollout_rs=NEW_RULES, diagnostics_only=True,
     ),
+    **{
+        f"KL {kind}": RolloutCorrectionConfig(
+            loss="reinforce", kl_loss_coef=0.1, kl_loss_type=kind, sampler_kl_coef=0.1, sampler_kl_type="k3"
+        )
+        for kind in KL_TYPES
+    },
     **{f"loss {name}": RolloutCorrectionConfig(loss=name, **NEEDED.get(name, {})) for name in LOSSES},
     **PRESETS,
 }
@@ -152,7 +158,7 @@ def step(
     again, _ = linear_logprobs(logits, weight, labels, **settings)
     losses = policy_loss(
         config.loss, now, old, advantages, correction, config, seq_ids=seq_ids, num_sequences=count, metrics={},
-        rollout_logprobs=rollout,
+        rollout_logprobs=rollout, ref_logprobs=rollout - 0.1 if config.kl_loss_coef else None,
     )
     total = (losses * token_coefficients(correction, seq_ids, config)).sum()
     total = total - 0.01 * entropy.mean() + 0.01 * again.mean()
