@@ -66,6 +66,7 @@ class Events:
     def __init__(self):
         self._lock = threading.Lock()
         self._file: int | None = None
+        self._path = ""
         self.counts: Counter[str] = Counter()
         """kind -> how often it was told, with and without a file."""
         self.lost = 0
@@ -79,16 +80,8 @@ class Events:
         A link is refused, as is what is no regular file: both may lead out of the folder that the user named.
         """
         self.close()
-        # Not blocking, or a pipe without a reader would hang the start.
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        file = os.open(path, flags, 0o644)
-        status = os.fstat(file)
-        if not stat.S_ISREG(status.st_mode):
-            os.close(file)
-            raise OSError(f"{path} is no regular file")
-        if status.st_size and os.pread(file, 1, status.st_size - 1) != b"\n":
-            os.write(file, b"\n")  # a line cut short by a crash must not swallow the next one
-        self._file = file
+        self._path = os.path.abspath(path)
+        self._file = _opened(self._path)
 
     def close(self) -> None:
         """Write no more."""
@@ -117,14 +110,41 @@ class Events:
     def _write(self, line: bytes) -> None:
         """One write, or lines of other ranks might come between. A full disk costs the line, not the run."""
         try:
+            status = self._follow()
+            if status.st_size and os.pread(self._file, 1, status.st_size - 1) != b"\n":
+                # A line cut short, by a crash or a full disk, of this rank or another, must not swallow this one.
+                line = b"\n" + line
             written = os.write(self._file, line)
             error = "the disk is full" if written < len(line) else None
         except OSError as failure:
-            error = failure.strerror
+            error = failure.strerror or str(failure)
         if error is not None:
             self.lost += 1
             if self.lost == 1:
                 logger.warning("`events`: a line could not be written, and is lost (further ones unnamed): %s", error)
+
+    def _follow(self) -> os.stat_result:
+        """Open the path anew where the open file is no longer there, deleted or rotated: nobody would find its lines."""
+        status = os.fstat(self._file)
+        try:
+            moved = not os.path.samestat(os.lstat(self._path), status)
+        except FileNotFoundError:
+            moved = True
+        if moved:
+            anew = _opened(self._path)
+            os.close(self._file)
+            self._file, status = anew, os.fstat(anew)
+        return status
+
+
+def _opened(path: str) -> int:
+    # Not blocking, or a pipe without a reader would hang the start.
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    file = os.open(path, flags, 0o644)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(f"{path} is no regular file")
+    return file
 
 
 EVENTS = Events()

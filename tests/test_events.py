@@ -1,5 +1,7 @@
 import json
 import os
+import resource
+from contextlib import contextmanager
 
 import pytest
 
@@ -43,16 +45,62 @@ def test_events_when_the_run_is_started_again_then_appended_after_a_line_that_a_
 
 @drill("the disk of the events' file is full", promised="lines are counted as lost, and the run goes on")
 def test_events_when_lines_are_lost_to_a_full_disk_then_counted_and_the_run_goes_on(tmp_path, caplog):
-    read, write = os.pipe()
-    os.close(read)  # every write to it fails, as on a full disk
-    events = Events()
-    events._file = write
-    for _ in range(2):
-        events.tell("server_left_out", "connection refused")
-    assert events.lost == 2 and events.counts == {"server_left_out": 2}
+    path, events, other_rank = tmp_path / "events.jsonl", Events(), Events()
+    events.open(path)
+    other_rank.open(path)
+    events.tell("run_started", "")
+    with room_for(path, 50):
+        events.tell("server_left_out", "connection refused")  # cut after 50 bytes
+        events.tell("server_left_out", "connection refused")  # refused
+    assert events.lost == 2 and events.counts == {"run_started": 1, "server_left_out": 2}
     assert [record.message for record in caplog.records] == [
-        "`events`: a line could not be written, and is lost (further ones unnamed): Broken pipe"
+        "`events`: a line could not be written, and is lost (further ones unnamed): the disk is full"
     ]
+    other_rank.tell("server_readmitted", "there is room")
+    events.tell("run_ended", "")
+    assert [event["kind"] for event in read_events(path)] == ["run_started", "server_readmitted", "run_ended"]
+    assert (events.lost, other_rank.lost) == (2, 0)
+
+
+@contextmanager
+def room_for(path, further):
+    """No file of this process may grow beyond so many bytes more than this one has."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + further, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("rotated", [True, False])
+@drill("the events' file is moved away, or deleted", promised="all ranks go on in a new one, and nothing is lost")
+def test_events_when_their_file_is_moved_or_deleted_then_all_ranks_write_a_new_one(tmp_path, rotated):
+    path, ranks = tmp_path / "events.jsonl", (Events(), Events())
+    for rank in ranks:
+        rank.open(path)
+        rank.tell("run_started", "")
+    path.rename(tmp_path / "events.jsonl.1") if rotated else path.unlink()
+    for rank in (*ranks, *ranks):
+        rank.tell("server_left_out", "connection refused")
+    assert [event["kind"] for event in read_events(path)] == ["server_left_out"] * 4
+    if rotated:
+        assert [event["kind"] for event in read_events(tmp_path / "events.jsonl.1")] == ["run_started"] * 2
+    assert [rank.lost for rank in ranks] == [0, 0]
+
+
+@drill("a link in the place of the events' file that was moved away", promised="not followed; lines are counted as lost")
+def test_events_when_a_link_takes_the_place_of_their_file_then_lines_are_lost_until_it_is_gone(tmp_path, caplog):
+    path, events = tmp_path / "events.jsonl", Events()
+    events.open(path)
+    path.rename(tmp_path / "moved")
+    path.symlink_to(tmp_path / "moved")
+    events.tell("server_left_out", "connection refused")
+    assert events.lost == 1 and not (tmp_path / "moved").read_bytes()
+    assert "symbolic links" in caplog.text
+    path.unlink()
+    events.tell("server_readmitted", "")
+    assert [event["kind"] for event in read_events(path)] == ["server_readmitted"]
 
 
 def test_events_when_the_file_is_a_link_or_no_file_then_refused(tmp_path):

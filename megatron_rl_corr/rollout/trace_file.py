@@ -93,7 +93,8 @@ def _parts(request: RequestTrace) -> Iterator[tuple[str, float, float, dict[str,
     if first is None:
         yield "generate", request.sent, request.answered, args
         return
-    middle = min(request.sent + first, request.answered)
+    # Within the request, whatever the server's clock says.
+    middle = max(request.sent, min(request.sent + first, request.answered))
     yield "prefill", request.sent, middle, args
     yield "decode", middle, request.answered, args
 

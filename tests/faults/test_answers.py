@@ -17,6 +17,8 @@ from megatron_rl_corr.engines.routes import ExpertShape
 from megatron_rl_corr.engines.sglang import answer_fields as sglang_fields
 from megatron_rl_corr.engines.vllm import answer_fields as vllm_fields
 from megatron_rl_corr.rollout import SamplingParams
+from megatron_rl_corr.rollout.trace import GroupTrace, RequestTrace
+from megatron_rl_corr.rollout.trace_file import write_trace
 from tests.faults import oracle
 from tests.faults.drills import drill, long
 from tests.faults.mutations import mutated
@@ -78,21 +80,30 @@ def verdict(engine, name, body):
 CASES = [("sglang", "plain"), ("sglang", "mask"), ("sglang", "routes"), ("vllm", "plain"), ("vllm", "routes")]
 
 
-def checked(engine, name, count):
-    """The verdicts of so many mutated answers."""
+def checked(engine, name, count, folder):
+    """The verdicts of so many mutated answers. The times of those that are used go into a trace, in this folder."""
     body = recorded(engine)[name]["body"].encode()
     assert verdict(engine, name, body) == "used"
-    compact = orjson.dumps(orjson.loads(body))
+    answer = orjson.loads(body)
+    if engine == "sglang":  # as with --enable-metrics
+        answer["meta_info"] |= {"queue_time": 0.01, "first_token_latency": 0.02}
+    compact = orjson.dumps(answer)
     assert verdict(engine, name, compact) == "used"
-    seen = Counter()
+    seen, requests = Counter(), []
 
     @settings(max_examples=count, derandomize=True, deadline=None, database=None,
               suppress_health_check=list(HealthCheck))  # fmt: skip
     @given(mutated(compact))
     def judged(changed):
-        seen[verdict(engine, name, changed)] += 1
+        found = verdict(engine, name, changed)
+        seen[found] += 1
+        if found == "used":
+            times = load_engine(engine).server_times(changed)
+            assert all(0 <= seconds < math.inf for seconds in times.values()), (changed, times)
+            requests.append(RequestTrace(0, 0.0, 0.0, 1.0, URL, TOKENS, None, times))
 
     judged()
+    write_trace(folder / "trace.json", [GroupTrace(0, 0.0, requests)], {}, taken=1.0, base=0.0, facts={})
     assert sum(seen.values()) >= count  # or so many were not tried
     return seen
 
@@ -102,8 +113,8 @@ PROMISED = "used if every field is within what was asked and JSON allows, else r
 
 @pytest.mark.parametrize("engine, name", CASES)
 @drill("5,000 mutated answers of real servers", promised=PROMISED)
-def test_answer_when_mutated_then_used_only_if_the_oracle_says_so(engine, name, seen):
-    found = checked(engine, name, 1000)
+def test_answer_when_mutated_then_used_only_if_the_oracle_says_so(engine, name, seen, tmp_path):
+    found = checked(engine, name, 1000, tmp_path)
     assert found["refused"] > 300 and found["used"] > 20, found
     seen(f"{engine} {name}: {dict(found)}")
 
@@ -111,8 +122,8 @@ def test_answer_when_mutated_then_used_only_if_the_oracle_says_so(engine, name, 
 @long
 @pytest.mark.parametrize("engine, name", CASES)
 @drill("100,000 mutated answers of real servers", promised=PROMISED)
-def test_answer_when_mutated_often_then_used_only_if_the_oracle_says_so(engine, name, seen):
-    seen(f"{engine} {name}: {dict(checked(engine, name, 20_000))}")
+def test_answer_when_mutated_often_then_used_only_if_the_oracle_says_so(engine, name, seen, tmp_path):
+    seen(f"{engine} {name}: {dict(checked(engine, name, 20_000, tmp_path))}")
 
 
 def control_readers(engine):

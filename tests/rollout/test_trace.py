@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from collections import defaultdict
 
 import pytest
@@ -118,3 +119,18 @@ def test_context_when_a_group_is_sampled_then_its_own_requests_note_in_it_and_ot
 )  # fmt: skip
 def test_server_times_when_metrics_are_off_then_only_the_whole(meta, found):
     assert server_times(json.dumps({"meta_info": meta}).encode()) == found
+
+
+@pytest.mark.parametrize("seconds", ["NaN", "Infinity", "-Infinity", "-5", "-1e300", "1e308", str(10**400), "true", '"1"'])
+def test_server_times_when_one_is_no_time_then_left_out(seconds):
+    body = f'{{"meta_info": {{"e2e_latency": 0, "first_token_latency": {seconds}}}}}'.encode()
+    assert server_times(body) == {"total_s": 0.0}
+
+
+@pytest.mark.parametrize("seconds, decode", [(-5.0, (1_000_000, 2_000_000)), (7.0, (3_000_000, 0)),
+                                             (math.nan, (1_000_000, 2_000_000))])  # fmt: skip
+def test_file_when_a_first_token_is_not_within_its_request_then_the_slices_are(tmp_path, seconds, decode):
+    request = RequestTrace(0, 1.0, 1.0, 3.0, server_times={"first_token_s": seconds})  # sent at 1 s, answered at 3 s
+    path = write_trace(tmp_path / "t.json", [GroupTrace(1, 1.0, [request])], {}, taken=3.0, base=0.0, facts={})
+    slices, _, _ = read_trace(path)
+    assert [(one["ts"], one["dur"]) for one in slices[SAMPLES, 0] if one["name"] == "decode"] == [decode]

@@ -22,6 +22,8 @@ from megatron_rl_corr.engines.trajectory import Support, Trajectory, VersionSpan
 GENERATE = "/generate"
 MASK, MASK_LOGPROBS = "output_token_sampling_mask", "output_token_sampling_logprobs"
 NO_ROWS = "output_token_logprobs is not a list of (log-prob, id, text)"
+MOST_SECONDS = 1e6
+"""A request of more than 11 days is none: a time above that says nothing."""
 
 
 def parse_generate(
@@ -189,11 +191,17 @@ def _weight_versions(meta: dict, response_length: int) -> tuple[VersionSpan, ...
 
 
 def server_times(body: bytes) -> dict[str, float]:
-    """Seconds of a response, as far as they are numbers; only servers with --enable-metrics tell more than the whole.
+    """Seconds of a response; only servers with --enable-metrics tell more than the whole.
+
+    A time that is no number in [0, MOST_SECONDS], such as NaN, is left out: no sample depends on it.
 
     Args:
         body: of an answer that `parse_generate` has read.
     """
     meta = answers.json_object(body, "", GENERATE)["meta_info"]
     names = {"queue_s": "queue_time", "first_token_s": "first_token_latency", "total_s": "e2e_latency"}
-    return {ours: float(meta[theirs]) for ours, theirs in names.items() if type(meta.get(theirs)) in (int, float)}
+    told = {ours: meta.get(theirs) for ours, theirs in names.items()}
+    return {
+        name: float(value) for name, value in told.items()
+        if type(value) in (int, float) and 0 <= value <= MOST_SECONDS
+    }  # fmt: skip
