@@ -67,6 +67,20 @@ def test_parts_when_they_lack_a_package_or_time_then_not_run_by_name(tmp_path, m
     assert len({part.name for part in PARTS}) == len(PARTS)
 
 
+def test_part_when_the_time_of_all_is_over_while_it_runs_then_not_run_and_when_its_own_is_then_failed(
+    tmp_path, monkeypatch
+):
+    begin = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **more: begin(["sleep", "60"], **more))
+    monkeypatch.setattr(runner, "TOTAL_S", 1)
+    [cut] = runner.run_all([PART], "cuda", tmp_path, lambda _: None)
+    assert cut.state == NOT_RUN and "the 1 s of all parts were over; it was cut off after" in cut.reason
+    monkeypatch.setattr(runner, "TOTAL_S", 60)
+    short = Part("short", "nowhere.check", "x", 1)
+    [late] = runner.run_all([short], "cuda", tmp_path, lambda _: None)
+    assert late.state == FAILED and late.reason.startswith("no end within 1 s")
+
+
 def outcome(*findings, tables=""):
     return Outcome(list(findings), tables=tables, machine="NVIDIA Made-Up, torch 2.14.1")
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 TOTAL_S = 600
-"""Limit of all parts together; those that have not begun by then are not run."""
+"""Limit of all parts together; one that has not ended by then is not run."""
 REHEARSAL = 6
 """Times as long a rehearsal may take, in all and a part: what it runs on is no GPU, and may have other work."""
 

@@ -63,16 +63,24 @@ def _run(part: Part, device: str, logs: Path, left_s: float) -> Result:
     missing = [name for name in needed(part, device) if not is_installed(name)]
     if missing:
         return Result(part, NOT_RUN, f"{' and '.join(missing)} not installed")
+    own_s, over = part.limit_s * slower(device), f"the {TOTAL_S * slower(device)} s of all parts were over"
     if left_s <= 0:
-        return Result(part, NOT_RUN, f"the {TOTAL_S * slower(device)} s of all parts were over")
+        return Result(part, NOT_RUN, over)
     return run_process(
         part, [sys.executable, "-m", "tools.gpu_check.one_part", part.name, device], variables(part, device, logs),
-        logs, min(part.limit_s * slower(device), left_s),
+        logs, min(own_s, left_s), cut_off=over if left_s < own_s else "",
     )  # fmt: skip
 
 
-def run_process(part: Part, command: list[str], variables: dict[str, str], logs: Path, limit_s: float) -> Result:
-    """The result of a command, to which the path of the outcome's file is added; its whole group ends with it."""
+def run_process(
+    part: Part, command: list[str], variables: dict[str, str], logs: Path, limit_s: float, *, cut_off: str = ""
+) -> Result:
+    """The result of a command, to which the path of the outcome's file is added; its whole group ends with it.
+
+    Args:
+        limit_s: when it is ended. The part has failed then, unless the limit was not its own.
+        cut_off: why it was not run to its end where the limit is not its own; empty where it is.
+    """
     log, found = logs / f"{part.name}.log", logs / f"{part.name}.json"
     started = time.monotonic()
     with log.open("w") as file:
@@ -89,6 +97,8 @@ def run_process(part: Part, command: list[str], variables: dict[str, str], logs:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     seconds = time.monotonic() - started
+    if status is None and cut_off:
+        return Result(part, NOT_RUN, f"{cut_off}; it was cut off after {seconds:.0f} s", seconds=seconds)
     if status is None:
         return Result(part, FAILED, f"no end within {limit_s:.0f} s; see {log}", seconds=seconds)
     if status < 0:
