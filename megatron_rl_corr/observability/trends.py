@@ -18,7 +18,9 @@ EARLY = 10
 """Steps at a run's beginning whose median is the reference."""
 COURSE = 20
 """Steps over which two metrics are compared."""
-KEPT = 8 * COURSE
+SCATTERED = 4 * COURSE
+"""Steps, at most, by which it is judged how single ones scatter."""
+KEPT = SCATTERED + WINDOW
 """Last values kept of a metric."""
 
 
@@ -42,6 +44,18 @@ def _sign(value: float) -> int:
     return (value > 0) - (value < 0)
 
 
+def noise_of_mean(values: Sequence[float]) -> float:
+    """Standard deviation of a mean of WINDOW values: sqrt(mean((x_t - x_(t-1))^2) / 2 / WINDOW).
+
+    A slow trend hardly adds to it. Rare values do, as they must: of a reward that most batches lack altogether, the
+    typical difference is 0, but not its mean square.
+
+    Args:
+        values: in order, at least two.
+    """
+    return math.hypot(*(b - a for a, b in pairwise(values))) / math.sqrt(2 * WINDOW * (len(values) - 1))
+
+
 class History:
     """The values of some metrics that trends are judged by: KEPT last ones, EARLY first ones, the best mean.
 
@@ -55,7 +69,8 @@ class History:
         # Kept by themselves, as one may be there in the first of many updates of a batch alone.
         self._both: dict[tuple[str, str], deque[tuple[float, float]]] = {pair: deque(maxlen=COURSE) for pair in pairs}
         self._counts = dict.fromkeys(names, 0)
-        self._best: dict[str, float] = {}
+        self._best: dict[str, tuple[float, float]] = {}
+        """The highest mean, and its noise."""
         self.step = 0
         """The last one that was added."""
 
@@ -69,8 +84,9 @@ class History:
             self._last[name].append(value)
             if len(self._first[name]) < EARLY:
                 self._first[name].append(value)
-            if (mean := self.mean(name)) is not None:
-                self._best[name] = max(mean, self._best.get(name, -math.inf))
+            mean, best = self.mean(name), self.best(name)
+            if mean is not None and (best is None or mean > best):
+                self._best[name] = mean, noise_of_mean(list(self._last[name])[-SCATTERED:])
         for (x, y), values in self._both.items():
             if x in found and y in found:
                 values.append((float(metrics[x]), float(metrics[y])))
@@ -96,18 +112,17 @@ class History:
 
     def best(self, name: str) -> float | None:
         """The highest `mean` so far."""
-        return self._best.get(name)
+        return self._best[name][0] if name in self._best else None
 
     def noise(self, name: str) -> float | None:
-        """Standard deviation of `mean` by what single steps scatter: median |x_t - x_(t-1)| / (0.954 sqrt(WINDOW)).
+        """The larger `noise_of_mean` of two spans of SCATTERED steps with the metric; None before there are COURSE.
 
-        Over the last KEPT steps with the metric; None before there are COURSE. 0.954 sigma is the median of the
-        absolute difference of two numbers that scatter normally; a slow trend hardly adds to it.
+        One ends with the best mean, the other before the last WINDOW steps, whose fall is no noise.
+        That of the best stays as long as the best does: a run of rare rewards may have none at all by now, and a best
+        that one outlier made is worth no more than its outlier.
         """
-        values = self._last[name]
-        if len(values) < COURSE:
-            return None
-        return median(abs(b - a) for a, b in pairwise(values)) / (0.954 * math.sqrt(WINDOW))
+        values = list(self._last[name])
+        return max(noise_of_mean(values[:-WINDOW]), self._best[name][1]) if len(values) >= COURSE else None
 
     def tau(self, x: str, y: str) -> float | None:
         """`kendall_tau` of a pair over the last COURSE steps with both, however far apart; None before so many."""

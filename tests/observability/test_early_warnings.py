@@ -194,3 +194,42 @@ def test_warnings_when_rewards_of_1_and_minus_1_scatter_around_0_then_none(seed,
     draw = random.Random(seed)
     rewards = [sum(1 if draw.random() < 0.5 + gain * step / 2 else -1 for _ in range(64)) / 64 for step in range(120)]
     assert found(run(120, **{"reward/mean": lambda step: rewards[step - 1]})) == {}
+
+
+def solved(draw, share):
+    """The mean reward of 64 samples, of which this share gets 1, and the others 0."""
+    return sum(draw.random() < share for _ in range(64)) / 64
+
+
+@pytest.mark.parametrize("share", [0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.05, 0.2])
+def test_warnings_when_a_task_is_hard_and_stays_as_hard_then_none(share):
+    """Most batches of the hardest have reward 0, so that the typical difference of two steps is 0."""
+    for seed in range(5):
+        draw = random.Random(seed)
+        rewards = [solved(draw, share) for _ in range(500)]
+        assert found([{"step": at, "reward/mean": one} for at, one in enumerate(rewards, 1)]) == {}, seed
+
+
+def test_warnings_when_a_hard_task_is_solved_ever_more_often_then_none():
+    for seed in range(5):
+        draw = random.Random(seed)
+        rewards = [solved(draw, 0.002 + 0.018 * step / 500) for step in range(500)]
+        assert found([{"step": at, "reward/mean": one} for at, one in enumerate(rewards, 1)]) == {}, seed
+
+
+@pytest.mark.parametrize("spread", [1.5, 2.5])
+def test_warnings_when_rewards_have_a_heavy_tail_then_none(spread):
+    """One sample in a thousand is worth more than all others of its batch."""
+    for seed in range(5):
+        draw = random.Random(seed)
+        rewards = [sum(draw.lognormvariate(0, spread) for _ in range(64)) / 64 for _ in range(400)]
+        assert found([{"step": at, "reward/mean": one} for at, one in enumerate(rewards, 1)]) == {}, seed
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.5, 0.2), (0.2, 0.05), (0.1, 0.0)])
+def test_warnings_when_rewards_of_few_samples_fall_for_good_then_both_of_the_reward(before, after):
+    for seed in range(5):
+        draw = random.Random(seed)
+        rewards = [solved(draw, before if step < 100 else after) for step in range(150)]
+        steps = found([{"step": at, "reward/mean": one} for at, one in enumerate(rewards, 1)])
+        assert steps.keys() == {"reward_fell", "reward_falls"} and min(steps.values())[0] > 100, seed

@@ -6,6 +6,7 @@ from itertools import combinations
 
 import pytest
 
+from megatron_rl_corr.observability.collapse import WINDOW
 from megatron_rl_corr.observability.trends import COURSE, EARLY, KEPT, History, kendall_tau
 
 
@@ -85,8 +86,23 @@ def test_tau_when_one_metric_comes_seldom_then_over_the_last_steps_with_both_in_
     assert history.tau("x", "y") == 1.0 and len(history._last["x"]) == min(KEPT, COURSE * apart)
 
 
-def test_noise_by_hand_then_the_median_difference_of_neighbours():
-    # Neighbours differ by 0.954: one number scatters by 1, the mean of ten by 1 / sqrt(10). One jump changes nothing.
-    values = [0.954 * (step % 2) + 50 * (step >= 15) for step in range(COURSE)]
+def test_noise_by_hand_then_the_mean_square_difference_of_neighbours_before_the_last_ten():
+    # Neighbours differ by sqrt(2): one number scatters by 1, the mean of ten by 1 / sqrt(10). The fall is no noise.
+    values = [math.sqrt(2) * (step % 2) for step in range(COURSE)]
     assert filled(values).noise("x") == pytest.approx(1 / math.sqrt(10))
     assert filled(values[1:]).noise("x") is None
+    assert filled(values + [-50] * WINDOW).noise("x") == pytest.approx(1 / math.sqrt(10))
+    # One of the first 20 values is -3, among zeros: two differences of 19. The best mean's 10 values are all 0.
+    rare = [0.0] * 15 + [-3.0] + [0.0] * 4
+    assert filled(rare + [0.0] * WINDOW).noise("x") == pytest.approx(math.sqrt(2 * 3**2 / 19 / 2 / 10))
+
+
+def test_noise_when_the_best_is_long_ago_then_its_own_is_kept():
+    # The first mean is the best, and one of its nine differences is 2.
+    history = filled([2.0] + [0.0] * (3 * KEPT))
+    assert history.best("x") == pytest.approx(0.2)
+    assert history.noise("x") == pytest.approx(math.sqrt(2**2 / 9 / 2 / 10))
+
+
+def test_noise_when_rewards_are_as_large_as_floats_allow_then_a_number():
+    assert filled([0.0, 1e200] * COURSE).noise("x") == pytest.approx(1e200 / math.sqrt(20))
