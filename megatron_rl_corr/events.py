@@ -52,6 +52,8 @@ KINDS = {
 """kind -> what it says. What tells of something new adds its kind here."""
 LONGEST_REASON = 2000
 """Characters: an error may quote a traceback of the user's code."""
+WRITE_S = 0.01
+"""A line that another rank writes is whole by then, and no half one."""
 
 logger = logging.getLogger(__name__)
 
@@ -100,8 +102,9 @@ class Events:
         """
         if kind not in KINDS:
             raise KeyError(f"{kind} is no kind of event; KINDS in {__name__} has them")
+        reason = reason[:LONGEST_REASON].encode("utf-8", "replace").decode()  # no half of a surrogate pair
         line = {"time": round(time.time(), 3), "rank": int(os.environ.get("RANK", "0")), "step": self.step,
-                "kind": kind, "reason": reason[:LONGEST_REASON]} | facts  # fmt: skip
+                "kind": kind, "reason": reason} | facts  # fmt: skip
         with self._lock:
             self.counts[kind] += 1
             if self._file is not None:
@@ -110,10 +113,9 @@ class Events:
     def _write(self, line: bytes) -> None:
         """One write, or lines of other ranks might come between. A full disk costs the line, not the run."""
         try:
-            status = self._follow()
-            if status.st_size and os.pread(self._file, 1, status.st_size - 1) != b"\n":
-                # A line cut short, by a crash or a full disk, of this rank or another, must not swallow this one.
-                line = b"\n" + line
+            self._follow()
+            if self._ends_in_half_a_line():
+                line = b"\n" + line  # which that half would swallow
             written = os.write(self._file, line)
             error = "the disk is full" if written < len(line) else None
         except OSError as failure:
@@ -123,18 +125,28 @@ class Events:
             if self.lost == 1:
                 logger.warning("`events`: a line could not be written, and is lost (further ones unnamed): %s", error)
 
-    def _follow(self) -> os.stat_result:
-        """Open the path anew where the open file is no longer there, deleted or rotated: nobody would find its lines."""
-        status = os.fstat(self._file)
+    def _ends_in_half_a_line(self) -> bool:
+        """Whether a crash or a full disk has cut a line short, of this rank or another."""
+        before = None
+        while True:
+            size = os.fstat(self._file).st_size
+            if not size or os.pread(self._file, 1, size - 1) == b"\n":
+                return False
+            if size == before:
+                return True
+            before = size
+            time.sleep(WRITE_S)
+
+    def _follow(self) -> None:
+        """Open the path anew where the open file is no longer there, deleted or rotated: its lines would be lost."""
         try:
-            moved = not os.path.samestat(os.lstat(self._path), status)
+            moved = not os.path.samestat(os.lstat(self._path), os.fstat(self._file))
         except FileNotFoundError:
             moved = True
         if moved:
             anew = _opened(self._path)
             os.close(self._file)
-            self._file, status = anew, os.fstat(anew)
-        return status
+            self._file = anew
 
 
 def _opened(path: str) -> int:

@@ -23,6 +23,13 @@ def test_events_when_told_then_counted_and_written_as_lines_once_a_file_is_open(
     assert events.counts == {"push_repeated": 1, "server_left_out": 2}
 
 
+def test_events_when_a_reason_has_half_a_surrogate_pair_then_written_without_it(tmp_path):
+    events = Events()
+    events.open(tmp_path / "events.jsonl")
+    events.tell("sample_failed", "a reward's \ud800 text")
+    assert read_events(tmp_path / "events.jsonl")[0]["reason"] == "a reward's ? text"
+
+
 def test_events_when_the_kind_is_unknown_then_refused():
     with pytest.raises(KeyError, match="KINDS"):
         Events().tell("oops", "")
@@ -89,7 +96,8 @@ def test_events_when_their_file_is_moved_or_deleted_then_all_ranks_write_a_new_o
     assert [rank.lost for rank in ranks] == [0, 0]
 
 
-@drill("a link in the place of the events' file that was moved away", promised="not followed; lines are counted as lost")
+@drill("a link in the place of the events' file that was moved away",
+       promised="not followed; lines are counted as lost")  # fmt: skip
 def test_events_when_a_link_takes_the_place_of_their_file_then_lines_are_lost_until_it_is_gone(tmp_path, caplog):
     path, events = tmp_path / "events.jsonl", Events()
     events.open(path)

@@ -23,3 +23,11 @@ class SupervisionConfig(Options):
 
     metrics_address: str | None = option(None, metavar="ADDRESS", needs="metrics_port", usual="127.0.0.1")
     """Address of this host that `metrics_port` is open at; whoever reaches it can read the numbers."""
+
+    def check(self) -> None:
+        """ValueError for an address that is none: a socket would take "" for every address of the host."""
+        if self.metrics_address is not None and not self.metrics_address.strip():
+            raise ValueError(
+                f"`metrics_address` must name an address of this host, got {self.metrics_address!r}, which would open "
+                "the port at all of them; drop it for 127.0.0.1, or say 0.0.0.0 if you mean all"
+            )

@@ -17,7 +17,7 @@ import orjson
 import torch
 
 from megatron_rl_corr.engines.errors import RolloutError, UnreadableAnswer, body_start, shown
-from megatron_rl_corr.engines.secrets import redacted
+from megatron_rl_corr.engines.secrets import redacted, without_keys
 from megatron_rl_corr.engines.trajectory import Support, VersionSpan
 from megatron_rl_corr.engines.types import UnsupportedByEngine
 
@@ -68,7 +68,7 @@ def without_secrets(body: bytes) -> bytes:
         body: in UTF-8.
     """
     text = body.decode("utf-8", "surrogateescape")
-    return redacted(text).encode("utf-8", "surrogateescape")
+    return without_keys(text).encode("utf-8", "surrogateescape")
 
 
 def mapping_of(value: object, name: str) -> Mapping[str, Any]:
@@ -212,12 +212,9 @@ def version_spans(spans: object, response_length: int) -> tuple[VersionSpan, ...
     """Spans that partition [0, R), from a list of {"version", "start", "end"}."""
     try:
         parsed = tuple(VersionSpan(redacted(span["version"]), span["start"], span["end"]) for span in spans)
-    except (TypeError, KeyError):
+    except (TypeError, KeyError, AttributeError):  # no list of objects, a field that lacks, a version that is no text
         parsed = ()
-    typed = all(
-        isinstance(span.version, str) and type(span.start) is type(span.end) is int and span.start <= span.end
-        for span in parsed
-    )
+    typed = all(type(span.start) is type(span.end) is int and span.start <= span.end for span in parsed)
     bounds = [0, *(span.end for span in parsed)]
     adjoin = bounds[-1] == response_length and bounds[:-1] == [span.start for span in parsed]
     if not parsed or not typed or not adjoin:

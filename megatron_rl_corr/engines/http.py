@@ -182,8 +182,8 @@ async def read_body(response: aiohttp.ClientResponse, most: int) -> bytes:
         TooLong: it has more, or is compressed; what has come so far is dropped.
         aiohttp.ClientError: the connection broke.
     """
-    encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
-    if encoding not in ("", "identity"):
+    encoding = response.headers.get("Content-Encoding", "identity").strip()  # as it came: a key in it must be found
+    if encoding.lower() not in ("", "identity"):
         raise TooLong(f"its answer is compressed ({shown(encoding)}), which it was asked not to do: how long is it?")
     parts, length = [], 0
     async for part in response.content.iter_any():

@@ -32,6 +32,14 @@ def keep_secret(holder: object, *secrets: str | None) -> None:
 
 
 def redacted(text: str) -> str:
+    """The text for a message: *** in the place of each secret, ? in that of half a surrogate pair.
+
+    JSON and headers may bring such a half, and no file, console or report takes it.
+    """
+    return without_keys(text).encode("utf-8", "replace").decode()
+
+
+def without_keys(text: str) -> str:
     """The text with *** in the place of each secret."""
     for patterns in list(_PATTERNS.values()):
         for pattern in patterns:

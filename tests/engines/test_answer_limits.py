@@ -10,13 +10,14 @@ from urllib.parse import quote, quote_plus
 
 import psutil
 import pytest
+import torch
 from aiohttp import web
 
 from megatron_rl_corr.engines import answer_size, load_engine
 from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, RolloutServerError, body_start, shown
 from megatron_rl_corr.engines.http import HTTPTransport
 from megatron_rl_corr.engines.routes import ExpertShape
-from megatron_rl_corr.engines.secrets import keep_secret, redacted
+from megatron_rl_corr.engines.secrets import HIDDEN, keep_secret, redacted
 from megatron_rl_corr.engines.types import Request
 from megatron_rl_corr.rollout import RolloutClient, SamplingParams
 from tests.faults.drills import drill
@@ -84,7 +85,7 @@ def test_answer_when_compressed_then_refused_and_not_unpacked(faulty, seen, enco
         return web.Response(body=bomb, headers={"Content-Encoding": encoding})
 
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(RolloutProtocolError, match=f"compressed .{encoding.lower()}., which it was asked not to do"):
+    with pytest.raises(RolloutProtocolError, match=f"compressed .{encoding}., which it was asked not to do"):
         sent(faulty, handle, Request("GET", "/x"))
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - most
     assert grown < 50 << 10
@@ -169,6 +170,39 @@ WRONG = {
     "success": lambda echo: json.dumps({"success": False, "message": echo}),
     "error": lambda echo: json.dumps({"error": {"message": echo}}),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["Content-Encoding", "Content-Length", "X\N{DEL}"])
+def test_key_when_a_header_of_the_answer_quotes_it_then_no_message_has_it_in_any_case(name):
+    async def handle(reader, writer):
+        head = await reader.readuntil(b"\r\n\r\n")
+        echo = head.split(b"Authorization: ")[1].partition(b"\r\n")[0]
+        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n%s: %s\r\n\r\n[]" % (name.encode(), echo))
+        await writer.drain()
+        writer.close()
+
+    async def scenario():
+        server = await asyncio.start_server(handle, "127.0.0.1", 0)
+        transport = HTTPTransport(timeout_s=30.0, connect_timeout_s=5.0, api_key="s3cr3tKEYvalue")
+        async with server:
+            try:
+                await transport.send(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", SMALL)
+            finally:
+                await transport.close()
+
+    with pytest.raises(RolloutError) as error:
+        asyncio.run(scenario())
+    assert HIDDEN in str(error.value) and "s3cr3t" not in str(error.value)
+
+
+@pytest.mark.parametrize("engine, wrong", [("sglang", "an abort"), ("sglang", "a reason"), ("vllm", "error")])
+def test_message_when_an_answer_has_half_a_surrogate_pair_then_any_file_and_console_takes_it(engine, wrong):
+    body = WRONG[wrong]("bad \ud800 token").encode()  # as JSON has it: bad \\ud800 token
+    with pytest.raises(RolloutError) as error:
+        load_engine(engine).parse(body, prompt_ids=torch.tensor([1]), prompt_index=0, sample_index=0, server="http://a:1",
+                                  max_new_tokens=1)  # fmt: skip
+    assert "bad ? token" in str(error.value) and "bad ? token" in error.value.detail
+    assert shown("\udfff\ud800 x") == "?? x" and "\\ud800" in shown(["\ud800"])
 
 
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])

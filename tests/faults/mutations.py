@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 JUNK = (
     None, True, False, 0, 1, -1, 2, 6, 7, 2.5, 7.0, 0.5, -0.5, 1e-4, 1e30, -1e30, math.nan, math.inf, -math.inf,
-    2**63, 10**30, -(10**400), "", "x", "-1.0", "5", "stop", "length", "abort", [], [1], [[]], ["x"], [None], {},
-    {"a": 1}, {"type": "abort", "status_code": 401}, {"type": "abort"}, {"version": "a", "start": 0, "end": 6},
+    2**63, 10**30, -(10**400), "", "x", "\ud800x", "-1.0", "5", "stop", "length", "abort", [], [1], [[]], ["x"], [None],
+    {}, {"a": 1}, {"type": "abort", "status_code": 401}, {"type": "abort"}, {"version": "a", "start": 0, "end": 6},
 )  # fmt: skip
 BYTES = tuple(b'[]{},:"ntful0159-.eE \\') + (0, 255)
 TWICE = "\0"

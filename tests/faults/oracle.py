@@ -72,7 +72,7 @@ def sglang(body, asked: Asked) -> Reading:
     if "weight_versions" in meta and meta["weight_versions"] is not None:
         spans = _spans(meta["weight_versions"], len(ids))
     else:
-        spans = [(_is(meta.get("weight_version"), str), 0, len(ids))]
+        spans = [(_version(meta.get("weight_version")), 0, len(ids))]
     _counts(meta, ids, asked)
     if asked.routes and not (kind == "abort" and meta.get("routed_experts") is None):
         raw = _base64(meta.get("routed_experts"))
@@ -158,15 +158,21 @@ def _kept(sets, ids, asked):
     return sets
 
 
+def _version(value):
+    """A name of weights, which messages and files can have: half a surrogate pair in it becomes ?."""
+    return "".join("?" if 0xD800 <= ord(one) < 0xE000 else one for one in _is(value, str))
+
+
 def _spans(spans, length):
     _need(type(spans) is list and spans)
     found, end = [], 0
     for span in spans:
         _need(type(span) is dict and {"version", "start", "end"} <= span.keys())
-        _need(type(span["version"]) is str and type(span["start"]) is int and type(span["end"]) is int)
+        version = _version(span["version"])
+        _need(type(span["start"]) is int and type(span["end"]) is int)
         _need(end == span["start"] <= span["end"])
         end = span["end"]
-        found.append((span["version"], span["start"], end))
+        found.append((version, span["start"], end))
     _need(end == length)
     return found
 

@@ -64,7 +64,7 @@ def verdict(engine, name, body):
         assert error.url == URL and error.endpoint == load_engine(engine).generate_endpoint
         if isinstance(error, RolloutProtocolError):
             assert any(field in error.detail for field in FIELDS), error.detail
-        assert len(str(error)) < 3000
+        assert len(str(error)) < 3000 and str(error).encode()
         return "failed" if kind is oracle.Failed else "refused"
     assert isinstance(right, oracle.Reading), (body, right)
     logprobs = [None if math.isnan(value) else value for value in sample.rollout_logprobs.tolist()]
@@ -189,7 +189,7 @@ def test_control_answer_when_mutated_then_read_or_refused_by_server_and_endpoint
             read(made.parse_control(changed, server=URL, endpoint=endpoint, status=200))
             counts["read"] += 1
         except RolloutError as error:
-            assert error.url == URL and error.endpoint and len(str(error)) < 3000
+            assert error.url == URL and error.endpoint and len(str(error)) < 3000 and str(error).encode()
             counts["refused"] += 1
 
     judge(body)

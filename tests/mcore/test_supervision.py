@@ -230,6 +230,9 @@ def test_flags_when_given_then_off_by_default_loopback_by_default_and_an_address
     assert parse([*required, "--rollout-metrics-port", "9100"])[1].metrics_address == "127.0.0.1"
     with pytest.raises(ValueError, match="--rollout-metrics-address.*--rollout-metrics-port"):
         parse([*required, "--rollout-metrics-address", "0.0.0.0"])
+    for blank in ("", " "):  # of a variable that a launch script has not set
+        with pytest.raises(ValueError, match="--rollout-metrics-address must name .*, got '.*; drop it .*0.0.0.0"):
+            parse([*required, "--rollout-metrics-port", "9100", "--rollout-metrics-address", blank])
 
 
 @drill("two ranks tell events at once", promised="each line of the file is whole")

@@ -121,7 +121,7 @@ def test_server_times_when_metrics_are_off_then_only_the_whole(meta, found):
     assert server_times(json.dumps({"meta_info": meta}).encode()) == found
 
 
-@pytest.mark.parametrize("seconds", ["NaN", "Infinity", "-Infinity", "-5", "-1e300", "1e308", str(10**400), "true", '"1"'])
+@pytest.mark.parametrize("seconds", ["NaN", "Infinity", "-Infinity", "-5", "-1e300", "1e308", str(10**400), "true"])
 def test_server_times_when_one_is_no_time_then_left_out(seconds):
     body = f'{{"meta_info": {{"e2e_latency": 0, "first_token_latency": {seconds}}}}}'.encode()
     assert server_times(body) == {"total_s": 0.0}
