@@ -1,6 +1,8 @@
 # The environment of `make setup` on a machine with GPUs, and this checkout in it:
 #   docker build -t megatron_rl_corr .
-#   docker run --gpus all --ipc host --ulimit memlock=-1 -it megatron_rl_corr
+#   docker run --gpus all --ipc host --ulimit memlock=-1 \
+#       -v "$PWD/models:/opt/megatron_rl_corr/models" -v "$PWD/data:/opt/megatron_rl_corr/data" \
+#       -v "$PWD/runs:/opt/megatron_rl_corr/runs" -it megatron_rl_corr
 # CUDA comes with requirements/gpu.lock; of this base only the variables count that let containers see the GPUs.
 FROM nvidia/cuda:13.0.2-base-ubuntu24.04
 

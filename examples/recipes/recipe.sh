@@ -19,6 +19,8 @@ PRETRAIN=${PRETRAIN:-$REPOSITORY/examples/quickstart/pretrain_moe.py}
 # The address that servers listen on and are reached at; with several nodes, one of a private network.
 SERVER_HOST=${SERVER_HOST:-127.0.0.1}
 START_TIMEOUT_S=${START_TIMEOUT_S:-1800}
+# What is left of the run so long after it was asked to end is killed.
+END_TIMEOUT_S=${END_TIMEOUT_S:-60}
 
 server_pids=() trainer_pid="" forwarded=""
 
@@ -57,6 +59,31 @@ compiler_variables() {
     environment=$(cd "$environment" && pwd)
     export PATH=$environment/bin:$PATH CUDA_HOME=${CUDA_HOME:-$environment/cuda}
     [ "$CUDA_HOME" = "$environment/cuda" ] || say "kernels are compiled by CUDA_HOME=$CUDA_HOME, which was set; the lock's is $environment/cuda"
+}
+
+# Before anything is started: what would put servers and trainer on the same GPUs, or start servers that nobody uses.
+check_machines() {
+    local gpu
+    if [ "$1" != train ] && [ $(($(count "$GPUS_SERVE") % SERVER_GPUS)) != 0 ]; then
+        fail "GPUS_SERVE=$GPUS_SERVE: a server takes $SERVER_GPUS GPUs, and these are $(count "$GPUS_SERVE"); give a multiple"
+    fi
+    if [ "$1" = all ] && [ "$NODES" -gt 1 ]; then
+        fail "NODES=$NODES: other machines serve than those that train; give --serve on the former, --train on the latter"
+    fi
+    if [ "$1" = all ] && [ -n "${SERVER_URLS:-}" ]; then
+        fail "SERVER_URLS=$SERVER_URLS: training would use those, and no server that is started here; give --train, or unset it"
+    fi
+    if [ "$1" = train ] && [ "$NODES" -gt 1 ]; then
+        [ -n "${NODE_RANK:-}" ] || fail "NODES=$NODES without NODE_RANK: the number of this machine among those that train, from 0"
+        [ -n "${MASTER_ADDR:-}" ] || fail "NODES=$NODES without MASTER_ADDR: the address of the first machine that trains"
+    fi
+    case $1 in all | dry-run) ;; *) return 0 ;; esac
+    if colocated || [ "$NODES" -gt 1 ] || [ -n "${SERVER_URLS:-}" ]; then return 0; fi
+    for gpu in ${GPUS_TRAIN//,/ }; do
+        case ,$GPUS_SERVE, in *,$gpu,*)
+            fail "GPU $gpu is in GPUS_TRAIN=$GPUS_TRAIN and in GPUS_SERVE=$GPUS_SERVE; give each GPU to one, or all to both with COLOCATE=1" ;;
+        esac
+    done
 }
 
 number_of_servers() { echo $(($(count "$GPUS_SERVE") / SERVER_GPUS)); }
@@ -102,24 +129,42 @@ refuse_ports_in_use() {
     done
 }
 
+# A server ends when its requests have, and never where one of its schedulers waits for a trainer that was killed in a push.
+end_all() {
+    local pid all=("${server_pids[@]}" $trainer_pid) end=$((SECONDS + END_TIMEOUT_S)) looks=50
+    trap 'end=0' HUP INT TERM # a second signal: at once
+    kill "${all[@]}" 2>/dev/null || true
+    for pid in "${all[@]}"; do
+        while kill -0 "$pid" 2>/dev/null && [ $SECONDS -lt $end ]; do sleep 0.2; done
+        # Where the terminal is gone nothing can be said, and that must not end this.
+        if kill -0 "$pid" 2>/dev/null; then say "process $pid has not ended within $END_TIMEOUT_S s: it is killed" 2>/dev/null || true; fi
+        kill -KILL -- "-$pid" 2>/dev/null || true
+    done
+    for pid in "${all[@]}"; do # 10 s for a driver to give a GPU's memory back; one that hangs keeps nobody here
+        while kill -0 "$pid" 2>/dev/null && ((looks-- > 0)); do sleep 0.2; done
+    done
+}
+
 start_servers() {
     local i log
     refuse_ports_in_use
     mkdir -p "$OUT"
+    trap end_all EXIT
+    trap 'exit 129' HUP # the terminal was closed
+    trap 'exit 130' INT
+    trap 'exit 143' TERM
     for ((i = 0; i < $(number_of_servers); i++)); do
         log=$OUT/server-$(hostname)-$i.log
         say "server $i on GPUs $(gpus_of_server "$i"), $log"
         # A colocated server must see the GPU that weights are handed over on, which is the first trainer's.
         local visible=$(gpus_of_server "$i") first=()
         if colocated; then visible=$GPUS_SERVE first=(--base-gpu-id $((i * SERVER_GPUS))); fi
+        set -m # a process group for each, so that its schedulers can be killed with it
         CUDA_VISIBLE_DEVICES=$visible "$PYTHON" -m sglang.launch_server --model-path "$MODEL" \
-            --host "$SERVER_HOST" --port $((PORT + i)) "${first[@]}" "${SERVER_FLAGS[@]}" >"$log" 2>&1 &
+            --host "$SERVER_HOST" --port $((PORT + i)) "${first[@]}" "${SERVER_FLAGS[@]}" </dev/null >"$log" 2>&1 &
         server_pids+=($!)
+        set +m
     done
-    trap 'kill "${server_pids[@]}" $trainer_pid 2>/dev/null || true; wait' EXIT
-    trap 'exit 129' HUP # the terminal was closed
-    trap 'exit 130' INT
-    trap 'exit 143' TERM
 }
 
 refuse_ended_servers() {
@@ -162,8 +207,8 @@ train() {
     train_variables
     local status=0 where=(--standalone)
     if [ "$NODES" -gt 1 ]; then
-        where=(--nnodes "$NODES" --node_rank "${NODE_RANK:?the number of this node}"
-            --master_addr "${MASTER_ADDR:?the address of the first node that trains}" --master_port "${MASTER_PORT:-29500}")
+        where=(--nnodes "$NODES" --node_rank "$NODE_RANK"
+            --master_addr "$MASTER_ADDR" --master_port "${MASTER_PORT:-29500}")
     fi
     trap forward_signal HUP INT TERM
     set -m
@@ -208,8 +253,9 @@ recipe() {
     case ${1:-} in --dry-run | --plan | --serve | --train | --urls) what=${1#--}; shift ;; esac
     EXTRA_FLAGS=("$@")
     set_colocation
-    [ "$what" = urls ] && { server_urls; return; }
+    [ "$what" = urls ] && { SERVER_URLS="" server_urls; return; }
     [ -f "$MODEL/config.json" ] || fail "MODEL=$MODEL is no Hugging Face folder: it has no config.json"
+    check_machines "$what"
     [ "$what" = plan ] && { plan; return; }
     compiler_variables
     [ "$what" = serve ] && { start_servers; wait "${server_pids[@]}"; return; }

@@ -1,5 +1,6 @@
 """In place of the recipes' python: writes down what it is to run; servers only answer /health, training ends at once,
-or with status 7 on SIGTERM where TRAINING_WAITS names a file for its process id.
+or with status 7 on SIGTERM where TRAINING_WAITS names a file for its process id. SERVERS_STAY names a file for the
+process ids of servers' children, where no server ends on SIGTERM.
 
 Everything else, as the reading of columns and `megatron-rl-corr`, is run as it is.
 """
@@ -7,6 +8,7 @@ Everything else, as the reading of columns and `megatron-rl-corr`, is run as it 
 import json
 import os
 import signal
+import subprocess
 import sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -38,6 +40,10 @@ if words[:2] == ["-m", "sglang.launch_server"]:
     address = (words[words.index("--host") + 1], int(words[words.index("--port") + 1]))
     if str(address[1]) == os.environ.get("PORT_THAT_ENDS"):
         ENDING.write_text(str(os.getpid()))
+    if os.environ.get("SERVERS_STAY"):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        with open(os.environ["SERVERS_STAY"], "a") as children:
+            print(subprocess.Popen(["sleep", "300"]).pid, file=children)
     HTTPServer(address, Health).serve_forever()
 elif words[:2] == ["-m", "torch.distributed.run"] and os.environ.get("TRAINING_WAITS"):
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))

@@ -329,6 +329,58 @@ def test_run_when_it_is_ended_by_a_signal_then_training_gets_it_and_gives_the_st
     assert not is_open(port) and not is_open(port + 1)
 
 
+def test_run_when_servers_do_not_end_then_they_and_their_children_are_killed(sparse, tmp_path):
+    port, children = free_ports(4), tmp_path / "children"
+    run = sparse.run(PORT=port, SERVERS_STAY=children, END_TIMEOUT_S=1)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.count("has not ended within 1 s: it is killed") == 2
+    assert not is_open(port) and not is_open(port + 1)
+    running = [pid for pid in map(int, children.read_text().split()) if is_running(pid)]
+    assert running == [] and len(children.read_text().split()) == 2
+
+
+def test_run_when_a_second_signal_comes_while_servers_end_then_they_are_killed_at_once(sparse, tmp_path):
+    port, children, begun = free_ports(4), tmp_path / "children", tmp_path / "begun"
+    process = sparse.start(PORT=port, SERVERS_STAY=children, END_TIMEOUT_S=100, TRAINING_WAITS=begun)
+    end = time.monotonic() + 120
+    while not begun.exists() and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    while is_running(int(begun.read_text())) and time.monotonic() < end:
+        time.sleep(0.05)
+    time.sleep(0.5)  # the script has seen it, and waits for the servers
+    process.send_signal(signal.SIGINT)
+    out, error = process.communicate(timeout=60)
+    assert process.returncode == 7, out + error
+    assert not is_open(port) and not is_open(port + 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "message"),
+    [
+        ([], {"NODES": 2}, "NODES=2: other machines serve than those that train; give --serve on"),
+        ([], {"GPUS_TRAIN": "0,1,2,3,4"}, "GPU 4 is in GPUS_TRAIN=0,1,2,3,4 and in GPUS_SERVE=4,5,6,7; give each GPU"),
+        (["--dry-run"], {"GPUS_SERVE": "2,3"}, "GPU 2 is in GPUS_TRAIN=0,1,2,3 and in GPUS_SERVE=2,3; give each GPU"),
+        (["--serve"], {"GPUS_SERVE": "4,5,6"}, "GPUS_SERVE=4,5,6: a server takes 2 GPUs, and these are 3"),
+        ([], {"SERVER_URLS": "http://10.0.0.1:30000"}, "SERVER_URLS=http://10.0.0.1:30000: training would use those"),
+        (["--train"], {"NODES": 2, "MASTER_ADDR": "10.0.0.2"}, "NODES=2 without NODE_RANK: the number of this machine"),
+        (["--train"], {"NODES": 2, "NODE_RANK": 1}, "NODES=2 without MASTER_ADDR: the address of the first machine"),
+    ],
+)  # fmt: skip
+def test_run_when_its_machines_or_gpus_do_not_go_together_then_refused_before_anything_starts(
+    sparse, words, variables, message
+):
+    run = sparse.run(*words, START_TIMEOUT_S=0, **variables)
+    assert run.returncode == 2 and message in run.stderr, run.stdout + run.stderr
+    assert not sparse.record.exists()
+
+
+def test_urls_when_those_of_other_servers_are_set_then_this_machines(sparse):
+    assert sparse.run("--urls", SERVER_URLS="http://10.0.0.1:30000").stdout.split() == [
+        "http://127.0.0.1:30000", "http://127.0.0.1:30001"
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
@@ -390,6 +442,14 @@ def test_slurm_job_when_another_node_has_only_a_loopback_address_then_it_is_name
     finally:
         sparse.script = script
     assert run.returncode == 2 and "node2 has no address but those of the loopback" in run.stderr
+
+
+def is_running(pid):
+    """Whether it is there and no zombie, which nobody may collect in a container."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def is_open(port):

@@ -57,3 +57,15 @@ def test_dockerfile_when_it_names_files_then_they_exist_and_are_not_ignored():
         assert not {path, path.split("/")[0]} & set(ignored)
     # A .venv of the host would be taken for the image's.
     assert ".venv" in ignored
+
+
+def test_folders_of_the_first_run_then_neither_git_nor_docker_takes_them_and_the_container_leaves_them_on_the_host():
+    page = (ROOT / "docs/get_started/first_gpu_run.md").read_text()
+    folders = {*re.findall(r"--local-dir (\w+)/", page), *re.findall(r"\bin `(runs)/", page)}
+    assert folders == {"models", "data", "runs"}
+    by_git, by_docker = ((ROOT / name).read_text().splitlines() for name in (".gitignore", ".dockerignore"))
+    # Only those at the top: the package has folders of these names.
+    assert {f"/{folder}/" for folder in folders} <= set(by_git) and folders <= set(by_docker)
+    mounts = {f"{folder}:{of('WORKDIR')[0]}/{folder}" for folder in folders}
+    for path in ("Dockerfile", "docs/get_started/install.md"):
+        assert set(re.findall(r'-v "\$PWD/(\S+)"', (ROOT / path).read_text())) == mounts
