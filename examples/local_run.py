@@ -1,6 +1,7 @@
 """What the examples share: a rollout server and Megatron on this machine, without a GPU, and a clean end of both."""
 
 import argparse
+import fcntl
 import json
 import os
 import signal
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 from running import Running
@@ -60,6 +62,24 @@ class Example:
             self.say(f"--out {out} is not empty; name a new folder, so that no other run's files are overwritten")
             return 2
         out.mkdir(parents=True, exist_ok=True)
+        with self.alone_in(out) as alone:
+            if not alone:
+                self.say(f"another {self.name} writes to {out}; wait for it, or end it with --stop --out {out}")
+                return 2
+            return self._work(work, options, out)
+
+    @contextmanager
+    def alone_in(self, out):
+        """Whether no other process is within this block for the folder; it ends with the process, however that ends."""
+        with open(out / ".lock", "w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+            else:
+                yield True
+
+    def _work(self, work, options, out):
         # Ctrl-C and SIGTERM both unwind through the `finally` blocks, which end what was started.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         with Running(self.home, out) as running:

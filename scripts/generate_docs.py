@@ -24,7 +24,7 @@ from megatron_rl_corr.observability.correction_text import (  # noqa: E402
     rules_as_text,
     weights_as_text,
 )
-from megatron_rl_corr.observability.early_warnings import TRENDS  # noqa: E402
+from megatron_rl_corr.observability.early_warnings import STAKE, TRENDS  # noqa: E402
 from megatron_rl_corr.observability.trends import COURSE, EARLY  # noqa: E402
 
 
@@ -101,7 +101,7 @@ def metrics_page() -> str:
         "Trends; [read_a_run.md](../get_started/read_a_run.md#early-warnings) says how they are judged. now(x) is the",
         f"median of the last {WINDOW} steps, early(x) that of the run's first {EARLY}, mean(x) the mean of the last",
         f"{WINDOW}, best(x) the highest such mean so far, tau Kendall's over the last {COURSE} steps, which is asked",
-        "for where a warning begins, not for it to go on.",
+        f"for where a warning begins, not for it to go on. stake(reward) is {STAKE}.",
         *table("warning", "when", "meaning", "what to do"),
     ]  # fmt: skip
     lines += [row(f"`{one.name}`: {one.says}", f"`{one.condition}`", one.meaning, one.remedy) for one in TRENDS]

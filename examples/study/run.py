@@ -24,6 +24,7 @@ from local_run import Example, local_server, make_model, megatron_flags, torchru
 from report import write_report  # noqa: E402
 from reward import KINDS  # noqa: E402
 
+from megatron_rl_corr.files import write_atomically  # noqa: E402
 from megatron_rl_corr.observability.metrics_file import FILE_NAME, read_metrics  # noqa: E402
 
 EXAMPLE = Example("study")
@@ -98,9 +99,11 @@ def run_folder(out, arm, seed):
 
 
 def finished(out, arm, seed):
-    """What is kept of a finished run, or None."""
-    path = run_folder(out, arm, seed) / "finished.json"
-    return json.loads(path.read_text()) if path.exists() else None
+    """What is kept of a finished run; None where there is none, or its file was cut short: it is run anew."""
+    try:
+        return json.loads((run_folder(out, arm, seed) / "finished.json").read_text())
+    except (FileNotFoundError, ValueError):
+        return None
 
 
 def run_one(out, arm, seed, server, options, running):
@@ -119,7 +122,7 @@ def run_one(out, arm, seed, server, options, running):
             return status
     # A process that fails once the last step is written has lost nothing of the study: its status is kept.
     kept = {"seconds": time.monotonic() - started, "ended_nonfinite": nonfinite, "status": status}
-    (folder / "finished.json").write_text(json.dumps(kept))
+    write_atomically(folder / "finished.json", json.dumps(kept).encode())
     return 0
 
 
@@ -195,11 +198,16 @@ def run_against(dtype, todo, planned, options, out, running):
 def keep_settings(out, now, has_runs):
     """Write settings.json, or say how those of the runs that are finished in the folder differ."""
     path = out / "settings.json"
-    before = json.loads(path.read_text()) if has_runs else now
-    differing = [f"{name} {before[name]} there, {now[name]} now" for name in now if before[name] != now[name]]
+    if not has_runs:
+        write_atomically(path, json.dumps(now).encode())
+        return None
+    try:
+        before = json.loads(path.read_text())
+        differing = [f"{name} {before[name]} there, {now[name]} now" for name in now if before[name] != now[name]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"--out {out} has runs, and {path} does not say with which settings ({error!r}); name another folder"
     if differing:
         return f"--out {out} has runs with other settings: {'; '.join(differing)}; name another folder"
-    path.write_text(json.dumps(now))
     return None
 
 
@@ -207,7 +215,8 @@ def report(options, out):
     """The report of all runs that are finished in the folder, whichever of them were asked for this time."""
     runs = {}
     for arm in ARMS.values():
-        for seed in sorted(int(path.name[4:]) for path in (out / "runs" / arm.name).glob("seed*")):
+        names = [path.name for path in (out / "runs" / arm.name).glob("seed*")]
+        for seed in sorted(int(name[4:]) for name in names if name[4:].isdecimal()):  # a copy, seed2.bak, is none
             if kept := finished(out, arm, seed):
                 path = run_folder(out, arm, seed) / FILE_NAME
                 steps = read_metrics(path) if path.exists() else []

@@ -32,6 +32,12 @@ TOGETHER = 2.0
 TAU = 0.5
 SCATTER = 7.0
 """Standard deviations of a mean by which it must lie below the best: rewards around 0 scatter by many times both."""
+STAKE = (
+    "what a reward has to lose: best(reward); for rewards around a constant, whose gain (best less the lowest mean "
+    "before it) is below half of the best but above what they scatter, the gain; where the best is not above 0, the "
+    "larger of |best| and the gain"
+)
+"""A fall is a share of it."""
 LEAST_ESS = 0.3
 """An early ESS below it is too noisy to fall."""
 
@@ -72,9 +78,15 @@ def fallen(history: History, name: str, factor: float) -> bool:
 
 
 def below_best(history: History, name: str, share: float) -> bool:
-    """mean < share * best, by SCATTER * noise at least; best is above 0, as of rewards below 0 there is no share."""
-    mean, best, noise = history.mean(name), history.best(name), history.noise(name)
-    return noise is not None and best > 0 and mean < share * best and best - mean > SCATTER * noise
+    """best - mean > (1 - share) * stake, and > SCATTER * noise; see STAKE."""
+    mean, best, gain, noise = history.mean(name), history.best(name), history.gain(name), history.noise(name)
+    if noise is None or best - mean <= SCATTER * noise:
+        return False
+    if best <= 0:
+        stake = max(-best, gain)
+    else:
+        stake = gain if SCATTER * noise < gain < best / 2 else best
+    return best - mean > (1 - share) * stake
 
 
 def _without_gain(history: History) -> bool:
@@ -104,17 +116,17 @@ def _stale_tokens_move(history: History) -> bool:
 
 TRENDS = (
     Trend(
-        "reward_fell", "the reward fell below half of its best", (REWARD,),
-        f"best(reward) > 0, mean(reward) < {FRACTION:g} best(reward), and by more than {SCATTER:g} times what it "
+        "reward_fell", "the reward lost half of its best, or of its gain", (REWARD,),
+        f"best(reward) - mean(reward) > {1 - FRACTION:g} stake(reward), and more than {SCATTER:g} times what it "
         "scatters",
-        "If it stays so for 20 steps, the run has collapsed.",
+        "If dense rewards above 0 stay so for 20 steps, the run has collapsed.",
         "Go back to a checkpoint from before the first warning, with a stricter correction (`--rollout-rs`) or a lower "
         "`--lr`.",
         lambda history: below_best(history, REWARD, FRACTION),
     ),
     Trend(
         "reward_falls", "the reward falls", (REWARD,),
-        f"best(reward) > 0, mean(reward) < 0.8 best(reward), and by more than {SCATTER:g} times what it scatters; all "
+        f"best(reward) - mean(reward) > 0.2 stake(reward), and more than {SCATTER:g} times what it scatters; all "
         "of its last rewards are below best(reward)",
         "The run loses what it had learned.",
         "Look for a warning that came before this one; else lower `--lr`, or add a KL penalty, "
@@ -164,8 +176,8 @@ TRENDS = (
     Trend(
         "entropy_collapse", "the entropy collapses without a gain in reward", (ENTROPY, REWARD),
         "now(entropy) <= 0.2 early(entropy), early(entropy) > 0; and now(reward) <= early(reward) + 0.1 "
-        f"|early(reward)|, or best(reward) > 0, mean(reward) < 0.8 best(reward), by more than {SCATTER:g} times "
-        "what it scatters",
+        f"|early(reward)|, or best(reward) - mean(reward) > 0.2 stake(reward), and more than {SCATTER:g} times what it "
+        "scatters",
         "The policy writes one text, which is not a good one, and groups teach nothing any more.",
         "Add an entropy bonus (`--rollout-entropy-coef`), or raise the upper clip (`--rollout-clip-ratio-high`).",
         lambda history: (history.early(ENTROPY) or 0) > 0 and fallen(history, ENTROPY, 0.2) and _without_gain(history),

@@ -69,8 +69,9 @@ class History:
         # Kept by themselves, as one may be there in the first of many updates of a batch alone.
         self._both: dict[tuple[str, str], deque[tuple[float, float]]] = {pair: deque(maxlen=COURSE) for pair in pairs}
         self._counts = dict.fromkeys(names, 0)
-        self._best: dict[str, tuple[float, float]] = {}
-        """The highest mean, and its noise."""
+        self._lowest: dict[str, float] = {}
+        self._best: dict[str, tuple[float, float, float]] = {}
+        """The highest mean, its noise, and by how much it is above the lowest mean before."""
         self.step = 0
         """The last one that was added."""
 
@@ -85,8 +86,11 @@ class History:
             if len(self._first[name]) < EARLY:
                 self._first[name].append(value)
             mean, best = self.mean(name), self.best(name)
-            if mean is not None and (best is None or mean > best):
-                self._best[name] = mean, noise_of_mean(list(self._last[name])[-SCATTERED:])
+            if mean is not None:
+                self._lowest[name] = min(mean, self._lowest.get(name, mean))
+                if best is None or mean > best:
+                    noise = noise_of_mean(list(self._last[name])[-SCATTERED:])
+                    self._best[name] = mean, noise, mean - self._lowest[name]
         for (x, y), values in self._both.items():
             if x in found and y in found:
                 values.append((float(metrics[x]), float(metrics[y])))
@@ -113,6 +117,10 @@ class History:
     def best(self, name: str) -> float | None:
         """The highest `mean` so far."""
         return self._best[name][0] if name in self._best else None
+
+    def gain(self, name: str) -> float | None:
+        """`best` less the lowest `mean` before it."""
+        return self._best[name][2] if name in self._best else None
 
     def noise(self, name: str) -> float | None:
         """The larger `noise_of_mean` of two spans of SCATTERED steps with the metric; None before there are COURSE.

@@ -86,6 +86,53 @@ def test_run_whose_first_gradient_was_not_finite_then_a_report_of_the_others(stu
     assert "seed 0: 1, seed 1: none | 0 of 0, 12 of 12 |" in text
 
 
+def finished_run(folder, text='{"seconds": 1.0, "ended_nonfinite": false, "status": 0}'):
+    """A folder of a finished run; text: of its finished.json."""
+    folder.mkdir(parents=True)
+    (folder / "finished.json").write_text(text)
+    file = MetricsFile(folder / "metrics.jsonl")
+    for step in steps(*[0.5] * 12):
+        file.write(step | {"grad_norm": 1.0, "rollout_corr/k3_kl": 0.01, "weight_lag_mean": 1.0})
+
+
+def test_report_when_a_finished_file_was_cut_short_or_a_folder_is_a_copy_then_of_the_others(study, tmp_path):
+    run = study("run")
+    finished_run(tmp_path / "runs/none/seed2")
+    finished_run(tmp_path / "runs/none/seed3", '{"seconds": 1')
+    finished_run(tmp_path / "runs/none/seed2.bak")
+    assert run.report(run.parse_arguments(["--out", str(tmp_path)]), tmp_path) == 0
+    assert json.loads((tmp_path / "study.json").read_text())["arms"]["none"]["steps"] == {"2": 12}
+    assert run.finished(tmp_path, study("arms").ARMS["none"], 3) is None
+
+
+def test_settings_when_missing_cut_short_or_others_beside_runs_then_one_line_and_else_kept(study, tmp_path):
+    keep, path = study("run").keep_settings, tmp_path / "settings.json"
+    assert "does not say with which settings (FileNotFoundError" in keep(tmp_path, {"lr": 0.1}, True)
+    assert keep(tmp_path, {"lr": 0.1}, False) is None
+    inode = path.stat().st_ino
+    assert keep(tmp_path, {"lr": 0.1}, True) is None and path.stat().st_ino == inode
+    assert "lr 0.1 there, 0.2 now" in keep(tmp_path, {"lr": 0.2}, True)
+    for cut in ("", '{"lr": 0.', "[]", "{}"):
+        path.write_text(cut)
+        assert "does not say with which settings" in keep(tmp_path, {"lr": 0.1}, True)
+    assert keep(tmp_path, {"lr": 0.2}, False) is None and json.loads(path.read_text()) == {"lr": 0.2}
+    # Replaced in one move: a driver that is killed meanwhile leaves the old file.
+    assert path.stat().st_ino != inode
+
+
+def test_study_when_another_one_writes_there_then_refused_and_nothing_is_touched(study, tmp_path, capsys):
+    run = study("run")
+    finished_run(tmp_path / "runs/none/seed2", "")
+    with run.EXAMPLE.alone_in(tmp_path) as alone:
+        assert alone
+        # As of another process, since it is another opening of the file.
+        assert run.main(["--out", str(tmp_path), "--arms", "none", "--seeds", "2"]) == 2
+        assert (tmp_path / "runs/none/seed2/metrics.jsonl").exists() and not (tmp_path / "settings.json").exists()
+    assert f"another study writes to {tmp_path}" in capsys.readouterr().out
+    with run.EXAMPLE.alone_in(tmp_path) as alone:
+        assert alone
+
+
 def test_share_that_carries_the_gradient_then_weights_times_what_rules_keep(study):
     carrying = study("report").carrying
     step = {"rollout_corr/weight_mean": 0.9, "rollout_corr/ess": 0.8, "rollout_corr/kept_fraction": 0.5}

@@ -51,7 +51,10 @@ def ramp(low, high, first=41, last=80):
         ({ESS: then(0.29, 0.01)}, {}),
         # The mean of ten with k new ones is 0.5 - 0.04 k: below 0.25 from k = 7 on.
         ({"reward/mean": then(0.5, 0.1)}, {"reward_fell": 47, "reward_falls": None}),
-        ({"reward/mean": then(-0.1, -0.9)}, {}),
+        # -0.1 - 0.08 k: more than half of |-0.1| lower from k = 1 on; all of ten are lower at k = 10.
+        ({"reward/mean": then(-0.1, -0.9)}, {"reward_fell": 41, "reward_falls": 50}),
+        # -0.4 - 0.01 k: a tenth of |-0.4| lower in the end alone, and a fifth never.
+        ({"reward/mean": then(-0.4, -0.46)}, {}),
         ({"reward/mean": then(0.5, 0.42)}, {}),
         # 0.5 - (step - 41) / 200 from 41 on: the mean of the last ten is 0.5 - (step - 45.5) / 200, below 0.4 at 66.
         ({"reward/mean": lambda step: min(0.5, 0.5 - (step - 41) / 200)}, {"reward_falls": 66}),
@@ -161,12 +164,34 @@ def test_trends_then_each_names_a_flag_and_states_its_condition():
         assert "`--" in trend.remedy and trend.condition and trend.meaning.endswith(".") and trend.remedy.endswith(".")
 
 
-def test_conditions_when_a_share_of_the_best_reward_decides_then_they_say_that_it_is_above_0_and_by_what_it_falls():
-    """Those warnings stay away below 0 (the case of -0.1 and -0.9 above), so the reader is told."""
+def test_conditions_when_a_share_of_the_stake_decides_then_they_say_so_and_by_what_it_falls():
     for trend in TRENDS:
-        shares = "best(reward), " in trend.condition
+        shares = "stake(reward)" in trend.condition
         assert shares == (trend.name in ("reward_fell", "reward_falls", "entropy_collapse"))
-        assert not shares or ("best(reward) > 0" in trend.condition and "7 times what it scatters" in trend.condition)
+        assert not shares or "7 times what it scatters" in trend.condition
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "after", "expected"),
+    [
+        # All that was gained is lost: a reward of 1 and -1, a large constant part, penalties alone.
+        (-0.8, -0.05, -1.0, {"reward_fell", "reward_falls"}), (10.1, 10.9, 10.0, {"reward_fell", "reward_falls"}),
+        (-50, -10, -45, {"reward_fell", "reward_falls"}), (-0.8, 0.8, -0.8, {"reward_fell", "reward_falls"}),
+        # Three eighths of it, which is more than a fifth.
+        (10.1, 10.9, 10.6, {"reward_falls"}), (-0.9, -0.1, -0.4, {"reward_falls"}),
+        # An eighth, however much more that is than the best itself.
+        (10.1, 10.9, 10.8, set()), (-0.9, -0.05, -0.15, set()),
+        # Nothing was gained, so that a fall is a share of the best.
+        (10.9, 10.9, 10.6, set()), (0.9, 0.9, 0.85, set()), (0.9, 0.9, 0.4, {"reward_fell", "reward_falls"}),
+    ],
+)  # fmt: skip
+def test_warnings_when_rewards_are_below_0_or_around_a_constant_then_by_the_gain_that_is_lost(
+    low, high, after, expected
+):
+    draw = random.Random(0)
+    rising = ramp(low, high, first=11, last=60)
+    rewards = [(rising(step) if step <= 90 else after) + draw.gauss(0, 0.01) for step in range(1, 161)]
+    assert set(found([{"step": at, "reward/mean": one} for at, one in enumerate(rewards, 1)])) == expected
 
 
 def test_warnings_when_a_batch_has_several_updates_or_a_step_was_skipped_then_trends_of_two_metrics_are_seen():

@@ -61,6 +61,11 @@ def test_history_when_values_fall_then_best_is_the_highest_mean_and_outliers_har
     assert history.best("x") == 1.0 and history.mean("x") == 0.5
 
 
+def test_gain_then_from_the_lowest_mean_before_the_best_whatever_comes_after():
+    assert filled(range(9)).gain("x") is None and filled([1.0] * 10).gain("x") == 0
+    assert filled([-1.0] * 10 + [-3.0] * 10 + [2.0] * 10 + [-9.0] * 10).gain("x") == 5.0
+
+
 def test_history_when_values_are_missing_or_not_finite_then_they_do_not_count():
     history = History(["x", "y"], [("x", "y")])
     assert history.add({"step": 1}) == set() and history.add({"step": 2, "x": math.nan, "y": math.inf}) == set()
