@@ -20,15 +20,10 @@ from tests.faults.drills import drill
 from tests.hf_truth import assert_is_truth, scored
 from tests.matrix.patched import unchanged
 from tests.preloaded import PreloadedServer
-from tests.weight_sync.test_push_real_servers import (  # noqa: F401
-    Pushing,
-    model_of,
-    noisy,
-    one_rank,
-    weights,
-)
+from tests.weight_sync.test_push_real_servers import Pushing, model_of, noisy, weights  # noqa: F401
 from tools.cpu import environment, gpu_available, vllm_arguments
 
+pytestmark = pytest.mark.usefixtures("one_rank")
 PLANTED = "tests.matrix.planted_extension.Planted"
 TEXT = [(7 * i * i + 3 * i) % 83 for i in range(64)]
 OTHER_CODE = r"worker extension is of megatron-rl-corr 0.0.9-deadbeef, and the trainer's is 0.*install"

@@ -1,20 +1,15 @@
 """A push to a real vLLM server with the V2 model runner, while it samples a response."""
 
+import pytest
 import torch
 
 from megatron_rl_corr.rollout import SamplingParams
 from tests.hf_truth import inside
 from tests.matrix.patched import unchanged
 from tests.server_load import wait_until_sampling
-from tests.weight_sync.test_push_real_servers import (  # noqa: F401
-    PROMPT,
-    Pushing,
-    model_of,
-    noisy,
-    one_rank,
-    weights,
-)
+from tests.weight_sync.test_push_real_servers import PROMPT, Pushing, model_of, noisy, weights  # noqa: F401
 
+pytestmark = pytest.mark.usefixtures("one_rank")
 LONG = SamplingParams(48, temperature=1.5, top_k=20, ignore_eos=True)
 
 

@@ -6,14 +6,16 @@ from tests.conftest import running_victim
 from tests.matrix.patched import unchanged
 from tests.matrix.releases import OVERLAID, chosen
 from tests.weight_sync.test_push_real_servers import (  # noqa: F401
-    one_rank,
     pushing,
     test_push_when_a_server_is_killed_in_the_middle_then_the_others_have_all_weights_and_sample,
     test_push_when_only_one_of_two_servers_misses_a_tensor_then_it_is_named,
     weights,
 )
 
-pytestmark = pytest.mark.skipif(chosen() != OVERLAID, reason="make test-matrix runs it")
+pytestmark = [
+    pytest.mark.usefixtures("one_rank"),
+    pytest.mark.skipif(chosen() != OVERLAID, reason="make test-matrix runs it"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -20,13 +20,15 @@ PLANTED = Path(__file__).resolve().parents[2] / "benchmarks/planted_reward.py"
 GROUPS, GROUP_SIZE, STEPS = 4, 4, 14
 # The context of the server's model is shorter than this one.
 TOO_LONG = [2] * 5000
+LIMIT_S = 3.0
+"""Of a reward: one that sleeps for 0.2 s is none that hangs, on a machine whose cores are taken for a second too."""
 
 
 def run(server, scenario, spec, prompts, **options):
     """await scenario(stream, failures) with everything around it; no process is left."""
 
     async def inner():
-        rewards = Rewards(spec, workers=2, limit_s=1.0)
+        rewards = Rewards(spec, workers=2, limit_s=LIMIT_S)
         failures = Failures(options.pop("max_fraction", 0.05))
         await rewards.start()
         workers = len(descendants(os.getpid()))
@@ -44,7 +46,7 @@ def run(server, scenario, spec, prompts, **options):
                     return await asyncio.wait_for(scenario(stream, failures), 120)
                 finally:
                     await stream.close()
-                    await asyncio.sleep(1.5)  # calls of dropped groups end by themselves, and are counted
+                    await asyncio.sleep(LIMIT_S + 0.5)  # calls of dropped groups end by themselves, and are counted
                     assert len(descendants(os.getpid())) == workers
         finally:
             await rewards.close()
