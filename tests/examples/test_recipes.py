@@ -218,11 +218,37 @@ def test_training_flags_when_the_model_has_no_weights_or_cut_ones_then_told_or_r
     assert f"{weights} can't be read as safetensors" in checked.stderr, checked.stderr[-2000:]
 
 
+def make_checkout(folder):
+    """run.sh in a checkout that holds the recipes alone."""
+    script = folder / "examples/qwen3_30b_a3b/run.sh"
+    script.parent.mkdir(parents=True)
+    (script.parents[1] / "recipes").symlink_to(RECIPES)
+    return script
+
+
+def test_run_when_the_environment_is_the_cpus_then_refused_and_the_dry_run_says_so(sparse, tmp_path):
+    checkout = make_checkout(tmp_path)
+    checkout.write_text(sparse.script.read_text())
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/python").symlink_to(sparse.python)
+    sparse.script, kept, message = checkout, sparse.script, f"{tmp_path}/.venv was made on a machine without a GPU"
+    try:
+        for words in ([], ["--serve"], ["--train"]):
+            run = sparse.run(*words, PYTHON="", START_TIMEOUT_S=0)
+            assert run.returncode == 2 and message in run.stderr, run.stdout + run.stderr
+            assert "make setup DEVICE_FOR_SETUP=gpu" in run.stderr and not sparse.record.exists()
+        dry = sparse.run("--dry-run", PYTHON="", SKIP_PLAN=1)
+        assert dry.returncode == 0 and f"this would not start: {message}" in dry.stdout, dry.stdout + dry.stderr
+        (tmp_path / ".venv/cuda").mkdir()
+        run = sparse.run(PYTHON="", PORT=free_ports(4))
+        assert run.returncode == 0 and message not in run.stderr, run.stdout + run.stderr
+    finally:
+        sparse.script = kept
+
+
 def test_layout_when_it_does_not_fit_then_the_dry_run_ends_with_the_plan(sparse):
     script = sparse.script.read_text()
-    broken = sparse.folder / "examples/qwen3_30b_a3b/run.sh"
-    broken.parent.mkdir(parents=True)
-    (broken.parents[1] / "recipes").symlink_to(RECIPES)
+    broken = make_checkout(sparse.folder / "broken")
     broken.write_text(script.replace("PLAN_ADAM=(--optimizer-cpu-offload)", "PLAN_ADAM=(--no-optimizer-cpu-offload)"))
     sparse.script, kept = broken, sparse.script
     try:
@@ -232,9 +258,31 @@ def test_layout_when_it_does_not_fit_then_the_dry_run_ends_with_the_plan(sparse)
     assert run.returncode == 2 and "NOTHING FITS" in run.stdout and "does not fit" in run.stderr
 
 
+def test_plan_when_flags_are_added_then_it_counts_them_and_refuses_what_does_not_fit(recipe):
+    # One sample of 33792 tokens in place of 5120; the microbatch of the 4B recipe is given apart.
+    longer = ["--seq-length", 33792, "--rollout-max-new-tokens=32768", "--rollout-max-tokens-per-microbatch", 33792]
+    run = recipe.run("--plan", *longer, "--lr", "1e-5")
+    assert run.returncode == 1 and "NOTHING FITS" in run.stdout, run.stdout + run.stderr
+    counted = "--max-new-tokens 32768 --max-tokens-per-microbatch 33792 --max-prompt-tokens 1024"
+    assert f"counts these, by its names, and no others: {counted}\n" in run.stdout
+    dry = recipe.run("--dry-run", *longer)
+    assert dry.returncode == 2 and "the layout does not fit, by the plan above" in dry.stderr
+    less = recipe.run("--plan", "--recompute-granularity", "full", "--rollout-linear-logprobs", "--lr")
+    assert less.returncode == 0, less.stdout + less.stderr
+    assert "no others: --recompute full --linear-logprobs\n" in less.stdout
+    before, after = (memory_a_gpu(lines) for lines in (recipe.plan(), less.stdout.splitlines()))
+    assert after < before - 1
+    assert "no others: none\n" in recipe.run("--plan", "--lr", "1e-5").stdout
+
+
+def memory_a_gpu(lines):
+    """GiB that a plan's layout takes of a GPU."""
+    [row] = [line.split() for line in lines if line.startswith("0  ")]
+    return float(row[-2])
+
+
 def test_plan_of_a_recipe_then_the_memory_that_its_comment_says(recipe):
-    [row] = [line.split() for line in recipe.plan() if line.startswith("0  ")]
-    assert f"{float(row[-2]):.0f} GiB a GPU" in recipe.script.read_text()
+    assert f"{memory_a_gpu(recipe.plan()):.0f} GiB a GPU" in recipe.script.read_text()
 
 
 def test_plan_of_a_recipe_then_its_flags_are_those_that_the_recipe_gives(recipe):
