@@ -2,7 +2,7 @@
 
 # What is added for the trainer and `plan` counts, under plan's names, into the array ADDED: of two values the last one wins there too.
 added_plan_flags() {
-    local flag length="" response=$RESPONSE
+    local flag length="" response=$RESPONSE_TOKENS
     ADDED=()
     set -- "${EXTRA_FLAGS[@]}"
     while [ $# -gt 0 ]; do

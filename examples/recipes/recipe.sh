@@ -123,11 +123,11 @@ data_flags() {
 
 # All flags of the script, into the array TRAIN_FLAGS.
 train_flags() {
-    local model_flags
+    local model_flags words
     data_flags
     model_flags=$("$PYTHON" -m megatron_rl_corr.cli model-flags "$MODEL") || exit 2
-    # shellcheck disable=SC2206
-    TRAIN_FLAGS=($model_flags "${MEGATRON_FLAGS[@]}" --rollout-url $(server_urls) --rollout-hf-checkpoint "$MODEL"
+    read -ra words <<<"$model_flags" # no pattern of files: --moe-layer-freq [0,1,1]
+    TRAIN_FLAGS=("${words[@]}" "${MEGATRON_FLAGS[@]}" --rollout-url $(server_urls) --rollout-hf-checkpoint "$MODEL"
         --rollout-prompts "$DATA" "${DATA_FLAGS[@]}" "${RUN_FLAGS[@]}" "${EXTRA_FLAGS[@]}")
 }
 
@@ -204,6 +204,11 @@ wait_for_servers() {
 # Set for the trainer alone.
 train_variables() {
     export CUDA_DEVICE_MAX_CONNECTIONS=1
+    # torchrun gives each trainer one thread, and CPUs that update the weights would do it on one core each.
+    case " ${TRAIN_FLAGS[*]} " in *" --optimizer-cpu-offload "*)
+        local threads=$(($(nproc) / $(count "$GPUS_TRAIN")))
+        export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))} ;;
+    esac
     export PYTHONPATH=$REPOSITORY${PYTHONPATH:+:$PYTHONPATH}
 }
 

@@ -313,6 +313,35 @@ def test_run_then_servers_start_and_answer_before_training_and_end_after_it(reci
     assert all(not is_open(port + i) for i in range(count))
 
 
+def test_run_when_sizes_and_threads_are_set_then_the_trainer_has_them_and_else_its_share_of_the_cores(sparse):
+    given = {"GROUP_SIZE": 4, "BATCH_SIZE": 64, "RESPONSE_TOKENS": 2048, "PROMPT_TOKENS": 512}
+    for threads, expected in ((3, "3"), ("", str(max(len(os.sched_getaffinity(0)) // 4, 1)))):
+        run = sparse.run(PORT=free_ports(4), OMP_NUM_THREADS=threads, **given)
+        assert run.returncode == 0, run.stdout + run.stderr
+        [training] = sparse.asked("-m", "torch.distributed.run")
+        words = training["words"]
+        assert training["OMP_NUM_THREADS"] == expected
+        flags = ("--rollout-group-size", "--global-batch-size", "--rollout-max-new-tokens", "--seq-length")
+        assert [words[words.index(flag) + 1] for flag in flags] == ["4", "64", "2048", "2560"]
+
+
+def test_flags_of_the_model_when_a_file_matches_a_value_then_the_value_stays(sparse, tmp_path):
+    fake, file = tmp_path / "python", sparse.folder / "1"
+    fake.write_text(
+        '#!/bin/sh\ncase "$*" in *model-flags*) echo "--moe-layer-freq [0,1,1]" ;; '
+        f'*) exec {sparse.python} "$@" ;; esac\n'
+    )
+    fake.chmod(0o755)
+    file.touch()
+    try:
+        run = sparse.run("--dry-run", PYTHON=fake, SKIP_PLAN=1)
+    finally:
+        file.unlink()
+    assert run.returncode == 0, run.stdout + run.stderr
+    [words] = [call["words"] for call in sparse.asked(str(RECIPES / "dry_run.py")) if call["words"][1] == "train"]
+    assert words[words.index("--moe-layer-freq") + 1] == "[0,1,1]"
+
+
 def test_run_when_a_server_ends_at_its_start_then_its_log_is_named_and_nothing_trains(sparse):
     run = sparse.run(PORT=free_ports(4), SERVERS_END=1)
     assert run.returncode == 2 and "a server ended at its start; see" in run.stderr
