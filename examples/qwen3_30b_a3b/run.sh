@@ -17,9 +17,9 @@ SERVE_NODES=${SERVE_NODES:-1}
 COLOCATE=${COLOCATE:-0}                      # 1: all 8 GPUs train and serve, in turn
 COLOCATED_FRACTION=0.7                       # of a GPU, for a colocated server's weights and cache, beside the trainer's weights
 PORT=${PORT:-30000}                          # of the first server
-SERVER_GPUS=2                                # of one server: on one GPU, 61 GB of weights leave little for keys and values
-PROMPT=1024 RESPONSE=4096                    # longest prompt and response, in tokens
-GROUP=8 BATCH=128                            # samples of a prompt, samples of a step
+SERVER_GPUS=${SERVER_GPUS:-2}                # of one server: on one GPU, 61 GB of weights leave little for keys and values
+PROMPT_TOKENS=${PROMPT_TOKENS:-1024} RESPONSE_TOKENS=${RESPONSE_TOKENS:-4096} # longest prompt and response, in tokens
+GROUP_SIZE=${GROUP_SIZE:-8} BATCH_SIZE=${BATCH_SIZE:-128} # samples of a prompt, samples of a step
 
 if [ "$NODES" = 1 ] && [ "$COLOCATE" = 0 ]; then
     GPUS_TRAIN=${GPUS_TRAIN:-0,1,2,3} GPUS_SERVE=${GPUS_SERVE:-4,5,6,7}
@@ -36,8 +36,8 @@ fi
 # On 8 GPUs Adam's state does not fit either; 44 GiB a GPU without it.
 [ "$COLOCATE" = 0 ] || ADAM=(--optimizer-cpu-offload --use-precision-aware-optimizer) PLAN_ADAM=(--optimizer-cpu-offload)
 PLAN_FLAGS=("${LAYOUT[@]}" --pipeline-model-parallel-size 1 --context-parallel-size 1
-    "${PLAN_ADAM[@]}" --recompute none --max-prompt-tokens $PROMPT --max-new-tokens $RESPONSE
-    --group-size $GROUP --global-batch-size $BATCH)
+    "${PLAN_ADAM[@]}" --recompute none --max-prompt-tokens $PROMPT_TOKENS --max-new-tokens $RESPONSE_TOKENS
+    --group-size $GROUP_SIZE --global-batch-size $BATCH_SIZE)
 
 SERVER_FLAGS=(
     --dtype bfloat16                    # as the trainer computes: other pairs differ by more
@@ -56,9 +56,9 @@ MEGATRON_FLAGS=(
     --no-gradient-accumulation-fusion   # its kernel is Apex's, which this needs no other part of
     --moe-grouped-gemm                  # all experts of a GPU in one multiplication
     --moe-permute-fusion                # tokens are sorted by expert in one kernel
-    --seq-length $((PROMPT + RESPONSE)) # the longest sample
+    --seq-length $((PROMPT_TOKENS + RESPONSE_TOKENS)) # the longest sample
     --micro-batch-size 1                # a microbatch is packed: samples of together at most --seq-length tokens
-    --global-batch-size $BATCH          # a multiple of group size x replicas
+    --global-batch-size $BATCH_SIZE          # a multiple of group size x replicas
     --train-iters 200                   # steps
     --lr 1e-6 --lr-decay-style constant # small, constant steps, as usual for policy gradients
     --weight-decay 0.0                  # weights are not drawn toward 0
@@ -77,13 +77,13 @@ MEGATRON_FLAGS=(
 RUN_FLAGS=(
     --router-replay R3                  # a token goes to the experts that the server chose
     --rollout-reward-function math      # 1 where the answer equals the label as mathematics
-    --rollout-group-size $GROUP         # samples of a prompt; their mean is the baseline
-    --rollout-max-new-tokens $RESPONSE  # longest response
+    --rollout-group-size $GROUP_SIZE         # samples of a prompt; their mean is the baseline
+    --rollout-max-new-tokens $RESPONSE_TOKENS  # longest response
     --rollout-max-concurrency 128       # samples in flight of each replica
     --rollout-max-lag 1                 # servers sample the next step while this one trains
     --rollout-correction-preset decoupled_geo_rs_token_tis # token weights up to 2; drops responses far from the policy
     --rollout-loss dapo                 # PPO's loss over tokens, with a higher upper clip
-    --rollout-chat-template-kwargs '{"enable_thinking": false}' # long thoughts would be cut at RESPONSE; Qwen3's template has it
+    --rollout-chat-template-kwargs '{"enable_thinking": false}' # long thoughts would be cut at RESPONSE_TOKENS; Qwen3's template has it
     --rollout-log-dir "$OUT"            # for megatron-rl-corr report
     --rollout-save-hf "$OUT/hf"         # the trained model, for transformers and servers
 )

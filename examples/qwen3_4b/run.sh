@@ -16,10 +16,10 @@ SERVE_NODES=${SERVE_NODES:-1}
 COLOCATE=${COLOCATE:-0}                      # 1: all 8 GPUs train and serve, in turn
 COLOCATED_FRACTION=0.75                      # of a GPU, for a colocated server's weights and cache, beside the trainer's weights
 PORT=${PORT:-30000}                          # of the first server
-SERVER_GPUS=1                                # of one server
-PROMPT=1024 RESPONSE=4096                    # longest prompt and response, in tokens
-GROUP=8 BATCH=128                            # samples of a prompt, samples of a step
-MICROBATCH=10240                             # tokens that are trained at a time, on 2 GPUs
+SERVER_GPUS=${SERVER_GPUS:-1}                # of one server
+PROMPT_TOKENS=${PROMPT_TOKENS:-1024} RESPONSE_TOKENS=${RESPONSE_TOKENS:-4096} # longest prompt and response, in tokens
+GROUP_SIZE=${GROUP_SIZE:-8} BATCH_SIZE=${BATCH_SIZE:-128} # samples of a prompt, samples of a step
+MICROBATCH=${MICROBATCH:-10240}              # tokens that are trained at a time, on 2 GPUs
 
 if [ "$NODES" = 1 ] && [ "$COLOCATE" = 0 ]; then
     GPUS_TRAIN=${GPUS_TRAIN:-0,1,2,3} GPUS_SERVE=${GPUS_SERVE:-4,5,6,7}
@@ -28,8 +28,8 @@ else
 fi
 LAYOUT=(--tensor-model-parallel-size 2) # each weight matrix on 2 GPUs; 45 GiB a GPU, by `--plan`
 PLAN_FLAGS=("${LAYOUT[@]}" --pipeline-model-parallel-size 1 --context-parallel-size 1
-    --no-optimizer-cpu-offload --recompute none --max-prompt-tokens $PROMPT --max-new-tokens $RESPONSE
-    --max-tokens-per-microbatch $MICROBATCH --group-size $GROUP --global-batch-size $BATCH)
+    --no-optimizer-cpu-offload --recompute none --max-prompt-tokens $PROMPT_TOKENS --max-new-tokens $RESPONSE_TOKENS
+    --max-tokens-per-microbatch $MICROBATCH --group-size $GROUP_SIZE --global-batch-size $BATCH_SIZE)
 
 SERVER_FLAGS=(
     --dtype bfloat16                    # as the trainer computes: other pairs differ by more
@@ -45,9 +45,9 @@ MEGATRON_FLAGS=(
     --use-distributed-optimizer         # Adam's state is split over the replicas
     --bf16                              # weights and activations; gradients and Adam are float32
     --no-gradient-accumulation-fusion   # its kernel is Apex's, which this needs no other part of
-    --seq-length $((PROMPT + RESPONSE)) # the longest sample
+    --seq-length $((PROMPT_TOKENS + RESPONSE_TOKENS)) # the longest sample
     --micro-batch-size 1                # Megatron asks for it; microbatches are packed, see below
-    --global-batch-size $BATCH          # a multiple of group size x replicas
+    --global-batch-size $BATCH_SIZE          # a multiple of group size x replicas
     --train-iters 200                   # steps
     --lr 1e-6 --lr-decay-style constant # small, constant steps, as usual for policy gradients
     --weight-decay 0.0                  # weights are not drawn toward 0
@@ -66,13 +66,13 @@ MEGATRON_FLAGS=(
 RUN_FLAGS=(
     --rollout-max-tokens-per-microbatch $MICROBATCH # samples are packed up to so many tokens
     --rollout-reward-function math      # 1 where the answer equals the label as mathematics
-    --rollout-group-size $GROUP         # samples of a prompt; their mean is the baseline
-    --rollout-max-new-tokens $RESPONSE  # longest response
+    --rollout-group-size $GROUP_SIZE         # samples of a prompt; their mean is the baseline
+    --rollout-max-new-tokens $RESPONSE_TOKENS  # longest response
     --rollout-max-concurrency 128       # samples in flight of each replica
     --rollout-max-lag 1                 # servers sample the next step while this one trains
     --rollout-correction-preset decoupled_geo_rs_token_tis # token weights up to 2; drops responses far from the policy
     --rollout-loss dapo                 # PPO's loss over tokens, with a higher upper clip
-    --rollout-chat-template-kwargs '{"enable_thinking": false}' # long thoughts would be cut at RESPONSE; Qwen3's template has it
+    --rollout-chat-template-kwargs '{"enable_thinking": false}' # long thoughts would be cut at RESPONSE_TOKENS; Qwen3's template has it
     --rollout-log-dir "$OUT"            # for megatron-rl-corr report
     --rollout-save-hf "$OUT/hf"         # the trained model, for transformers and servers
 )

@@ -22,6 +22,8 @@ START_TIMEOUT_S=${START_TIMEOUT_S:-1800}
 # What is left of the run so long after it was asked to end is killed.
 END_TIMEOUT_S=${END_TIMEOUT_S:-60}
 
+source "$REPOSITORY/examples/recipes/plan.sh"
+
 server_pids=() trainer_pid="" forwarded=""
 
 say() { echo "[recipe] $*"; }
@@ -59,6 +61,16 @@ compiler_variables() {
     environment=$(cd "$environment" && pwd)
     export PATH=$environment/bin:$PATH CUDA_HOME=${CUDA_HOME:-$environment/cuda}
     [ "$CUDA_HOME" = "$environment/cuda" ] || say "kernels are compiled by CUDA_HOME=$CUDA_HOME, which was set; the lock's is $environment/cuda"
+}
+
+# The checkout's own environment, where `make setup` found no GPU, has no kernels for one. PYTHON= is the user's to know.
+check_environment() {
+    local problem="$REPOSITORY/.venv was made on a machine without a GPU, and its packages are the CPU's; make setup DEVICE_FOR_SETUP=gpu"
+    [ "$PYTHON" = "$REPOSITORY/.venv/bin/python" ] && [ -x "$PYTHON" ] && [ ! -d "$REPOSITORY/.venv/cuda" ] || return 0
+    case $1 in
+    dry-run) say "this would not start: $problem" ;;
+    *) fail "$problem (an environment of your own: PYTHON=)" ;;
+    esac
 }
 
 # Before anything is started: what would put servers and trainer on the same GPUs, or start servers that nobody uses.
@@ -111,11 +123,11 @@ data_flags() {
 
 # All flags of the script, into the array TRAIN_FLAGS.
 train_flags() {
-    local model_flags
+    local model_flags words
     data_flags
     model_flags=$("$PYTHON" -m megatron_rl_corr.cli model-flags "$MODEL") || exit 2
-    # shellcheck disable=SC2206
-    TRAIN_FLAGS=($model_flags "${MEGATRON_FLAGS[@]}" --rollout-url $(server_urls) --rollout-hf-checkpoint "$MODEL"
+    read -ra words <<<"$model_flags" # no pattern of files: --moe-layer-freq [0,1,1]
+    TRAIN_FLAGS=("${words[@]}" "${MEGATRON_FLAGS[@]}" --rollout-url $(server_urls) --rollout-hf-checkpoint "$MODEL"
         --rollout-prompts "$DATA" "${DATA_FLAGS[@]}" "${RUN_FLAGS[@]}" "${EXTRA_FLAGS[@]}")
 }
 
@@ -192,6 +204,11 @@ wait_for_servers() {
 # Set for the trainer alone.
 train_variables() {
     export CUDA_DEVICE_MAX_CONNECTIONS=1
+    # torchrun gives each trainer one thread, and CPUs that update the weights would do it on one core each.
+    case " ${TRAIN_FLAGS[*]} " in *" --optimizer-cpu-offload "*)
+        local threads=$(($(nproc) / $(count "$GPUS_TRAIN")))
+        export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))} ;;
+    esac
     export PYTHONPATH=$REPOSITORY${PYTHONPATH:+:$PYTHONPATH}
 }
 
@@ -225,18 +242,6 @@ train() {
     return $status
 }
 
-plan() {
-    local serving=$((SERVE_NODES * $(count "$GPUS_SERVE")))
-    if colocated; then
-        "$PYTHON" -m megatron_rl_corr.cli plan --hf-checkpoint "$MODEL" --gpus "$(count "$GPUS_TRAIN")" \
-            --serve-tensor-parallel-size "$SERVER_GPUS" "${PLAN_FLAGS[@]}"
-        return
-    fi
-    "$PYTHON" -m megatron_rl_corr.cli plan --hf-checkpoint "$MODEL" \
-        --gpus $((NODES * $(count "$GPUS_TRAIN") + serving)) --serve-gpus $serving \
-        --serve-tensor-parallel-size "$SERVER_GPUS" "${PLAN_FLAGS[@]}"
-}
-
 # The flags of --train and --serve are those that run; tools/cpu lets Megatron and SGLang parse them without a GPU.
 dry_run() {
     plan || fail "the layout does not fit, by the plan above"
@@ -257,6 +262,7 @@ recipe() {
     [ -f "$MODEL/config.json" ] || fail "MODEL=$MODEL is no Hugging Face folder: it has no config.json"
     check_machines "$what"
     [ "$what" = plan ] && { plan; return; }
+    check_environment "$what"
     compiler_variables
     [ "$what" = serve ] && { start_servers; wait "${server_pids[@]}"; return; }
     [ -e "$DATA" ] || fail "DATA=$DATA: there is no such file"

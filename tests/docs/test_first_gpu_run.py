@@ -64,6 +64,7 @@ def calls(tmp_path_factory):
     write_dapo(inputs / "data/dapo")
     binaries = checkout / ".venv/bin"
     binaries.mkdir(parents=True)
+    (checkout / ".venv/cuda").mkdir()  # as `make setup` leaves it on a machine with GPUs
     (checkout / "examples").symlink_to(ROOT / "examples")
     stubs = {name: HEAD.format(python=sys.executable) + text for name, text in STUBS.items()}
     stubs["python"] = f'#!/bin/sh\nexec {sys.executable} {RECORDING} "$@"\n'

@@ -220,11 +220,37 @@ def test_training_flags_when_the_model_has_no_weights_or_cut_ones_then_told_or_r
     assert f"{weights} can't be read as safetensors" in checked.stderr, checked.stderr[-2000:]
 
 
+def make_checkout(folder):
+    """run.sh in a checkout that holds the recipes alone."""
+    script = folder / "examples/qwen3_30b_a3b/run.sh"
+    script.parent.mkdir(parents=True)
+    (script.parents[1] / "recipes").symlink_to(RECIPES)
+    return script
+
+
+def test_run_when_the_environment_is_the_cpus_then_refused_and_the_dry_run_says_so(sparse, tmp_path):
+    checkout = make_checkout(tmp_path)
+    checkout.write_text(sparse.script.read_text())
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/python").symlink_to(sparse.python)
+    sparse.script, kept, message = checkout, sparse.script, f"{tmp_path}/.venv was made on a machine without a GPU"
+    try:
+        for words in ([], ["--serve"], ["--train"]):
+            run = sparse.run(*words, PYTHON="", START_TIMEOUT_S=0)
+            assert run.returncode == 2 and message in run.stderr, run.stdout + run.stderr
+            assert "make setup DEVICE_FOR_SETUP=gpu" in run.stderr and not sparse.record.exists()
+        dry = sparse.run("--dry-run", PYTHON="", SKIP_PLAN=1)
+        assert dry.returncode == 0 and f"this would not start: {message}" in dry.stdout, dry.stdout + dry.stderr
+        (tmp_path / ".venv/cuda").mkdir()
+        run = sparse.run(PYTHON="", PORT=free_ports(4))
+        assert run.returncode == 0 and message not in run.stderr, run.stdout + run.stderr
+    finally:
+        sparse.script = kept
+
+
 def test_layout_when_it_does_not_fit_then_the_dry_run_ends_with_the_plan(sparse):
     script = sparse.script.read_text()
-    broken = sparse.folder / "examples/qwen3_30b_a3b/run.sh"
-    broken.parent.mkdir(parents=True)
-    (broken.parents[1] / "recipes").symlink_to(RECIPES)
+    broken = make_checkout(sparse.folder / "broken")
     broken.write_text(script.replace("PLAN_ADAM=(--optimizer-cpu-offload)", "PLAN_ADAM=(--no-optimizer-cpu-offload)"))
     sparse.script, kept = broken, sparse.script
     try:
@@ -234,9 +260,31 @@ def test_layout_when_it_does_not_fit_then_the_dry_run_ends_with_the_plan(sparse)
     assert run.returncode == 2 and "NOTHING FITS" in run.stdout and "does not fit" in run.stderr
 
 
+def test_plan_when_flags_are_added_then_it_counts_them_and_refuses_what_does_not_fit(recipe):
+    # One sample of 33792 tokens in place of 5120; the microbatch of the 4B recipe is given apart.
+    longer = ["--seq-length", 33792, "--rollout-max-new-tokens=32768", "--rollout-max-tokens-per-microbatch", 33792]
+    run = recipe.run("--plan", *longer, "--lr", "1e-5")
+    assert run.returncode == 1 and "NOTHING FITS" in run.stdout, run.stdout + run.stderr
+    counted = "--max-new-tokens 32768 --max-tokens-per-microbatch 33792 --max-prompt-tokens 1024"
+    assert f"counts these, by its names, and no others: {counted}\n" in run.stdout
+    dry = recipe.run("--dry-run", *longer)
+    assert dry.returncode == 2 and "the layout does not fit, by the plan above" in dry.stderr
+    less = recipe.run("--plan", "--recompute-granularity", "full", "--rollout-linear-logprobs", "--lr")
+    assert less.returncode == 0, less.stdout + less.stderr
+    assert "no others: --recompute full --linear-logprobs\n" in less.stdout
+    before, after = (memory_a_gpu(lines) for lines in (recipe.plan(), less.stdout.splitlines()))
+    assert after < before - 1
+    assert "no others: none\n" in recipe.run("--plan", "--lr", "1e-5").stdout
+
+
+def memory_a_gpu(lines):
+    """GiB that a plan's layout takes of a GPU."""
+    [row] = [line.split() for line in lines if line.startswith("0  ")]
+    return float(row[-2])
+
+
 def test_plan_of_a_recipe_then_the_memory_that_its_comment_says(recipe):
-    [row] = [line.split() for line in recipe.plan() if line.startswith("0  ")]
-    assert f"{float(row[-2]):.0f} GiB a GPU" in recipe.script.read_text()
+    assert f"{memory_a_gpu(recipe.plan()):.0f} GiB a GPU" in recipe.script.read_text()
 
 
 def test_plan_of_a_recipe_then_its_flags_are_those_that_the_recipe_gives(recipe):
@@ -265,6 +313,35 @@ def test_run_then_servers_start_and_answer_before_training_and_end_after_it(reci
     assert words[words.index("--rollout-url") + 1] == f"http://127.0.0.1:{port}"
     assert [run.stdout.count(f":{port + i} answers") for i in range(count)] == [1] * count
     assert all(not is_open(port + i) for i in range(count))
+
+
+def test_run_when_sizes_and_threads_are_set_then_the_trainer_has_them_and_else_its_share_of_the_cores(sparse):
+    given = {"GROUP_SIZE": 4, "BATCH_SIZE": 64, "RESPONSE_TOKENS": 2048, "PROMPT_TOKENS": 512}
+    for threads, expected in ((3, "3"), ("", str(max(len(os.sched_getaffinity(0)) // 4, 1)))):
+        run = sparse.run(PORT=free_ports(4), OMP_NUM_THREADS=threads, **given)
+        assert run.returncode == 0, run.stdout + run.stderr
+        [training] = sparse.asked("-m", "torch.distributed.run")
+        words = training["words"]
+        assert training["OMP_NUM_THREADS"] == expected
+        flags = ("--rollout-group-size", "--global-batch-size", "--rollout-max-new-tokens", "--seq-length")
+        assert [words[words.index(flag) + 1] for flag in flags] == ["4", "64", "2048", "2560"]
+
+
+def test_flags_of_the_model_when_a_file_matches_a_value_then_the_value_stays(sparse, tmp_path):
+    fake, file = tmp_path / "python", sparse.folder / "1"
+    fake.write_text(
+        '#!/bin/sh\ncase "$*" in *model-flags*) echo "--moe-layer-freq [0,1,1]" ;; '
+        f'*) exec {sparse.python} "$@" ;; esac\n'
+    )
+    fake.chmod(0o755)
+    file.touch()
+    try:
+        run = sparse.run("--dry-run", PYTHON=fake, SKIP_PLAN=1)
+    finally:
+        file.unlink()
+    assert run.returncode == 0, run.stdout + run.stderr
+    [words] = [call["words"] for call in sparse.asked(str(RECIPES / "dry_run.py")) if call["words"][1] == "train"]
+    assert words[words.index("--moe-layer-freq") + 1] == "[0,1,1]"
 
 
 def test_run_when_a_server_ends_at_its_start_then_its_log_is_named_and_nothing_trains(sparse):

@@ -114,7 +114,17 @@ def test_setup_when_told_the_device_then_a_gpu_is_not_looked_for(set_up):
     status, output = set_up(programs, DEVICE_FOR_SETUP="cpu")
     # The lock of the CPU needs no compiler and less room: 8 GB.
     assert status == 1 and "has 5 GB free" in output and "takes 8 GB" in output
+    assert "there is no GPU here" not in output
     assert "DEVICE_FOR_SETUP is tpu" in set_up(programs, DEVICE_FOR_SETUP="tpu")[1]
+
+
+def test_setup_when_it_finds_no_gpu_then_it_says_so_and_names_the_command_for_a_login_node(set_up):
+    if list(Path("/dev").glob("nvidia[0-9]*")):
+        pytest.skip("there is a GPU here")
+    status, output = set_up({"nvidia-smi": None, "df": FULL_DISK})
+    assert status == 1 and "takes 8 GB" in output
+    assert "there is no GPU here, so this is the CPU's environment" in output
+    assert "make setup DEVICE_FOR_SETUP=gpu" in output
 
 
 def test_compile_when_run_then_it_shows_files_and_finds_only_the_locks_headers(tmp_path):
