@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_rl_corr.events import KINDS, read_events
-from megatron_rl_corr.files import CONFIG_NAME
+from megatron_rl_corr.observability.saved_samples import path_setting
 
 LEFT, WIDTH, LANE, TOP = 190, 1100, 24, 46
 """The picture in its own units: where the time axis begins and ends, height of a kind's lane, and of what is above."""
@@ -28,14 +27,12 @@ def page_events(run_dir: Path) -> dict[str, Any] | None:
 
     Where the file can't be read, `why_not` says why: the page is of use without it.
     """
-    config = run_dir / CONFIG_NAME
-    settings = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
-    path = (settings.get("rollout") or {}).get("events")
-    if not path:
+    path = path_setting(run_dir, "events")
+    if path is None:
         return None
     try:
         events = read_events(path)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         return {"why_not": str(error)}
     kinds = [kind for kind in KINDS if any(event["kind"] == kind for event in events)]
     if not kinds:

@@ -3,6 +3,8 @@
 import json
 import re
 
+import pytest
+
 from megatron_rl_corr.events import KINDS
 from megatron_rl_corr.observability.page import write_page
 from megatron_rl_corr.observability.page_events import LOST, MENDED
@@ -60,6 +62,28 @@ def test_page_when_the_events_are_gone_or_none_then_it_says_so_and_without_the_f
     folder = write_run(make_steps(8))
     (folder / "run.json").unlink()
     assert "Events" not in read(write_page(folder)).text
+
+
+@pytest.mark.parametrize("bad", [
+    '{"time": NaN, "kind": "run_ended", "reason": ""}', '{"time": 1e30, "kind": "run_ended", "reason": ""}',
+    '{"time": -Infinity, "kind": "run_ended", "reason": ""}', '{"time": 1500, "kind": "run_ended", "reason": null}',
+    '{"time": 1500, "kind": ["run_ended"], "reason": ""}', '{"time": "1500", "kind": "run_ended"}', "[1500]", "{", "7",
+])  # fmt: skip
+def test_page_when_a_line_is_no_event_then_it_is_left_out(write_run, make_steps, bad):
+    text = read(page_of(write_run, make_steps, f"{line(1000.0, 'run_started')}\n{bad}\n")).text
+    assert "run_started (1)" in text and "run_ended" not in text
+
+
+def test_page_when_a_reason_has_a_lone_surrogate_then_a_question_mark_for_it(write_run, make_steps):
+    page = page_of(write_run, make_steps, line(1000.0, "run_ended", "bad \ud800 token"))
+    assert "bad ? token" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("rollout", ["x", [], 5, {"events": 5, "save_trajectories": 5}, {"events": "a\0b"}])
+def test_page_when_settings_name_no_paths_then_a_page_all_the_same(write_run, make_steps, rollout):
+    folder = write_run(make_steps(8))
+    (folder / "run.json").write_text(json.dumps({"rollout": rollout}))
+    assert "Metrics" in read(write_page(folder)).text
 
 
 def test_tones_then_of_kinds_that_exist():
