@@ -31,7 +31,7 @@ def page_events(run_dir: Path) -> dict[str, Any] | None:
     if path is None:
         return None
     try:
-        events = read_events(path)
+        events = _of_run(read_events(path), run_dir.resolve().name)
     except (OSError, ValueError) as error:
         return {"why_not": str(error)}
     kinds = [kind for kind in KINDS if any(event["kind"] == kind for event in events)]
@@ -52,6 +52,26 @@ def page_events(run_dir: Path) -> dict[str, Any] | None:
         "rows": [{"kind": kind, "doc": KINDS[kind], "count": len(own[kind]), "first": _clock(own[kind][0]["time"]),
                   "last": _clock(own[kind][-1]["time"]), "reason": own[kind][-1].get("reason", "")} for kind in kinds],
     }  # fmt: skip
+
+
+def _of_run(events: Sequence[dict], folder: str) -> Sequence[dict]:
+    """Those since the run's start at step 1, where runs before it appended to the same file; all where none is known.
+
+    Args:
+        events: of the file, by time.
+        folder: its name: of an `earlier-TIME`, events end where the run began that moved it there.
+    """
+    moved = [at for at, one in enumerate(events) if one["kind"] == "files_moved" and one.get("to") == folder]
+    events = events[: _begin(events, moved[0])] if moved else events
+    starts = [at for at, one in enumerate(events) if one["kind"] == "run_started" and one.get("step") == 1]
+    return events[_begin(events, starts[-1]) :] if starts else events
+
+
+def _begin(events: Sequence[dict], at: int) -> int:
+    """The first of the events before `at` that, like those of a trainer that is starting, are of no step."""
+    while at and events[at - 1].get("step") is None:
+        at -= 1
+    return at
 
 
 def _lane(kind: str, events: Sequence[dict], height: float, place) -> dict[str, Any]:
