@@ -54,6 +54,8 @@ LONGEST_REASON = 2000
 """Characters: an error may quote a traceback of the user's code."""
 WRITE_S = 0.01
 """A line that another rank writes is whole by then, and no half one."""
+YEAR_10000 = 253402300800
+"""Seconds since 1970: later times have no date."""
 
 logger = logging.getLogger(__name__)
 
@@ -185,6 +187,15 @@ def read_events(path: str | os.PathLike) -> list[dict[str, Any]]:
                 event = json.loads(line)
             except ValueError:
                 continue
-            if isinstance(event, dict) and isinstance(event.get("time"), int | float) and event.get("kind") in KINDS:
+            if _is_event(event):
                 events.append(event)
     return sorted(events, key=lambda event: event["time"])
+
+
+def _is_event(line: Any) -> bool:
+    """Whether a line's JSON is an event, with a time of this era (NaN and infinities are none), a kind and a reason."""
+    if not isinstance(line, dict):
+        return False
+    moment, kind, reason = line.get("time"), line.get("kind"), line.get("reason", "")
+    timed = isinstance(moment, int | float) and 0 <= moment < YEAR_10000
+    return timed and isinstance(kind, str) and kind in KINDS and isinstance(reason, str)

@@ -41,7 +41,8 @@ def mean_by(parts_of, seeds):
         prefix = f"rollout_corr/{part}"
         parts = [
             (step[f"{prefix}/{TOKENS}"], step[f"{prefix}/{MEAN}"]) for steps, _ in seeds.values()
-            for step in updates_of(steps) if step.get(f"{prefix}/{TOKENS}")
+            for step in updates_of(steps)
+            if step.get(f"{prefix}/{TOKENS}") and np.isfinite(step[f"{prefix}/{MEAN}"])
         ]  # fmt: skip
         tokens = sum(count for count, _ in parts)
         means.append(sum(count * mean for count, mean in parts) / tokens if tokens else None)
@@ -51,7 +52,8 @@ def mean_by(parts_of, seeds):
 def read_tokens(folder):
     """(step, place in its response, log pi_rollout, log pi_train), each [T]: every sampled token of a run's files.
 
-    What an environment returned was not sampled: its log-probs are NaN, and it is left out.
+    What an environment returned was not sampled: its log-probs are NaN, and it is left out, as are tokens whose
+    log-prob of the trainer is not finite.
 
     Args:
         folder: of --rollout-save-trajectories.
@@ -69,7 +71,7 @@ def read_tokens(folder):
         for part, values in zip(parts, found, strict=True):
             part.append(values)
     whole = [np.concatenate(part) for part in parts]
-    return [part[np.isfinite(whole[2])] for part in whole]
+    return [part[np.isfinite(whole[2]) & np.isfinite(whole[3])] for part in whole]
 
 
 def mean_by_place(tokens, longest, updates):

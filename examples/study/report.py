@@ -27,8 +27,9 @@ def last_reward(steps):
 
 
 def mean(values):
-    """Their mean; NaN of none, as of a run whose first gradient was not finite."""
-    return sum(values) / len(values) if values else math.nan
+    """The mean of those that are finite; None where none is, as of a run whose first gradient was not finite."""
+    finite = [value for value in values if math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else None
 
 
 def carrying(step):
@@ -65,9 +66,10 @@ def summary(runs):
     found = {}
     for arm, seeds in runs.items():
         rewards = {seed: last_reward(steps) for seed, (steps, _) in seeds.items()}
+        known = [reward for reward in rewards.values() if reward is not None]
         found[arm] = {
-            "last_reward": {"mean": mean(list(rewards.values())), "lowest": min(rewards.values()),
-                            "highest": max(rewards.values()), "by_seed": rewards},
+            "last_reward": {"mean": mean(known), "lowest": min(known, default=None),
+                            "highest": max(known, default=None), "by_seed": rewards},
             "step_of_collapse": {
                 seed: step_of_collapse(steps, ended_nonfinite=ended) for seed, (steps, ended) in seeds.items()
             },
@@ -96,19 +98,25 @@ def table(found, settings):
         "| arm | what it does | reward | deepest fall | collapse | updates | age |", "|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for arm, one in found.items():
-        reward = one["last_reward"]
         columns = (
             [f"{100 * (1 - share):.0f} %" for share in one["deepest_fall"].values()],
             [f"seed {seed}: {step or 'none'}" for seed, step in one["step_of_collapse"].items()],
             [f"{count} of {one['steps'][seed]}" for seed, count in one["updates"].items()],
-            [f"{age:.1f}" for age in one["early_age"].values()],
+            ["none" if age is None else f"{age:.1f}" for age in one["early_age"].values()],
         )
         cells = " | ".join(", ".join(column) for column in columns)
-        lines.append(
-            f"| {arm} | {ARMS[arm].text} | {reward['mean']:.3f} ({reward['lowest']:.3f} to {reward['highest']:.3f}) | "
-            f"{cells} |"
-        )
+        lines.append(f"| {arm} | {ARMS[arm].text} | {_reward_text(one['last_reward'])} | {cells} |")
     return "\n".join(lines) + "\n"
+
+
+def _reward_text(reward):
+    """The mean over seeds and its extremes; of how many, where some have no step at all."""
+    by_seed = list(reward["by_seed"].values())
+    known = len(by_seed) - by_seed.count(None)
+    if not known:
+        return "none"
+    text = f"{reward['mean']:.3f} ({reward['lowest']:.3f} to {reward['highest']:.3f})"
+    return text if known == len(by_seed) else f"{text}, of {known} of {len(by_seed)} seeds"
 
 
 def over_seeds(seeds, name):
@@ -130,15 +138,17 @@ def draw(runs, path):
 
     figure = Figure(figsize=INCHES, dpi=DPI, layout="constrained")
     for axes, (name, title) in zip(figure.subplots(2, 3).flat, PANELS.items(), strict=True):
+        positive = False
         for arm, seeds in runs.items():
             steps, means, lowest, highest = over_seeds(seeds, name)
             axes.plot(steps, means, color=COLORS[arm], label=arm, linewidth=1.2)
+            positive = positive or any(value > 0 for value in means)
             for of_seed, ended in seeds.values():
                 if ended and of_seed:  # the mean goes on without this seed
                     axes.axvline(len(of_seed) + 1, color=COLORS[arm], linewidth=0.8, linestyle=":")
             axes.fill_between(steps, lowest, highest, color=COLORS[arm], alpha=0.15, linewidth=0)
         axes.set(title=title, xlabel="step")
-        if name in LOGARITHMIC:
+        if name in LOGARITHMIC and positive:
             axes.set_yscale("log")
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#DDDDDD")
@@ -158,7 +168,8 @@ def write_report(runs, settings, out, samples_of):
     where = write_mismatch(runs, samples_of, settings["response_length"], out / "study_mismatch.png")
     for arm, means in where.items():
         found[arm]["log_ratio_abs_mean"] = means
-    write_atomically(out / "study.json", json.dumps({"settings": settings, "arms": found}, indent=1).encode())
+    content = json.dumps({"settings": settings, "arms": found}, indent=1, allow_nan=False)
+    write_atomically(out / "study.json", content.encode())
     write_atomically(out / "study.md", text.encode())
     draw(runs, out / "study.png")
     return text

@@ -40,7 +40,8 @@ def write_page(run_dir: str | os.PathLike) -> Path:
 
     Raises:
         FileNotFoundError: there is no such folder, or no metrics.jsonl in it.
-        ValueError: metrics.jsonl has no steps, or a file cannot be read.
+        ValueError: metrics.jsonl has no steps, or it or run.json cannot be read. What else is there and can't be shown
+            is left out, and the page says why.
     """
     run_dir = Path(run_dir)
     rows = _read_steps(run_dir)
@@ -60,7 +61,8 @@ def write_page(run_dir: str | os.PathLike) -> Path:
         events=page_events(run_dir),
         groups=_metric_groups(rows), config=config, config_name=CONFIG_NAME,
     )  # fmt: skip
-    return write_atomically(run_dir / PAGE_NAME, page.encode("utf-8"))
+    # A lone surrogate, which JSON can hold and UTF-8 can't, must not cost the page.
+    return write_atomically(run_dir / PAGE_NAME, page.encode("utf-8", "replace"))
 
 
 def flatten(settings: Mapping, prefix: str = "") -> dict[str, str]:
@@ -136,22 +138,25 @@ def _figures(rows: Sequence[dict]) -> list[dict[str, str]]:
 
 
 def _expert_maps(path: Path) -> dict[str, Any] | None:
-    """Heat maps of the last step in experts.jsonl; None for a run without the file."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    """Heat maps of the last whole line in experts.jsonl; None for a run without the file, or before its first line.
+
+    The last line may be half written, as of a run that is training or was killed.
+    """
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    lines = text[: text.rfind("\n") + 1].splitlines()
     if not lines:
         return None
     try:
         step = json.loads(lines[-1])
         tables = {name: np.array(step[name], dtype=float) for name in statistics.COLUMNS}
         layers = [str(layer) for layer in step["layers"]]
-        number = int(step["step"])
+        figures = [
+            _figure(f"{title} of every expert, layers x experts", render_expert_map(tables[name], layers, title))
+            for name, title in statistics.COLUMNS.items()
+        ]
+        return {"why_not": None, "step": int(step["step"]), "figures": figures}
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: its last line holds no tables of experts: {error!r}; remove it") from error
-    figures = [
-        _figure(f"{title} of every expert, layers x experts", render_expert_map(tables[name], layers, title))
-        for name, title in statistics.COLUMNS.items()
-    ]
-    return {"step": number, "figures": figures}
+        return {"why_not": f"{path}: its last line holds no tables of experts: {error!r}"}
 
 
 def _metric_groups(rows: Sequence[dict]) -> dict[str, list[dict]]:

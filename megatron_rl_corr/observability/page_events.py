@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_rl_corr.events import KINDS, read_events
-from megatron_rl_corr.files import CONFIG_NAME
+from megatron_rl_corr.observability.saved_samples import path_setting
 
 LEFT, WIDTH, LANE, TOP = 190, 1100, 24, 46
 """The picture in its own units: where the time axis begins and ends, height of a kind's lane, and of what is above."""
@@ -28,14 +27,12 @@ def page_events(run_dir: Path) -> dict[str, Any] | None:
 
     Where the file can't be read, `why_not` says why: the page is of use without it.
     """
-    config = run_dir / CONFIG_NAME
-    settings = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
-    path = (settings.get("rollout") or {}).get("events")
-    if not path:
+    path = path_setting(run_dir, "events")
+    if path is None:
         return None
     try:
-        events = read_events(path)
-    except OSError as error:
+        events = _of_run(read_events(path), run_dir.resolve().name)
+    except (OSError, ValueError) as error:
         return {"why_not": str(error)}
     kinds = [kind for kind in KINDS if any(event["kind"] == kind for event in events)]
     if not kinds:
@@ -55,6 +52,26 @@ def page_events(run_dir: Path) -> dict[str, Any] | None:
         "rows": [{"kind": kind, "doc": KINDS[kind], "count": len(own[kind]), "first": _clock(own[kind][0]["time"]),
                   "last": _clock(own[kind][-1]["time"]), "reason": own[kind][-1].get("reason", "")} for kind in kinds],
     }  # fmt: skip
+
+
+def _of_run(events: Sequence[dict], folder: str) -> Sequence[dict]:
+    """Those since the run's start at step 1, where runs before it appended to the same file; all where none is known.
+
+    Args:
+        events: of the file, by time.
+        folder: its name: of an `earlier-TIME`, events end where the run began that moved it there.
+    """
+    moved = [at for at, one in enumerate(events) if one["kind"] == "files_moved" and one.get("to") == folder]
+    events = events[: _begin(events, moved[0])] if moved else events
+    starts = [at for at, one in enumerate(events) if one["kind"] == "run_started" and one.get("step") == 1]
+    return events[_begin(events, starts[-1]) :] if starts else events
+
+
+def _begin(events: Sequence[dict], at: int) -> int:
+    """The first of the events before `at` that, like those of a trainer that is starting, are of no step."""
+    while at and events[at - 1].get("step") is None:
+        at -= 1
+    return at
 
 
 def _lane(kind: str, events: Sequence[dict], height: float, place) -> dict[str, Any]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_rl_corr.files import CONFIG_NAME
 from megatron_rl_corr.observability.sample_view import SHADES, view_of
-from megatron_rl_corr.observability.saved_samples import SavedRun, chosen
+from megatron_rl_corr.observability.saved_samples import SavedRun, chosen, path_setting
 from megatron_rl_corr.rollout.sample_file import Sample
 
 STEPS, TOKENS = 3, 400
@@ -24,7 +22,7 @@ def page_samples(run_dir: Path) -> dict[str, Any] | None:
     Where they cannot be shown (files or the tokenizer's folder are gone), `why_not` says why: the page is of use
     without them.
     """
-    if not _saves(run_dir / CONFIG_NAME):
+    if path_setting(run_dir, "save_trajectories") is None:
         return None
     try:
         saved = SavedRun.find([str(run_dir)])
@@ -35,11 +33,6 @@ def page_samples(run_dir: Path) -> dict[str, Any] | None:
         *((f"n{place}", f"D <= -{SHADES[place - 1]:g}") for place in (4, 3, 2, 1)),
         *((f"p{place}", f"D >= {SHADES[place - 1]:g}") for place in (1, 2, 3, 4)),
     ]}  # fmt: skip
-
-
-def _saves(config: Path) -> bool:
-    settings = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
-    return bool((settings.get("rollout") or {}).get("save_trajectories"))
 
 
 def _spread(steps: Sequence[int]) -> list[int]:

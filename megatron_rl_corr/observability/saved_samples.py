@@ -89,6 +89,19 @@ class SavedRun:
         return tokenizer
 
 
+def path_setting(run_dir: Path, name: str) -> str | None:
+    """The path that run.json has under this name of `rollout`; None where it, or run.json, has none.
+
+    Raises:
+        ValueError: run.json is not JSON.
+    """
+    path = run_dir / CONFIG_NAME
+    settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    rollout = settings.get("rollout") if isinstance(settings, dict) else None
+    named = rollout.get(name) if isinstance(rollout, dict) else None
+    return named if isinstance(named, str) and named else None
+
+
 def samples_folder(run_dir: Path) -> Path:
     """Where the run's run.json says that it saved its samples.
 
@@ -96,10 +109,9 @@ def samples_folder(run_dir: Path) -> Path:
         ValueError: it saved none, or they are not where it says.
     """
     try:
-        settings = json.loads((run_dir / CONFIG_NAME).read_text(encoding="utf-8"))
+        named = path_setting(run_dir, "save_trajectories")
     except ValueError as error:
         raise ValueError(f"{run_dir / CONFIG_NAME} is not JSON: {error}; give the sample files themselves") from error
-    named = (settings.get("rollout") or {}).get("save_trajectories") if isinstance(settings, dict) else None
     if named is None:
         raise ValueError(f"{run_dir / CONFIG_NAME}: the run saved no samples; --rollout-save-trajectories DIR does")
     for folder in (Path(named), run_dir / named, run_dir / Path(named).name):

@@ -83,7 +83,23 @@ def test_run_whose_first_gradient_was_not_finite_then_a_report_of_the_others(stu
     text = study("report").write_report(
         runs, {"response_length": 1}, tmp_path, lambda arm, seed: tmp_path if seed else empty
     )
-    assert "seed 0: 1, seed 1: none | 0 of 0, 12 of 12 |" in text
+    assert "seed 0: 1, seed 1: none | 0 of 0, 12 of 12 | none, 1.0 |" in text
+    assert "| 0.500 (0.500 to 0.500), of 1 of 2 seeds |" in text
+
+    def refused(constant):
+        raise AssertionError(f"{constant} is no JSON")
+
+    found = json.loads((tmp_path / "study.json").read_text(), parse_constant=refused)["arms"]["none"]
+    reward = found["last_reward"]
+    assert reward == {"mean": 0.5, "lowest": 0.5, "highest": 0.5, "by_seed": {"0": None, "1": 0.5}}
+    assert found["early_age"] == {"0": None, "1": 1.0}
+
+
+def test_runs_whose_first_gradients_were_all_not_finite_then_a_report_with_its_pictures(study, tmp_path):
+    runs, empty = {"none": {0: ([], True), 1: ([], True)}}, tmp_path / "empty"
+    text = study("report").write_report(runs, {"response_length": 1}, tmp_path, lambda arm, seed: empty)
+    assert "| none | nothing | none | 0 %, 0 % | seed 0: 1, seed 1: 1 | 0 of 0, 0 of 0 | none, none |" in text
+    assert (tmp_path / "study.png").exists() and (tmp_path / "study_mismatch.png").exists()
 
 
 def finished_run(folder, text='{"seconds": 1.0, "ended_nonfinite": false, "status": 0}'):

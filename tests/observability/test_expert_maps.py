@@ -22,9 +22,18 @@ def test_page_when_the_run_wrote_its_experts_then_four_heat_maps_of_the_last_ste
     assert page.count("<figure>") == 12 + 4
 
 
-@pytest.mark.parametrize("line", ["{", "[]", '{"step": 1}'])
-def test_page_when_the_last_line_is_no_table_then_error_names_the_file(write_run, make_steps, line):
-    folder = write_run(make_steps(1))
+@pytest.mark.parametrize("torn", [json.dumps(STEP | {"step": 3})[:-20], json.dumps(STEP | {"step": 3})])
+def test_page_when_the_last_line_is_not_yet_whole_then_of_the_one_before(write_run, make_steps, torn):
+    folder = write_run(make_steps(2))
+    (folder / "experts.jsonl").write_text(json.dumps(STEP) + "\n" + torn)
+    assert "<h2>Experts, step 2</h2>" in write_page(folder).read_text()
+    (folder / "experts.jsonl").write_text(torn)
+    assert "<h2>Experts" not in write_page(folder).read_text()
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"step": 1}', json.dumps(STEP | {"tokens": [[1], [1, 2]]})])
+def test_page_when_the_last_line_is_no_table_then_the_page_says_so_and_shows_the_rest(write_run, make_steps, line):
+    folder = write_run(make_steps(2))
     (folder / "experts.jsonl").write_text(line + "\n")
-    with pytest.raises(ValueError, match="experts.jsonl: its last line holds no tables of experts"):
-        write_page(folder)
+    page = write_page(folder).read_text()
+    assert "experts.jsonl: its last line holds no tables of experts" in page and page.count("<figure>") == 12

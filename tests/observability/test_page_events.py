@@ -3,6 +3,8 @@
 import json
 import re
 
+import pytest
+
 from megatron_rl_corr.events import KINDS
 from megatron_rl_corr.observability.page import write_page
 from megatron_rl_corr.observability.page_events import LOST, MENDED
@@ -60,6 +62,51 @@ def test_page_when_the_events_are_gone_or_none_then_it_says_so_and_without_the_f
     folder = write_run(make_steps(8))
     (folder / "run.json").unlink()
     assert "Events" not in read(write_page(folder)).text
+
+
+@pytest.mark.parametrize("bad", [
+    '{"time": NaN, "kind": "run_ended", "reason": ""}', '{"time": 1e30, "kind": "run_ended", "reason": ""}',
+    '{"time": -Infinity, "kind": "run_ended", "reason": ""}', '{"time": 1500, "kind": "run_ended", "reason": null}',
+    '{"time": 1500, "kind": ["run_ended"], "reason": ""}', '{"time": "1500", "kind": "run_ended"}', "[1500]", "{", "7",
+])  # fmt: skip
+def test_page_when_a_line_is_no_event_then_it_is_left_out(write_run, make_steps, bad):
+    text = read(page_of(write_run, make_steps, f"{line(1000.0, 'run_started')}\n{bad}\n")).text
+    assert "run_started (1)" in text and "run_ended" not in text
+
+
+def test_page_when_a_reason_has_a_lone_surrogate_then_a_question_mark_for_it(write_run, make_steps):
+    page = page_of(write_run, make_steps, line(1000.0, "run_ended", "bad \ud800 token"))
+    assert "bad ? token" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("rollout", ["x", [], 5, {"events": 5, "save_trajectories": 5}, {"events": "a\0b"}])
+def test_page_when_settings_name_no_paths_then_a_page_all_the_same(write_run, make_steps, rollout):
+    folder = write_run(make_steps(8))
+    (folder / "run.json").write_text(json.dumps({"rollout": rollout}))
+    assert "Metrics" in read(write_page(folder)).text
+
+
+def test_page_when_several_runs_appended_then_each_shows_its_own_from_its_start_on(write_run, make_steps):
+    lines = [
+        line(1000.0, "run_started", "at step 1", step=1),
+        *(line(1000.0 + step, "server_left_out", "first", step=step) for step in range(2, 40)),
+        line(1100.0, "run_ended", step=40),
+        # The second one begins with what is told before its first step, and goes on from a checkpoint.
+        line(9000.0, "files_moved", "files of an earlier run", to="earlier-1"),
+        line(9001.0, "server_taken_over"),
+        line(9002.0, "run_started", "at step 1", step=1), line(9003.0, "server_left_out", "second", step=2),
+        line(9500.0, "run_started", "at step 3, from a checkpoint", step=3),
+    ]
+    page = page_of(write_run, make_steps, "\n".join(lines))
+    text = read(page).text
+    assert "server_left_out (1)" in text and "run_started (2)" in text and "files_moved (1)" in text
+    assert "server_taken_over (1)" in text and "run_ended" not in text and "8:20" in text
+    earlier = page.parent / "earlier-1"
+    earlier.mkdir()
+    for name in ("metrics.jsonl", "run.json"):
+        (earlier / name).write_bytes((page.parent / name).read_bytes())
+    text = read(write_page(earlier)).text
+    assert "server_left_out (38)" in text and "run_ended (1)" in text and "files_moved" not in text
 
 
 def test_tones_then_of_kinds_that_exist():
