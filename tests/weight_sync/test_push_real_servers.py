@@ -1,6 +1,5 @@
 """Pushes to real servers of every engine over every transport: what arrives, and what goes wrong on the way."""
 
-import time
 from contextlib import contextmanager
 
 import psutil
@@ -15,6 +14,7 @@ from megatron_rl_corr.rollout import RolloutProtocolError, RolloutServerError, S
 from megatron_rl_corr.weight_sync.rounding import is_rounded, round_fp8_blockwise
 from tests.faults.drills import drill
 from tests.hf_truth import assert_is_truth
+from tests.server_load import wait_until_sampling
 from tests.weight_sync.pushing import PROMPT, SAMPLING, Pushing
 
 TRANSPORTS = ("distributed", "tensor", "disk")
@@ -254,7 +254,7 @@ def test_push_when_a_response_is_running_then_tokens_after_it_are_of_the_new_wei
     trainer.push(weights, "old")
     url, long = trainer.client.base_urls[0], SamplingParams(400, ignore_eos=True)
     running = trainer.loop.submit(trainer.client.generate([PROMPT], long))
-    wait_until_tokens(trainer, url)
+    wait_until_sampling(url)
     trainer.push(new, "new")
     (sample,) = running.result(120)
     old_span, new_span = sample.weight_versions
@@ -267,13 +267,6 @@ def test_push_when_a_response_is_running_then_tokens_after_it_are_of_the_new_wei
         truth = torch.log_softmax(logits, -1).gather(1, sample.output_ids[:, None])[:, 0]
         away = (truth - sample.rollout_logprobs)[span.start : span.end].abs()
         assert away.max() < 1e-5
-
-
-def wait_until_tokens(trainer, url):
-    """Until a response is some tokens long: no request of either engine shows it, so a short while."""
-    engine = trainer.client.control([url]).engine_of(url)
-    trainer.loop.call(trainer.client.control([url]).ask(url, engine.health()))
-    time.sleep(0.3)
 
 
 @drill("one of two servers misses a tensor", promised="it is named")
