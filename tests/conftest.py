@@ -1,5 +1,6 @@
 """The tiny model and the real servers that tests share: made once a session, if a test asks."""
 
+import asyncio
 import functools
 import importlib.util
 import os
@@ -11,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_rl_corr.events import EVENTS
+from megatron_rl_corr.rollout import RolloutClient
 from tests import server_load, stand_in_server
 from tests.preloaded import PreloadedServer, preload_all, run_preloaded
 from tests.schedule import pytest_collection_modifyitems, pytest_xdist_make_scheduler  # noqa: F401
@@ -18,6 +20,8 @@ from tools.cpu import environment, gpu_available, sglang_arguments, vllm_argumen
 from tools.process_group import group_members
 
 ROOT = Path(__file__).resolve().parents[1]
+SHARED: list[PreloadedServer] = []
+"""The running servers of the session with the tiny model's own weights."""
 
 
 def pytest_configure(config):
@@ -72,7 +76,9 @@ def sglang_server_fp32(tiny_moe_dir, tmp_path_factory):
     )
     with server:
         group = server.pid
+        SHARED.append(server)
         yield server
+    SHARED.remove(server)
     assert group_members(group) == []
 
 
@@ -97,7 +103,9 @@ def vllm_server(engine, model_dir, folder, *flags):
         extra_arguments=[*vllm_arguments(), *flags], environment=environment(engine),
     ) as server:  # fmt: skip
         group = server.pid
+        SHARED.append(server)
         yield server
+    SHARED.remove(server)
     assert group_members(group) == []
 
 
@@ -105,6 +113,20 @@ def vllm_server(engine, model_dir, folder, *flags):
 def engine_server(request):
     """(engine, server): a test that takes it runs on a real server of each engine, of the same model in float32."""
     return request.param, request.getfixturevalue(f"{request.param}_server_fp32")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_servers_keep_their_weights_name(request):
+    """A module that leaves a shared server with pushed weights fails here, not in the next that asks for its own."""
+    yield
+    for server in SHARED:
+        name = asyncio.run(_weights_name(server))
+        assert name == "default", f"{request.node.nodeid} left the weights {name!r} on the {server.engine} server"
+
+
+async def _weights_name(server):
+    async with RolloutClient([server.url], vocab_size=83, engine=server.engine) as client:
+        return (await client.reported_versions())[0]
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ from megatron_rl_corr.logprobs import torch_backend
 from megatron_rl_corr.models.hf_folder import copy_model_files
 from megatron_rl_corr.weight_sync import rounding
 from megatron_rl_corr.weight_sync.transports.ipc import TensorTransport
+from tests.matrix.patched import unchanged
 from tests.preloaded import PreloadedServer, run_preloaded
 from tools.cpu import environment, sglang_arguments
 from tools.gpu_check import (
@@ -200,9 +201,9 @@ def test_log_probs_when_compared_then_their_largest_and_mean_error_have_a_bound_
 
 @pytest.fixture
 def pushed_to(sglang_server_fp32, tiny_moe_dir):
-    """(url, model): the shared server gets its weights back."""
-    yield sglang_server_fp32.url, tiny_moe_dir
-    pushes.prove(sglang_server_fp32.url, "tensor", tiny_moe_dir, load_file(tiny_moe_dir / "model.safetensors"), "cpu")
+    """(url, model): the shared server gets its weights back, and their name."""
+    with unchanged(sglang_server_fp32, tiny_moe_dir):
+        yield sglang_server_fp32.url, tiny_moe_dir
 
 
 @pytest.mark.parametrize("transport", ["tensor", "distributed"])
