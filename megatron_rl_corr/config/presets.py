@@ -80,6 +80,12 @@ _NEMO_RL: dict[str, dict[str, Any]] = {
 _BINARY_KL = 0.05
 """DPPO's bound on the binary KL of a token, as in verl's script: trust region masking comes without a usual bound."""
 
+_VACO_TV = 0.02
+"""open-instruct's radius for VACO's filter, over a prompt's responses: half of the rule's mean |rho - 1|."""
+
+_DRO_BETA = 0.05
+"""The value that Tinker's documentation gives DRO as an example; the paper and verl leave it to the user."""
+
 _PAPERS: dict[str, dict[str, Any]] = {
     "m2po": {"rollout_m2_threshold": 0.04},
     "vespo": {
@@ -87,6 +93,10 @@ _PAPERS: dict[str, dict[str, Any]] = {
     },
     "trm": {"rollout_rs": (RejectionRule("seq_max", "binary_kl", upper=_BINARY_KL),)},
     "dppo_binary_kl": {"bypass_mode": True, "loss": "dppo_kl"},
+    "vaco": {"rollout_rs": (RejectionRule("seq_mean", "vaco", upper=2 * _VACO_TV),)},
+    "sapo": {"bypass_mode": True, "loss": "sapo"},
+    "dro": {"bypass_mode": True, "loss": "dro", "dro_beta": _DRO_BETA},
+    "otb": _TOKEN_IS | {"advantage": "otb"},
 }
 
 # prime-rl's default loss: DPPO's bound in probability around the servers' policy, and Kimi-K2.5's pull towards it.

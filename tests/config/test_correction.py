@@ -160,9 +160,11 @@ def test_preset_when_taken_then_what_verls_values_of_it_mean(preset, verl):
     assert RolloutCorrectionConfig.from_preset(preset) == from_dict(verl) == from_dict({"preset": preset})
 
 
-def test_presets_when_listed_then_all_are_frozen_and_five_have_neither_weights_nor_rules():
+def test_presets_when_listed_then_all_are_frozen_and_seven_have_neither_weights_nor_rules():
     without = [name for name, config in PRESETS.items() if not config.changes_gradient]
-    assert without == ["disabled", "bypass_ppo_clip", "slime_rollout_logprobs", "prime_rl", "dppo_binary_kl"]
+    assert without == [
+        "disabled", "bypass_ppo_clip", "slime_rollout_logprobs", "prime_rl", "dppo_binary_kl", "sapo", "dro",
+    ]  # fmt: skip
     for config in PRESETS.values():
         with pytest.raises(dataclasses.FrozenInstanceError):
             config.rollout_is = "token"

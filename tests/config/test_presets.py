@@ -79,6 +79,11 @@ EXPECTED = {
     "vespo": (GAMMA, ALL),
     "trm": (ONES, ONLY_A),  # the largest binary KL: 0.063 in B, where 0.018 became 0.11; 0.176 in C, 0.10 in E
     "dppo_binary_kl": (ONES, ALL),
+    # A D > 0 in the first two of B, in C and in E, whose means of |rho - 1| are 1.93, 2 and 0.4.
+    "vaco": (ONES, "AAB"),
+    "sapo": (ONES, ALL),
+    "dro": (ONES, ALL),
+    "otb": (TOKEN_TIS, ALL),
     "m2po": (ONES, "AAb"),  # the mean of 0, 0, 0.05 is below 0.04; with E's 0.26 it is not
 }
 
@@ -97,6 +102,14 @@ def test_preset_when_applied_to_a_batch_then_these_weights_and_tokens(preset):
     if "BBB" in kept:
         kept = kept.replace("BBB", "BbB")
     assert "".join(token for token, keep in zip(tokens, correction.mask.tolist(), strict=True) if keep) == kept
+
+
+def test_presets_of_losses_when_taken_then_around_the_servers_policy_and_otb_is_a_baseline():
+    assert {name: PRESETS[name].loss for name in ("sapo", "dro", "dppo_binary_kl")} == {
+        "sapo": "sapo", "dro": "dro", "dppo_binary_kl": "dppo_kl",
+    }  # fmt: skip
+    assert PRESETS["sapo"].bypass_mode and PRESETS["dro"].bypass_mode and PRESETS["dro"].dro_beta == 0.05
+    assert PRESETS["otb"].advantage_kind == "otb" and not PRESETS["otb"].bypass_mode
 
 
 def test_prime_rl_then_its_advantage_is_not_divided_by_the_deviation():
