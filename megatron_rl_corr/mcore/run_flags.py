@@ -8,6 +8,7 @@ from pathlib import Path
 from megatron.core import dist_checkpointing
 from megatron.training import checkpointing
 
+from megatron_rl_corr.config.flags import warn
 from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.mcore.colocation import check_colocation
 from megatron_rl_corr.mcore.packed_flags import check_packed
@@ -70,6 +71,18 @@ def check_megatron_arguments(args: argparse.Namespace) -> None:
     check_policy(args)
     check_vocabulary(args)
     check_colocation(args)
+    _warn_of_expert_biases(args)
+
+
+def _warn_of_expert_biases(args: argparse.Namespace) -> None:
+    if not (args.num_experts and args.moe_router_enable_expert_bias):
+        return
+    rate = args.moe_router_bias_update_rate
+    if rate and args.rank == 0:
+        warn(
+            f"--moe-router-bias-update-rate {rate:g} moves the bias of every expert after each step, and so the "
+            "policy, whatever the loss and --lr are; give 0 unless that is wanted"
+        )
 
 
 def check_vocabulary(args: argparse.Namespace) -> None:

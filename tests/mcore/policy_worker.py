@@ -192,6 +192,9 @@ def further_tokens(latent):
     yield "mtp left out", mtp.mtp_problems(run_arguments(latent), config)
     args = run_arguments(latent, "--mtp-num-layers 1", rollout_pad_sequences=True)
     yield "mtp run's arguments", said(run_flags.check_megatron_arguments, args)
+    for rate in (0.001, 0.0):
+        args = run_arguments(latent, f"--moe-router-bias-update-rate {rate}", rollout_pad_sequences=True)
+        yield f"expert biases {rate}", said(run_flags._warn_of_expert_biases, args)
     # As a script of the user's may build it.
     args = run_arguments(latent, "--mtp-num-layers 1 --mtp-detach-heads", rollout_pad_sequences=True)
     checkpoint = argparse.Namespace(config=config, path=latent)

@@ -247,3 +247,11 @@ def test_layers_of_further_tokens_when_a_run_starts_then_its_arguments_and_its_m
     assert "  --mtp-num-layers 1: the layers' own loss would move the policy too" in message
     message, _ = said["checks"]["mtp not built"]
     assert "--mtp-num-layers 1: the script's model has no such layers; hand get_gpt_mtp_block_spec's" in message
+
+
+def test_experts_biases_when_megatron_would_move_them_then_said_with_the_flag_that_stops_it(said):
+    assert said["checks"]["expert biases 0.001"][1] == (
+        "[rollout] --moe-router-bias-update-rate 0.001 moves the bias of every expert after each step, and so the "
+        "policy, whatever the loss and --lr are; give 0 unless that is wanted\n"
+    )
+    assert said["checks"]["expert biases 0.0"] == ["", ""]
