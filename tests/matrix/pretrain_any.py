@@ -36,6 +36,15 @@ def hybrid_model(args, config, **arguments):
     )
 
 
+def latent_model(config, **arguments):
+    """As pretrain_gpt.py builds DeepSeek-V3, with the layer that predicts further tokens if there is one."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True)
+    further = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=True) if config.mtp_num_layers else None
+    return GPTModel(config=config, transformer_layer_spec=spec, mtp_block_spec=further, **arguments)
+
+
 def model_provider(pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):
     args = get_args()
     config = config or arguments.core_transformer_config_from_args(args)
@@ -51,6 +60,8 @@ def model_provider(pre_process=True, post_process=True, vp_stage=None, config=No
     shape = {
         "num_experts": args.num_experts, "moe_grouped_gemm": args.moe_grouped_gemm, "qk_layernorm": args.qk_layernorm,
     }  # fmt: skip
+    if args.multi_latent_attention:
+        return latent_model(config, **common)
     if args.transformer_impl == "local":
         spec = get_gpt_layer_local_spec(normalization=args.normalization, **shape)
     else:
