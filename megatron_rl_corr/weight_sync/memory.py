@@ -126,8 +126,8 @@ class ServerMemory:
         if (urls := sorted(self.lacking - self.unknown)) and not self._told:
             self._told = True
             what = (
-                "they have released their memory to this trainer, answer nobody, and have no weights; the next start "
-                "with --rollout-colocate gives them both, or restart them"
+                "they released their memory to this trainer; those that run answer nobody and have no weights, until "
+                "the next start with --rollout-colocate, or until they are restarted"
             )
             logger.warning("rollout servers %s are left as they are: %s", ", ".join(urls), what)
             EVENTS.tell("memory_left_released", what, servers=urls)
