@@ -599,6 +599,34 @@ def test_generate_when_another_trainer_pushes_in_mid_request_then_its_part_is_no
     faulty.run(scenario, handle, outage_timeout_s=10)
 
 
+@pytest.mark.parametrize("order, right", [("78", True), ("88", True), ("87", False), ("787", False)])
+def test_generate_when_the_weights_of_an_answer_go_back_and_forth_then_it_is_refused_and_asked_for_again(
+    faulty, order, right
+):
+    answers = iter([order])
+
+    async def handle(request):
+        if request.path != "/generate":
+            return web.json_response({"weight_version": "8"})
+        await asyncio.sleep(0.2)
+        names = next(answers, "8" * len(order))
+        body = json.loads(faulty.answer(1, [*range(5, 5 + len(names))], {"type": "length"}, version="8").body)
+        spans = [{"version": name, "start": place, "end": place + 1} for place, name in enumerate(names)]
+        body["meta_info"]["weight_versions"] = spans
+        return web.json_response(body)
+
+    async def scenario(client):
+        await client.expect_version("7")
+        sampling = asyncio.create_task(client.generate([[1]], SamplingParams(len(order))))
+        await asyncio.sleep(0.1)
+        await client.expect_version("8")
+        (trajectory,) = await sampling
+        used = "".join(span.version for span in trajectory.weight_versions)
+        assert used == (order if right else "8" * len(order)) and client.counts()["retries"] == (not right)
+
+    faulty.run(scenario, handle, outage_timeout_s=10)
+
+
 def test_generate_when_called_many_times_at_once_then_one_watch_listens_until_the_last_has_ended(faulty, monkeypatch):
     watches = []
 
