@@ -17,6 +17,7 @@ from megatron_rl_corr.engines.errors import (
     RolloutProtocolError,
     RolloutServerError,
     StaleWeightsError,
+    may_be_gone,
 )
 from megatron_rl_corr.engines.fleet import Fleet
 from megatron_rl_corr.engines.trajectory import SamplingParams
@@ -233,8 +234,8 @@ class ServerHealth:
             timeout_s = max(since + bound - begun, period)
             try:
                 silence = await progress.silence(timeout_s)
-            except RolloutServerError as error:
-                silence = error if error.status is None or error.status >= 500 else None
+            except RolloutError as error:  # an answer that can't be read says nothing of its requests either
+                silence = error if may_be_gone(error) else None
             silent_s = now() - since
             if silence is None or now() > begun + timeout_s + period:
                 moved = now()

@@ -627,6 +627,28 @@ def test_generate_when_the_weights_of_an_answer_go_back_and_forth_then_it_is_ref
     faulty.run(scenario, handle, outage_timeout_s=10)
 
 
+@pytest.mark.parametrize("then", ["answers", "hangs"])
+def test_generate_when_what_a_watched_server_tells_of_itself_can_not_be_read_then_no_sample_is_lost(faulty, then):
+    asked = []
+
+    async def handle(request):
+        if request.path == "/server_info":  # asked by the watch, as this server has no /v1/loads
+            asked.append(request.path)
+            return web.Response(body=b"{}", headers={"Content-Encoding": "gzip"})
+        if request.path != "/generate":
+            return web.json_response({"weight_version": "v1"})
+        await asyncio.sleep(60 if then == "hangs" else 0.8)
+        return faulty.one_token(1)
+
+    async def scenario(client):
+        trajectories = await client.generate([[1]], ONE, samples_per_prompt=8)
+        assert len(trajectories) == 8 and asked
+        assert (client.counts()["left_out"] > 0) == (then == "hangs")
+
+    handlers = [handle, faulty.good] if then == "hangs" else [handle]
+    faulty.run(scenario, *handlers, read_timeout_s=1.5)
+
+
 def test_generate_when_called_many_times_at_once_then_one_watch_listens_until_the_last_has_ended(faulty, monkeypatch):
     watches = []
 
