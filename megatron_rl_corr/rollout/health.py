@@ -60,10 +60,13 @@ class ServerHealth:
 
     @property
     def silent(self) -> list[str]:
-        """Addresses of servers that are left out because they do not answer, and did not when last asked."""
+        """Addresses of servers that are left out because they do not answer, and did not when last asked.
+
+        Nor do those for which a proxy answers HTTP 5xx: that may take it as long as its own limit.
+        """
         return [
             server.url for server in self._pool.left_out
-            if isinstance(why := server.refused or server.cause, RolloutServerError) and why.status is None
+            if isinstance(why := server.refused or server.cause, RolloutServerError) and may_be_gone(why)
         ]  # fmt: skip
 
     def expect(self, version: str, restarted: Collection[str] = (), missed: Collection[str] = ()) -> None:
