@@ -166,9 +166,12 @@ EVENTS = Events()
 
 
 def file_of_host(path: str | os.PathLike) -> Path:
-    """The file of this process's host: PATH on that of rank 0, PATH.host1 on the next one."""
-    per_host = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
-    host = int(os.environ.get("RANK", "0")) // per_host
+    """The file of this process's host: PATH on that of rank 0, PATH.host1 on the next one.
+
+    Without LOCAL_WORLD_SIZE, as where srun starts the ranks, a host has the number of its first rank.
+    """
+    rank, per_host = os.environ.get("RANK", "0"), os.environ.get("LOCAL_WORLD_SIZE")
+    host = int(rank) // int(per_host) if per_host else int(rank) - int(os.environ.get("LOCAL_RANK", rank))
     return Path(f"{path}.host{host}" if host else path)
 
 

@@ -22,8 +22,8 @@ IN_PROCESS_RESTART = "--inprocess-restart"
 
 MEGATRONS_FOLDERS = ("--tensorboard-dir", "--wandb-save-dir", "--save")
 """Megatron's flags for folders that its last rank writes, the first two before any of our hooks is called."""
-LOG_NAMES = ("metrics.jsonl", "experts.jsonl", "tensorboard")
-"""What a run adds to in --rollout-log-dir."""
+LOG_NAMES = ("metrics.jsonl", "experts.jsonl", "run.json", "tensorboard")
+"""What a run writes in --rollout-log-dir: files, and a folder last."""
 
 Install = Callable[[], Callable[[], None]]
 """Replaces Megatron's functions, and returns what leaves the servers after the last step."""
@@ -104,7 +104,12 @@ def _check_folders(folders: Mapping[str, str]) -> None:
         for flag, folder in folders.items():
             check_writable(folder, flag)
         for name in LOG_NAMES if "--rollout-log-dir" in folders else ():
-            refuse_link(Path(folders["--rollout-log-dir"], name))
+            path = Path(folders["--rollout-log-dir"], name)
+            if name != "run.json":  # a link of that name is replaced
+                refuse_link(path)
+            kind, fits = ("folder", path.is_dir()) if name == LOG_NAMES[-1] else ("plain file", path.is_file())
+            if path.exists() and not fits and not path.is_symlink():
+                raise RefusedHere(f"--rollout-log-dir: {path} is no {kind}; remove it, or name another folder")
     except ValueError as error:
         raise RefusedHere(str(error)) from None
     except OSError as error:

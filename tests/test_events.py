@@ -126,7 +126,18 @@ def test_events_when_the_file_is_a_link_or_no_file_then_refused(tmp_path):
 def test_file_when_of_another_host_then_another_name(rank, per_host, name, monkeypatch):
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setenv("WORLD_SIZE", "32")
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     if per_host is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(per_host))
+    assert str(file_of_host("e")) == name
+
+
+@pytest.mark.parametrize(("rank", "local", "name"), [(3, 3, "e"), (8, 0, "e.host8"), (31, 7, "e.host24")])
+def test_file_when_ranks_were_not_started_by_torchrun_then_each_host_has_its_own_all_the_same(
+    rank, local, name, monkeypatch
+):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    for variable, value in {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": 32}.items():
+        monkeypatch.setenv(variable, str(value))
     assert str(file_of_host("e")) == name

@@ -50,6 +50,24 @@ def test_load_when_flags_are_wrong_then_one_line_on_one_rank_and_status_2(argume
     assert first.stdout == second.stdout == second.stderr == ""
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "experts.jsonl", "run.json", "tensorboard"])
+def test_load_when_something_else_is_in_the_place_of_what_a_run_writes_then_refused_at_the_start(name, tmp_path):
+    path = tmp_path / name
+    if name == "tensorboard":
+        path.write_text("")
+    elif name == "experts.jsonl":
+        os.mkfifo(path)  # to open one without a reader would hang
+    else:
+        path.mkdir()
+    flags = ["--rollout-hf-checkpoint", "m", "--rollout-prompts", "p", "--rollout-reward-function", "r.py:r",
+             "--rollout-url", "http://a:1", "--rollout-log-dir", str(tmp_path), "--rollout-pad-sequences"]  # fmt: skip
+    done = load(*flags)
+    kind = "folder" if name == "tensorboard" else "plain file"
+    assert done.returncode == 2 and done.stderr == (
+        f"MEGATRON_RL_CORR: --rollout-log-dir: {path} is no {kind}; remove it, or name another folder\n"
+    )
+
+
 def test_warnings_when_a_module_of_this_package_logs_them_then_with_flags_in_place_of_fields():
     code = (
         "import logging; from megatron_rl_corr import plugin; plugin.name_flags_in_logs()\n"

@@ -148,6 +148,7 @@ class HTTPTransport(Transport):
                 headers=headers,
                 auto_decompress=False,
                 trust_env=False,  # a proxy from the environment cannot reach a server on the loopback
+                cookie_jar=aiohttp.DummyCookieJar(),  # one server's would go to all at its host, whatever their port
                 connector=aiohttp.TCPConnector(
                     ssl=self._tls,
                     limit=0,  # control requests must not queue behind samples

@@ -39,9 +39,10 @@ def all_reduce_clear_folders(options: RunConfig, layout: Layout, iteration: int)
     """
     error, stamp = None, [f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"]
     dist.broadcast_object_list(stamp, src=0)  # of all leaders that share a folder
+    own = frozenset(_BEGUN)  # as it is now: one folder may be named for rows, samples and traces
     try:
         for folder, names, are_rows in _written_here(options, layout):
-            if iteration == 0 and folder not in _BEGUN:
+            if iteration == 0 and folder not in own:
                 _keep_aside(folder, names, folder / f"earlier-{stamp[0]}")
             elif are_rows:
                 for name in (METRICS_NAME, EXPERTS_NAME):

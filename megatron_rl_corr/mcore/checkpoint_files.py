@@ -19,8 +19,14 @@ _waiting: dict[str, tuple[int, Callable[[Path], None]]] = {}
 
 
 def folders_to_load(args: argparse.Namespace) -> list[Path]:
-    """Where the checkpoint that Megatron has loaded may be."""
-    parents = [args.load, args.non_persistent_global_ckpt_dir, args.save and os.path.join(args.save, "non_persistent")]
+    """Where the checkpoint that Megatron has loaded may be: what it looks for first comes first.
+
+    Non-persistent ones beside the others are those of the folder that it loads from, not of that it saves to.
+    """
+    parents = [args.load]
+    if vars(args).get("non_persistent_ckpt_type") == "global":
+        beside = args.load and os.path.join(args.load, "non_persistent")
+        parents.insert(0, args.non_persistent_global_ckpt_dir or beside)
     return [folder_of(parent, args.iteration) for parent in parents if parent]
 
 

@@ -141,7 +141,9 @@ def _naming(flag: str) -> Iterator[None]:
 
 
 def _has_ids(prompts: PromptDataset) -> bool:
-    return _long(prompts, 0) is None and prompts.rows[0].text is None
+    """Whether the first row that is not too long, of the first CHECKED_ROWS, has ids."""
+    first = next((row for row in range(min(len(prompts), CHECKED_ROWS)) if _long(prompts, row) is None), None)
+    return first is not None and prompts.rows[first].text is None
 
 
 def _long(prompts: PromptDataset, index: int) -> LongPrompt | None:

@@ -29,7 +29,7 @@ class Supervision:
     def __init__(self, options: SupervisionConfig):
         self._options = options
         self._endpoint: Endpoint | None = None
-        self._began = self._last = time.time()
+        self._began, self._last = time.time(), time.monotonic()
         self._step: int | None = None
         """The last step that has ended."""
         self._restarts = 0
@@ -72,7 +72,7 @@ class Supervision:
 
     def started(self, session: Session, iteration: int) -> None:
         """The run's first step follows. iteration: steps that a checkpoint has, 0 without one."""
-        self._session, self._last = session, time.time()
+        self._session, self._last = session, time.monotonic()
         self._step = iteration or None
         EVENTS.step = iteration + 1
         if os.environ.get("RANK", "0") != "0":
@@ -88,7 +88,7 @@ class Supervision:
 
     def end_step(self, step: int) -> None:
         """A step has ended; it is counted from 1."""
-        self._step, self._last = step, time.time()
+        self._step, self._last = step, time.monotonic()
         EVENTS.step = step + 1
 
     def close(self) -> None:
@@ -103,11 +103,11 @@ class Supervision:
 
     def text(self) -> str:
         """What Prometheus reads, in its text format, version 0.0.4."""
-        now = time.time()
+        age = time.monotonic() - self._last  # a host's clock may be set back, and would hide for hours that a run hangs
         families = [
             ("step", "gauge", "Last step that has ended.", {"": self._step or 0}),
             ("last_step_age_seconds", "gauge", "Seconds since the last step ended, or since the run began.",
-             {"": now - self._last}),
+             {"": age}),
             ("start_time_seconds", "gauge", "When this process began its run, in Unix seconds.", {"": self._began}),
             ("restarts", "gauge", "Restarts before this attempt, by torchrun or within the process.",
              {"": attempts_before() + self._restarts}),

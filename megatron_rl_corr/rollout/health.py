@@ -17,6 +17,7 @@ from megatron_rl_corr.engines.errors import (
     RolloutProtocolError,
     RolloutServerError,
     StaleWeightsError,
+    may_be_gone,
 )
 from megatron_rl_corr.engines.fleet import Fleet
 from megatron_rl_corr.engines.trajectory import SamplingParams
@@ -59,10 +60,13 @@ class ServerHealth:
 
     @property
     def silent(self) -> list[str]:
-        """Addresses of servers that are left out because they do not answer, and did not when last asked."""
+        """Addresses of servers that are left out because they do not answer, and did not when last asked.
+
+        Nor do those for which a proxy answers HTTP 5xx: that may take it as long as its own limit.
+        """
         return [
             server.url for server in self._pool.left_out
-            if isinstance(why := server.refused or server.cause, RolloutServerError) and why.status is None
+            if isinstance(why := server.refused or server.cause, RolloutServerError) and may_be_gone(why)
         ]  # fmt: skip
 
     def expect(self, version: str, restarted: Collection[str] = (), missed: Collection[str] = ()) -> None:
@@ -233,8 +237,8 @@ class ServerHealth:
             timeout_s = max(since + bound - begun, period)
             try:
                 silence = await progress.silence(timeout_s)
-            except RolloutServerError as error:
-                silence = error if error.status is None or error.status >= 500 else None
+            except RolloutError as error:  # an answer that can't be read says nothing of its requests either
+                silence = error if may_be_gone(error) else None
             silent_s = now() - since
             if silence is None or now() > begun + timeout_s + period:
                 moved = now()

@@ -15,7 +15,7 @@ import torch
 
 from megatron_rl_corr.engines import answer_size
 from megatron_rl_corr.engines.answers import reading
-from megatron_rl_corr.engines.errors import RolloutError, RolloutServerError, StaleWeightsError
+from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, RolloutServerError, StaleWeightsError
 from megatron_rl_corr.engines.fleet import Fleet
 from megatron_rl_corr.engines.routes import ExpertShape, first_without_routes
 from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory, join
@@ -27,6 +27,7 @@ from megatron_rl_corr.rollout.seeds import Draw
 from megatron_rl_corr.rollout.server_pool import Counts, Server, ServerPool
 from megatron_rl_corr.rollout.stop_texts import Decode, cut_at_stop
 from megatron_rl_corr.rollout.trace import CURRENT, RequestTrace, clock
+from megatron_rl_corr.rollout.versions import step_back
 
 CUT_S = 3.0
 """Longest wait, in seconds, for the end of a request that nobody waits for any more."""
@@ -243,6 +244,9 @@ class Retries:
             other = [span.version for span in part.weight_versions if span.version not in versions[sent_for:]]
             if other:
                 raise StaleWeightsError(server.url, request.endpoint, other[0], versions[-1])
+            if (back := step_back(part.weight_versions, versions[sent_for:])) is not None:
+                what = f"weight_versions go back from {back[0]!r} to {back[1]!r}, which was pushed before it"
+                raise RolloutProtocolError(server.url, request.endpoint, what)
         _check_length(part, sampling, request)
         server.flaps = 0
         if part.output_ids.numel():

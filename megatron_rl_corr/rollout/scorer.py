@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_rl_corr.config.run import ENGINES
 from megatron_rl_corr.engines.control import ServerControl
-from megatron_rl_corr.engines.errors import RolloutError, RolloutServerError
+from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, RolloutServerError
 from megatron_rl_corr.engines.fleet import Fleet
 from megatron_rl_corr.engines.trajectory import Trajectory
 from megatron_rl_corr.engines.types import UnsupportedByEngine
@@ -80,7 +80,11 @@ class Scorer:
 
         Servers that do not tell are left to the next call, and to `score`.
         """
-        found = zip(self.urls, self._names, await self._reported_names(), strict=True)
+        try:
+            now = await self._reported_names()
+        except RolloutProtocolError:  # all of what came is no answer, as a proxy's page of a moment is none
+            return None
+        found = zip(self.urls, self._names, now, strict=True)
         return next((one for one in found if None not in one and one[1] != one[2]), None)
 
     async def _reported_names(self) -> list[str | None]:

@@ -7,10 +7,11 @@ numbers once more, with other weights: a server that has missed the pushes since
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 
 import torch
 
-from megatron_rl_corr.engines.trajectory import Trajectory
+from megatron_rl_corr.engines.trajectory import Trajectory, VersionSpan
 
 
 def new_run_id() -> str:
@@ -49,3 +50,18 @@ def token_lags(sample: Trajectory, version: int) -> torch.Tensor:
     for span in sample.weight_versions:
         lags[span.start : span.end] = max(version - number(span.version), 0)
     return lags
+
+
+def step_back(spans: Sequence[VersionSpan], versions: Sequence[str]) -> tuple[str, str] | None:
+    """The versions of two spans in a row of which the second was pushed before the first; None: there are none.
+
+    Args:
+        spans: of one response, in the order of its tokens.
+        versions: in the order in which they were pushed; each span's is among them.
+    """
+    place, before = 0, ""
+    for span in spans:
+        if span.version not in versions[place:]:
+            return before, span.version
+        place, before = versions.index(span.version, place), span.version
+    return None

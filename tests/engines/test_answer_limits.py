@@ -38,6 +38,26 @@ def sent(faulty, handle, request=SMALL, **options):
     return asyncio.run(inner())
 
 
+def test_cookies_when_one_server_sets_some_then_no_request_to_another_one_at_its_host_has_them(faulty):
+    got = []
+
+    async def handle(request):
+        got.append(request.headers.get("Cookie"))
+        answer = web.Response(body=b"{}")
+        answer.set_cookie(f"big{len(got)}", "x" * 4000)  # some servers refuse headers of more than 8 KiB
+        return answer
+
+    async def inner():
+        async with faulty.serving(handle) as one, faulty.serving(handle) as other:
+            transport = HTTPTransport(timeout_s=30.0, connect_timeout_s=5.0)
+            for url in (one, other, one):
+                await transport.send(url.replace("127.0.0.1", "localhost"), SMALL)
+            await transport.close()
+
+    asyncio.run(inner())
+    assert got == [None] * 3
+
+
 def test_answer_when_it_is_as_long_as_allowed_then_taken_and_one_byte_more_refused(faulty):
     def of(length):
         async def handle(request):

@@ -126,6 +126,29 @@ def test_update_when_a_server_hangs_then_it_costs_the_first_one_its_time_and_the
     faulty.run(scenario, fresh, hangs, read_timeout_s=3.0)
 
 
+def test_update_when_a_server_hangs_behind_a_proxy_with_a_time_limit_then_the_next_ones_cost_next_to_none_either(
+    faulty,
+):
+    async def gateway(request):
+        await asyncio.sleep(1.0)
+        return web.Response(status=504)
+
+    async def fresh(request):
+        return web.json_response({"weight_version": "1"})
+
+    async def scenario(client):
+        hung = client.base_urls[1]
+        assert await client.versions_for_update() == ["1", None]
+        await client.expect_version("2", missed=[hung])
+        while client._pool.left_out[0].refused is None:  # what its proxy answers, a second later
+            await asyncio.sleep(0.02)
+        begun = time.monotonic()
+        assert await client.versions_for_update() == ["1", None]
+        return time.monotonic() - begun
+
+    assert faulty.run(scenario, fresh, gateway, read_timeout_s=3.0) < 0.9
+
+
 def test_control_when_one_server_fails_then_the_others_are_asked_too_and_the_error_names_it(faulty):
     asked = []
 

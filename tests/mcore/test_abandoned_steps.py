@@ -14,7 +14,7 @@ LEADER = types.SimpleNamespace(is_job_reporter=True, is_data_leader=True)
 
 @pytest.fixture
 def start(tmp_path, monkeypatch):
-    """start(iteration): what a run does with its three folders; a process of its own unless `same_process`."""
+    """start(iteration): what a run does with its folders; a process of its own unless `same_process`."""
     monkeypatch.setattr(abandoned_steps.dist, "broadcast_object_list", lambda values, src: None)
     monkeypatch.setattr(abandoned_steps, "all_reduce_failure", lambda error: raise_if(error))
     monkeypatch.setattr(abandoned_steps, "_BEGUN", set())
@@ -22,11 +22,12 @@ def start(tmp_path, monkeypatch):
         log_dir=tmp_path / "log", save_trajectories=tmp_path / "samples", trace=tmp_path / "trace"
     )
 
-    def start(iteration, *, torchrun_restarts=0, same_process=False):
+    def start(iteration, *, torchrun_restarts=0, same_process=False, one_folder=None):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(torchrun_restarts))
         if not same_process:
             abandoned_steps._BEGUN.clear()
-        abandoned_steps.all_reduce_clear_folders(options, LEADER, iteration)
+        named = dict.fromkeys(vars(options), one_folder) if one_folder else vars(options)
+        abandoned_steps.all_reduce_clear_folders(types.SimpleNamespace(**named), LEADER, iteration)
 
     return start
 
@@ -70,6 +71,17 @@ def test_start_when_a_folder_holds_another_run_then_that_is_kept_aside_after_a_r
     assert (aside / "run.json").read_text() == "old"
     assert not list(tmp_path.glob("samples/step_*")) and not list(tmp_path.glob("trace/step_*"))
     seen("30 steps of the other run in one earlier-TIME, 3 of the attempt before in another")
+
+
+def test_start_when_one_folder_is_named_for_all_then_another_run_s_rows_samples_and_traces_are_kept(start, tmp_path):
+    write_steps(tmp_path, range(1, 31), "old")
+    for path in tmp_path.glob("*/*"):
+        path.rename(tmp_path / path.name)
+    start(0, one_folder=tmp_path)
+    (aside,) = tmp_path.glob("earlier-*")
+    assert len(rows(aside / "metrics.jsonl")) == 30
+    assert len(list(aside.glob("*.parquet"))) == 30 and len(list(aside.glob("step_*.json"))) == 30
+    assert not list(tmp_path.glob("step_*"))
 
 
 def test_start_when_an_attempt_has_died_before_it_began_then_a_restart_keeps_another_run_all_the_same(start, tmp_path):

@@ -281,6 +281,36 @@ def test_batches_when_a_checkpoint_was_made_with_other_updates_a_batch_then_they
     assert results["cursor"]["batches"] == [[25, 27], [25, 26], [10, 11], [40, 44], [40, 41]]
 
 
+CASES["folders to load"] = """
+import pathlib, tempfile
+from megatron.training import checkpointing, global_vars
+from megatron_rl_corr.mcore.checkpoint_files import folders_to_load
+here = pathlib.Path(tempfile.mkdtemp())
+def loads(load_dir, args, rank0, state, iteration, *rest, **named):
+    return None, checkpointing.get_checkpoint_name(str(load_dir), iteration, return_base_dir=True), False, None
+checkpointing._load_global_dist_base_checkpoint = loads
+def loaded(kind, directory=None):
+    "(the folder that Megatron loads, the first of ours that is there) with a non-persistent checkpoint of step 40."
+    root = here / str(directory)
+    parent = pathlib.Path(directory) if directory else root / "old/non_persistent"
+    args = types.SimpleNamespace(
+        load=str(root / "old"), save=str(root / "new"), iteration=40, ckpt_step=None, non_persistent_ckpt_type=kind,
+        non_persistent_global_ckpt_dir=directory)
+    for folder in (parent, root / "old", root / "new/non_persistent"):  # that of another run would be taken for ours
+        (folder / "iter_0000040").mkdir(parents=True)
+        (folder / "latest_checkpointed_iteration.txt").write_text("40")
+    _, own, *_ = checkpointing._load_base_checkpoint(args.load, args, rank0=True)
+    return [own, *map(str, folders_to_load(args))]
+say(beside=loaded("global"), elsewhere=loaded("global", str(here / "local disk")))
+"""
+
+
+def test_folders_to_load_when_a_checkpoint_is_non_persistent_then_ours_are_looked_for_where_megatron_loads_it(results):
+    for where in ("beside", "elsewhere"):
+        own, first, second = results["folders to load"][where]
+        assert own == first and second.endswith("old/iter_0000040")
+
+
 CASES["reference in place"] = """
 import pathlib, tempfile, torch
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig

@@ -95,6 +95,21 @@ def test_check_rows_when_there_are_many_then_the_first_the_last_and_a_thousand_a
         assert 400 < sum(row < size / 2 for row in made) < 600
 
 
+def test_prompts_when_the_first_rows_are_too_long_then_all_ids_of_the_others_are_looked_at(tmp_path):
+    said = []
+    for bad in range(1500, 1520):  # one in two would be among a thousand of 2000 at random
+        path = tmp_path / "p.jsonl"
+        rows = [[1] * 30, [1] * 30, *([1] for _ in range(1998))]
+        rows[bad] = [10]
+        path.write_text("".join(json.dumps({"input_ids": ids}) + "\n" for ids in rows))
+        _, options = parse([*FLAGS, "--rollout-prompts", str(path)])
+        layout = types.SimpleNamespace(is_data_leader=True, dp_rank=0)
+        with pytest.raises(ValueError) as raised:
+            training_prompts(options, types.SimpleNamespace(seq_length=32, seed=1), layout, None, 10)
+        said.append(str(raised.value))
+    assert all(f"p.jsonl:{bad + 1}: token id 10; ids must be" in one for bad, one in enumerate(said, 1500))
+
+
 @pytest.mark.parametrize("has_template, flags, told", [
     (True, (), True), (False, (), False), (True, ("--rollout-apply-chat-template",), False),
 ])  # fmt: skip

@@ -83,6 +83,18 @@ def test_text_when_read_by_prometheus_then_step_age_servers_groups_and_every_kin
     assert kinds["megatron_rl_corr_events"] == "counter" and kinds["megatron_rl_corr_step"] == "gauge"
 
 
+@pytest.mark.parametrize("jump_s", [-86400, 86400])
+def test_text_when_the_host_s_clock_jumps_then_the_age_of_the_last_step_is_the_time_that_has_passed(
+    fresh, monkeypatch, jump_s
+):
+    shown = Supervision(SupervisionConfig())
+    shown.started(session(), 0)
+    shown.end_step(1)
+    clock = time.time
+    monkeypatch.setattr(time, "time", lambda: clock() + jump_s)
+    assert 0 <= values(shown.text())["megatron_rl_corr_last_step_age_seconds",] < 20
+
+
 def test_run_when_started_anew_then_its_events_are_appended_and_say_how(fresh, tmp_path, monkeypatch):
     path = tmp_path / "run" / "events.jsonl"
     first = Supervision(SupervisionConfig(events=str(path)))

@@ -599,6 +599,56 @@ def test_generate_when_another_trainer_pushes_in_mid_request_then_its_part_is_no
     faulty.run(scenario, handle, outage_timeout_s=10)
 
 
+@pytest.mark.parametrize("order, right", [("78", True), ("88", True), ("87", False), ("787", False)])
+def test_generate_when_the_weights_of_an_answer_go_back_and_forth_then_it_is_refused_and_asked_for_again(
+    faulty, order, right
+):
+    answers = iter([order])
+
+    async def handle(request):
+        if request.path != "/generate":
+            return web.json_response({"weight_version": "8"})
+        await asyncio.sleep(0.2)
+        names = next(answers, "8" * len(order))
+        body = json.loads(faulty.answer(1, [*range(5, 5 + len(names))], {"type": "length"}, version="8").body)
+        spans = [{"version": name, "start": place, "end": place + 1} for place, name in enumerate(names)]
+        body["meta_info"]["weight_versions"] = spans
+        return web.json_response(body)
+
+    async def scenario(client):
+        await client.expect_version("7")
+        sampling = asyncio.create_task(client.generate([[1]], SamplingParams(len(order))))
+        await asyncio.sleep(0.1)
+        await client.expect_version("8")
+        (trajectory,) = await sampling
+        used = "".join(span.version for span in trajectory.weight_versions)
+        assert used == (order if right else "8" * len(order)) and client.counts()["retries"] == (not right)
+
+    faulty.run(scenario, handle, outage_timeout_s=10)
+
+
+@pytest.mark.parametrize("then", ["answers", "hangs"])
+def test_generate_when_what_a_watched_server_tells_of_itself_can_not_be_read_then_no_sample_is_lost(faulty, then):
+    asked = []
+
+    async def handle(request):
+        if request.path == "/server_info":  # asked by the watch, as this server has no /v1/loads
+            asked.append(request.path)
+            return web.Response(body=b"{}", headers={"Content-Encoding": "gzip"})
+        if request.path != "/generate":
+            return web.json_response({"weight_version": "v1"})
+        await asyncio.sleep(60 if then == "hangs" else 0.8)
+        return faulty.one_token(1)
+
+    async def scenario(client):
+        trajectories = await client.generate([[1]], ONE, samples_per_prompt=8)
+        assert len(trajectories) == 8 and asked
+        assert (client.counts()["left_out"] > 0) == (then == "hangs")
+
+    handlers = [handle, faulty.good] if then == "hangs" else [handle]
+    faulty.run(scenario, *handlers, read_timeout_s=1.5)
+
+
 def test_generate_when_called_many_times_at_once_then_one_watch_listens_until_the_last_has_ended(faulty, monkeypatch):
     watches = []
 

@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from aiohttp import web
 
 from megatron_rl_corr.engines.errors import RolloutServerError
 from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory, VersionSpan
@@ -71,6 +72,27 @@ def test_scorer_when_requests_fail_then_each_that_is_repeated_is_told_and_so_is_
     assert first.shape == (1,) and second is None
     assert [kind for kind, _ in told] == ["scoring_retried"] * 4 + ["sample_not_scored"]
     assert told[-1][1]["place"] == 1 and {facts["server"] for _, facts in told[:4]} == {"http://a:1", "http://b:1"}
+
+
+def test_scorer_when_a_proxy_answers_once_in_the_place_of_its_only_server_then_nothing_is_said_of_its_weights(faulty):
+    names = iter(["v1", None, "v2"])
+
+    async def handle(request):
+        if request.path == "/health":
+            return web.Response()
+        name = next(names)
+        return web.Response(text="<html>") if name is None else web.json_response({"weight_version": name})
+
+    async def run():
+        async with faulty.serving(handle) as url:
+            scorer = Scorer([url], vocab_size=9, engine="sglang")
+            await scorer.wait_healthy(30)
+            found = [await scorer.changed_weights(), await scorer.changed_weights()]
+            await scorer.close()
+            return found, url
+
+    found, url = asyncio.run(run())
+    assert found == [None, (url, "v1", "v2")]
 
 
 def test_scorer_when_weights_are_pushed_to_one_of_its_servers_then_the_change_is_found(

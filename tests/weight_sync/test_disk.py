@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -61,6 +62,19 @@ def test_push_when_two_stages_send_then_the_servers_load_one_whole_model_and_two
     assert {p.stat().st_mode & 0o777 for p in last.path.iterdir()} == {(source / "vocab.txt").stat().st_mode & 0o777}
     copied = {p.name for p in last.path.iterdir() if p.suffix != ".safetensors"}
     assert copied == {"config.json", "tokenizer.json", "vocab.txt", "model.safetensors.index.json", MARKER}
+
+
+def test_push_when_the_clock_is_set_back_then_the_two_versions_that_were_pushed_last_stay(tmp_path, source):
+    folder, servers = tmp_path / "weights", Loading()
+    earlier = DiskTransport(folder, source, LOOP, stage=0)
+    push([earlier], "6", servers)
+    stage = DiskTransport(folder, source, LOOP, stage=0)
+    for number, version in enumerate(("7", "8", "9")):
+        push([stage], version, servers)
+        later = 4e9 - number  # each was made "before" the one that was pushed before it
+        os.utime(folder / f"version-{version}", (later, later))
+    push([stage], "10", servers)
+    assert {path.name for path in folder.iterdir()} == {"version-9", "version-10"}
 
 
 def test_push_when_one_was_cut_off_then_its_files_are_not_in_the_next(tmp_path, source):

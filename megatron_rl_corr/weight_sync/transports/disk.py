@@ -44,6 +44,8 @@ class DiskTransport(WeightTransport):
         self._folder, self._checkpoint, self._loop, self._stage = folder.resolve(), checkpoint, loop, stage
         self._unfinished = self._folder / ".unfinished"
         self._files = 0
+        self._written: list[Path] = []
+        """Folders of whole versions, in the order in which they were made here."""
 
     def aim(self, servers, *, rejoined=None):
         super().aim(servers)
@@ -70,10 +72,17 @@ class DiskTransport(WeightTransport):
             final = self._folder / f"version-{version}"
             remove(final)  # left by an attempt that failed
             self._unfinished.rename(final)
+        self._written.append(final)
         self._loop.call(self.servers.update_weights_from_disk(str(final)))
         # A server reports the folder that it has loaded, and may load it again after a restart: keep the last two.
-        for old in sorted(_ours(self._folder), key=lambda path: path.stat().st_mtime_ns)[:-KEPT_VERSIONS]:
+        for old in sorted(_ours(self._folder), key=self._age)[:-KEPT_VERSIONS]:
             remove(old)
+        self._written = self._written[-KEPT_VERSIONS:]
+
+    def _age(self, folder: Path) -> tuple[int, int]:
+        """Sorts the newest version last. Clocks are set back, and a file server has its own: own versions need none."""
+        made = max((place for place, own in enumerate(self._written) if own == folder), default=-1)
+        return made, folder.stat().st_mtime_ns
 
     def close(self):
         remove(self._unfinished)
