@@ -100,8 +100,9 @@ def metrics_page() -> str:
         "", "## Early warnings", "",
         "Trends; [read_a_run.md](../get_started/read_a_run.md#early-warnings) says how they are judged. now(x) is the",
         f"median of the last {WINDOW} steps, early(x) that of the run's first {EARLY}, mean(x) the mean of the last",
-        f"{WINDOW}, best(x) the highest such mean so far, tau Kendall's over the last {COURSE} steps, which is asked",
-        f"for where a warning begins, not for it to go on. stake(reward) is {STAKE}.",
+        f"{WINDOW}, best(x) the highest such mean so far, tau the larger Kendall's tau of the last {COURSE} steps and",
+        f"of the means over {COURSE} to {2 * COURSE - 1} equal parts of the run; it is asked for where a warning",
+        f"begins, not for it to go on. stake(reward) is {STAKE}.",
         *table("warning", "when", "meaning", "what to do"),
     ]  # fmt: skip
     lines += [row(f"`{one.name}`: {one.says}", f"`{one.condition}`", one.meaning, one.remedy) for one in TRENDS]

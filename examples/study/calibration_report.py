@@ -1,5 +1,6 @@
 """What the bounds that the project recommends do to each serving's numerics: calibration.json, .md and .png."""
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -19,27 +20,35 @@ COLORS = ("#999999", "#000000", "#0072B2", "#E69F00", "#D55E00", "#009E73", "#CC
 RULES = {
     "token_ratio in [0.5, 2]": RejectionRule("token", "ratio", 0.5, 2.0),
     "token_ratio in [0.5, 5], IcePop": RejectionRule("token", "ratio", 0.5, 5.0),
+    "token_ratio in [0.8, 1.2], bypass_ppo_clip's clip": RejectionRule("token", "ratio", 0.8, 1.2),
+    "token_abs_diff up to 0.15, dppo_tv around the servers' policy": RejectionRule("token", "abs_diff", upper=0.15),
+    "token_binary_kl up to 0.05, dppo_binary_kl": RejectionRule("token", "binary_kl", upper=0.05),
+    "seq_mean_vaco up to 0.04, vaco": RejectionRule("seq_mean", "vaco", upper=0.04),
     "seq_max_ratio from 1e-4 on, slime's veto": RejectionRule("seq_max", "ratio", lower=1e-4),
     "seq_max_binary_kl up to 0.05, trm": RejectionRule("seq_max", "binary_kl", upper=0.05),
     "seq_mean_exp_abs up to 1.5, NeMo-RL": RejectionRule("seq_mean", "exp_abs", upper=1.5),
     "seq_mean_k3 up to 0.01, decoupled_k3_rs": RejectionRule("seq_mean", "k3", upper=0.01),
     "seq_mean_ratio in [1/1.001, 1/0.999], decoupled_geo_rs": RejectionRule("seq_mean", "ratio", 1 / 1.001, 1 / 0.999),
+    "seq_mean_ratio in [0.999, 1.002], nemo_rl_seq_mask_tis": RejectionRule("seq_mean", "ratio", 0.999, 1.002),
+    "seq_mean_opsm up to 1e-4, slime_opsm": RejectionRule("seq_mean", "opsm", upper=1e-4),
     "seq_mean_ratio in [0.9, 1.1]": RejectionRule("seq_mean", "ratio", 0.9, 1.1),
     "seq_sum_ratio in [0.5, 2]": RejectionRule("seq_sum", "ratio", 0.5, 2.0),
 }
-"""Rules with the bounds of presets, and of the study."""
+"""Rules with the bounds of presets, and of the study. What asks for the advantage is told that all are negative."""
 MEASURED = {
     "k3": ("rollout_corr/k3_kl", {}),
     "KL(k1)": ("rollout_corr/kl", {}),
     "ESS over tokens, token weights": ("rollout_corr/ess", {"rollout_is": "token", "rollout_is_upper": 2.0}),
     "ESS over responses, their products": ("rollout_corr/ess_sequences", {}),
+    "chi2 of tokens": ("rollout_corr/chi2_token", {}),
+    "chi2 of responses' geometric means": ("rollout_corr/chi2_geo", {}),
 }
 """Metrics by their label: the name, and the correction that has it."""
 
 
 def numbers_of(batch):
     """{row: value} of one serving: how far tokens are apart, metrics, and the share that each of RULES keeps: of
-    tokens where it looks at tokens, else of responses.
+    tokens where it drops tokens, else of responses.
 
     Args:
         batch: its KeptBatch.
@@ -50,6 +59,7 @@ def numbers_of(batch):
     whole = mean[length == length.max()]
     found = {
         "tokens": size.numel(), "responses": mean.numel(), "mean |D|": size.mean().item(),
+        "mean D^2, which m2po keeps up to 0.04": size.double().square().mean().item(),
         "99 % of |D| are at most": quantile(size, 0.99), "largest |D|": size.max().item(),
         "longest responses": whole.numel(),
         "99 % of their |mean of D| are at most": quantile(whole, 0.99),
@@ -59,8 +69,10 @@ def numbers_of(batch):
     }  # fmt: skip
     for label, (name, fields) in MEASURED.items():
         found[label] = batch.metrics(RolloutCorrectionConfig(**fields)).get(name, math.nan)
+    batch = dataclasses.replace(batch, advantages=torch.full_like(batch.train_logprobs, -1.0))
     for label, rule in RULES.items():
-        kept = "kept_fraction" if rule.level == "token" else "kept_sequence_fraction"
+        of_tokens = rule.level == "token" or rule.row.drops is not None
+        kept = "kept_fraction" if of_tokens else "kept_sequence_fraction"
         found[label] = batch.metrics(RolloutCorrectionConfig(rollout_rs=(rule,)))[f"rollout_corr/{kept}"]
     return found
 

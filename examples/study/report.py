@@ -9,12 +9,13 @@ from mismatch import updates_of, write_mismatch
 from megatron_rl_corr.files import write_atomically
 from megatron_rl_corr.observability.collapse import WINDOW, step_of_collapse, window_means
 
-INCHES, DPI = (13.0, 7.5), 100
+INCHES, DPI = (16.0, 7.5), 100
 SHARE = "share that carries the gradient"
 """Not a metric of the run: see `carrying`."""
 PANELS = {
     "reward/mean": "Mean reward", "rollout_corr/k3_kl": "Train-infer KL (k3)", SHARE: "ESS over tokens x share kept",
-    "grad_norm": "Gradient norm", "loss/entropy": "Entropy", "response_length/mean": "Tokens of a response",
+    "rollout_corr/ess_sequences": "ESS over responses", "grad_norm": "Gradient norm", "loss/entropy": "Entropy",
+    "response_length/mean": "Tokens of a response",
 }  # fmt: skip
 LOGARITHMIC = ("rollout_corr/k3_kl", "grad_norm")
 EARLY = 30
@@ -137,7 +138,9 @@ def draw(runs, path):
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=INCHES, dpi=DPI, layout="constrained")
-    for axes, (name, title) in zip(figure.subplots(2, 3).flat, PANELS.items(), strict=True):
+    *panels, unused = figure.subplots(2, 4).flat
+    unused.axis("off")
+    for axes, (name, title) in zip(panels, PANELS.items(), strict=True):
         positive = False
         for arm, seeds in runs.items():
             steps, means, lowest, highest = over_seeds(seeds, name)

@@ -129,7 +129,8 @@ def _check_gamma(config: RolloutCorrectionConfig, run: RunConfig) -> None:
 def _check_age(config: RolloutCorrectionConfig, run: RunConfig) -> None:
     """ValueError for samples of older weights that nothing corrects."""
     has_ratio = config.kind.has_ratio or is_own(config.loss)  # a function of the user's may have one
-    corrected = config.changes_gradient or (config.bypass_mode and has_ratio)
+    # In bypass mode pi_old is the servers' policy, whatever its age: a ratio to it corrects, and a pull to it bounds.
+    corrected = config.changes_gradient or (config.bypass_mode and (has_ratio or config.kind.pulls_to_old))
     if run.max_lag > 0 and not corrected:
         raise ValueError(
             f"`max_lag` {run.max_lag} trains on samples of older weights, and nothing corrects them; add `rollout_is` "

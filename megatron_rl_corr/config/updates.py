@@ -27,8 +27,8 @@ class UpdatesConfig(Options):
 
     ess_step_scale: bool = False
     """Scale each update by sqrt(ESS / n) (VCPO, arXiv:2602.17616): the learning rate of that optimizer step, and
-    with it decoupled weight decay. ESS = (sum w)^2 / sum w^2 over the update's n sequences, w the product of a
-    sequence's pi_train / pi_rollout, before bounds and rejection."""
+    with it decoupled weight decay. ESS = (sum w)^2 / sum w^2 over the update's n sequences that no rule rejects whole,
+    w the product of a sequence's pi_train / pi_rollout, before bounds."""
 
     def check(self) -> None:
         if self.max_kl_to_old is not None and self.updates_of_batch == 1:

@@ -47,7 +47,8 @@ class Decision:
         names = [name for name in numbers if name.startswith("decision/")]
         counted = {name.removeprefix("decision/"): numbers.pop(name) for name in names}
         if counted and "ess" not in counted:
-            # The loss makes the correction, of the policy as it is, over the very samples of the update.
+            # The loss makes the correction, of the policy as it is, over the very samples of the update, and there are
+            # no rules: with them it counts what they leave.
             counted["ess"] = numbers["rollout_corr/ess_sequences"]
         return cls(**counted)
 

@@ -28,6 +28,7 @@ from megatron_rl_corr.mcore.decision import mean_k3
 from megatron_rl_corr.mcore.forward import LogprobSettings, label_logprobs
 from megatron_rl_corr.mcore.microbatches import Microbatch
 from megatron_rl_corr.mcore.packed_batch import PackedBatch
+from megatron_rl_corr.mcore.step_scale import sequences_ess
 from megatron_rl_corr.mcore.user_functions import loss_of
 from megatron_rl_corr.parallel.collectives import ParallelGroups
 
@@ -259,7 +260,8 @@ class CorrectedLoss:
         the pull is weighed; `gradient` [T] tells
         it of a loss of the user's own, which may need no advantage). first_step_kl: mean k3 over the tokens that were
         sampled by the trainer's own weights.
-        kl_to_old: mean k3 between pi_old and the policy over the tokens in the loss.
+        kl_to_old: mean k3 between pi_old and the policy over the tokens in the loss. ess: of the sequences that rules
+        leave, where they are applied here.
         """
         pulling, config = correction.mask, self.config
         if gradient is not None:
@@ -281,6 +283,8 @@ class CorrectedLoss:
             "kept": Sum(correction.mask.sum(dtype=torch.float64)[None]),
             "pulling": Sum(pulling.sum(dtype=torch.float64)[None]),
         }
+        if not self.scored and config.rollout_rs:  # without rules none is rejected, and the batch's own ESS is this one
+            decision["ess"] = sequences_ess(correction, self.groups or ParallelGroups())
         if self.first_step:
             decision["first_step_kl"] = mean_k3(current, inputs.rollout_logprobs, inputs.own_weights)
         if self.bounds_kl:

@@ -54,7 +54,7 @@ class Trend:
     """What must be logged; a warning quotes them, early and now."""
     condition: str
     """When it holds: now is the median of the last WINDOW steps, early that of the first EARLY, mean the mean of the
-    last WINDOW, best the highest such mean before, tau Kendall's over the last COURSE steps."""
+    last WINDOW, best the highest such mean before, tau Kendall's over the last COURSE steps or over the run's parts."""
     meaning: str
     """One sentence."""
     remedy: str

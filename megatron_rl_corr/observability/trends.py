@@ -17,7 +17,7 @@ from megatron_rl_corr.observability.collapse import WINDOW
 EARLY = 10
 """Steps at a run's beginning whose median is the reference."""
 COURSE = 20
-"""Steps over which two metrics are compared."""
+"""Steps over which two metrics are compared, and parts of the whole run over which they are compared too."""
 SCATTERED = 4 * COURSE
 """Steps, at most, by which it is judged how single ones scatter."""
 KEPT = SCATTERED + WINDOW
@@ -56,6 +56,30 @@ def noise_of_mean(values: Sequence[float]) -> float:
     return math.hypot(*(b - a for a, b in pairwise(values))) / math.sqrt(2 * WINDOW * (len(values) - 1))
 
 
+class Parts:
+    """The means of a pair of metrics over equal parts of a run so far: COURSE to 2 * COURSE - 1 once it is so long."""
+
+    def __init__(self):
+        self.means: list[tuple[float, float]] = []
+        self._steps = 1
+        """Of a part."""
+        self._open: tuple[float, float, int] = (0.0, 0.0, 0)
+        """The part that is not whole yet: its sums, and of how many steps."""
+
+    def add(self, x: float, y: float) -> None:
+        """Take a step's pair."""
+        total_x, total_y, count = self._open
+        self._open = total_x + x, total_y + y, count + 1
+        if count + 1 < self._steps:
+            return
+        self.means.append((self._open[0] / self._steps, self._open[1] / self._steps))
+        self._open = (0.0, 0.0, 0)
+        if len(self.means) == 2 * COURSE:
+            two = zip(self.means[::2], self.means[1::2], strict=True)
+            self.means = [((a + c) / 2, (b + d) / 2) for (a, b), (c, d) in two]
+            self._steps *= 2
+
+
 class History:
     """The values of some metrics that trends are judged by: KEPT last ones, EARLY first ones, the best mean.
 
@@ -68,6 +92,7 @@ class History:
         self._last: dict[str, deque[float]] = {name: deque(maxlen=KEPT) for name in names}
         # Kept by themselves, as one may be there in the first of many updates of a batch alone.
         self._both: dict[tuple[str, str], deque[tuple[float, float]]] = {pair: deque(maxlen=COURSE) for pair in pairs}
+        self._parts: dict[tuple[str, str], Parts] = {pair: Parts() for pair in pairs}
         self._counts = dict.fromkeys(names, 0)
         self._lowest: dict[str, float] = {}
         self._best: dict[str, tuple[float, float, float]] = {}
@@ -94,6 +119,7 @@ class History:
         for (x, y), values in self._both.items():
             if x in found and y in found:
                 values.append((float(metrics[x]), float(metrics[y])))
+                self._parts[x, y].add(*values[-1])
         return found
 
     def now(self, name: str) -> float | None:
@@ -133,9 +159,14 @@ class History:
         return max(noise_of_mean(values[:-WINDOW]), self._best[name][1]) if len(values) >= COURSE else None
 
     def tau(self, x: str, y: str) -> float | None:
-        """`kendall_tau` of a pair over the last COURSE steps with both, however far apart; None before so many."""
-        both = self._both[x, y]
-        return kendall_tau(*zip(*both, strict=True)) if len(both) == COURSE else None
+        """The larger `kendall_tau` of a pair, of its last COURSE steps or of its `Parts`; None before COURSE steps.
+
+        What rises over hundreds of steps moves less in 20 of them than it scatters, and a rise of 20 steps is one part
+        of a long run.
+        """
+        both, parts = self._both[x, y], self._parts[x, y].means
+        courses = [course for course in (both, parts) if len(course) >= COURSE]
+        return max((kendall_tau(*zip(*course, strict=True)) for course in courses), default=None)
 
     def _window(self, name: str) -> list[float]:
         last = self._last[name]

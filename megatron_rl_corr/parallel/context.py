@@ -64,6 +64,8 @@ class SequenceChunks:
     """S."""
     per_sequence: int
     """Chunks of a sequence: 2 * cp, or 1 without context parallelism."""
+    longest: int
+    """Tokens of the longest chunk of this rank, padding included."""
 
     @classmethod
     def of(cls, starts: np.ndarray, seq_ids: Tensor, groups: ParallelGroups) -> SequenceChunks:
@@ -76,24 +78,39 @@ class SequenceChunks:
         """
         count, size, rank = len(starts) - 1, groups.cp_size, groups.cp_rank
         first = torch.from_numpy(starts[:-1]).to(seq_ids.device, non_blocking=True)[seq_ids]
+        longest = int(np.diff(starts).max(initial=0)) // (1 if size == 1 else 2)
         if size == 1:
-            return cls(seq_ids, first, count, 1)
+            return cls(seq_ids, first, count, 1, longest)
         half = torch.from_numpy(np.diff(starts) // 2).to(seq_ids.device, non_blocking=True)[seq_ids]
         in_second = torch.arange(len(seq_ids), device=seq_ids.device) - first >= half
         numbers = seq_ids * (2 * size) + torch.where(in_second, 2 * size - 1 - rank, rank)
-        return cls(numbers, torch.where(in_second, first + half, first), count, 2 * size)
+        return cls(numbers, torch.where(in_second, first + half, first), count, 2 * size, longest)
 
     def all_reduce_running_sums(self, values: Tensor, groups: ParallelGroups) -> Tensor:
         """Sums of values [K, T] float64 over each token's sequence up to it, it too: [K, T].
 
         One all-reduce over cp of K numbers a chunk; alone none.
         """
-        running = values.cumsum(dim=1)
-        within = running - (running - values)[:, self.firsts]
+        within = self._running_sums(values)
         if self.per_sequence == 1:
             return within
         totals = values.new_zeros(len(values), self.num_sequences * self.per_sequence)
         totals = groups.all_reduce_cp(totals.index_add_(1, self.numbers, values))
         by_sequence = totals.view(len(values), self.num_sequences, self.per_sequence)
-        earlier = (by_sequence.cumsum(dim=2) - by_sequence).view(len(values), -1)
-        return within + earlier[:, self.numbers]
+        earlier = by_sequence.cumsum(dim=2).roll(1, dims=2)
+        earlier[:, :, 0] = 0
+        return within + earlier.view(len(values), -1)[:, self.numbers]
+
+    def _running_sums(self, values: Tensor) -> Tensor:
+        """Sums over each token's chunk up to it, it too: [K, T]; log2(longest) passes, each over twice as many tokens.
+
+        A sum over all chunks, less what it was at the chunk's first token, would lose what comes behind a number that
+        is 1e16 times as large, as the square of a weight without a bound is.
+        """
+        total, span = values, 1
+        place = torch.arange(values.shape[1], device=values.device) - self.firsts
+        while span < self.longest:
+            before = torch.where(place[span:] >= span, total[:, :-span], 0.0)
+            total = torch.cat([total[:, :span], total[:, span:] + before], dim=1)
+            span *= 2
+        return total

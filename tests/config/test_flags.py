@@ -572,7 +572,8 @@ LAG = ["--rollout-max-lag", "2"]
 @pytest.mark.parametrize(
     "flags",
     [[], ["--rollout-loss", "gspo"], ["--rollout-correction-preset", "bypass_ppo_clip", "--rollout-loss", "reinforce"],
-     ["--rollout-correction-preset", "decoupled_token_is", "--rollout-diagnostics-only"]],
+     ["--rollout-correction-preset", "decoupled_token_is", "--rollout-diagnostics-only"],
+     ["--rollout-loss", "dro", "--rollout-dro-beta", "0.1", "--rollout-updates-per-batch", "2"]],
 )  # fmt: skip
 def test_lag_when_nothing_corrects_older_samples_then_refused(flags):
     said = refusal(*REQUIRED, *LAG, *flags)
@@ -584,7 +585,8 @@ def test_lag_when_nothing_corrects_older_samples_then_refused(flags):
     "flags",
     [["--rollout-is", "token", "--rollout-is-threshold", "2"], ["--rollout-correction-preset", "decoupled_geo_rs"],
      ["--rollout-correction-preset", "bypass_ppo_clip"], ["--rollout-m2-threshold", "0.04"],
-     ["--rollout-correction-preset", "vespo"], ["--rollout-bypass-mode", "--rollout-loss", "sapo"]],
+     ["--rollout-correction-preset", "vespo"], ["--rollout-bypass-mode", "--rollout-loss", "sapo"],
+     ["--rollout-correction-preset", "dro"]],
 )  # fmt: skip
 def test_lag_when_weights_rules_or_bypass_correct_it_then_taken(flags):
     assert parse([*REQUIRED, *LAG, *flags])[1].max_lag == 2

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_rl_corr.config.correction import PRESETS
 from megatron_rl_corr.observability.compare import KeptBatch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,6 +54,28 @@ def test_numbers_of_a_serving_then_of_sampled_tokens_by_hand(report, batch):
     assert kept["token_ratio in [0.5"] == 1.0 and found["token_ratio in [0.5, 2]"] == 0.75
     assert found["seq_mean_ratio in [0.9, 1.1]"] == found["seq_sum_ratio in [0.5, 2]"] == 0.5
     assert found["seq_mean_ratio in [1/1.001, 1/0.999], decoupled_geo_rs"] == 0
+
+
+def test_rules_that_ask_for_the_advantage_then_as_if_each_response_were_a_bad_one(report, batch):
+    found = report.numbers_of(batch)
+    # Means of -D: -log 2 and log 1.05, of which the second is above 1e-4. Means of |rho - 1|: 1.5 and 0.048, both above
+    # 0.04: the tokens of D < 0, two of four, are dropped.
+    assert found["seq_mean_opsm up to 1e-4, slime_opsm"] == 0.5 and found["seq_mean_vaco up to 0.04, vaco"] == 0.5
+    large, small = math.log(4), math.log(1.05)
+    assert found["mean D^2, which m2po keeps up to 0.04"] == pytest.approx((large**2 + 2 * small**2) / 4, rel=1e-5)
+    # rho - 1 is 3, 0 and -1/21 twice; geometric means 2 and 1/1.05.
+    assert found["chi2 of tokens"] == pytest.approx((16 + 1 + 2 / 1.05**2) / 4 - 1, rel=1e-5)
+    assert found["chi2 of responses' geometric means"] == pytest.approx((4 + 1 / 1.05**2) / 2 - 1, rel=1e-5)
+    # 1e-10 against 4e-10: hardly a difference of probabilities.
+    assert found["token_abs_diff up to 0.15, dppo_tv around the servers' policy"] == 1.0
+    assert found["token_ratio in [0.8, 1.2], bypass_ppo_clip's clip"] == 0.75
+
+
+def test_every_bound_of_a_preset_then_in_the_calibration(report):
+    listed = {(rule.name, rule.lower, rule.upper) for rule in report.RULES.values()}
+    for name, config in PRESETS.items():
+        for rule in config.rollout_rs:
+            assert (rule.name, rule.lower, rule.upper) in listed, name
 
 
 def test_rule_of_single_tokens_then_the_share_is_of_tokens_and_else_of_responses(report):

@@ -199,6 +199,18 @@ def test_band_over_seeds_then_mean_and_extremes_of_the_seeds_that_have_a_finite_
     assert of[2] == [0.1, 0.2, 0.3] and of[3] == [0.3, 0.2, 0.3]
 
 
+def test_picture_then_a_panel_for_each_number_that_the_page_promises(study, tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path: drawn.append(figure))
+    runs = {"none": {0: (steps(0.1, 0.2), False)}}
+    for number, step in enumerate(runs["none"][0][0], 1):
+        step |= {"rollout_corr/ess_sequences": 0.25 * number, "rollout_corr/k3_kl": 0.5, "grad_norm": 2.0}
+    study("report").draw(runs, tmp_path / "study.png")
+    lines = {axes.get_title(): axes.lines[0].get_ydata() for axes in drawn[0].axes if axes.lines}
+    assert list(lines) == list(study("report").PANELS.values())
+    assert list(lines["ESS over responses"]) == [0.25, 0.5] and list(lines["Mean reward"]) == [0.1, 0.2]
+
+
 def test_arms_then_the_launcher_takes_their_flags_and_each_corrects_as_it_says(study):
     required = ["--rollout-url", "http://a:1", "--rollout-prompts", "p", "--rollout-hf-checkpoint", "m",
                 "--rollout-reward-function", "math", "--rollout-max-lag", "1"]  # fmt: skip

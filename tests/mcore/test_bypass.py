@@ -94,6 +94,21 @@ def test_bypass_when_rows_are_rejected_in_the_loss_then_the_naive_loss_and_gradi
     assert math.isfinite(result["entropy"])
 
 
+@pytest.mark.parametrize(("loss", "kept_rows"), [("ppo_clip", [0, 2, 3]), ("reinforce", [0, 3])])
+def test_step_scale_when_rows_are_rejected_in_the_loss_then_that_of_the_rows_that_are_left(made, loss, kept_rows):
+    now = torch.log_softmax(made["logits"].double(), -1).gather(2, made["labels"][..., None])[..., 0]
+    d = torch.where(made["mask"], now - made["rollout"], 0.0).nan_to_num(0.0)
+    products = d.sum(1).exp()
+
+    def ess(of):
+        return (of.sum().square() / of.square().sum() / len(of)).item()
+
+    assert made[loss]["decision/ess"] == pytest.approx(ess(products[kept_rows]), rel=1e-5)
+    assert made[loss]["ess_sequences"] == pytest.approx(ess(products), rel=1e-5)
+    assert made[loss]["ess_sequences"] < 0.5 < made[loss]["decision/ess"]  # row 1 outweighs the others
+    assert "decision/ess" not in made["vespo"]  # nothing rejects there: the ESS of all is that of the loss
+
+
 def naive_without_rejected_rows(made: dict, name: str) -> tuple[torch.Tensor, torch.Tensor, float]:
     """As `naive`, for vespo, vaco and dro: loss, gradient and kept fraction."""
     logits = made["logits"].double().requires_grad_()

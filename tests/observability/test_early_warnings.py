@@ -97,6 +97,24 @@ def test_warning_when_two_metrics_rise_together_then_that_is_said_and_not_when_o
     assert found(jumping) == {}
 
 
+@pytest.mark.parametrize("steps", [100, 500, 2000])
+@pytest.mark.parametrize(
+    ("other", "name"), [("response_length/mean", "mismatch_with_length"), (GRAD, "gradient_and_mismatch")]
+)
+def test_warning_when_two_metrics_rise_slowly_and_scatter_then_that_is_said_in_runs_of_any_length(steps, other, name):
+    generator = random.Random(1)
+
+    def rising(low, growth, spread):
+        return lambda step: low * growth ** (step / steps) * math.exp(generator.gauss(0, spread))
+
+    both = find_warnings(run(steps, **{K3: rising(2e-3, 5, 0.2), other: rising(HEALTHY[other], 3, 0.1)}))
+    told = [warning for warning in both if warning.trend.name == name]
+    assert told and told[0].first_step < 0.8 * steps and told[-1].last_step is None
+    # One that rises beside another that scatters around a constant is no rise of both.
+    alone = found(run(steps, **{K3: rising(2e-3, 5, 0.2), other: rising(HEALTHY[other], 1, 0.1)}))
+    assert alone.keys() == {"mismatch_grows"}
+
+
 def test_warning_when_the_condition_goes_then_it_ends_and_a_short_break_ends_nothing():
     # 1e-2 in the steps 41 to 60: five of ten from 45 to 65, as the sixth old one comes at 66.
     assert found(run(**{K3: lambda step: 1e-2 if 41 <= step <= 60 else 2e-3})) == {"mismatch_grows": (45, 65)}

@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 
 from megatron_rl_corr.observability.collapse import WINDOW
-from megatron_rl_corr.observability.trends import COURSE, EARLY, KEPT, History, kendall_tau
+from megatron_rl_corr.observability.trends import COURSE, EARLY, KEPT, History, Parts, kendall_tau
 
 
 def filled(values, name="x"):
@@ -79,6 +79,20 @@ def test_history_when_a_run_is_long_then_its_memory_is_bounded():
     history = filled(range(10_000))
     assert len(history._last["x"]) == KEPT and len(history._first["x"]) == EARLY and history.early("x") == 4.5
     assert len(history._both["x", "x"]) == COURSE
+    # 10000 steps are 19 parts of 512 and a rest, so the parts are of 256.
+    means = history._parts["x", "x"].means
+    assert len(means) == 39 and means[0] == (127.5, 127.5) and means[38] == (38 * 256 + 127.5,) * 2
+
+
+def test_parts_when_a_run_grows_then_twenty_to_thirty_nine_equal_ones_of_all_whole_steps():
+    parts = Parts()
+    for step in range(1, 200):
+        parts.add(step, -step)
+        size = 1
+        while step // size >= 2 * COURSE:
+            size *= 2
+        expected = [size * at + (size + 1) / 2 for at in range(step // size)]
+        assert [x for x, _ in parts.means] == expected and [y for _, y in parts.means] == [-x for x in expected]
 
 
 @pytest.mark.parametrize("apart", [1, 8, 16, 1000])

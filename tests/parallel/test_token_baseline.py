@@ -85,3 +85,22 @@ def test_chunks_of_a_rank_then_those_of_the_zigzag():
 
     cut = SequenceChunks.of(np.array([0, 4, 6]), seq_ids, SecondOfTwo())
     assert cut.numbers.tolist() == [1, 1, 2, 2, 5, 6] and cut.firsts.tolist() == [0, 0, 2, 2, 4, 5]
+
+
+def test_running_sums_when_one_number_dwarfs_the_others_then_each_sequence_and_chunk_has_its_own():
+    # 2.4e17 is the square of the weight e^20, which a bound of 1e9 lets pass.
+    ids, starts = torch.tensor([0, 1, 1, 2, 2, 2]), np.array([0, 1, 3, 6])
+    values = torch.tensor([[2.4e17, 0.5, 0.25, 0.75, 0.125, 1.0]], dtype=torch.float64)
+    alone = SequenceChunks.of(starts, ids, ParallelGroups())
+    assert alone.all_reduce_running_sums(values, ParallelGroups()).tolist() == [[2.4e17, 0.5, 0.75, 0.75, 0.875, 1.875]]
+
+    class FirstOfTwo(ParallelGroups):
+        cp_size, cp_rank = 2, 0
+
+        def all_reduce_cp(self, sums):  # the other rank's: the chunks in the middle
+            return sums + torch.tensor([[0.0, 0.5, 0.25, 0.0]], dtype=torch.float64)
+
+    groups = FirstOfTwo()
+    cut = SequenceChunks.of(np.array([0, 4]), torch.zeros(4, dtype=torch.int64), groups)
+    values = torch.tensor([[1.0, 2.0, 0.5, 2.4e17]], dtype=torch.float64)
+    assert cut.all_reduce_running_sums(values, groups).tolist() == [[1.0, 3.0, 4.25, 2.4e17]]
