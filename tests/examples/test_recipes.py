@@ -277,6 +277,18 @@ def test_plan_when_flags_are_added_then_it_counts_them_and_refuses_what_does_not
     assert "no others: none\n" in recipe.run("--plan", "--lr", "1e-5").stdout
 
 
+def test_plan_when_the_gpus_are_smaller_then_it_counts_theirs_or_what_is_given(recipe, tmp_path):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 81559\necho 24564\n")
+    smi.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    found, given = recipe.run("--plan", PATH=path), recipe.run("--plan", PATH=path, GPU_GIB=141)
+    assert found.returncode == 1 and "GPUs of 24 GiB" in found.stdout and "NOTHING FITS" in found.stdout
+    assert given.returncode == 0 and "GPUs of 141 GiB" in given.stdout, given.stdout + given.stderr
+    smi.write_text("#!/bin/sh\necho no devices were found; exit 6\n")
+    assert "GPUs of 80 GiB" in recipe.run("--plan", PATH=path).stdout
+
+
 def memory_a_gpu(lines):
     """GiB that a plan's layout takes of a GPU."""
     [row] = [line.split() for line in lines if line.startswith("0  ")]
