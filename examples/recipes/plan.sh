@@ -26,9 +26,20 @@ added_plan_flags() {
     [ ${#EXTRA_FLAGS[@]} = 0 ] || say "of the flags that you added the plan counts these, by its names, and no others: ${ADDED[*]:-none}"
 }
 
+# GiB of a GPU: GPU_GIB, else of the smallest of this machine, else 80.
+gpu_gib() {
+    local found=${GPU_GIB:-}
+    if [ -z "$found" ] && command -v nvidia-smi >/dev/null; then
+        found=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null |
+            awk '/^ *[0-9]+ *$/ && (least == "" || $1 < least) {least = $1} END {if (least != "") printf "%.1f", least / 1024}') || found=""
+    fi
+    echo "${found:-80}"
+}
+
 plan() {
     local serving=$((SERVE_NODES * $(count "$GPUS_SERVE")))
     added_plan_flags
+    ADDED+=(--gpu-memory-gib "$(gpu_gib)")
     if colocated; then
         "$PYTHON" -m megatron_rl_corr.cli plan --hf-checkpoint "$MODEL" --gpus "$(count "$GPUS_TRAIN")" \
             --serve-tensor-parallel-size "$SERVER_GPUS" "${PLAN_FLAGS[@]}" "${ADDED[@]}"

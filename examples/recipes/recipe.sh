@@ -73,6 +73,22 @@ check_environment() {
     esac
 }
 
+# What would leave trainer and servers without each other's turns. The memory saver of the lock looks for expandable segments
+# under torch's old name of the variable only; under the new one nothing ends, and it is not known what is released.
+check_turns() {
+    local name
+    [ "$(sorted "$GPUS_TRAIN")" = "$(sorted "$GPUS_SERVE")" ] ||
+        fail "COLOCATE=1 with GPUS_TRAIN=$GPUS_TRAIN and GPUS_SERVE=$GPUS_SERVE: every GPU trains and serves; give both the same GPUs"
+    for name in PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF; do
+        case ${!name:-} in *expandable_segments:[Tt]rue*)
+            fail "$name=${!name} with COLOCATE=1: SGLang's memory saver can't release expandable segments; unset it, or leave COLOCATE out" ;;
+        esac
+    done
+}
+
+# "1,0" -> 0 and 1, a line each
+sorted() { tr , '\n' <<<"$1" | sort; }
+
 # Before anything is started: what would put servers and trainer on the same GPUs, or start servers that nobody uses.
 check_machines() {
     local gpu
@@ -89,6 +105,7 @@ check_machines() {
         [ -n "${NODE_RANK:-}" ] || fail "NODES=$NODES without NODE_RANK: the number of this machine among those that train, from 0"
         [ -n "${MASTER_ADDR:-}" ] || fail "NODES=$NODES without MASTER_ADDR: the address of the first machine that trains"
     fi
+    if colocated; then check_turns; fi
     case $1 in all | dry-run) ;; *) return 0 ;; esac
     if colocated || [ "$NODES" -gt 1 ] || [ -n "${SERVER_URLS:-}" ]; then return 0; fi
     for gpu in ${GPUS_TRAIN//,/ }; do

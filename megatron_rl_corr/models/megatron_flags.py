@@ -109,7 +109,8 @@ def _rope(config: Config, *, latent: bool) -> list:
         share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.5))
         flags += ["--rotary-percent", share]
     if kind == "default":
-        return [*flags, "--rope-type", "rope"] if latent else flags
+        # Megatron's fused kernel for latent attention, which is on by default, is YaRN's alone.
+        return [*flags, "--rope-type", "rope", "--no-rope-fusion"] if latent else flags
     if kind == "llama3" and not latent:
         _demand(rope, low_freq_factor=1, high_freq_factor=4, original_max_position_embeddings=8192)
         return [*flags, "--use-rope-scaling", "--rope-scaling-factor", rope["factor"]]

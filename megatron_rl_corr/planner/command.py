@@ -100,7 +100,7 @@ def make_plan(config: Config, arguments: argparse.Namespace) -> Plan:
     most_static = 1.0
     if arguments.colocate:  # while servers sample the trainer keeps its weights, and both what CUDA and NCCL take
         most_static = (usable - max(s.weights for s in found[0].memory.stages)) / gpu
-        if arguments.mem_fraction_static > most_static:
+        if found[0].fits and arguments.mem_fraction_static > most_static:
             raise ValueError(
                 f"--mem-fraction-static {arguments.mem_fraction_static:g} with --colocate: the trainer's weights "
                 f"({_name(found[0])}), --reserve-gib and --server-reserve-gib leave {max(most_static, 0):.2f} of a "
@@ -226,16 +226,27 @@ def _serving_lines(config: Config, plan: Plan, arguments: argparse.Namespace, wo
     ]  # fmt: skip
     best = plan.serving[0]
     flags = server_flags(config, best, arguments.mem_fraction_static, colocated=arguments.colocate)
+    most = max(plan.most_static, 0)
     turns = [
-        f"In turn with the trainer, whose weights stay: --mem-fraction-static at most {plan.most_static:.2f}", "",
+        f"In turn with the trainer, whose weights stay: --mem-fraction-static at most {most:.2f}", "",
     ] if arguments.colocate else []  # fmt: skip
     return [
         *turns,
         f"Serving on {best.servers * best.tensor} GPUs, requests of {workload.seq_length} tokens, GiB a GPU:", "",
         *text_table(rows, align="r" * 7), "",
+        *([] if best.fits else [_lacking(best, workload), ""]),
         f"Flags of {best.servers} server{'s' * (best.servers > 1)} of SGLang:", "",
         "  " + shlex.join(flags),
     ]  # fmt: skip
+
+
+def _lacking(nearest: ServingMemory, workload: Workload) -> str:
+    gpus = f"{nearest.tensor} GPU{'s' * (nearest.tensor > 1)}"
+    return (
+        f"NO SERVER FITS; the nearest has {gpus} and lacks {nearest.lacks(workload) / GIB:.1f} GiB a GPU for one "
+        "request: more GPUs a server (--serve-gpus, --serve-tensor-parallel-size), a larger "
+        "--mem-fraction-static, a smaller --max-new-tokens"
+    )
 
 
 def _name(candidate: Candidate) -> str:

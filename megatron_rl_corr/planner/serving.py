@@ -38,6 +38,10 @@ class ServingMemory:
         """Whether each server can run at least one request of full length."""
         return self.requests > 0
 
+    def lacks(self, workload: Workload) -> float:
+        """Bytes of each GPU that are missing for one request of full length; negative where it fits."""
+        return workload.seq_length * self.bytes_per_token - self.cache
+
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers; bytes are of one GPU."""
         return {
@@ -125,7 +129,8 @@ def serving_candidates(
 ) -> list[ServingMemory]:
     """Servers of each size that SGLang can run, the best first.
 
-    The best are the smallest that run a whole batch of samples at a time, else those that run most requests.
+    The best are the smallest that run a whole batch of samples at a time, else those that run most requests. Where none
+    runs a request, those that lack least.
     """
     sizes = [
         size for size in range(1, gpus + 1)
@@ -136,4 +141,6 @@ def serving_candidates(
         for size in sizes
     ]
     enough = workload.global_batch_size
+    if not any(one.fits for one in made):
+        return sorted(made, key=lambda one: one.lacks(workload))
     return sorted(made, key=lambda one: (-min(one.requests, enough), one.tensor))

@@ -277,6 +277,18 @@ def test_plan_when_flags_are_added_then_it_counts_them_and_refuses_what_does_not
     assert "no others: none\n" in recipe.run("--plan", "--lr", "1e-5").stdout
 
 
+def test_plan_when_the_gpus_are_smaller_then_it_counts_theirs_or_what_is_given(recipe, tmp_path):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 81559\necho 24564\n")
+    smi.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    found, given = recipe.run("--plan", PATH=path), recipe.run("--plan", PATH=path, GPU_GIB=141)
+    assert found.returncode == 1 and "GPUs of 24 GiB" in found.stdout and "NOTHING FITS" in found.stdout
+    assert given.returncode == 0 and "GPUs of 141 GiB" in given.stdout, given.stdout + given.stderr
+    smi.write_text("#!/bin/sh\necho no devices were found; exit 6\n")
+    assert "GPUs of 80 GiB" in recipe.run("--plan", PATH=path).stdout
+
+
 def memory_a_gpu(lines):
     """GiB that a plan's layout takes of a GPU."""
     [row] = [line.split() for line in lines if line.startswith("0  ")]
@@ -440,6 +452,11 @@ def test_run_when_a_second_signal_comes_while_servers_end_then_they_are_killed_a
         (["--dry-run"], {"GPUS_SERVE": "2,3"}, "GPU 2 is in GPUS_TRAIN=0,1,2,3 and in GPUS_SERVE=2,3; give each GPU"),
         (["--serve"], {"GPUS_SERVE": "4,5,6"}, "GPUS_SERVE=4,5,6: a server takes 2 GPUs, and these are 3"),
         ([], {"SERVER_URLS": "http://10.0.0.1:30000"}, "SERVER_URLS=http://10.0.0.1:30000: training would use those"),
+        ([], {"COLOCATE": 1, "GPUS_TRAIN": "0,1,2,3"}, "GPUS_TRAIN=0,1,2,3 and GPUS_SERVE=0,1,2,3,4,5,6,7: every GPU"),
+        (["--serve"], {"COLOCATE": 1, "PYTORCH_ALLOC_CONF": "a:1,expandable_segments:True"},
+         "PYTORCH_ALLOC_CONF=a:1,expandable_segments:True with COLOCATE=1: SGLang's memory saver can't release"),
+        (["--dry-run"], {"COLOCATE": 1, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:true"},
+         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:true with COLOCATE=1"),
         (["--train"], {"NODES": 2, "MASTER_ADDR": "10.0.0.2"}, "NODES=2 without NODE_RANK: the number of this machine"),
         (["--train"], {"NODES": 2, "NODE_RANK": 1}, "NODES=2 without MASTER_ADDR: the address of the first machine"),
     ],

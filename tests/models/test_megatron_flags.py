@@ -102,6 +102,13 @@ def test_flags_of_deepseek_v3_then_latent_attention_yarn_sigmoid_scores_groups_a
     assert flags.items() >= expected.items() and "--group-query-attention" not in flags
 
 
+@pytest.mark.parametrize("scaling", [{"rope_scaling": None}, {"rope_parameters": {"rope_type": "default"}}])
+def test_flags_of_latent_attention_without_yarn_then_megatrons_fused_kernel_is_off_which_is_yarns_alone(scaling):
+    flags = options(DEEPSEEK | scaling)
+    assert flags["--rope-type"] == "rope" and "--no-rope-fusion" in flags
+    assert "--no-rope-fusion" not in options(DEEPSEEK)
+
+
 def test_flags_of_kimi_k2_then_deepseeks_and_the_border_of_yarn_that_megatron_has_no_flag_for():
     flags = options(KIMI)
     expected = {

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from megatron_rl_corr import cli
-from tests.planner.published import QWEN3_4B, QWEN3_30B_A3B
+from tests.planner.published import QWEN3_4B, QWEN3_30B_A3B, QWEN3_235B_A22B
 
 
 @pytest.fixture
@@ -52,6 +52,13 @@ def test_plan_when_nothing_fits_then_status_1_and_what_is_missing(plan):
     status, text, _ = plan(QWEN3_30B_A3B, "--gpus", 2, "--gpu-memory-gib", 40)
     assert status == 1
     assert "NOTHING FITS; the nearest layout" in text and "It lacks" in text and "does not fit" in text
+    assert "NO SERVER FITS; the nearest has 1 GPU and lacks" in text
+
+
+def test_plan_when_colocated_training_does_not_fit_then_that_is_said_and_no_share_of_servers_is_asked_for(plan):
+    status, text, error = plan(QWEN3_235B_A22B, "--gpus", 4, "--colocate")
+    assert status == 1 and "NOTHING FITS; the nearest layout" in text, text + error
+    assert "--mem-fraction-static at most 0.00" in text and "NO SERVER FITS" in text
 
 
 def test_plan_without_servers_then_all_gpus_train(plan):

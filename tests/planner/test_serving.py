@@ -10,7 +10,7 @@ from megatron_rl_corr.planner.serving import (
     serving_memory,
 )
 from megatron_rl_corr.planner.train_layout import Workload
-from tests.planner.published import DEEPSEEK_V3, QWEN3_4B, QWEN3_30B_A3B
+from tests.planner.published import DEEPSEEK_V3, QWEN3_4B, QWEN3_30B_A3B, QWEN3_235B_A22B
 
 WORKLOAD = Workload(max_prompt_tokens=1024, max_new_tokens=4096, global_batch_size=128)
 
@@ -47,6 +47,13 @@ def test_weights_when_larger_than_the_gpu_then_nothing_fits():
     found = serving(1, gib=40)
     assert not found.fits and found.tokens == 0 and found.cache < 0
     assert found.as_dict()["fits"] is False
+
+
+def test_candidates_when_none_fits_then_the_one_that_lacks_least_comes_first():
+    found = serving_candidates(QWEN3_235B_A22B, WORKLOAD, gpus=8, gpus_per_node=8, gpu_bytes=40 * GIB, fraction=0.85)
+    assert [one.tensor for one in found] == [8, 4, 2, 1] and not any(one.fits for one in found)
+    # Weights of 54.8 GiB, 5120 tokens of 47 KiB, and 34 GiB of the GPU.
+    assert found[0].lacks(WORKLOAD) / GIB == pytest.approx(54.8 + 5120 * 47 / 2**20 - 34, abs=0.1)
 
 
 def test_candidates_then_the_smallest_servers_that_run_a_whole_batch_come_first():

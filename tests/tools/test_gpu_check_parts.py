@@ -311,6 +311,16 @@ def test_flags_of_a_gpu_when_sglang_and_megatron_parse_them_then_both_take_them(
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+def test_server_of_a_gpu_then_no_request_waits_until_all_kernels_of_deepgemm_are_compiled(tiny_moe_dir, tmp_path):
+    found = pushes.server(tiny_moe_dir, "bfloat16", "cuda").environment
+    assert set(found) - set(pushes.server(tiny_moe_dir, "float32", "cpu").environment) == set(pushes.GPU_VARIABLES)
+    program = tmp_path / "sglang_variables.py"  # whether SGLang reads them, and as they are meant
+    program.write_text("from sglang.srt.environ import envs\nassert not envs.SGLANG_JIT_DEEPGEMM_PRECOMPILE.get()\n")
+    for variables, status in ((pushes.GPU_VARIABLES, 0), ({}, 1)):
+        done = run_preloaded([program], engine="sglang", env=environment("sglang") | variables)
+        assert done.returncode == status, done.stderr[-2000:]
+
+
 STEP = {
     "step": 1, "router_replay/disagreement": 0.01, "router_replay/tokens_without_routes": 0, "grad_norm": 0.5,
     "rollout_corr/k3_kl": 1e-4, "router_replay/overlap": 0.995,

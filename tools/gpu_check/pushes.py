@@ -29,6 +29,13 @@ GPU_ARGUMENTS = (
     "--mem-fraction-static", "0.2", "--max-total-tokens", "16384", "--max-running-requests", "32",
     "--disable-cuda-graph", "--skip-server-warmup",
 )  # fmt: skip
+GPU_VARIABLES = {
+    # Else the first request to an FP8 server waits until DeepGEMM has kernels for all numbers of tokens up to 16384, by
+    # SGLang's own words (0.5.23) typically 10 to 20 minutes. So it compiles those that it needs.
+    "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0",
+}
+ANSWER_S = {"cpu": 60, "cuda": 120}
+"""Longest time to wait for the probe's log-probs: on a GPU the server compiles kernels for that request, its first."""
 DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 PROBE_IDS = 128
 FLOAT32_LOG_RATIO = 1e-4
@@ -75,9 +82,10 @@ def make_model(folder: Path) -> Path:
 def server(model: Path, dtype: str, device: str, *arguments: str) -> LocalServer:
     """Of the model; its log goes where this process's goes, at its end."""
     own = GPU_ARGUMENTS if device == "cuda" else sglang_arguments()
+    variables = environment("sglang") | (GPU_VARIABLES if device == "cuda" else {})
     return LocalServer(
         model, dtype=dtype, log_path=Path(os.environ.get("GPU_CHECK_LOGS", model.parent)) / f"server-{os.getpid()}.log",
-        environment=environment("sglang"), extra_arguments=[*own, "--random-seed", "0", *arguments],
+        environment=variables, extra_arguments=[*own, "--random-seed", "0", *arguments],
     )  # fmt: skip
 
 
@@ -148,7 +156,7 @@ def _push(url: str, transport: str, model: Path, weights: Mapping[str, Tensor], 
     from megatron_rl_corr.weight_sync.verify import make_verifiers
 
     loop = LoopThread()
-    client = RolloutClient([url], vocab_size=vocab_size(model), timeout_s=60)
+    client = RolloutClient([url], vocab_size=vocab_size(model), timeout_s=ANSWER_S[device])
     verifiers = make_verifiers("checksum", model, client.fleet.engines)
     [verifier] = verifiers.values()
     counts, compare = [], verifier.compare
@@ -175,7 +183,7 @@ def _push(url: str, transport: str, model: Path, weights: Mapping[str, Tensor], 
         asked = ask_scores(
             client.control([url]), probe_ids(model), version="checked", vocab_size=vocab_size(model), cache_key=None
         )
-        answers = loop.call(asked, timeout=60)
+        answers = loop.call(asked, timeout=ANSWER_S[device])
         require(url in answers, "the server did not score the probe's text; see its log")
         return answers[url].logprobs, *counts[-1]
     finally:
