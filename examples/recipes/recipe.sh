@@ -223,8 +223,12 @@ train_variables() {
     export CUDA_DEVICE_MAX_CONNECTIONS=1
     # torchrun gives each trainer one thread, and CPUs that update the weights would do it on one core each.
     case " ${TRAIN_FLAGS[*]} " in *" --optimizer-cpu-offload "*)
-        local threads=$(($(nproc) / $(count "$GPUS_TRAIN")))
-        export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))} ;;
+        local threads=$(($(nproc) / $(count "$GPUS_TRAIN"))) memory=${PYTORCH_ALLOC_CONF:-${PYTORCH_CUDA_ALLOC_CONF:-}}
+        export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
+        # Else torch rounds each pinned tensor, as the host's gradients are, up to a power of two: at most to twice as much.
+        case $memory in *pinned_max_round_threshold_mb*) ;; *)
+            export PYTORCH_ALLOC_CONF=${memory:+$memory,}pinned_max_round_threshold_mb:1 ;;
+        esac ;;
     esac
     export PYTHONPATH=$REPOSITORY${PYTHONPATH:+:$PYTHONPATH}
 }

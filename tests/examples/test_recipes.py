@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.examples.recipe_inputs import CONFIGS, free_ports, write_dapo, write_gsm8k, write_model
 from tests.preloaded import run_preloaded
@@ -337,6 +338,25 @@ def test_run_when_sizes_and_threads_are_set_then_the_trainer_has_them_and_else_i
         assert training["OMP_NUM_THREADS"] == expected
         flags = ("--rollout-group-size", "--global-batch-size", "--rollout-max-new-tokens", "--seq-length")
         assert [words[words.index(flag) + 1] for flag in flags] == ["4", "64", "2048", "2560"]
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        ({}, "pinned_max_round_threshold_mb:1"),
+        ({"PYTORCH_ALLOC_CONF": "a:1"}, "a:1,pinned_max_round_threshold_mb:1"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "b:2"}, "b:2,pinned_max_round_threshold_mb:1"),  # torch reads one of the two
+        ({"PYTORCH_ALLOC_CONF": "pinned_max_round_threshold_mb:64"}, "pinned_max_round_threshold_mb:64"),
+    ],
+)
+def test_pinned_memory_when_the_host_has_the_optimizer_then_it_is_not_rounded_up_to_powers_of_two(
+    sparse, given, expected
+):
+    run = sparse.run(PORT=free_ports(4), **given)
+    assert run.returncode == 0, run.stdout + run.stderr
+    [training] = sparse.asked("-m", "torch.distributed.run")
+    assert training["PYTORCH_ALLOC_CONF"] == expected
+    torch._C._accelerator_setAllocatorSettings("pinned_max_round_threshold_mb:1")  # ValueError if it has no such name
 
 
 def test_flags_of_the_model_when_a_file_matches_a_value_then_the_value_stays(sparse, tmp_path):
