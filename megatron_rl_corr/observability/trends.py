@@ -65,6 +65,8 @@ class Parts:
         """Of a part."""
         self._open: tuple[float, float, int] = (0.0, 0.0, 0)
         """The part that is not whole yet: its sums, and of how many steps."""
+        self._tau: float | None = None
+        """Of the means, while they stay: in a long run they do for hundreds of steps."""
 
     def add(self, x: float, y: float) -> None:
         """Take a step's pair."""
@@ -73,11 +75,17 @@ class Parts:
         if count + 1 < self._steps:
             return
         self.means.append((self._open[0] / self._steps, self._open[1] / self._steps))
-        self._open = (0.0, 0.0, 0)
+        self._open, self._tau = (0.0, 0.0, 0), None
         if len(self.means) == 2 * COURSE:
             two = zip(self.means[::2], self.means[1::2], strict=True)
             self.means = [((a + c) / 2, (b + d) / 2) for (a, b), (c, d) in two]
             self._steps *= 2
+
+    def tau(self) -> float | None:
+        """`kendall_tau` of the means; None while there are fewer than COURSE."""
+        if self._tau is None and len(self.means) >= COURSE:
+            self._tau = kendall_tau(*zip(*self.means, strict=True))
+        return self._tau
 
 
 class History:
@@ -164,9 +172,10 @@ class History:
         What rises over hundreds of steps moves less in 20 of them than it scatters, and a rise of 20 steps is one part
         of a long run.
         """
-        both, parts = self._both[x, y], self._parts[x, y].means
-        courses = [course for course in (both, parts) if len(course) >= COURSE]
-        return max((kendall_tau(*zip(*course, strict=True)) for course in courses), default=None)
+        both, whole = self._both[x, y], self._parts[x, y].tau()
+        if len(both) < COURSE or whole is None:
+            return None
+        return max(kendall_tau(*zip(*both, strict=True)), whole)
 
     def _window(self, name: str) -> list[float]:
         last = self._last[name]
