@@ -3,6 +3,7 @@
 import math
 import os
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TextIO
 
@@ -69,12 +70,16 @@ class LiveTable:
         self.stream.flush()
 
     def warn(self, warning: EarlyWarning) -> None:
-        """Print that a warning begins, or with `last_step` that it has ended."""
+        """Print that a warning begins, whole, or with `last_step` that it has ended."""
         if warning.last_step is None:
-            line = self._red(_cut(warning.sentence))
+            begin = f"{PREFIX} {MARK} "
+            wrapped = textwrap.wrap(
+                warning.sentence, MAX_WIDTH, initial_indent=begin, subsequent_indent=PREFIX.ljust(len(begin))
+            )
+            lines = [self._red(line) for line in wrapped]
         else:
-            line = _cut(f"No longer, since step {warning.last_step + 1}: {warning.trend.says}")
-        self.stream.write(line + "\n")
+            lines = [_cut(f"No longer, since step {warning.last_step + 1}: {warning.trend.says}")]
+        self.stream.write("".join(line + "\n" for line in lines))
         self.stream.flush()
 
     def _header(self) -> str:

@@ -138,13 +138,15 @@ def test_table_when_columns_are_chosen_then_only_they_are_printed():
     ]
 
 
-def test_warn_when_a_warning_begins_and_ends_then_a_line_each_within_the_width():
+def test_warn_when_a_warning_begins_and_ends_then_all_of_it_in_lines_within_the_width():
     trend = next(trend for trend in TRENDS if trend.name == "mismatch_with_length")
     stream = io.StringIO()
     table = LiveTable(stream=stream)
     table.warn(EarlyWarning(trend, 120, "KL(k3) 0.002 early, 0.008 then; and much that does not fit in"))
     table.warn(EarlyWarning(trend, 120, "", last_step=150))
-    begins, ends = stream.getvalue().splitlines()
-    assert len(begins) == 110 and begins.endswith("KL(k3) 0.002 early, 0.008 then; a...")
-    assert begins.startswith("[rl-corr] ! Since step 120 the mismatch grows with the responses' length: ")
+    *begins, ends = stream.getvalue().splitlines()
+    assert len(begins) == 2 and all(len(line) <= 110 for line in begins)
+    words = [line.removeprefix("[rl-corr] ! ").removeprefix("[rl-corr]   ") for line in begins]
+    sentence = "KL(k3) 0.002 early, 0.008 then; and much that does not fit in"
+    assert " ".join(words) == EarlyWarning(trend, 120, sentence).sentence
     assert ends == "[rl-corr] ! No longer, since step 151: the mismatch grows with the responses' length"
