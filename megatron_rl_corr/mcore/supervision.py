@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from megatron_rl_corr.config.supervision import SupervisionConfig
 from megatron_rl_corr.events import EVENTS, KINDS, file_of_host
 from megatron_rl_corr.mcore.endpoint import Endpoint
-from megatron_rl_corr.parallel.restarts import attempts_before
+from megatron_rl_corr.parallel.restarts import attempts_before, begin_again
 
 if TYPE_CHECKING:
     from megatron_rl_corr.mcore.session import Session
@@ -100,6 +100,7 @@ class Supervision:
     def restart(self) -> None:
         """What was running has failed, and is set up again within the process."""
         self._session, self._restarts = None, self._restarts + 1
+        begin_again()
 
     def text(self) -> str:
         """What Prometheus reads, in its text format, version 0.0.4."""
