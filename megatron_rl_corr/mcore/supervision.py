@@ -126,8 +126,9 @@ class Supervision:
         source = self._session and self._session.parts.source
         if not source:
             return {}
-        out = len(source.client.left_out)
-        return {'{state="in"}': len(source.client.base_urls) - out, '{state="left_out"}': out}
+        client = source.client
+        out, gone = len(client.left_out), len(client.fleet.dropped)  # at a restart, until the next one
+        return {'{state="in"}': len(client.base_urls) - out, '{state="left_out"}': out + gone}
 
     def _groups(self) -> dict[str, int]:
         collector = self._session and self._session.parts.collector
