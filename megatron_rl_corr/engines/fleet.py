@@ -43,6 +43,8 @@ class Fleet(Transport):
             )
             for name, loaded in self._engines.items()
         }
+        self.dropped: tuple[str, ...] = ()
+        """Addresses that `drop_silent` has forgotten."""
         self.with_sessions: set[str] = set()
         """Addresses of servers that have answered to a part of an update session."""
         self._name_at: dict[str, str] = {} if engine == AUTO else dict.fromkeys(self.urls, engine)
@@ -130,7 +132,7 @@ class Fleet(Transport):
         silent = {url: error for url, error in causes.items() if error is not None}
         if len(silent) == len(causes):
             return {}
-        self.urls = tuple(url for url in self.urls if url not in silent)
+        self.urls, self.dropped = tuple(url for url in self.urls if url not in silent), tuple(silent)
         return silent
 
     def use(self, names: Mapping[str, str]) -> None:

@@ -12,6 +12,8 @@ from html.entities import codepoint2name
 from weakref import WeakKeyDictionary
 
 HIDDEN = "***"
+_CONTROL = {code: "?" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
+"""What could move the cursor of a terminal, rename its window, or overwrite what stands there."""
 _LEAST_OF_BASE64 = 6
 """Characters of base64 that are looked for: fewer may be anywhere."""
 
@@ -32,11 +34,11 @@ def keep_secret(holder: object, *secrets: str | None) -> None:
 
 
 def redacted(text: str) -> str:
-    """The text for a message: *** in the place of each secret, ? in that of half a surrogate pair.
+    """The text for a message: *** in the place of each secret, ? in that of half a surrogate pair, or of a control.
 
-    JSON and headers may bring such a half, and no file, console or report takes it.
+    JSON and headers may bring such a half, and no file, console or report takes it; a terminal obeys controls.
     """
-    return without_keys(text).encode("utf-8", "replace").decode()
+    return without_keys(text).encode("utf-8", "replace").decode().translate(_CONTROL)
 
 
 def without_keys(text: str) -> str:

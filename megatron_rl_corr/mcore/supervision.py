@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from megatron_rl_corr.config.supervision import SupervisionConfig
 from megatron_rl_corr.events import EVENTS, KINDS, file_of_host
 from megatron_rl_corr.mcore.endpoint import Endpoint
-from megatron_rl_corr.parallel.restarts import attempts_before
+from megatron_rl_corr.parallel.restarts import attempts_before, begin_again
 
 if TYPE_CHECKING:
     from megatron_rl_corr.mcore.session import Session
@@ -100,6 +100,7 @@ class Supervision:
     def restart(self) -> None:
         """What was running has failed, and is set up again within the process."""
         self._session, self._restarts = None, self._restarts + 1
+        begin_again()
 
     def text(self) -> str:
         """What Prometheus reads, in its text format, version 0.0.4."""
@@ -125,8 +126,9 @@ class Supervision:
         source = self._session and self._session.parts.source
         if not source:
             return {}
-        out = len(source.client.left_out)
-        return {'{state="in"}': len(source.client.base_urls) - out, '{state="left_out"}': out}
+        client = source.client
+        out, gone = len(client.left_out), len(client.fleet.dropped)  # at a restart, until the next one
+        return {'{state="in"}': len(client.base_urls) - out, '{state="left_out"}': out + gone}
 
     def _groups(self) -> dict[str, int]:
         collector = self._session and self._session.parts.collector

@@ -14,6 +14,8 @@ from torch.distributed import PrefixStore, Store, rendezvous
 
 _SCHEME = "env"
 """Of what init_process_group meets by where neither a store nor an address is given, as in Megatron."""
+_within: list[bool] = []
+"""One entry for each restart within this process."""
 
 
 def attempts_before() -> int:
@@ -21,9 +23,14 @@ def attempts_before() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
+def begin_again() -> None:
+    """From now on this process is a restart: Megatron's in-process restart sets the job up anew."""
+    _within.append(True)
+
+
 def is_restart() -> bool:
-    """Whether torchrun has started this job again."""
-    return attempts_before() > 0
+    """Whether torchrun has started this job again, or Megatron within this process."""
+    return attempts_before() > 0 or bool(_within)
 
 
 def part_attempts() -> None:
@@ -31,7 +38,7 @@ def part_attempts() -> None:
 
     Does nothing in a first attempt, nor where rank 0 keeps the store, which ends with it.
     """
-    if not is_restart() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if not attempts_before() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
     handlers = rendezvous.__globals__["_rendezvous_handlers"]
     original = handlers[_SCHEME]

@@ -38,6 +38,21 @@ def sent(faulty, handle, request=SMALL, **options):
     return asyncio.run(inner())
 
 
+@pytest.mark.parametrize("status", [200, 500])
+def test_message_when_an_answer_has_controls_of_a_terminal_then_none_of_them_reaches_one(faulty, status):
+    title, clears = "\x1b]0;mine\x07", "\x1b[2J\x9b2J\r\x08"
+
+    async def handle(request):
+        reason = {"type": "abort", "status_code": 500, "err_type": title, "message": clears}
+        if status == 500:
+            return web.Response(status=500, text=title + clears)
+        return web.json_response({"output_ids": [], "meta_info": {"id": title, "finish_reason": reason}})
+
+    said = str(faulty.failure(handle, max_retries=0))
+    assert "]0;mine" in said and "[2J" in said
+    assert not {one for one in said if ord(one) < 32 or 127 <= ord(one) < 160}
+
+
 def test_cookies_when_one_server_sets_some_then_no_request_to_another_one_at_its_host_has_them(faulty):
     got = []
 

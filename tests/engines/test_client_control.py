@@ -127,10 +127,18 @@ def test_update_when_a_server_hangs_then_it_costs_the_first_one_its_time_and_the
 
 
 def test_update_when_a_server_hangs_behind_a_proxy_with_a_time_limit_then_the_next_ones_cost_next_to_none_either(
-    faulty,
+    faulty, monkeypatch
 ):
+    limits, ask = [], ServerControl.ask
+
+    async def noted(self, url, request, *, timeout_s=None):
+        limits.append((url, timeout_s))
+        return await ask(self, url, request, timeout_s=timeout_s)
+
+    monkeypatch.setattr(ServerControl, "ask", noted)
+
     async def gateway(request):
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(0.5)
         return web.Response(status=504)
 
     async def fresh(request):
@@ -140,13 +148,13 @@ def test_update_when_a_server_hangs_behind_a_proxy_with_a_time_limit_then_the_ne
         hung = client.base_urls[1]
         assert await client.versions_for_update() == ["1", None]
         await client.expect_version("2", missed=[hung])
-        while client._pool.left_out[0].refused is None:  # what its proxy answers, a second later
+        while not client._pool.left_out or client._pool.left_out[0].refused is None:  # its proxy's answer, later
             await asyncio.sleep(0.02)
-        begun = time.monotonic()
+        limits.clear()
         assert await client.versions_for_update() == ["1", None]
-        return time.monotonic() - begun
+        assert [limit for url, limit in limits if url == hung] == [0.3]
 
-    assert faulty.run(scenario, fresh, gateway, read_timeout_s=3.0) < 0.9
+    faulty.run(scenario, fresh, gateway, read_timeout_s=3.0)
 
 
 def test_control_when_one_server_fails_then_the_others_are_asked_too_and_the_error_names_it(faulty):

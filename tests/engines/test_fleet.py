@@ -161,11 +161,12 @@ def test_drop_silent_when_a_proxy_answers_for_a_server_that_is_gone_then_it_is_l
         async with faulty.serving(served(other)) as first, faulty.serving(served(sglang)) as last:
             fleet = Fleet([first, last], engine=engine, timeout_s=5, connect_timeout_s=5)
             try:
-                return await fleet.drop_silent(0.5), first, last, fleet.urls
+                return await fleet.drop_silent(0.5), first, last, fleet.urls, fleet.dropped
             finally:
                 await fleet.close()
 
-    causes, first, last, urls = asyncio.run(scenario())
+    causes, first, last, urls, dropped = asyncio.run(scenario())
+    assert dropped == tuple(causes)
     # What a router is can't be asked here by "auto": it would be left out as what is not recognized.
     if is_left_out or engine == "auto":
         assert list(causes) == [first] and urls == (last,)

@@ -5,6 +5,7 @@ import json
 import math
 import struct
 from dataclasses import dataclass
+from unicodedata import category
 
 
 class Refused(Exception):
@@ -159,8 +160,9 @@ def _kept(sets, ids, asked):
 
 
 def _version(value):
-    """A name of weights, which messages and files can have: half a surrogate pair in it becomes ?."""
-    return "".join("?" if 0xD800 <= ord(one) < 0xE000 else one for one in _is(value, str))
+    """A name of weights, which messages and files can have: half a surrogate pair, or a control, becomes ?."""
+    bad = ("Cs", "Cc")
+    return "".join("?" if category(one) in bad and one not in "\t\n" else one for one in _is(value, str))
 
 
 def _spans(spans, length):

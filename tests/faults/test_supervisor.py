@@ -18,7 +18,7 @@ from megatron_rl_corr.observability.metrics_file import read_metrics
 from megatron_rl_corr.parallel import restarts
 from tests.faults.drills import drill, long
 from tests.mcore.launched import REWARD, launch
-from tests.preloaded import PreloadedServer
+from tests.preloaded import PreloadedServer, address
 from tools.cpu import environment, sglang_arguments
 from tools.local_server import free_port
 
@@ -99,21 +99,24 @@ def test_run_when_rank_0_is_killed_then_torchrun_brings_it_back_at_a_checkpoint(
 
 
 @long
-@drill("SIGKILL of a rank, and one of two servers is gone when torchrun starts the run again",
-       promised="it goes on with the other server")  # fmt: skip
-def test_run_when_a_rank_and_a_server_are_killed_then_it_comes_back_with_the_other_server(
-    trained_server, tiny_moe_dir, tmp_path, seen
+@drill("SIGKILL of a rank, or a step that fails, and one of two servers is gone when torchrun, or Megatron within the "
+       "process, starts the run again", promised="it goes on with the other server")  # fmt: skip
+@pytest.mark.parametrize("within", [False, True])
+def test_run_when_it_fails_and_a_server_is_killed_then_it_comes_back_with_the_other_server(
+    trained_server, tiny_moe_dir, tmp_path, seen, within
 ):
+    kill, how = ("", {"script": TWICE, "processes": 1}) if within else ("1:6", {})
     log = tmp_path / "run/log/metrics.jsonl"
+    address("megatron")  # not on the thread below, with which the process that all runs are forks of would end
     with server_of(tiny_moe_dir, tmp_path, "victim") as victim, ThreadPoolExecutor(1) as thread:
         urls = [trained_server.url, victim.url]
-        running = thread.submit(run, tmp_path, tiny_moe_dir, urls, "1:6", "--rollout-outage-timeout-s", 60)
+        running = thread.submit(run, tmp_path, tiny_moe_dir, urls, kill, "--rollout-outage-timeout-s", 60, **how)
         while not (log.exists() and len(log.read_text().splitlines()) >= 5):
             assert not running.done(), running.result().stderr[-4000:]
             time.sleep(0.02)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(victim.pid, signal.SIGKILL)
-        done = running.result()  # rank 1 is killed in step 6
+        done = running.result()  # rank 1 is killed in step 6, or the step fails
         assert done.returncode == 0, done.stderr[-4000:]
         check_whole(tmp_path)
         told = read_events(tmp_path / "run/events.jsonl")

@@ -104,8 +104,9 @@ def test_install_when_a_function_was_imported_before_then_every_name_of_it_is_bo
 
 CASES["restart"] = """
 from megatron_rl_corr.events import EVENTS
+from megatron_rl_corr.parallel import restarts
 from megatron_rl_corr.parallel.failure import WATCH
-log = []
+log, restarted = [], []
 class Step:
     def __init__(self):
         self.number = len([entry for entry in log if entry[0] == "start"]) + 1
@@ -113,6 +114,7 @@ class Step:
     def close(self):
         log.append(["close", self.number])
 def start(config, options, megatron, report, before_push, opened):
+    restarted.append(restarts.is_restart())  # where servers may be gone
     step = Step()
     opened.callback(step.close)
     return step
@@ -133,7 +135,8 @@ for attempt in range(2):
     parsed.append(arguments.parse_args().rollout_prompts)
     training.setup_model_and_optimizer("provider", "type")
 leave()
-say(log=log, parsed=parsed, kinds=dict(EVENTS.counts), left=len(WATCH._clean_ups))
+say(log=log, parsed=parsed, kinds=dict(EVENTS.counts), left=len(WATCH._clean_ups),
+    restarted=restarted)
 """
 
 
@@ -144,6 +147,7 @@ def test_hooks_when_megatron_restarts_within_the_process_then_flags_parse_anew_a
         ["set up", None], ["start", 1], ["close", 1], ["set up", None], ["start", 2], ["close", 2],
     ]  # fmt: skip
     assert found["kinds"] == {"run_started": 1, "run_restarted": 1, "run_ended": 1}
+    assert found["restarted"] == [False, True]
     assert found["left"] == 1  # to close the reports of the second start; the first one's is forgotten
 
 

@@ -36,8 +36,9 @@ def get(port, path="/metrics"):
         return answer.headers["Content-Type"], answer.read().decode()
 
 
-def session(urls=("a", "b"), left_out=("b",), running=3, ready=1):
-    client = types.SimpleNamespace(base_urls=urls, left_out=list(left_out))
+def session(urls=("a", "b"), left_out=("b",), running=3, ready=1, dropped=()):
+    fleet = types.SimpleNamespace(dropped=dropped)
+    client = types.SimpleNamespace(base_urls=urls, left_out=list(left_out), fleet=fleet)
     collector = types.SimpleNamespace(waiting=lambda: {"running": running, "ready": ready})
     parts = types.SimpleNamespace(source=types.SimpleNamespace(client=client), collector=collector)
     return types.SimpleNamespace(parts=parts)
@@ -81,6 +82,13 @@ def test_text_when_read_by_prometheus_then_step_age_servers_groups_and_every_kin
     assert {kind for kind, count in counted.items() if count} == {"run_started", "server_left_out"}
     kinds = {family.name: family.type for family in text_string_to_metric_families(shown.text())}
     assert kinds["megatron_rl_corr_events"] == "counter" and kinds["megatron_rl_corr_step"] == "gauge"
+
+
+def test_text_when_a_server_did_not_answer_at_a_restart_then_it_is_among_those_left_out(fresh):
+    shown = Supervision(SupervisionConfig())
+    shown.started(session(left_out=(), dropped=("c",)), 4)
+    found = values(shown.text())
+    assert (found["megatron_rl_corr_servers", "in"], found["megatron_rl_corr_servers", "left_out"]) == (2, 1)
 
 
 @pytest.mark.parametrize("jump_s", [-86400, 86400])

@@ -603,12 +603,13 @@ def test_generate_when_another_trainer_pushes_in_mid_request_then_its_part_is_no
 def test_generate_when_the_weights_of_an_answer_go_back_and_forth_then_it_is_refused_and_asked_for_again(
     faulty, order, right
 ):
-    answers = iter([order])
+    answers, begun, updated = iter([order]), asyncio.Event(), asyncio.Event()
 
     async def handle(request):
         if request.path != "/generate":
             return web.json_response({"weight_version": "8"})
-        await asyncio.sleep(0.2)
+        begun.set()
+        await updated.wait()
         names = next(answers, "8" * len(order))
         body = json.loads(faulty.answer(1, [*range(5, 5 + len(names))], {"type": "length"}, version="8").body)
         spans = [{"version": name, "start": place, "end": place + 1} for place, name in enumerate(names)]
@@ -618,8 +619,9 @@ def test_generate_when_the_weights_of_an_answer_go_back_and_forth_then_it_is_ref
     async def scenario(client):
         await client.expect_version("7")
         sampling = asyncio.create_task(client.generate([[1]], SamplingParams(len(order))))
-        await asyncio.sleep(0.1)
+        await begun.wait()
         await client.expect_version("8")
+        updated.set()
         (trajectory,) = await sampling
         used = "".join(span.version for span in trajectory.weight_versions)
         assert used == (order if right else "8" * len(order)) and client.counts()["retries"] == (not right)
@@ -637,7 +639,7 @@ def test_generate_when_what_a_watched_server_tells_of_itself_can_not_be_read_the
             return web.Response(body=b"{}", headers={"Content-Encoding": "gzip"})
         if request.path != "/generate":
             return web.json_response({"weight_version": "v1"})
-        await asyncio.sleep(60 if then == "hangs" else 0.8)
+        await asyncio.sleep(60 if then == "hangs" else 1.5)
         return faulty.one_token(1)
 
     async def scenario(client):
@@ -646,7 +648,7 @@ def test_generate_when_what_a_watched_server_tells_of_itself_can_not_be_read_the
         assert (client.counts()["left_out"] > 0) == (then == "hangs")
 
     handlers = [handle, faulty.good] if then == "hangs" else [handle]
-    faulty.run(scenario, *handlers, read_timeout_s=1.5)
+    faulty.run(scenario, *handlers, read_timeout_s=1.5 if then == "hangs" else 5.0)
 
 
 def test_generate_when_called_many_times_at_once_then_one_watch_listens_until_the_last_has_ended(faulty, monkeypatch):
