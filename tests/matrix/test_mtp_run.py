@@ -9,7 +9,8 @@ import torch
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from tests.matrix.releases import OVERLAID, chosen
 from tests.mcore.launched import launch, replayed, untimed_steps
-from tests.mcore.mtp_models import COPIES, LAYER, make_mtp_model
+from tests.mcore.mtp_models import COPIES, LAYER
+from tests.mcore.test_mtp import model  # noqa: F401
 from tests.mcore.test_runs import SCRIPT
 
 pytestmark = pytest.mark.skipif(chosen() != OVERLAID, reason="make test-matrix runs it; tests/mcore has the gradients")
@@ -23,15 +24,7 @@ FURTHER = ["--mtp-num-layers", 1, "--mtp-detach-heads"]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("mtp") / "deepseek_v3"
-    folder.mkdir()
-    make_mtp_model(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def runs(sglang_server_fp32, tiny_moe_dir, model, tmp_path_factory):
+def runs(sglang_server_fp32, tiny_moe_dir, model, tmp_path_factory):  # noqa: F811
     """The folder of runs "with" and "without" the layer in Megatron, and "resumed" with it after step 2."""
     folder = tmp_path_factory.mktemp("runs")
     with replayed(sglang_server_fp32, tiny_moe_dir, folder) as door:
@@ -46,7 +39,7 @@ def runs(sglang_server_fp32, tiny_moe_dir, model, tmp_path_factory):
     return folder
 
 
-def test_run_when_the_layer_is_trained_then_the_policys_steps_and_weights_are_those_without_it(runs, model):
+def test_run_when_the_layer_is_trained_then_the_policys_steps_and_weights_are_those_without_it(runs, model):  # noqa: F811
     without, trained = untimed_steps(runs / "without"), untimed_steps(runs / "with")
     assert len(trained) == 3 and all(step["loss/policy"] for step in trained)
     for step, expected in zip(trained, without, strict=True):
