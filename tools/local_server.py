@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tools.process_group import die_with_parent, end_group, shared_memory
-from tools.toolkit import with_toolkit
+from tools.toolkit import with_libraries, with_toolkit
 
 HOST = "127.0.0.1"
 POLL_S = 0.5
@@ -151,9 +151,10 @@ class LocalServer:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         # Servers leave their sockets and locks in TMPDIR. Its path must be short: a socket's has 107 characters.
         self._scratch = Path(tempfile.mkdtemp(prefix="server-"))
+        base = with_toolkit(os.environ if self.environment is None else self.environment)
         environment = {
             **self.program.variables,
-            **with_toolkit(os.environ if self.environment is None else self.environment),
+            **(with_libraries(base) if "--enable-memory-saver" in self.extra_arguments else base),
             "TMPDIR": str(self._scratch),
         }
         with self.log_path.open("wb") as log:

@@ -21,3 +21,19 @@ def with_toolkit(base: Mapping[str, str], prefix: str | Path = sys.prefix) -> di
         return dict(base)
     path = os.pathsep.join([str(Path(prefix) / "bin"), base.get("PATH", os.defpath)])
     return {"CUDA_HOME": str(toolkit), **base, "PATH": path}
+
+
+def with_libraries(base: Mapping[str, str], prefix: str | Path = sys.prefix) -> dict[str, str]:
+    """An environment in which a program finds the CUDA of the lock before it is a Python that knows where they are.
+
+    SGLang's memory saver is loaded so (LD_PRELOAD), and needs libcudart: the server does not start without.
+
+    Args:
+        base: the environment to begin with.
+        prefix: as of `with_toolkit`.
+    """
+    libraries = Path(prefix) / "cuda/lib"
+    if not libraries.is_dir():
+        return dict(base)
+    path = os.pathsep.join(filter(None, [str(libraries), base.get("LD_LIBRARY_PATH", "")]))
+    return {**base, "LD_LIBRARY_PATH": path}

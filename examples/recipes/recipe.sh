@@ -24,7 +24,7 @@ END_TIMEOUT_S=${END_TIMEOUT_S:-60}
 
 source "$REPOSITORY/examples/recipes/plan.sh"
 
-server_pids=() trainer_pid="" forwarded=""
+server_pids=() trainer_pid="" forwarded="" cuda_libraries=""
 
 say() { echo "[recipe] $*"; }
 fail() { echo "[recipe] $*" >&2; exit 2; }
@@ -60,6 +60,7 @@ compiler_variables() {
     [ -d "$environment/cuda" ] || return 0
     environment=$(cd "$environment" && pwd)
     export PATH=$environment/bin:$PATH CUDA_HOME=${CUDA_HOME:-$environment/cuda}
+    cuda_libraries=$environment/cuda/lib
     [ "$CUDA_HOME" = "$environment/cuda" ] || say "kernels are compiled by CUDA_HOME=$CUDA_HOME, which was set; the lock's is $environment/cuda"
 }
 
@@ -186,10 +187,14 @@ start_servers() {
         log=$OUT/server-$(hostname)-$i.log
         say "server $i on GPUs $(gpus_of_server "$i"), $log"
         # A colocated server must see the GPU that weights are handed over on, which is the first trainer's.
-        local visible=$(gpus_of_server "$i") first=()
-        if colocated; then visible=$GPUS_SERVE first=(--base-gpu-id $((i * SERVER_GPUS))); fi
+        local visible=$(gpus_of_server "$i") first=() libraries=${LD_LIBRARY_PATH:-}
+        if colocated; then
+            visible=$GPUS_SERVE first=(--base-gpu-id $((i * SERVER_GPUS)))
+            # The memory saver is loaded before Python, which knows where CUDA's wheels are, and needs their libcudart.
+            [ -z "$cuda_libraries" ] || libraries=$cuda_libraries${libraries:+:$libraries}
+        fi
         set -m # a process group for each, so that its schedulers can be killed with it
-        CUDA_VISIBLE_DEVICES=$visible "$PYTHON" -m sglang.launch_server --model-path "$MODEL" \
+        LD_LIBRARY_PATH=$libraries CUDA_VISIBLE_DEVICES=$visible "$PYTHON" -m sglang.launch_server --model-path "$MODEL" \
             --host "$SERVER_HOST" --port $((PORT + i)) "${first[@]}" "${SERVER_FLAGS[@]}" </dev/null >"$log" 2>&1 &
         server_pids+=($!)
         set +m

@@ -17,7 +17,7 @@ words = sys.argv[1:]
 with open(os.environ["RECORD"], "a") as record:
     names = (
         "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_HOME", "PATH", "OMP_NUM_THREADS",
-        "PYTORCH_ALLOC_CONF",
+        "PYTORCH_ALLOC_CONF", "LD_LIBRARY_PATH",
     )  # fmt: skip
     record.write(json.dumps({"words": words, **{name: os.environ.get(name) for name in names}}) + "\n")
 

@@ -412,6 +412,23 @@ def test_run_when_setup_laid_a_compiler_down_then_servers_and_trainer_find_it_an
     assert without == [(None, os.environ["PATH"].split(":")[0])] * 3
 
 
+@pytest.mark.parametrize(("colocate", "first"), [(1, "{cuda}/lib:/own"), (0, "/own")])
+def test_run_when_colocated_then_servers_find_cudas_libraries_before_python_is_there_to_find_them(
+    sparse, colocate, first
+):
+    cuda = sparse.python.parent.parent / "cuda"
+    cuda.mkdir()
+    try:
+        run = sparse.run(PORT=free_ports(4), COLOCATE=colocate, LD_LIBRARY_PATH="/own")
+    finally:
+        cuda.rmdir()
+    assert run.returncode == 0, run.stdout + run.stderr
+    servers = sparse.asked("-m", "sglang.launch_server")
+    assert {server["LD_LIBRARY_PATH"] for server in servers} == {first.format(cuda=cuda)}
+    [training] = sparse.asked("-m", "torch.distributed.run")
+    assert training["LD_LIBRARY_PATH"] == "/own"
+
+
 def sparse_environments(sparse, **variables):
     """([(CUDA_HOME, first folder of PATH)] of the servers and the trainer, what the script said)."""
     run = sparse.run(PORT=free_ports(4), **variables)
