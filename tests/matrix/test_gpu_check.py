@@ -14,13 +14,14 @@ ROOT = Path(__file__).resolve().parents[2]
 NOT_RUN = [
     "host-sync: sync-debug mode (there is no GPU)", "host-sync-tokens: sync-debug mode (there is no GPU)",
     "push-tensor: CUDA IPC (there is no GPU)",
-    "push-distributed: NCCL (there is no GPU)", "fp8-server: FP8 server (there is no GPU)",
+    "push-distributed: NCCL (there is no GPU)", "colocation: CUDA IPC (there is no GPU)",
+    "fp8-server: FP8 server (there is no GPU)",
     *(f"benchmark-{name}: GPU timings (there is no GPU)" for name in ("correction", "logprob", "packing",
                                                                        "router-replay")),
 ]  # fmt: skip
 
 pytestmark = [
-    pytest.mark.skipif(chosen() != OVERLAID, reason="starts four servers; make test-matrix runs it"),
+    pytest.mark.skipif(chosen() != OVERLAID, reason="starts five servers; make test-matrix runs it"),
     pytest.mark.skipif(gpu_available(), reason="there is a GPU: make gpu-check itself"),
 ]
 

@@ -13,11 +13,13 @@ from megatron_rl_corr.logprobs import torch_backend
 from megatron_rl_corr.models.hf_folder import copy_model_files
 from megatron_rl_corr.weight_sync import rounding
 from megatron_rl_corr.weight_sync.transports.ipc import TensorTransport
+from megatron_rl_corr.weight_sync.update import all_reduce_released
 from tests.matrix.patched import unchanged
 from tests.preloaded import PreloadedServer, run_preloaded
 from tools.cpu import environment, sglang_arguments
 from tools.gpu_check import (
     benchmark_runs,
+    colocation,
     fp8_rounding,
     fp8_server,
     host_sync,
@@ -258,6 +260,30 @@ def test_push_when_to_an_fp8_server_then_it_holds_and_not_to_the_weights_before_
         assert verified.found == "21 of 21" and float(largest.found) <= float(largest.bound)
         with pytest.raises(DoesNotHold, match="largest log-ratio of the probe's text"):
             pushes.prove(server.url, "tensor", plain, weights, "cpu")
+
+
+def test_colocation_when_a_server_releases_its_memory_then_the_push_gives_it_back_and_the_log_probs_hold():
+    verified, largest = colocation.check("cpu").findings
+    assert int(verified.found.split(" of ")[0]) > 20 and float(largest.found) <= float(largest.bound)
+
+
+def test_colocation_when_the_server_can_release_nothing_then_named(pushed_to):
+    url, model = pushed_to
+    with pytest.raises(RolloutError, match="--enable-memory-saver"):
+        pushes.prove(
+            url, "tensor", model, pushes.changed(model, "float32"), "cpu",
+            before=lambda servers: all_reduce_released(SimpleNamespace(leads=True), servers),
+        )  # fmt: skip
+
+
+def test_colocation_when_memory_stays_or_is_not_given_back_then_it_does_not_hold():
+    cache = 2 * 2**30
+    left, back = colocation.judge([10 * 2**30, 10 * 2**30 + cache, 10 * 2**30 + 10**8], cache)
+    assert (float(left.found), left.bound, back.bound) == (0, "0.1", "0.1") and 0 < float(back.found) < 0.1
+    with pytest.raises(DoesNotHold, match="share of the cache's memory that a release left is 1,"):
+        colocation.judge([10 * 2**30] * 3, cache)
+    with pytest.raises(DoesNotHold, match="share of it that the push did not give back is 1,"):
+        colocation.judge([10 * 2**30, 10 * 2**30 + cache, 10 * 2**30 + cache], cache)
 
 
 def test_push_when_no_checksum_is_compared_then_it_does_not_hold(monkeypatch):

@@ -69,6 +69,10 @@ PARTS = (
         150, _SERVED, only_on_a_gpu=NCCL,
     ),
     Part(
+        "colocation", "colocation.check", "a real SGLang server releases its memory and gets it back with a push",
+        150, _SERVED, only_on_a_gpu=CUDA_IPC,
+    ),
+    Part(
         "router-replay", "router_replay.check", "steps of a tiny MoE train the experts that the real server chose",
         300, (*_SERVED, "megatron.training"), _TE,
     ),

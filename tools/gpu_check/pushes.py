@@ -8,9 +8,11 @@ probe's text, of which the last R = N - 1 are scored.
 import os
 import tempfile
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,6 +106,7 @@ def changed(model: Path, dtype: str) -> dict[str, Tensor]:
 def prove(
     url: str, transport: str, model: Path, weights: Mapping[str, Tensor], device: str,
     trained: Mapping[str, Tensor] | None = None, activations: str | None = None,
+    before: Callable[[Any], None] | None = None,
 ) -> Outcome:
     """Push the weights, and compare checksums and log-probs.
 
@@ -115,6 +118,8 @@ def prove(
         device: where they are sent from.
         trained: the weights that the log-probs are held to; None: those that are sent.
         activations: "fp8" where a GPU's server quantises them; None: they have the server's dtype.
+        before: called with the `ColocatedServers` before the push, which gives them back the memory that it lets them
+            release; None: they keep all of it.
 
     Raises:
         DoesNotHold: no checksum was compared, or the log-probs are not those of the weights.
@@ -124,7 +129,7 @@ def prove(
 
     dist.init_process_group("nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        pushed = _push(url, transport, model, {name: w.to(device) for name, w in weights.items()}, device)
+        pushed = _push(url, transport, model, {name: w.to(device) for name, w in weights.items()}, device, before)
     finally:
         dist.destroy_process_group()
     served, verified, parameters = pushed
@@ -144,10 +149,15 @@ def held_to_bound(distance: Tensor, dtype: str) -> Finding:
     return at_most("third quartile of the log-ratios of the probe's text", quartile, QUARTILES[dtype])
 
 
-def _push(url: str, transport: str, model: Path, weights: Mapping[str, Tensor], device: str):
+def _push(
+    url: str, transport: str, model: Path, weights: Mapping[str, Tensor], device: str,
+    before: Callable[[Any], None] | None,
+):  # fmt: skip
     """(the server's log-probs of the probe's text [R], parameters verified, all parameters)."""
     from megatron_rl_corr.rollout import LoopThread, RolloutClient
+    from megatron_rl_corr.weight_sync.colocated import ColocatedServers
     from megatron_rl_corr.weight_sync.coverage import make_coverage
+    from megatron_rl_corr.weight_sync.memory import ServerMemory
     from megatron_rl_corr.weight_sync.probe import ask_scores
     from megatron_rl_corr.weight_sync.quantization import find_quantization
     from megatron_rl_corr.weight_sync.servers import WeightServers
@@ -170,7 +180,8 @@ def _push(url: str, transport: str, model: Path, weights: Mapping[str, Tensor], 
         transport, client, loop, backend=backend, checkpoint=model, folder=None, stage=0, sends=True,
         quantization=quantization,
     )  # fmt: skip
-    servers = WeightServers(
+    make_servers = WeightServers if before is None else partial(ColocatedServers, memory=ServerMemory())
+    servers = make_servers(
         client, loop, sending, verifiers=verifiers, coverage=make_coverage(model, quantization),
         quantization=quantization,
     )  # fmt: skip
@@ -179,6 +190,8 @@ def _push(url: str, transport: str, model: Path, weights: Mapping[str, Tensor], 
         planned=lambda: {name: list(tensor.shape) for name, tensor in weights.items()},
     )
     try:
+        if before is not None:
+            before(servers)
         push_weights(exporter, servers, version="checked", bucket_bytes=BUCKET_BYTES)
         asked = ask_scores(
             client.control([url]), probe_ids(model), version="checked", vocab_size=vocab_size(model), cache_key=None
