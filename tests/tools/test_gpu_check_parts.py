@@ -103,7 +103,7 @@ def test_host_sync_when_a_loss_reads_a_value_then_the_operator_and_the_configura
 
 def test_host_sync_when_all_configurations_are_shared_out_then_each_is_of_one_part():
     of_tokens = [name for name, config in host_sync.CONFIGS.items() if config.advantage_by_token]
-    assert of_tokens == ["optimal token baseline"]
+    assert of_tokens == ["otb"]
     [finding] = host_sync.check_token_baseline("cpu").findings
     assert finding.found == "1"
 

@@ -68,7 +68,6 @@ CONFIGS = {
         rollout_is="sequence", rollout_is_mode="gamma", loss="dppo_kl",
     ),
     "dro": RolloutCorrectionConfig(loss="dro", dro_beta=0.1),
-    "optimal token baseline": RolloutCorrectionConfig(rollout_is="token", rollout_is_upper=2.0, advantage="otb"),
     "diagnostics only": RolloutCorrectionConfig(
         rollout_is="token", rollout_is_upper=2.0, rollout_rs=NEW_RULES, diagnostics_only=True,
     ),
