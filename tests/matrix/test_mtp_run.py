@@ -16,10 +16,11 @@ from tests.mcore.test_runs import SCRIPT
 pytestmark = pytest.mark.skipif(chosen() != OVERLAID, reason="make test-matrix runs it; tests/mcore has the gradients")
 RUN = ["--global-batch-size", 16, "--train-iters", 3, "--save-interval", 2]
 LAYOUT = [
-    "--rollout-pad-sequences", "--pipeline-model-parallel-size", 2, "--clip-grad", 0,
+    "--rollout-pad-sequences", "--no-rope-fusion", "--pipeline-model-parallel-size", 2, "--clip-grad", 0,
     "--moe-router-bias-update-rate", 0, "--rollout-save-hf-interval", 1, "--rollout-max-first-step-kl", 100,
     "--tokenizer-type", "NullTokenizer", "--vocab-size", 90,
 ]  # fmt: skip
+"""YaRN's fused kernel needs a GPU."""
 FURTHER = ["--mtp-num-layers", 1, "--mtp-detach-heads"]
 
 
