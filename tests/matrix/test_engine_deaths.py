@@ -90,6 +90,6 @@ def test_server_when_killed_then_nothing_is_lost_and_a_new_one_at_its_address_is
     for words in ("does not answer and misses a weight update", "has weights 'default' instead of", "is back"):
         assert f"{name} server {victim.url} {words}" in done.stdout, words  # where Megatron's own log goes
     if kill is kill_in_push:
-        assert f"sending the weights again to the remaining servers: {servers[other].url}" in done.stdout
+        assert f"sending the weights again to {servers[other].url}: " in done.stdout
     else:
         assert f"{name} server left out: " in done.stdout
