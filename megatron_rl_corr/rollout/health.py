@@ -25,6 +25,8 @@ from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.rollout.server_pool import Counts, Server, ServerPool
 
 FIRST_PROBE_S, LONGEST_BACKOFF_S = 0.5, 30.0
+PROBES_OF_A_PUSH = 6
+"""Probes at FIRST_PROBE_S of a server with other weights: a push gives them their name after `expect`."""
 
 logger = logging.getLogger(__name__)
 
@@ -165,6 +167,7 @@ class ServerHealth:
         self._probes[server] = asyncio.create_task(self._readmit(server, delay_s))
 
     async def _readmit(self, server: Server, delay_s: float) -> None:
+        stale = 0
         while True:
             await asyncio.sleep(delay_s)
             delay_s = min(max(2 * delay_s, FIRST_PROBE_S), LONGEST_BACKOFF_S)
@@ -172,6 +175,9 @@ class ServerHealth:
                 await self._check(server.url)
             except RolloutError as error:
                 self._refuse(server, error)
+                stale += isinstance(error, StaleWeightsError)
+                if 0 < stale <= PROBES_OF_A_PUSH:
+                    delay_s = FIRST_PROBE_S
                 continue
             self._pool.rejoin(server)
             self._counts.rejoined += 1
