@@ -175,9 +175,9 @@ class ServerHealth:
                 await self._check(server.url)
             except RolloutError as error:
                 self._refuse(server, error)
-                stale += isinstance(error, StaleWeightsError)
-                if 0 < stale <= PROBES_OF_A_PUSH:
-                    delay_s = FIRST_PROBE_S
+                if isinstance(error, StaleWeightsError):
+                    stale += 1
+                    delay_s = FIRST_PROBE_S if stale <= PROBES_OF_A_PUSH else delay_s
                 continue
             self._pool.rejoin(server)
             self._counts.rejoined += 1

@@ -27,7 +27,7 @@ MOMENTS = {
     "cache": "2:/resume_memory_occupation kv_cache,cuda_graph",
     "continue": "2:/continue_generation",
 }
-"""In the first batch, whose first of each kind are those of the start; deaths while sampling are in test_samples.py."""
+"""In the first batch, behind those of the start. Deaths while sampling: tests/rollout/test_failover_real_servers.py."""
 
 
 @pytest.fixture(scope="module")

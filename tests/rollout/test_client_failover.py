@@ -475,6 +475,46 @@ def test_expect_version_when_a_server_is_left_out_then_it_is_asked_at_once(fault
     faulty.run(scenario, anew, right)
 
 
+def test_expect_version_when_a_push_names_a_servers_weights_late_then_it_is_asked_again_soon(
+    faulty, fakes, monkeypatch
+):
+    monkeypatch.setattr(health, "FIRST_PROBE_S", 0.4)
+    anew, right = fakes
+    anew.version, right.version, asked = "unfinished 7", "7", []
+
+    async def handle(request):
+        asked.append(request.path)
+        anew.version = "7" if asked.count("/model_info") > 5 else "unfinished 7"
+        return await anew(request)
+
+    async def scenario(client):
+        await client.expect_version("7", restarted=client.base_urls[:1])
+        async with asyncio.timeout(4):  # 2 s; were each wait twice the one before, 6 s
+            while not client.counts()["rejoined"]:
+                await asyncio.sleep(0.02)
+
+    faulty.run(scenario, handle, right)
+
+
+def test_server_when_its_weights_are_others_and_it_falls_ill_then_it_is_asked_less_and_less_often(
+    faulty, fakes, monkeypatch
+):
+    anew, right = fakes
+    anew.version, right.version, asked = "default", "7", []
+
+    async def handle(request):
+        asked.append(request.path)
+        anew.health = "ok" if asked.count("/model_info") < 2 else "down"
+        return await anew(request)
+
+    async def scenario(client):
+        await client.expect_version("7", restarted=client.base_urls[:1])
+        await asyncio.sleep(2.0)
+        assert asked.count("/model_info") == 2 and 2 < asked.count("/health") < 15  # every 0.02 s: up to 100
+
+    faulty.run(scenario, handle, right)
+
+
 def test_expect_version_when_a_server_fell_out_at_the_updates_end_then_it_waits_for_the_next_one(faulty, fakes, caplog):
     """Its weights have the right name, and it is healthy; but it may be paused still, and nobody has compared them."""
     fallen, right = fakes
