@@ -149,7 +149,8 @@ def start(
         first_step = collector.broadcast_first_step(options.max_first_step_kl)
     else:
         probe = broadcast_probe(
-            options, args, parts.source, megatron.model, megatron.optimizer, layout, shape, logprobs
+            options, args, parts.source, megatron.model, megatron.optimizer, layout, shape, logprobs,
+            lambda: collector.trajectories,
         )
         push = reach_servers(
             options, exporter, parts.source, reference, probe, layout, megatron.trainer, megatron.servers,

@@ -1,139 +1,105 @@
-"""One text that every server scores after a push: its log-probs must be those of the trainer's own weights.
+"""What servers are asked after a push: to score texts, and to sample a few tokens and score them.
 
 Checksums prove what a server was sent. This proves what it computes with it: an expert in the wrong place, a tensor
-that was packed wrongly, or an update that never took place shows in the log-probs.
+that was packed wrongly, an update that never took place, or that decoding does not see, shows in the log-probs.
 
-N ids of the text, of which the last R = N - 1 are scored; D = log pi_train - log pi_rollout of one of them.
+Three values of one token make a triangle: the log-prob that the server sampled it with (decode), the one that it gives
+the same token in a text (prefill), and the trainer's own. The side that is too long names what is wrong.
+
+T tokens of a text that are scored, which are all but the first; D = log pi_train - log pi_rollout of one of them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from megatron_rl_corr.core.metric_spec import MetricSpec, in_group
 from megatron_rl_corr.engines.control import ServerControl
 from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, RolloutServerError, StaleWeightsError
+from megatron_rl_corr.engines.inspection import DetailedSample, TokenScores
+from megatron_rl_corr.engines.trajectory import SamplingParams
+from megatron_rl_corr.engines.types import Request
 from megatron_rl_corr.events import EVENTS
 
-PROBE_TOKENS = 256
-"""N at most: a prefill that takes milliseconds, and in which most experts of a layer get tokens."""
-FLOAT32_LOG_RATIO = 1e-4
-"""Largest |D| that rounding explains where both sides are float32; measured: 1e-6."""
+DECODED_TOKENS = 16
+"""K, the length of a sampled response."""
+PROMPT_TOKENS = 32
+"""Most tokens of the prompt before it."""
 
 EARLIER_S = 30.0
 """How long a server has for its score before the first push, without which it is not compared with that one."""
 ATTEMPTS, PAUSE_S = 3, 0.5
-"""How often a server is asked for its score while its answers are none, and the pause in between."""
-
-METRICS = in_group(
-    "Sampling",
-    MetricSpec(
-        "rollout/probe_max_abs_log_ratio", "largest disagreement on a text that each server scores after the push",
-        "max |D|, of the worst server", only_with="--rollout-probe-push on",
-    ),
-    MetricSpec(
-        "rollout/probe_mean_abs_log_ratio", "average disagreement per token of that text",
-        "mean |D|, of the worst server", only_with="--rollout-probe-push on",
-    ),
-    MetricSpec(
-        "rollout/probe_k3", "KL of trainer and server on that text, k3 estimate",
-        "mean(e^D - D - 1), of the worst server", only_with="--rollout-probe-push on",
-    ),
-)  # fmt: skip
+"""How often a server is asked again while its answers are none, and the pause in between."""
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ProbeDraw:
+    """A response to sample. Example: ProbeDraw((3, 17, 5), seed=7)."""
+
+    prompt: tuple[int, ...]
+    seed: int
+    fresh: bool = False
+    """Share no cached keys and values with any other request."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What each server is asked."""
+
+    texts: tuple[tuple[int, ...], ...]
+    """Ids of each, at least two."""
+    draws: tuple[ProbeDraw, ...] = ()
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """A response that a server has sampled."""
+
+    ids: tuple[int, ...]
+    """Of prompt and response."""
+    sampled: np.ndarray
+    """[K] log-probs that it was sampled with."""
+    scored: np.ndarray
+    """[K] what the same server gives the same tokens in a text."""
+    fresh: bool
+    """As of its `ProbeDraw`."""
 
 
 @dataclass(frozen=True)
 class ProbeAnswer:
     """One server's answer."""
 
-    logprobs: np.ndarray
-    """[R] float64, finite."""
+    scores: tuple[np.ndarray, ...]
+    """[T] float64 of each text, finite."""
+    decoded: tuple[Decoded, ...]
+    """Of each draw that the server could sample."""
     info: Mapping[str, Any]
     """Its answer to `Engine.server_info`."""
     endpoint: str
     """Where it was asked, for messages."""
 
 
-@dataclass(frozen=True)
-class ProbeBound:
-    """How far a server's log-probs may be from the trainer's. Example: ProbeBound(1e-4, "max |log-ratio|", "...")."""
-
-    limit: float
-    statistic: str
-    """"max |log-ratio|" or "mean k3"."""
-    reason: str
-    """Why it is this bound, for messages."""
-
-
-@dataclass(frozen=True)
-class ProbeScore:
-    """One server's distance from the trainer."""
-
-    max_abs: float
-    """max |D|."""
-    mean_abs: float
-    """mean |D|."""
-    k3: float
-    """mean(e^D - 1 - D)."""
-    worst: int
-    """Which of the R tokens has the largest |D|."""
-
-    @classmethod
-    def of(cls, trained: np.ndarray, served: np.ndarray) -> ProbeScore:
-        """From the log-probs of both sides, [R] each; every number is NaN where a log-prob is not finite."""
-        difference = trained.astype(np.float64) - served
-        distance = np.abs(difference)
-        # k3 overflows where the trainer is surer by hundreds of nats: that is beyond every bound as well.
-        k3 = np.expm1(np.minimum(difference, 100.0)) - difference
-        return cls(float(distance.max()), float(distance.mean()), float(k3.mean()), int(distance.argmax()))
-
-    def keeps(self, bound: ProbeBound) -> bool:
-        """Whether it is within the bound; False for NaN."""
-        return (self.max_abs if bound.statistic == "max |log-ratio|" else self.k3) <= bound.limit
-
-
-def probe_bound(
-    given: float | None, *, both_float32: bool, otherwise: float, rounding: str = "none"
-) -> ProbeBound:
-    """The bound for one server.
-
-    Args:
-        given: --rollout-max-probe-log-ratio; None: by the number types of both sides.
-        both_float32: trainer and server compute in float32.
-        otherwise: mean k3 that the number types explain where they do not, or the rounding of what was pushed.
-        rounding: --rollout-push-rounding.
-    """
-    if given is not None:
-        return ProbeBound(given, "max |log-ratio|", "as --rollout-max-probe-log-ratio says")
-    if both_float32:
-        return ProbeBound(FLOAT32_LOG_RATIO, "max |log-ratio|", "as both compute in float32")
-    if rounding != "none":
-        return ProbeBound(otherwise, "mean k3", f"as --rollout-push-rounding {rounding} rounds what is pushed")
-    return ProbeBound(otherwise, "mean k3", "as not both compute in float32")
-
-
-async def ask_scores(
-    servers: ServerControl, ids: Sequence[int], *, version: str, vocab_size: int, cache_key: str | None
+async def ask_servers(
+    servers: ServerControl, question: Question, *, version: str, vocab_size: int, cache_key: str | None
 ) -> dict[str, ProbeAnswer]:
-    """Log-probs of the ids after the first, by each server that answers.
+    """The answers of the servers that answer.
 
     A server that dies or is restarted meanwhile is left out, as it is from sampling, and so is one whose answers are no
     scores, or HTTP 5xx, ATTEMPTS times, where another server is compared. One that refuses the question is an error.
 
     Args:
         servers: those of the update; they sample again, as a paused server answers nothing.
-        ids: N of them.
+        question: the same for all.
         version: of the weights that were pushed.
         vocab_size: of the model.
-        cache_key: of requests to the new weights; no cached keys and values are used.
+        cache_key: of requests to the new weights.
 
     Raises:
         RolloutServerError: a server refuses to score; or no server is compared, and one answers that it failed.
@@ -141,7 +107,7 @@ async def ask_scores(
     """
     answers: dict[str, ProbeAnswer] = {}
     failed = []
-    asked = [_ask_score(servers, url, ids, version, vocab_size, cache_key) for url in servers.base_urls]
+    asked = [_Asked(servers, url, version, vocab_size, cache_key).answer(question) for url in servers.base_urls]
     for url, found in zip(servers.base_urls, await asyncio.gather(*asked, return_exceptions=True), strict=True):
         if isinstance(found, ProbeAnswer):
             answers[url] = found
@@ -158,14 +124,14 @@ async def ask_scores(
 
 
 async def ask_earlier(
-    servers: ServerControl, ids: Sequence[int], *, vocab_size: int, cache_key: str | None
+    servers: ServerControl, question: Question, *, vocab_size: int, cache_key: str | None
 ) -> dict[str, ProbeAnswer]:
-    """`ask_scores` before a push, of whatever weights there are; a server that does not answer is just not compared."""
+    """`ask_servers` before a push, of whatever weights there are; a server that does not answer is not compared."""
 
     async def ask(url: str) -> ProbeAnswer | None:
         try:
             async with asyncio.timeout(EARLIER_S):
-                return await _ask_score(servers, url, ids, None, vocab_size, cache_key)
+                return await _Asked(servers, url, None, vocab_size, cache_key).answer(question)
         except (RolloutError, TimeoutError) as error:
             logger.warning("%s is not compared with itself before the first push: %s", url, error or "no answer")
             return None
@@ -174,82 +140,96 @@ async def ask_earlier(
     return {url: answer for url, answer in found if answer is not None}
 
 
-async def _ask_score(
-    servers: ServerControl, url: str, ids: Sequence[int], version: str | None, vocab_size: int, cache_key: str | None
-) -> ProbeAnswer:
-    """One server's answer, asked for again while what comes is no score: it may be a proxy's of a moment.
+async def ask_types(servers: ServerControl) -> set[str]:
+    """The number types that the servers compute in; of one that does not answer or tell, nothing."""
 
-    With version None its weights may have any name.
-    """
-    prompt, output = list(ids[:1]), list(ids[1:])
-    engine = servers.engine_of(url)
-    request = engine.score(prompt, output, likeliest=1, cache_key=cache_key)
-    for attempts_left in reversed(range(ATTEMPTS)):
+    async def ask(url: str) -> str | None:
+        engine = servers.engine_of(url)
         try:
-            answer, info = await servers.ask(url, request), await servers.ask(url, engine.server_info())
-            scores = engine.parse_scores(answer, server=url, output_ids=output, vocab_size=vocab_size)
-            break
-        except (RolloutProtocolError, RolloutServerError) as error:
-            if _refuses(error):
-                raise RolloutServerError(
-                    url, error.endpoint, error.status, error.detail,
-                    remedy=f"it was asked to score {len(ids)} ids after a push, which `probe_push` off leaves out",
-                ) from error
-            if not attempts_left or isinstance(error, RolloutServerError) and error.status is None:
+            info = await servers.ask(url, engine.server_info())
+        except RolloutError:
+            return None
+        return "fp8" if engine.is_quantized(info) else engine.dtype(info)
+
+    return set(await asyncio.gather(*map(ask, servers.base_urls))) - {None}
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """One server and what its answers must be of. With version None its weights may have any name."""
+
+    servers: ServerControl
+    url: str
+    version: str | None
+    vocab_size: int
+    cache_key: str | None
+
+    async def answer(self, question: Question) -> ProbeAnswer:
+        engine = self.servers.engine_of(self.url)
+        scores = [self._score(ids[:1], ids[1:]) for ids in question.texts]
+        decoded = [self._decode(draw) for draw in question.draws]
+        info = self._retried(engine.server_info(), lambda answer: answer)
+        info, *found = await asyncio.gather(info, *scores, *decoded)
+        count = len(scores)
+        sampled = tuple(one for one in found[count:] if one is not None)
+        return ProbeAnswer(tuple(found[:count]), sampled, info, engine.generate_endpoint)
+
+    async def _score(self, prompt: Sequence[int], output: Sequence[int]) -> np.ndarray:
+        engine, ids = self.servers.engine_of(self.url), list(output)
+        request = engine.score(list(prompt), ids, likeliest=1, cache_key=self.cache_key)
+
+        def parse(answer: Mapping[str, Any]) -> TokenScores:
+            return engine.parse_scores(answer, server=self.url, output_ids=ids, vocab_size=self.vocab_size)
+
+        found = await self._retried(request, parse)
+        self._check_version(found.version, request)
+        return found.logprobs
+
+    async def _decode(self, draw: ProbeDraw) -> Decoded | None:
+        """None: the server can't sample from the whole vocabulary, as vLLM with --return-sampling-mask can't."""
+        engine, prompt = self.servers.engine_of(self.url), list(draw.prompt)
+        sampling = SamplingParams(max_new_tokens=DECODED_TOKENS, temperature=1.0, ignore_eos=True)
+        key = f"{self.cache_key or ''}probe-{draw.seed}" if draw.fresh else self.cache_key
+        request = engine.detailed_sample(prompt, sampling, seed=draw.seed, likeliest=1, cache_key=key)
+
+        def parse(answer: Mapping[str, Any]) -> DetailedSample:
+            return engine.parse_detailed_sample(answer, server=self.url, prompt_ids=prompt, tokens=DECODED_TOKENS)
+
+        try:
+            sample = await self._retried(request, parse)
+        except RolloutServerError as error:
+            if error.status is None:
                 raise
-            await asyncio.sleep(PAUSE_S)
-    if version is not None and scores.version not in (None, version):
-        raise StaleWeightsError(url, request.endpoint, scores.version, version)
-    return ProbeAnswer(scores.logprobs, info, request.endpoint)
+            logger.warning("%s samples no tokens to compare with their scores: %s", self.url, error)
+            return None
+        if not sample.output:
+            raise RolloutServerError(self.url, request.endpoint, None, "the response to the probe was aborted")
+        self._check_version(sample.version_spans[-1].version if sample.version_spans else None, request)
+        scored = await self._score(prompt, sample.output)
+        return Decoded((*prompt, *sample.output), sample.logprobs.astype(np.float64), scored, draw.fresh)
+
+    async def _retried[Found](self, request: Request, parse: Callable[[Mapping[str, Any]], Found]) -> Found:
+        """The parsed answer, asked for again while what comes is none: it may be a proxy's of a moment."""
+        for attempts_left in reversed(range(ATTEMPTS)):
+            try:
+                return parse(await self.servers.ask(self.url, request))
+            except (RolloutProtocolError, RolloutServerError) as error:
+                if _refuses(error):
+                    raise RolloutServerError(
+                        self.url, error.endpoint, error.status, error.detail,
+                        remedy="it was asked to score and sample a few tokens after a push, which `probe_push` off "
+                        "leaves out",
+                    ) from error
+                if not attempts_left or isinstance(error, RolloutServerError) and error.status is None:
+                    raise
+                await asyncio.sleep(PAUSE_S)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _check_version(self, found: str | None, request: Request) -> None:
+        if self.version is not None and found not in (None, self.version):
+            raise StaleWeightsError(self.url, request.endpoint, found, self.version)
 
 
 def _refuses(error: RolloutError) -> bool:
     """Whether a server has understood the question and does not answer it."""
     return isinstance(error, RolloutServerError) and error.status is not None and error.status < 500
-
-
-def compare(
-    answers: Mapping[str, ProbeAnswer], trained: np.ndarray, bounds: Mapping[str, ProbeBound], *, version: str
-) -> dict[str, float]:
-    """The worst of the servers, by the names of METRICS; {} where none answered.
-
-    Args:
-        answers: of each server.
-        trained: [R] log-probs of the trainer.
-        bounds: of each server.
-        version: of the weights that were pushed.
-
-    Raises:
-        RolloutProtocolError: naming the first server beyond its bound.
-    """
-    scores = {url: ProbeScore.of(trained, answer.logprobs) for url, answer in answers.items()}
-    wrong = [url for url, score in scores.items() if not score.keeps(bounds[url])]
-    if wrong:
-        score, bound = scores[wrong[0]], bounds[wrong[0]]
-        raise RolloutProtocolError(
-            wrong[0], answers[wrong[0]].endpoint,
-            f"its weights differ from the trainer's: it was asked for the log-probs of {len(trained)} given ids after "
-            f"version {version!r} was pushed, and they are {score.max_abs:.3g} off the trainer's own at token "
-            f"{score.worst} (mean {score.mean_abs:.3g}, k3 {score.k3:.3g}); {bound.statistic} may be {bound.limit:g}, "
-            f"{bound.reason}. {_who(wrong, scores)} `megatron-rl-corr doctor --full` compares a server with the "
-            "checkpoint. If numerics alone explain it, give a larger `max_probe_log_ratio`",
-        )
-    if not scores:
-        return {}
-    worst = {name: max(getattr(score, field) for score in scores.values()) for name, field in _FIELDS.items()}
-    return {f"rollout/probe_{name}": value for name, value in worst.items()}
-
-
-_FIELDS = {"max_abs_log_ratio": "max_abs", "mean_abs_log_ratio": "mean_abs", "k3": "k3"}
-
-
-def _who(wrong: Sequence[str], scores: Mapping[str, ProbeScore]) -> str:
-    if len(wrong) < len(scores):
-        return (
-            f"{len(wrong)} of {len(scores)} servers differ ({', '.join(wrong)}), so it is theirs: a tensor was loaded "
-            "wrongly or not at all, or another program pushes to them; restart them."
-        )
-    return (
-        f"All {len(scores)} servers differ: either they loaded a tensor wrongly, then restart them, or the trainer's "
-        "model is another one: compare Megatron's flags with config.json (`megatron-rl-corr model-flags`)."
-    )

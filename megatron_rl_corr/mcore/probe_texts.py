@@ -1,0 +1,67 @@
+"""The texts that servers score after a push: of the run's prompts, and of responses that it has just trained on."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from megatron_rl_corr.data.prompts import PromptDataset
+from megatron_rl_corr.data.rows import BadRow
+from megatron_rl_corr.engines.trajectory import Trajectory
+
+TEXTS = 8
+"""Texts of a round."""
+TEXT_TOKENS, LONG_TOKENS = 64, 256
+"""Ids of a text at most, and of the first one, which shows positions farther apart."""
+
+
+def round_texts(prompts: PromptDataset, number: int, responses: Sequence[Trajectory], longest: int) -> list[tuple]:
+    """TEXTS texts of a round; those of another round begin elsewhere in the data.
+
+    Round 0 has prompts alone, the same in every push. Half of a later round's are responses, as far as there are some.
+
+    Args:
+        prompts: of the run.
+        number: of the round.
+        responses: of the last batch.
+        longest: ids that a text may have.
+    """
+    taken = [] if number == 0 else [_response_text(one, longest) for one in responses[: TEXTS // 2]]
+    made = [text for text in taken if len(text) > 1]
+    for place in range(number * TEXTS, (number + 1) * TEXTS - len(made)):
+        made.append(prompt_text(prompts, place, min(LONG_TOKENS if place == 0 else TEXT_TOKENS, longest)))
+    return made
+
+
+def prompt_text(prompts: PromptDataset, place: int, count: int) -> tuple[int, ...]:
+    """`count` ids of the data's prompts one behind the other, from the beginning again where they are too few.
+
+    Args:
+        prompts: of the run.
+        place: texts of other places begin with other prompts, or with other tokens where there are too few.
+        count: ids, at least 2.
+
+    Raises:
+        ValueError, OSError: as `PromptDataset.rows`, for a row of another fault than a prompt that can't be used.
+    """
+    ids: list[int] = []
+    skipped, begin = divmod(place, len(prompts))
+    for offset in itertools.count():
+        index = (begin + offset) % len(prompts)
+        try:
+            ids += prompts.rows[index].input_ids
+        except BadRow:
+            if offset == len(prompts) - 1 and not ids:
+                raise
+        if len(ids) >= count + skipped:
+            return tuple(ids[skipped : count + skipped])
+    raise AssertionError("a data set has at least one row")
+
+
+def _response_text(sample: Trajectory, longest: int) -> tuple[int, ...]:
+    """The end of the prompt, and the response's first tokens."""
+    count = min(TEXT_TOKENS, longest)
+    prompt = sample.prompt_ids[-(count // 2) :]
+    return tuple(torch.cat([prompt, sample.output_ids])[:count].tolist())

@@ -1,0 +1,299 @@
+"""Rank 0's part of the probe after a push: it asks the servers, and says which of them differ, with its evidence.
+
+In every push each server scores the same TEXTS texts and samples one response. Where one of them is further apart than
+rounding explains, the server is suspicious: it is asked for other texts and responses, in up to ROUNDS rounds, and
+these alone are evidence.
+
+T tokens of a text that are scored; R simulations of rounding.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from megatron_rl_corr.engines.errors import RolloutError
+from megatron_rl_corr.engines.trajectory import Trajectory
+from megatron_rl_corr.mcore.collect import SampleSource
+from megatron_rl_corr.mcore.probe_texts import TEXTS, prompt_text, round_texts
+from megatron_rl_corr.weight_sync.evidence import ROUNDINGS, Expected, Rounding, bits_of, is_off, off_by
+from megatron_rl_corr.weight_sync.probe import (
+    DECODED_TOKENS,
+    PROMPT_TOKENS,
+    ProbeDraw,
+    ProbeAnswer,
+    Question,
+    ask_earlier,
+    ask_servers,
+    ask_types,
+)
+from megatron_rl_corr.weight_sync.probe_history import Movement
+from megatron_rl_corr.weight_sync.servers import WeightServers
+from megatron_rl_corr.weight_sync.updatable import is_interrupted
+from megatron_rl_corr.weight_sync.verdict import (
+    Growth,
+    ProbeNumbers,
+    ServerEvidence,
+    cause_of,
+    error_of,
+    judge_decoded,
+)
+
+ROUNDS = 3
+"""Further rounds at most; a server without enough evidence for either side after them is not said to differ."""
+SUSPECTS = 4
+"""Servers at most that are asked again after one push."""
+
+Logprobs = Sequence[np.ndarray]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What all ranks compute in a round."""
+
+    texts: Sequence[tuple[int, ...]]
+    relative_error: float
+    """Of the rounding to simulate; 0: none."""
+
+
+@dataclass
+class JudgeMemory:
+    """What stays from push to push."""
+
+    before: dict[str, ProbeAnswer] | None = None
+    """Answers before the run's first push; None: not asked yet."""
+    expected: list[Expected] | None = None
+    """What rounding does to the texts of every push; None: not simulated yet."""
+    rounding: Rounding | None = None
+    """The one that was simulated."""
+    movement: Movement = field(default_factory=Movement)
+    growth: Growth = field(default_factory=Growth)
+    pushes: int = 0
+
+
+class PushJudge:
+    """Asks the servers after each push, and judges them.
+
+    Args:
+        source: of the run's samples: its prompts, the client and its loop.
+        memory: of a run that has not pushed yet.
+        dtype: what the trainer computes in, a key of ROUNDINGS.
+        max_log_ratio: --rollout-max-probe-log-ratio.
+        push_rounding: --rollout-push-rounding: the servers' weights differ from the trainer's by it.
+        responses: those of the last batch.
+        longest: ids that a text may have. A server samples a token behind a text.
+    """
+
+    def __init__(
+        self, source: SampleSource, memory: JudgeMemory, *, dtype: str, max_log_ratio: float | None,
+        push_rounding: str, responses: Callable[[], Sequence[Trajectory]], longest: int,
+    ):  # fmt: skip
+        self._source, self._memory, self._dtype = source, memory, dtype
+        self._bound, self._push_rounding = max_log_ratio, push_rounding
+        self._responses, self._longest = responses, longest
+        self._servers: WeightServers | None = None
+        self._version = ""
+        self._question = Question(())
+        self._answers: dict[str, ProbeAnswer] = {}
+        self._compared: dict[str, ServerEvidence] = {}
+        """Of each server that has answered after this push."""
+        self._suspects: dict[str, ServerEvidence] = {}
+        self._off_before: set[str] = set()
+        """Servers that were off before the first push, too."""
+        self.asked = Asked((), 0.0)
+        self.numbers: dict[str, float] = {}
+        """By the names of verdict.METRICS."""
+
+    def check_texts(self) -> None:
+        """Raise ValueError or OSError where the run's prompts can't be read."""
+        round_texts(self._source.prompts, 0, (), self._longest)
+
+    def ask_earlier(self) -> None:
+        """Ask before the run's first push; a server that a killed trainer has left paused would not answer."""
+        if self._memory.before is not None:
+            return
+        client, loop = self._source.client, self._source.loop
+        try:
+            versions = zip(client.base_urls, loop.call(client.reported_versions()), strict=True)
+        except RolloutError:  # none answers, which the push itself reports
+            versions = ()
+        urls = [url for url, version in versions if version is not None and not is_interrupted(version)]
+        self._memory.before = loop.call(ask_earlier(
+            client.control(urls), Question(self._texts(0)), vocab_size=client.vocab_size, cache_key=client.cache_key
+        ))  # fmt: skip
+
+    def begin(self, servers: WeightServers, version: str) -> Asked:
+        """Begin with the push of these servers. What all ranks compute first.
+
+        Rounding is simulated in the first push, and where number types have changed.
+        """
+        memory, self._servers, self._version = self._memory, servers, version
+        memory.pushes += 1
+        self._answers, self._compared, self._suspects, self.numbers = {}, {}, {}, {}
+        rounding = self._rounding(self._source.loop.call(ask_types(self._source.client.control(servers.urls))))
+        if rounding != memory.rounding:
+            memory.rounding, memory.expected = rounding, None
+        self._question = Question(self._texts(0), self._draws(0))
+        return self._asked(self._question.texts, simulates=memory.expected is None)
+
+    def ask(self, number: int) -> Future[dict[str, ProbeAnswer]]:
+        """Ask all servers in the first round, and the suspects for other texts in a later one."""
+        if number:
+            self._question = Question(self._texts(number), self._draws(number))
+        client = self._source.client
+        return self._source.loop.submit(ask_servers(
+            client.control(list(self._suspects) if number else self._servers.urls), self._question,
+            version=self._version, vocab_size=client.vocab_size, cache_key=client.cache_key,
+        ))  # fmt: skip
+
+    def screen(self, answers: Mapping[str, ProbeAnswer], own: Logprobs, moved: Logprobs) -> None:
+        """Find the suspects among the servers.
+
+        Args:
+            answers: to the first round.
+            own: [T] the trainer's log-probs of each text.
+            moved: [R, T] what simulated rounding moves them by; (): as the last time.
+
+        Raises:
+            RolloutProtocolError: `Movement.check`.
+        """
+        memory = self._memory
+        memory.movement.check(answers, own, self._servers.loaded, version=self._version)
+        self._answers = dict(answers)
+        if moved:
+            memory.expected = [Expected.of(one, memory.rounding) for one in moved]
+        expected = memory.expected or self._bounds(own)
+        usual = _usual(expected)
+        for url, answer in answers.items():
+            evidence = self._compared[url] = ServerEvidence(_ratios(own, answer.scores, expected))
+            for decoded in answer.decoded:
+                judge_decoded(evidence, decoded, None, usual)
+        self.numbers = self._measured(own, answers)
+        seen = {url: [*one.screened, *one.decode] for url, one in self._compared.items()}
+        suspects = sorted((url for url in seen if any(map(is_off, seen[url]))), key=lambda url: -bits_of(seen[url]))
+        if len(suspects) > SUSPECTS:
+            logger.warning("%d more servers are compared again after the next push", len(suspects) - SUSPECTS)
+        self._suspects = {url: self._compared[url] for url in suspects[:SUSPECTS]}
+        for evidence in self._suspects.values():
+            evidence.begin_evidence()
+        if memory.pushes == 1:
+            before = memory.before or {}
+            ratios = {url: _ratios(own, answer.scores, expected) for url, answer in before.items()}
+            self._off_before = {url for url, found in ratios.items() if sum(map(is_off, found)) > len(found) / 2}
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether suspects must be asked for more."""
+        self._suspects = {url: one for url, one in self._suspects.items() if one.goes_on}
+        return bool(self._suspects)
+
+    def take(self, answers: Mapping[str, ProbeAnswer]) -> None:
+        """Note the suspects' answers. All ranks compute the texts and the responses, and the texts of every push."""
+        self._suspects = {url: one for url, one in self._suspects.items() if url in answers}
+        self._answers = {url: answers[url] for url in self._suspects}
+        responses = [decoded.ids for answer in self._answers.values() for decoded in answer.decoded]
+        self.asked = self._asked([*self._question.texts, *responses, *self._texts(0)], simulates=True)
+
+    def judge(self, own: Logprobs, moved: Logprobs) -> RolloutError | None:
+        """Add a round to the evidence; the error that names a server which differs, or None.
+
+        Args:
+            own: [T] the trainer's log-probs of each text that was asked.
+            moved: [R, T] what simulated rounding moves them by; () with a bound of the user's.
+        """
+        self.numbers["rollout/probe_rounds"] += 1
+        expected = [Expected.of(one, self._memory.rounding) for one in moved] if moved else self._bounds(own)
+        if moved:  # rounding may have grown with the policy: the next push is compared with that of now
+            self._memory.expected = expected[-TEXTS:]
+        place = len(self._question.texts)
+        for url, evidence in self._suspects.items():
+            answer = self._answers[url]
+            evidence.scores += _ratios(own[: len(answer.scores)], answer.scores, expected)
+            for decoded in answer.decoded:
+                count = len(decoded.sampled)
+                tail = replace(expected[place], tied=expected[place].tied[-count:])
+                judge_decoded(evidence, decoded, own[place][-count:], tail)
+                place += 1
+        if self._suspects:
+            bits = max(one.bits for one in self._suspects.values())
+            self.numbers["rollout/probe_bits"] = max(bits, self.numbers["rollout/probe_bits"])
+        return self._error(own[: len(self._question.texts)])
+
+    def _error(self, own: Logprobs) -> RolloutError | None:
+        wrong = [url for url, one in self._suspects.items() if one.answer == "differs"]
+        if not wrong:
+            return None
+        url, evidence = wrong[0], self._suspects[wrong[0]]
+        alone = any(not one.suspicious for one in self._compared.values())
+        cause = cause_of(evidence, before=self._memory.pushes == 1 and url in self._off_before, alone=alone)
+        return error_of(url, self._answers[url], evidence, own, cause, version=self._version)
+
+    def _measured(self, own: Logprobs, answers: Mapping[str, ProbeAnswer]) -> dict[str, float]:
+        """The numbers of the first round, of the worst server each."""
+        if not answers:
+            return {}
+        memory, compared = self._memory, {url: ProbeNumbers.of(own, one.scores) for url, one in answers.items()}
+        if memory.pushes == 1:
+            earlier = memory.before or {}
+            memory.growth.measure({url: ProbeNumbers.of(own, one.scores).k3 for url, one in earlier.items()})
+        growth = memory.growth.measure({url: one.k3 for url, one in compared.items()})
+        every = self._compared.values()
+        found = {
+            "probe_max_abs_log_ratio": max(one.max_abs for one in compared.values()),
+            "probe_mean_abs_log_ratio": max(one.mean_abs for one in compared.values()),
+            "probe_k3": max(one.k3 for one in compared.values()),
+            "probe_over_rounding": max(float(np.median(one.screened)) for one in every),
+            "probe_bits": max(bits_of(one.screened) for one in every),
+            "probe_rounds": 0.0,
+        }
+        if growth is not None:
+            found["probe_k3_growth"] = growth
+        if decoded := [ratio for one in every for ratio in one.decode]:
+            found["probe_decode_over_rounding"] = max(decoded)
+        return {f"rollout/{name}": value for name, value in found.items()}
+
+    def _texts(self, number: int) -> tuple[tuple[int, ...], ...]:
+        return tuple(round_texts(self._source.prompts, number, self._responses(), self._longest))
+
+    def _draws(self, number: int) -> tuple[ProbeDraw, ...]:
+        """Responses to ask a server for: one in every push, TEXTS in a further round, half of them without the cache.
+
+        Those with the cache have the prompt of every push, so that a prefix that was kept too long is met.
+        """
+        length = max(min(PROMPT_TOKENS, self._longest - DECODED_TOKENS), 2)
+        count, shared = (1, 1) if number == 0 else (TEXTS, TEXTS // 2)
+        first = self._memory.pushes * 1000 + number * 100
+        return tuple(
+            ProbeDraw(prompt_text(self._source.prompts, place * (place >= shared), length), first + place, place >= shared)
+            for place in range(count)
+        )
+
+    def _asked(self, texts: Sequence[tuple[int, ...]], *, simulates: bool) -> Asked:
+        return Asked(tuple(texts), self._memory.rounding.relative_error if simulates and self._bound is None else 0.0)
+
+    def _bounds(self, own: Logprobs) -> list[Expected]:
+        """With --rollout-max-probe-log-ratio."""
+        return [Expected.bound(self._bound, len(one)) for one in own]
+
+    def _rounding(self, types: set[str]) -> Rounding:
+        """The coarsest of what trainer and servers compute in, and of what is pushed."""
+        pushed = {"fp8_blockwise": "fp8", "int4_group": "int4"}.get(self._push_rounding)
+        names = {self._dtype, *types, pushed, "fp8" if self._servers.quantization is not None else None} - {None}
+        known = [ROUNDINGS.get(name, ROUNDINGS["bfloat16"]) for name in names]
+        return max(known, key=lambda rounding: rounding.relative_error)
+
+
+def _ratios(own: Logprobs, scores: Logprobs, expected: Sequence[Expected]) -> list[float]:
+    """`off_by` of each text that was scored."""
+    return [off_by(mine - theirs, one) for mine, theirs, one in zip(own, scores, expected, strict=False)]
+
+
+def _usual(expected: Sequence[Expected]) -> Expected:
+    """What rounding does to a text like these, of which nothing was simulated: as to the worst of them."""
+    return Expected(max(one.median for one in expected), max(one.upper for one in expected), np.zeros(0, dtype=bool))
