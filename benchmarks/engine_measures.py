@@ -14,12 +14,17 @@ from torch import Tensor
 
 from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.rollout import LoopThread, RolloutClient
-from megatron_rl_corr.weight_sync.probe import PROBE_TOKENS, ProbeScore, ask_scores
+from megatron_rl_corr.weight_sync.probe import Question, ask_servers
 from megatron_rl_corr.weight_sync.servers import WeightServers
 from megatron_rl_corr.weight_sync.transports import make_transport
 from megatron_rl_corr.weight_sync.update import push_weights
+from megatron_rl_corr.weight_sync.verdict import ProbeNumbers
 from megatron_rl_corr.weight_sync.verify import PushVerifier
 
+PROBE_TOKENS = 256
+"""Ids of the text that is scored after a push."""
+FLOAT32_LOG_RATIO = 1e-4
+"""Largest |D| of a token where server and model compute in float32; measured: 1e-6."""
 TIE = 1e-5
 """Two engines round a router's logits, of order 1, by about 1e-7: nearer than this they may choose other experts, and
 every later token of the text is apart by 1e-3 and more, both right."""
@@ -177,9 +182,11 @@ class Pusher:
         asking: list[float] = []
         control = self._client.control([self._served.url])
         answers = timed(self._served.loop.call, asking)(
-            ask_scores(control, ids, version=version, vocab_size=self._served.vocab_size, cache_key=None)
+            ask_servers(
+                control, Question((tuple(ids),)), version=version, vocab_size=self._served.vocab_size, cache_key=None
+            )
         )
-        score = ProbeScore.of(true.numpy(), answers[self._served.url].logprobs)
+        score = ProbeNumbers.of([true.numpy()], answers[self._served.url].scores)
         return PushCost(pushing[0], sum(self._verifying), asking[0], score.max_abs)
 
     def close(self) -> None:

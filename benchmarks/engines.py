@@ -29,10 +29,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples/quickstart")]
 
 from benchmarks.correction import machine_name  # noqa: E402
-from benchmarks.engine_measures import Pusher, Served, Truth, distances, probe_text, tokens_a_second  # noqa: E402
+from benchmarks.engine_measures import FLOAT32_LOG_RATIO, Pusher, Served, Truth, distances, probe_text, tokens_a_second  # noqa: E402
 from benchmarks.engine_tables import tables  # noqa: E402
 from benchmarks.quiet import only_tables  # noqa: E402
-from megatron_rl_corr.weight_sync.probe import FLOAT32_LOG_RATIO  # noqa: E402
 from tools.cpu import environment, sglang_arguments, vllm_arguments  # noqa: E402
 from tools.local_server import LocalServer  # noqa: E402
 

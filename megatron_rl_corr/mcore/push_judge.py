@@ -20,12 +20,12 @@ from megatron_rl_corr.engines.errors import RolloutError
 from megatron_rl_corr.engines.trajectory import Trajectory
 from megatron_rl_corr.mcore.collect import SampleSource
 from megatron_rl_corr.mcore.probe_texts import TEXTS, prompt_text, round_texts
-from megatron_rl_corr.weight_sync.evidence import ROUNDINGS, Expected, Rounding, bits_of, is_off, off_by
+from megatron_rl_corr.weight_sync.evidence import ROUNDINGS, Rounding, TextRounding, bits_of, is_off, off_by
 from megatron_rl_corr.weight_sync.probe import (
     DECODED_TOKENS,
     PROMPT_TOKENS,
-    ProbeDraw,
     ProbeAnswer,
+    ProbeDraw,
     Question,
     ask_earlier,
     ask_servers,
@@ -68,7 +68,7 @@ class JudgeMemory:
 
     before: dict[str, ProbeAnswer] | None = None
     """Answers before the run's first push; None: not asked yet."""
-    expected: list[Expected] | None = None
+    expected: list[TextRounding] | None = None
     """What rounding does to the texts of every push; None: not simulated yet."""
     rounding: Rounding | None = None
     """The one that was simulated."""
@@ -167,7 +167,7 @@ class PushJudge:
         memory.movement.check(answers, own, self._servers.loaded, version=self._version)
         self._answers = dict(answers)
         if moved:
-            memory.expected = [Expected.of(one, memory.rounding) for one in moved]
+            memory.expected = [TextRounding.of(one, memory.rounding) for one in moved]
         expected = memory.expected or self._bounds(own)
         usual = _usual(expected)
         for url, answer in answers.items():
@@ -208,7 +208,7 @@ class PushJudge:
             moved: [R, T] what simulated rounding moves them by; () with a bound of the user's.
         """
         self.numbers["rollout/probe_rounds"] += 1
-        expected = [Expected.of(one, self._memory.rounding) for one in moved] if moved else self._bounds(own)
+        expected = [TextRounding.of(one, self._memory.rounding) for one in moved] if moved else self._bounds(own)
         if moved:  # rounding may have grown with the policy: the next push is compared with that of now
             self._memory.expected = expected[-TEXTS:]
         place = len(self._question.texts)
@@ -269,17 +269,19 @@ class PushJudge:
         length = max(min(PROMPT_TOKENS, self._longest - DECODED_TOKENS), 2)
         count, shared = (1, 1) if number == 0 else (TEXTS, TEXTS // 2)
         first = self._memory.pushes * 1000 + number * 100
-        return tuple(
-            ProbeDraw(prompt_text(self._source.prompts, place * (place >= shared), length), first + place, place >= shared)
-            for place in range(count)
-        )
+        made = []
+        for place in range(count):
+            fresh = place >= shared
+            prompt = prompt_text(self._source.prompts, place if fresh else 0, length)
+            made.append(ProbeDraw(prompt, first + place, fresh))
+        return tuple(made)
 
     def _asked(self, texts: Sequence[tuple[int, ...]], *, simulates: bool) -> Asked:
         return Asked(tuple(texts), self._memory.rounding.relative_error if simulates and self._bound is None else 0.0)
 
-    def _bounds(self, own: Logprobs) -> list[Expected]:
+    def _bounds(self, own: Logprobs) -> list[TextRounding]:
         """With --rollout-max-probe-log-ratio."""
-        return [Expected.bound(self._bound, len(one)) for one in own]
+        return [TextRounding.bound(self._bound, len(one)) for one in own]
 
     def _rounding(self, types: set[str]) -> Rounding:
         """The coarsest of what trainer and servers compute in, and of what is pushed."""
@@ -289,11 +291,12 @@ class PushJudge:
         return max(known, key=lambda rounding: rounding.relative_error)
 
 
-def _ratios(own: Logprobs, scores: Logprobs, expected: Sequence[Expected]) -> list[float]:
+def _ratios(own: Logprobs, scores: Logprobs, expected: Sequence[TextRounding]) -> list[float]:
     """`off_by` of each text that was scored."""
     return [off_by(mine - theirs, one) for mine, theirs, one in zip(own, scores, expected, strict=False)]
 
 
-def _usual(expected: Sequence[Expected]) -> Expected:
+def _usual(expected: Sequence[TextRounding]) -> TextRounding:
     """What rounding does to a text like these, of which nothing was simulated: as to the worst of them."""
-    return Expected(max(one.median for one in expected), max(one.upper for one in expected), np.zeros(0, dtype=bool))
+    median, upper = max(one.median for one in expected), max(one.upper for one in expected)
+    return TextRounding(median, upper, np.zeros(0, dtype=bool))

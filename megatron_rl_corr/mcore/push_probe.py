@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.engines.trajectory import Trajectory, VersionSpan
 from megatron_rl_corr.mcore.batch import BatchShape, RolloutBatch
+from megatron_rl_corr.mcore.batch_collector import BatchCollector
 from megatron_rl_corr.mcore.collect import SampleSource
 from megatron_rl_corr.mcore.forward import LogprobSettings
 from megatron_rl_corr.mcore.packed_batch import PackedBatch, sequence_multiple
@@ -32,6 +33,14 @@ SIMULATIONS = 3
 """Forward passes with simulated rounding, in each round that has some."""
 
 Texts = Sequence[tuple[int, ...]]
+
+
+class TrainedModel(Protocol):
+    """What Megatron has set up: `session.MegatronRun`."""
+
+    args: argparse.Namespace
+    model: list
+    optimizer: Any
 
 
 @dataclass(frozen=True)
@@ -147,13 +156,14 @@ def _trajectory(text: tuple[int, ...]) -> Trajectory:
 
 
 def broadcast_probe(
-    options: RunConfig, args: argparse.Namespace, source: SampleSource, model: list, optimizer: Any, layout: Layout,
-    shape: BatchShape, settings: LogprobSettings, responses: Callable[[], Sequence[Trajectory]],
+    options: RunConfig, megatron: TrainedModel, source: SampleSource, layout: Layout, shape: BatchShape,
+    settings: LogprobSettings, collector: BatchCollector,
 ) -> PushProbe | None:
     """The probe of a run; None with --rollout-probe-push off. Every rank calls it.
 
     Args:
-        responses: on rank 0, those of the last batch.
+        megatron: Megatron's arguments, model and optimizer.
+        collector: on rank 0 it has the responses of the last batch.
 
     Raises:
         RolloutError, ValueError, OSError: on rank 0, where its data can't be read.
@@ -162,17 +172,19 @@ def broadcast_probe(
     if options.probe_push == "off":
         return None
 
-    judge = None
+    judge, args = None, megatron.args
     if dist.get_rank() == 0:
         dtype = str(args.params_dtype).removeprefix("torch.")
         if dtype == "float32" and torch.cuda.is_available():
             dtype = "tf32"  # Transformer Engine's products of float32
         judge = PushJudge(
             source, JudgeMemory(), dtype=dtype, max_log_ratio=options.max_probe_log_ratio,
-            push_rounding=options.push_rounding, responses=responses, longest=args.seq_length - 1,
+            push_rounding=options.push_rounding, responses=lambda: collector.trajectories, longest=args.seq_length - 1,
         )  # fmt: skip
     _broadcast(None if judge is None else judge.check_texts)
-    return PushProbe(model, optimizer, layout, shape, settings, microbatch_multiple(args), judge)
+    return PushProbe(
+        megatron.model, megatron.optimizer, layout, shape, settings, microbatch_multiple(args), judge
+    )
 
 
 def print_probe(found: Mapping[str, float]) -> None:

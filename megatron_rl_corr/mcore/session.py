@@ -148,10 +148,7 @@ def start(
         push = _no_push(reference)
         first_step = collector.broadcast_first_step(options.max_first_step_kl)
     else:
-        probe = broadcast_probe(
-            options, args, parts.source, megatron.model, megatron.optimizer, layout, shape, logprobs,
-            lambda: collector.trajectories,
-        )
+        probe = broadcast_probe(options, megatron, parts.source, layout, shape, logprobs, collector)
         push = reach_servers(
             options, exporter, parts.source, reference, probe, layout, megatron.trainer, megatron.servers,
             mtp_layers=args.mtp_num_layers or 0,

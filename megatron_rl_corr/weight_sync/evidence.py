@@ -66,8 +66,8 @@ engine rounds more often than the simulation, its weights too."""
 
 
 @dataclass(frozen=True)
-class Expected:
-    """What rounding does to a text's log-probs. Example: Expected(median=0.004, upper=0.02, tied=array([...]))."""
+class TextRounding:
+    """What rounding does to a text's log-probs. Example: TextRounding(median=0.004, upper=0.02, tied=array([...]))."""
 
     median: float
     """Median of |D|, of the tokens that stand near no tie; at least `Rounding.least`."""
@@ -77,7 +77,7 @@ class Expected:
     """[T] bool: tokens that a rounding of the trainer's own forward pass moves much farther than the others."""
 
     @classmethod
-    def of(cls, simulated: np.ndarray, rounding: Rounding) -> Expected:
+    def of(cls, simulated: np.ndarray, rounding: Rounding) -> TextRounding:
         """From simulations.
 
         Tokens near a tie are set apart, unless that leaves less than half of the text: then rounding moves all of it,
@@ -98,12 +98,12 @@ class Expected:
         return cls(max(float(median), rounding.least), max(float(upper), rounding.least), tied)
 
     @classmethod
-    def bound(cls, largest: float, tokens: int) -> Expected:
+    def bound(cls, largest: float, tokens: int) -> TextRounding:
         """As a user's bound of a token has it: a text is off where its QUANTILE exceeds `largest`."""
         return cls(largest / MARGIN, largest / MARGIN, np.zeros(tokens, dtype=bool))
 
 
-def off_by(difference: np.ndarray, expected: Expected) -> float:
+def off_by(difference: np.ndarray, expected: TextRounding) -> float:
     """How far apart the log-probs of a text are, over what rounding does: of median and QUANTILE the larger one.
 
     A text is off where it is not at most MARGIN; it is NaN where a log-prob is not finite.

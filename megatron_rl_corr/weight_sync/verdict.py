@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron_rl_corr.core.metric_spec import MetricSpec, UsualRange, in_group
 from megatron_rl_corr.engines.errors import RolloutProtocolError
-from megatron_rl_corr.weight_sync.evidence import DIFFERS_BITS, Answer, Expected, answer_of, bits_of, is_off, off_by
+from megatron_rl_corr.weight_sync.evidence import DIFFERS_BITS, Answer, TextRounding, answer_of, bits_of, is_off, off_by
 from megatron_rl_corr.weight_sync.probe import Decoded, ProbeAnswer
 
 GROWTH = 10.0
@@ -114,7 +114,7 @@ class ServerEvidence:
         return not self.scores or self.answer == "unclear"
 
 
-def judge_decoded(evidence: ServerEvidence, decoded: Decoded, own: np.ndarray | None, expected: Expected) -> None:
+def judge_decoded(evidence: ServerEvidence, decoded: Decoded, own: np.ndarray | None, expected: TextRounding) -> None:
     """Add a response to the evidence.
 
     Args:

@@ -1,6 +1,7 @@
-"""Log-probs of a text, a server's and Megatron's in several layouts: probe_worker.py N MODEL_DIR ENGINE=URL OUT SPECS.
+"""Log-probs of texts, a server's and Megatron's in several layouts: probe_worker.py N MODEL_DIR ENGINE=URL OUT SPECS.
 
-OUT: of each layout every rank's (what the probe found, or its error; what it left changed; log-probs of the text).
+OUT: of each layout every rank's (what the probe found, or its error; what it left changed; log-probs of the texts,
+and what simulated rounding moves them by).
 """
 
 import asyncio
@@ -19,6 +20,8 @@ from server_weights import load
 from megatron_rl_corr.data.prompts import Prompt, PromptDataset
 from megatron_rl_corr.engines.errors import RolloutError
 from megatron_rl_corr.mcore.batch import BatchShape
+from megatron_rl_corr.mcore.probe_texts import round_texts
+from megatron_rl_corr.mcore.push_judge import Asked
 from megatron_rl_corr.mcore.push_probe import broadcast_probe
 from megatron_rl_corr.models.quantization import BlockFP8
 from megatron_rl_corr.parallel.failure import PeerFailure
@@ -49,20 +52,22 @@ def probed(model_dir, arguments, spec):
         options = SimpleNamespace(
             probe_push="on", max_probe_log_ratio=spec.get("bound"), push_rounding=spec.get("rounding", "none")
         )
-        megatron = SimpleNamespace(
+        arguments = SimpleNamespace(
             seq_length=LENGTH, params_dtype=torch.bfloat16 if spec.get("half") else torch.float32,
             virtual_pipeline_model_parallel_size=spec.get("vpp"), pipeline_model_parallel_size=spec.get("pp", 1),
             microbatch_group_size_per_vp_stage=None,
         )
+        megatron = SimpleNamespace(args=arguments, model=model, optimizer=None)
         shape = BatchShape(8, 4, 2, LENGTH, packing=limits_of(spec))
         # Another temperature, as of a run: a text is scored at 1.
         settings = type(settings)(**(vars(settings) | {"temperature": 0.7}))
         before = state(model)
-        probe = broadcast_probe(options, megatron, source, model, None, layout, shape, settings)
-        assert probe.ids == tuple(sum(PROMPTS, [])[: LENGTH - 1])
-        logprobs = probe._all_reduce_logprobs()
+        collector = SimpleNamespace(trajectories=[])
+        probe = broadcast_probe(options, megatron, source, layout, shape, settings, collector)
+        texts = tuple(round_texts(source.prompts, 0, (), LENGTH - 1))
+        own, rounded = probe._all_reduce_simulated(Asked(texts, 2e-3))
+        probe.before_push()
         if "sent" in spec:  # what the first push brings
-            probe.before_push()
             if dist.get_rank() == 0:
                 asyncio.run(load(engine, url, load_file(spec["sent"])))
             dist.barrier()
@@ -77,7 +82,7 @@ def probed(model_dir, arguments, spec):
         moved += [] if all(chunk.training for chunk in model) else ["evaluation mode"]
         loop.call(client.close())
     ps.destroy_model_parallel()
-    return found, moved, torch.from_numpy(logprobs)
+    return found, moved, list(map(torch.from_numpy, own)), list(map(torch.from_numpy, rounded))
 
 
 def main(processes, model_dir, url, out, *specs):

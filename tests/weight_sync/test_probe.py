@@ -1,89 +1,19 @@
-"""The text that servers score after a push: distances by hand, bounds, and servers that don't answer."""
+"""What servers are asked after a push: texts and a response; servers that don't answer."""
 
 import asyncio
-import math
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError
+from megatron_rl_corr.engines.inspection import DetailedSample
+from megatron_rl_corr.engines.trajectory import VersionSpan
 from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.weight_sync import probe
-from megatron_rl_corr.weight_sync.probe import ProbeAnswer, ProbeScore, ask_earlier, ask_scores, compare, probe_bound
+from megatron_rl_corr.weight_sync.probe import ProbeDraw, Question, ask_earlier, ask_servers, ask_types
 
-TRAINED = np.array([-1.0, -2.0, -3.0])
-
-
-def answers(**served):
-    return {f"http://{url}": ProbeAnswer(np.array(logprobs), {}, "/score") for url, logprobs in served.items()}
-
-
-def judged(given=None, float32=True, otherwise=1e-4, **served):
-    found = answers(**served)
-    bound = probe_bound(given, both_float32=float32, otherwise=otherwise)
-    return compare(found, TRAINED, dict.fromkeys(found, bound), version="id-7")
-
-
-def test_score_then_max_mean_and_k3_are_those_by_hand():
-    # D = [0, 0.5, -0.25]: k3 = (0 + e^0.5 - 1.5 + e^-0.25 - 0.75) / 3
-    found = ProbeScore.of(TRAINED, np.array([-1.0, -2.5, -2.75]))
-    assert (found.max_abs, found.mean_abs, found.worst) == (0.5, 0.25, 1)
-    assert found.k3 == pytest.approx((math.exp(0.5) - 1.5 + math.exp(-0.25) - 0.75) / 3, rel=1e-12)
-
-
-def test_compare_when_all_are_within_their_bound_then_the_worst_of_each_number():
-    found = judged(a=[-1.0, -2.0, -3.00003], b=[-1.00002, -2.00002, -3.00002])
-    assert found["rollout/probe_max_abs_log_ratio"] == pytest.approx(3e-5, rel=1e-6)  # a's
-    assert found["rollout/probe_mean_abs_log_ratio"] == pytest.approx(2e-5, rel=1e-6)  # b's
-    assert found["rollout/probe_k3"] == pytest.approx(2e-10, rel=1e-3)  # b's: 2e-5 ** 2 / 2
-
-
-def test_compare_when_one_of_two_servers_differs_then_it_is_named_with_the_bound_and_the_remedy():
-    with pytest.raises(RolloutProtocolError) as error:
-        judged(a=[-1.0, -2.0, -3.0], b=[-1.0, -2.0002, -3.0])
-    assert error.value.url == "http://b" and error.value.endpoint == "/score"
-    for words in ("its weights differ from the trainer's: ", "of 3 given ids after version 'id-7'", "0.0002 off the",
-                  "at token 1", "max |log-ratio| may be 0.0001", "1 of 2 servers differ (http://b)", "restart",
-                  "`max_probe_log_ratio`"):  # fmt: skip
-        assert words in str(error.value), words
-
-
-def test_compare_when_all_servers_differ_then_the_trainers_flags_are_suspected_too():
-    with pytest.raises(RolloutProtocolError, match="All 2 servers differ: .*model-flags"):
-        judged(a=[-1.0, -2.1, -3.0], b=[-1.0, -2.1, -3.0])
-
-
-def test_compare_in_16_bits_then_the_bound_is_of_the_mean_k3_unless_one_is_given():
-    far = [-1.0, -2.1, -3.0]  # k3 about 0.005 / 3
-    assert judged(float32=False, otherwise=1e-2, a=far)["rollout/probe_k3"] < 2e-3
-    with pytest.raises(RolloutProtocolError, match="mean k3 may be 0.001, as not both compute in float32"):
-        judged(float32=False, otherwise=1e-3, a=far)
-    assert judged(given=0.2, a=far)
-    with pytest.raises(RolloutProtocolError, match=r"max \|log-ratio\| may be 0.05, as --rollout-max-probe-log-ratio"):
-        judged(given=0.05, float32=False, otherwise=1.0, a=far)
-
-
-def test_compare_when_what_is_pushed_is_rounded_then_the_bound_is_of_the_mean_k3_and_says_so_unless_one_is_given():
-    found = answers(a=[-1.0, -2.1, -3.0])  # k3 about 0.005 / 3
-    near, wide, given = (
-        probe_bound(bound, both_float32=False, otherwise=otherwise, rounding="int4_group")
-        for bound, otherwise in ((None, 1e-3), (None, 1e-2), (0.2, 1e-3))
-    )
-    with pytest.raises(RolloutProtocolError, match="mean k3 may be 0.001, as --rollout-push-rounding int4_group"):
-        compare(found, TRAINED, {"http://a": near}, version="v")
-    assert compare(found, TRAINED, {"http://a": wide}, version="v")
-    assert compare(found, TRAINED, {"http://a": given}, version="v")
-
-
-def test_compare_when_a_log_prob_is_not_finite_then_the_weights_differ():
-    with pytest.raises(RolloutProtocolError, match="differ from the trainer's"):
-        compare(answers(a=[-1.0]), np.array([math.nan]), {"http://a": probe_bound(9, both_float32=True, otherwise=0)},
-                version="v")  # fmt: skip
-
-
-def test_compare_when_no_server_answered_then_nothing_is_told():
-    assert compare({}, TRAINED, {}, version="v") == {}
+QUESTION = Question(((5, 6, 7),))
 
 
 class Servers:
@@ -93,7 +23,21 @@ class Servers:
         self.replies, self.base_urls, self.asked = replies, tuple(replies), []
 
     def engine_of(self, url):
-        return SimpleNamespace(score=self.score, parse_scores=self.parse, server_info=lambda: "info")
+        return SimpleNamespace(
+            score=self.score, parse_scores=self.parse, server_info=lambda: "info", generate_endpoint="/score",
+            detailed_sample=self.sample, parse_detailed_sample=self.parse_sample, is_quantized=lambda info: info == "q",
+            dtype=lambda info: info,
+        )  # fmt: skip
+
+    def sample(self, prompt, sampling, **how):
+        self.asked.append((prompt, sampling, how))
+        return SimpleNamespace(endpoint="/sample")
+
+    def parse_sample(self, answer, *, server, prompt_ids, tokens):
+        return DetailedSample(
+            prompt_ids, [8, 3], np.array([-0.5, -0.25]), np.zeros((2, 1)), np.zeros((2, 1)),
+            version_spans=(VersionSpan(answer, 0, 2),),
+        )  # fmt: skip
 
     def score(self, prompt, output, **how):
         self.asked.append((prompt, output, how))
@@ -111,8 +55,8 @@ class Servers:
         return reply
 
 
-def ask(servers):
-    return asyncio.run(ask_scores(servers, (5, 6, 7), version="v2", vocab_size=9, cache_key="k"))
+def ask(servers, question=QUESTION):
+    return asyncio.run(ask_servers(servers, question, version="v2", vocab_size=9, cache_key="k"))
 
 
 def test_scores_then_no_cached_prefix_is_used_and_the_first_id_is_the_prompt():
@@ -161,10 +105,49 @@ def test_scores_when_the_only_server_that_lives_fails_at_every_score_then_that_i
 def test_scores_before_the_first_push_then_of_any_version_and_no_failure_is_an_error(monkeypatch, caplog):
     monkeypatch.setattr(probe, "PAUSE_S", 0.0)
     refusing = RolloutServerError("b", "/score", 400, "too long")
-    found = asyncio.run(ask_earlier(Servers(a="default", b=refusing), (5, 6, 7), vocab_size=9, cache_key=None))
+    found = asyncio.run(ask_earlier(Servers(a="default", b=refusing), QUESTION, vocab_size=9, cache_key=None))
     assert list(found) == ["a"] and "b is not compared with itself before the first push: " in caplog.text
 
 
 def test_scores_when_a_server_refuses_then_that_is_an_error_which_names_the_flag():
-    with pytest.raises(RolloutServerError, match="HTTP 400: too long; it was asked to score 3 ids .*`probe_push` off"):
+    with pytest.raises(RolloutServerError, match="HTTP 400: too long; it was asked to score .*`probe_push` off"):
         ask(Servers(a=RolloutServerError("a", "/score", 400, "too long"), b="v2"))
+
+
+def test_response_then_it_is_sampled_with_the_seed_and_scored_by_the_same_server():
+    servers = Servers(a="v2")
+    found = ask(servers, Question(((5, 6, 7),), (ProbeDraw((1, 2), seed=3), ProbeDraw((1, 2), seed=4, fresh=True))))
+    one, other = found["a"].decoded
+    assert one.ids == (1, 2, 8, 3) and one.sampled.tolist() == [-0.5, -0.25] and one.scored.tolist() == [0, 0]
+    assert not one.fresh and other.fresh
+    samples = [how for _, _, how in servers.asked if "seed" in how]
+    assert [how["seed"] for how in samples] == [3, 4]
+    assert samples[0]["cache_key"] == "k" and samples[1]["cache_key"] not in ("k", None)  # shares no prefix
+    sampling = next(sampling for _, sampling, how in servers.asked if "seed" in how)
+    assert (sampling.temperature, sampling.max_new_tokens, sampling.ignore_eos) == (1.0, 16, True)
+    assert ([1, 2], [8, 3], {"likeliest": 1, "cache_key": "k"}) in servers.asked
+
+
+def test_response_when_it_is_of_other_weights_then_the_server_is_not_compared(caplog):
+    assert list(ask(Servers(a="v2", b="old"), Question((), (ProbeDraw((1,), 0),)))) == ["a"]
+    assert "its weights are version 'old'" in caplog.text
+
+
+def test_response_when_the_server_cannot_sample_so_then_its_scores_are_still_compared(monkeypatch, caplog):
+    monkeypatch.setattr(probe, "PAUSE_S", 0.0)
+
+    class NoSamples(Servers):
+        async def ask(self, url, request):
+            if getattr(request, "endpoint", "") == "/sample":
+                raise RolloutServerError(url, "/sample", 500, "top_k 0 with a sampling mask")
+            return await super().ask(url, request)
+
+    found = ask(NoSamples(a="v2"), Question(((5, 6),), (ProbeDraw((1,), 0),)))
+    assert len(found["a"].scores) == 1 and found["a"].decoded == ()
+    assert "samples no tokens to compare" in caplog.text
+
+
+def test_number_types_then_of_the_servers_that_answer():
+    dead = RolloutServerError("x", "/info", None, "why")
+    found = asyncio.run(ask_types(Servers(a="float32", b="q", c=dead)))
+    assert found == {"float32", "fp8"}

@@ -158,7 +158,7 @@ def _push(
     from megatron_rl_corr.weight_sync.colocated import ColocatedServers
     from megatron_rl_corr.weight_sync.coverage import make_coverage
     from megatron_rl_corr.weight_sync.memory import ServerMemory
-    from megatron_rl_corr.weight_sync.probe import ask_scores
+    from megatron_rl_corr.weight_sync.probe import Question, ask_servers
     from megatron_rl_corr.weight_sync.quantization import find_quantization
     from megatron_rl_corr.weight_sync.servers import WeightServers
     from megatron_rl_corr.weight_sync.transports import make_transport
@@ -193,12 +193,13 @@ def _push(
         if before is not None:
             before(servers)
         push_weights(exporter, servers, version="checked", bucket_bytes=BUCKET_BYTES)
-        asked = ask_scores(
-            client.control([url]), probe_ids(model), version="checked", vocab_size=vocab_size(model), cache_key=None
-        )
+        asked = ask_servers(
+            client.control([url]), Question((tuple(probe_ids(model)),)), version="checked",
+            vocab_size=vocab_size(model), cache_key=None,
+        )  # fmt: skip
         answers = loop.call(asked, timeout=ANSWER_S[device])
         require(url in answers, "the server did not score the probe's text; see its log")
-        return answers[url].logprobs, *counts[-1]
+        return answers[url].scores[0], *counts[-1]
     finally:
         servers.close()
         loop.call(client.close())
