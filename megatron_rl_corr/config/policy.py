@@ -91,12 +91,12 @@ class WeightSyncConfig(Options):
     servers' and with the trainer's own of up to 256 MiB a pipeline stage; off asks nothing."""
 
     probe_push: Literal["on", "off"] = "on"
-    """After every push, every server scores the data's first prompts (256 tokens at most), and its log-probs must be
-    those of the trainer's own forward pass; off asks nothing."""
+    """After every push, every server scores texts of the data's prompts and samples a response, and its log-probs must
+    be those of the trainer's own forward pass, as far as rounding explains; off asks nothing."""
 
     max_probe_log_ratio: Annotated[float | None, Positive()] = option(None, metavar="X", needs="probe_push=on")
-    """Largest |log-ratio| of a token of these prompts (default: 1e-4 where trainer and server compute in float32; else
-    no bound of one token, but a mean k3 of at most 0.01, 0.1 for a quantised server or with `push_rounding`)."""
+    """|log-ratio| that nine tokens in ten of such a text may have (default: four times what simulated rounding of both
+    sides' number types makes of it)."""
 
     def check(self) -> None:
         if self.weight_transport == "disk" and self.weight_dir is None:

@@ -271,7 +271,7 @@ PANELS = (
           ("rollout_corr/k3_kl",)),
     Panel("log_ratio_sizes", "Tokens by |log-ratio|", "darker: more tokens; the dark band should stay low",
           draw_bins, ("rollout_corr/log_ratio_abs_bin/upto_1e-06",)),
-    Panel("probe", "Pushed weights: |log-ratio| of a fixed text", "flat; the worst server after each push; log scale",
+    Panel("probe", "Pushed weights: |log-ratio| of fixed texts", "grows as the policy gets surer; worst server; log scale",
           draw_probe, ("rollout/probe_max_abs_log_ratio",)),
     Panel("weight", "Importance weight", "mean close to 1", draw_weight, ("rollout_corr/weight_mean",)),
     Panel("ess", "ESS and kept tokens", "both close to 1", draw_shares,

@@ -13,11 +13,9 @@ import numpy as np
 
 from megatron_rl_corr.core.metric_spec import MetricSpec, UsualRange, in_group
 from megatron_rl_corr.engines.errors import RolloutProtocolError
-from megatron_rl_corr.weight_sync.evidence import DIFFERS_BITS, Answer, TextRounding, answer_of, bits_of, is_off, off_by
+from megatron_rl_corr.weight_sync.evidence import DIFFERS_BITS, MARGIN, Answer, TextRounding, answer_of, bits_of, is_off, off_by
 from megatron_rl_corr.weight_sync.probe import Decoded, ProbeAnswer
 
-GROWTH = 10.0
-"""Factor by which one push may raise a server's mean k3; measured: 1 at a first push, at most 3.1 in 278 later ones."""
 LEAST_K3 = 1e-6
 """Smaller ones count as this one: growth of next to nothing means nothing."""
 
@@ -38,18 +36,19 @@ METRICS = in_group(
     ),
     MetricSpec(
         "rollout/probe_k3_growth", "how much the last push has raised that KL",
-        "k3 / max(k3 after the push before, 1e-6), of the worst server", only_with=_WITH_PROBE,
-        usual=UsualRange(
-            "the last push made a server's log-probs worse",
-            "Look at `rollout/probe_over_rounding`: about 1 where rounding alone explains it, as in a step that made "
-            "the policy much surer.",
-            high=GROWTH,
-        ),
+        "k3 / max(k3 after the push before, 1e-6), of the worst server; one token near a tie of a router may make it 100",
+        only_with=_WITH_PROBE,
     ),
     MetricSpec(
         "rollout/probe_over_rounding", "that disagreement, over what rounding explains",
         "median over texts of |D| / simulated |D| (of medians or 0.9 quantiles the larger one), of the worst server",
         only_with=_WITH_PROBE,
+        usual=UsualRange(
+            "a server's log-probs are farther from the trainer's than rounding explains",
+            "`megatron-rl-corr doctor --full` compares the server with the checkpoint. A server that differs ends the "
+            "run once there is enough evidence (`rollout/probe_bits`).",
+            high=MARGIN,
+        ),
     ),
     MetricSpec(
         "rollout/probe_decode_over_rounding", "disagreement of a server with itself, sampling against scoring",

@@ -147,5 +147,5 @@ def test_probe_when_a_server_samples_with_other_weights_than_it_scores_with_then
             [[found]] = probed(1, tiny_moe_dir, ("sglang", stale_decode), tmp_path, [{}])
         with split(sglang_server_fp32.url, keeping_server.url) as stale_scores:
             [[other]] = probed(1, tiny_moe_dir, ("sglang", stale_scores), tmp_path, [{}])
-    assert "its decode path computes with other weights than its prefill" in found[0], found[0]
-    assert "its scores of given tokens are wrong and its samples are right" in other[0], other[0]
+    assert "decode path computes with other weights than its prefill" in found[0], found[0]
+    assert "scores of given tokens are wrong and its samples are right" in other[0], other[0]
