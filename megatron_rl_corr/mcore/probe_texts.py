@@ -28,8 +28,7 @@ def round_texts(prompts: PromptDataset, number: int, responses: Sequence[Traject
         responses: of the last batch.
         longest: ids that a text may have.
     """
-    taken = [] if number == 0 else [_response_text(one, longest) for one in responses[: TEXTS // 2]]
-    made = [text for text in taken if len(text) > 1]
+    made = [] if number == 0 else _response_texts(responses, number - 1, min(TEXT_TOKENS, longest))
     for place in range(number * TEXTS, (number + 1) * TEXTS - len(made)):
         made.append(prompt_text(prompts, place, min(LONG_TOKENS if place == 0 else TEXT_TOKENS, longest)))
     return made
@@ -60,8 +59,13 @@ def prompt_text(prompts: PromptDataset, place: int, count: int) -> tuple[int, ..
     raise AssertionError("a data set has at least one row")
 
 
-def _response_text(sample: Trajectory, longest: int) -> tuple[int, ...]:
-    """The end of the prompt, and the response's first tokens."""
-    count = min(TEXT_TOKENS, longest)
-    prompt = sample.prompt_ids[-(count // 2) :]
-    return tuple(torch.cat([prompt, sample.output_ids])[:count].tolist())
+def _response_texts(responses: Sequence[Trajectory], place: int, count: int) -> list[tuple[int, ...]]:
+    """At most TEXTS / 2 texts of `count` ids: ends of prompts with their responses, several where they are short.
+
+    A prompt's samples may be the same tokens, which are evidence once. So each prompt gives one, in one place alone.
+    """
+    ids: list[int] = []
+    for sample in {sample.prompt_index: sample for sample in responses}.values():
+        ids += torch.cat([sample.prompt_ids[-(count // 2) :], sample.output_ids])[:count].tolist()
+    texts = [tuple(ids[start : start + count]) for start in range(0, len(ids) - count + 1, count)]
+    return texts[place * TEXTS // 2 : (place + 1) * TEXTS // 2]

@@ -29,7 +29,7 @@ from megatron_rl_corr.parallel.layout import Layout
 from megatron_rl_corr.weight_sync import verdict
 from megatron_rl_corr.weight_sync.servers import WeightServers
 
-SIMULATIONS = 3
+SIMULATIONS = 4
 """Forward passes with simulated rounding, in each round that has some."""
 
 Texts = Sequence[tuple[int, ...]]

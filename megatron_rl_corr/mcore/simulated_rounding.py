@@ -19,24 +19,21 @@ from torch import Tensor, nn
 
 from megatron_rl_corr.mcore import compat
 
-CHANGED_SHARE = 12
-"""One value in so many is changed: by at least half a unit of a 16-bit tensor's last place, else nothing happens."""
-
 
 @contextmanager
 def simulated_rounding(model: list, relative_error: float, draw: int) -> Iterator[None]:
     """Within, the outputs of the model's layers are off by a root mean square of `relative_error`.
 
-    x becomes x (1 + e), with e = +-sqrt(12) * relative_error for one value in 12 and 0 for the others. A value's own
-    bits and `draw` decide, not a random generator, so ranks that hold copies of a value change it alike: routers of
-    tensor-parallel ranks go on agreeing.
+    x becomes x (1 + e), with e uniform in +-sqrt(3) * relative_error. A value's own bits and `draw` decide on e, not a
+    random generator, so ranks that hold copies of a value change it alike: routers of tensor-parallel ranks go on
+    agreeing.
 
     Args:
         model: this rank's chunks.
         relative_error: root mean square of the relative error of an operation.
         draw: another number makes other changes.
     """
-    step = math.sqrt(CHANGED_SHARE) * relative_error
+    step = math.sqrt(3.0) * relative_error
 
     def change(module: nn.Module, inputs: Any, output: Any) -> Any:
         if isinstance(output, tuple):  # (output, bias), (hidden states, context), (probabilities, routing map)
@@ -68,6 +65,4 @@ def _changed(values: Any, step: float, draw: int) -> Any:
     for factor in (0x85EBCA6B, 0xC2B2AE35):
         bits = ((bits ^ (bits >> 15)) * factor) & 0xFFFFFFFF
     bits = bits ^ (bits >> 16)
-    sign = (bits & 1).float() * 2 - 1
-    changed = (bits >> 1) % CHANGED_SHARE == 0
-    return torch.where(changed, wide * (1 + step * sign), wide).to(values.dtype)
+    return (wide * (1 + step * (bits.float() * 2**-31 - 1))).to(values.dtype)

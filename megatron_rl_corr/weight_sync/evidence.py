@@ -33,8 +33,9 @@ DIFFERS_BITS = 20.0
 NUMERICS_BITS = -3.0
 """Evidence for `numerics`, with which nothing more is asked."""
 
-QUANTILE = 0.9
-"""Beside the median: a wrong expert moves the tokens that are sent to it alone."""
+QUANTILE, SHORT_QUANTILE, SHORT = 0.9, 0.75, 48
+"""Beside the median, as a wrong expert moves the tokens that are sent to it alone: of texts with SHORT tokens and more,
+and of shorter ones, where two tokens near a tie would decide."""
 TIE = 16.0
 """A token that the simulated rounding moves more than so many times the text's median stands near a tie of a router."""
 WITHOUT_SIMULATION = 10.0
@@ -72,7 +73,7 @@ class TextRounding:
     median: float
     """Median of |D|, of the tokens that stand near no tie; at least `Rounding.least`."""
     upper: float
-    """Their QUANTILE."""
+    """Their upper quantile."""
     tied: np.ndarray
     """[T] bool: tokens that a rounding of the trainer's own forward pass moves much farther than the others."""
 
@@ -94,17 +95,17 @@ class TextRounding:
         tied = moved.max(axis=0) > TIE * max(float(np.median(moved)), rounding.least)
         if 2 * tied.sum() > len(tied):
             tied = np.zeros_like(tied)
-        median, upper = np.quantile(moved[:, ~tied], (0.5, QUANTILE))
+        median, upper = np.quantile(moved[:, ~tied], (0.5, _upper(moved.shape[1])))
         return cls(max(float(median), rounding.least), max(float(upper), rounding.least), tied)
 
     @classmethod
     def bound(cls, largest: float, tokens: int) -> TextRounding:
-        """As a user's bound of a token has it: a text is off where its QUANTILE exceeds `largest`."""
+        """As a user's bound of a token has it: a text is off where its upper quantile exceeds `largest`."""
         return cls(largest / MARGIN, largest / MARGIN, np.zeros(tokens, dtype=bool))
 
 
 def off_by(difference: np.ndarray, expected: TextRounding) -> float:
-    """How far apart the log-probs of a text are, over what rounding does: of median and QUANTILE the larger one.
+    """How far apart the log-probs of a text are, over what rounding does: of median and upper quantile the larger one.
 
     A text is off where it is not at most MARGIN; it is NaN where a log-prob is not finite.
 
@@ -116,8 +117,12 @@ def off_by(difference: np.ndarray, expected: TextRounding) -> float:
     if not np.isfinite(distance).all():
         return math.nan
     kept = distance[~expected.tied] if len(expected.tied) == len(distance) else distance
-    median, upper = np.quantile(kept, (0.5, QUANTILE))
+    median, upper = np.quantile(kept, (0.5, _upper(len(distance))))
     return max(float(median) / expected.median, float(upper) / expected.upper)
+
+
+def _upper(tokens: int) -> float:
+    return QUANTILE if tokens >= SHORT else SHORT_QUANTILE
 
 
 def is_off(ratio: float) -> bool:

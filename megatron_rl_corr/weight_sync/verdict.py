@@ -13,7 +13,16 @@ import numpy as np
 
 from megatron_rl_corr.core.metric_spec import MetricSpec, UsualRange, in_group
 from megatron_rl_corr.engines.errors import RolloutProtocolError
-from megatron_rl_corr.weight_sync.evidence import DIFFERS_BITS, MARGIN, Answer, TextRounding, answer_of, bits_of, is_off, off_by
+from megatron_rl_corr.weight_sync.evidence import (
+    DIFFERS_BITS,
+    MARGIN,
+    Answer,
+    TextRounding,
+    answer_of,
+    bits_of,
+    is_off,
+    off_by,
+)
 from megatron_rl_corr.weight_sync.probe import Decoded, ProbeAnswer
 
 LEAST_K3 = 1e-6
@@ -36,7 +45,7 @@ METRICS = in_group(
     ),
     MetricSpec(
         "rollout/probe_k3_growth", "how much the last push has raised that KL",
-        "k3 / max(k3 after the push before, 1e-6), of the worst server; one token near a tie of a router may make it 100",
+        "k3 / max(k3 after the push before, 1e-6), of the worst server; one token near a tie may make it 100",
         only_with=_WITH_PROBE,
     ),
     MetricSpec(
