@@ -142,13 +142,18 @@ def info(version="0.32.0", **sections):
         ("0.31.2", "weight versions by token", ""),
         ("0.32.0", "", ""),
         ("0.32.0rc1", "", ""),
-        ("0.33.0", "", "vLLM 0.33.0 is newer than 0.32.0, the newest tested"),
-        ("0.33.1.dev7+g12", "", "vLLM '0.33.1.dev7+g12' is no release; 0.32.0 is the newest tested"),
+        ("0.32.1", "", ""),
+        ("0.33.0", "", ""),
+        ("0.33.0+cpu", "", ""),
+        ("0.33.1", "", "vLLM 0.33.1 is newer than 0.33.0, the newest tested"),
+        ("0.34.0rc2", "", "vLLM 0.34.0rc2 is newer than 0.33.0, the newest tested"),
+        ("1.0", "", "vLLM 1.0 is newer than 0.33.0, the newest tested"),
+        ("0.33.1.dev7+g12", "", "vLLM '0.33.1.dev7+g12' is no release; 0.33.0 is the newest tested"),
     ],
 )
 def test_version_support_when_asked_then_what_the_version_lacks(version, lacks, note):
     support = VLLM.version_support(info(version))
-    assert (support.version, support.tested, support.lacks, support.note) == (version, "0.32.0", lacks, note)
+    assert (support.version, support.tested, support.lacks, support.note) == (version, "0.32.0 to 0.33.0", lacks, note)
 
 
 def test_facts_when_told_then_model_tokenizer_head_and_block():
@@ -168,7 +173,7 @@ STARTED = {
     "parallel_config": {"worker_extension_cls": EXTENSION, "data_parallel_size": 1, "enable_eplb": False,
                         "pipeline_parallel_size": 1},
 }  # fmt: skip
-"""As /server_info of 0.32 tells it."""
+"""As /server_info of 0.32 and 0.33 tells it."""
 
 
 @pytest.mark.parametrize(
