@@ -18,8 +18,10 @@ from tools.local_server import PROGRAMS
 MEASURED = Path(__file__).resolve().parents[1] / "benchmarks/engines.json"
 HEAD = ["| | SGLang | vLLM |", "|---|---|---|"]
 
+_HOW_TESTED = {"vLLM": " ([how](../get_started/install.md#vllm))"}
+"""Behind an engine's versions, where not all were tested alike."""
 IN_THE_CODE: dict[str, Callable[[Engine], str]] = {
-    "tested versions": lambda engine: engine.version_support({}).tested,
+    "tested versions": lambda engine: engine.version_support({}).tested + _HOW_TESTED.get(engine.name, ""),
     "samples come from": lambda engine: f"`{engine.generate_endpoint}`",
     "temperatures": lambda engine: _temperatures(engine),
     "log-probs of a sample with top-p, top-k or min-p":

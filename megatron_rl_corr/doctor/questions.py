@@ -8,7 +8,7 @@ from typing import Any
 from megatron_rl_corr.config.flags import warn
 from megatron_rl_corr.doctor import distribution, judgements
 from megatron_rl_corr.doctor.distances import grid_step
-from megatron_rl_corr.doctor.findings import Finding, Row
+from megatron_rl_corr.doctor.findings import Finding, Row, found
 from megatron_rl_corr.doctor.probe import NotAnswered, Probe, attempt, if_supported, known, row_of
 from megatron_rl_corr.engines.base import Engine
 from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, RolloutServerError
@@ -148,9 +148,18 @@ async def ask_quick(probe: Probe, expected: Expected) -> tuple[list[Row], Facts]
         row_of("decode and prefill", judgements.judge_decode, plain, plain_scores, half),
         row_of("repeats", judgements.judge_repeats, first, second, half),
         row_of("prefix cache", judgements.judge_cache, cached, fixed_scores, half),
-        row_of("routed experts", judgements.judge_routes, plain, expected.experts, expected.routed_experts),
+        routes_row(plain, attempt(engine.routes_problem, info), expected),
     ]
     return rows, Facts(info, model, half, plain)
+
+
+def routes_row(
+    plain: DetailedSample | NotAnswered, problem: str | NotAnswered | None, expected: Expected
+) -> Row:
+    """What the server says of itself comes first: a new prompt has all its routes where others lack some."""
+    if isinstance(problem, str):
+        return found("routed experts", "routed_experts_wrong", problem)
+    return row_of("routed experts", judgements.judge_routes, plain, expected.experts, expected.routed_experts)
 
 
 async def ask_same(probes: list[Probe], facts: list[Facts]) -> list[tuple[str, Row]]:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from megatron_rl_corr.engines.errors import RolloutServerError
 from megatron_rl_corr.engines.inspection import Inspection
 from megatron_rl_corr.engines.memory import MemoryRelease
 from megatron_rl_corr.engines.routes import ExpertShape
@@ -171,6 +172,10 @@ class Engine(Inspection, MemoryRelease, Protocol):
                 with their keys and values; retract: they go on later, with keys and values computed anew.
         """
         raise self._unsupported(f"pause mode {mode}")
+
+    def refuses_while_paused(self, error: RolloutServerError) -> bool:
+        """Whether a server refused a request for nothing but a pause: sent again after it, it will be taken."""
+        return False
 
     def continue_generation(self) -> Request:
         """Go on after a pause; harmless without one."""

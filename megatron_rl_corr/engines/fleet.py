@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.engines.types import Request, Transport
 
 POLL_S, LONGEST_ATTEMPT_S = 0.5, 30.0
+PAUSED_POLL_S = 0.25
+"""Seconds until a request is sent again that a paused server does not let wait, and least time for its answer."""
 
 
 class Fleet(Transport):
@@ -34,6 +37,7 @@ class Fleet(Transport):
         self, urls: Sequence[str], *, engine: str, timeout_s: float, connect_timeout_s: float,
         api_key: str | None = None, ca_file: str | Path | None = None,
     ):  # fmt: skip
+        self._timeout_s = timeout_s
         names = tuple(ENGINES) if engine == AUTO else (engine,)
         self._engines = {name: load_engine(name) for name in names}
         self.urls = self._engines[names[0]].checked_urls(urls)
@@ -140,7 +144,18 @@ class Fleet(Transport):
         self.urls, self._name_at = tuple(names), dict(names)
 
     async def send(self, url: str, request: Request, *, timeout_s: float | None = None) -> tuple[int, bytes]:
-        return await self._transports[self.name_of(url)].send(url, request, timeout_s=timeout_s)
+        """As `Transport.send`; what a server refuses because it is paused waits here until the server goes on."""
+        transport, engine = self._transports[self.name_of(url)], self.engine_of(url)
+        left_s = self._timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + left_s
+        while True:
+            try:
+                return await transport.send(url, request, timeout_s=left_s)
+            except RolloutServerError as error:
+                left_s = deadline - time.monotonic() - PAUSED_POLL_S
+                if left_s < PAUSED_POLL_S or not engine.refuses_while_paused(error):
+                    raise
+            await asyncio.sleep(PAUSED_POLL_S)
 
     async def close(self) -> None:
         for transport in self._transports.values():

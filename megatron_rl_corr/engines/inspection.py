@@ -215,6 +215,10 @@ class Inspection(Protocol):
         """Whether logits are float32 though the server computes in 16 bits."""
         return False
 
+    def routes_problem(self, server_info: Mapping[str, Any]) -> str | None:
+        """Why the server leaves out routed experts that it is asked for, with the remedy; None: it gives them all."""
+        return None
+
     def drafts_itself(self, server_info: Mapping[str, Any]) -> bool:
         """Whether the server drafts tokens with the checkpoint's own layers (MTP), and updates those too."""
         return False

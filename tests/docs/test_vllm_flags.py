@@ -19,7 +19,10 @@ OF_A_RUN = {"--router-replay"}
 """Flags in the page's table that are not the server's."""
 PARSE = """
 import json, sys
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
+try:
+    from vllm.entrypoints.common.cli_args import make_arg_parser
+except ModuleNotFoundError:  # 0.32
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 parser = make_arg_parser(FlexibleArgumentParser())

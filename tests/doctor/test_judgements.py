@@ -33,7 +33,7 @@ from megatron_rl_corr.doctor.judgements import (
     judge_updates,
     judge_version,
 )
-from megatron_rl_corr.doctor.questions import Facts
+from megatron_rl_corr.doctor.questions import Facts, routes_row
 from megatron_rl_corr.doctor.reference_model import experts_shape, hypotheses, judge_model
 from megatron_rl_corr.doctor.update_judgements import judge_spans, judge_update
 from megatron_rl_corr.engines import load_engine
@@ -42,10 +42,10 @@ from megatron_rl_corr.engines.routes import ExpertShape
 from megatron_rl_corr.engines.sglang.detailed_samples import routed_ids
 from megatron_rl_corr.engines.trajectory import VersionSpan
 from megatron_rl_corr.models.quantization import BlockFP8
-from megatron_rl_corr.rollout import RolloutProtocolError, SamplingParams
+from megatron_rl_corr.rollout import RolloutProtocolError, RolloutServerError, SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
-SGLANG = load_engine("sglang")
+SGLANG, VLLM = load_engine("sglang"), load_engine("vllm")
 
 
 def array(*values):
@@ -431,6 +431,19 @@ def encoded(*ids):
 def test_routes_when_of_three_tokens_then_two_rows_of_the_models_shape(routes, shape, expected, defect):
     sample = answer([-1], routed_ids=routed_ids(routes, tokens=3, shape=shape))
     assert judge_routes(sample, shape, expected).defect == defect
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_routes_when_the_server_says_that_it_leaves_some_out_then_found_though_a_new_prompts_are_whole(refused):
+    sample = answer([-1], routed_ids=12)
+    problem = VLLM.routes_problem(
+        {"vllm_config": {"aux_output_config": {"enable_omit_prefix_routed_experts": True}}}
+    )
+    error = RolloutServerError("u", "/inference/v1/generate", 400, "X-Session-ID header is required")
+    row = routes_row(error if refused else sample, problem, Expected(experts=SHAPE))
+    assert row.defect == "routed_experts_wrong" and "--enable-omit-prefix-routed-experts" in row.message
+    assert routes_row(sample, None, Expected(experts=SHAPE)).status == "ok"
+    assert routes_row(error, None, Expected(experts=SHAPE)).status == "failed"
 
 
 def test_experts_shape_when_dense_then_none():

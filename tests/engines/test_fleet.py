@@ -1,12 +1,15 @@
 """Which engine answers at an address, and that each server is spoken to in the words of its own."""
 
 import asyncio
+import math
+import time
 
 import pytest
 from aiohttp import web
 
+from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError
-from megatron_rl_corr.engines.fleet import Fleet
+from megatron_rl_corr.engines.fleet import PAUSED_POLL_S, Fleet
 from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.rollout.client import RolloutClient
 
@@ -78,6 +81,68 @@ def test_engine_when_not_known_yet_then_error_says_what_to_call():
     client = RolloutClient(["http://127.0.0.1:1"], vocab_size=8, engine="auto")
     with pytest.raises(RuntimeError, match="call find_servers first"):
         client.engine_of("http://127.0.0.1:1")
+
+
+# Requests that a server refuses because it is paused
+
+
+PAUSED = {"error": {
+    "message": "Generation is paused. Please retry after it resumes.", "type": "ServiceUnavailableError",
+    "param": None, "code": 503,
+}}  # fmt: skip
+"""As vLLM 0.33.0 answers a new request while it is paused by `abort` or `wait`."""
+
+
+def sent(faulty, request, refusals, *, engine="vllm", answer=PAUSED, timeout_s=None, own_timeout_s=5.0):
+    """How a request ends that is refused so often before it is answered, how often it was sent, and its seconds."""
+    times = []
+
+    async def handle(asked):
+        times.append(await asked.json())
+        if len(times) > refusals:
+            return web.json_response({"tokens": [4]})
+        return web.json_response(answer, status=503)
+
+    async def scenario():
+        async with faulty.serving(handle) as url:
+            fleet = Fleet([url], engine=engine, timeout_s=own_timeout_s, connect_timeout_s=5)
+            begun = time.monotonic()
+            try:
+                ended = await fleet.send(url, request, timeout_s=timeout_s)
+            except RolloutServerError as error:
+                ended = error
+            finally:
+                await fleet.close()
+            return ended, times, time.monotonic() - begun
+
+    return asyncio.run(scenario())
+
+
+GENERATE = load_engine("vllm").generate([1, 2], SamplingParams(4), "r1", seed=3)
+
+
+@pytest.mark.parametrize("timeout_s", [None, 3.0, math.inf])
+def test_send_when_a_paused_server_refuses_then_the_same_request_is_sent_until_it_goes_on(faulty, timeout_s):
+    (status, body), times, seconds = sent(faulty, GENERATE, refusals=2, timeout_s=timeout_s)
+    assert (status, body) == (200, b'{"tokens": [4]}') and times == 3 * [GENERATE.json]
+    assert seconds > 2 * PAUSED_POLL_S
+
+
+@pytest.mark.parametrize("limit", [{"timeout_s": 0.6}, {"own_timeout_s": 0.6}])
+def test_send_when_the_pause_is_longer_than_the_limit_then_the_refusal_is_raised_in_time(faulty, limit):
+    error, times, seconds = sent(faulty, GENERATE, refusals=1000, **limit)
+    assert error.status == 503 and "whoever paused it must POST /resume" in str(error)
+    assert len(times) == 2 and seconds < 0.6  # at 0 and 0.25 s; a third would leave no time for an answer
+
+
+@pytest.mark.parametrize(
+    "case",
+    [{"answer": {"error": {"message": "upstream connect error"}}}, {"engine": "sglang"},
+     {"request": load_engine("vllm").update_weight_version("7")}],
+)  # fmt: skip
+def test_send_when_the_refusal_is_no_pause_of_sampling_then_raised_at_once(faulty, case):
+    error, times, _ = sent(faulty, **{"request": GENERATE, "refusals": 1000} | case)
+    assert error.status == 503 and len(times) == 1
 
 
 def test_sampling_when_the_engines_are_not_known_then_refused_where_none_supports_it_and_later_where_one_does_not():

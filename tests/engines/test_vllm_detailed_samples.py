@@ -68,6 +68,18 @@ def test_parse_when_the_sampled_id_is_likely_or_not_then_the_likeliest_in_fallin
     assert full.version_spans == (VersionSpan("a", 0, 2),)
 
 
+def test_parse_when_the_lists_are_not_cut_as_at_0_33_then_as_many_likeliest_as_were_asked_for():
+    """Asked for 3, it has the sampled id in front of the first 3, which may hold it."""
+    sample = parsed(logprobs={"content": [
+        entry(7, -2.0, 9) | {"top_logprobs": [
+            entry(7, -2.0, 9), entry(4, -0.5, 1), entry(5, -1.0, 2), entry(8, -1.5, 3),
+        ]},
+        entry(4, -0.9, 2) | {"top_logprobs": [entry(4, -0.9, 2), entry(6, -0.8, 1), entry(9, -3.0, 3)]},
+    ]})  # fmt: skip
+    assert sample.top.tolist() == [[-0.5, -1.0, -1.5], [-0.8, -0.9, -3.0]]
+    assert sample.top_ids.tolist() == [[4, 5, 8], [6, 4, 9]] and sample.logprobs.tolist() == [-2.0, -0.9]
+
+
 def test_parse_when_aborted_before_the_first_token_then_empty():
     sample = parsed(token_ids=[], logprobs=None)
     assert sample.output == [] and sample.logprobs.shape == (0,) and sample.top.shape == (0, 0)
@@ -142,13 +154,18 @@ def info(version="0.32.0", **sections):
         ("0.31.2", "weight versions by token", ""),
         ("0.32.0", "", ""),
         ("0.32.0rc1", "", ""),
-        ("0.33.0", "", "vLLM 0.33.0 is newer than 0.32.0, the newest tested"),
-        ("0.33.1.dev7+g12", "", "vLLM '0.33.1.dev7+g12' is no release; 0.32.0 is the newest tested"),
+        ("0.32.1", "", ""),
+        ("0.33.0", "", ""),
+        ("0.33.0+cpu", "", ""),
+        ("0.33.1", "", "vLLM 0.33.1 is newer than 0.33.0, the newest tested"),
+        ("0.34.0rc2", "", "vLLM 0.34.0rc2 is newer than 0.33.0, the newest tested"),
+        ("1.0", "", "vLLM 1.0 is newer than 0.33.0, the newest tested"),
+        ("0.33.1.dev7+g12", "", "vLLM '0.33.1.dev7+g12' is no release; 0.33.0 is the newest tested"),
     ],
 )
 def test_version_support_when_asked_then_what_the_version_lacks(version, lacks, note):
     support = VLLM.version_support(info(version))
-    assert (support.version, support.tested, support.lacks, support.note) == (version, "0.32.0", lacks, note)
+    assert (support.version, support.tested, support.lacks, support.note) == (version, "0.32.0 to 0.33.0", lacks, note)
 
 
 def test_facts_when_told_then_model_tokenizer_head_and_block():
@@ -168,7 +185,7 @@ STARTED = {
     "parallel_config": {"worker_extension_cls": EXTENSION, "data_parallel_size": 1, "enable_eplb": False,
                         "pipeline_parallel_size": 1},
 }  # fmt: skip
-"""As /server_info of 0.32 tells it."""
+"""As /server_info of 0.32 and 0.33 tells it."""
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,12 @@ INFO = {
     "system_env": {"vllm_version": "0.32.0"},
 }  # fmt: skip
 
+PAUSED = (
+    '{"error":{"message":"Generation is paused. Please retry after it resumes.","type":"ServiceUnavailableError",'
+    '"param":null,"code":503}}'
+)
+"""As 0.33.0 answers a new request while it is paused by `abort` or `wait`."""
+
 
 def info(part=None, **changes):
     if part is None:
@@ -110,6 +116,23 @@ def test_sampling_problem_when_decoding_is_speculative_then_refused_by_its_flag(
     assert "--speculative-config" in problem and "not proven" in problem and "start it without" in problem
 
 
+@pytest.mark.parametrize(
+    "section, field", [("aux_output_config", "enable_omit_prefix_routed_experts"),
+                       ("model_config", "enable_omit_prefix_routed_experts"),
+                       ("aux_output_config", "omit_prefix_routed_experts")],
+)  # fmt: skip
+def test_sampling_problem_when_routes_of_cached_tokens_are_left_out_then_refused_by_its_flag(section, field):
+    def told(value):
+        config = INFO["vllm_config"]
+        return {"vllm_config": config | {section: config.get(section, {}) | {field: value}, "instance_id": "a"}}
+
+    problem = ENGINE.sampling_problem(told(True), SamplingParams(8))
+    assert "--enable-omit-prefix-routed-experts leaves out" in problem and "start it without" in problem
+    assert ENGINE.routes_problem(told(True)) == problem
+    assert ENGINE.sampling_problem(told(False), SamplingParams(8)) is None
+    assert ENGINE.routes_problem({}) is ENGINE.routes_problem(INFO) is None
+
+
 def one_token(logprob):
     return {"choices": [{"logprobs": {"content": [{"token_id": 4, "logprob": logprob}]}}]}
 
@@ -141,7 +164,8 @@ def test_server_info_when_read():
 
 @pytest.mark.parametrize(
     "version, lacks, noted",
-    [("0.31.2", True, False), ("0.32.0", False, False), ("0.32.0+cpu", False, False), ("0.33.0rc1", False, True),
+    [("0.31.2", True, False), ("0.32.0", False, False), ("0.32.0+cpu", False, False), ("0.33.0", False, False),
+     ("0.33.1", False, True), ("0.34.0rc1", False, True),
      ("None", False, True)],
 )  # fmt: skip
 def test_version_when_too_old_new_or_unknown_then_it_is_named(version, lacks, noted):
@@ -160,7 +184,10 @@ def test_version_when_too_old_new_or_unknown_then_it_is_named(version, lacks, no
         ("/inference/v1/generate", 500, '{"error":{"message":""}}', "--return-sampling-mask samples with `top_k`"),
         ("/inference/v1/generate", 500, "EngineCore encountered an issue", "its engine has died"),
         ("/health", 503, "", "its engine has died"),
+        ("/inference/v1/generate", 503, PAUSED, "whoever paused it must POST /resume"),
+        ("/inference/v1/generate", 503, "upstream connect error", ""),
         ("/inference/v1/generate", 400, "", ""),
+        ("/inference/v1/generate", 400, "X-Session-ID header is required", "without --enable-omit-prefix-routed"),
     ],
 )
 def test_remedy_when_status_then_what_to_do(endpoint, status, detail, remedy):

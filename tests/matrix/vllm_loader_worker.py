@@ -35,6 +35,7 @@ def worker_of(folder):
     config = EngineArgs(
         model=str(folder), dtype="float32", enforce_eager=True, max_model_len=128, skip_tokenizer_init=True,
         distributed_executor_backend="uni", kv_cache_memory_bytes=1 << 26, weight_transfer_config={"backend": BACKEND},
+        attention_backend="CPU_MLA",  # of latent attention: the default of a CPU with AMX does not take float32
     ).create_engine_config()  # fmt: skip
     with set_current_vllm_config(config):
         init_distributed_environment(1, 0, f"file://{folder}/rendezvous", 0, "gloo")

@@ -13,7 +13,10 @@ WHICH = "import megatron_rl_corr, sys; print(megatron_rl_corr.__file__, sys.pref
 
 def run(*command, cwd="/"):
     """The output of a command that finds nothing by PYTHONPATH or the working folder."""
-    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    left_out = ("VLLM", "MAKEFLAGS")  # of a `make test VLLM=...`
+    variables = {
+        name: value for name, value in os.environ.items() if not name.startswith("PYTHON") and name not in left_out
+    }
     if SHARED.exists():
         variables["MEGATRON_RL_CORR_ENVS"] = str(SHARED.resolve().parent)
     variables["PYTHON_FOR_SETUP"] = sys._base_executable
@@ -85,3 +88,21 @@ def test_setup_when_venv_is_a_users_folder_then_it_is_refused_and_kept(folder, c
     status, output = run("make", "setup", cwd=checkout)
     assert status != 0 and "move it away" in output
     assert [path.name for path in (checkout / ".venv").iterdir()] == ["notes"]
+
+
+def test_setup_vllm_when_a_version_is_chosen_then_it_is_linked_or_refused_by_name(folder, copy_checkout):
+    shared = Path(sys.prefix, "vllm").resolve()
+    if not (shared / ".complete").exists():
+        pytest.skip("make setup-vllm has not been run")
+    checkout = copy_checkout(folder / "checkout")
+    set_up(checkout)
+    locked = shared.with_name(shared.name.split("-python-")[0])
+    status, output = run("make", "setup-vllm", "VLLM=0.31.0", cwd=checkout)
+    assert status != 0 and "VLLM is 0.31.0" in output and "give 0.32.0 or 0.33.0" in output
+    assert not (checkout / ".venv/vllm").exists()
+    for version, packages in (("0.32.0", locked), ("0.33.0", Path(f"{locked}-python-0.33.0")), (None, locked)):
+        if not (packages / ".complete").exists():
+            continue  # what is not there yet would be fetched
+        status, output = run("make", "setup-vllm", *[f"VLLM={version}"] * (version is not None), cwd=checkout)
+        assert status == 0 and f".venv/vllm is ready (vLLM {version or '0.32.0'})" in output
+        assert (checkout / ".venv/vllm").resolve() == packages

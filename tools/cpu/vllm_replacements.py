@@ -1,4 +1,4 @@
-"""Replacements for a process that runs vLLM 0.32 without a GPU."""
+"""Replacements for a process that runs vLLM 0.32 or 0.33 without a GPU."""
 
 import ctypes
 import multiprocessing
@@ -58,7 +58,7 @@ def _triton_backend():
 
 
 def _sorts_instead(original):
-    def apply_top_k_top_p_triton(logits: torch.Tensor, k, p) -> torch.Tensor:
+    def apply_top_k_top_p_triton(logits: torch.Tensor, k, p, *, has_topp_only_rows: bool = True) -> torch.Tensor:
         from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 
         return apply_top_k_top_p_pytorch(logits, k, p, allow_cpu_sync=True)

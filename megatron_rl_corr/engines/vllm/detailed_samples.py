@@ -33,7 +33,7 @@ def detailed_sample(
 
     Whether the sampling mask and the routed experts are returned is for the server's flags alone: no request asks.
     """
-    # One more than K: the list begins with the sampled id, and is cut to this length.
+    # One more than K: the list begins with the sampled id, and 0.32 cuts it to this length.
     params = sampling_fields(sampling) | {"logprobs": likeliest + 1}
     if seed is not None:
         params["seed"] = server_seed(seed)

@@ -1,4 +1,4 @@
-"""vLLM behind the seam: every request, answer, limit and remedy of its servers (0.32)."""
+"""vLLM behind the seam: every request, answer, limit and remedy of its servers (0.32 and 0.33)."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from megatron_rl_corr.engines.vllm import (
     detailed_samples,
     requests,
     responses,
+    routed_experts,
     sampling_checks,
     server_version,
     servers,
@@ -84,6 +85,7 @@ class VLLM(Engine):
     has_tokenizer = staticmethod(servers.has_tokenizer)
     version_support = staticmethod(server_version.version_support)
     has_float32_head = staticmethod(servers.has_float32_head)
+    routes_problem = staticmethod(routed_experts.omission_problem)
     cache_block = staticmethod(servers.cache_block)
     served_model = staticmethod(servers.served_model)
     list_endpoints = staticmethod(servers.list_endpoints)
@@ -92,6 +94,7 @@ class VLLM(Engine):
     context_length = staticmethod(servers.context_length)
 
     pause_generation = staticmethod(updates.pause_generation)
+    refuses_while_paused = staticmethod(updates.refuses_while_paused)
     continue_generation = staticmethod(updates.continue_generation)
     pause_problem = staticmethod(updates.pause_problem)
     begin_weight_update = staticmethod(updates.begin_weight_update)

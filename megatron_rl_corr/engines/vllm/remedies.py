@@ -2,7 +2,7 @@
 
 from megatron_rl_corr.engines.vllm.updates import EXTENSION
 
-_TESTED = "vLLM 0.32"
+_TESTED = "vLLM 0.32 or 0.33"
 _INVARIANT = "with VLLM_BATCH_INVARIANT=1 in its environment"
 _PROCESSED = "start the server with --logprobs-mode processed_logprobs"
 _V2 = "with VLLM_USE_V2_MODEL_RUNNER=1 in its environment where that is not the default"

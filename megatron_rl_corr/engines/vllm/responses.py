@@ -19,7 +19,7 @@ from megatron_rl_corr.engines.routes import ExpertShape, no_routes
 from megatron_rl_corr.engines.trajectory import Trajectory, VersionSpan
 from megatron_rl_corr.engines.vllm.answer_fields import EMPTY, FIELDS
 from megatron_rl_corr.engines.vllm.requests import GENERATE
-from megatron_rl_corr.engines.vllm.routed_experts import decode
+from megatron_rl_corr.engines.vllm.routed_experts import MissingRoutes, decode
 
 FLOOR = -9999.0
 """What vLLM writes for a log-prob that is NaN or -inf, and for one that it does not have."""
@@ -184,5 +184,7 @@ def _routes(
         )
     try:
         return torch.cat([known, decode(encoded, tokens=tokens, shape=experts, first=len(known))])
+    except MissingRoutes:
+        raise
     except ValueError as error:
         raise ValueError(f"{error}; is it serving another model?") from None

@@ -5,6 +5,8 @@ T tokens of prompt and response, H hidden layers, M of them with experts, k expe
 
 import math
 import re
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +21,31 @@ _HEAD = re.compile(
     rb"'shape': \((\d{1,9}(?:, ?\d{1,9}){0,4},?)\), \} *\n)", re.DOTALL,
 )  # fmt: skip
 """The head as numpy writes it, of an array of five dimensions at most: numpy's own reader takes Python in its place."""
+
+
+OMITS = "--enable-omit-prefix-routed-experts"
+"""vLLM's name for an option that leaves out the routes of cached prompt tokens. No release up to 0.33 has it."""
+WITHOUT_OMISSION = f"start it without {OMITS}: a run asks for no routes that it has"
+
+
+class MissingRoutes(ValueError):
+    """The first rows that were asked for did not come, though those that came are of the model's shape."""
+
+
+def omission_problem(server_info: Mapping[str, Any]) -> str | None:
+    """Why routes of tokens that were asked for will be missing, with the remedy; None: none will.
+
+    Args:
+        server_info: the server's answer to /server_info.
+    """
+    name = OMITS.removeprefix("--enable-").replace("-", "_")
+    sections = [part for part in (server_info.get("vllm_config") or {}).values() if isinstance(part, Mapping)]
+    if any(key.removeprefix("enable_") == name and value for part in sections for key, value in part.items()):
+        return (
+            f"{OMITS} leaves out the routed experts of prompt tokens that the server had cached, and has it refuse "
+            f"requests without an x-session-id; {WITHOUT_OMISSION}"
+        )
+    return None
 
 
 def read_ids(encoded: object) -> np.ndarray:
@@ -54,6 +81,11 @@ def decode(encoded: object, *, tokens: int, shape: ExpertShape, first: int = 0) 
         ValueError: it breaks a rule, which the message names: base64, npy, type, rows, range, distinct ids.
     """
     ids, rows = read_ids(encoded), tokens - 1 - first
+    if ids.shape[1:] == (shape.num_layers, shape.top_k) and len(ids) < rows:
+        raise MissingRoutes(
+            f"rule rows: routed_experts of {len(ids)} rows, where {rows} belong to {tokens} tokens, prompt included, "
+            f"from token {first} on: did it leave out tokens that it had cached? {WITHOUT_OMISSION}"
+        )
     if ids.shape != (rows, shape.num_layers, shape.top_k):
         raise ValueError(
             f"rule rows: routed_experts of {' x '.join(map(str, ids.shape))}, where {rows} rows of {shape.num_layers} "

@@ -9,6 +9,7 @@ from megatron_rl_corr.engines.errors import shown
 from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.engines.types import Request
 from megatron_rl_corr.engines.vllm.requests import generate_request
+from megatron_rl_corr.engines.vllm.routed_experts import omission_problem
 from megatron_rl_corr.engines.vllm.servers import config_of
 
 _ROUNDING = 1e-3
@@ -24,6 +25,8 @@ def sampling_problem(server_info: Mapping[str, Any], sampling: SamplingParams) -
     """
     model = config_of(server_info, "model_config")
     mode, longest = model.get("logprobs_mode"), model.get("max_model_len")
+    if (problem := omission_problem(server_info)) is not None:
+        return problem
     if config_of(server_info, "speculative_config"):
         return (
             "speculative decoding (--speculative-config) is not proven: whether log-probs and what an update leaves in "

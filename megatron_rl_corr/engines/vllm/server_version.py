@@ -10,7 +10,7 @@ from megatron_rl_corr.engines.errors import RolloutServerError
 from megatron_rl_corr.engines.inspection import VersionSupport
 from megatron_rl_corr.engines.types import Request, Transport
 
-OLDEST, NEWEST = "0.32.0", "0.32.0"
+OLDEST, NEWEST = "0.32.0", "0.33.0"
 """The versions that were tested."""
 
 

@@ -12,6 +12,7 @@ from megatron_rl_corr.engines.inspection import ServedModel, UpdateSupport
 from megatron_rl_corr.engines.types import Request, ServerRanks
 from megatron_rl_corr.engines.vllm.checks import config_problem
 from megatron_rl_corr.engines.vllm.requests import GENERATE
+from megatron_rl_corr.engines.vllm.routed_experts import WITHOUT_OMISSION
 from megatron_rl_corr.engines.vllm.updates import EXTENSION, EXTENSION_CLASS, WEIGHT_TRANSPORTS
 
 _FULL_PRECISION_CACHES = ("auto", "bfloat16", "float16", "float32")
@@ -39,6 +40,8 @@ def remedy(endpoint: str, status: int, detail: str) -> str:
         return f"start the server with {EXTENSION}"
     if "rl_corr_" in detail and "unexpected keyword argument" in detail:
         return "its worker extension is older: install the trainer's megatron-rl-corr there, and start it again"
+    if status == 400 and "x-session-id" in detail.lower():
+        return WITHOUT_OMISSION
     if status == 401:
         return "give the client the server's --api-key"
     if status == 403 and endpoint == GENERATE:
@@ -49,6 +52,8 @@ def remedy(endpoint: str, status: int, detail: str) -> str:
         return "is this the address of a vLLM server, and is its version 0.32 or newer?"
     if status == 500 and "EngineCore" in detail or status == 503 and endpoint == "/health":
         return "its engine has died; see its log, and start it anew"
+    if status == 503 and endpoint == GENERATE and "is paused" in detail:
+        return "whoever paused it must POST /resume; a push that is under way does"
     if status == 500 and endpoint == GENERATE:  # 0.32 hides the reason, "sampling distribution replay requires top_k"
         return (
             "see its log; a server with --return-sampling-mask samples with `top_k` at a `temperature` above 0 only: "

@@ -12,8 +12,9 @@ from typing import Any
 
 from megatron_rl_corr.engines import answer_size
 from megatron_rl_corr.engines.answer_types import at_least_1, checked_checksums, rank_number
-from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError
+from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, RolloutServerError
 from megatron_rl_corr.engines.types import Request, ServerChecksums
+from megatron_rl_corr.engines.vllm.requests import GENERATE
 from megatron_rl_corr.engines.vllm.worker_code import worker_code
 
 PAUSE_MODES = {"abort": "abort", "in_place": "keep&clear_cache=false", "retract": "keep"}
@@ -34,6 +35,15 @@ def pause_generation(mode: str) -> Request:
     if mode not in PAUSE_MODES:
         raise ValueError(f"pause mode must be one of {', '.join(PAUSE_MODES)}, got {mode!r}")
     return Request("POST", f"/pause?mode={PAUSE_MODES[mode]}")
+
+
+def refuses_while_paused(error: RolloutServerError) -> bool:
+    """Whether a server does not let a new request wait for the end of a pause.
+
+    0.33 refuses it with HTTP 503 where the pause ended or waits for the running ones (`abort`, `wait`); 0.32 lets it
+    wait, as both do where those go on later.
+    """
+    return error.endpoint == GENERATE and error.status == 503 and "Generation is paused" in error.detail
 
 
 def continue_generation() -> Request:

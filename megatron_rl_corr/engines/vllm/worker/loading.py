@@ -19,7 +19,7 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 
 from megatron_rl_corr.engines.checksums import checksum
 
-PREPACKED_EXPERTS = ("0.32.",)
+PREPACKED_EXPERTS = ("0.32.", "0.33.")
 """Starts of the versions whose experts on the CPU are packed at the first load only, and are packed here at others."""
 
 
