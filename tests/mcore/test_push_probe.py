@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,8 @@ from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.rollout.blocking import LoopThread
 from tests.mcore.server_weights import load
 from tests.megatron_forks import run_megatron
+from tests.preloaded import PreloadedServer
+from tools.cpu import environment, sglang_arguments
 
 HERE = Path(__file__).resolve().parent
 LAYOUTS = {
@@ -149,3 +152,41 @@ def test_probe_when_a_server_samples_with_other_weights_than_it_scores_with_then
             [[other]] = probed(1, tiny_moe_dir, ("sglang", stale_scores), tmp_path, [{}])
     assert "decode path computes with other weights than its prefill" in found[0], found[0]
     assert "scores of given tokens are wrong and its samples are right" in other[0], other[0]
+
+
+@pytest.mark.parametrize(("name", "value"), [("rms_norm_eps", 1e-2), ("rope_theta", 100.0)])
+def test_probe_when_a_server_computes_with_another_setting_then_it_was_so_before_the_first_push(
+    name, value, tiny_moe_dir, tmp_path
+):
+    other = shutil.copytree(tiny_moe_dir, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    where = config if name in config else config["rope_parameters"]
+    assert where[name] != value
+    where[name] = value
+    (other / "config.json").write_text(json.dumps(config))
+    arguments = [*sglang_arguments(), "--random-seed", "0"]
+    with PreloadedServer(
+        other, dtype="float32", log_path=tmp_path / "server.log", extra_arguments=arguments,
+        environment=environment("sglang"),
+    ) as server:  # fmt: skip
+        specs = [{}, {"half": True}]
+        found = probed(1, tiny_moe_dir, ("sglang", server), tmp_path, specs)
+    for spec, [[message, *_]] in zip(specs, found, strict=True):
+        assert "before the first push" in message and "model-flags" in message, (spec, message)
+
+
+@pytest.mark.parametrize("stale", ["layers.1.", "layers.2.mlp.gate.", "layers.0.self_attn.k_proj."])
+def test_probe_when_a_push_leaves_tensors_as_they_were_then_the_server_is_named(
+    stale, tiny_moe_dir, engine_server, tmp_path
+):
+    """The server has other weights before the push, and the push brings the trainer's, but for these."""
+    weights, (engine, server) = load_file(tiny_moe_dir / "model.safetensors"), engine_server
+    generator = torch.Generator().manual_seed(3)
+    old = {name: w + 0.05 * w.std() * torch.randn(w.shape, generator=generator) for name, w in weights.items()}
+    save_file({name: (old if stale in name else weights)[name] for name in weights}, tmp_path / "sent.safetensors")
+    asyncio.run(load(engine, server.url, old))
+    try:
+        [[found]] = probed(1, tiny_moe_dir, engine_server, tmp_path, [{"sent": str(tmp_path / "sent.safetensors")}])
+    finally:
+        asyncio.run(load(engine, server.url, weights))
+    assert "its weights differ from the trainer's, with" in found[0], found
