@@ -22,7 +22,7 @@ ROUNDING = Rounding(relative_error=2e-3, least=1e-4)
 
 
 def test_rounding_of_a_text_then_median_and_upper_quantile_are_those_by_hand():
-    # |moved| sorted: 1 1 2 2 3 3 4 4 5 5 thousandths; of so short a text the 0.75 quantile counts, which lies between the 7th and the 8th.
+    # |moved| sorted: 1 1 2 2 3 3 4 4 5 5 thousandths. Of so short a text the 0.75 quantile counts, between 7th and 8th.
     moved = np.array([[1, -2, 3, -4, 5], [-1, 2, -3, 4, -5]]) * 1e-3
     found = TextRounding.of(moved, ROUNDING)
     assert found.median == pytest.approx(3e-3) and found.upper == pytest.approx(4e-3)
