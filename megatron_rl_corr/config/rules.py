@@ -54,7 +54,7 @@ RULE_INPUTS: dict[str, RuleInput] = {
 class Divergence:
     """What a rejection rule measures, where it may be measured, and how it is bounded.
 
-    Example: Divergence("e^D - 1 - D", lambda ratios: ratios.rho_less_one - ratios.log_ratio) is k3.
+    Example: Divergence("e^D - 1 - D", lambda ratios: ratios.k3) is k3.
     """
 
     doc: str
@@ -131,7 +131,7 @@ DIVERGENCES: dict[str, Divergence] = {
         lambda ratios: ratios.log_ratio, bounds="both", scale=math.log, check=_ratio_bounds,
     ),
     "k2": Divergence("D^2 / 2", lambda ratios: ratios.log_ratio.square() / 2, one_bound=_ZERO),
-    "k3": Divergence("e^D - 1 - D", lambda ratios: ratios.rho_less_one - ratios.log_ratio, one_bound=_ZERO),
+    "k3": Divergence("e^D - 1 - D", lambda ratios: ratios.k3, one_bound=_ZERO),
     "abs_diff": Divergence(
         "|pi_train - pi_rollout|", lambda ratios: ratios.prob_diff.abs(), one_bound=_ZERO, check=_probability_bounds,
     ),

@@ -215,10 +215,10 @@ def _all_reduce_batch_totals(
     counted = has_tokens.sum(dtype=torch.float64)
     parts = [ratios.valid_tokens, rejection.kept_tokens, counted if owner else torch.zeros_like(counted)]
     if config.rollout_batch_filter_kl is not None:
-        parts += [ratios.rho_less_one.sum() - ratios.log_ratio.sum()]
+        parts += [ratios.k3.sum()]
     if config.rollout_is_batch_normalize:
-        of_units = torch.stack([weights.units.sum(), _units_present(config, ratios, sums)])
-        parts += (of_units if owner or not shared else torch.zeros_like(of_units)).unbind()
+        of_units = [weights.units.sum(), _units_present(config, ratios, sums)]
+        parts += of_units if owner or not shared else [torch.zeros_like(one) for one in of_units]
     totals = torch.stack(parts)
     if groups is not None:
         totals = groups.all_reduce_dp_cp(totals)
@@ -235,8 +235,8 @@ def _units_present(config: RolloutCorrectionConfig, ratios: TokenRatios, sums: S
     """How many units of the weights' level have a valid token: float64 scalar."""
     if config.rollout_is == "token":
         return ratios.valid_tokens
-    units = sums.by_unit if config.rollout_is == "turn" else sums.by_sequence
-    return (units["tokens"] > 0).sum(dtype=torch.float64)
+    present = sums.units_present if config.rollout_is == "turn" else sums.present
+    return present.sum(dtype=torch.float64)
 
 
 def _sequence_lengths(sums: SpanSums, rejection: Rejection) -> Tensor:

@@ -1,20 +1,21 @@
 """How far the two policies are apart: the metrics of a correction, as partial sums and extrema of this rank's share.
 
 T tokens, S sequences; D = log pi_train - log pi_rollout (subtracted in float32), rho = e^D, e = rho - 1 with D clamped
-to +-20. Everything is 0 outside the valid tokens, so plain sums over T are sums over the valid tokens.
+to +-20; k3 is e - D with D at most 1e8, so that no absurd D makes it negative. Everything is 0 outside
+the valid tokens, so plain sums over T are sums over the valid tokens.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from megatron_rl_corr.core import metrics as m
-from megatron_rl_corr.core.ratios import LOG_CLAMP, SpanSums, TokenRatios
+from megatron_rl_corr.core.ratios import LARGEST_LESS, LOG_CLAMP, SpanSums, TokenRatios
 from megatron_rl_corr.core.rejection import Rejection
 from megatron_rl_corr.core.segments import Columns, constant, segment_sums
 
@@ -56,27 +57,24 @@ def token_metrics(ratios: TokenRatios, turn_ids: Tensor | None, token_lags: Tens
         "log_ratio": (m.LogRatioHistogram, _log_ratio_histogram(size, ratios.one)),
         "log_ratio_abs_max": (m.MaxOfPresent, (_largest(size), count)),
     }
-    # e^x grows with x, so clamping the exponential is clamping D. Rows are made again rather than kept, for memory.
-    clamp_d, clamp_e = partial(d.clamp, LOWEST, OUTLIER), partial(e.clamp, math.expm1(LOWEST), math.expm1(OUTLIER))
-    sums = _sums_by_part(ratios, turn_ids, token_lags, {
-        "tokens": lambda: ratios.one, "d": lambda: d, "d_clamped": clamp_d, "e": lambda: e,
-        "e_clamped": clamp_e, "size": lambda: size, "size_clamped": lambda: size.clamp(max=OUTLIER),
-    })  # fmt: skip
+    d_exponent = d.clamp(-LOG_CLAMP, LOG_CLAMP)
+    exponents_total, products_total = d_exponent.sum(), torch.dot(e, d_exponent)
+    del d_exponent
+    kept: list[Tensor] = []  # e_clamped, made as the last column and used once more below
+    sums = _sums_by_part(ratios, turn_ids, token_lags, _main_columns(ratios, size, kept))
     for part, totals in sums.items():
-        parts |= _main_means(part, *totals)
-    _, d_total, d_clamped_total, e_total, e_clamped_total, *_ = sums[""]
+        parts |= _main_means(part, totals)
+    e_total, d_clamped_total, e_clamped_total = (sums[""][_MAIN.index(x)] for x in ("e", "d_clamped", "e_clamped"))
     parts["chi2_token"] = m.Chi2, (torch.dot(e, e), e_total, count)
     exp_abs = size.clamp_(max=LOG_CLAMP).expm1_()
     parts["token_mult_prob_error"] = m.MeanPlusOne, (exp_abs.sum(), count)
     exp_abs.clamp_(max=math.expm1(OUTLIER))
     parts["token_mult_prob_error_clamped"] = m.MeanPlusOne, (exp_abs.sum(), count)
     log_middle = torch.mul(e, 0.5, out=size).log1p_()  # ln((1 + rho) / 2)
-    d_exponent = d.clamp(-LOG_CLAMP, LOG_CLAMP)
     parts["jsd"] = m.JensenShannon, (
-        torch.dot(e, log_middle), torch.dot(e, d_exponent), log_middle.sum(), d_exponent.sum(), count
+        torch.dot(e, log_middle), products_total, log_middle.sum(), exponents_total, count
     )
-    del d_exponent
-    d_clamped, e_clamped = clamp_d(), clamp_e()
+    d_clamped, (e_clamped,) = d.clamp(LOWEST, OUTLIER), kept  # made again rather than kept, for memory
     parts["chi2_token_clamped"] = m.Chi2, (torch.dot(e_clamped, e_clamped), e_clamped_total, count)
     log_middle.clamp_(math.log1p(math.expm1(LOWEST) / 2), math.log1p(math.expm1(OUTLIER) / 2))
     parts["jsd_clamped"] = m.JensenShannon, (
@@ -135,30 +133,51 @@ def engine_metrics(ratios: TokenRatios, engine_ids: Tensor, engines: Sequence[st
         engine_ids: [T] int64 in [0, len(engines)).
         engines: their names, the same on all ranks.
     """
-    d, e, size = ratios.log_ratio, ratios.rho_less_one, ratios.log_ratio.abs()
-    sums = segment_sums({
-        "tokens": lambda: ratios.one, "d": lambda: d, "d_clamped": lambda: d.clamp(LOWEST, OUTLIER), "e": lambda: e,
-        "e_clamped": lambda: e.clamp(math.expm1(LOWEST), math.expm1(OUTLIER)), "size": lambda: size,
-        "size_clamped": lambda: size.clamp(max=OUTLIER),
-    }, engine_ids, len(engines))  # fmt: skip
+    size = ratios.log_ratio.abs()
+    sums = segment_sums(_main_columns(ratios, size, []), engine_ids, len(engines))
     parts: Parts = {}
     for number, (name, totals) in enumerate(zip(engines, sums.unbind(dim=1), strict=True)):
-        parts |= _main_means(f"by_engine/{name}/", *totals.unbind())
+        totals = totals.unbind()
+        parts |= _main_means(f"by_engine/{name}/", totals)
         largest = _largest(torch.where(engine_ids == number, size, constant(0.0, size.dtype, size.device)))
         parts[f"by_engine/{name}/log_ratio_abs_max"] = m.MaxOfPresent, (largest, totals[0])
     return parts
 
 
-def _main_means(
-    part: str, tokens: Tensor, d: Tensor, d_clamped: Tensor, e: Tensor, e_clamped: Tensor, size: Tensor,
-    size_clamped: Tensor,
-) -> Parts:
-    """The metrics of a part, from its sums."""
+_MAIN = ("tokens", "d", "d_to_subtract", "e", "size", "size_clamped", "d_clamped", "e_clamped")
+"""The columns whose sums the main means are made of."""
+
+
+def _main_columns(ratios: TokenRatios, size: Tensor, kept: list[Tensor]) -> Columns:
+    """The columns of _MAIN.
+
+    Args:
+        ratios: of the tokens.
+        size: [T] |D|.
+        kept: the last column, e_clamped [T], is added to it for who needs it once more.
+    """
+    d, e = ratios.log_ratio, ratios.rho_less_one
+
+    def clamped_e() -> Tensor:
+        # e^x grows with x, so clamping the exponential is clamping D.
+        kept.append(e.clamp(math.expm1(LOWEST), math.expm1(OUTLIER)))
+        return kept[-1]
+
+    makers = (
+        lambda: ratios.one, lambda: d, lambda: d.clamp(max=LARGEST_LESS), lambda: e, lambda: size,
+        lambda: size.clamp(max=OUTLIER), lambda: d.clamp(LOWEST, OUTLIER), clamped_e,
+    )  # fmt: skip
+    return dict(zip(_MAIN, makers, strict=True))
+
+
+def _main_means(part: str, totals: Sequence[Tensor]) -> Parts:
+    """The metrics of a part, from the sums of _MAIN."""
+    tokens, d, d_to_subtract, e, size, size_clamped, d_clamped, e_clamped = totals
     return {
         f"{part}tokens" if part else "valid_tokens": (m.Sum, (tokens,)),
         f"{part}kl": (m.NegativeMean, (d, tokens)),
         f"{part}kl_clamped": (m.NegativeMean, (d_clamped, tokens)),
-        f"{part}k3_kl": (m.MeanOfDifference, (e, d, tokens)),
+        f"{part}k3_kl": (m.MeanOfDifference, (e, d_to_subtract, tokens)),
         f"{part}k3_kl_clamped": (m.MeanOfDifference, (e_clamped, d_clamped, tokens)),
         f"{part}log_ratio_abs_mean": (m.Mean, (size, tokens)),
         f"{part}log_ratio_abs_mean_clamped": (m.Mean, (size_clamped, tokens)),

@@ -25,6 +25,20 @@ PRODUCT_LOG_CLAMP = 340.0
 batch normalisation: e^(+-680) fits into float64."""
 
 
+LARGEST_LESS = 1e8
+"""What e^20 = 4.9e8 is lessened by at most in k3: a finite but absurd D (1e30, of a server's log-prob of -1e30) would
+make it -1e30, below every bound."""
+
+
+def k3(log_ratio: Tensor) -> Tensor:
+    """e^D - 1 - D, elementwise, at least 0: D is clamped to +-20 in the exponent, and to at most 1e8 behind it.
+
+    Args:
+        log_ratio: D, any shape.
+    """
+    return log_ratio.clamp(-LOG_CLAMP, LOG_CLAMP).expm1_() - log_ratio.clamp(max=LARGEST_LESS)
+
+
 NEAREST_TO_1 = 1.0 - 2.0**-24
 """Half a step of float32 below 1: a probability of which its log-prob tells no more."""
 
@@ -91,6 +105,11 @@ class TokenRatios:
     def rho_less_one(self) -> Tensor:
         """rho - 1 = e^D - 1 with D clamped to +-20: float64. Less one, because that keeps the digits of a small D."""
         return self.log_ratio.clamp(-LOG_CLAMP, LOG_CLAMP).expm1_()
+
+    @property
+    def k3(self) -> Tensor:
+        """rho - 1 - D, at least 0: float64; as the function k3, from the row that is there."""
+        return self.rho_less_one - self.log_ratio.clamp(max=LARGEST_LESS)
 
     @cached_property
     def one(self) -> Tensor:
@@ -191,6 +210,11 @@ class SpanSums:
     def present(self) -> Tensor:
         """bool [S]: the sequence has valid tokens."""
         return self.by_sequence["tokens"] > 0
+
+    @cached_property
+    def units_present(self) -> Tensor:
+        """bool [U]: the unit has valid tokens."""
+        return self.present if self.units is self.sequences else self.by_unit["tokens"] > 0
 
     @cached_property
     def products(self) -> Tensor:

@@ -62,7 +62,7 @@ def importance_weights(
     by_turn = config.rollout_is == "turn"
     of_units, ids = (sums.by_unit, spans.unit_ids) if by_turn else (sums.by_sequence, spans.seq_ids)
     exponent = sums.sequence_means["log_ratio"] if config.rollout_is == "geometric" else of_units["log_ratio"]
-    present = sums.by_unit["tokens"] > 0 if by_turn else sums.present
+    present = sums.units_present if by_turn else sums.present
     compared = config.rollout_is_batch_normalize and config.rollout_is != "geometric"
     limit = PRODUCT_LOG_CLAMP if compared else LOG_CLAMP
     units, outside = bounded(config, exponent.clamp(-limit, limit).exp_(), present)

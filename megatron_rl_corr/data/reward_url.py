@@ -18,6 +18,7 @@ from megatron_rl_corr.data.reward_input import RewardInput
 from megatron_rl_corr.data.reward_value import checked_parts
 from megatron_rl_corr.engines.errors import SampleFailure, body_start, shown
 from megatron_rl_corr.engines.http import UNPACKED, TooLong, checked_key, read_body
+from megatron_rl_corr.engines.local_faults import local_fault
 from megatron_rl_corr.engines.secrets import keep_secret, redacted
 from megatron_rl_corr.events import EVENTS
 
@@ -32,6 +33,8 @@ MAX_ANSWER = 4 << 20
 """Bytes of an answer."""
 LEAST_SECRET = 8
 """Characters of a value in an address that may be a secret: a shorter one, such as a number, may be anywhere."""
+LOCAL_PAUSE_S = 0.5
+"""Between attempts while this process itself can reach nobody."""
 START_LIMIT_S = 10.0
 """For the first answer of an address."""
 
@@ -45,11 +48,11 @@ class _Waiting:
 
 
 class _Failed(Exception):
-    """An attempt failed. retry: another may do better."""
+    """An attempt failed. retry: another may do better; local: this process could reach nobody."""
 
-    def __init__(self, text: str, *, retry: bool):
+    def __init__(self, text: str, *, retry: bool, local: bool = False):
         super().__init__(redacted(text))
-        self.retry = retry
+        self.retry, self.local = retry, local
 
 
 class RewardURL:
@@ -145,11 +148,14 @@ class RewardURL:
     async def _answer(self, batch: Sequence[_Waiting]) -> None:
         """Give each sample of the batch its numbers, or its failure."""
         found: list[Any] = []
+        local: list[_Failed] = []
         try:
             async with self._places, asyncio.timeout(self._limit_s):
-                found = await self._values(batch)
+                found = await self._values(batch, local)
         except TimeoutError:
             text = f"no answer within {self._limit_s:g} s; make it faster, or raise `reward_timeout_s`"
+            if local:  # the server has not been asked
+                text = f"{local[-1]}; it went on for {self._limit_s:g} s"
             found = [self._failure(text, "reward_timeout") for _ in batch]
         except _Failed as failure:
             found = [self._failure(str(failure)) for _ in batch]
@@ -164,19 +170,29 @@ class RewardURL:
                 own = error if isinstance(error, SampleFailure) else SampleFailure("reward_error", str(error))
                 one.parts.set_exception(own)
 
-    async def _values(self, batch: Sequence[_Waiting]) -> list[Any]:
-        """The server's list, of the batch's length. Raises _Failed after the last attempt."""
+    async def _values(self, batch: Sequence[_Waiting], local: list[_Failed]) -> list[Any]:
+        """The server's list, of the batch's length. Raises _Failed after the last attempt.
+
+        Faults of this process are no attempts: it tries until the limit, and `local` gets them, unless one succeeded.
+        """
         body = b'{"samples":[' + b",".join(one.body for one in batch) + b"]}"
-        for attempt in range(RETRIES + 1):
+        attempt = 0
+        while attempt <= RETRIES:
             try:
                 return self._parsed(*await self._post(body), len(batch))
             except _Failed as failure:
                 if not failure.retry:
                     raise
+                if failure.local:
+                    local.append(failure)
+                    await asyncio.sleep(LOCAL_PAUSE_S)
+                    continue
+                local.clear()
                 if attempt == RETRIES:
                     raise _Failed(f"{failure}, {RETRIES + 1} times; see its server's log", retry=False) from None
                 EVENTS.tell("reward_retried", f"{self._shown}: {failure}", samples=len(batch))
             pause = 0.5 * 2**attempt
+            attempt += 1
             await asyncio.sleep(pause + random.uniform(0, pause / 2))
         raise AssertionError
 
@@ -191,6 +207,10 @@ class RewardURL:
         except TooLong as error:
             raise _Failed(f"{error}; it must be a list of numbers", retry=False) from None
         except (aiohttp.ClientError, OSError) as error:
+            if (fault := local_fault(error)) is not None:
+                what, remedy = fault
+                text = f"this process can't reach it: {what}; this is a fault of its own host: {remedy}"
+                raise _Failed(text, retry=True, local=True) from None
             raise _Failed(f"it does not answer: {error}", retry=True) from None
 
     def _parsed(self, status: int, body: bytes, count: int) -> list[Any]:

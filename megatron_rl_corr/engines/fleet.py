@@ -13,6 +13,7 @@ from megatron_rl_corr.engines.addresses import may_change
 from megatron_rl_corr.engines.base import Engine
 from megatron_rl_corr.engines.concurrency import all_or_first_failure, poll_until
 from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, RolloutServerError, may_be_gone
+from megatron_rl_corr.engines.local_faults import descriptors_needed
 from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.engines.types import Request, Transport
 
@@ -28,6 +29,7 @@ class Fleet(Transport):
         urls: addresses of servers, or of routers.
         engine: what they run, a name in config/run.py ENGINES; "auto": `find` asks each of them.
         timeout_s, connect_timeout_s, api_key, ca_file: as `Engine.open_transport`'s.
+        max_in_flight: samples at once, for the remedy of a process that has too few descriptors; None: not known.
 
     Raises:
         ValueError: no address, an engine that is not known, or a key or file that can't be used.
@@ -35,7 +37,7 @@ class Fleet(Transport):
 
     def __init__(
         self, urls: Sequence[str], *, engine: str, timeout_s: float, connect_timeout_s: float,
-        api_key: str | None = None, ca_file: str | Path | None = None,
+        api_key: str | None = None, ca_file: str | Path | None = None, max_in_flight: int | None = None,
     ):  # fmt: skip
         self._timeout_s = timeout_s
         names = tuple(ENGINES) if engine == AUTO else (engine,)
@@ -47,6 +49,9 @@ class Fleet(Transport):
             )
             for name, loaded in self._engines.items()
         }
+        if max_in_flight is not None:
+            for transport in self._transports.values():
+                transport.needed = lambda: descriptors_needed(max_in_flight, len(self.urls))
         self.dropped: tuple[str, ...] = ()
         """Addresses that `drop_silent` has forgotten."""
         self.with_sessions: set[str] = set()
@@ -62,6 +67,11 @@ class Fleet(Transport):
     def engines(self) -> dict[str, Engine]:
         """Name -> engine of those that some server runs, in the order of the servers."""
         return {name: self._engines[name] for name in self.names.values()}
+
+    @property
+    def waiting_here(self) -> int:  # type: ignore[override]
+        """Requests that wait for this process or its host, and have reached no server."""
+        return sum(transport.waiting_here for transport in self._transports.values())
 
     def name_of(self, url: str) -> str:
         """The name in config/run.py ENGINES of what a server runs."""

@@ -13,6 +13,7 @@ import orjson
 from megatron_rl_corr.config.urls import is_key
 from megatron_rl_corr.engines.addresses import UnusableAddress, mistaken_scheme
 from megatron_rl_corr.engines.errors import RolloutServerError, UnreadableAnswer, body_start, shown
+from megatron_rl_corr.engines.local_faults import PAUSES_S, WAIT_S, LocalFault, local_fault
 from megatron_rl_corr.engines.secrets import keep_secret
 from megatron_rl_corr.engines.types import Request, Transport
 
@@ -84,6 +85,8 @@ class HTTPTransport(Transport):
         self.connect_timeout_s = connect_timeout_s
         self._api_key = api_key
         keep_secret(self, api_key)  # a server may quote what it was sent
+        self.needed: Callable[[], int] | None = None
+        self.waiting_here = 0
         self._answered: set[str] = set()
         """Addresses that have answered in their protocol: one that breaks a connection later is looked at no more."""
         self._session: aiohttp.ClientSession | None = None
@@ -107,11 +110,29 @@ class HTTPTransport(Transport):
 
         Raises:
             RolloutServerError: no answer, or one with another status; UnusableAddress where there will be none.
+            LocalFault: this process can reach nobody. It has tried for WAIT_S, where nothing had been sent.
             UnreadableAnswer: one that is longer than the request allows, or compressed, which could hide a length.
         """
-        session = self._open_session()
         data = None if request.json is None else orjson.dumps(request.json)
         limit = self.timeout_s if timeout_s is None else timeout_s
+        loop = asyncio.get_running_loop()
+        deadline, pauses = loop.time() + min(WAIT_S, limit), iter(PAUSES_S)
+        while True:
+            try:
+                return await self._send(url, request, data, limit)
+            except LocalFault as fault:
+                pause = next(pauses, PAUSES_S[-1])
+                if fault.sent or loop.time() + pause > deadline:
+                    raise
+            self.waiting_here += 1
+            try:
+                await asyncio.sleep(pause)
+            finally:
+                self.waiting_here -= 1
+
+    async def _send(self, url: str, request: Request, data: bytes | None, limit: float) -> tuple[int, bytes]:
+        """One attempt of `send`."""
+        session = self._open_session()
         timeout = aiohttp.ClientTimeout(
             total=None if limit == math.inf else limit, sock_connect=min(self.connect_timeout_s, limit),
             ceil_threshold=math.inf,  # to the moment, not to the next full second
@@ -127,7 +148,12 @@ class HTTPTransport(Transport):
             if well:
                 raise UnreadableAnswer(url, request.endpoint, str(error)) from None
             body = str(error).encode()
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError, RuntimeError) as error:
+            if (fault := local_fault(error, needed=self.needed and self.needed())) is not None:
+                sent = not isinstance(error, (aiohttp.ClientConnectorError, RuntimeError))
+                raise LocalFault(url, request.endpoint, *fault, sent=sent) from None
+            if isinstance(error, RuntimeError):
+                raise
             if url not in self._answered and (mistake := await mistaken_scheme(url, error, self.connect_timeout_s)):
                 what, remedy = mistake
                 raise UnusableAddress(url, request.endpoint, what, method=request.method, remedy=remedy) from None

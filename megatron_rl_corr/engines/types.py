@@ -6,7 +6,7 @@ P prompt tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -86,6 +86,11 @@ def checked_prompt_ids(prompt_ids: Sequence[int], *, vocab_size: int, prompt_ind
 
 class Transport(Protocol):
     """Brings requests to servers and answers back; `http.HTTPTransport` for servers that speak HTTP."""
+
+    needed: Callable[[], int] | None = None
+    """How many descriptors this process needs, for the remedy where it has none left; None: not known."""
+    waiting_here: int = 0
+    """Requests that wait for this process or its host, and have reached no server."""
 
     async def send(self, url: str, request: Request, *, timeout_s: float | None = None) -> tuple[int, bytes]:
         """(status, body) of the answer. timeout_s None: the transport's own limit; math.inf: no limit.

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl_corr.core.losses.ratio import as_exponent
 from megatron_rl_corr.core.metrics import Mean
+from megatron_rl_corr.core.ratios import k3
 from megatron_rl_corr.parallel.layout import Layout
 
 NO_TOKEN = (
@@ -99,5 +99,4 @@ def mean_k3(logprobs: Tensor, sampled_logprobs: Tensor, mask: Tensor) -> Mean:
     """
     mask = mask & sampled_logprobs.isfinite()
     d = torch.where(mask, logprobs.double() - sampled_logprobs.double(), 0.0)
-    k3 = as_exponent(d).expm1() - d
-    return Mean(torch.stack([k3.sum(), mask.sum(dtype=torch.float64)]))
+    return Mean(torch.stack([k3(d).sum(), mask.sum(dtype=torch.float64)]))

@@ -80,7 +80,8 @@ def _broadcast_served(
     def made() -> tuple[Scorer, ReferenceWeights | None]:
         known = ("engine", "max_concurrency", "timeout_s", "max_retries", "api_key", "ca_file")
         given = {name: value for name, value in options.client_arguments().items() if name in known}
-        scorer = Scorer(options.reference_urls, vocab_size=vocab_size, **given)
+        place = {"replica": layout.dp_rank, "replicas": layout.dp_size}
+        scorer = Scorer(options.reference_urls, vocab_size=vocab_size, **place, **given)
         return scorer, _weights(options, args, parameters, layout.shard, None) if args.iteration > 0 else None
 
     scorer, start = all_reduce_startup(made)

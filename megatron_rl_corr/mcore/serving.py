@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError
+from megatron_rl_corr.engines.local_faults import descriptors_needed, raise_descriptor_limit
 from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.mcore.collect import SampleSource
@@ -157,6 +158,7 @@ def reach_servers(
     """
     client, loop = source.client, source.loop
     run_id = _broadcast_reached(client, loop)
+    all_reduce_startup(lambda: _raise_descriptor_limit(options, client) if layout.is_data_leader else None)
     quantization = _broadcast_quantization(options, client, loop)
     drafts = _broadcast_drafts(options, client, loop, quantization) if mtp_layers else NO_DRAFTS
     servers = _weight_servers(
@@ -275,6 +277,15 @@ def _broadcast_reached(client: RolloutClient, loop: LoopThread) -> str:
     names, run_id = found
     client.use_servers(names)
     return run_id
+
+
+def _raise_descriptor_limit(options: RunConfig, client: RolloutClient) -> None:
+    """Let this leader open as many connections as its samples may take. Raises ValueError where it may not."""
+    scored = options.max_concurrency if options.reference_urls else 0
+    needed = descriptors_needed(options.max_concurrency + scored, len(client.base_urls) + len(options.reference_urls))
+    what = f"--rollout-max-concurrency {options.max_concurrency} with {len(client.base_urls)} servers"
+    if (told := raise_descriptor_limit(needed, what)) is not None:
+        logger.warning("%s", told)
 
 
 def _reach(client: RolloutClient, loop: LoopThread) -> dict[str, str]:

@@ -254,6 +254,7 @@ def sample_source(
     client = RolloutClient(
         options.urls, vocab_size=vocab_size, experts=routes.server_shape, seed=args.seed,
         keyed_cache=options.pause_mode == "in_place", decode=tokenizer and tokenizer.decode_all,
+        replica=layout.dp_rank, replicas=layout.dp_size,
         **options.client_arguments(),
     )  # fmt: skip
     opened.callback(lambda: loop.call(client.close()))

@@ -55,6 +55,7 @@ class RolloutClient(ServerControl):
         seed: of the run. With the prompt's number it decides what a server with deterministic inference samples.
         keyed_cache: requests share cached prefixes only with those that were sent for the same weight version, so that
             no request after an update meets keys and values from before.
+        replica, replicas: which of so many clients of the same servers this is; each begins at servers of its own.
         decode: decode(ids) -> their text, special tokens included; needed where `stop` has texts.
 
     Raises:
@@ -81,11 +82,13 @@ class RolloutClient(ServerControl):
         experts: ExpertShape | None = None,
         seed: int = 0,
         keyed_cache: bool = False,
+        replica: int = 0,
+        replicas: int = 1,
         decode: Decode | None = None,
     ):
         fleet = Fleet(
             base_urls, engine=engine, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s, api_key=api_key,
-            ca_file=ca_file,
+            ca_file=ca_file, max_in_flight=max_concurrency,
         )  # fmt: skip
         positive = {
             "vocab_size": vocab_size, "max_concurrency": max_concurrency, "max_per_server": max_per_server,
@@ -108,11 +111,11 @@ class RolloutClient(ServerControl):
         self._read_timeout_s = read_timeout_s
         self._pool = pool = ServerPool(
             fleet.urls, max_outstanding=max_concurrency, max_per_server=max_per_server,
-            outage_timeout_s=outage_timeout_s,
+            outage_timeout_s=outage_timeout_s, replica=replica, replicas=replicas,
         )  # fmt: skip
         self._health = ServerHealth(fleet, pool, self._counts, read_timeout_s=read_timeout_s)
         self._retries = Retries(
-            fleet, pool, self._health, self._counts, max_retries=max_retries,
+            fleet, pool, self._health, self._counts, max_retries=max_retries, outage_timeout_s=outage_timeout_s,
             max_continuations=max_continuations, experts=experts, keyed_cache=keyed_cache, decode=decode,
         )  # fmt: skip
 

@@ -20,6 +20,7 @@ from megatron_rl_corr.engines.errors import (
     may_be_gone,
 )
 from megatron_rl_corr.engines.fleet import Fleet
+from megatron_rl_corr.engines.local_faults import LocalFault
 from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.rollout.server_pool import Counts, Server, ServerPool
@@ -173,6 +174,8 @@ class ServerHealth:
             delay_s = min(max(2 * delay_s, FIRST_PROBE_S), LONGEST_BACKOFF_S)
             try:
                 await self._check(server.url)
+            except LocalFault:
+                continue  # it says nothing about the server
             except RolloutError as error:
                 self._refuse(server, error)
                 if isinstance(error, StaleWeightsError):

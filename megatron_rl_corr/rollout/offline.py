@@ -18,6 +18,7 @@ from megatron_rl_corr.data.rewards import Rewards
 from megatron_rl_corr.data.tokenizer import Tokenizer
 from megatron_rl_corr.data.worker_pool import UserCalls
 from megatron_rl_corr.engines.concurrency import all_or_first_failure
+from megatron_rl_corr.engines.local_faults import descriptors_needed, raise_descriptor_limit
 from megatron_rl_corr.models.hf_checkpoint import read_config
 from megatron_rl_corr.rollout.client import RolloutClient
 from megatron_rl_corr.rollout.cursor import Cursor, GroupNumbers
@@ -124,6 +125,10 @@ class OfflineRun:
             decode=self._tokenizer and self._tokenizer.decode_all, **options.client_arguments(),
         ) as client:  # fmt: skip
             await client.find_servers(WAIT_FOR_SERVERS_S)
+            what = f"--max-concurrency {options.max_concurrency} with {len(client.base_urls)} servers"
+            needed = descriptors_needed(options.max_concurrency, len(client.base_urls))
+            if (told := raise_descriptor_limit(needed, what)) is not None:
+                progress(told)
             client.check_sampling(self._sampling)
             await client.wait_healthy(WAIT_FOR_SERVERS_S)
             if (problem := await client.sampling_problem(self._sampling)) is not None:

@@ -5,6 +5,7 @@ P prompt tokens, R response tokens.
 
 import asyncio
 import functools
+import logging
 import math
 import uuid
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from megatron_rl_corr.engines import answer_size
 from megatron_rl_corr.engines.answers import reading
 from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, RolloutServerError, StaleWeightsError
 from megatron_rl_corr.engines.fleet import Fleet
+from megatron_rl_corr.engines.local_faults import PAUSES_S, WAIT_S, LocalFault
 from megatron_rl_corr.engines.routes import ExpertShape, first_without_routes
 from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory, join
 from megatron_rl_corr.engines.types import Request, UnsupportedByEngine
@@ -28,6 +30,8 @@ from megatron_rl_corr.rollout.server_pool import Counts, Server, ServerPool
 from megatron_rl_corr.rollout.stop_texts import Decode, cut_at_stop
 from megatron_rl_corr.rollout.trace import CURRENT, RequestTrace, clock
 from megatron_rl_corr.rollout.versions import step_back
+
+logger = logging.getLogger(__name__)
 
 CUT_S = 3.0
 """Longest wait, in seconds, for the end of a request that nobody waits for any more."""
@@ -68,6 +72,7 @@ class Retries:
         counts: counts samples, tokens and retries.
         max_retries: failed requests of a sample after which it fails.
         max_continuations: times that an aborted sample is continued; 0 returns its tokens so far.
+        outage_timeout_s: how long this process may be unable to reach anybody while nothing of its own is in flight.
         experts: also request routed experts, of a model of this shape.
         keyed_cache: share cached prefixes only between requests for one weight version.
         decode: ids to text with special tokens, for stop texts.
@@ -75,12 +80,13 @@ class Retries:
 
     def __init__(
         self, fleet: Fleet, pool: ServerPool, health: ServerHealth, counts: Counts, *,
-        max_retries: int, max_continuations: int, experts: ExpertShape | None = None, keyed_cache: bool = False,
-        decode: Decode | None = None,
+        max_retries: int, max_continuations: int, outage_timeout_s: float, experts: ExpertShape | None = None,
+        keyed_cache: bool = False, decode: Decode | None = None,
     ):  # fmt: skip
         self._fleet, self._pool, self._health, self._counts = fleet, pool, health, counts
         self._max_retries, self._max_continuations, self._experts = max_retries, max_continuations, experts
-        self._keyed_cache, self._decode = keyed_cache, decode
+        self._keyed_cache, self._decode, self._outage_timeout_s = keyed_cache, decode, outage_timeout_s
+        self._told_faults: set[str] = set()
 
     @property
     def cache_key(self) -> str | None:
@@ -162,6 +168,7 @@ class Retries:
             known = so_far.routed_experts[: first_without_routes(so_far.routed_experts, self._experts.experts)]
         failures, failed, group = 0, set() if avoid is None else {avoid}, CURRENT.get()
         refusal: _Refusal | None = None
+        unreached_since: float | None = None
         while True:
             trace = None if group is None else group.request(names["sample_index"])
             server = await self._pool.take(failed, prefer)
@@ -184,6 +191,13 @@ class Retries:
                 if refusal is not None:
                     self._health.leave_out(refusal.server, refusal.joined, refusal.error)
                 return part
+            except LocalFault as fault:
+                if trace is not None:
+                    trace.failure = type(fault).__name__
+                unreached_since = clock() if unreached_since is None else unreached_since
+                self._bear(fault, server, since=unreached_since)
+                await asyncio.sleep(PAUSES_S[0])
+                continue
             except RolloutError as error:
                 if trace is not None:
                     trace.failure = type(error).__name__
@@ -207,6 +221,22 @@ class Retries:
                 self._pool.give_back(server)
             failures += 1
             self._counts.retries += 1
+
+    def _bear(self, fault: LocalFault, server: Server, *, since: float) -> None:
+        """Blame no server, and let the request be sent again: what this process lacks comes free as others end.
+
+        Raises:
+            LocalFault: it has lasted for outage_timeout_s since `since`, and no request of this process is in flight.
+        """
+        server.unreached_until = asyncio.get_running_loop().time() + WAIT_S
+        if fault.detail not in self._told_faults:
+            self._told_faults.add(fault.detail)
+            logger.warning("%s", fault)
+        EVENTS.tell("local_fault", str(fault), server=server.url)
+        in_flight = self._pool.outstanding - 1 - self._fleet.waiting_here  # without this one
+        if in_flight <= 0 and clock() - since >= self._outage_timeout_s:
+            fault.add_note(f"nothing else was in flight, and it went on for {clock() - since:.3g} s")
+            raise fault
 
     async def _ask(
         self, server: Server, request: Request, request_id: str, ids: torch.Tensor, sampling: SamplingParams,

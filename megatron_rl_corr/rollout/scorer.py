@@ -15,6 +15,7 @@ from megatron_rl_corr.engines.fleet import Fleet
 from megatron_rl_corr.engines.trajectory import Trajectory
 from megatron_rl_corr.engines.types import UnsupportedByEngine
 from megatron_rl_corr.events import EVENTS
+from megatron_rl_corr.rollout.server_pool import rotated
 
 
 class Scorer:
@@ -29,7 +30,7 @@ class Scorer:
         max_concurrency: samples in flight.
         timeout_s: limit of a sample, from its request to the end of the answer.
         max_retries: failed requests of a sample after which it has no log-probs.
-        api_key, ca_file: as `RolloutClient`'s.
+        api_key, ca_file, replica, replicas: as `RolloutClient`'s.
 
     Raises:
         ValueError: no address, or a key or file that can't be used.
@@ -38,14 +39,16 @@ class Scorer:
     def __init__(
         self, urls: Sequence[str], *, vocab_size: int, engine: str = next(iter(ENGINES)), max_concurrency: int = 64,
         timeout_s: float = 600.0, max_retries: int = 3, api_key: str | None = None, ca_file: str | Path | None = None,
+        replica: int = 0, replicas: int = 1,
     ):  # fmt: skip
         self._fleet = Fleet(
-            urls, engine=engine, timeout_s=timeout_s, connect_timeout_s=10.0, api_key=api_key, ca_file=ca_file
-        )
+            urls, engine=engine, timeout_s=timeout_s, connect_timeout_s=10.0, api_key=api_key, ca_file=ca_file,
+            max_in_flight=max_concurrency,
+        )  # fmt: skip
         self.urls = self._fleet.urls
         self._control = ServerControl(self._fleet, self.urls, update_timeout_s=timeout_s)
         self._vocab_size, self._max_retries, self._in_flight = vocab_size, max_retries, max_concurrency
-        self._waiting = dict.fromkeys(self.urls, 0)
+        self._waiting = dict.fromkeys(rotated(self.urls, replica, replicas), 0)
         self._names: list[str | None] = [None] * len(self.urls)
         """What each server called its weights when it was healthy; None where it did not tell."""
 
@@ -117,7 +120,7 @@ class Scorer:
         async with places:
             for attempt in range(self._max_retries + 1):
                 # The least busy of those that this sample has failed at least often.
-                url = min(self.urls, key=lambda url: (failed.count(url), self._waiting[url]))
+                url = min(self._waiting, key=lambda url: (failed.count(url), self._waiting[url]))
                 self._waiting[url] += 1
                 try:
                     return await self._scored(url, prompt, output)

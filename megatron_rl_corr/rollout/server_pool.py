@@ -1,6 +1,7 @@
 """Which rollout server takes the next sample: slots, least outstanding first, and which are left out. Sends nothing."""
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,9 @@ class Server:
     """Why the requests in flight were ended early."""
     flaps: int = 0
     """Times that it was left out since it last gave an answer."""
+    unreached_until: float = -math.inf
+    """Until then, by the loop's clock, another one is taken first: this process could not reach it, for a fault of its
+    own that may be of this address alone."""
 
     @property
     def oldest_sent(self) -> float | None:
@@ -41,6 +45,13 @@ class Server:
         now = asyncio.get_running_loop().time()
         for scope in self.scopes:
             scope.reschedule(now)
+
+
+def rotated(urls: Sequence[str], replica: int, replicas: int) -> list[str]:
+    """The addresses from the place of a replica on, and round. Those of R replicas lie evenly over the list."""
+    start = replica * len(urls) // replicas
+    return [*urls[start:], *urls[:start]]
+
 
 CROWDED, FEW = 2, 4
 """A preferred server is taken while it has up to CROWDED * (n + FEW) requests in flight, n those of the freest one."""
@@ -55,11 +66,17 @@ class ServerPool:
         max_per_server: requests in flight at each server; None: as many.
         outage_timeout_s: when every server has been left out for so many seconds, all who wait for one get
             RolloutOutage.
+        replica, replicas: which of so many pools of the same servers this is. Each begins at another place of the list,
+            so that all together ask servers evenly: the first of a tie would else be the same server for each.
     """
 
     def __init__(
-        self, urls: Sequence[str], *, max_outstanding: int, max_per_server: int | None, outage_timeout_s: float
-    ):
+        self, urls: Sequence[str], *, max_outstanding: int, max_per_server: int | None, outage_timeout_s: float,
+        replica: int = 0, replicas: int = 1,
+    ):  # fmt: skip
+        if not 0 <= replica < replicas:
+            raise ValueError(f"replica must be at least 0 and below replicas, got {replica} of {replicas}")
+        self._place = replica, replicas
         self.use(urls)
         self._max_outstanding = max_outstanding
         self._max_per_server = max_per_server or max_outstanding
@@ -70,7 +87,12 @@ class ServerPool:
 
     def use(self, urls: Sequence[str]) -> None:
         """Use these servers and no others; call it before the first is taken."""
-        self.servers = [Server(url) for url in urls]
+        self.servers = [Server(url) for url in rotated(urls, *self._place)]
+
+    @property
+    def outstanding(self) -> int:
+        """Requests in flight over all servers."""
+        return sum(server.outstanding for server in self.servers)
 
     @property
     def left_out(self) -> list[Server]:
@@ -143,10 +165,13 @@ class ServerPool:
             self._timer = asyncio.get_running_loop().call_later(self._outage_timeout_s, self._declare_outage)
 
     def _freest(self, avoid: Collection[str], prefer: str | None) -> Server | None:
-        if sum(server.outstanding for server in self.servers) >= self._max_outstanding:
+        if self.outstanding >= self._max_outstanding:
             return None
         free = [s for s in self.servers if s.cause is None and s.outstanding < self._max_per_server]
-        freest = min(free, key=lambda s: (s.url in avoid, s.outstanding, s.asked), default=None)
+        now = asyncio.get_running_loop().time()
+        freest = min(
+            free, key=lambda s: (s.url in avoid or s.unreached_until > now, s.outstanding, s.asked), default=None
+        )
         wanted = [s for s in free if s.url == prefer and s.url not in avoid]
         preferred = [s for s in wanted if s.outstanding <= CROWDED * (freest.outstanding + FEW)]
         return preferred[0] if preferred else freest

@@ -83,7 +83,7 @@ class Token:
         self.d = clamp(self.exact)
         self.d_clamped = clamp(self.exact, LOW, HIGH)
         self.size, self.size_clamped = abs(self.exact), min(abs(self.exact), HIGH)
-        self.k3, self.k3_clamped = k3(self.d, self.exact), k3(self.d_clamped, self.d_clamped)
+        self.k3, self.k3_clamped = k3(self.d, min(self.exact, 1e8)), k3(self.d_clamped, self.d_clamped)
         self.p_train, self.p_rollout = math.exp(self.train), math.exp(self.rollout)
         self.prob_diff = self.p_train - self.p_rollout
 

@@ -352,9 +352,10 @@ def test_ppo_clip_when_there_is_no_dual_clip_then_the_ratio_stops_at_e20():
         ("k3", 11.01, 10.0, 0.0),  # 10.01: clamped
         ("k3", -3.0, 10.0, 0.0),  # e^3 - 4 = 16.1: clamped
         ("k3", -100.0, 10.0, 0.0),
-        # Only exponents are clamped, at 20.
+        # Exponents are clamped at 20, and d where it is squared: no gradient beyond.
         ("k1", -100.0, -100.0, 1.0),
-        ("k2", -29.0, 420.5, -29.0),
+        ("k2", -20.0, 200.0, -20.0),
+        ("k2", -29.0, 200.0, 0.0),
         ("k3", 29.0, 10.0, 0.0),  # 28: clamped
         ("k3+", 0.5, math.exp(-0.5) - 1 + 0.5, 0.5),  # the value of k3, the gradient of k2
         ("k3+", -3.0, 10.0, -3.0),  # beyond the cap of the value the gradient goes on
@@ -390,7 +391,8 @@ def test_penalties_when_coefficients_are_set_then_added_unweighted():
 
 @pytest.mark.parametrize(
     "kind, difference, value, gradient",
-    [("squared", 0.5, 0.25, 1.0), ("squared", -30.0, 900.0, -60.0), ("k3", 0.5, math.exp(0.5) - 1.5, math.exp(0.5) - 1),
+    [("squared", 0.5, 0.25, 1.0), ("squared", -20.0, 400.0, -40.0), ("squared", -30.0, 400.0, 0.0),
+     ("k3", 0.5, math.exp(0.5) - 1.5, math.exp(0.5) - 1),
      ("k3", -2.0, math.exp(-2.0) + 1, math.exp(-2.0) - 1), ("k3", 2.6, math.exp(2.6) - 3.6, math.exp(2.6) - 1),
      ("k3", 3.0, 10.0, 0.0), ("k3", -12.0, 10.0, 0.0)],
 )  # fmt: skip

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.config.losses import KL_TYPES
-from megatron_rl_corr.core.losses.ratio import K3_CLAMP, as_exponent, inside
+from megatron_rl_corr.core.losses.ratio import K3_CLAMP, as_exponent, bounded_log_ratio, inside
 from megatron_rl_corr.core.segments import segment_sums
 
 if TYPE_CHECKING:
@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 def kl_estimate(d: Tensor, kind: str) -> Tensor:
     """Estimate of KL(pi || pi_ref) from d = log pi - log pi_ref of a sampled token, elementwise, float32.
 
-    k1 = d, k2 = d^2 / 2, k3 = e^-d - 1 + d, at most 10 (d clamped to +-20 in the exponent alone). Under samples of pi
-    the mean of k1 and of k3 is the KL. Source: Schulman, "Approximating KL divergence" (2020).
+    k1 = d, k2 = d^2 / 2, k3 = e^-d - 1 + d, at most 10. In k2 and k3 d is clamped to +-20, beyond which they have no
+    gradient: one absurd log-prob (-1e30) would else make its square infinite, and the update with it. Under samples of
+    pi the mean of k1 and of k3 is the KL. Source: Schulman, "Approximating KL divergence" (2020).
 
     Args:
         d: any shape.
@@ -35,9 +36,10 @@ def kl_estimate(d: Tensor, kind: str) -> Tensor:
     if kind == "k1":
         return d
     if kind == "k2":
-        return 0.5 * d.square()
+        return 0.5 * bounded_log_ratio(d).square()
     if kind == "k3":
-        return (as_exponent(-d).expm1() + d).clamp(max=K3_CLAMP)
+        d = as_exponent(d)
+        return ((-d).expm1() + d).clamp(max=K3_CLAMP)
     raise ValueError(f"an estimate of a KL is k1, k2 or k3, got {kind!r}")
 
 
@@ -77,8 +79,8 @@ def reference_kl(
 def sampler_kl(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, kind: str) -> Tensor:
     """How far pi_theta is from the policy that sampled, per token, [T] float32, with gradient; 0 outside the mask.
 
-    With D = log pi_theta - log pi_rollout: squared is D^2, k3 is e^D - 1 - D, at most 10, whose mean is
-    KL(pi_rollout || pi_theta). Source: Kimi K2.5, arXiv:2602.02276 (squared).
+    With D = log pi_theta - log pi_rollout, clamped to +-20: squared is D^2, k3 is e^D - 1 - D, at most 10, whose mean
+    is KL(pi_rollout || pi_theta). Source: Kimi K2.5, arXiv:2602.02276 (squared).
 
     Args:
         logprobs: [T] log pi_theta, with the gradient.
@@ -87,7 +89,7 @@ def sampler_kl(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, kind: s
         kind: squared or k3.
     """
     d = inside(mask, logprobs.float() - rollout_logprobs.float())
-    return d.square() if kind == "squared" else kl_estimate(-d, "k3")
+    return bounded_log_ratio(d).square() if kind == "squared" else kl_estimate(-d, "k3")
 
 
 @torch.no_grad()
@@ -97,7 +99,8 @@ def reward_kl(
 ) -> Tensor:
     """What the KL to the reference takes from each reward: kl_reward_coef x the sum over its tokens, [S] float64.
 
-    A token whose log-prob is not finite on either side adds nothing. One all-reduce over context-parallel ranks.
+    A token whose log-prob is not finite on either side adds nothing; d is clamped to +-20, for k1 too, as one absurd
+    log-prob would else be all that its group's advantages show. One all-reduce over context-parallel ranks.
     Advantages are those of r - this. What all samples of a group lose alike is gone with the group's mean; with grpo,
     a group of equal rewards is spread by its KL alone, to a standard deviation of 1 whatever the coefficient.
 
@@ -111,6 +114,6 @@ def reward_kl(
         groups: the ranks of the batch.
     """
     known = mask & logprobs.isfinite() & ref_logprobs.isfinite()
-    kl = kl_estimate(inside(known, logprobs.float() - ref_logprobs.float()), config.kl_reward_type)
+    kl = kl_estimate(as_exponent(inside(known, logprobs.float() - ref_logprobs.float())), config.kl_reward_type)
     [total] = groups.all_reduce_cp(segment_sums({"kl": lambda: kl}, seq_ids, num_sequences))
     return config.kl_reward_coef * total

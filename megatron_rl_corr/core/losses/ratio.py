@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_rl_corr.core.correction import Correction
 from megatron_rl_corr.core.metrics import Mean, Metric
-from megatron_rl_corr.core.ratios import LOG_CLAMP
+from megatron_rl_corr.core.ratios import LOG_CLAMP, k3
 from megatron_rl_corr.core.segments import constant
 
 if TYPE_CHECKING:
@@ -62,6 +62,11 @@ def as_exponent(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-LOG_CLAMP, LOG_CLAMP)
 
 
+def bounded_log_ratio(log_ratio: Tensor) -> Tensor:
+    """Clamped to +-20, and without gradient beyond: what a square may be taken of. At +-20 the gradient is there."""
+    return torch.where(log_ratio.abs() > LOG_CLAMP, as_exponent(log_ratio.detach()), log_ratio)
+
+
 def record(
     metrics: dict[str, Metric] | None, mask: Tensor, loss: Tensor, moved: Tensor, **fractions: Tensor
 ) -> None:
@@ -78,9 +83,8 @@ def record(
     """
     if metrics is None:
         return
-    moved = moved.detach()
-    k3 = as_exponent(moved).expm1() - moved
-    columns = {"policy": loss.detach(), "old_new_k3_kl": k3, "old_new_k3_kl_clamped": k3.clamp(max=K3_CLAMP)}
+    kl = k3(moved.detach())
+    columns = {"policy": loss.detach(), "old_new_k3_kl": kl, "old_new_k3_kl_clamped": kl.clamp(max=K3_CLAMP)}
     columns |= fractions
     sums = torch.stack([column.float() for column in (*columns.values(), mask)]).sum(dim=1, dtype=torch.float64)
     pairs = torch.stack([sums[:-1], sums[-1:].expand(len(columns))], dim=1)
