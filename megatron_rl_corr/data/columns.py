@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from megatron_rl_corr.data.arrow_values import Column, columns_of
 from megatron_rl_corr.data.rows import BadRow, Stamp, digest_of
 
 CACHE_BYTES = 1 << 29
@@ -31,14 +32,20 @@ class ParquetRows:
         ValueError: a file is no Parquet, or has other columns than the first.
     """
 
+    fills_nulls = True
+
     def __init__(self, paths: list[Path], path: str | Path):
-        self.path, self.notes, self.groups = str(path), [], []
+        self.path, self.groups = str(path), []
         self._files, self._stamps = [str(one) for one in paths], [Stamp(str(one)) for one in paths]
         self._places: list[tuple[int, int]] = []
         """File and row group within it of each of `groups`."""
         self._firsts: list[int] = []
         """The row that each file begins with."""
-        names, rows = None, 0
+        self._columns: list[list[Column]] = []
+        """Those of each file that are read."""
+        self._leaves: list[list[str]] = []
+        """Their paths in each file."""
+        names, rows, left_out = None, 0, []
         for place, file in enumerate(self._files):
             try:
                 metadata = pq.read_metadata(file)
@@ -47,10 +54,13 @@ class ParquetRows:
             schema = metadata.schema.to_arrow_schema()
             if names is None:
                 names, first = sorted(schema.names), file
-                self._columns, self.notes = _json_columns(schema, self.path)
             elif sorted(schema.names) != names:
                 other = ", ".join(sorted(set(schema.names) ^ set(names)))
                 raise ValueError(f"{file}: has not the columns of {first} ({other}); give them as data of their own")
+            columns = columns_of(schema)
+            left_out += [one for column in columns for one in column.left_out]
+            self._columns.append([column for column in columns if column.read is not None])
+            self._leaves.append(_leaves(metadata, columns))
             self._firsts.append(rows)
             for group in range(metadata.num_row_groups):
                 part = metadata.row_group(group)
@@ -61,6 +71,7 @@ class ParquetRows:
             rows += metadata.num_rows
         if not rows:
             raise ValueError(f"{self.path}: no prompts in it, its Parquet files have no rows")
+        self.notes = _notes(self.path, left_out)
         self._ends = np.cumsum([size for size, _ in self.groups])
         self._decoded: OrderedDict[int, pa.Table] = OrderedDict()
 
@@ -71,7 +82,8 @@ class ParquetRows:
         """The row, from 0. Raises BadRow where its row group is broken, and ChangedFile."""
         group = int(np.searchsorted(self._ends, row, side="right"))
         begin = int(self._ends[group]) - self.groups[group][0]
-        return _row(self._group(group), row - begin, self.where(row))
+        columns = self._columns[self._places[group][0]]
+        return _row(self._group(group), columns, row - begin, self.where(row))
 
     def where(self, row: int) -> str:
         """p.parquet: row 7."""
@@ -90,7 +102,7 @@ class ParquetRows:
         self._stamps[file].check()
         try:
             with pq.ParquetFile(self._files[file]) as opened:
-                self._decoded[group] = opened.read_row_group(place, columns=self._columns, use_threads=False)
+                self._decoded[group] = opened.read_row_group(place, columns=self._leaves[file], use_threads=False)
         except (OSError, pa.ArrowException) as error:
             raise BadRow(f"{self._files[file]}: row group {place} cannot be read: {error}") from None
         while len(self._decoded) > 1 and sum(table.nbytes for table in self._decoded.values()) > CACHE_BYTES:
@@ -106,9 +118,10 @@ class SavedDataset:
     """
 
     groups: list[tuple[int, int]] = []
+    fills_nulls = True
 
     def __init__(self, path: str | Path):
-        self.path, self.notes = str(path), []
+        self.path = str(path)
         state = json.loads((Path(path) / "state.json").read_text())
         if state.get("_indices_data_files"):
             raise ValueError(f"{path}: its rows are in the order of an index; save it after flatten_indices()")
@@ -117,17 +130,22 @@ class SavedDataset:
         self._batches: list[pa.RecordBatch] = []
         self._file_of: list[int] = []
         """The file of each batch."""
+        self._columns: list[list[Column]] = []
+        """Those of each file that are read."""
+        left_out = []
         for number, file in enumerate(files):
             try:
                 with pa.ipc.open_stream(pa.memory_map(file)) as stream:
-                    if not self._batches:
-                        columns, self.notes = _json_columns(stream.schema, self.path)
-                    self._batches += [batch.select(columns) for batch in stream if batch.num_rows]
+                    columns = columns_of(stream.schema)
+                    left_out += [one for column in columns for one in column.left_out]
+                    self._columns.append([column for column in columns if column.read is not None])
+                    self._batches += [batch for batch in stream if batch.num_rows]
                     self._file_of += [number] * (len(self._batches) - len(self._file_of))
-            except (OSError, pa.ArrowInvalid, KeyError) as error:
+            except (OSError, pa.ArrowInvalid) as error:
                 raise ValueError(f"{file}: cannot be read as a part of the data set {path}: {error}") from None
         if not self._batches:
             raise ValueError(f"{path}: no prompts in it, the data set has no rows")
+        self.notes = _notes(self.path, left_out)
         self._ends = np.cumsum([batch.num_rows for batch in self._batches])
 
     def __len__(self) -> int:
@@ -136,9 +154,9 @@ class SavedDataset:
     def read(self, row: int) -> dict[str, Any]:
         """The row, from 0. Raises ChangedFile."""
         batch = int(np.searchsorted(self._ends, row, side="right"))
-        self._stamps[self._file_of[batch]].check()
-        begin = int(self._ends[batch]) - self._batches[batch].num_rows
-        return _row(self._batches[batch], row - begin, self.where(row))
+        file, begin = self._file_of[batch], int(self._ends[batch]) - self._batches[batch].num_rows
+        self._stamps[file].check()
+        return _row(self._batches[batch], self._columns[file], row - begin, self.where(row))
 
     def where(self, row: int) -> str:
         """folder: row 7."""
@@ -164,33 +182,24 @@ def parquet_folder(path: Path) -> ParquetRows:
     return ParquetRows(files, path)
 
 
-def _row(table: pa.Table | pa.RecordBatch, place: int, where: str) -> dict[str, Any]:
-    try:
-        [row] = table.slice(place, 1).to_pylist()
-    except (pa.ArrowException, ValueError) as error:  # such as text that is not UTF-8
-        raise BadRow(f"{where}: cannot be read: {error}") from None
-    for field in table.schema:  # 123.1 in 4 bytes is 123.0999985 in 8, a label that no answer equals
-        if field.type in (pa.float16(), pa.float32()) and row[field.name] is not None:
-            row[field.name] = float(str(field.type.to_pandas_dtype()(row[field.name])))
+def _row(table: pa.Table | pa.RecordBatch, columns: list[Column], place: int, where: str) -> dict[str, Any]:
+    row = {}
+    for column in columns:
+        try:
+            row[column.name] = column.read(table.column(column.name)[place])
+        except (pa.ArrowException, ValueError) as error:  # such as text that is not UTF-8
+            raise BadRow(f'{where}: "{column.name}" cannot be read: {error}') from None
     return row
 
 
-def _json_columns(schema: pa.Schema, path: str) -> tuple[list[str], list[str]]:
-    """(the columns whose values JSON has, a line about those that are left out)."""
-    columns = [field.name for field in schema if _is_json(field.type)]
-    others = [f"{field.name} ({field.type})" for field in schema if not _is_json(field.type)]
-    left_out = f"{path}: columns that JSON has no values for are left out: {', '.join(others)}"
-    return columns, [left_out] if others else []
+def _leaves(metadata: pq.FileMetaData, columns: list[Column]) -> list[str]:
+    """The paths in the file of what is read: of a struct with an image and its name, the name alone."""
+    read = [leaf for column in columns for leaf in column.leaves]
+    assert len(read) == metadata.num_columns, (len(read), metadata.num_columns)
+    return [metadata.schema.column(number).path for number, leaf in enumerate(read) if leaf]
 
 
-def _is_json(kind: pa.DataType) -> bool:
-    types = pa.types
-    if types.is_dictionary(kind):
-        return _is_json(kind.value_type)
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        return _is_json(kind.value_type)
-    if types.is_struct(kind):
-        return all(_is_json(field.type) for field in kind)
-    plain = (types.is_null, types.is_boolean, types.is_integer, types.is_floating, types.is_string,
-             types.is_large_string)  # fmt: skip
-    return any(test(kind) for test in plain)
+def _notes(path: str, left_out: list[str]) -> list[str]:
+    """A line about columns and fields that are left out, each named once."""
+    named = ", ".join(dict.fromkeys(left_out))
+    return [f"{path}: columns and fields that JSON has no values for are left out: {named}"] if left_out else []

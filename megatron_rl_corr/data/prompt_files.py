@@ -34,7 +34,7 @@ class PromptRows(Sequence):
         number = int(np.searchsorted(self._ends, index, side="right"))
         source = self._sources[number]
         row = index - int(self._ends[number]) + len(source)
-        return self._format.prompt(source.read(row), index, source.where(row))
+        return self._format.prompt(source.read(row), index, source.where(row), fills_nulls=source.fills_nulls)
 
 
 def open_prompts(

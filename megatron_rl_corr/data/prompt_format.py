@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import orjson
 
 from megatron_rl_corr.config.prompts import PromptsConfig
+from megatron_rl_corr.data.checked_template import CheckedTemplate
+from megatron_rl_corr.data.messages import chat_of, tools_of
 from megatron_rl_corr.data.prompts import Prompt
 from megatron_rl_corr.data.row_sampling import row_settings
 from megatron_rl_corr.data.rows import BadRow, LongPrompt
@@ -16,8 +19,6 @@ from megatron_rl_corr.data.tokenizer import Tokenizer
 
 KEYS = ("input_ids", "prompt", "messages")
 """Where the prompt is, unless `input_key` says so."""
-_OTHER_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
-"""Names that other data formats give to roles: many templates would write them as they are, and no model knows them."""
 
 
 @dataclass(frozen=True)
@@ -64,20 +65,21 @@ class PromptFormat:
             config.apply_chat_template, variables, config.sampling_key, limits,
         )
 
-    def prompt(self, row: dict[str, Any], index: int, where: str) -> Prompt:
+    def prompt(self, row: dict[str, Any], index: int, where: str, *, fills_nulls: bool = False) -> Prompt:
         """The prompt of a row, which becomes its metadata.
 
         Args:
             row: of the data.
             index: its number, `Prompt.index`.
             where: names it in messages, such as "p.jsonl:3".
+            fills_nulls: as `Rows.fills_nulls`.
 
         Raises:
             BadRow: it has no prompt that can be used.
             LongPrompt: it is too long, and such rows are left out.
         """
         try:
-            return self._with_settings(self._checked(self._made(row, index)), row)
+            return self._with_settings(self._checked(self._made(row, index, fills_nulls)), row)
         except LongPrompt as error:
             raise LongPrompt(f"{where}: {error}") from None
         except ValueError as error:
@@ -87,15 +89,15 @@ class PromptFormat:
         """Whether the prompt is the row's text as it is, without a template."""
         return prompt.text is not None and prompt.text == _at(prompt.metadata, self._key(prompt.metadata))
 
-    def _made(self, row: dict[str, Any], index: int) -> Prompt:
+    def _made(self, row: dict[str, Any], index: int, fills_nulls: bool) -> Prompt:
         key = self._key(row)
         value = _at(row, key)
         label = row.get("label") if self.label_key is None else _at(row, self.label_key)
         if isinstance(value, list) and value and isinstance(value[0], dict):
-            text, ids = self._rendered(_messages(value, key), row, key)
+            text, ids = self._rendered(value, row, key, fills_nulls=fills_nulls)
             return Prompt(index, ids, row, text, label)
         if isinstance(value, str):
-            text, ids = self._of_text(value, row, key)
+            text, ids = self._of_text(value, row, key, fills_nulls=fills_nulls)
             return Prompt(index, ids, row, text, label)
         if not isinstance(value, list):
             hint = "; a Sequence of `datasets`? store a list of objects" if isinstance(value, dict) else ""
@@ -138,7 +140,7 @@ class PromptFormat:
             )
         return found[0]
 
-    def _of_text(self, text: str, row: Mapping[str, Any], key: str) -> tuple[str, list[int]]:
+    def _of_text(self, text: str, row: Mapping[str, Any], key: str, *, fills_nulls: bool) -> tuple[str, list[int]]:
         """(the rendered text, its ids) of a row's text."""
         if self.tokenizer is None:
             raise ValueError(
@@ -147,7 +149,7 @@ class PromptFormat:
         if text.lstrip().startswith("[{") and _is_json_of_messages(text):
             raise ValueError(f'"{key}" is messages as JSON text; store the list itself')
         if self.apply_chat_template:
-            return self._rendered([{"role": "user", "content": text}], row, key)
+            return self._rendered([{"role": "user", "content": text}], row, key, fills_nulls=fills_nulls)
         self._refuse_without_template(key, "text")
         ids = self.tokenizer.encode(text)
         if not ids:
@@ -166,24 +168,30 @@ class PromptFormat:
             )
         return text, ids
 
-    def _rendered(self, messages: list[dict[str, Any]], row: Mapping[str, Any], key: str) -> tuple[str, list[int]]:
+    def _rendered(
+        self, values: list[Any], row: Mapping[str, Any], key: str, *, fills_nulls: bool
+    ) -> tuple[str, list[int]]:
         """(the rendered text, its ids) of messages."""
         if self.tokenizer is None:
             raise ValueError(f'"{key}" is messages and there is no tokenizer in --rollout-hf-checkpoint; put one there')
-        if self.system_prompt is not None and messages[0]["role"] not in ("system", "developer"):
-            messages = [{"role": "system", "content": self.system_prompt}, *messages]
-        tools = None if self.tools_key is None else _tools(_at(row, self.tools_key), self.tools_key)
+        chat = chat_of(values, key, fills_nulls=fills_nulls)
+        if self.system_prompt is not None:
+            chat = chat.with_system(self.system_prompt)
+        if self.tools_key is not None:
+            tools = tools_of(_at(row, self.tools_key), self.tools_key, fills_nulls=fills_nulls)
+            chat = replace(chat, tools=tools)
         try:
-            text, ids = self.tokenizer.apply_chat_template(messages, tools=tools, **self.template_variables)
+            text = self._template.text(chat)
+            ids = self.tokenizer.encode(text, special_tokens=False)  # the template writes its own
         except ValueError as error:
             raise ValueError(f'"{key}": {error}') from None
         if not ids:
             raise ValueError(f'"{key}": the chat template makes no tokens of these messages')
-        if messages[-1]["role"] == "user" and messages[-1]["content"].strip() not in text:
-            raise ValueError(f'"{key}": the chat template leaves the last message out; give one of the model')
-        if self.system_prompt is not None and messages[0]["content"].strip() not in text:
-            raise ValueError(f'"{key}": the chat template has no system message; put it into the first message')
         return text, ids
+
+    @cached_property
+    def _template(self) -> CheckedTemplate:
+        return CheckedTemplate(self.tokenizer, self.template_variables)
 
     def _refuse_without_template(self, key: str, what: str) -> None:
         """ValueError where an option of the chat template would have no effect on this row."""
@@ -216,48 +224,9 @@ def _at_or_null(row: Mapping[str, Any], key: str) -> Any:
     return value
 
 
-def _messages(values: list[Any], key: str) -> list[dict[str, Any]]:
-    """The messages that a template gets: columns fill what an object lacks with null, which templates do not expect."""
-    messages = []
-    for number, value in enumerate(values):
-        what = f'message {number} of "{key}"'
-        if not isinstance(value, dict) or not isinstance(value.get("role"), str):
-            keys = sorted(value) if isinstance(value, dict) else type(value).__name__
-            raise ValueError(f'{what} must be an object with "role" and "content", got {keys}')
-        role, content = value["role"], value.get("content")
-        if role in _OTHER_ROLES:
-            raise ValueError(f'{what} has the role "{role}"; call it "{_OTHER_ROLES[role]}"')
-        if not isinstance(content, str) and not (content is None and value.get("tool_calls")):
-            parts = "; parts, such as images, are not supported" if isinstance(content, list) else ""
-            raise ValueError(f"{what} must have text as its content, got {type(content).__name__}{parts}")
-        messages.append({name: _without_nulls(one) for name, one in value.items() if one is not None})
-        messages[-1].setdefault("content", "")
-    if messages[-1]["role"] == "assistant":
-        raise ValueError(f'the last message of "{key}" is the assistant\'s, which is to be sampled; leave it out')
-    return messages
-
-
-def _tools(value: Any, key: str) -> list[Any] | None:
-    """The list of tools of a row, given as such or as JSON text; None for an empty one."""
-    if isinstance(value, str):
-        try:
-            value = orjson.loads(value)
-        except orjson.JSONDecodeError as error:
-            raise ValueError(f'"{key}" is text and not JSON: {error}') from None
-    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
-        raise ValueError(f'"{key}" must be a list of objects, got {str(value)[:100]}')
-    return _without_nulls(value) or None
-
-
 def _is_json_of_messages(text: str) -> bool:
     try:
         value = orjson.loads(text)
     except orjson.JSONDecodeError:
         return False
     return isinstance(value, list) and all(isinstance(one, dict) and "role" in one for one in value)
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
-    return [_without_nulls(one) for one in value] if isinstance(value, list) else value

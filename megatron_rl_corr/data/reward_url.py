@@ -14,6 +14,7 @@ import aiohttp
 import orjson
 
 from megatron_rl_corr.config.reward_specs import RewardSpec
+from megatron_rl_corr.data import json_text
 from megatron_rl_corr.data.reward_input import RewardInput
 from megatron_rl_corr.data.reward_value import checked_parts
 from megatron_rl_corr.engines.errors import SampleFailure, body_start, shown
@@ -111,7 +112,7 @@ class RewardURL:
             SampleFailure: there are none. Its cause is `reward_timeout` past the limit, else `reward_error`.
         """
         try:
-            body = orjson.dumps(vars(sample))
+            body = json_text.dumps(vars(sample))
         except orjson.JSONEncodeError as error:
             raise self._failure(f"the row's metadata is no JSON ({error}); leave it out of the row") from None
         loop = asyncio.get_running_loop()

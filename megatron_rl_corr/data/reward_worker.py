@@ -20,9 +20,8 @@ from dataclasses import asdict, dataclass
 from types import ModuleType
 from typing import Any, BinaryIO
 
-import orjson
-
 from megatron_rl_corr.config.reward_specs import RewardSpec
+from megatron_rl_corr.data import json_text
 from megatron_rl_corr.data.builtin_rewards import builtin_reward
 from megatron_rl_corr.data.loading import load_with_module
 from megatron_rl_corr.data.prompts import Prompt
@@ -41,7 +40,7 @@ PR_SET_PDEATHSIG = 1
 
 def frame(message: dict[str, Any]) -> bytes:
     """The message as it is sent."""
-    body = orjson.dumps(message)
+    body = json_text.dumps(message)
     return len(body).to_bytes(LENGTH_BYTES, "big") + body
 
 
@@ -157,7 +156,7 @@ def first_message(specs: Sequence[RewardSpec], texts: Sequence[str | None]) -> d
 def _received(channel: BinaryIO) -> dict[str, Any] | None:
     """The next message; None once the trainer has hung up."""
     head = channel.read(LENGTH_BYTES)
-    return orjson.loads(channel.read(int.from_bytes(head, "big"))) if head else None
+    return json_text.loads(channel.read(int.from_bytes(head, "big"))) if head else None
 
 
 def _prepare(specs: list[RewardSpec], texts: list[str | None], functions: list[LoadedReward]) -> dict[str, Any]:

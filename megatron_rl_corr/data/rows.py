@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import orjson
+
+from megatron_rl_corr.data import json_text
 
 CHUNK_BYTES = 1 << 24
 """Bytes of a file that are searched for line ends at a time."""
@@ -40,6 +41,10 @@ class ChangedFile(RuntimeError):
         )
 
 
+class MapObject(dict):
+    """The object of a map: it has the keys that were written alone, where a struct has null for those that were not."""
+
+
 class Rows(Protocol):
     """The rows of one source, such as a file."""
 
@@ -48,6 +53,8 @@ class Rows(Protocol):
     """What the user should know of the source, a line each."""
     groups: list[tuple[int, int]]
     """(rows, bytes) of its parts, in order, that can only be read as a whole; empty: any row is read alone."""
+    fills_nulls: bool
+    """Objects have null for keys that they lack: in a column all objects of a list have the same keys."""
 
     def __len__(self) -> int: ...
 
@@ -109,6 +116,7 @@ class JsonLines:
     """
 
     groups: list[tuple[int, int]] = []
+    fills_nulls = False
 
     def __init__(self, path: str | Path):
         self.path, self.notes = str(path), []
@@ -125,8 +133,8 @@ class JsonLines:
         self._stamp.check()
         line = self._line(row)
         try:
-            value = orjson.loads(line)
-        except orjson.JSONDecodeError as error:
+            value = json_text.loads(line)
+        except ValueError as error:
             remedy = "; write each row on one line" if line.strip() in (b"{", b"[") else ""
             raise BadRow(f"{self.where(row)}: not JSON: {error}{remedy}") from None
         if not isinstance(value, dict):

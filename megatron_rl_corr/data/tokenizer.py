@@ -101,10 +101,10 @@ class Tokenizer:
         """The text of ids, that of special tokens too: what stop texts are looked for in."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-    def apply_chat_template(
+    def render(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None, **kwargs: Any
-    ) -> tuple[str, list[int]]:
-        """(the text, the ids) of messages in the model's own template, up to where the assistant begins to answer.
+    ) -> str:
+        """The text of messages in the model's own template, up to where the assistant begins to answer.
 
         Args:
             messages: [{"role": "user", "content": "..."}, ...].
@@ -123,7 +123,6 @@ class Tokenizer:
 
         how = {"tools": tools, "add_generation_prompt": True, "tokenize": False, **kwargs}
         try:
-            text = self._tokenizer.apply_chat_template(list(messages), **how)
+            return self._tokenizer.apply_chat_template(list(messages), **how)
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:  # what a template may raise
             raise ValueError(f"the chat template of {self._folder} refuses the messages: {error}") from error
-        return text, self.encode(text, special_tokens=False)  # the template writes its own

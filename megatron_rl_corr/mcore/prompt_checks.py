@@ -10,7 +10,7 @@ from megatron_rl_corr.config.flags import warn
 from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.data.prompt_files import open_prompts
 from megatron_rl_corr.data.prompt_format import PromptFormat, PromptLimits
-from megatron_rl_corr.data.prompts import PromptDataset
+from megatron_rl_corr.data.prompts import Prompt, PromptDataset
 from megatron_rl_corr.data.rows import LongPrompt
 from megatron_rl_corr.data.tokenizer import Tokenizer
 from megatron_rl_corr.parallel.layout import Layout
@@ -54,6 +54,8 @@ def training_prompts(
     if layout.dp_rank == 0 and has_template and form.is_plain_text(prompts.rows[0]):
         warn("--rollout-prompts: text is tokenised as it is, though the tokenizer has a chat template; "
              "`apply_chat_template` makes a user's message of it")  # fmt: skip
+    if has_template and layout.dp_rank == 0 and options.tools_key is None and _shows_no_tools(prompts.rows[0]):
+        warn("--rollout-prompts: rows have `tools`, which the model does not see; `tools_key` tools shows them")
     return prompts
 
 
@@ -138,6 +140,11 @@ def _naming(flag: str) -> Iterator[None]:
         yield
     except (ValueError, OSError) as error:
         raise ValueError(f"{flag}: {error}") from None
+
+
+def _shows_no_tools(prompt: Prompt) -> bool:
+    """Whether the row has tools beside its messages."""
+    return prompt.text is not None and bool(prompt.metadata.get("tools"))
 
 
 def _has_ids(prompts: PromptDataset) -> bool:

@@ -153,13 +153,13 @@ def test_parquet_when_more_is_decoded_than_is_kept_then_the_oldest_row_group_goe
 
 def test_parquet_when_a_column_has_no_json_values_then_it_is_left_out_with_a_line(tmp_path):
     at = pa.array([0], "timestamp[ms]")
-    table = pa.table({"input_ids": [[1]], "image": [{"bytes": b"x", "path": None}], "at": at})
+    table = pa.table({"input_ids": [[1]], "image": [{"bytes": b"x", "at": at[0]}], "at": at})
     pq.write_table(table, tmp_path / "p.parquet")
     lines = []
     data = open_prompts([str(tmp_path / "p.parquet")], IDS, warn=lines.append)
     assert data.at(0).metadata == {} and lines == [
-        f"{tmp_path / 'p.parquet'}: columns that JSON has no values for are left out: image (struct<bytes: binary, "
-        "path: null>), at (timestamp[ms])"
+        f"{tmp_path / 'p.parquet'}: columns and fields that JSON has no values for are left out: image (struct<bytes: "
+        "binary, at: timestamp[ms]>), at (timestamp[ms])"
     ]
 
 

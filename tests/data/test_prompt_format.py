@@ -71,8 +71,8 @@ def test_prompt_when_rows_hold_messages_then_the_ids_are_those_of_transformers(t
     tools = [{"name": "f", "type": None}]
     for name in ("template", "bos"):
         tokenizer = tokenizers[name]
-        found = prompt({"messages": messages, "tools": tools}, tokenizer, tools_key="tools",
-                       template_variables={"think": True})  # fmt: skip
+        form = PromptFormat(tokenizer, tools_key="tools", template_variables={"think": True})
+        found = form.prompt({"messages": messages, "tools": tools}, 0, "p.parquet: row 0", fills_nulls=True)
         reference = AutoTokenizer.from_pretrained(tokenizer._folder)
         expected = reference.apply_chat_template(
             messages, tools=[{"name": "f"}], think=True, add_generation_prompt=True, return_dict=False
@@ -161,7 +161,7 @@ BAD = {
     "messages as text": ({"prompt": json.dumps([USER])}, {}, '"prompt" is messages as JSON text; store the list'),
     "no role": ({"messages": [{"from": "user"}]}, {}, r"message 0 of \"messages\" must be an object .* got \['from'\]"),
     "another role": ({"messages": [{"role": "human", "content": "a"}]}, {}, 'has the role "human"; call it "user"'),
-    "parts": ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, {}, "content, got list; parts, such"),
+    "parts": ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, {}, "content, got list; parts, such .*image.*: l"),
     "no content": ({"messages": [{"role": "user", "content": None}]}, {}, "must have text as its content, got None"),
     "an answer": ({"messages": [USER, {"role": "assistant", "content": "2"}]}, {}, "is the assistant's, which is to"),
     "template refuses": ({"messages": [{"role": "refused", "content": "a"}]}, {}, "refuses the messages: no such role"),
@@ -208,8 +208,8 @@ def test_row_when_the_template_drops_what_it_is_given_then_error(tokenizers, tmp
     tokenizer = Tokenizer.from_folder(tmp_path)
     assert prompt({"messages": [USER]}, tokenizer).text == "1+1?"
     for messages, how, named in (
-        ([USER, {"role": "user", "content": "2+2"}], {}, "leaves the last message out"),
-        ([USER], {"system_prompt": "be brief"}, "has no system message; put it into the first message"),
+        ([USER, {"role": "user", "content": "2+2"}], {}, 'leaves out message 1, whose role is "user"; use a '),
+        ([USER], {"system_prompt": "be brief"}, "leaves out the system message of `system_prompt`; put it into"),
     ):
         with pytest.raises(BadRow, match=f'"messages": the chat template .*{named}'):
             prompt({"messages": messages}, tokenizer, **how)
