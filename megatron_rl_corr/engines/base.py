@@ -109,7 +109,7 @@ class Engine(Inspection, MemoryRelease, Protocol):
     def parse(
         self, body: bytes, *, prompt_ids: Tensor, prompt_index: int, sample_index: int, server: str,
         max_new_tokens: int, vocab_size: int | None = None, truncated: bool = False,
-        experts: ExpertShape | None = None, known_routes: Tensor | None = None,
+        experts: ExpertShape | None = None, known_routes: Tensor | None = None, pushes_retract: bool = False,
     ) -> Trajectory:  # fmt: skip
         """The response in the answer to `generate`.
 
@@ -123,6 +123,11 @@ class Engine(Inspection, MemoryRelease, Protocol):
                 renormalised on it.
             experts: the request asked for routed experts of a model of this shape.
             known_routes: [routes_from, M, k], those that were not asked for.
+            pushes_retract: weights change in a pause of mode retract, for an engine that tells how often a response was
+                computed anew, but not where.
+
+        Returns:
+            It, without the routes of tokens that may have been computed anew since they were sampled with.
 
         Raises:
             RolloutServerError: the answer says that the request failed.

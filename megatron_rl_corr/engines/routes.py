@@ -111,17 +111,6 @@ def has_routes(routes: Tensor, experts: int) -> Tensor:
     return routes[..., 0] < experts if routes.shape[-1] == 1 else routes[..., 0] != routes[..., 1]
 
 
-def first_without_routes(routes: Tensor, experts: int) -> int:
-    """How many of the first tokens have routes in every layer: these need not be requested again.
-
-    Args:
-        routes: [T, M, k].
-        experts: experts of one layer.
-    """
-    known = has_routes(routes, experts).all(dim=1)
-    return len(known) if known.all() else int(known.int().argmin())
-
-
 def pack(routes: Sequence[Tensor | None], boundaries: Sequence[int], shape: ExpertShape) -> Tensor:
     """Routes of several samples one behind the other, without routes between each one's end and the next.
 

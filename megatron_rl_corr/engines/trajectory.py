@@ -149,7 +149,8 @@ class Trajectory:
     """The ids that each response token was drawn from, with top_p or top_k; None: the whole vocabulary."""
     routed_experts: torch.Tensor | None = None
     """[P + R - 1, M, k] uint8 or int16: which experts each token went to, but for the last one, which the server never
-    runs. A token without routes has k times the type's largest value."""
+    runs. They are those of the pass that sampled the token behind it; where that pass's are not known any more, the
+    token has none: k times the type's largest value."""
     turn_ids: torch.Tensor | None = None
     """[R] int64: which turn of the policy each token is of, from 0; ENVIRONMENT for what the environment said, which
     was not sampled: its log-prob is NaN, its support the token itself. None: the policy sampled all, in one turn."""
@@ -209,8 +210,9 @@ def join(partial: Trajectory, continuation: Trajectory) -> Trajectory:
     """An aborted response and what was sampled after it, as one response to the first one's prompt.
 
     The prompt of `continuation` is all of `partial`, prompt and response. Every token keeps its log-prob, weight
-    version and set of ids; routes are those of the first pass that has them. The finish reason and the
-    server are the continuation's, everything else is the partial's. Raises ValueError where they do not fit.
+    version and set of ids, and its routes or that it has none, as those of a later pass sampled nothing. Before any
+    token was sampled, routes are the continuation's. The finish reason and the server are the continuation's,
+    everything else is the partial's. Raises ValueError where they do not fit.
     """
     if partial.finish_reason != "abort":
         raise ValueError(f"a response that ended with {partial.finish_reason} has no continuation")
@@ -240,11 +242,8 @@ def concatenated(partial: Trajectory, continuation: Trajectory, *, between: torc
             torch.cat([support.lengths, torch.ones_like(own), later.lengths]),
         )
     if routes is not None:
-        known = len(routes)
-        later = continuation.routed_experts
-        # A response that was aborted before it ran has rows, but no routes in them.
-        missing = (routes == torch.iinfo(routes.dtype).max).all(dim=2, keepdim=True).all(dim=1, keepdim=True)
-        routes = torch.cat([later[:known].where(missing, routes), later[known:]])
+        settled = len(routes) if partial.output_ids.numel() else 0
+        routes = torch.cat([routes[:settled], continuation.routed_experts[settled:]])
     unknown = torch.full((between.numel(),), torch.nan)
     return replace(
         partial,

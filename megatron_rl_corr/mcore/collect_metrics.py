@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from megatron_rl_corr.core.metric_spec import MetricSpec, in_group
+from megatron_rl_corr.core.metric_spec import MetricSpec, UsualRange, in_group
 from megatron_rl_corr.core.metrics import Mean, Metric, Sum
 from megatron_rl_corr.engines.routes import has_routes
 from megatron_rl_corr.engines.trajectory import Trajectory
@@ -17,8 +17,8 @@ from megatron_rl_corr.rollout.queue import Group, Taken
 
 COUNTED = (
     "samples", "tokens", "token_lags", "mixed", "length", "abort", "ready", "running", "dropped", "retries",
-    "continuations", "missed_stops", "left_out", "route_tokens", "route_bytes", "unrouted", "equal_groups",
-    "duplicates", "ended",
+    "continuations", "missed_stops", "left_out", "route_tokens", "route_bytes", "unrouted", "unrouted_sampled",
+    "equal_groups", "duplicates", "ended",
     *(f"failed_{cause}" for cause in CAUSES), "replaced", "truncated", "lost_samples", "lost_tokens",
     "skipped_bad", "skipped_long",
     "moved_bytes", "filtered", "filtered_above_0", "filtered_samples", "filtered_tokens", "filtered_rewards",
@@ -49,7 +49,7 @@ def count_samples(taken: Taken, version: int, experts: int | None) -> dict[str, 
         "length": sum(sample.finish_reason == "length" for sample in samples),
         "abort": sum(sample.finish_reason == "abort" for sample in samples),
         "ready": taken.ready, "running": taken.running, "dropped": taken.dropped,
-        "route_tokens": 0, "route_bytes": 0, "unrouted": 0, "moved_bytes": 0,
+        "route_tokens": 0, "route_bytes": 0, "unrouted": 0, "unrouted_sampled": 0, "moved_bytes": 0,
         "equal_groups": sum(len(group.rewards) > 1 and len(set(group.rewards)) == 1 for group in taken.groups),
         "duplicates": sum(_duplicates(group) for group in taken.groups),
         "filtered": taken.filtered.groups, "filtered_above_0": taken.filtered.above_0,
@@ -70,10 +70,16 @@ def _duplicates(group: Group) -> int:
 
 def _count_routes(samples: Sequence[Trajectory], experts: int) -> dict[str, int]:
     routes = [sample.routed_experts for sample in samples]
+    without = [(~has_routes(rows, experts)).all(dim=1) for rows in routes]
     return {
         "route_tokens": sum(len(rows) for rows in routes),
         "route_bytes": sum(rows.nbytes for rows in routes),
-        "unrouted": sum(int((~has_routes(rows, experts)).all(dim=1).sum()) for rows in routes),
+        "unrouted": sum(int(rows.sum()) for rows in without),
+        # A token is sampled in the pass of the one before it: the response's first in that of the prompt's last.
+        "unrouted_sampled": sum(
+            int((rows[sample.prompt_ids.numel() - 1 :] & sample.sampled).sum())
+            for rows, sample in zip(without, samples, strict=True)
+        ),
     }
 
 
@@ -99,6 +105,7 @@ def collection_metrics(
     routes = {
         "router_replay/bytes_per_token": mean("route_bytes", "route_tokens"),
         "router_replay/tokens_without_routes": Sum(values["unrouted"][None]),
+        "router_replay/sampled_without_routes": mean("unrouted_sampled", "tokens"),
     }
     dealt = {"packing/moved_bytes": Sum(values["moved_bytes"][None])}
     # Samples of surplus groups that had ended, whether their group had or was cut.
@@ -277,7 +284,19 @@ METRICS = (
         ),
         MetricSpec(
             "router_replay/tokens_without_routes",
-            "tokens that the server gave no routes for; they go where Megatron chooses", "count",
+            "tokens of prompt or response whose routes are not known: they go where Megatron chooses", "count",
+            only_with="--router-replay R3",
+        ),
+        MetricSpec(
+            "router_replay/sampled_without_routes",
+            "share of the sampled tokens that are trained without the routes that they were sampled with",
+            "sampled tokens whose pass has no routes / sampled tokens", "routes of sampled tokens are lost",
+            UsualRange(
+                "many tokens are trained on the experts that Megatron chooses, not on those that sampled them",
+                "Servers retract responses, and tell other routes of them then. For want of memory: give them more of "
+                "it, or lower --rollout-max-concurrency. At pushes: --rollout-pause-mode in_place keeps the routes.",
+                high=0.2,
+            ),
             only_with="--router-replay R3",
         ),
     ),

@@ -253,8 +253,8 @@ def sample_source(
     tokenizer = Tokenizer.from_folder(options.hf_checkpoint)
     client = RolloutClient(
         options.urls, vocab_size=vocab_size, experts=routes.server_shape, seed=args.seed,
-        keyed_cache=options.pause_mode == "in_place", decode=tokenizer and tokenizer.decode_all,
-        replica=layout.dp_rank, replicas=layout.dp_size,
+        keyed_cache=options.pause_mode == "in_place", pushes_retract=options.pause_mode == "retract",
+        decode=tokenizer and tokenizer.decode_all, replica=layout.dp_rank, replicas=layout.dp_size,
         **options.client_arguments(),
     )  # fmt: skip
     opened.callback(lambda: loop.call(client.close()))

@@ -56,6 +56,8 @@ class RolloutClient(ServerControl):
         keyed_cache: requests share cached prefixes only with those that were sent for the same weight version, so that
             no request after an update meets keys and values from before.
         replica, replicas: which of so many clients of the same servers this is; each begins at servers of its own.
+        pushes_retract: whoever changes the servers' weights pauses them with mode retract. So a response in flight is
+            computed anew where its weights change, and its routes from there on are known to be its own.
         decode: decode(ids) -> their text, special tokens included; needed where `stop` has texts.
 
     Raises:
@@ -84,6 +86,7 @@ class RolloutClient(ServerControl):
         keyed_cache: bool = False,
         replica: int = 0,
         replicas: int = 1,
+        pushes_retract: bool = False,
         decode: Decode | None = None,
     ):
         fleet = Fleet(
@@ -116,7 +119,8 @@ class RolloutClient(ServerControl):
         self._health = ServerHealth(fleet, pool, self._counts, read_timeout_s=read_timeout_s)
         self._retries = Retries(
             fleet, pool, self._health, self._counts, max_retries=max_retries, outage_timeout_s=outage_timeout_s,
-            max_continuations=max_continuations, experts=experts, keyed_cache=keyed_cache, decode=decode,
+            max_continuations=max_continuations, experts=experts, keyed_cache=keyed_cache,
+            pushes_retract=pushes_retract, decode=decode,
         )  # fmt: skip
 
     def __repr__(self) -> str:
@@ -261,8 +265,8 @@ class RolloutClient(ServerControl):
             sampling: parameters of this turn.
             draw: the place of the turn in the run, which its seed depends on.
             after: the episode before the environment's last reply. The turn goes to the server where that one ended,
-                which has its prefix in the cache, unless it is left out or crowded; and only the routed experts that
-                are not yet known are requested.
+                which has its prefix in the cache, unless it is left out or crowded; and only the routed experts of
+                tokens behind it are requested.
 
         Raises:
             ValueError, SampleFailure, RolloutError: as `generate`.

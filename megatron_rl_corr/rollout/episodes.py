@@ -213,8 +213,7 @@ def first_turn(answer: Trajectory) -> Trajectory:
 def join_turn(episode: Trajectory, reply: torch.Tensor, answer: Trajectory) -> Trajectory:
     """The episode so far, the environment's reply and the policy's next turn as one trajectory.
 
-    Sampled tokens keep log-prob, weight version and sampling mask; routed experts are those of the first pass that has
-    them, as in `join`.
+    Sampled tokens keep log-prob, weight version, sampling mask, and their routes or that they have none, as in `join`.
 
     Args:
         episode: with R response tokens.

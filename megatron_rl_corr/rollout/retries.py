@@ -19,7 +19,7 @@ from megatron_rl_corr.engines.answers import reading
 from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, RolloutServerError, StaleWeightsError
 from megatron_rl_corr.engines.fleet import Fleet
 from megatron_rl_corr.engines.local_faults import PAUSES_S, WAIT_S, LocalFault
-from megatron_rl_corr.engines.routes import ExpertShape, first_without_routes
+from megatron_rl_corr.engines.routes import ExpertShape
 from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory, join
 from megatron_rl_corr.engines.types import Request, UnsupportedByEngine
 from megatron_rl_corr.events import EVENTS
@@ -75,17 +75,19 @@ class Retries:
         outage_timeout_s: how long this process may be unable to reach anybody while nothing of its own is in flight.
         experts: also request routed experts, of a model of this shape.
         keyed_cache: share cached prefixes only between requests for one weight version.
+        pushes_retract: weights change in a pause of mode retract.
         decode: ids to text with special tokens, for stop texts.
     """
 
     def __init__(
         self, fleet: Fleet, pool: ServerPool, health: ServerHealth, counts: Counts, *,
         max_retries: int, max_continuations: int, outage_timeout_s: float, experts: ExpertShape | None = None,
-        keyed_cache: bool = False, decode: Decode | None = None,
+        keyed_cache: bool = False, pushes_retract: bool = False, decode: Decode | None = None,
     ):  # fmt: skip
         self._fleet, self._pool, self._health, self._counts = fleet, pool, health, counts
         self._max_retries, self._max_continuations, self._experts = max_retries, max_continuations, experts
-        self._keyed_cache, self._decode, self._outage_timeout_s = keyed_cache, decode, outage_timeout_s
+        self._keyed_cache, self._pushes_retract, self._decode = keyed_cache, pushes_retract, decode
+        self._outage_timeout_s = outage_timeout_s
         self._told_faults: set[str] = set()
 
     @property
@@ -118,8 +120,8 @@ class Retries:
             "group_number": draw.group,
         }  # fmt: skip
         try:
-            server = None if after is None else after.server
-            whole = await self._part(prompt_ids, sampling, draw.seed(0), prefer=server, so_far=after, **names)
+            server, known = (None, None) if after is None else (after.server, after.routed_experts)
+            whole = await self._part(prompt_ids, sampling, draw.seed(0), prefer=server, known_routes=known, **names)
             whole = self._through_stop(whole, sampling)
             for _ in range(self._max_continuations):
                 missing = sampling.max_new_tokens - whole.output_ids.numel()
@@ -129,7 +131,9 @@ class Retries:
                 ids = torch.cat([whole.prompt_ids, whole.output_ids])
                 rest = replace(sampling, max_new_tokens=missing)
                 seed = draw.seed(whole.output_ids.numel())
-                part = await self._part(ids, rest, seed, avoid=whole.server, so_far=whole, **names)
+                # What was cut before its first token has rows, but no pass whose routes they could be.
+                known = whole.routed_experts if whole.output_ids.numel() else known
+                part = await self._part(ids, rest, seed, avoid=whole.server, known_routes=known, **names)
                 whole = self._through_stop(join(whole, part), sampling)
         except RolloutError as failure:
             error = failure_of_sample(failure) or failure
@@ -155,17 +159,15 @@ class Retries:
 
     async def _part(
         self, ids: torch.Tensor, sampling: SamplingParams, seed: int, *, avoid: str | None = None,
-        prefer: str | None = None, so_far: Trajectory | None, group_number: int, **names: int,
+        prefer: str | None = None, known_routes: torch.Tensor | None, group_number: int, **names: int,
     ) -> Trajectory:  # fmt: skip
         """The answer to one request, by the first server that gives one; every server gets the same seed.
 
         A server that has failed this request gets it again only where no other is in: one that fails fast is the least
         busy, and would use up the retries. What one server refuses another one is asked once: if that answers, it was
-        the server's fault, not the sample's. so_far: a response that ids begin with, whose routes are known.
+        the server's fault, not the sample's. known_routes: of the first tokens, which are not asked for, also where
+        tokens have none.
         """
-        routed, known = self._experts is not None, None
-        if routed and so_far is not None:
-            known = so_far.routed_experts[: first_without_routes(so_far.routed_experts, self._experts.experts)]
         failures, failed, group = 0, set() if avoid is None else {avoid}, CURRENT.get()
         refusal: _Refusal | None = None
         unreached_since: float | None = None
@@ -177,14 +179,14 @@ class Retries:
             joined = server.joined
             request_id = uuid.uuid4().hex
             request = self._fleet.engine_of(server.url).generate(  # made for those in flight only
-                ids.tolist(), sampling, request_id, seed=seed, routed_experts=routed, cache_key=self.cache_key,
-                routes_from=0 if known is None else len(known),
+                ids.tolist(), sampling, request_id, seed=seed, routed_experts=self._experts is not None,
+                cache_key=self.cache_key, routes_from=0 if known_routes is None else len(known_routes),
             )  # fmt: skip
             routes = answer_size.of_routes(ids.numel() + sampling.max_new_tokens, self._experts)
             request = replace(request, max_bytes=request.max_bytes + routes)
             try:
                 part = await self._ask(
-                    server, request, request_id, ids, sampling, trace, known_routes=known, **names
+                    server, request, request_id, ids, sampling, trace, known_routes=known_routes, **names
                 )
                 if trace is not None:
                     trace.tokens = part.output_ids.numel()
@@ -247,7 +249,7 @@ class Retries:
         engine = self._fleet.engine_of(server.url)
         parse = functools.partial(
             engine.parse, prompt_ids=ids, server=server.url, max_new_tokens=sampling.max_new_tokens,
-            truncated=sampling.needs_mask, experts=self._experts, **names,
+            truncated=sampling.needs_mask, experts=self._experts, pushes_retract=self._pushes_retract, **names,
         )
         # No limit while the server makes progress, however long the answer is: `ServerHealth` watches that.
         sending = asyncio.ensure_future(self._fleet.send(server.url, request, timeout_s=math.inf))

@@ -287,9 +287,10 @@ def test_client_options_when_parsed_then_the_clients_arguments(monkeypatch):
     assert options.client_arguments() == given | {"engine": "auto", "api_key": "s3cret"}
     assert "s3cret" not in repr(options)
     RolloutClient(options.urls, vocab_size=10, **CLIENT)
-    # The flags' defaults are the client's, which has five arguments more.
+    # The flags' defaults are the client's, which has more arguments.
     others = {"connect_timeout_s": 10.0, "experts": None, "seed": 0, "keyed_cache": False, "decode": None}
     others |= {"api_key": None, "engine": "sglang"}  # a client need not ask first what its servers run
+    others |= {"pushes_retract": False}
     assert RolloutClient.__init__.__kwdefaults__ == CLIENT | others
 
 

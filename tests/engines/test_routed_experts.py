@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 import torch
 from aiohttp import web
 
-from megatron_rl_corr.engines.routes import ExpertShape, first_without_routes, has_routes, no_routes, pack
+from megatron_rl_corr.engines.routes import ExpertShape, has_routes, no_routes, pack
 from megatron_rl_corr.engines.sglang.requests import generate_request
 from megatron_rl_corr.engines.sglang.responses import parse_generate
 from megatron_rl_corr.engines.sglang.routed_experts import decode
@@ -57,14 +58,6 @@ def test_decode_when_the_first_tokens_were_not_asked_for_then_the_rows_behind_th
         decode(encoded([[[2, 0], [0, 0], [1, 4]]]), tokens=3, shape=SHAPE, first=1)
 
 
-def test_first_without_routes_when_a_layer_lacks_them_then_the_token_is_asked_for_again():
-    routes = decode(encoded(ROWS), tokens=3, shape=SHAPE)
-    assert first_without_routes(routes, 4) == 2 and first_without_routes(routes[:0], 4) == 0
-    routes[1, 1] = 255
-    assert first_without_routes(routes, 4) == 1
-    assert first_without_routes(no_routes(SHAPE, 5), 4) == 0
-
-
 @pytest.mark.parametrize(
     "given, rule",
     [
@@ -106,14 +99,14 @@ def test_pack_when_samples_are_unlike_long_or_have_none_then_no_routes_behind_th
 def answer(**meta):
     return {"output_ids": [7], "meta_info": {
         "finish_reason": {"type": "length"}, "prompt_tokens": 2, "completion_tokens": 1, "weight_version": "1",
-        "output_token_logprobs": [[-0.5, 7, None]], **meta,
+        "output_token_logprobs": [[-0.5, 7, None]], "num_retractions": 0, **meta,
     }}  # fmt: skip
 
 
-def parse(body, experts=SHAPE):
+def parse(body, experts=SHAPE, **known):
     return parse_generate(
         orjson.dumps(body), prompt_ids=torch.tensor([1, 2]), prompt_index=0, sample_index=0, server="http://a:1",
-        experts=experts, max_new_tokens=9,
+        experts=experts, max_new_tokens=9, **known,
     )
 
 
@@ -138,6 +131,77 @@ def test_generate_when_no_routes_come_though_asked_for_then_error_names_the_serv
         parse(answer())
 
 
+def retracted(times, *bounds):
+    """An answer of 6 tokens, so 7 rows, retracted so often; the weights changed at these tokens."""
+    starts = [0, *bounds]
+    spans = [{"version": str(n), "start": a, "end": b} for n, (a, b) in enumerate(pairwise([*starts, 6]))]
+    body = answer(
+        completion_tokens=6, output_token_logprobs=[[-0.5, 7, None]] * 6, weight_versions=spans,
+        num_retractions=times, routed_experts=encoded(ROWS[:1] * 7),
+    )  # fmt: skip
+    return body | {"output_ids": [7] * 6}
+
+
+@pytest.mark.parametrize(
+    ("answer", "pushes_retract", "first"),
+    [
+        (retracted(0), True, 0), (retracted(0), False, 0),
+        (retracted(1), True, 7), (retracted(1), False, 7), (retracted(9), False, 7),  # nobody knows where
+        # The weights changed in a pause that did not retract.
+        (retracted(0, 2), False, 0), (retracted(0, 2), True, 0),
+        (retracted(1, 2), False, 7), (retracted(2, 2, 4), False, 7),
+        # 2 tokens of the prompt and 2 of the response had been sampled, of which the last one had not been run.
+        (retracted(1, 2), True, 3), (retracted(1, 5), True, 6), (retracted(1, 1), True, 2),
+        (retracted(2, 2, 4), True, 5),  # the last push has computed all of them anew
+        (retracted(2, 2), True, 7), (retracted(3, 2, 4), True, 7), (retracted(1, 2, 4), True, 7),  # one more, one less
+        (retracted(1, 0), True, 7), (retracted(1, 6), True, 7),  # no token on one side: these are no switches
+    ],
+)  # fmt: skip
+def test_generate_when_a_server_has_retracted_then_no_routes_before_the_last_place_that_is_known(
+    answer, pushes_retract, first
+):
+    routes = parse(answer, pushes_retract=pushes_retract).routed_experts
+    assert has_routes(routes, 4).tolist() == [[False] * 2] * first + [[True] * 2] * (7 - first)
+    assert routes[first:].tolist() == [[[0, 1], [3, 2]]] * (7 - first)
+
+
+def test_generate_when_the_first_routes_are_known_then_a_retraction_leaves_them_as_they_are():
+    body = retracted(1, 2)
+    body["meta_info"]["routed_experts"] = encoded(ROWS[:1] * 6)
+    known = torch.tensor([[[2, 0], [1, 3]]], dtype=torch.uint8)
+    for told, first in ((True, 3), (False, 7)):
+        routes = parse(body, known_routes=known, pushes_retract=told).routed_experts
+        assert torch.equal(routes[:1], known)
+        assert has_routes(routes, 4).all(dim=1).tolist() == [True] + [False] * (first - 1) + [True] * (7 - first)
+    none = no_routes(SHAPE, 4)  # an earlier request's were lost: they stay so, and this one's come behind them
+    body["meta_info"]["routed_experts"] = encoded(ROWS[:1] * 3)
+    routes = parse(body, known_routes=none, pushes_retract=True).routed_experts
+    assert has_routes(routes, 4).all(dim=1).tolist() == [False] * 4 + [True] * 3
+
+
+def test_generate_when_one_expert_a_token_is_retracted_then_its_tokens_have_none():
+    alone = ExpertShape(1, (0,), 1, 4)
+    body = answer(routed_experts=encoded([[[3]], [[0]]]), num_retractions=1)
+    assert parse(body, experts=alone).routed_experts.flatten().tolist() == [255, 255]
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [(None, "rule retractions: it sent no num_retractions .* SGLang 0.5.19 or newer"), (-1, "num_retractions must be"),
+     (True, "num_retractions must be an integer"), ("1", "num_retractions must be"),
+     (1 << 30, "num_retractions must be")],
+)  # fmt: skip
+def test_generate_when_it_is_unknown_how_often_it_was_retracted_then_refused_where_routes_are_asked_for(told, said):
+    body = answer(routed_experts=encoded(ROWS), num_retractions=told)
+    with pytest.raises(RolloutProtocolError, match=said):
+        parse(body)
+    if told is None:
+        del body["meta_info"]["num_retractions"]
+        with pytest.raises(RolloutProtocolError, match=said):
+            parse(body)
+    assert parse(body, experts=None).routed_experts is None
+
+
 def test_client_when_a_sample_has_wrong_routes_then_error_names_the_sample_and_the_rule(faulty):
     async def handle(request):
         if request.path == "/generate":
@@ -157,6 +221,7 @@ def test_client_when_a_sample_has_wrong_routes_then_error_names_the_sample_and_t
 class Routing:
     """A server of SHAPE that answers with the tokens it is given in turn, and routes (t, t + 1) for token t.
 
+    An answer is (tokens, finish reason, whether it has routes, how often it was retracted: 0 where that is left out).
     As SGLang does, it leaves out the first rows it is told to; it counts the rows it sends.
     """
 
@@ -165,7 +230,7 @@ class Routing:
 
     async def handle(self, request):
         body = await request.json()
-        tokens, reason, routed = self.answers.pop(0)
+        tokens, reason, routed, *retractions = self.answers.pop(0)
         start = body["routed_experts_start_len"]
         rows = [[[t % 4, (t + 1) % 4]] * 3 for t in range(start, len(body["input_ids"]) + len(tokens) - 1)]
         meta = {
@@ -173,7 +238,7 @@ class Routing:
             "weight_version": "1", "output_token_logprobs": [[-1.0, token, None] for token in tokens],
         }  # fmt: skip
         if routed:
-            meta["routed_experts"] = encoded(rows)
+            meta |= {"routed_experts": encoded(rows), "num_retractions": sum(retractions)}
             self.rows += len(rows)
         self.starts.append(start)
         return web.Response(body=json.dumps({"output_ids": tokens, "meta_info": meta}))
@@ -195,12 +260,43 @@ def test_client_when_a_sample_is_continued_then_only_routes_it_lacks_are_asked_f
     faulty.run(scenario, server.handle, experts=SHAPE)
 
 
-def test_client_when_a_sample_was_cut_before_it_had_routes_then_they_are_asked_for_from_the_first(faulty):
-    server = Routing(([3, 4], "abort", False), ([5, 6], "length", True))
+NONE = [[255, 255]] * 2
+"""A row of a token without routes."""
+
+
+def test_client_when_a_sample_was_cut_before_its_first_token_then_routes_are_asked_for_from_the_first(faulty):
+    server = Routing(([], "abort", False), ([], "abort", True), ([5, 6], "length", True))
+
+    async def scenario(client):
+        (whole,) = await client.generate([[1, 2, 3]], SamplingParams(2))
+        assert server.starts == [0, 0, 0] and whole.routed_experts.tolist() == routes_of(5)
+
+    faulty.run(scenario, server.handle, experts=SHAPE)
+
+
+@pytest.mark.parametrize("answered", [([3, 4], "abort", False), ([3, 4], "abort", True, 1)])
+def test_client_when_a_sample_was_retracted_and_cut_then_its_tokens_stay_without_routes_and_later_ones_have_theirs(
+    answered, faulty
+):
+    # Retracted, and cut while it waits (SGLang sends no routes then) or later; once more before it runs; then the rest.
+    server = Routing(answered, ([], "abort", False), ([5, 6], "length", True))
 
     async def scenario(client):
         (whole,) = await client.generate([[1, 2, 3]], SamplingParams(4))
-        assert server.starts == [0, 0] and whole.routed_experts.tolist() == routes_of(7)
+        # 3 tokens of the prompt and the first sampled one were run before; the second one, in the last request only.
+        assert server.starts == [0, 4, 4]
+        assert whole.routed_experts.tolist() == [NONE] * 4 + routes_of(7)[4:]
+
+    faulty.run(scenario, server.handle, experts=SHAPE)
+
+
+def test_client_when_a_continuation_is_retracted_then_only_its_own_tokens_have_no_routes(faulty):
+    server = Routing(([3, 4], "abort", True), ([5, 6], "abort", True, 2), ([7], "length", True))
+
+    async def scenario(client):
+        (whole,) = await client.generate([[1, 2, 3]], SamplingParams(5))
+        assert server.starts == [0, 4, 6]
+        assert whole.routed_experts.tolist() == routes_of(5) + [NONE] * 2 + routes_of(8)[6:]
 
     faulty.run(scenario, server.handle, experts=SHAPE)
 
@@ -227,6 +323,23 @@ def test_episode_when_it_has_turns_then_each_brings_the_routes_of_new_tokens_alo
         assert server.starts == [0, 4, 6] and server.rows == 11
         assert whole.routed_experts.tolist() == routes_of(12)
         assert whole.turn_ids.tolist() == [0, 0, -1, 1, -1, -1, 2, 2, 2]
+
+    faulty.run(scenario, server.handle, experts=SHAPE)
+
+
+def test_episode_when_a_turn_is_retracted_then_only_that_turn_has_no_routes(faulty):
+    # As above; the second turn is retracted, and the third is cut before its first token.
+    server = Routing(
+        ([3, 4], "stop", True), ([5], "stop", True, 1), ([], "abort", False), ([6, 7, 8], "stop", True)
+    )  # fmt: skip
+
+    async def scenario(client):
+        (whole,) = await generate_episodes(
+            client, [Prompt(0, [1, 2, 3])], SamplingParams(16), environment=Answers, max_turns=3
+        )
+        assert server.starts == [0, 4, 6, 6]
+        # Without: the last token of the first turn, and what was said behind it, in whose pass the turn was sampled.
+        assert whole.routed_experts.tolist() == routes_of(12)[:4] + [NONE] * 2 + routes_of(12)[6:]
 
     faulty.run(scenario, server.handle, experts=SHAPE)
 

@@ -153,8 +153,13 @@ def test_trajectory_when_its_routes_are_not_of_all_tokens_but_the_last_then_refu
 
 def test_join_when_the_first_part_never_ran_then_routes_are_those_of_the_second():
     # 32767 is what int16 holds for a token without routes.
-    partial = sample([1, 2], [5], [("v1", 0, 1)], routes=[32767, 32767])
+    partial = sample([1, 2, 5], [], [("v1", 0, 0)], routes=[32767, 32767])
     rest = sample([1, 2, 5], [7], [("v1", 0, 1)], finish="length", routes=[3, 4, 6])
     assert join(partial, rest).routed_experts.flatten().tolist() == [3, 4, 6]
-    half = sample([1, 2], [5], [("v1", 0, 1)], routes=[1, 32767])
-    assert join(half, rest).routed_experts.flatten().tolist() == [1, 4, 6]
+
+
+@pytest.mark.parametrize("routes", [[32767, 32767], [32767, 1], [1, 32767]])
+def test_join_when_a_token_that_was_sampled_has_no_routes_then_those_of_a_later_pass_do_not_fill_them(routes):
+    partial = sample([1, 2], [5], [("v1", 0, 1)], routes=routes)
+    rest = sample([1, 2, 5], [7], [("v1", 0, 1)], finish="length", routes=[3, 4, 6])
+    assert join(partial, rest).routed_experts.flatten().tolist() == [*routes, 6]

@@ -79,6 +79,8 @@ def sglang(body, asked: Asked) -> Reading:
         raw = _base64(meta.get("routed_experts"))
         _need(len(raw) % 4 == 0)
         _routes(struct.unpack(f"<{len(raw) // 4}i", raw), ids, asked, zeros=True)
+        times = meta.get("num_retractions")
+        _need(type(times) is int and 0 <= times <= 1 << 20)
     return _whole(ids, logprobs, kind, spans, _cached(meta, asked), kept, asked)
 
 

@@ -28,7 +28,7 @@ PROMPT, TOKENS, VOCAB_SIZE = [3, 1, 4, 1, 5], 6, 83
 FIELDS = (
     "output_ids", "token_ids", "token id", "meta_info", "finish_reason", "prompt_tokens", "completion_tokens",
     "logprobs", "weight_version", "cached_tokens", "sampling_mask", "sampling_logprobs", "routed_experts", "choices",
-    "usage", "not JSON", "JSON object", "log-prob", "rule ",
+    "usage", "num_retractions", "not JSON", "JSON object", "log-prob", "rule ",
 )  # fmt: skip
 FOLDER = Path(__file__).parent / "answers"
 

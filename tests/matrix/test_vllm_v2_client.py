@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_rl_corr.engines.routes import ExpertShape, first_without_routes
+from megatron_rl_corr.engines.routes import ExpertShape, has_routes
 from megatron_rl_corr.rollout import LoopThread, RolloutClient, SamplingParams
 from tests.hf_truth import assert_is_truth, inside, response, scored
 
@@ -41,7 +41,7 @@ def assert_supports_and_routes(trajectory, model):
     routes = torch.stack([logits.topk(2).indices for logits in out.router_logits], dim=1)[:-1]  # [T - 1, M, k]
     assert trajectory.routed_experts.shape == routes.shape and settled[:-1].any()
     assert torch.equal(trajectory.routed_experts[settled[:-1]].long(), routes[settled[:-1]])
-    assert first_without_routes(trajectory.routed_experts, SHAPE.experts) == len(routes)
+    assert has_routes(trajectory.routed_experts, SHAPE.experts).all()
 
 
 def test_generate_when_truncated_and_routed_then_supports_logprobs_and_routes_are_the_models(client, model):

@@ -16,14 +16,12 @@ from megatron_rl_corr.engines.inspection import DetailedSample, KeptIds, TokenSc
 from megatron_rl_corr.engines.routes import ExpertShape
 from megatron_rl_corr.engines.sglang.requests import NEUTRAL, sampling_fields
 from megatron_rl_corr.engines.sglang.responses import GENERATE, MASK, MASK_LOGPROBS
-from megatron_rl_corr.engines.sglang.routed_experts import decode, read_ids
+from megatron_rl_corr.engines.sglang.routed_experts import MOST_RETRACTIONS, decode, read_ids
 from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.engines.types import Request
 
 MALFORMED = (KeyError, TypeError, IndexError, ValueError, AttributeError, OverflowError)
 ROWS = "it is not a list of (log-prob, id, text)"
-MOST_RETRACTIONS = 1 << 20
-"""More are no number of pauses."""
 
 
 def detailed_sample(

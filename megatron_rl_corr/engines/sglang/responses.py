@@ -16,7 +16,7 @@ from megatron_rl_corr.engines.routes import ExpertShape, no_routes
 from megatron_rl_corr.engines.secrets import redacted
 from megatron_rl_corr.engines.sglang.answer_fields import EMPTY, FIELDS, SENTENCES
 from megatron_rl_corr.engines.sglang.logprob_rows import read_flat
-from megatron_rl_corr.engines.sglang.routed_experts import decode
+from megatron_rl_corr.engines.sglang.routed_experts import decode, tokens_recomputed
 from megatron_rl_corr.engines.trajectory import Support, Trajectory, VersionSpan
 
 GENERATE = "/generate"
@@ -38,6 +38,7 @@ def parse_generate(
     truncated: bool = False,
     experts: ExpertShape | None = None,
     known_routes: torch.Tensor | None = None,
+    pushes_retract: bool = False,
 ) -> Trajectory:
     """The trajectory in the answer to one `generate_request`.
 
@@ -53,12 +54,13 @@ def parse_generate(
             renormalised on it.
         experts: the request asked for routed experts, and the model routes so.
         known_routes: [routes_from, M, k], of the first tokens, which the request did not ask for.
+        pushes_retract: weights change in a pause that retracts: `tokens_recomputed`.
 
     Raises:
         RolloutServerError: the request failed: its abort carries a status code or an error type.
         RolloutProtocolError: the answer is not what was asked for: ids that differ from those the log-probs are of,
             lengths that disagree, unknown ids, a support that is missing or lacks the token drawn from it, routes that
-            break a rule of `decode`.
+            break a rule of `decode` or `tokens_recomputed`.
     """
     with answers.reading(server, GENERATE):
         answer, output_ids, values = read_flat(body) or (answers.json_object(body, server, GENERATE), None, None)
@@ -77,6 +79,7 @@ def parse_generate(
         logprobs, support = answers.float32(values, NO_ROWS), None
         if truncated:
             logprobs, support = _truncated(meta, output_ids, vocab_size)
+        versions = _weight_versions(meta, output_ids.size)
         return Trajectory(
             prompt_index=prompt_index,
             sample_index=sample_index,
@@ -84,12 +87,14 @@ def parse_generate(
             output_ids=torch.from_numpy(output_ids),
             rollout_logprobs=torch.from_numpy(logprobs),
             finish_reason=finish_reason,
-            weight_versions=_weight_versions(meta, output_ids.size),
+            weight_versions=versions,
             # Absent when a request was aborted before it started.
             cached_tokens=answers.count_of(meta, "cached_tokens", prompt_ids.numel()),
             server=server,
             support=support,
-            routed_experts=_routes(meta, prompt_ids.numel() + output_ids.size, experts, known_routes),
+            routed_experts=_routes(
+                meta, versions, prompt_ids.numel(), output_ids.size, experts, known_routes, pushes_retract
+            ),
         )
 
 
@@ -142,11 +147,13 @@ def _truncated(meta: dict, output_ids: np.ndarray, vocab_size: int | None) -> tu
 
 
 def _routes(
-    meta: dict, tokens: int, experts: ExpertShape | None, known: torch.Tensor | None
-) -> torch.Tensor | None:
-    """[T - 1, M, k]: the known rows, and those of the answer behind them."""
+    meta: dict, versions: tuple[VersionSpan, ...], prompt: int, output: int, experts: ExpertShape | None,
+    known: torch.Tensor | None, pushes_retract: bool,
+) -> torch.Tensor | None:  # fmt: skip
+    """[P + R - 1, M, k]: the known rows, behind them the answer's, without those of tokens computed anew."""
     if experts is None:
         return None
+    tokens = prompt + output
     if known is None:
         known = no_routes(experts, 0)
     encoded = meta.get("routed_experts")
@@ -159,9 +166,12 @@ def _routes(
             "start the server with --enable-return-routed-experts"
         )
     try:
-        return torch.cat([known, decode(encoded, tokens=tokens, shape=experts, first=len(known))])
+        own = decode(encoded, tokens=tokens, shape=experts, first=len(known))
     except ValueError as error:
         raise ValueError(f"{error}; is it serving another model?") from None
+    anew = tokens_recomputed(meta, versions, prompt=prompt, tokens=tokens, pushes_retract=pushes_retract)
+    lost = max(0, anew - len(known))
+    return torch.cat([known, no_routes(experts, lost), own[lost:]])
 
 
 def _finish_reason(meta: dict, server: str) -> str:

@@ -1,13 +1,21 @@
 """Decodes the routed experts that an SGLang server returns: from its base64 of int32 to checked ids.
 
-T tokens of prompt and response, H hidden layers, M of them with experts, k experts a token.
+P tokens of the prompt, T of prompt and response, H hidden layers, M of them with experts, k experts a token.
 """
+
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_rl_corr.engines import answers
 from megatron_rl_corr.engines.routes import ExpertShape, check_experts, decoded_base64
+from megatron_rl_corr.engines.trajectory import VersionSpan
+
+MOST_RETRACTIONS = 1 << 20
+"""A request that goes on so often is none."""
 
 
 def read_ids(encoded: object) -> np.ndarray:
@@ -52,3 +60,42 @@ def decode(encoded: object, *, tokens: int, shape: ExpertShape, first: int = 0) 
     if shape.top_k > 1:
         routes[~torch.from_numpy(known)] = torch.iinfo(shape.dtype).max
     return routes
+
+
+def tokens_recomputed(
+    meta: Mapping[str, Any], spans: Sequence[VersionSpan], *, prompt: int, tokens: int, pushes_retract: bool
+) -> int:
+    """How many of the first tokens have the routes of another pass than the one that sampled with them, or may have.
+
+    A retraction, in a pause or for want of memory, frees what was computed for a request. When it goes on, one prefill
+    computes all its tokens anew, and SGLang (0.5.23) returns the routes of that pass in place of the first ones'. It
+    tells how often that happened, not at which token, and a stream would not tell the routes before the end. Where
+    each push retracts what is running, at least one retraction is at each switch of weights: as many retractions as
+    switches means that the last one is at the last switch.
+
+    Args:
+        meta: the answer's `meta_info`.
+        spans: of the response's tokens, by weights.
+        prompt: P.
+        tokens: T.
+        pushes_retract: weights change in a pause that retracts.
+
+    Returns:
+        0, T - 1, or between them the tokens that the prefill behind a switch has computed again: all before it but the
+        last, which had been sampled and not been run yet.
+
+    Raises:
+        ValueError: rule retractions, for an answer that does not tell.
+    """
+    retractions = answers.count_of(meta, "num_retractions", MOST_RETRACTIONS)
+    if meta.get("num_retractions") is None:
+        raise ValueError(
+            "rule retractions: it sent no num_retractions beside routed_experts, so whether these are of the passes "
+            "that sampled its tokens is unknown: use SGLang 0.5.19 or newer, without a proxy that drops the field"
+        )
+    if not retractions:
+        return 0
+    starts = [span.start for span in spans if span.start < span.end]
+    if pushes_retract and retractions == len(starts) - 1:
+        return prompt + starts[-1] - 1
+    return tokens - 1

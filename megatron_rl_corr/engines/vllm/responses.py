@@ -32,7 +32,7 @@ UNKNOWN_VERSION = "unknown"
 def parse_generate(
     body: bytes, *, prompt_ids: torch.Tensor, prompt_index: int, sample_index: int, server: str,
     max_new_tokens: int, vocab_size: int | None = None, truncated: bool = False, experts: ExpertShape | None = None,
-    known_routes: torch.Tensor | None = None,
+    known_routes: torch.Tensor | None = None, pushes_retract: bool = False,
 ) -> Trajectory:  # fmt: skip
     """The trajectory in the answer to one `generate_request`.
 
@@ -48,6 +48,8 @@ def parse_generate(
             renormalised on it.
         experts: the request asked for routed experts, and the model routes so.
         known_routes: [routes_from, M, k], of the first tokens, which the request did not ask for.
+        pushes_retract: without effect; vLLM (0.32) hands out the routes of each pass with the token sampled in it, and
+            none of a pass that computes tokens anew.
 
     Raises:
         RolloutServerError: the answer is an error.
