@@ -49,8 +49,11 @@ class ParquetRows:
         for place, file in enumerate(self._files):
             try:
                 metadata = pq.read_metadata(file)
-            except pa.ArrowInvalid as error:
-                raise ValueError(f"{file}: not a Parquet file that can be read: {error}") from None
+            except pa.ArrowException as error:  # also for a type that it does not know
+                raise ValueError(
+                    f"{file}: not a Parquet file that can be read: {error}; write it anew, with types that pyarrow "
+                    f"{pa.__version__} reads"
+                ) from None
             schema = metadata.schema.to_arrow_schema()
             if names is None:
                 names, first = sorted(schema.names), file

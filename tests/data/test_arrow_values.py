@@ -163,6 +163,16 @@ def test_parquet_when_shards_have_other_types_then_each_is_read_by_its_own(tmp_p
     ]
 
 
+def test_parquet_when_it_has_a_type_that_pyarrow_does_not_know_then_error_names_the_file(tmp_path, monkeypatch):
+    def unknown(file):
+        raise pa.ArrowNotImplementedError("Integers with more than 64 bits not implemented")
+
+    pq.write_table(pa.table({"a": [1]}), tmp_path / "p.parquet")
+    monkeypatch.setattr(pq, "read_metadata", unknown)
+    with pytest.raises(ValueError, match="p.parquet: not a Parquet file that can be read: Integers .*; write it anew"):
+        open_rows(tmp_path / "p.parquet")
+
+
 def test_nulls_when_a_map_has_them_then_they_were_written():
     def arguments(one):
         calls = [{"function": {"name": "f", "arguments": one}}]
