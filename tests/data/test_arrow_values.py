@@ -120,6 +120,7 @@ def test_column_when_a_map_has_no_text_as_keys_or_parts_of_values_then_named(tmp
         assert rows.read(0) == {"b": {"k": {"n": 1}}, "d": "x"}
         assert "a (map<int8, string" in rows.notes[0] and "b[].day (date32[day])" in rows.notes[0]
         assert "c (map<string, date32[day]" in rows.notes[0] and " d " not in rows.notes[0]
+    assert rows._group(0).column_names == ["b", "d"]
 
 
 def test_column_when_an_extension_stores_json_values_then_these(tmp_path):
@@ -154,10 +155,13 @@ def test_row_when_a_cell_can_not_be_read_then_error_names_the_column(tmp_path):
 
 
 def test_parquet_when_shards_have_other_types_then_each_is_read_by_its_own(tmp_path):
-    pq.write_table(pa.table({"a": pa.array(["x"], pa.string_view()), "b": [{"n": 1}]}), tmp_path / "0.parquet")
-    pq.write_table(pa.table({"a": pa.array(["y"]), "b": [{"n": 2, "day": DAY}]}), tmp_path / "1.parquet")
+    first = {"a": pa.array(["x"], pa.string_view()), "b": [{"n": 1}], "c": pa.array([0.5])}
+    second = {"a": pa.array(["y"]), "b": [{"n": 2, "day": DAY}], "c": pa.array([0.1], pa.float32())}
+    pq.write_table(pa.table(first), tmp_path / "0.parquet")
+    pq.write_table(pa.table(second), tmp_path / "1.parquet")
     rows = open_rows(tmp_path)
-    assert [rows.read(0), rows.read(1)] == [{"a": "x", "b": {"n": 1}}, {"a": "y", "b": {"n": 2}}]
+    assert rows.read(0) == {"a": "x", "b": {"n": 1}, "c": 0.5}
+    assert rows.read(1) == {"a": "y", "b": {"n": 2}, "c": 0.1}
     assert rows.notes == [
         f"{tmp_path}: columns and fields that JSON has no values for are left out: b.day (date32[day])"
     ]

@@ -3,10 +3,13 @@
 import json
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from examples.quickstart.make_model import make_tokenizer
 from megatron_rl_corr.data import checked_template
+from megatron_rl_corr.data.prompt_files import open_prompts
 from megatron_rl_corr.data.prompt_format import PromptFormat
 from megatron_rl_corr.data.rows import BadRow
 from megatron_rl_corr.data.tokenizer import Tokenizer
@@ -89,6 +92,13 @@ def test_text_when_a_published_template_shows_all_then_no_alarm(template, name):
 def test_text_when_a_published_template_shows_calls_then_no_alarm(template, name):
     tools = None if template == "deepseek_v3" else [TOOL]
     assert "It is." in text(template, WITH_CALLS[name], tools)
+
+
+def test_text_when_thoughts_before_a_call_show_until_an_answer_follows_then_no_alarm():
+    thinks = [USER, called({"city": "Oslo"}, "I look, it seems."), RESULT]
+    assert "I look, it seems." in text("gpt_oss", thinks)
+    answered = text("gpt_oss", [*thinks, said("assistant", "It is."), said("user", "And now?")])
+    assert "I look" not in answered and "It is." in answered and "get_weather" in answered
 
 
 def test_text_when_a_template_shows_ids_for_names_then_ids_must_have_them():
@@ -249,6 +259,13 @@ def test_arguments_when_a_template_takes_text_then_the_rows_own_or_that_of_the_o
     assert '{"ort": "Tromsø"}' in text("deepseek_v3", [USER, called({"ort": "Tromsø"}), RESULT])
 
 
+def test_arguments_when_a_template_takes_text_and_makes_json_of_it_again_then_error():
+    twice = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}" \
+            "{{ c.function.arguments.strip() | tojson }}{% endfor %}{% endfor %}"  # fmt: skip
+    with pytest.raises(BadRow, match=r'leaves out tool call 0 \("get_weather"\) of message 1, whose role is'):
+        text(twice, [USER, CALL, RESULT])
+
+
 def test_arguments_when_a_template_writes_objects_as_python_does_then_it_gets_text():
     template = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name ~ '(' ~ " \
                "c.function.arguments ~ ')' }}{% endfor %}{% endfor %}"  # fmt: skip
@@ -289,6 +306,15 @@ def test_nulls_when_json_lines_wrote_them_then_kept_and_when_columns_filled_them
     assert '{"city": "Oslo", "days": [null, {}]}' in columns and '"default"' not in columns
     texts = text("qwen2_5", [USER, called('{"unit": null}'), RESULT], json.dumps([TOOL]), fills_nulls=True)
     assert '{"unit": null}' in texts and '"default": null' in texts  # written, for a text has no columns
+
+
+def test_nulls_when_rows_are_read_from_files_then_the_files_kind_decides(tmp_path):
+    messages = [USER, called({"city": None, "n": 1}, ""), RESULT]
+    (tmp_path / "p.jsonl").write_text(json.dumps({"messages": messages}))
+    pq.write_table(pa.Table.from_pylist([{"messages": messages}] * 2), tmp_path / "p.parquet")
+    for name, arguments in (("p.jsonl", '{"city": null, "n": 1}'), ("p.parquet", '{"n": 1}')):
+        found = open_prompts([str(tmp_path / name)], PromptFormat(tokenizer("qwen2_5"))).rows[0]
+        assert f'"arguments": {arguments}}}' in found.text
 
 
 def test_template_when_conversations_are_alike_then_they_are_rendered_with_marks_once(monkeypatch):

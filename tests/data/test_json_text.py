@@ -47,6 +47,7 @@ def test_loads_when_a_writer_wrote_nan_or_infinity_then_error_has_the_remedy(for
     [
         ('{"a": 1e400}', "1e400 is too large for a 64-bit float; write it as text"),
         ('{"a": -1e999, "b": 123456789012345678901}', "-1e999 is too large"),
+        ('{"a": ' + "9" * 400 + ', "b": NaN}', "NaN is not a number in JSON; write null, or leave its key out"),
         ('{"a": ' + "9" * 5000 + "}", "a number has 5000 digits; write one of more than 4300 as text"),
         ('{"a": nancy}', "expected 'null': line 1 column 7 .char 6.$"),
         ('{"a": "NaN" x}', r"line 1 column 13 .char 12.$"),
