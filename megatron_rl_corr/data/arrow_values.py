@@ -16,7 +16,7 @@ Read = Callable[[pa.Scalar], Any]
 
 
 @dataclass
-class Column:
+class ReadColumn:
     """How one column is read.
 
     Example: of the struct image {"bytes": b"x", "path": "p"} `left_out` is ["image.bytes (binary)"], and
@@ -32,11 +32,11 @@ class Column:
     """Whether each field without fields of its own is read, in the order in which Parquet stores them."""
 
 
-def columns_of(schema: pa.Schema) -> list[Column]:
+def columns_of(schema: pa.Schema) -> list[ReadColumn]:
     """How each column is read."""
     columns, names = [], Counter(schema.names)
     for one in schema:
-        column = Column(one.name, None)
+        column = ReadColumn(one.name, None)
         column.read = _reader(one.type, one.name, column)
         if names[one.name] > 1:
             column.read, column.left_out = None, [f"{one.name} (of which there are {names[one.name]})"]
@@ -45,7 +45,7 @@ def columns_of(schema: pa.Schema) -> list[Column]:
     return columns
 
 
-def _reader(kind: pa.DataType, path: str, column: Column) -> Read | None:
+def _reader(kind: pa.DataType, path: str, column: ReadColumn) -> Read | None:
     """What reads a type, None for one that JSON has no values for; adds to `left_out` and `leaves`."""
     fields, leaves = len(column.left_out), len(column.leaves)
     if types.is_struct(kind):
@@ -97,20 +97,20 @@ def _read_whole_decimal(cell: pa.Scalar) -> int | None:
     return int(cell.as_py()) if cell.is_valid else None
 
 
-def _value_reader(kind: pa.DataType, path: str, column: Column) -> Read | None:
+def _value_reader(kind: pa.DataType, path: str, column: ReadColumn) -> Read | None:
     """What reads a cell that has its value in another: of a dictionary, a run, an extension of a type."""
     read = _reader(kind, path, column)
     return None if read is None else lambda cell: read(cell.value) if cell.is_valid else None
 
 
-def _list_reader(kind: pa.DataType, path: str, column: Column) -> Read | None:
+def _list_reader(kind: pa.DataType, path: str, column: ReadColumn) -> Read | None:
     read = _reader(kind.value_type, f"{path}[]", column)
     if read is None or read is _as_py:
         return read
     return lambda cell: [read(one) for one in cell.values] if cell.is_valid else None
 
 
-def _struct_reader(kind: pa.DataType, path: str, column: Column) -> Read | None:
+def _struct_reader(kind: pa.DataType, path: str, column: ReadColumn) -> Read | None:
     reads, names = [], Counter(one.name for one in kind)
     for one in kind:
         own, leaves = f"{path}.{one.name}", len(column.leaves)
@@ -127,7 +127,7 @@ def _struct_reader(kind: pa.DataType, path: str, column: Column) -> Read | None:
     return lambda cell: {name: read(cell[name]) for name, read in reads} if cell.is_valid else None
 
 
-def _map_reader(kind: pa.DataType, path: str, column: Column) -> Read | None:
+def _map_reader(kind: pa.DataType, path: str, column: ReadColumn) -> Read | None:
     _reader(kind.key_type, path, column)
     read = _reader(kind.item_type, f"{path}[]", column)
     if read is None or not any(test(kind.key_type) for test in _TEXTS):

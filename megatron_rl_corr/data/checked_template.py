@@ -91,8 +91,13 @@ class CheckedTemplate:
         if key in self._found:
             self._found.move_to_end(key)
             return self._found[key]
-        tried = [one for form in chat.forms() if (one := self._tried(marked, form)) is not None]
-        found = min(tried, key=lambda one: len(one.losses)) if tried else _Finding(None)
+        found = _Finding(None)
+        for form in chat.forms():
+            tried = self._tried(marked, form)
+            if tried is not None and (found.form is None or len(tried.losses) < len(found.losses)):
+                found = tried
+            if found.form is not None and not found.losses:
+                break
         self._found[key] = found
         if len(self._found) > KEPT:
             self._found.popitem(last=False)
@@ -132,7 +137,7 @@ class CheckedTemplate:
         raise first
 
     def _losses_within(self, chat: Chat, form: Form, text: str, shortened: frozenset[int]) -> list[_Loss]:
-        """Contents that do not show as they are, and of which not all marks show that are put within."""
+        """Contents that do not show as they are, nor all marks within them or most of their words."""
         hidden = [
             number for number, message in enumerate(chat.messages)
             if number not in shortened and not _shows(message, text)
@@ -140,9 +145,11 @@ class CheckedTemplate:
         if not hidden:
             return []
         try:
-            return self._losses_of(chat, form, hidden)
+            losses = self._losses_of(chat, form, hidden)
         except ValueError:
-            return [loss for number in hidden for loss in self._losses_of_one(chat, form, number)]
+            losses = [loss for number in hidden for loss in self._losses_of_one(chat, form, number)]
+        # Marks would not find a template that looks for this very content.
+        return losses or [_Loss(number) for number in hidden if not _shows_words(chat.messages[number], text)]
 
     def _losses_of_one(self, chat: Chat, form: Form, number: int) -> list[_Loss]:
         try:
@@ -273,7 +280,15 @@ def _shows(message: Mapping[str, Any], text: str) -> bool:
     """Whether the content is in the text, as it is or within JSON."""
     begin, end = _answer(message)
     content = message["content"][begin:end].strip()
-    return content in text or json.dumps(content, ensure_ascii=False)[1:-1] in text
+    in_json = [json.dumps(content, ensure_ascii=only_ascii)[1:-1] for only_ascii in (False, True)]
+    return content in text or any(form in text for form in in_json)
+
+
+def _shows_words(message: Mapping[str, Any], text: str) -> bool:
+    """Whether at least half of the words of the content are in the text."""
+    begin, end = _answer(message)
+    words = message["content"][begin:end].split()
+    return 2 * sum(word in text for word in words) >= len(words)
 
 
 def _with_marks(message: Mapping[str, Any], number: int) -> tuple[str, list[str]]:
@@ -292,9 +307,9 @@ def _with_marks(message: Mapping[str, Any], number: int) -> tuple[str, list[str]
 
 
 def _words(value: Any) -> list[str]:
-    """The texts within a value."""
+    """The texts within a value, but for keys."""
     if isinstance(value, dict):
-        return [word for one in value.items() for word in _words(list(one))]
+        return _words(list(value.values()))
     if isinstance(value, list):
         return [word for one in value for word in _words(one)]
     return [value] if isinstance(value, str) else []

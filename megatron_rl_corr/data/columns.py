@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megatron_rl_corr.data.arrow_values import Column, columns_of
+from megatron_rl_corr.data.arrow_values import ReadColumn, columns_of
 from megatron_rl_corr.data.rows import BadRow, Stamp, digest_of
 
 CACHE_BYTES = 1 << 29
@@ -41,7 +41,7 @@ class ParquetRows:
         """File and row group within it of each of `groups`."""
         self._firsts: list[int] = []
         """The row that each file begins with."""
-        self._columns: list[list[Column]] = []
+        self._columns: list[list[ReadColumn]] = []
         """Those of each file that are read."""
         self._leaves: list[list[str]] = []
         """Their paths in each file."""
@@ -49,8 +49,11 @@ class ParquetRows:
         for place, file in enumerate(self._files):
             try:
                 metadata = pq.read_metadata(file)
-            except pa.ArrowInvalid as error:
-                raise ValueError(f"{file}: not a Parquet file that can be read: {error}") from None
+            except pa.ArrowException as error:  # also for a type that it does not know
+                raise ValueError(
+                    f"{file}: not a Parquet file that can be read: {error}; write it anew, with types that pyarrow "
+                    f"{pa.__version__} reads"
+                ) from None
             schema = metadata.schema.to_arrow_schema()
             if names is None:
                 names, first = sorted(schema.names), file
@@ -130,7 +133,7 @@ class SavedDataset:
         self._batches: list[pa.RecordBatch] = []
         self._file_of: list[int] = []
         """The file of each batch."""
-        self._columns: list[list[Column]] = []
+        self._columns: list[list[ReadColumn]] = []
         """Those of each file that are read."""
         left_out = []
         for number, file in enumerate(files):
@@ -182,7 +185,7 @@ def parquet_folder(path: Path) -> ParquetRows:
     return ParquetRows(files, path)
 
 
-def _row(table: pa.Table | pa.RecordBatch, columns: list[Column], place: int, where: str) -> dict[str, Any]:
+def _row(table: pa.Table | pa.RecordBatch, columns: list[ReadColumn], place: int, where: str) -> dict[str, Any]:
     row = {}
     for column in columns:
         try:
@@ -192,7 +195,7 @@ def _row(table: pa.Table | pa.RecordBatch, columns: list[Column], place: int, wh
     return row
 
 
-def _leaves(metadata: pq.FileMetaData, columns: list[Column]) -> list[str]:
+def _leaves(metadata: pq.FileMetaData, columns: list[ReadColumn]) -> list[str]:
     """The paths in the file of what is read: of a struct with an image and its name, the name alone."""
     read = [leaf for column in columns for leaf in column.leaves]
     assert len(read) == metadata.num_columns, (len(read), metadata.num_columns)

@@ -54,7 +54,7 @@ def training_prompts(
     if layout.dp_rank == 0 and has_template and form.is_plain_text(prompts.rows[0]):
         warn("--rollout-prompts: text is tokenised as it is, though the tokenizer has a chat template; "
              "`apply_chat_template` makes a user's message of it")  # fmt: skip
-    if has_template and layout.dp_rank == 0 and options.tools_key is None and _shows_no_tools(prompts.rows[0]):
+    if has_template and layout.dp_rank == 0 and options.tools_key is None and _has_tools(prompts.rows[0]):
         warn("--rollout-prompts: rows have `tools`, which the model does not see; `tools_key` tools shows them")
     return prompts
 
@@ -142,7 +142,7 @@ def _naming(flag: str) -> Iterator[None]:
         raise ValueError(f"{flag}: {error}") from None
 
 
-def _shows_no_tools(prompt: Prompt) -> bool:
+def _has_tools(prompt: Prompt) -> bool:
     """Whether the row has tools beside its messages."""
     return prompt.text is not None and bool(prompt.metadata.get("tools"))
 

@@ -161,7 +161,7 @@ BAD = {
     "messages as text": ({"prompt": json.dumps([USER])}, {}, '"prompt" is messages as JSON text; store the list'),
     "no role": ({"messages": [{"from": "user"}]}, {}, r"message 0 of \"messages\" must be an object .* got \['from'\]"),
     "another role": ({"messages": [{"role": "human", "content": "a"}]}, {}, 'has the role "human"; call it "user"'),
-    "parts": ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, {}, "content, got list; parts, such .*image.*: l"),
+    "parts": ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, {}, "list; parts, such .*image.*: l"),
     "no content": ({"messages": [{"role": "user", "content": None}]}, {}, "must have text as its content, got None"),
     "an answer": ({"messages": [USER, {"role": "assistant", "content": "2"}]}, {}, "is the assistant's, which is to"),
     "template refuses": ({"messages": [{"role": "refused", "content": "a"}]}, {}, "refuses the messages: no such role"),

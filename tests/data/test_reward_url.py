@@ -133,6 +133,18 @@ def test_samples_when_posted_then_in_batches_with_text_and_added_to_other_reward
     }  # fmt: skip
 
 
+def test_sample_when_its_label_has_more_than_64_bits_then_the_server_gets_every_digit(server):
+    server.batches.clear()
+    prompt = Prompt(5, [1, 2], {"seed": -(10**25) - 9}, "two", label=2**64 + 1)
+
+    async def scenario(rewards):
+        assert (await rewards.of_sample(prompt, sample(3))).reward == 3
+
+    run(f"{server.url}/reward", scenario)
+    [[sent]] = server.batches
+    assert (sent["label"], sent["metadata"]) == (18446744073709551617, {"seed": -(10**25) - 9})
+
+
 def test_server_when_it_fails_twice_then_asked_again_and_dicts_are_parts(server, told):
     server.batches.clear()
     server.failures = 2

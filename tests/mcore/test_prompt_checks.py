@@ -110,19 +110,37 @@ def test_prompts_when_the_first_rows_are_too_long_then_all_ids_of_the_others_are
     assert all(f"p.jsonl:{bad + 1}: token id 10; ids must be" in one for bad, one in enumerate(said, 1500))
 
 
+def tokenizer_with(has_template):
+    return types.SimpleNamespace(
+        has_template=has_template, bos_id=None, eos_id=None, encode=lambda text, special_tokens=True: [1, 2],
+        render=lambda messages, tools: f"<user>{messages[0]['content']}{tools or ''}",
+        check_variables=lambda variables, with_tools: None,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("has_template, flags, told", [
     (True, (), True), (False, (), False), (True, ("--rollout-apply-chat-template",), False),
 ])  # fmt: skip
 def test_prompts_when_text_is_not_rendered_though_there_is_a_template_then_a_line_says_so(
     tmp_path, capsys, has_template, flags, told
 ):
-    tokenizer = types.SimpleNamespace(
-        has_template=has_template, bos_id=None, eos_id=None, encode=lambda text: [1, 2],
-        apply_chat_template=lambda messages, tools: ("<user>" + messages[0]["content"], [1, 2, 3]),
-    )
     (tmp_path / "p.jsonl").write_text('{"prompt": "1+1"}')
     _, options = parse([*FLAGS, "--rollout-prompts", str(tmp_path / "p.jsonl"), *flags])
     layout = types.SimpleNamespace(is_data_leader=True, dp_rank=0)
+    tokenizer = tokenizer_with(has_template)
     training_prompts(options, types.SimpleNamespace(seq_length=32, seed=1), layout, tokenizer, 10)
     line = "[rollout] --rollout-prompts: text is tokenised as it is, though the tokenizer has a chat template; "
     assert capsys.readouterr().err == (line + "--rollout-apply-chat-template makes a user's message of it\n") * told
+
+
+@pytest.mark.parametrize("tools, flags, told", [
+    ([{"name": "f"}], (), True), ([{"name": "f"}], ("--rollout-tools-key", "tools"), False), ([], (), False),
+])  # fmt: skip
+def test_prompts_when_rows_have_tools_that_no_flag_names_then_a_line_says_so(tmp_path, capsys, tools, flags, told):
+    row = {"messages": [{"role": "user", "content": "1+1"}], "tools": tools}
+    (tmp_path / "p.jsonl").write_text(json.dumps(row))
+    _, options = parse([*FLAGS, "--rollout-prompts", str(tmp_path / "p.jsonl"), *flags])
+    layout = types.SimpleNamespace(is_data_leader=True, dp_rank=0)
+    training_prompts(options, types.SimpleNamespace(seq_length=32, seed=1), layout, tokenizer_with(True), 10)
+    line = "[rollout] --rollout-prompts: rows have `tools`, which the model does not see; --rollout-tools-key tools "
+    assert capsys.readouterr().err == (line + "shows them\n") * told
