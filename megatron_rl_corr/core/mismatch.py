@@ -50,7 +50,7 @@ def token_metrics(ratios: TokenRatios, turn_ids: Tensor | None, token_lags: Tens
     """
     parts = _probability_metrics(ratios)  # first: its rows are freed before the others are made
     d, e, size, count = ratios.log_ratio, ratios.rho_less_one, ratios.log_ratio.abs(), ratios.valid_tokens
-    in_mask = ratios.in_mask.sum(dtype=torch.float64)
+    in_mask = ratios.tokens_in_mask
     parts |= {
         "nonfinite_tokens": (m.Difference, (in_mask, count)),
         "padded_tokens": (m.Sum, (len(d) - in_mask,)),
@@ -219,9 +219,12 @@ def weight_metrics(weights: Tensor, out_of_bounds: Tensor, ratios: TokenRatios) 
 
 
 def rejection_metrics(ratios: TokenRatios, rejection: Rejection) -> Parts:
-    """Shares of the valid tokens that are kept, and that each rule rejects."""
+    """The share of the mask's tokens that is kept, and of the valid ones that each rule rejects.
+
+    A token without a finite log-prob is rejected by no rule, and yet it is not kept.
+    """
     count = ratios.valid_tokens
-    return {"kept_fraction": (m.Mean, (rejection.kept_tokens, count))} | {
+    return {"kept_fraction": (m.Mean, (rejection.kept_tokens, ratios.tokens_in_mask))} | {
         f"rejected_fraction/{name}": (m.LeftOut, (keep.sum(dtype=torch.float64), count))
         for name, keep in rejection.kept_by.items()
     }

@@ -16,7 +16,7 @@ from megatron_rl_corr.rollout.failures import CAUSES
 from megatron_rl_corr.rollout.queue import Group, Taken
 
 COUNTED = (
-    "samples", "tokens", "token_lags", "mixed", "length", "abort", "ready", "running", "dropped", "retries",
+    "samples", "unscored", "tokens", "token_lags", "mixed", "length", "abort", "ready", "running", "dropped", "retries",
     "continuations", "missed_stops", "left_out", "route_tokens", "route_bytes", "unrouted", "equal_groups",
     "duplicates", "ended",
     *(f"failed_{cause}" for cause in CAUSES), "replaced", "truncated", "lost_samples", "lost_tokens",
@@ -43,6 +43,7 @@ def count_samples(taken: Taken, version: int, experts: int | None) -> dict[str, 
     ]
     counted = {
         "samples": len(samples),
+        "unscored": sum(_without_logprobs(sample) for sample in samples),
         "tokens": sum(tokens for _, tokens in by_version),
         "token_lags": sum(lag * tokens for lag, tokens in by_version),
         "mixed": sum(len(sample.weight_versions) > 1 for sample in samples),
@@ -61,6 +62,11 @@ def count_samples(taken: Taken, version: int, experts: int | None) -> dict[str, 
     if experts is not None:
         counted |= _count_routes(samples, experts)
     return counted
+
+
+def _without_logprobs(sample: Trajectory) -> bool:
+    """It has tokens, and the server gave a finite log-prob for none."""
+    return sample.output_ids.numel() > 0 and not bool(sample.rollout_logprobs[sample.sampled].isfinite().any())
 
 
 def _duplicates(group: Group) -> int:
@@ -128,6 +134,7 @@ def collection_metrics(
     return {name: metric for part, there in optional if there for name, metric in part.items()} | {
         "weight_lag_token_mean": mean("token_lags", "tokens"),
         "rollout/mixed_version_fraction": mean("mixed", "samples"),
+        "rollout/samples_without_logprobs": Sum(values["unscored"][None]),
         "rollout/length_fraction": mean("length", "samples"),
         "rollout/abort_fraction": mean("abort", "samples"),
         "rollout/groups_without_spread": Sum(values["equal_groups"][None]),
@@ -210,6 +217,10 @@ METRICS = (
         MetricSpec(
             "rollout/groups_truncated", "groups dropped for a cut sample since the batch before",
             "count; also in groups_replaced", only_with="--rollout-truncated-samples drop",
+        ),
+        MetricSpec(
+            "rollout/samples_without_logprobs",
+            "responses without a finite log-prob: they train nothing, and lower kept_fraction", "count",
         ),
         MetricSpec("rollout/length_fraction", "responses cut at --rollout-max-new-tokens", "cut samples / samples"),
         MetricSpec(

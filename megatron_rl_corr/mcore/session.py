@@ -151,6 +151,7 @@ def start(
         probe = broadcast_probe(
             options, args, parts.source, megatron.model, megatron.optimizer, layout, shape, logprobs
         )
+        _print_at_start(f"reaching the servers: {', '.join(options.urls)}")
         push = reach_servers(
             options, exporter, parts.source, reference, probe, layout, megatron.trainer, megatron.servers,
             mtp_layers=args.mtp_num_layers or 0,
@@ -158,6 +159,7 @@ def start(
         opened.callback(push.servers.close)
         opened.callback(collector.close)  # once more: what samples ends before the servers are left
         check_models(options, parts.source.client, parts.loop)
+        _print_at_start(f"sending the weights to {len(parts.source.client.base_urls)} servers")
         with compat.gathered_parameters(megatron.model, megatron.optimizer):
             print_probe(push(updates.batches(args.iteration)))
         try:
@@ -178,6 +180,12 @@ def start(
     if dist.get_rank() == 0:
         _print_start(config, step)
     return Session(step, parts.evaluation, HFSaves.of(options, args.train_iters, exporter), parts, trace)
+
+
+def _print_at_start(line: str) -> None:
+    """Say on rank 0 what may take long."""
+    if dist.get_rank() == 0:
+        print(f"[rollout] {line}", flush=True)
 
 
 def _print_start(config: RolloutCorrectionConfig, step: CorrectedStep) -> None:
