@@ -144,6 +144,26 @@ def engine_metrics(ratios: TokenRatios, engine_ids: Tensor, engines: Sequence[st
     return parts
 
 
+FILTERED = "by_fate/filtered/"
+
+
+def filtered_metrics(train_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor) -> dict[str, m.Metric]:
+    """The main means and the largest |D| of samples that are not trained, as the group filter left them out.
+
+    Args:
+        train_logprobs, rollout_logprobs: [T] float.
+        loss_mask: [T] bool, the sampled tokens.
+    """
+    ratios = TokenRatios.of(train_logprobs, rollout_logprobs, loss_mask, {})
+    size = ratios.log_ratio.abs()
+    everywhere = constant(0, torch.int64, size.device).expand(len(size))
+    totals = segment_sums(_main_columns(ratios, size, []), everywhere, 1)[:, 0].unbind()
+    parts = _main_means(FILTERED, totals)
+    parts[f"{FILTERED}log_ratio_abs_max"] = m.MaxOfPresent, (_largest(size), totals[0])
+    parts[f"{FILTERED}nonfinite_tokens"] = m.Difference, (ratios.tokens_in_mask, totals[0])
+    return {f"rollout_corr/{name}": metric for name, metric in pack(parts).items()}
+
+
 _MAIN = ("tokens", "d", "d_to_subtract", "e", "size", "size_clamped", "d_clamped", "e_clamped")
 """The columns whose sums the main means are made of."""
 
