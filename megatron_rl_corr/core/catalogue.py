@@ -114,23 +114,6 @@ TOKENS = in_group(
         "the metric of that name over tokens of 0, 1, and 2 or more (2+) pushes ago", only_with="--rollout-max-lag",
     ),
     MetricSpec(
-        "rollout_corr/by_fate/filtered/k3_kl",
-        "KL(k3) of samples that the group filter left out: a few of them, scored and not trained",
-        "mean(e^D - D - 1) over the tokens of one sample of each of some of these groups", "KL(k3) filtered",
-        UsualRange(
-            "train and rollout disagree on prompts that are not trained",
-            "Compare it with KL(k3) of the batch: where that is in its range, the gap is of easy (or hopeless) prompts "
-            "alone, and comes into the batch when these begin to be solved sometimes. Otherwise follow the advice for "
-            "KL(k3).", high=1e-2,
-        ),
-        only_with="--rollout-group-filter", clamped=D_CLAMPED,
-    ),
-    MetricSpec(
-        "rollout_corr/by_fate/filtered/",
-        "tokens, kl, log_ratio_abs_mean, log_ratio_abs_max and nonfinite_tokens of these samples",
-        "the metric of that name over their tokens", only_with="--rollout-group-filter",
-    ),
-    MetricSpec(
         "rollout_corr/by_engine/", "the same, and log_ratio_abs_max, of the samples of one rollout engine",
         "over each engine, and a+b: responses of which both sampled a part", only_with="servers of two engines",
     ),

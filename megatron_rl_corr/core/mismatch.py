@@ -144,7 +144,8 @@ def engine_metrics(ratios: TokenRatios, engine_ids: Tensor, engines: Sequence[st
     return parts
 
 
-FILTERED = "by_fate/filtered/"
+FILTERED = "rollout/by_fate/filtered_"
+"""Before the names of metrics of groups that the filter left out; mcore/collect_metrics.py says what they mean."""
 
 
 def filtered_metrics(train_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor) -> dict[str, m.Metric]:
@@ -158,10 +159,11 @@ def filtered_metrics(train_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask
     size = ratios.log_ratio.abs()
     everywhere = constant(0, torch.int64, size.device).expand(len(size))
     totals = segment_sums(_main_columns(ratios, size, []), everywhere, 1)[:, 0].unbind()
-    parts = _main_means(FILTERED, totals)
+    means = _main_means(FILTERED, totals)
+    parts = {name: part for name, part in means.items() if not name.endswith("_clamped")}
     parts[f"{FILTERED}log_ratio_abs_max"] = m.MaxOfPresent, (_largest(size), totals[0])
     parts[f"{FILTERED}nonfinite_tokens"] = m.Difference, (ratios.tokens_in_mask, totals[0])
-    return {f"rollout_corr/{name}": metric for name, metric in pack(parts).items()}
+    return pack(parts)
 
 
 _MAIN = ("tokens", "d", "d_to_subtract", "e", "size", "size_clamped", "d_clamped", "e_clamped")

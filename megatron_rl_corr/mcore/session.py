@@ -153,7 +153,6 @@ def start(
         probe = broadcast_probe(
             options, args, parts.source, megatron.model, megatron.optimizer, layout, shape, logprobs
         )
-        _print_at_start(f"reaching the servers: {', '.join(options.urls)}")
         push = reach_servers(
             options, exporter, parts.source, reference, probe, layout, megatron.trainer, megatron.servers,
             mtp_layers=args.mtp_num_layers or 0,
@@ -161,7 +160,6 @@ def start(
         opened.callback(push.servers.close)
         opened.callback(collector.close)  # once more: what samples ends before the servers are left
         check_models(options, parts.source.client, parts.loop)
-        _print_at_start(f"sending the weights to {len(parts.source.client.base_urls)} servers")
         with compat.gathered_parameters(megatron.model, megatron.optimizer):
             print_probe(push(updates.batches(args.iteration)))
         try:
@@ -174,8 +172,7 @@ def start(
         config=config, layout=layout, shape=shape, collector=collector, push=push, report=report, routes=routes,
         updates=updates, logprobs=logprobs, log=parts.log,
         replay_effect=ReplayEffect(options.router_replay_effect_every), before_push=before_push,
-        first_step=first_step, reference=reference,
-        filtered=FilteredMismatch(measured_samples(options.group_filter_measured, shape.rows(layout.dp_size))),
+        first_step=first_step, reference=reference, filtered=_filtered(options, shape, layout),
         colocation=push.colocation if isinstance(push, WeightPush) else None,
     )
     trace = None if options.trace is None else StepTrace(options.trace, layout, updates.count)
@@ -185,10 +182,9 @@ def start(
     return Session(step, parts.evaluation, HFSaves.of(options, args.train_iters, exporter), parts, trace)
 
 
-def _print_at_start(line: str) -> None:
-    """Say on rank 0 what may take long."""
-    if dist.get_rank() == 0:
-        print(f"[rollout] {line}", flush=True)
+def _filtered(options: RunConfig, shape: BatchShape, layout: Layout) -> FilteredMismatch:
+    """As --rollout-group-filter-measured has it."""
+    return FilteredMismatch(measured_samples(options.group_filter_measured, shape.rows(layout.dp_size)))
 
 
 def _print_start(config: RolloutCorrectionConfig, step: CorrectedStep) -> None:

@@ -21,7 +21,7 @@ REWARD = """
 def reward(prompt, output_ids, finish_reason):
     return 1.0 if prompt.input_ids[-1] % 2 == 0 else float(output_ids[-1] % 3 > 0)
 """
-K3 = "rollout_corr/by_fate/filtered/k3_kl"
+K3 = "rollout/by_fate/filtered_k3_kl"
 RUN = ["--global-batch-size", 16, "--train-iters", 2, "--save-interval", 2, "--rollout-group-filter", "spread",
        "--moe-grouped-gemm"]  # fmt: skip
 LAYOUTS = {
@@ -73,7 +73,7 @@ def test_run_when_easy_prompts_alone_mismatch_then_shown_and_the_batch_is_sound(
         assert step["rollout_corr/k3_kl"] < 1e-3  # what is trained is sound
     # D = 0.5 has a k3 of e^0.5 - 1.5 = 0.149; hard groups without a spread are among them, with none.
     assert max(step[K3] for step in measured) > 0.05
-    assert max(step["rollout_corr/by_fate/filtered/log_ratio_abs_max"] for step in measured) == pytest.approx(0.5, 1e-3)
+    assert max(step["rollout/by_fate/filtered_log_ratio_abs_max"] for step in measured) == pytest.approx(0.5, 1e-3)
     assert "KL(k3) filtered" in printed, "the console says so"
 
 
@@ -84,11 +84,8 @@ def test_run_when_nothing_mismatches_then_the_same_samples_have_a_small_one(runs
 
 
 def test_run_when_measured_then_the_training_is_bit_for_bit_that_of_one_that_does_not(runs):
-    sound, unmeasured = (
-        [{name: x for name, x in step.items() if "by_fate/filtered/" not in name} for step in runs[name][0]]
-        for name in ("sound", "unmeasured")
-    )
-    assert not any(K3 in step for step in runs["unmeasured"][0])
+    sound, unmeasured = runs["sound"][0], runs["unmeasured"][0]
+    assert not any(K3 in step for step in unmeasured)
     assert [step["grad_norm"] for step in sound] == [step["grad_norm"] for step in unmeasured]
     assert sound[-1]["loss/policy"] == unmeasured[-1]["loss/policy"]
 
@@ -115,7 +112,7 @@ def test_count_when_of_a_share_then_rounded_up():
 def test_metrics_when_of_untrained_samples_then_by_hand():
     train, rollout = torch.tensor([-1.0, -1.0, -2.0, 9.0]), torch.tensor([-1.5, -1.0, math.nan, -1.0])
     found = {
-        name.removeprefix("rollout_corr/by_fate/filtered/"): metric.value()
+        name.removeprefix("rollout/by_fate/filtered_"): metric.value()
         for name, metric in filtered_metrics(train, rollout, torch.tensor([1, 1, 1, 0])).items()
     }
     # D = 0.5 and 0; the third has no log-prob, the fourth was not sampled.
