@@ -216,11 +216,13 @@ WEIGHTS = in_group(
 REJECTION = in_group(
     "Rejection",
     MetricSpec(
-        "rollout_corr/kept_fraction", "tokens left after rejection", "kept tokens / valid tokens", "kept",
+        "rollout_corr/kept_fraction", "tokens that are trained: finite on both sides, and rejected by no rule",
+        "kept tokens / tokens of the loss mask", "kept",
         column=Column(6, "{:.1%}".format), compared=True,
     ),
     MetricSpec(
-        "rollout_corr/kept_sequence_fraction", "sequences left after rejection", "kept sequences / valid sequences",
+        "rollout_corr/kept_sequence_fraction", "sequences left after rejection, of those with a finite log-prob",
+        "kept sequences / sequences with valid tokens",
         "kept sequences", compared=True,
     ),
     MetricSpec(

@@ -50,7 +50,7 @@ def token_metrics(ratios: TokenRatios, turn_ids: Tensor | None, token_lags: Tens
     """
     parts = _probability_metrics(ratios)  # first: its rows are freed before the others are made
     d, e, size, count = ratios.log_ratio, ratios.rho_less_one, ratios.log_ratio.abs(), ratios.valid_tokens
-    in_mask = ratios.in_mask.sum(dtype=torch.float64)
+    in_mask = ratios.tokens_in_mask
     parts |= {
         "nonfinite_tokens": (m.Difference, (in_mask, count)),
         "padded_tokens": (m.Sum, (len(d) - in_mask,)),
@@ -144,6 +144,28 @@ def engine_metrics(ratios: TokenRatios, engine_ids: Tensor, engines: Sequence[st
     return parts
 
 
+FILTERED = "rollout/by_fate/filtered_"
+"""Before the names of metrics of groups that the filter left out; mcore/collect_metrics.py says what they mean."""
+
+
+def filtered_metrics(train_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor) -> dict[str, m.Metric]:
+    """The main means and the largest |D| of samples that are not trained, as the group filter left them out.
+
+    Args:
+        train_logprobs, rollout_logprobs: [T] float.
+        loss_mask: [T] bool, the sampled tokens.
+    """
+    ratios = TokenRatios.of(train_logprobs, rollout_logprobs, loss_mask, {})
+    size = ratios.log_ratio.abs()
+    everywhere = constant(0, torch.int64, size.device).expand(len(size))
+    totals = segment_sums(_main_columns(ratios, size, []), everywhere, 1)[:, 0].unbind()
+    means = _main_means(FILTERED, totals)
+    parts = {name: part for name, part in means.items() if not name.endswith("_clamped")}
+    parts[f"{FILTERED}log_ratio_abs_max"] = m.MaxOfPresent, (_largest(size), totals[0])
+    parts[f"{FILTERED}nonfinite_tokens"] = m.Difference, (ratios.tokens_in_mask, totals[0])
+    return pack(parts)
+
+
 _MAIN = ("tokens", "d", "d_to_subtract", "e", "size", "size_clamped", "d_clamped", "e_clamped")
 """The columns whose sums the main means are made of."""
 
@@ -219,9 +241,12 @@ def weight_metrics(weights: Tensor, out_of_bounds: Tensor, ratios: TokenRatios) 
 
 
 def rejection_metrics(ratios: TokenRatios, rejection: Rejection) -> Parts:
-    """Shares of the valid tokens that are kept, and that each rule rejects."""
+    """The share of the mask's tokens that is kept, and of the valid ones that each rule rejects.
+
+    A token without a finite log-prob is rejected by no rule, and yet it is not kept.
+    """
     count = ratios.valid_tokens
-    return {"kept_fraction": (m.Mean, (rejection.kept_tokens, count))} | {
+    return {"kept_fraction": (m.Mean, (rejection.kept_tokens, ratios.tokens_in_mask))} | {
         f"rejected_fraction/{name}": (m.LeftOut, (keep.sum(dtype=torch.float64), count))
         for name, keep in rejection.kept_by.items()
     }

@@ -121,6 +121,11 @@ class TokenRatios:
         """How many are valid: float64 scalar."""
         return self.one.sum()
 
+    @cached_property
+    def tokens_in_mask(self) -> Tensor:
+        """How many are in the loss mask, finite or not: float64 scalar."""
+        return self.in_mask.sum(dtype=torch.float64)
+
     def free_rows(self) -> None:
         """Free the rows that were computed on demand; one that is needed again is computed again."""
         for name in ("rho_less_one", "one"):

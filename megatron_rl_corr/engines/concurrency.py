@@ -1,9 +1,15 @@
 """Several requests at once, and one request again and again until a deadline."""
 
+from __future__ import annotations
+
 import asyncio
+import sys
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 from megatron_rl_corr.engines.errors import RolloutError
 
@@ -35,9 +41,61 @@ async def all_or_first_failure(calls: Sequence[Coroutine[Any, Any, Any]]) -> lis
     return [task.result() for task in tasks]
 
 
+@dataclass(eq=False)
+class Wait:
+    """Somebody who is waited for."""
+
+    address: str
+    waited_for: str
+    deadline: float
+    """By time.monotonic."""
+    why: str = "no answer yet"
+    """Why it goes on."""
+
+
+class Waits:
+    """All waits of an event loop: what lasts for FIRST_S is told on stderr, then every EVERY_S, in one line.
+
+    Nobody else would say why a start is silent: it may wait for a minute for an address at which nobody is.
+    """
+
+    FIRST_S, EVERY_S, NAMED = 1.0, 5.0, 3
+    _of: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, Waits]] = WeakKeyDictionary()
+
+    def __init__(self):
+        self._open: list[Wait] = []
+        self._timer: asyncio.TimerHandle | None = None
+
+    @classmethod
+    def of_loop(cls) -> Waits:
+        """Those of the running loop."""
+        return cls._of.setdefault(asyncio.get_running_loop(), cls())
+
+    @contextmanager
+    def telling(self, wait: Wait) -> Iterator[None]:
+        """The wait is told of while this is open."""
+        self._open.append(wait)
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self.FIRST_S, self._tell)
+        try:
+            yield
+        finally:
+            self._open.remove(wait)
+            if not self._open and self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+    def _tell(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self.EVERY_S, self._tell)
+        named = "; ".join(f"{wait.address}: {wait.waited_for} ({wait.why})" for wait in self._open[: self.NAMED])
+        others = f"; and {len(self._open) - self.NAMED} others" if len(self._open) > self.NAMED else ""
+        left = max(wait.deadline for wait in self._open) - time.monotonic()
+        print(f"[rollout] waiting up to {max(0.0, left):.0f} s for {named}{others}", file=sys.stderr, flush=True)
+
+
 async def poll_until[Found](
     attempt: Callable[[float], Awaitable[Found]], *, timeout_s: float, pause_s: float, longest_attempt_s: float,
-    retry: Callable[[RolloutError], bool], waited_for: str,
+    retry: Callable[[RolloutError], bool], waited_for: str, address: str = "",
 ) -> Found:  # fmt: skip
     """Call `attempt` until it succeeds or the time is over; the last failure is raised then, with a note.
 
@@ -50,8 +108,18 @@ async def poll_until[Found](
         longest_attempt_s: limit of one attempt.
         retry: whether to try again after this error; another one is raised at once, as is what is no RolloutError.
         waited_for: ends the note "waited 3 s for ...".
+        address: who is waited for, in the lines that `Waits` prints meanwhile; "": nothing is printed.
     """
-    deadline, before = time.monotonic() + timeout_s, None
+    wait = Wait(address, waited_for, time.monotonic() + timeout_s)
+    with Waits.of_loop().telling(wait) if address else nullcontext():
+        return await _poll(attempt, wait, timeout_s, pause_s, longest_attempt_s, retry)
+
+
+async def _poll[Found](
+    attempt: Callable[[float], Awaitable[Found]], wait: Wait, timeout_s: float, pause_s: float,
+    longest_attempt_s: float, retry: Callable[[RolloutError], bool],
+) -> Found:  # fmt: skip
+    before, deadline = None, wait.deadline
     while True:
         begun = time.monotonic()
         limit_s = min(max(0.1, deadline - begun), longest_attempt_s)
@@ -65,7 +133,7 @@ async def poll_until[Found](
             if left_s <= 0:
                 cut_short = limit_s < pause_s and now - begun > 0.9 * limit_s
                 failure = before if cut_short and before is not None else error
-                failure.add_note(f"waited {timeout_s:g} s for {waited_for}")
+                failure.add_note(f"waited {timeout_s:g} s for {wait.waited_for}")
                 raise failure from failure.__cause__
-            before = error
+            before, wait.why = error, error.detail
         await asyncio.sleep(min(pause_s, left_s))

@@ -68,7 +68,7 @@ class ServerControl:
             await poll_until(
                 lambda limit_s: self.fleet.send(url, self.engine_of(url).health(), timeout_s=limit_s),
                 timeout_s=timeout_s, pause_s=HEALTH_POLL_S, longest_attempt_s=HEALTH_PROBE_TIMEOUT_S,
-                retry=may_change, waited_for="it to become healthy",
+                retry=may_change, waited_for="it to become healthy", address=url,
             )  # fmt: skip
 
         await all_or_first_failure([wait_for(url) for url in self.base_urls])

@@ -187,6 +187,6 @@ class Fleet(Transport):
 
         return await poll_until(
             ask, timeout_s=timeout_s, pause_s=POLL_S, longest_attempt_s=LONGEST_ATTEMPT_S,
-            retry=may_change, waited_for="it to tell what it is",
+            retry=may_change, waited_for="it to tell what it is", address=url,
         )  # fmt: skip
 

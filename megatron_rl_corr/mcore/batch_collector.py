@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -58,6 +59,8 @@ class BatchCollector(ABC):
         self.device = communication_device()
         self.trajectories: list[Trajectory] = []
         """The last batch's samples of this replica, on its data leader."""
+        self._aside: list[Trajectory] = []
+        """On a data leader samples that are measured and not trained, until they are taken."""
         self.traces: list[GroupTrace] = []
         """The times of the last batch's groups, on its data leader; empty where nobody asks."""
         self.taken_at: float | None = None
@@ -142,6 +145,51 @@ class BatchCollector(ABC):
         self._routes.scatter(experts, whole.cu_seqlens.tolist())
         return own
 
+    def take_aside(self) -> list[Trajectory]:
+        """On a data leader the samples that are measured and not trained, once; [] on others."""
+        aside, self._aside = self._aside, []
+        return aside
+
+    def all_reduce_batch_of(
+        self, samples: Sequence[Trajectory], count: int, version: int
+    ) -> tuple[RolloutBatch | PackedBatch, list[int]]:
+        """This rank's share of other samples, and where each begins in the whole; every rank calls it.
+
+        Args:
+            samples: of this replica, on its data leader; not used on others.
+            count: so many on each replica.
+            version: of the trainer's weights.
+
+        Raises:
+            ValueError: as `PackedBatch.from_trajectories` and `cut_sampling_masks`, on one rank.
+            PeerFailure: then, on the other ranks.
+        """
+        layout, batch, masks, error = self._layout, None, None, None
+        if layout.is_data_leader:
+            given = {"length": self._length, "version": version, "num_turns": self._num_turns}
+            try:
+                if self._packing is None:
+                    batch = RolloutBatch.from_trajectories(samples, torch.zeros(count), **given)
+                else:
+                    multiple = sequence_multiple(layout.cp_size)
+                    batch = PackedBatch.from_trajectories(samples, torch.zeros(count), multiple=multiple, **given)
+                if self.sampling.truncated:
+                    masks = cut_sampling_masks(samples, batch.cu_seqlens, layout.cp_size)
+            except ValueError as failure:
+                error = failure
+        all_reduce_failure(error)
+        if self._packing is not None:
+            batch = broadcast_lengths(batch, count, layout, multiple=sequence_multiple(layout.cp_size))
+        elif batch is None:
+            batch = RolloutBatch.empty(count, self._length)
+        whole = batch.broadcast(layout, num_turns=self._num_turns)
+        own = whole.context_slice(layout.cp_group.rank(), layout.cp_size)
+        if self.sampling.truncated:
+            own = replace(
+                own, sampling_masks=scatter_sampling_masks(masks, own.tokens.numel(), layout=layout)
+            )
+        return own, whole.cu_seqlens.tolist()
+
     def _broadcast_engine_ids(self) -> torch.Tensor:
         """Which of `engines` each of the batch's samples came from, [S] int64 on every rank of its replica."""
         ids = torch.zeros(self._rows, dtype=torch.int64, device=self.device)
@@ -199,7 +247,7 @@ class BatchCollector(ABC):
 
         def read(taken: Taken) -> tuple[RolloutBatch | None, torch.Tensor]:
             self.traces = [group.trace for group in taken.groups if group.trace is not None]
-            self.taken_at = clock()
+            self.taken_at, self._aside = clock(), taken.aside
             batch = None if self._packing else self._batch(taken, step)
             if self._packing is not None:
                 self._scored = self._numbered(taken, self._layout.dp_rank * self._groups)

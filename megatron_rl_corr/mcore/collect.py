@@ -14,6 +14,7 @@ from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.data.prompts import PromptDataset
 from megatron_rl_corr.data.rewards import Rewards
 from megatron_rl_corr.data.tokenizer import Tokenizer
+from megatron_rl_corr.engines.trajectory import Trajectory
 from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.mcore.batch import BatchShape
 from megatron_rl_corr.mcore.batch_collector import BatchCollector
@@ -26,7 +27,7 @@ from megatron_rl_corr.rollout.client import RolloutClient
 from megatron_rl_corr.rollout.cursor import Cursor, Drawn, GroupNumbers, SavedCursor
 from megatron_rl_corr.rollout.episodes import Episodes
 from megatron_rl_corr.rollout.failures import CAUSES, NAMED_AFTER, FailedFraction, FailedPrompts, Failures
-from megatron_rl_corr.rollout.group_filter import GroupFilter
+from megatron_rl_corr.rollout.group_filter import GroupFilter, chosen_sample, measured_samples
 from megatron_rl_corr.rollout.group_sampler import GroupSampler
 from megatron_rl_corr.rollout.groups import StreamState
 from megatron_rl_corr.rollout.queue import Group, GroupStream, Selection, Taken
@@ -151,7 +152,15 @@ class Collector(BatchCollector):
         if self._filter is None:
             return Selection(oversampling=options.oversampling)
         refills = options.group_filter_exhausted == "take"
-        return Selection(self._filter.passes, options.group_filter_limit, refills, options.oversampling)
+        longest = self._length + 1  # the last token is a label only
+
+        def choose(group: Group) -> Trajectory | None:
+            return chosen_sample(group.trajectories, group.number, longest)
+
+        measured = measured_samples(options.group_filter_measured, self._rows)
+        return Selection(
+            self._filter.passes, options.group_filter_limit, refills, options.oversampling, measured, choose
+        )
 
     def _all_reduce_failed(self) -> None:
         """Sum all replicas' failures since the previous batch; too many end the run on all ranks.

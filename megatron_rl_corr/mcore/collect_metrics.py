@@ -16,7 +16,7 @@ from megatron_rl_corr.rollout.failures import CAUSES
 from megatron_rl_corr.rollout.queue import Group, Taken
 
 COUNTED = (
-    "samples", "tokens", "token_lags", "mixed", "length", "abort", "ready", "running", "dropped", "retries",
+    "samples", "unscored", "tokens", "token_lags", "mixed", "length", "abort", "ready", "running", "dropped", "retries",
     "continuations", "missed_stops", "left_out", "route_tokens", "route_bytes", "unrouted", "unrouted_sampled",
     "equal_groups", "duplicates", "ended",
     *(f"failed_{cause}" for cause in CAUSES), "replaced", "truncated", "lost_samples", "lost_tokens",
@@ -43,6 +43,7 @@ def count_samples(taken: Taken, version: int, experts: int | None) -> dict[str, 
     ]
     counted = {
         "samples": len(samples),
+        "unscored": sum(_without_logprobs(sample) for sample in samples),
         "tokens": sum(tokens for _, tokens in by_version),
         "token_lags": sum(lag * tokens for lag, tokens in by_version),
         "mixed": sum(len(sample.weight_versions) > 1 for sample in samples),
@@ -61,6 +62,11 @@ def count_samples(taken: Taken, version: int, experts: int | None) -> dict[str, 
     if experts is not None:
         counted |= _count_routes(samples, experts)
     return counted
+
+
+def _without_logprobs(sample: Trajectory) -> bool:
+    """It has tokens, and the server gave a finite log-prob for none."""
+    return sample.output_ids.numel() > 0 and not bool(sample.rollout_logprobs[sample.sampled].isfinite().any())
 
 
 def _duplicates(group: Group) -> int:
@@ -135,6 +141,7 @@ def collection_metrics(
     return {name: metric for part, there in optional if there for name, metric in part.items()} | {
         "weight_lag_token_mean": mean("token_lags", "tokens"),
         "rollout/mixed_version_fraction": mean("mixed", "samples"),
+        "rollout/samples_without_logprobs": Sum(values["unscored"][None]),
         "rollout/length_fraction": mean("length", "samples"),
         "rollout/abort_fraction": mean("abort", "samples"),
         "rollout/groups_without_spread": Sum(values["equal_groups"][None]),
@@ -168,6 +175,21 @@ FILTER = tuple(
             "sampled tokens / samples",
         ),
         MetricSpec("rollout/by_fate/filtered_reward_mean", "their mean reward", "mean(r)"),
+        MetricSpec(
+            "rollout/by_fate/filtered_k3_kl", "train-infer KL of a few samples of such groups, scored and not trained",
+            "mean(e^D - D - 1) over the tokens of one sample of each of some groups", "KL(k3) filtered",
+            UsualRange(
+                "train and rollout disagree on prompts that are not trained",
+                "Compare it with KL(k3): where that is in its range, the gap is of easy (or hopeless) prompts alone, "
+                "and comes into the batch once these are solved sometimes. Otherwise follow the advice for KL(k3).",
+                high=1e-2,
+            ),
+        ),
+        MetricSpec("rollout/by_fate/filtered_kl", "the same, k1 estimate", "mean(-D)"),
+        MetricSpec("rollout/by_fate/filtered_log_ratio_abs_mean", "their average disagreement per token", "mean |D|"),
+        MetricSpec("rollout/by_fate/filtered_log_ratio_abs_max", "their largest disagreement on one token", "max |D|"),
+        MetricSpec("rollout/by_fate/filtered_tokens", "their tokens with finite log-probs", "count"),
+        MetricSpec("rollout/by_fate/filtered_nonfinite_tokens", "their tokens with a null or NaN log-prob", "count"),
     )
 )  # fmt: skip
 SURPLUS = tuple(
@@ -217,6 +239,10 @@ METRICS = (
         MetricSpec(
             "rollout/groups_truncated", "groups dropped for a cut sample since the batch before",
             "count; also in groups_replaced", only_with="--rollout-truncated-samples drop",
+        ),
+        MetricSpec(
+            "rollout/samples_without_logprobs",
+            "responses without a finite log-prob: they train nothing, and lower kept_fraction", "count",
         ),
         MetricSpec("rollout/length_fraction", "responses cut at --rollout-max-new-tokens", "cut samples / samples"),
         MetricSpec(

@@ -157,7 +157,9 @@ def reach_servers(
         PeerFailure: then, on the other ranks.
     """
     client, loop = source.client, source.loop
+    _print_at_start(f"reaching the servers: {', '.join(options.urls)}")
     run_id = _broadcast_reached(client, loop)
+    _print_at_start(f"{len(client.base_urls)} servers answer, and get the weights next")
     all_reduce_startup(lambda: _raise_descriptor_limit(options, client) if layout.is_data_leader else None)
     quantization = _broadcast_quantization(options, client, loop)
     drafts = _broadcast_drafts(options, client, loop, quantization) if mtp_layers else NO_DRAFTS
@@ -277,6 +279,12 @@ def _broadcast_reached(client: RolloutClient, loop: LoopThread) -> str:
     names, run_id = found
     client.use_servers(names)
     return run_id
+
+
+def _print_at_start(line: str) -> None:
+    """Say on rank 0 what may take long."""
+    if dist.get_rank() == 0:
+        print(f"[rollout] {line}", flush=True)
 
 
 def _raise_descriptor_limit(options: RunConfig, client: RolloutClient) -> None:

@@ -22,6 +22,7 @@ from megatron_rl_corr.mcore.batch_collector import BatchCollector
 from megatron_rl_corr.mcore.collect import Collector, SampleSource
 from megatron_rl_corr.mcore.colocation import TrainerMemory
 from megatron_rl_corr.mcore.evaluate import Evaluation
+from megatron_rl_corr.mcore.filtered import FilteredMismatch
 from megatron_rl_corr.mcore.forward import LogprobSettings
 from megatron_rl_corr.mcore.hf_saves import HFSaves
 from megatron_rl_corr.mcore.model_check import check_models
@@ -53,6 +54,7 @@ from megatron_rl_corr.rollout.client import RolloutClient
 from megatron_rl_corr.rollout.cursor import SavedCursor
 from megatron_rl_corr.rollout.environment import load_environment
 from megatron_rl_corr.rollout.episodes import Episodes
+from megatron_rl_corr.rollout.group_filter import measured_samples
 from megatron_rl_corr.weight_sync.export import StageExporter
 from megatron_rl_corr.weight_sync.memory import ServerMemory
 
@@ -168,7 +170,7 @@ def start(
         config=config, layout=layout, shape=shape, collector=collector, push=push, report=report, routes=routes,
         updates=updates, logprobs=logprobs, log=parts.log,
         replay_effect=ReplayEffect(options.router_replay_effect_every), before_push=before_push,
-        first_step=first_step, reference=reference,
+        first_step=first_step, reference=reference, filtered=_filtered(options, shape, layout),
         colocation=push.colocation if isinstance(push, WeightPush) else None,
     )
     trace = None if options.trace is None else StepTrace(options.trace, layout, updates.count)
@@ -176,6 +178,11 @@ def start(
     if dist.get_rank() == 0:
         _print_start(config, step)
     return Session(step, parts.evaluation, HFSaves.of(options, args.train_iters, exporter), parts, trace)
+
+
+def _filtered(options: RunConfig, shape: BatchShape, layout: Layout) -> FilteredMismatch:
+    """As --rollout-group-filter-measured has it."""
+    return FilteredMismatch(measured_samples(options.group_filter_measured, shape.rows(layout.dp_size)))
 
 
 def _print_start(config: RolloutCorrectionConfig, step: CorrectedStep) -> None:

@@ -19,6 +19,7 @@ from megatron_rl_corr.mcore.batch import BatchShape, RolloutBatch
 from megatron_rl_corr.mcore.batch_collector import BatchCollector
 from megatron_rl_corr.mcore.colocation import Colocation
 from megatron_rl_corr.mcore.decision import Decision
+from megatron_rl_corr.mcore.filtered import FilteredMismatch
 from megatron_rl_corr.mcore.first_step import FirstStep
 from megatron_rl_corr.mcore.forward import LogprobSettings, compute_log_probs, make_forward_step
 from megatron_rl_corr.mcore.loss import CorrectedLoss, LossInputs, LossScale, make_bypass_loss_inputs, make_loss_inputs
@@ -58,6 +59,8 @@ class CorrectedStep:
     routes: Routes = field(default_factory=Routes)
     """--router-replay and --expert-statistics."""
     replay_effect: ReplayEffect = field(default_factory=ReplayEffect)
+    filtered: FilteredMismatch = field(default_factory=FilteredMismatch)
+    """--rollout-group-filter-measured."""
     log: SampleLog | None = None
     """--rollout-save-trajectories."""
     reference: Reference = field(default_factory=Reference)
@@ -131,6 +134,9 @@ class CorrectedStep:
         times.mark("reference")
         inputs, metrics = self._all_reduce_loss_inputs(batch, packs, model, optimizer, reference)
         metrics |= self.replay_effect.measure(number, forward, self.routes)
+        metrics |= self.filtered.all_reduce_measured(
+            number, self.collector, model, optimizer, self.logprobs, self.shape, self.layout, self.routes
+        )
         if scored:
             metrics |= self._all_reduce_agreement(batch, iteration)
             metrics |= self._all_gather_expert_statistics(inputs, iteration)

@@ -164,14 +164,21 @@ def set_quantization(folder: Path, quantization: Mapping[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2))
 
 
+def tensor_bytes(path: Path) -> int:
+    """Bytes of all tensors of a safetensors file: all of it but the length of its header (8 bytes) and the header."""
+    with path.open("rb") as file:
+        header = int.from_bytes(file.read(8), "little")
+    return path.stat().st_size - 8 - header
+
+
 def write_index(folder: Path) -> None:
-    """Write model.safetensors.index.json for all safetensors files in a folder.
+    """Write model.safetensors.index.json for all safetensors files in a folder; total_size is the tensors' bytes.
 
     Raises:
         OSError: two files have a tensor of the same name.
     """
     weight_map = _file_of(folder)
-    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    size = sum(map(tensor_bytes, folder.glob("*.safetensors")))
     index = {"metadata": {"total_size": size}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
 

@@ -9,8 +9,8 @@ a token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -75,6 +75,16 @@ class Routes:
     def replaying(self) -> AbstractContextManager:
         """Context of forward passes with the servers' experts, of which nothing is kept or compared."""
         return nullcontext()
+
+    @contextmanager
+    def replaying_others(
+        self, samples: Sequence[Tensor | None] | None, boundaries: Sequence[int]
+    ) -> Iterator[Routes]:
+        """As `replaying`, over samples that are not the step's; every rank of a replica calls it.
+
+        It yields what steers the routers: as the servers did with R3, else by themselves. Arguments: as `scatter`'s.
+        """
+        yield Routes()
 
     def before_forward(self, chunk: nn.Module, places: Tensor) -> None:
         """Call it before a model chunk's forward pass, inside `scoring`, `training` or `replaying`.
@@ -181,6 +191,21 @@ class ReplayedRoutes(Routes):
 
     def replaying(self) -> AbstractContextManager:
         return self.routers.replaying(self.given)
+
+    @contextmanager
+    def replaying_others(
+        self, samples: Sequence[Tensor | None] | None, boundaries: Sequence[int]
+    ) -> Iterator[Routes]:
+        if self.server_shape is None:
+            yield Routes()
+            return
+        own = self.given
+        self.scatter(samples, boundaries)
+        try:
+            with self.replaying():
+                yield self
+        finally:
+            self.given = own
 
     def before_forward(self, chunk: nn.Module, places: Tensor) -> None:
         self.routers.before_forward(chunk, places)

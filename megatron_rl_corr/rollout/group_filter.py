@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import traceback
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +14,7 @@ from megatron_rl_corr.data.loading import load
 from megatron_rl_corr.data.prompts import PromptDataset
 from megatron_rl_corr.data.worker_pool import CallTimeout, UserCalls
 from megatron_rl_corr.engines.errors import SampleFailure, TooManyFailures
+from megatron_rl_corr.engines.trajectory import Trajectory
 from megatron_rl_corr.rollout.failures import HOPELESS_GROUPS, Failures
 from megatron_rl_corr.rollout.groups import Group
 
@@ -26,6 +29,31 @@ def has_spread(group: Group) -> bool:
     Compared exactly: a standard deviation of equal numbers need not be 0.
     """
     return len(set(np.asarray(group.rewards, dtype=np.float32).tolist())) > 1
+
+
+def chosen_sample(trajectories: Sequence[Trajectory], number: int, longest: int) -> Trajectory | None:
+    """The sample of a group that is measured, another place in each group; None where none can be.
+
+    Args:
+        trajectories: of the group.
+        number: of the group.
+        longest: tokens of a sample that the trainer takes, at most.
+    """
+    for place in range(len(trajectories)):
+        sample = trajectories[(number + place) % len(trajectories)]
+        if sample.sampled.any() and sample.prompt_ids.numel() + sample.output_ids.numel() <= longest:
+            return sample
+    return None
+
+
+def measured_samples(share: float | None, rows: int) -> int:
+    """Samples of groups that do not pass which a replica scores a step: the share of its batch's, rounded up.
+
+    Args:
+        share: --rollout-group-filter-measured; None: groups are not filtered.
+        rows: samples of a batch on a replica.
+    """
+    return 0 if share is None else math.ceil(share * rows)
 
 
 class GroupFilter:

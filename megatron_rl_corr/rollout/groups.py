@@ -71,6 +71,8 @@ class Taken:
     """Groups that were sampled beside the step's own and ended unfinished."""
     surplus: PutAside = field(default_factory=PutAside)
     """Those that were done when the step had its own, and are not kept."""
+    aside: list[Trajectory] = field(default_factory=list)
+    """One sample of each of some groups that did not pass the filter."""
     kept_surplus: int = 0
     """Groups done or running beyond those of the steps ahead."""
 
@@ -115,3 +117,7 @@ class Selection:
     """--rollout-group-filter-exhausted take."""
     oversampling: float = 1.0
     """--rollout-oversampling."""
+    measured: int = 0
+    """Samples kept of groups that do not pass, one of each, between two steps."""
+    choose: Callable[[Group], Trajectory | None] = lambda group: group.trajectories[0]
+    """The sample of such a group that is kept; None: none of it."""

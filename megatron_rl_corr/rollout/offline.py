@@ -124,6 +124,7 @@ class OfflineRun:
             options.urls, vocab_size=self._vocab_size, seed=self._seed,
             decode=self._tokenizer and self._tokenizer.decode_all, **options.client_arguments(),
         ) as client:  # fmt: skip
+            progress(f"asking {', '.join(client.base_urls)}, then sampling {self._groups} prompts")
             await client.find_servers(WAIT_FOR_SERVERS_S)
             what = f"--max-concurrency {options.max_concurrency} with {len(client.base_urls)} servers"
             needed = descriptors_needed(options.max_concurrency, len(client.base_urls))

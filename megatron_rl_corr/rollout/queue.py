@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
 from megatron_rl_corr.engines.errors import GroupsFilteredOut
+from megatron_rl_corr.engines.trajectory import Trajectory
 from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.rollout.groups import Group, PutAside, Selection, StreamState, Taken
 
@@ -71,6 +73,9 @@ class GroupStream:
         self._filtered, self._surplus = PutAside(), PutAside()
         self._spare: deque[Group] = deque(maxlen=groups_per_step)
         """The last groups that did not pass."""
+        self._aside: list[Trajectory] = []
+        """One sample of each of some that did not pass: all alike likely, however many there were."""
+        self._draws = random.Random(first)
         self._first: dict[int, int] = {}
         """Number of a group that waited at the checkpoint -> its place among them."""
         if resumed is not None:
@@ -203,11 +208,21 @@ class GroupStream:
                 self._done.append(group)
             elif group is not None:
                 self._filtered.count(group)
+                self._keep_one(group)
                 EVENTS.tell("group_filtered", "it did not pass `group_filter`", group=group.number)
                 self._spare.extend([group] if self._selection.refills else [])
             if not passed:
                 self._replace()
         self._changed.set()
+
+    def _keep_one(self, group: Group) -> None:
+        """Keep a sample of a group that did not pass, in a reservoir of `Selection.measured`."""
+        if not self._selection.measured or (sample := self._selection.choose(group)) is None:
+            return
+        if len(self._aside) < self._selection.measured:
+            self._aside.append(sample)
+        elif (place := self._draws.randrange(self._filtered.groups)) < len(self._aside):
+            self._aside[place] = sample
 
     def _replace(self) -> None:
         """Begin another group at once, also while a step is trained."""
@@ -259,10 +274,10 @@ class GroupStream:
         beyond = self.running + self.ready - self._steps_ahead * self._per_step
         taken = Taken(
             groups, self.ready, self.running, self._dropped, self._filtered, self._refilled, self._aborted,
-            self._surplus, max(0, beyond),
+            self._surplus, self._aside, max(0, beyond),
         )  # fmt: skip
         self._dropped, self._aborted, self._refilled = 0, 0, 0
-        self._filtered, self._surplus = PutAside(), PutAside()
+        self._filtered, self._surplus, self._aside = PutAside(), PutAside(), []
         self._spare.clear()
         return taken
 

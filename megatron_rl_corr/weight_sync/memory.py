@@ -162,7 +162,7 @@ class ServerMemory:
         await poll_until(
             lambda limit_s: control.ask(url, request, timeout_s=limit_s), timeout_s=IDLE_S, pause_s=POLL_S,
             longest_attempt_s=IDLE_S, retry=lambda error: isinstance(error, RolloutServerError) and error.status == 400,
-            waited_for="it to be idle: does another client sample from it?",
+            waited_for="it to be idle: does another client sample from it?", address=url,
         )  # fmt: skip
 
 

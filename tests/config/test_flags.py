@@ -54,7 +54,8 @@ DEFAULTS = CLIENT | {
     "reward_function": ("reward.py:reward",), "reward_url": (), "reward_weights": (), "reward_workers": None,
     "reward_timeout_s": 120.0, "reward_url_batch": None, "reward_api_key_env": None, "truncated_samples": "train",
     "on_failed_reward": None, "max_failed_fraction": 0.05,
-    "group_filter": None, "group_filter_limit": None, "group_filter_exhausted": "stop", "oversampling": 1.0,
+    "group_filter": None, "group_filter_limit": None, "group_filter_exhausted": "stop",
+    "group_filter_measured": None, "oversampling": 1.0,
     "events": None, "metrics_port": None, "metrics_address": None,
 }  # fmt: skip
 

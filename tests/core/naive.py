@@ -217,7 +217,7 @@ def correct(batch: Batch, config: RolloutCorrectionConfig, *, with_turns: bool =
     metrics = token_metrics(tokens) | sequence_metrics([s for s in sequences if s], sum(kept_sequences))
     metrics["nonfinite_tokens"] = sum(batch.mask) - len(tokens)
     metrics["padded_tokens"] = len(batch.mask) - sum(batch.mask)
-    metrics["kept_fraction"] = mean(token.t in kept for token in tokens)
+    metrics["kept_fraction"] = mean(t in kept for t, inside in enumerate(batch.mask) if inside)
     metrics |= {f"rejected_fraction/{name}": n / len(tokens) if tokens else math.nan for name, n in rejected.items()}
     for band, (low, high) in BANDS.items():
         # Edges as float32 log-probs have them.

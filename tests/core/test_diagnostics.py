@@ -34,7 +34,7 @@ EXPECTED = {
     "nonfinite_tokens": 1,
     "padded_tokens": 1,
     # k2 = D^2 / 2 = 0.240, 0, 0.961: the third token is over 0.5.
-    "kept_fraction": 2 / 3,
+    "kept_fraction": 2 / 4,  # of the mask's four tokens: the fourth has no finite log-prob
     "rejected_fraction/token_k2": 1 / 3,
     "kl": LN2 / 3,  # mean(-D) = (-1 + 0 + 2) ln 2 / 3
     # e^D - 1 - D = 2 - 1 - ln 2, 0, 1/4 - 1 + 2 ln 2, sum 1/4 + ln 2

@@ -5,6 +5,8 @@ import math
 import pytest
 import torch
 
+from megatron_rl_corr.config.correction import RolloutCorrectionConfig
+from megatron_rl_corr.core.correction import compute_correction
 from megatron_rl_corr.core.metrics import (
     Chi2,
     Difference,
@@ -77,3 +79,15 @@ def test_finish_when_there_was_nothing_to_measure_then_nan_not_an_error(kind, va
 
 def test_value_when_one_rank_alone_then_its_own_number():
     assert Mean(torch.tensor([3.0, 2.0], dtype=torch.float64)).value() == 1.5
+
+
+@pytest.mark.parametrize(("served", "kept"), [
+    ([-1.0, -1.0, -1.0, -1.0], 1.0), ([-1.0, -1.0, math.nan, math.nan], 0.5), ([-1.0, math.inf, -1.0, -math.inf], 0.5),
+    ([math.nan] * 4, 0.0),
+])  # fmt: skip
+def test_kept_when_log_probs_are_null_then_their_tokens_lower_the_share(served, kept):
+    correction = compute_correction(
+        torch.full((5,), -1.0), torch.tensor([*served, math.nan]), torch.tensor([1, 1, 1, 1, 0]),
+        torch.tensor([0, 0, 1, 1, 1]), num_sequences=2, config=RolloutCorrectionConfig(),
+    )
+    assert correction.metrics["kept_fraction"].value() == kept

@@ -76,3 +76,50 @@ def test_poll_when_the_last_attempt_is_cut_short_then_the_answer_before_it_is_th
         ))  # fmt: skip
     assert raised.value is loading and loading.__notes__ == ["waited 1.2 s for a server"]
     assert round(clock.now, 6) == 101.3
+
+
+def test_wait_when_it_lasts_then_told_on_stderr_with_the_last_failure_and_no_more_afterwards(capsys, monkeypatch):
+    monkeypatch.setattr(concurrency.Waits, "FIRST_S", 0.05)
+    monkeypatch.setattr(concurrency.Waits, "EVERY_S", 0.1)
+
+    async def refused(_):
+        raise RolloutServerError("http://a:1", "/health", None, "connection refused")
+
+    async def silent(_):
+        await asyncio.sleep(0.4)
+
+    async def wait(attempt, address):
+        await concurrency.poll_until(
+            attempt, timeout_s=0.4, pause_s=0.02, longest_attempt_s=1.0, retry=lambda error: True,
+            waited_for="it to become healthy", address=address,
+        )
+
+    async def scenario():
+        waits = [wait(refused, "http://a:1"), *[wait(silent, f"http://s{n}:1") for n in range(4)]]
+        answers = await asyncio.gather(*waits, return_exceptions=True)
+        lines = capsys.readouterr().err.splitlines()
+        await asyncio.sleep(0.3)
+        assert capsys.readouterr().err == ""
+        return answers, lines
+
+    answers, lines = asyncio.run(scenario())
+    assert isinstance(answers[0], RolloutServerError) and answers[1:] == [None] * 4
+    assert 3 <= len(lines) <= 5
+    first = "[rollout] waiting up to 0 s for http://a:1: it to become healthy (connection refused); "
+    assert lines[0].startswith(first)
+    assert "http://s0:1: it to become healthy (no answer yet)" in lines[0] and lines[0].endswith("; and 2 others")
+
+
+def test_wait_when_it_is_short_then_nothing_is_told(capsys):
+    async def well(_):
+        return 1
+
+    async def scenario():
+        await concurrency.poll_until(
+            well, timeout_s=1, pause_s=0.1, longest_attempt_s=1, retry=lambda error: True, waited_for="it",
+            address="http://a:1",
+        )
+        await asyncio.sleep(0.05)
+
+    asyncio.run(scenario())
+    assert capsys.readouterr().err == ""

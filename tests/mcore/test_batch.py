@@ -84,7 +84,7 @@ def test_metrics_when_of_a_batch_then_by_hand(made):
         # Entropy is the position's number: valid ones are 2, 11, 12, 13, 14, 16 (3 has no log-prob).
         "loss/entropy": 68 / 6,
         "rollout_corr/valid_tokens": 6, "rollout_corr/nonfinite_tokens": 1, "rollout_corr/sequences": 3,
-        "rollout_corr/kept_sequence_fraction": 2 / 3, "rollout_corr/kept_fraction": 5 / 6,
+        "rollout_corr/kept_sequence_fraction": 2 / 3, "rollout_corr/kept_fraction": 5 / 7,
     }
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
 

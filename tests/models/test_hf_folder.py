@@ -5,10 +5,11 @@ import logging
 
 import pytest
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
-from megatron_rl_corr.models.hf_folder import UnfinishedFolder
+from megatron_rl_corr.models.hf_folder import UnfinishedFolder, write_index
 
 CONFIG = {
     "model_type": "deepseek_v3", "vocab_size": 4, "hidden_size": 2, "num_hidden_layers": 1, "num_attention_heads": 1,
@@ -16,6 +17,20 @@ CONFIG = {
 }  # fmt: skip
 TRAINED, ENORM, HNORM = "model.embed_tokens.weight", "model.layers.1.enorm.weight", "model.layers.1.hnorm.weight"
 COPY = "model.layers.1.embed_tokens.weight"
+
+
+def test_index_when_written_then_total_size_is_the_tensors_bytes_and_not_the_files(tmp_path):
+    # 3 x 5 float32 + 7 bfloat16 + 2 int64 + 1 bool + none of an empty one: 60 + 14 + 16 + 1.
+    save_file({"a": torch.zeros(3, 5), "b": torch.zeros(7, dtype=torch.bfloat16)}, tmp_path / "model-1.safetensors")
+    others = {"c": torch.zeros(2, dtype=torch.int64), "d": torch.ones(1, dtype=torch.bool), "e": torch.zeros(0, 4)}
+    save_file(others, tmp_path / "model-2.safetensors", metadata={"format": "pt", "much": "x" * 5000})
+    write_index(tmp_path)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 91
+    plan = split_torch_state_dict_into_shards(
+        {"a": torch.zeros(3, 5), "b": torch.zeros(7, dtype=torch.bfloat16), **others}, max_shard_size=40
+    )
+    assert plan.metadata["total_size"] == 91  # as huggingface_hub, whose number transformers writes, counts them
 
 
 @pytest.fixture

@@ -508,3 +508,18 @@ def test_take_when_groups_were_filtered_before_the_checkpoint_then_they_count_fo
         await resumed.close()
 
     run(scenario, max_lag=1, selection=Selection(spread, limit=2.0, refills=refills))
+
+
+def test_take_when_groups_are_filtered_then_one_sample_of_some_of_them_is_kept_to_be_measured():
+    async def scenario(stream, sampler):
+        sampler.flat = set(range(6))
+        taken = await sampler.step(stream, 0, 0, 1, 2, 3, 4, 5, 6, 7)
+        assert taken.filtered.groups == 6 and len(taken.aside) == 2  # of group 3 none can be
+        assert len({id(one) for one in taken.aside}) == 2
+        taken = await sampler.step(stream, 1, 8, 9)
+        assert taken.aside == []
+
+    def choose(group):
+        return None if group.number == 3 else group.trajectories[1]
+
+    run(scenario, selection=Selection(spread, measured=2, choose=choose))

@@ -60,7 +60,7 @@ async def servers_behind(urls: Sequence[str], transport: Transport, timeout_s: f
     async def wait_for(url: str) -> list[str]:
         return await poll_until(
             lambda limit_s: find(url, limit_s), timeout_s=timeout_s, pause_s=POLL_S,
-            longest_attempt_s=HEALTH_PROBE_TIMEOUT_S, retry=_may_change, waited_for="it",
+            longest_attempt_s=HEALTH_PROBE_TIMEOUT_S, retry=_may_change, waited_for="it", address=url,
         )  # fmt: skip
 
     lists = await all_or_first_failure([wait_for(url) for url in urls])
