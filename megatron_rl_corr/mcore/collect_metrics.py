@@ -99,8 +99,7 @@ def collection_metrics(
         counted: the counts.
         with_routes: samples have routed experts.
         packed: samples are packed, and so dealt out over replicas.
-        filtered: groups are filtered.
-        oversampled: more groups are sampled than steps take.
+        filtered, oversampled: groups are filtered; more of them are sampled than steps take.
         truncated_samples: train, mask or drop.
     """
     values = dict(zip(COUNTED, counted, strict=True))
@@ -315,10 +314,10 @@ METRICS = (
         ),
         MetricSpec(
             "router_replay/sampled_without_routes",
-            "share of the sampled tokens that are trained without the routes that they were sampled with",
+            "share of the sampled tokens trained without the routes that they were sampled with",
             "sampled tokens whose pass has no routes / sampled tokens", "routes of sampled tokens are lost",
             UsualRange(
-                "many tokens are trained on the experts that Megatron chooses, not on those that sampled them",
+                "many tokens are trained on other experts than sampled them",
                 "Servers retract responses, and tell other routes of them then. For want of memory: give them more of "
                 "it, or lower --rollout-max-concurrency. At pushes: --rollout-pause-mode in_place keeps the routes.",
                 high=0.2,

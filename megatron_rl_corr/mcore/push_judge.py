@@ -268,7 +268,7 @@ class PushJudge:
         """
         length = max(min(PROMPT_TOKENS, self._longest - DECODED_TOKENS), 2)
         count, shared = (1, 1) if number == 0 else (TEXTS, TEXTS // 2)
-        first = self._memory.pushes * 1000 + number * 100
+        first = number * 100
         made = []
         for place in range(count):
             fresh = place >= shared

@@ -53,7 +53,7 @@ METRICS = in_group(
         "median over texts of |D| / simulated |D| (of medians or 0.9 quantiles the larger one), of the worst server",
         only_with=_WITH_PROBE,
         usual=UsualRange(
-            "a server's log-probs are farther from the trainer's than rounding explains",
+            "a server differs from the trainer by more than rounding",
             "`megatron-rl-corr doctor --full` compares the server with the checkpoint. A server that differs ends the "
             "run once there is enough evidence (`rollout/probe_bits`).",
             high=MARGIN,

@@ -291,7 +291,7 @@ def test_client_options_when_parsed_then_the_clients_arguments(monkeypatch):
     # The flags' defaults are the client's, which has more arguments.
     others = {"connect_timeout_s": 10.0, "experts": None, "seed": 0, "keyed_cache": False, "decode": None}
     others |= {"api_key": None, "engine": "sglang"}  # a client need not ask first what its servers run
-    others |= {"pushes_retract": False}
+    others |= {"pushes_retract": False, "replica": 0, "replicas": 1}
     assert RolloutClient.__init__.__kwdefaults__ == CLIENT | others
 
 

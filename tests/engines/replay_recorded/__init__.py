@@ -73,7 +73,7 @@ class ReplayRecorded(Engine):
         return Request("GET", "generate", {"prompt_ids": prompt_ids})
 
     def parse(self, body, *, prompt_ids, prompt_index, sample_index, server, max_new_tokens,
-              vocab_size=None, truncated=False, experts=None, known_routes=None):  # fmt: skip
+              vocab_size=None, truncated=False, experts=None, known_routes=None, pushes_retract=False):  # fmt: skip
         line = json.loads(body)
         output = torch.tensor(line["output_ids"], dtype=torch.int64)
         if vocab_size is not None and output.max() >= vocab_size:
