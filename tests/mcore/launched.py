@@ -81,6 +81,7 @@ def checksums(url):
 
 
 def untimed_steps(folder):
-    """The run's steps, without what a clock says."""
+    """The run's steps, without what a clock says, and what a response says that a server draws by its own chance."""
     steps = [json.loads(line) for line in (folder / "log/metrics.jsonl").read_text().splitlines()]
-    return [{n: x for n, x in step.items() if not n.startswith("time/") and n != "tokens_per_s"} for step in steps]
+    chance = ("time/", "tokens_per_s", "rollout/probe_decode_")
+    return [{n: x for n, x in step.items() if not n.startswith(chance)} for step in steps]
