@@ -81,7 +81,7 @@ def checksums(url):
 
 
 def untimed_steps(folder):
-    """The run's steps, without what a clock says, and what a response says that a server draws by its own chance."""
+    """The run's steps, without what a clock says, and a server, which rounds otherwise with other requests beside."""
     steps = [json.loads(line) for line in (folder / "log/metrics.jsonl").read_text().splitlines()]
-    chance = ("time/", "tokens_per_s", "rollout/probe_decode_")
+    chance = ("time/", "tokens_per_s", "rollout/probe_")
     return [{n: x for n, x in step.items() if not n.startswith(chance)} for step in steps]
