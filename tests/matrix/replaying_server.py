@@ -37,8 +37,8 @@ class ReplayingServer:
 
     async def _answer(self, request):
         body = await request.read()
-        # The score of a given text, after each push, is of the weights that the server has now.
-        generate = request.path == "/generate" and b'"logprob_start_len"' not in body
+        # What the probe asks after each push, to score and to sample, is of the weights that the server has now.
+        generate = request.path == "/generate" and b'"top_logprobs_num"' not in body
         if request.path == "/update_weight_version" and self.run_id is None:
             state, _, name = json.loads(body)["new_version"].rpartition(" ")
             if not state or state.startswith("unfinished"):  # while a push goes on; other states are of older weights

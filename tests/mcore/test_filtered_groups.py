@@ -30,14 +30,14 @@ LAYOUTS = {
 
 
 class Door(ReplayingServer):
-    """A server whose log-probs of the easy prompts' responses are too low by `shift`."""
+    """A server whose log-probs of the easy prompts' responses are too low by `shift`; what the probe asks is right."""
 
     shift = 0.0
 
     async def _answer(self, request):
         asked = await request.read()
         answer = await super()._answer(request)
-        if request.path != "/generate" or b'"logprob_start_len"' in asked or json.loads(asked)["input_ids"][-1] % 2:
+        if request.path != "/generate" or b'"top_logprobs_num"' in asked or json.loads(asked)["input_ids"][-1] % 2:
             return answer
         found = json.loads(answer.body)
         for row in found["meta_info"]["output_token_logprobs"]:
