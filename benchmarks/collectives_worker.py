@@ -102,7 +102,7 @@ def answered(asking: Coroutine) -> Future:
     """Stands for a loop's `submit`: there is nothing to wait for."""
     asking.close()
     future = Future()
-    future.set_result(SimpleNamespace(groups=[]))
+    future.set_result(SimpleNamespace(groups=[], aside=[]))
     return future
 
 

@@ -137,7 +137,9 @@ def keeping_server(tiny_moe_dir, tmp_path_factory):
         tiny_moe_dir, dtype="float32", log_path=tmp_path_factory.mktemp("keeping") / "server.log",
         extra_arguments=[*sglang_arguments(), *arguments], environment=environment("sglang"),
     ) as server:  # fmt: skip
+        SHARED.append(server)
         yield server
+    SHARED.remove(server)
 
 
 VICTIM = {

@@ -131,16 +131,16 @@ class BatchCollector(ABC):
             own, with_routes=self._routes.server_shape is not None, packed=self._packing is not None,
             filtered=self.filtered, oversampled=self.oversampled, truncated_samples=self._truncated_samples,
         )
-        whole = self._broadcast(batch)
+        whole = self._broadcast(batch, self._rows)
+        if self._packing is not None and self._layout.dp_size > 1:
+            whole = replace(whole, parted_groups=self._groups * self._layout.dp_size)
         if not self._by_lag:
             whole = replace(whole, token_lags=None)
         if self.engines:
             whole = replace(whole, engine_ids=self._broadcast_engine_ids(), engines=self.engines)
         own = whole.context_slice(self._layout.cp_group.rank(), self._layout.cp_group.size())
-        if self.sampling.truncated:
-            parts, self._sampling_masks = self._sampling_masks, None
-            masks = scatter_sampling_masks(parts, own.tokens.numel(), layout=self._layout)
-            own = replace(own, sampling_masks=masks)
+        parts, self._sampling_masks = self._sampling_masks, None
+        own = self._with_masks(own, parts)
         experts = [sample.routed_experts for sample in self.trajectories] if self._layout.is_data_leader else None
         self._routes.scatter(experts, whole.cu_seqlens.tolist())
         return own
@@ -178,17 +178,16 @@ class BatchCollector(ABC):
             except ValueError as failure:
                 error = failure
         all_reduce_failure(error)
-        if self._packing is not None:
-            batch = broadcast_lengths(batch, count, layout, multiple=sequence_multiple(layout.cp_size))
-        elif batch is None:
-            batch = RolloutBatch.empty(count, self._length)
-        whole = batch.broadcast(layout, num_turns=self._num_turns)
+        whole = self._broadcast(batch, count)
         own = whole.context_slice(layout.cp_group.rank(), layout.cp_size)
-        if self.sampling.truncated:
-            own = replace(
-                own, sampling_masks=scatter_sampling_masks(masks, own.tokens.numel(), layout=layout)
-            )
-        return own, whole.cu_seqlens.tolist()
+        return self._with_masks(own, masks), whole.cu_seqlens.tolist()
+
+    def _with_masks(self, own: RolloutBatch | PackedBatch, parts: list | None) -> RolloutBatch | PackedBatch:
+        """This rank's share of a batch with its part of the sampling masks, which the leader has cut."""
+        if not self.sampling.truncated:
+            return own
+        masks = scatter_sampling_masks(parts, own.tokens.numel(), layout=self._layout)
+        return replace(own, sampling_masks=masks)
 
     def _broadcast_engine_ids(self) -> torch.Tensor:
         """Which of `engines` each of the batch's samples came from, [S] int64 on every rank of its replica."""
@@ -198,17 +197,14 @@ class BatchCollector(ABC):
         broadcast_to_replica([ids], self._layout)
         return ids
 
-    def _broadcast(self, batch: RolloutBatch | PackedBatch | None) -> RolloutBatch | PackedBatch:
-        """The leader's batch (None on others) on every rank of its replica."""
+    def _broadcast(self, batch: RolloutBatch | PackedBatch | None, rows: int) -> RolloutBatch | PackedBatch:
+        """The leader's batch (None on others) of so many samples, on every rank of its replica."""
         if self._packing is not None:
             multiple = sequence_multiple(self._layout.cp_size)
-            batch = broadcast_lengths(batch, self._rows, self._layout, multiple=multiple)
+            batch = broadcast_lengths(batch, rows, self._layout, multiple=multiple)
         elif batch is None:
-            batch = RolloutBatch.empty(self._rows, self._length)
-        whole = batch.broadcast(self._layout, num_turns=self._num_turns)
-        if self._packing is None or self._layout.dp_size == 1:
-            return whole
-        return replace(whole, parted_groups=self._groups * self._layout.dp_size)
+            batch = RolloutBatch.empty(rows, self._length)
+        return batch.broadcast(self._layout, num_turns=self._num_turns)
 
     def _all_reduce_dealt(self, version: int) -> tuple[PackedBatch | None, int]:
         """The batch of the samples that this replica trains, and the bytes that its leader sent; (None, 0) on others.

@@ -12,12 +12,10 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 
-import torch.distributed as dist
-
 from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.files import write_atomically
 from megatron_rl_corr.mcore.checkpoint_files import folders_to_load, put_in
-from megatron_rl_corr.parallel.failure import StartupError, all_reduce_failure
+from megatron_rl_corr.parallel.failure import StartupError, broadcast_made
 from megatron_rl_corr.rollout.cursor import SavedCursor
 
 FILE_NAME = "rollout_cursor.json"
@@ -32,15 +30,16 @@ def broadcast_saved(args: argparse.Namespace) -> SavedCursor | None:
     """
     if args.iteration == 0:
         return None
-    found, error = [None], None
-    if dist.get_rank() == 0:
+
+    def read() -> SavedCursor | None:
         try:
-            found[0] = _read(args)
+            return _read(args)
         except (OSError, ValueError) as failure:
-            error = StartupError(f"--load: {FILE_NAME} of iteration {args.iteration} cannot be read: {failure}")
-    all_reduce_failure(error)
-    dist.broadcast_object_list(found, src=0)
-    return found[0]
+            raise StartupError(
+                f"--load: {FILE_NAME} of iteration {args.iteration} cannot be read: {failure}"
+            ) from None
+
+    return broadcast_made(read)
 
 
 def _read(args: argparse.Namespace) -> SavedCursor | None:

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -67,14 +68,13 @@ class JudgeMemory:
     """What stays from push to push."""
 
     before: dict[str, ProbeAnswer] | None = None
-    """Answers before the run's first push; None: not asked yet."""
+    """Answers before the run's first push, which is compared with them; None: not asked yet, {}: compared."""
     expected: list[TextRounding] | None = None
     """What rounding does to the texts of every push; None: not simulated yet."""
     rounding: Rounding | None = None
     """The one that was simulated."""
     movement: Movement = field(default_factory=Movement)
     growth: Growth = field(default_factory=Growth)
-    pushes: int = 0
 
 
 class PushJudge:
@@ -82,7 +82,6 @@ class PushJudge:
 
     Args:
         source: of the run's samples: its prompts, the client and its loop.
-        memory: of a run that has not pushed yet.
         dtype: what the trainer computes in, a key of ROUNDINGS.
         max_log_ratio: --rollout-max-probe-log-ratio.
         push_rounding: --rollout-push-rounding: the servers' weights differ from the trainer's by it.
@@ -91,10 +90,10 @@ class PushJudge:
     """
 
     def __init__(
-        self, source: SampleSource, memory: JudgeMemory, *, dtype: str, max_log_ratio: float | None,
-        push_rounding: str, responses: Callable[[], Sequence[Trajectory]], longest: int,
+        self, source: SampleSource, *, dtype: str, max_log_ratio: float | None, push_rounding: str,
+        responses: Callable[[], Sequence[Trajectory]], longest: int,
     ):  # fmt: skip
-        self._source, self._memory, self._dtype = source, memory, dtype
+        self._source, self._memory, self._dtype = source, JudgeMemory(), dtype
         self._bound, self._push_rounding = max_log_ratio, push_rounding
         self._responses, self._longest = responses, longest
         self._servers: WeightServers | None = None
@@ -105,14 +104,15 @@ class PushJudge:
         """Of each server that has answered after this push."""
         self._suspects: dict[str, ServerEvidence] = {}
         self._off_before: set[str] = set()
-        """Servers that were off before the first push, too."""
+        """After the first push, servers that were off before it, too."""
         self.asked = Asked((), 0.0)
         self.numbers: dict[str, float] = {}
         """By the names of verdict.METRICS."""
 
-    def check_texts(self) -> None:
-        """Raise ValueError or OSError where the run's prompts can't be read."""
-        round_texts(self._source.prompts, 0, (), self._longest)
+    @cached_property
+    def texts(self) -> tuple[tuple[int, ...], ...]:
+        """Those of every push. Raises ValueError or OSError where the run's prompts can't be read."""
+        return tuple(round_texts(self._source.prompts, 0, (), self._longest))
 
     def ask_earlier(self) -> None:
         """Ask before the run's first push; a server that a killed trainer has left paused would not answer."""
@@ -125,7 +125,7 @@ class PushJudge:
             versions = ()
         urls = [url for url, version in versions if version is not None and not is_interrupted(version)]
         self._memory.before = loop.call(ask_earlier(
-            client.control(urls), Question(self._texts(0)), vocab_size=client.vocab_size, cache_key=client.cache_key
+            client.control(urls), Question(self.texts), vocab_size=client.vocab_size, cache_key=client.cache_key
         ))  # fmt: skip
 
     def begin(self, servers: WeightServers, version: str) -> Asked:
@@ -134,18 +134,18 @@ class PushJudge:
         Rounding is simulated in the first push, and where number types have changed.
         """
         memory, self._servers, self._version = self._memory, servers, version
-        memory.pushes += 1
         self._answers, self._compared, self._suspects, self.numbers = {}, {}, {}, {}
         rounding = self._rounding(self._source.loop.call(ask_types(self._source.client.control(servers.urls))))
         if rounding != memory.rounding:
             memory.rounding, memory.expected = rounding, None
-        self._question = Question(self._texts(0), self._draws(0))
+        self._question = Question(self.texts, self._draws(0))
         return self._asked(self._question.texts, simulates=memory.expected is None)
 
     def ask(self, number: int) -> Future[dict[str, ProbeAnswer]]:
         """Ask all servers in the first round, and the suspects for other texts in a later one."""
         if number:
-            self._question = Question(self._texts(number), self._draws(number))
+            texts = round_texts(self._source.prompts, number, self._responses(), self._longest)
+            self._question = Question(tuple(texts), self._draws(number))
         client = self._source.client
         return self._source.loop.submit(ask_servers(
             client.control(list(self._suspects) if number else self._servers.urls), self._question,
@@ -165,7 +165,6 @@ class PushJudge:
         """
         memory = self._memory
         memory.movement.check(answers, own, self._servers.loaded, version=self._version)
-        self._answers = dict(answers)
         if moved:
             memory.expected = [TextRounding.of(one, memory.rounding) for one in moved]
         expected = memory.expected or self._bounds(own)
@@ -174,7 +173,8 @@ class PushJudge:
             evidence = self._compared[url] = ServerEvidence(_ratios(own, answer.scores, expected))
             for decoded in answer.decoded:
                 judge_decoded(evidence, decoded, None, usual)
-        self.numbers = self._measured(own, answers)
+        before, memory.before = memory.before or {}, {}
+        self.numbers = self._measured(own, answers, before)
         seen = {url: [*one.screened, *one.decode] for url, one in self._compared.items()}
         suspects = sorted((url for url in seen if any(map(is_off, seen[url]))), key=lambda url: -bits_of(seen[url]))
         if len(suspects) > SUSPECTS:
@@ -182,10 +182,8 @@ class PushJudge:
         self._suspects = {url: self._compared[url] for url in suspects[:SUSPECTS]}
         for evidence in self._suspects.values():
             evidence.begin_evidence()
-        if memory.pushes == 1:
-            before = memory.before or {}
-            ratios = {url: _ratios(own, answer.scores, expected) for url, answer in before.items()}
-            self._off_before = {url for url, found in ratios.items() if sum(map(is_off, found)) > len(found) / 2}
+        ratios = {url: _ratios(own, answer.scores, expected) for url, answer in before.items()}
+        self._off_before = {url for url, found in ratios.items() if sum(map(is_off, found)) > len(found) / 2}
 
     @property
     def goes_on(self) -> bool:
@@ -198,7 +196,7 @@ class PushJudge:
         self._suspects = {url: one for url, one in self._suspects.items() if url in answers}
         self._answers = {url: answers[url] for url in self._suspects}
         responses = [decoded.ids for answer in self._answers.values() for decoded in answer.decoded]
-        self.asked = self._asked([*self._question.texts, *responses, *self._texts(0)], simulates=True)
+        self.asked = self._asked([*self._question.texts, *responses, *self.texts], simulates=True)
 
     def judge(self, own: Logprobs, moved: Logprobs) -> RolloutError | None:
         """Add a round to the evidence; the error that names a server which differs, or None.
@@ -231,18 +229,18 @@ class PushJudge:
             return None
         url, evidence = wrong[0], self._suspects[wrong[0]]
         alone = any(not one.suspicious for one in self._compared.values())
-        cause = cause_of(evidence, before=self._memory.pushes == 1 and url in self._off_before, alone=alone)
+        cause = cause_of(evidence, before=url in self._off_before, alone=alone)
         return error_of(url, self._answers[url], evidence, own, cause, version=self._version)
 
-    def _measured(self, own: Logprobs, answers: Mapping[str, ProbeAnswer]) -> dict[str, float]:
+    def _measured(
+        self, own: Logprobs, answers: Mapping[str, ProbeAnswer], before: Mapping[str, ProbeAnswer]
+    ) -> dict[str, float]:
         """The numbers of the first round, of the worst server each."""
         if not answers:
             return {}
-        memory, compared = self._memory, {url: ProbeNumbers.of(own, one.scores) for url, one in answers.items()}
-        if memory.pushes == 1:
-            earlier = memory.before or {}
-            memory.growth.measure({url: ProbeNumbers.of(own, one.scores).k3 for url, one in earlier.items()})
-        growth = memory.growth.measure({url: one.k3 for url, one in compared.items()})
+        compared = {url: ProbeNumbers.of(own, one.scores) for url, one in answers.items()}
+        self._memory.growth.measure({url: ProbeNumbers.of(own, one.scores).k3 for url, one in before.items()})
+        growth = self._memory.growth.measure({url: one.k3 for url, one in compared.items()})
         every = self._compared.values()
         found = {
             "probe_max_abs_log_ratio": max(one.max_abs for one in compared.values()),
@@ -257,9 +255,6 @@ class PushJudge:
         if decoded := [ratio for one in every for ratio in one.decode]:
             found["probe_decode_over_rounding"] = max(decoded)
         return {f"rollout/{name}": value for name, value in found.items()}
-
-    def _texts(self, number: int) -> tuple[tuple[int, ...], ...]:
-        return tuple(round_texts(self._source.prompts, number, self._responses(), self._longest))
 
     def _draws(self, number: int) -> tuple[ProbeDraw, ...]:
         """Responses to ask a server for: one in every push, TEXTS in a further round, half of them without the cache.

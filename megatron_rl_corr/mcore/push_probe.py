@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -21,10 +20,15 @@ from megatron_rl_corr.mcore.forward import LogprobSettings
 from megatron_rl_corr.mcore.packed_batch import PackedBatch, sequence_multiple
 from megatron_rl_corr.mcore.packing import microbatch_multiple
 from megatron_rl_corr.mcore.packs import Packs
-from megatron_rl_corr.mcore.push_judge import ROUNDS, Asked, JudgeMemory, PushJudge
+from megatron_rl_corr.mcore.push_judge import ROUNDS, Asked, PushJudge
 from megatron_rl_corr.mcore.reference import ReferencePass
 from megatron_rl_corr.mcore.simulated_rounding import simulated_rounding
-from megatron_rl_corr.parallel.failure import all_reduce_failure, all_reduce_results, communication_device
+from megatron_rl_corr.parallel.failure import (
+    all_reduce_failure,
+    all_reduce_results,
+    broadcast_made,
+    communication_device,
+)
 from megatron_rl_corr.parallel.layout import Layout
 from megatron_rl_corr.weight_sync import verdict
 from megatron_rl_corr.weight_sync.servers import WeightServers
@@ -76,16 +80,16 @@ class PushProbe:
             PeerFailure: then, on the other ranks.
         """
         judge = self.judge
-        asked = _broadcast(None if judge is None else lambda: judge.begin(servers, version))
+        asked = broadcast_made(lambda: judge.begin(servers, version))
         answers = None if judge is None else judge.ask(0)
         own, moved = self._all_reduce_simulated(asked)  # while the servers compute
         all_reduce_results(answers, lambda found: judge.screen(found, own, moved))
         for number in range(1, ROUNDS + 1):
-            if not _broadcast(None if judge is None else lambda: judge.goes_on):
+            if not broadcast_made(lambda: judge.goes_on):
                 break
-            answers: Future | None = None if judge is None else judge.ask(number)
+            answers = None if judge is None else judge.ask(number)
             all_reduce_results(answers, lambda found: judge.take(found))
-            asked = _broadcast(None if judge is None else lambda: judge.asked)
+            asked = broadcast_made(lambda: judge.asked)
             own, moved = self._all_reduce_simulated(asked)
             all_reduce_failure(None if judge is None else judge.judge(own, moved))
         return _broadcast_numbers({} if judge is None else judge.numbers)
@@ -178,10 +182,10 @@ def broadcast_probe(
         if dtype == "float32" and torch.cuda.is_available():
             dtype = "tf32"  # Transformer Engine's products of float32
         judge = PushJudge(
-            source, JudgeMemory(), dtype=dtype, max_log_ratio=options.max_probe_log_ratio,
+            source, dtype=dtype, max_log_ratio=options.max_probe_log_ratio,
             push_rounding=options.push_rounding, responses=lambda: collector.trajectories, longest=args.seq_length - 1,
         )  # fmt: skip
-    _broadcast(None if judge is None else judge.check_texts)
+    broadcast_made(lambda: judge.texts)
     return PushProbe(
         megatron.model, megatron.optimizer, layout, shape, settings, microbatch_multiple(args), judge
     )
@@ -196,20 +200,6 @@ def print_probe(found: Mapping[str, float]) -> None:
             f"[rollout] probe of the pushed weights: max |log-ratio| {worst:.2g}, mean {mean:.2g}, {over:.2g} times "
             "what rounding explains", flush=True,
         )  # fmt: skip
-
-
-def _broadcast[Found](make: Callable[[], Found] | None) -> Found:
-    """What rank 0 makes, on every rank; its failure is raised on every rank."""
-    found: list[Any] = [None]
-    error = None
-    if make is not None:
-        try:
-            found[0] = make()
-        except (RuntimeError, ValueError, OSError) as failure:
-            error = failure
-    all_reduce_failure(error)
-    dist.broadcast_object_list(found, src=0)
-    return found[0]
 
 
 def _broadcast_numbers(found: dict[str, float]) -> dict[str, float]:

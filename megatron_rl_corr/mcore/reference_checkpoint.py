@@ -20,7 +20,7 @@ from megatron_rl_corr.files import refuse_link, write_atomically
 from megatron_rl_corr.mcore.checkpoint_files import folder_of, folders_to_load, put_in
 from megatron_rl_corr.mcore.reference import Reference
 from megatron_rl_corr.models.hf_folder import copy_model_files, write_index
-from megatron_rl_corr.parallel.failure import StartupError, all_reduce_failure, all_reduce_first_rank
+from megatron_rl_corr.parallel.failure import StartupError, all_reduce_failure, all_reduce_first_rank, broadcast_made
 from megatron_rl_corr.weight_sync.export import write_stage
 
 FOLDER = "rollout_reference"
@@ -40,15 +40,16 @@ def broadcast_saved(args: argparse.Namespace, *, resets: bool) -> tuple[Path | N
     Raises:
         StartupError: on rank 0, and PeerFailure on others, for a file that can't be read.
     """
-    found, error = [(None, 0)], None
-    if dist.get_rank() == 0 and args.iteration > 0:
+
+    def read() -> tuple[Path | None, int]:
         try:
-            found[0] = _read(args, resets=resets)
+            return _read(args, resets=resets) if args.iteration > 0 else (None, 0)
         except (OSError, ValueError, KeyError) as failure:
-            error = StartupError(f"--load: {FOLDER} of iteration {args.iteration} cannot be read: {failure!r}")
-    all_reduce_failure(error)
-    dist.broadcast_object_list(found, src=0)
-    return found[0]
+            raise StartupError(
+                f"--load: {FOLDER} of iteration {args.iteration} cannot be read: {failure!r}"
+            ) from None
+
+    return broadcast_made(read)
 
 
 def _read(args: argparse.Namespace, *, resets: bool) -> tuple[Path | None, int]:

@@ -11,9 +11,8 @@ from megatron_rl_corr.config.flags import warn
 from megatron_rl_corr.doctor import Expected, Finding, quick_check
 from megatron_rl_corr.engines.errors import RolloutError
 from megatron_rl_corr.engines.trajectory import SamplingParams
-from megatron_rl_corr.engines.types import UnsupportedByEngine
 from megatron_rl_corr.mcore.first_step import FirstStep, first_step_bound
-from megatron_rl_corr.parallel.failure import StartupError, all_reduce_failure
+from megatron_rl_corr.parallel.failure import StartupError, all_reduce_failure, broadcast_made
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
 
@@ -92,18 +91,16 @@ def broadcast_first_step(
         RolloutError: a server could not be asked.
         UnsupportedByEngine: the servers do not tell their dtypes; give a bound.
     """
-    bound, error = [given], None
-    if given is None and dist.get_rank() == 0:
-        try:
-            servers = client.control()
-            infos = loop.call(servers.server_info())
-            engines = [client.engine_of(url) for url in servers.base_urls]
-            bound = [first_step_bound(args.params_dtype == torch.float32, engines, infos, rounded=rounded)]
-        except (RolloutError, UnsupportedByEngine) as failure:
-            error = failure
-    all_reduce_failure(error)
-    dist.broadcast_object_list(bound, src=0)
-    return FirstStep(args.iteration, bound[0])
+
+    def bound() -> float:
+        if given is not None:
+            return given
+        servers = client.control()
+        infos = loop.call(servers.server_info())
+        engines = [client.engine_of(url) for url in servers.base_urls]
+        return first_step_bound(args.params_dtype == torch.float32, engines, infos, rounded=rounded)
+
+    return FirstStep(args.iteration, broadcast_made(bound))
 
 
 def judge(findings: list[Finding], kind: str) -> StartupError | None:

@@ -29,7 +29,13 @@ from megatron_rl_corr.mcore.source_check import check_source
 from megatron_rl_corr.models.hf_checkpoint import read_config
 from megatron_rl_corr.models.names import NameTable
 from megatron_rl_corr.models.quantization import BlockFP8
-from megatron_rl_corr.parallel.failure import WATCH, StartupError, all_reduce_failure, all_reduce_startup
+from megatron_rl_corr.parallel.failure import (
+    WATCH,
+    StartupError,
+    all_reduce_failure,
+    all_reduce_startup,
+    broadcast_made,
+)
 from megatron_rl_corr.parallel.layout import Layout
 from megatron_rl_corr.parallel.restarts import is_restart
 from megatron_rl_corr.rollout import versions
@@ -248,17 +254,14 @@ def _broadcast_drafts(
 
 def _broadcast_asked[Found](ask: Callable[[], Found]) -> Found:
     """What rank 0 learns of the servers, on every rank; an answer that is none ends the start with the server's URL."""
-    error, found = None, [None]
-    if dist.get_rank() == 0:
+
+    def asked() -> Found:
         try:
-            found[0] = ask()
+            return ask()
         except RolloutProtocolError as failure:
-            error = StartupError(f"--rollout-url {failure.url}: {failure.detail}")
-        except (RolloutError, StartupError) as failure:
-            error = failure
-    all_reduce_failure(error)
-    dist.broadcast_object_list(found, src=0)
-    return found[0]
+            raise StartupError(f"--rollout-url {failure.url}: {failure.detail}") from None
+
+    return broadcast_made(asked)
 
 
 def _broadcast_reached(client: RolloutClient, loop: LoopThread) -> str:
@@ -267,16 +270,16 @@ def _broadcast_reached(client: RolloutClient, loop: LoopThread) -> str:
     The servers behind a router are listed once, so that all ranks talk to the same ones. Returns the id of this start
     in the names of its weight versions, also rank 0's.
     """
-    error, found = None, [{}, versions.new_run_id()]
-    if dist.get_rank() == 0:
+
+    def reached() -> tuple[dict[str, str], str]:
         try:
-            found[0] = _reach(client, loop)
+            return _reach(client, loop), versions.new_run_id()
         except (RolloutError, ValueError) as failure:
             error = StartupError(f"--rollout-url: {failure}")
             error.__notes__ = [*getattr(failure, "__notes__", ())]
-    all_reduce_failure(error)
-    dist.broadcast_object_list(found, src=0)
-    names, run_id = found
+            raise error from None
+
+    names, run_id = broadcast_made(reached)
     client.use_servers(names)
     return run_id
 

@@ -91,6 +91,25 @@ def all_reduce_first_rank(write: Callable[[], None]) -> None:
     all_reduce_failure(error)
 
 
+def broadcast_made[Made](make: Callable[[], Made]) -> Made:
+    """What make() returns on rank 0, which alone calls it, on every rank; every rank calls this.
+
+    Raises:
+        Exception: of make(), on rank 0.
+        PeerFailure: then, on the other ranks.
+    """
+    made: list[Any] = [None]
+    error = None
+    if dist.get_rank() == 0:
+        try:
+            made[0] = make()
+        except Exception as failure:  # noqa: BLE001  raised below, on this rank, once the others know
+            error = failure
+    all_reduce_failure(error)
+    dist.broadcast_object_list(made, src=0)
+    return made[0]
+
+
 def all_reduce_done(done: bool, error: BaseException | None, group: ProcessGroup | None = None) -> bool:
     """Whether every rank of the group is done: one collective of two numbers; every rank of the group must call it.
 

@@ -80,8 +80,6 @@ class ProbeAnswer:
     """[T] float64 of each text, finite."""
     decoded: tuple[Decoded, ...]
     """Of each draw that the server could sample."""
-    info: Mapping[str, Any]
-    """Its answer to `Engine.server_info`."""
     endpoint: str
     """Where it was asked, for messages."""
 
@@ -168,11 +166,9 @@ class _Asked:
         engine = self.servers.engine_of(self.url)
         scores = [self._score(ids[:1], ids[1:]) for ids in question.texts]
         decoded = [self._decode(draw) for draw in question.draws]
-        info = self._retried(engine.server_info(), lambda answer: answer)
-        info, *found = await asyncio.gather(info, *scores, *decoded)
-        count = len(scores)
+        found, count = await asyncio.gather(*scores, *decoded), len(scores)
         sampled = tuple(one for one in found[count:] if one is not None)
-        return ProbeAnswer(tuple(found[:count]), sampled, info, engine.generate_endpoint)
+        return ProbeAnswer(tuple(found[:count]), sampled, engine.generate_endpoint)
 
     async def _score(self, prompt: Sequence[int], output: Sequence[int]) -> np.ndarray:
         engine, ids = self.servers.engine_of(self.url), list(output)

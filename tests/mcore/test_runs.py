@@ -126,8 +126,7 @@ def test_run_when_replayed_without_a_server_in_another_layout_then_its_steps_are
     steps, wanted = untimed_steps(whole.parent / "replayed"), untimed_steps(whole)
     assert [step["step"] for step in steps] == [1, 2, 3, 4]
     for step, expected in zip(steps, wanted, strict=True):
-        probed = {name for name in expected if name.startswith("rollout/probe_")}  # what servers said after the push
-        assert set(step) == set(expected) - probed and 0 < expected["rollout/probe_max_abs_log_ratio"] < NEAR
+        assert set(step) == set(expected)
         # Where advantages sum to 0, so does the loss, but for what the weights e^D differ by. D is rounding, and after
         # a step what the rounding of a gradient near 0 makes of a few weights (assert_nearly_same_weights).
         rounding = step["rollout_corr/log_ratio_abs_max"]
@@ -137,6 +136,13 @@ def test_run_when_replayed_without_a_server_in_another_layout_then_its_steps_are
         assert step["rollout_corr/k3_kl"] < 1e-6, "other samples than those that these weights gave"
     found, weights = (HFCheckpoint(folder / "hf/iter_0000004") for folder in (whole.parent / "replayed", whole))
     assert_nearly_same_weights(found, weights)
+
+
+def test_probe_when_a_run_pushes_then_the_servers_log_probs_are_the_trainers_after_every_push(runs):
+    _, whole, *_ = runs["whole"]
+    rows = [json.loads(line) for line in (whole / "log/metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 4
+    assert all(0 < row["rollout/probe_max_abs_log_ratio"] < NEAR and row["rollout/probe_rounds"] == 0 for row in rows)
 
 
 def test_trace_of_a_run_then_every_sample_and_part_of_a_step_is_in_it_and_adds_up(runs):

@@ -31,13 +31,13 @@ KEEPS_PREFIXES = {
 def urls(victim, keeping_server, weights, engine, tiny_moe_dir):
     """Two servers of the victim's engine that may be paused in place, one without a prefix cache and one with.
 
-    Other modules share them: they get the model's weights back.
+    Other modules share them: they get the model's weights back, under their name.
     """
     found = [victim.server.url, keeping_server.url]
     yield found
     with LoopThread() as loop:
         client, servers = set_up(loop, found, tiny_moe_dir, "retract", engine=engine)
-        push(servers, weights["first"], "restored")
+        push(servers, weights["first"], "default")
         servers.close()
         loop.call(client.close())
 

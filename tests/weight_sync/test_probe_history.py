@@ -13,7 +13,7 @@ TRAINED = np.array([-1.0, -2.0, -3.0])
 def answers(**served):
     """Of two texts, with one token and two."""
     return {
-        f"http://{url}": ProbeAnswer((np.array(logprobs[:1]), np.array(logprobs[1:])), (), {}, "/score")
+        f"http://{url}": ProbeAnswer((np.array(logprobs[:1]), np.array(logprobs[1:])), (), "/score")
         for url, logprobs in served.items()
     }
 

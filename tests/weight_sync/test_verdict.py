@@ -64,7 +64,7 @@ def test_decoded_response_then_each_side_of_the_triangle_is_judged():
 
 
 def test_error_then_it_has_the_server_the_evidence_the_numbers_and_the_remedy():
-    answer = ProbeAnswer((np.array([-1.0, -2.5]), np.array([-2.75])), (), {}, "/score")
+    answer = ProbeAnswer((np.array([-1.0, -2.5]), np.array([-2.75])), (), "/score")
     own = [np.array([-1.0, -2.0]), np.array([-3.0])]
     error = error_of("http://b", answer, evidence(scores=OFF, sampled=OFF), own, "restart it", version="id-7")
     assert error.url == "http://b" and error.endpoint == "/score"
