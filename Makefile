@@ -1,6 +1,6 @@
 # `make setup` once; `make test`, `make quickstart`. `make help` lists the rest.
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm test test-matrix test-faults soak gpu-check lint quickstart quickstart-stop arithmetic arithmetic-stop \
+.PHONY: help setup setup-vllm test test-matrix test-faults test-runs soak gpu-check lint quickstart quickstart-stop arithmetic arithmetic-stop \
 	study study-stop clean
 
 PYTHON := .venv/bin/python
@@ -24,7 +24,7 @@ setup-vllm: setup ## Lay vLLM for the CPU beside .venv (once), for make quicksta
 
 # Two processes share the tests (tests/schedule.py).
 test: setup-vllm ## Run every test; TESTS=path or TESTS="-k name" for some of them
-	$(PYTHON) -m pytest $(if $(TESTS),$(TESTS),-n 2 --durations=10)
+	$(PYTHON) -m pytest $(if $(TESTS),$(TESTS),-n 2 --durations=10 --record=runs/tests)
 
 test-matrix: setup-vllm ## Run corrected steps on every supported release of megatron-core (fetches five wheels once); MEGATRON_CHECKOUT= adds one
 	MEGATRON_RELEASES=all $(PYTHON) -m pytest -n 2 tests/matrix $(TESTS)
@@ -32,7 +32,10 @@ test-matrix: setup-vllm ## Run corrected steps on every supported release of meg
 # Everything that breaks something on purpose, the long ones too; a slice of it runs with `make test`.
 test-faults: setup-vllm ## Run all drills, under 30 minutes on 2 cores; TABLE=file writes what they promised and saw, TESTS= chooses
 	FAULTS=all MEGATRON_RELEASES=all $(PYTHON) -m pytest -n 2 -m drill -p tests.faults.table \
-		$(if $(TABLE),--faults-table=$(TABLE)) $(TESTS)
+		$(if $(TABLE),--faults-table=$(TABLE)) $(if $(TESTS),$(TESTS),--record=runs/test-faults)
+
+test-runs: ## Tabulate what whole runs of make test did, in Markdown; RUNS=runs/test-faults for those of make test-faults
+	@$(PYTHON) -m tests.record $(if $(RUNS),$(RUNS),runs/tests)
 
 soak: setup ## Train the quickstart for an hour or so with a random fault every 20 steps; OUT=new folder, STEPS= SEED= EVERY=
 	$(PYTHON) tests/faults/soak.py $(if $(OUT),$(OUT),runs/soak-$(shell date +%Y%m%d-%H%M%S)) $(if $(STEPS),--steps $(STEPS)) \

@@ -15,6 +15,7 @@ from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.rollout import RolloutClient
 from tests import server_load, stand_in_server
 from tests.preloaded import PreloadedServer, preload_all, run_preloaded
+from tests.record import Record
 from tests.schedule import pytest_collection_modifyitems, pytest_xdist_make_scheduler  # noqa: F401
 from tools.cpu import environment, gpu_available, sglang_arguments, vllm_arguments
 from tools.process_group import group_members
@@ -24,7 +25,14 @@ SHARED: list[PreloadedServer] = []
 """The running servers of the session with the tiny model's own weights."""
 
 
+def pytest_addoption(parser):
+    parser.addoption("--record", metavar="FOLDER", help="write outcome and seconds into a file there (tests/record.py)")
+
+
 def pytest_configure(config):
+    folder = config.getoption("--record")
+    if folder and not hasattr(config, "workerinput"):  # the parent of xdist's workers, or the only process
+        config.pluginmanager.register(Record(Path(folder)))
     if getattr(config.option, "numprocesses", None):  # all workers share what their parent starts
         preload_all()
 

@@ -174,7 +174,10 @@ class RolloutClient(ServerControl):
 
     async def versions_for_update(self) -> list[str | None]:
         """As `reported_versions`; servers that are left out because they do not answer cost next to no time."""
-        return await self.reported_versions(silent=self._health.silent, timeout_s=self._read_timeout_s)
+        versions = await self.reported_versions(silent=self._health.silent, timeout_s=self._read_timeout_s)
+        answers = zip(self.base_urls, versions, strict=True)
+        self._health.note_answers({url for url, version in answers if version is not None})
+        return versions
 
     async def expect_pause(self, *, released: bool = False) -> None:
         """No outage is declared until `expect_version`: before a weight update. released: and nothing is sampled."""

@@ -69,8 +69,14 @@ class ServerHealth:
         """
         return [
             server.url for server in self._pool.left_out
-            if isinstance(why := server.refused or server.cause, RolloutServerError) and may_be_gone(why)
+            if not server.answered
+            and isinstance(why := server.refused or server.cause, RolloutServerError) and may_be_gone(why)
         ]  # fmt: skip
+
+    def note_answers(self, urls: Collection[str]) -> None:
+        """Take note of all servers that have answered a push. Their own probe may hang in a request from before."""
+        for server in self._pool.left_out:
+            server.answered = server.url in urls
 
     def expect(self, version: str, restarted: Collection[str] = (), missed: Collection[str] = ()) -> None:
         """Sample only from weights of this name from now on; servers that are left out are probed at once.
@@ -96,6 +102,7 @@ class ServerHealth:
                 EVENTS.tell("server_left_out", str(cause), server=server.url)
                 self._pool.leave_out(server, cause)
             server.abandon(cause)
+            server.answered = False
         self._pool.release()
         for server in self._pool.left_out:
             server.refused = None
@@ -195,6 +202,7 @@ class ServerHealth:
         if isinstance(error, RolloutProtocolError) and not isinstance(server.refused, RolloutProtocolError):
             logger.warning("rollout server is not taken back: %s", error)
         server.refused = error
+        server.answered = server.answered and not may_be_gone(error)
 
     async def _check(self, url: str) -> None:
         engine = self._fleet.engine_of(url)

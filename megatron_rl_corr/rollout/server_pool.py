@@ -22,6 +22,8 @@ class Server:
     """Why it is left out; None: it is sampled from."""
     refused: RolloutError | None = None
     """Why it may not come back yet; None: it is not left out, or has not been probed."""
+    answered: bool = False
+    """It is left out, and has answered the last question of a push."""
     joined: int = 0
     """How often it came back. A request that was sent before that may fail later: that failure no longer counts."""
     scopes: dict[asyncio.Timeout, float] = field(default_factory=dict)
@@ -130,7 +132,7 @@ class ServerPool:
 
     def leave_out(self, server: Server, cause: RolloutError) -> None:
         """Send the server no more requests until it rejoins."""
-        server.cause, server.refused = cause, None
+        server.cause, server.refused, server.answered = cause, None, False
         self._time_outage()
 
     def rejoin(self, server: Server) -> None:

@@ -207,15 +207,14 @@ def test_value_when_one_is_no_number_then_its_sample_fails_alone(server, fault, 
 
 def test_server_when_it_is_slow_then_reward_timeout_and_the_loop_goes_on(server):
     async def scenario(rewards):
-        call, ticks, begun = asyncio.create_task(scored(rewards)), 0, time.monotonic()
-        while not call.done():
+        call = asyncio.create_task(scored(rewards))
+        for _ in range(10):
             await asyncio.sleep(0.01)
-            ticks += 1
-        assert ticks > 20 * (time.monotonic() - begun)
-        text = f"`reward_url` {server.url}/slow: no answer within 0.4 s; make it faster, or raise `reward_timeout_s`"
+        assert not call.done()  # the loop went round ten times meanwhile
+        text = f"`reward_url` {server.url}/slow: no answer within 2 s; make it faster, or raise `reward_timeout_s`"
         assert await call == [("reward_timeout", text)] * 2
 
-    run(f"{server.url}/slow", scenario, limit_s=0.4)
+    run(f"{server.url}/slow", scenario, limit_s=2.0)
 
 
 def test_group_when_given_up_before_its_batch_is_sent_then_its_sample_is_left_out(server):

@@ -32,7 +32,7 @@ PROMPT = Prompt(11, [1, 2], {"answer": 7, "text": "\u00e4\n", "nested": {"a": [1
 FASTER = "make it faster, or raise `reward_timeout_s`"
 FILE = """
 import asyncio, os, sys, time
-ready, calls = None, 0
+ready, calls, running = None, 0, 0
 
 class Foreign(BaseException): pass
 
@@ -54,13 +54,16 @@ def reward(prompt, output_ids, finish_reason):
     calls += 1
     assert ready == os.getpid() and "torch" not in sys.modules and "megatron.core" not in sys.modules
     assert prompt.metadata["nested"] == {"a": [1.5, None]} and prompt.metadata["text"] == "\\u00e4\\n"
-    assert "RANK" not in os.environ and os.environ["KEPT"] == "1"
+    assert "RANK" not in os.environ and os.path.isdir(os.environ["KEPT"])
     if output_ids[0] > 90:
         return fate(output_ids[0])
     if output_ids[0] == 80:
         return calls
-    if output_ids[0] == 81:
-        time.sleep(0.3)
+    if output_ids[0] == 81:  # returns once another such call runs too: 0 and 1 wait for each other, and so on
+        folder, number = os.environ["KEPT"], output_ids[1]
+        open(f"{folder}/{number}", "w").close()
+        while not os.path.exists(f"{folder}/{number ^ 1}"):
+            time.sleep(0.01)
     return sum(output_ids) + 100 * (finish_reason == "length") + 1000 * prompt.index + prompt.input_ids[1] / 2
 
 def in_a_thread(prompt, output_ids, finish_reason):
@@ -68,7 +71,13 @@ def in_a_thread(prompt, output_ids, finish_reason):
     return fate(output_ids[0]) if output_ids[0] > 90 else sum(output_ids)
 
 async def waits(prompt, output_ids, finish_reason):
+    global running
     assert ready == os.getpid()
+    if output_ids[0] == 82:  # returns once twenty such calls run
+        running += 1
+        while running < 20:
+            await asyncio.sleep(0.01)
+        return 0
     await asyncio.sleep(600 if output_ids[0] == 95 else 0.2)
     if output_ids[0] == 96: await asyncio.wait_for(asyncio.sleep(9), 0.01)
     return fate(output_ids[0]) if output_ids[0] > 90 else sum(output_ids)
@@ -144,10 +153,17 @@ def memory_of(pids):
 
 @drill("a reward function that hangs", promised="its worker is replaced, its sample has failed")
 def test_reward_when_plain_then_scored_in_processes_of_their_own_that_are_replaced_after_a_hang(
-    file, monkeypatch, capfd, told
+    file, monkeypatch, capfd, told, tmp_path
 ):
     monkeypatch.setenv("RANK", "3")
-    monkeypatch.setenv("KEPT", "1")
+    monkeypatch.setenv("KEPT", str(tmp_path))
+    printed = ""
+
+    async def until_set_up(workers):
+        nonlocal printed
+        async with asyncio.timeout(30):
+            while (printed := printed + capfd.readouterr().out).count("set up in") < workers:
+                await asyncio.sleep(0.05)
 
     async def scenario(rewards):
         workers = Workers.alive()
@@ -155,9 +171,7 @@ def test_reward_when_plain_then_scored_in_processes_of_their_own_that_are_replac
         # 1 + 2 + 100 + 11000 + 2 / 2
         assert await rewards.score(PROMPT, trajectory([1, 2], "length")) == 11104.0
         many = [rewards.score(PROMPT, trajectory([81, n])) for n in range(6)]
-        started = time.monotonic()
-        assert await asyncio.gather(*many) == [11082.0 + n for n in range(6)]
-        assert 0.9 <= time.monotonic() - started < 1.7  # six of 0.3 s, two at a time
+        assert await asyncio.gather(*many) == [11082.0 + n for n in range(6)]  # two at a time
         assert await failure_of(rewards, [93]) == (
             "reward_error", f"`reward_function` {file}:reward must return a number that is finite in float32, got nan"
         )
@@ -171,22 +185,22 @@ def test_reward_when_plain_then_scored_in_processes_of_their_own_that_are_replac
         memory, descriptors = memory_of(workers), len(os.listdir("/proc/self/fd"))
         for _ in range(5):  # ten hangs
             hangs = await asyncio.gather(failure_of(rewards, [95]), failure_of(rewards, [95]))
-            text = f"`reward_function` {file}:reward: it took longer than 0.8 s; {FASTER}"
+            text = f"`reward_function` {file}:reward: it took longer than 1 s; {FASTER}"
             assert hangs == [("reward_timeout", text)] * 2
         assert await failure_of(rewards, [91]) == (
             "reward_error", f"`reward_function` {file}:reward: its process ended with exit status 3; a reward function "
             "must return or raise"
         )
         assert await rewards.score(PROMPT, trajectory([80])) == 1  # the first call of a new one
-        await asyncio.sleep(1)  # the second may still be starting
+        await until_set_up(2 + 10 + 1)
         left = Workers.alive()
         assert len(left) == 2 and not left & workers
         assert memory_of(left) < 1.1 * memory and len(os.listdir("/proc/self/fd")) == descriptors
 
-    run(scenario, f"{file}:reward", workers=2, limit_s=0.8)
-    assert capfd.readouterr().out.count("set up in") == 2 + 10 + 1
+    run(scenario, f"{file}:reward", workers=2, limit_s=1.0)
+    assert (printed + capfd.readouterr().out).count("set up in") == 2 + 10 + 1
     replaced = Counter(facts["reason"] for kind, facts in told if kind == "worker_replaced")
-    assert replaced == {"it took longer than 0.8 s": 10, "its process ended with exit status 3": 1}
+    assert replaced == {"it took longer than 1 s": 10, "its process ended with exit status 3": 1}
 
 
 CHANGES = """
@@ -353,12 +367,12 @@ def test_reward_when_its_group_is_given_up_then_a_running_call_ends_and_is_told_
 def test_reward_when_in_the_trainers_process_then_as_in_workers_and_the_loop_goes_on(file, name, workers):
     async def scenario(rewards):
         assert await rewards.score(PROMPT, trajectory([3, 4])) == 7
-        begun = time.monotonic()
         hang = asyncio.create_task(failure_of(rewards, [95]))
-        await asyncio.sleep(0)
-        assert time.monotonic() - begun < 0.2
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not hang.done()  # the loop went round ten times meanwhile
         assert await hang == (
-            "reward_timeout", f"`reward_function` {file}:{name}: it took longer than 0.5 s; {FASTER}"
+            "reward_timeout", f"`reward_function` {file}:{name}: it took longer than 1 s; {FASTER}"
         )
         assert await rewards.score(PROMPT, trajectory([5])) == 5
         causes = [await failure_of(rewards, [n]) for n in (92, 93, 94, 97)]
@@ -368,11 +382,10 @@ def test_reward_when_in_the_trainers_process_then_as_in_workers_and_the_loop_goe
         if name == "waits":
             cause, text = await failure_of(rewards, [96])  # its own TimeoutError is an exception like another
             assert cause == "reward_error" and "TimeoutError" in text
-            started = time.monotonic()
-            await asyncio.gather(*(rewards.score(PROMPT, trajectory([n])) for n in range(20)))
-            assert time.monotonic() - started < 2  # 20 of 0.2 s: 4 s one after the other
+            twenty = [rewards.score(PROMPT, trajectory([82])) for _ in range(20)]
+            assert await asyncio.gather(*twenty) == [0] * 20  # all at once: they wait for each other
 
-    run(scenario, f"{file}:{name}", workers=workers, limit_s=0.5)
+    run(scenario, f"{file}:{name}", workers=workers, limit_s=1.0)
 
 
 def test_reward_when_the_environment_scores_then_its_own_and_exactly_one_of_the_two(file):
@@ -444,7 +457,7 @@ asyncio.run(main())
         trainer.send_signal(signal.SIGKILL)
         trainer.wait()
         trainer.stdout.close()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while any(os.path.exists(f"/proc/{pid}") for pid in workers) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not [pid for pid in workers if os.path.exists(f"/proc/{pid}")]

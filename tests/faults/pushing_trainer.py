@@ -14,8 +14,8 @@ from megatron_rl_corr.weight_sync.transports import make_transport
 from megatron_rl_corr.weight_sync.update import push_weights
 from megatron_rl_corr.weight_sync.verify import make_verifiers
 
-SILENCE_S = 2.0
-"""A server that answers nothing for so long has failed."""
+SILENCE_S = 6.0
+"""A server that answers nothing for so long has failed. A well one may be slow on a busy machine."""
 
 
 class Trainer:

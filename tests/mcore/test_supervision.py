@@ -149,13 +149,14 @@ def test_endpoint_when_the_main_thread_waits_in_native_code_then_it_answers_and_
         assert status.value == 0
 
 
-def test_endpoint_when_clients_send_nothing_then_others_are_answered_and_closing_waits_for_none(fresh):
+def test_endpoint_when_clients_send_nothing_then_others_are_answered_and_closing_waits_for_none(fresh, monkeypatch):
+    monkeypatch.setattr(endpoint_module, "CONNECTION_TIMEOUT_S", 600.0)
     endpoint = Endpoint("127.0.0.1", 0, lambda: "x 1\n")
     idle = [socket.create_connection(("127.0.0.1", endpoint.port)) for _ in range(MOST_CONNECTIONS - 1)]
     assert get(endpoint.port)[1] == "x 1\n"
     begin = time.monotonic()
     endpoint.close()
-    assert time.monotonic() - begin < 3
+    assert time.monotonic() - begin < 60
     for one in idle:
         one.close()
 

@@ -6,6 +6,7 @@ import pytest
 
 from megatron_rl_corr.engines.errors import RolloutOutage, RolloutServerError
 from megatron_rl_corr.rollout.server_pool import ServerPool
+from tests.virtual_time import run
 
 URLS = ["http://a:1", "http://b:1"]
 
@@ -33,7 +34,7 @@ def test_take_when_servers_are_unequal_then_the_one_with_fewer_outstanding_and_a
         # 2 and 0 in flight: two for b; then a tie of 2, and b was asked 4 times, a twice.
         assert [await pool.take() for _ in range(3)] == [b, b, a]
 
-    asyncio.run(scenario())
+    run(scenario())
 
 
 def test_take_when_a_server_is_to_be_avoided_then_only_if_another_has_a_slot():
@@ -42,7 +43,7 @@ def test_take_when_a_server_is_to_be_avoided_then_only_if_another_has_a_slot():
         a, b = pool.servers
         assert [await pool.take(avoid={a.url}) for _ in range(3)] == [b, b, a]
 
-    asyncio.run(scenario())
+    run(scenario())
 
 
 def test_take_when_a_server_is_preferred_then_unless_it_is_crowded_full_or_left_out():
@@ -63,7 +64,7 @@ def test_take_when_a_server_is_preferred_then_unless_it_is_crowded_full_or_left_
         pool.rejoin(b)
         assert await pool.take(prefer="http://gone:1") is b
 
-    asyncio.run(scenario())
+    run(scenario())
 
 
 @pytest.mark.parametrize("bounds", [{"most": 2}, {"per_server": 1}])
@@ -79,7 +80,7 @@ def test_take_when_every_slot_is_taken_then_waits_in_line_for_one_that_is_given_
         assert await second is a
         assert (a.outstanding, b.outstanding) == (1, 1)
 
-    asyncio.run(scenario())
+    run(scenario())
 
 
 def test_take_when_the_one_who_was_woken_is_cancelled_then_the_slot_goes_to_the_next():
@@ -92,7 +93,7 @@ def test_take_when_the_one_who_was_woken_is_cancelled_then_the_slot_goes_to_the_
         first.cancel()
         assert await asyncio.wait_for(second, 1) is server
 
-    asyncio.run(scenario())
+    run(scenario())
 
 
 def test_take_when_a_server_is_left_out_then_the_others_only_until_it_rejoins():
@@ -104,7 +105,7 @@ def test_take_when_a_server_is_left_out_then_the_others_only_until_it_rejoins():
         pool.rejoin(a)
         assert pool.left_out == [] and a.joined == 1 and await pool.take() is a
 
-    asyncio.run(scenario())
+    run(scenario())
 
 
 def test_take_when_no_server_is_left_then_waits_for_the_outage_timeout_and_says_why_for_each():
@@ -123,7 +124,7 @@ def test_take_when_no_server_is_left_then_waits_for_the_outage_timeout_and_says_
         pool.rejoin(pool.servers[1])
         assert await pool.take() is pool.servers[1]
 
-    asyncio.run(scenario())
+    run(scenario())
 
 
 def test_take_when_a_server_rejoins_within_the_outage_timeout_then_nobody_hears_of_it():
@@ -138,7 +139,7 @@ def test_take_when_a_server_rejoins_within_the_outage_timeout_then_nobody_hears_
         await asyncio.sleep(0.1)  # past the timeout of the outage that was
         assert await pool.take() is pool.servers[0]
 
-    asyncio.run(scenario())
+    run(scenario())
 
 
 def test_hold_when_no_server_is_left_then_no_outage_before_its_time_has_passed_anew():
@@ -153,4 +154,4 @@ def test_hold_when_no_server_is_left_then_no_outage_before_its_time_has_passed_a
         with pytest.raises(RolloutOutage):
             await asyncio.wait_for(waiting, timeout=20)
 
-    asyncio.run(scenario())
+    run(scenario())
