@@ -3,7 +3,6 @@
 import asyncio
 import gzip
 import json
-import time
 from types import SimpleNamespace
 
 import pytest

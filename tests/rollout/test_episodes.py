@@ -4,7 +4,6 @@ import asyncio
 import json
 import sys
 import threading
-import time
 
 import numpy as np
 import pytest
