@@ -24,7 +24,7 @@ from megatron_rl_corr.engines.errors import RolloutError
 from megatron_rl_corr.engines.secrets import keep_secret, redacted
 from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.engines.types import UnsupportedByEngine
-from megatron_rl_corr.models.hf_checkpoint import read_config
+from megatron_rl_corr.models.hf_checkpoint import read_model
 from megatron_rl_corr.rollout.client import RolloutClient
 from megatron_rl_corr.tables import text_table
 from megatron_rl_corr.weight_sync.updatable import check_memory
@@ -165,7 +165,7 @@ async def _compare(examinations: list[Examination], probes: list[Probe], facts: 
 
 def _given_config(folder: str | None) -> dict | None:
     try:
-        return read_config(folder) if folder else None
+        return read_model(folder) if folder else None
     except ValueError as error:
         raise ValueError(f"--model: {error}") from None
 
@@ -176,7 +176,7 @@ async def _served_config(probe: Probe) -> dict:
         folder = str((await probe.served_model()).path)
     except UnsupportedByEngine:
         return {}
-    return read_config(folder) if (Path(folder) / "config.json").is_file() else {}
+    return read_model(folder) if (Path(folder) / "config.json").is_file() else {}
 
 
 def _vocab_size(url: str, given: int | None, config: dict) -> int:

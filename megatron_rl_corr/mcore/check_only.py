@@ -22,7 +22,7 @@ from megatron_rl_corr.mcore.batch import BatchShape
 from megatron_rl_corr.mcore.collect import Collector
 from megatron_rl_corr.mcore.evaluate import Evaluation
 from megatron_rl_corr.mcore.user_functions import check_user_functions
-from megatron_rl_corr.models.hf_checkpoint import read_config
+from megatron_rl_corr.models.hf_checkpoint import read_model
 from megatron_rl_corr.moe.routes import Routes
 from megatron_rl_corr.rollout.blocking import LoopThread
 
@@ -119,7 +119,7 @@ def check(config: RolloutCorrectionConfig, options: RunConfig, args: argparse.Na
 def _check_data(options: RunConfig, args: argparse.Namespace, shape: BatchShape) -> int:
     """Rows of the training prompts: what a run collects and evaluates with is made as on a leader, and closed."""
     layout, loop = _FirstLeader(args.data_parallel_size), LoopThread()
-    vocab_size = read_config(options.hf_checkpoint)["vocab_size"]
+    vocab_size = read_model(options.hf_checkpoint)["vocab_size"]
     with ExitStack() as opened:
         opened.callback(loop.close)
         source = session.sample_source(options, args, layout, loop, vocab_size, Routes(), opened)

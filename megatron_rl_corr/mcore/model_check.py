@@ -16,27 +16,21 @@ from megatron_rl_corr.engines.types import ServerChecksums
 from megatron_rl_corr.models.architectures import CODE_OF
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint, read_config
 from megatron_rl_corr.models.names import NameTable
+from megatron_rl_corr.models.settings import computed
 from megatron_rl_corr.parallel.failure import StartupError, all_reduce_failure
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
 from megatron_rl_corr.weight_sync.updatable import is_interrupted
 from megatron_rl_corr.weight_sync.verify import shortened
 
-SIZES = (
-    "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size",
-    "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "num_experts", "num_local_experts",
-    "n_routed_experts", "n_shared_experts", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
-    "v_head_dim", "tie_word_embeddings",
-)  # fmt: skip
-"""Keys of config.json that decide a parameter's shape, or whether it is there."""
-
 
 def check_models(options: RunConfig, client: RolloutClient, loop: LoopThread) -> None:
     """Compare what each server tells of its model with the checkpoint; from rank 0, every rank calls it.
 
-    Compared are the type of the model; its sizes, where the server is on this host and its folder can be read; and the
-    names of its parameters, unless `verify_push` is off: a server reads its weights for that, as after every push. A
-    server that a killed trainer left in the middle of an update is not asked for its parameters.
+    Compared are the type of the model; the settings that decide what it computes, where the server is on this host and
+    its folder can be read; and the names of its parameters, unless `verify_push` is off: a server reads its weights for
+    that, as after every push. A server that a killed trainer left in the middle of an update is not asked for its
+    parameters.
 
     Args:
         options: the plugin's flags; with `server_check` off nothing is asked.
@@ -76,9 +70,9 @@ async def difference(
         if served.type is not None and CODE_OF.get(served.type, served.type) != CODE_OF.get(own_type, own_type):
             return url, f"its model_type is {served.type}, the checkpoint's {own_type}"
         if served.path is not None and is_loopback(url):
-            sizes = other_sizes(Path(served.path), checkpoint.config)
-            if sizes:
-                return url, f"its folder {served.path} has {sizes}"
+            settings = other_settings(Path(served.path), checkpoint.config)
+            if settings:
+                return url, f"its folder {served.path} has {settings}"
         if with_names and not is_interrupted(served.weight_version or ""):
             answer = await client.ask(url, engine.weights_checker())
             names = other_names(engine, engine.checksums(url, info, answer), checkpoint)
@@ -87,15 +81,23 @@ async def difference(
     return None
 
 
-def other_sizes(folder: Path, config: Mapping[str, Any]) -> str:
-    """The sizes by which a folder's config.json differs from a configuration; "" where none does, or it has no file."""
+def other_settings(folder: Path, config: Mapping[str, Any]) -> str:
+    """The settings by which a folder's config.json differs from a configuration; "" where none does, or it has no file.
+
+    Compared is what decides a parameter's shape or what the model computes, with transformers' defaults, wherever it
+    stands in the file, and with settings that are not known here.
+    """
     try:
         served = read_config(folder)
     except (ValueError, OSError):  # a name of the Hub, or a folder that this user may not read
         return ""
-    both = [key for key in SIZES if key in config and key in served]
+    try:
+        theirs, ours = computed(served), computed(config)
+    except ValueError as error:
+        return f"settings that can't be compared: {error}"
     return ", ".join(
-        f"{key} {served[key]} where the checkpoint has {config[key]}" for key in both if served[key] != config[key]
+        f"{key} {theirs.get(key, 'not set')} where the checkpoint has {ours.get(key, 'it not set')}"
+        for key in sorted({*theirs, *ours}) if key not in theirs or key not in ours or theirs[key] != ours[key]
     )
 
 

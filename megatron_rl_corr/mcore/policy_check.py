@@ -23,7 +23,11 @@ from megatron_rl_corr.config.flags import warn
 from megatron_rl_corr.mcore.mtp import mtp_problems
 from megatron_rl_corr.mcore.policy_flags import ALLOW, COMPARED, EFFECTIVE, IGNORED, REFUSED
 from megatron_rl_corr.models.hf_checkpoint import read_config
-from megatron_rl_corr.models.megatron_flags import add_missing_flags, model_flags
+from megatron_rl_corr.models.megatron_flags import add_missing_flags, flags_despite_settings
+from megatron_rl_corr.models.settings import not_trained
+
+MADE_BY_FLAGS = {"activation_func": "--swiglu", "gated_linear_unit": "--swiglu"}
+"""Fields of Megatron's configuration that no flag has the name of -> the flag that makes them for these models."""
 
 
 class MegatronParser:
@@ -90,16 +94,15 @@ def check_policy(args: argparse.Namespace) -> None:
     parser, path = MegatronParser(), args.rollout_hf_checkpoint
     with naming_checkpoint(path):
         config = read_config(path)
+        differences = [f"--rollout-hf-checkpoint {path}: {line}" for line in not_trained(config)]
     try:
         with naming_checkpoint(path):
-            words = model_flags(config)
+            words = flags_despite_settings(config)
             parser.parse(words)
-    except KeyError as error:
-        differences = [f"--rollout-hf-checkpoint {path}: config.json has no {error}"]
     except ValueError as error:  # Megatron, or this release of it, computes something else than that model
-        differences = [str(error)]
+        differences.append(str(error))
     else:
-        differences = model_differences(args, words, parser)
+        differences += model_differences(args, words, parser)
     refused = refused_flags(args, parser) + mtp_problems(args, config)
     _refuse(refused, differences, args.rollout_allow_model_differences)
 
@@ -125,6 +128,11 @@ def check_model(chunks: Sequence[nn.Module], args: argparse.Namespace) -> None:
             f"{flag}: the script's model has {names[flag]} {getattr(config, names[flag])}, and its arguments say "
             f"{getattr(expected, names[flag])}; make its configuration by Megatron's core_transformer_config_from_args"
             for flag in COMPARED if flag in names and getattr(config, names[flag]) != getattr(expected, names[flag])
+        ]
+        differences += [
+            f"{flag}: the script's model has {name} {getattr(config, name)}, and its arguments make it "
+            f"{getattr(expected, name)}; make its configuration by Megatron's core_transformer_config_from_args"
+            for name, flag in MADE_BY_FLAGS.items() if getattr(config, name) != getattr(expected, name)
         ]
         differences += _other_positions(chunk, args, expected)
     _refuse(list(dict.fromkeys(refused)), list(dict.fromkeys(differences)), args.rollout_allow_model_differences)

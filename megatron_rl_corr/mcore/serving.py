@@ -26,7 +26,7 @@ from megatron_rl_corr.mcore.push_probe import PushProbe
 from megatron_rl_corr.mcore.reference import Reference
 from megatron_rl_corr.mcore.server_check import broadcast_first_step, check_servers
 from megatron_rl_corr.mcore.source_check import check_source
-from megatron_rl_corr.models.hf_checkpoint import read_config
+from megatron_rl_corr.models.hf_checkpoint import read_model
 from megatron_rl_corr.models.names import NameTable
 from megatron_rl_corr.models.quantization import BlockFP8
 from megatron_rl_corr.parallel.failure import (
@@ -130,7 +130,7 @@ def all_reduce_released_at_start(options: RunConfig, opened: ExitStack) -> Serve
 
 def _release(options: RunConfig, memory: ServerMemory) -> None:
     with LoopThread() as loop, naming_checkpoint(options.hf_checkpoint):
-        vocab_size = read_config(options.hf_checkpoint)["vocab_size"]
+        vocab_size = read_model(options.hf_checkpoint)["vocab_size"]
         client = RolloutClient(options.urls, vocab_size=vocab_size, **options.client_arguments())
         try:
             _reach(client, loop)
@@ -247,7 +247,7 @@ def _broadcast_drafts(
         StartupError, RolloutError: on rank 0, as `find_drafting`.
         PeerFailure: then, on the other ranks.
     """
-    config = read_config(options.hf_checkpoint)
+    config = read_model(options.hf_checkpoint)
     sent = _broadcast_asked(lambda: loop.call(find_drafting(client.control(client.base_urls), quantization)))
     return DraftLayers(NameTable(config, padded_vocab_size=config["vocab_size"]).is_of_mtp, sent=sent)
 

@@ -224,8 +224,9 @@ checkpoint is never run."""
 SWITCHES: dict[tuple[str, Part], str] = {
     ("glm4_moe", qkv_bias): "attention_bias",
     ("glm4_moe", qk_norms): "use_qk_norm",
+    ("qwen2_moe", qkv_bias): "qkv_bias",
 }
-"""Parts that only some models of a family have -> the key of config.json that says so, false where it is absent."""
+"""Parts that only some models of a family have -> the key of config.json that says so."""
 
 UNPROVEN = {
     "gpt_oss": (
@@ -247,8 +248,8 @@ def parts_of(config: Config) -> tuple[Part, ...]:
         ValueError: its architecture is not supported.
     """
     kind = config.get("model_type")
-    if kind not in FAMILIES:
-        why = f": {UNPROVEN[kind]}" if kind in UNPROVEN else ""
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        why = f": {UNPROVEN[kind]}" if isinstance(kind, str) and kind in UNPROVEN else ""
         remedy = "" if why else ", or add its row to FAMILIES in megatron_rl_corr/models/architectures.py"
         raise ValueError(
             f"config.json: model_type {kind!r} is not supported{why} (supported: {', '.join(FAMILIES)}); use a model "

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
+from megatron_rl_corr.models.settings import with_defaults
+
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """config.json of a Hugging Face model folder.
+    """config.json of a Hugging Face model folder, as it stands there.
 
     Args:
         path: the folder.
@@ -27,6 +29,11 @@ def read_config(path: str | Path) -> dict[str, Any]:
     if not config.is_file():
         raise ValueError(f"{path} is not a Hugging Face model folder: it has no config.json")
     return _json_object(config)
+
+
+def read_model(path: str | Path) -> dict[str, Any]:
+    """As `read_config`, with transformers' default for each setting of the model that is not there."""
+    return with_defaults(read_config(path))
 
 
 class HFCheckpoint:
@@ -41,7 +48,7 @@ class HFCheckpoint:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        self.config = read_config(path)
+        self.config = read_model(path)
         self._file_of = self._index()
 
     @property

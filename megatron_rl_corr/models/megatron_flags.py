@@ -22,18 +22,13 @@ from megatron_rl_corr.models.architectures import (
     router_bias,
     shared_experts,
 )
+from megatron_rl_corr.models.rope import ADDED, rope_flags
+from megatron_rl_corr.models.settings import DEFAULTS, ROPE, check_settings, family_of, malformed, with_defaults
 
 ALWAYS = [
     "--position-embedding-type", "rope", "--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear",
     "--attention-dropout", "0", "--hidden-dropout", "0",
 ]  # fmt: skip
-
-
-ADDED = {
-    "--beta-fast": (32.0, "rotations above which YaRN leaves a frequency of latent attention as it is"),
-    "--beta-slow": (1.0, "rotations below which YaRN divides a frequency of latent attention by the whole factor"),
-}
-"""Flag -> default and help: fields of Megatron's configuration for which its own command line has no flag."""
 
 
 def add_missing_flags(parser: ArgumentParser) -> ArgumentParser:
@@ -52,12 +47,20 @@ def model_flags(config: Config) -> list[str]:
         config: the model's config.json.
 
     Raises:
-        ValueError: the architecture is not supported, or no flag makes Megatron compute this model.
+        ValueError: the architecture is not supported, a setting is not known, or no flag makes Megatron compute it.
     """
-    parts = parts_of(config)
-    window = config.get("sliding_window")
-    if window and config.get("use_sliding_window", True) and window < config["max_position_embeddings"]:
-        raise ValueError(f"config.json: sliding_window {window} is not supported; use a model with full attention")
+    check_settings(config)
+    return flags_despite_settings(config)
+
+
+def flags_despite_settings(config: Config) -> list[str]:
+    """As `model_flags`, of a model with settings that `not_trained` refuses: the flags of all others."""
+    wrong = malformed(config)
+    if wrong:
+        raise ValueError("\n  ".join(wrong))
+    kind, parts = family_of(config), parts_of(with_defaults(config))
+    known = {"model_type", *DEFAULTS[kind], *ROPE}
+    config = {key: value for key, value in with_defaults(config).items() if key in known}
     flags = [
         "--num-layers", config["num_hidden_layers"], "--hidden-size", config["hidden_size"],
         "--ffn-hidden-size", config["intermediate_size"], "--num-attention-heads", config["num_attention_heads"],
@@ -71,10 +74,10 @@ def model_flags(config: Config) -> list[str]:
     if qk_norms in parts or latent_attention in parts:
         flags.append("--qk-layernorm")
     flags += _latent_attention(config) if latent_attention in parts else _grouped_attention(config)
-    flags += _rope(config, latent=latent_attention in parts)
+    flags += rope_flags(config, DEFAULTS[kind], latent=latent_attention in parts)
     if experts in parts or mixtral_experts in parts:
         flags += [*_experts(config), *_router(config, biased=router_bias in parts), *_dense_layers(config)]
-    if shared_experts in parts and config.get("n_shared_experts"):
+    if shared_experts in parts and config["n_shared_experts"]:
         width = config["n_shared_experts"] * config["moe_intermediate_size"]
         flags += ["--moe-shared-expert-intermediate-size", width]
     if gated_shared_expert in parts:
@@ -86,7 +89,7 @@ def model_flags(config: Config) -> list[str]:
 def _grouped_attention(config: Config) -> list:
     heads = config["num_attention_heads"]
     return [
-        "--group-query-attention", "--num-query-groups", config.get("num_key_value_heads") or heads,
+        "--group-query-attention", "--num-query-groups", config["num_key_value_heads"],
         "--kv-channels", config.get("head_dim") or config["hidden_size"] // heads,
     ]  # fmt: skip
 
@@ -100,39 +103,10 @@ def _latent_attention(config: Config) -> list:
     ]  # fmt: skip
 
 
-def _rope(config: Config, *, latent: bool) -> list:
-    """Position embedding: transformers 5 has rope_parameters, older versions rope_theta and rope_scaling."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    flags = ["--rotary-base", int(rope.get("rope_theta") or config.get("rope_theta") or 10000)]
-    if config["model_type"] == "glm4_moe":
-        share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.5))
-        flags += ["--rotary-percent", share]
-    if kind == "default":
-        # Megatron's fused kernel for latent attention, which is on by default, is YaRN's alone.
-        return [*flags, "--rope-type", "rope", "--no-rope-fusion"] if latent else flags
-    if kind == "llama3" and not latent:
-        _demand(rope, low_freq_factor=1, high_freq_factor=4, original_max_position_embeddings=8192)
-        return [*flags, "--use-rope-scaling", "--rope-scaling-factor", rope["factor"]]
-    if kind == "yarn" and latent:
-        _demand(rope, original_max_position_embeddings=4096)
-        return [
-            *flags, "--rope-type", "yarn", "--rotary-scaling-factor", rope["factor"],
-            "--mscale", rope.get("mscale", 1), "--mscale-all-dim", rope.get("mscale_all_dim", 0), *_betas(rope),
-        ]  # fmt: skip
-    raise ValueError(f"config.json: rope_type {kind!r} is not supported for this architecture")
-
-
-def _betas(rope: Config) -> list:
-    """YaRN's two borders, as rotations within the original context, where they are not those of DeepSeek-V3."""
-    found = {"--beta-fast": rope.get("beta_fast") or 32, "--beta-slow": rope.get("beta_slow") or 1}
-    return [word for flag, value in found.items() if value != ADDED[flag][0] for word in (flag, value)]
-
-
 def _experts(config: Config) -> list:
     return [
         "--num-experts", num_experts(config), "--moe-router-topk", config["num_experts_per_tok"],
-        "--moe-ffn-hidden-size", config.get("moe_intermediate_size") or config["intermediate_size"],
+        "--moe-ffn-hidden-size", config.get("moe_intermediate_size", config["intermediate_size"]),
         "--moe-router-load-balancing-type", "none", "--moe-router-dtype", "fp32",
         "--moe-token-dispatcher-type", "alltoall",
     ]  # fmt: skip
@@ -140,27 +114,47 @@ def _experts(config: Config) -> list:
 
 def _router(config: Config, *, biased: bool) -> list:
     """The router's score function, its normalisation over the top k, and groups of experts."""
-    kind, groups = config["model_type"], config.get("n_group") or 1
-    renormalised = config.get("norm_topk_prob", biased or kind == "mixtral")  # transformers' defaults
-    if biased:
-        if not renormalised:
+    best, renormalised = config["num_experts_per_tok"], config.get("norm_topk_prob", True)  # Mixtral has no such key
+    if not biased:
+        if renormalised and best == 1:
             raise ValueError(
-                "config.json: norm_topk_prob is false, and Megatron always normalises sigmoid scores over the top k"
+                "config.json: num_experts_per_tok is 1 with scores that are normalised over the top k, which Megatron "
+                "refuses; use a model with more experts for a token"
             )
-        flags = ["--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"]
-    else:
-        flags = [] if renormalised else ["--moe-router-pre-softmax"]
-    if config.get("routed_scaling_factor", 1) != 1:
+        return [] if renormalised else ["--moe-router-pre-softmax"]
+    if not renormalised:
+        raise ValueError(
+            "config.json: norm_topk_prob is false, and Megatron always normalises sigmoid scores over the top k; use a "
+            "model with norm_topk_prob true"
+        )
+    if best == 1:
+        raise ValueError(
+            "config.json: num_experts_per_tok is 1 with norm_topk_prob true, and Megatron does not normalise the score "
+            "of one expert; use a model with more experts for a token"
+        )
+    flags = ["--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"]
+    if config["routed_scaling_factor"] != 1:
         flags += ["--moe-router-topk-scaling-factor", config["routed_scaling_factor"]]
-    if groups > 1:
-        best = config["num_experts_per_tok"] // config["topk_group"]
-        if best != 2:
-            raise ValueError(
-                f"config.json: num_experts_per_tok / topk_group is {best}: Megatron would rank a group by its best "
-                f"{best} experts, {kind} ranks it by 2"
-            )
-        flags += ["--moe-router-num-groups", groups, "--moe-router-group-topk", config["topk_group"]]
-    return flags
+    return [*flags, *_expert_groups(config)]
+
+
+def _expert_groups(config: Config) -> list:
+    groups, chosen, experts_of_all = config["n_group"], config["topk_group"], num_experts(config)
+    if chosen > groups or experts_of_all % groups:
+        raise ValueError(
+            f"config.json: n_group {groups}, topk_group {chosen} and n_routed_experts {experts_of_all} do not fit each "
+            "other; correct them"
+        )
+    if groups == 1:
+        return []
+    best = config["num_experts_per_tok"] // chosen
+    if best != 2:
+        raise ValueError(
+            f"config.json: num_experts_per_tok / topk_group is {best}: Megatron would rank a group by its best "
+            f"{best} experts, {config['model_type']} ranks it by 2; use a model with n_group 1, or with twice as many "
+            "experts for a token as groups"
+        )
+    return ["--moe-router-num-groups", groups, "--moe-router-group-topk", chosen]
 
 
 def _dense_layers(config: Config) -> list:
@@ -168,9 +162,3 @@ def _dense_layers(config: Config) -> list:
     with_experts = expert_layers(config)
     pattern = [int(layer in with_experts) for layer in range(config["num_hidden_layers"])]
     return [] if all(pattern) else ["--moe-layer-freq", f"[{','.join(map(str, pattern))}]"]
-
-
-def _demand(rope: Config, **values: float) -> None:
-    for name, value in values.items():
-        if rope.get(name, value) != value:
-            raise ValueError(f"config.json: {name} is {rope[name]}, and Megatron has {value} without a flag for it")

@@ -13,6 +13,7 @@ from typing import Any
 from megatron_rl_corr.models.architectures import FAMILIES, ends, is_tied, kept_as_loaded, parts_of
 from megatron_rl_corr.models.layouts import TensorLayout
 from megatron_rl_corr.models.mtp import hf_prefixes, mtp_rows, num_mtp_layers, shared_tensors
+from megatron_rl_corr.models.settings import with_defaults
 
 ARCHITECTURES = tuple(FAMILIES)
 
@@ -47,7 +48,7 @@ class NameTable:
     """
 
     def __init__(self, hf_config: Mapping[str, Any], *, padded_vocab_size: int):
-        parts = parts_of(hf_config)
+        hf_config, parts = with_defaults(hf_config), parts_of(with_defaults(hf_config))
         if hf_config.get("quantization_config"):
             raise ValueError(
                 "config.json: quantization_config is set, and quantised weights are not loaded; name the model in "

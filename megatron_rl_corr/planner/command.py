@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import TextIO
 
 from megatron_rl_corr.models.architectures import Config
-from megatron_rl_corr.models.hf_checkpoint import read_config
+from megatron_rl_corr.models.hf_checkpoint import read_model
 from megatron_rl_corr.planner.arguments import SERVER_RESERVE_GIB
 from megatron_rl_corr.planner.parameters import ModelParameters, model_parameters
 from megatron_rl_corr.planner.planned_flags import server_flags, training_flags
@@ -47,11 +47,8 @@ class Plan:
 
 def run(arguments: argparse.Namespace, out: TextIO) -> int:
     """Print the plan; 1 where nothing fits. Raises ValueError for options that make no layout."""
-    config = read_config(arguments.hf_checkpoint)
-    try:
-        plan = make_plan(config, arguments)
-    except KeyError as error:
-        raise ValueError(f"{arguments.hf_checkpoint}: config.json has no {error}") from None
+    config = read_model(arguments.hf_checkpoint)
+    plan = make_plan(config, arguments)
     print(as_json(config, plan, arguments) if arguments.json else as_text(config, plan, arguments), file=out)
     return 0 if plan.fits else 1
 

@@ -69,11 +69,10 @@ class ModelParameters:
 
 
 def model_parameters(config: Config) -> ModelParameters:
-    """Count the parameters of the model that config.json describes.
+    """Count the parameters of the model that config.json describes, which has all settings (`read_model`).
 
     Raises:
         ValueError: its architecture is none of `models.architectures.FAMILIES`.
-        KeyError: config.json lacks a size.
     """
     own = parts.parts_of(config)
     with_experts, hidden = parts.expert_layers(config), config["hidden_size"]

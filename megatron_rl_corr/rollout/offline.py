@@ -19,7 +19,7 @@ from megatron_rl_corr.data.tokenizer import Tokenizer
 from megatron_rl_corr.data.worker_pool import UserCalls
 from megatron_rl_corr.engines.concurrency import all_or_first_failure
 from megatron_rl_corr.engines.local_faults import descriptors_needed, raise_descriptor_limit
-from megatron_rl_corr.models.hf_checkpoint import read_config
+from megatron_rl_corr.models.hf_checkpoint import read_model
 from megatron_rl_corr.rollout.client import RolloutClient
 from megatron_rl_corr.rollout.cursor import Cursor, GroupNumbers
 from megatron_rl_corr.rollout.environment import load_environment
@@ -99,7 +99,7 @@ class OfflineRun:
         if out.is_dir() and files_by_step(out.iterdir()):
             raise ValueError(f"--out {out} has sample files already; give a new folder")
         self._options, self._out, self._sampling = options, out, training_sampling(options)
-        self._vocab_size, self._seed = read_config(options.hf_checkpoint)["vocab_size"], seed
+        self._vocab_size, self._seed = read_model(options.hf_checkpoint)["vocab_size"], seed
         self._tokenizer = Tokenizer.from_folder(options.hf_checkpoint)
         self._prompts = self._open_prompts()
         self._groups = len(self._prompts) if groups is None else groups

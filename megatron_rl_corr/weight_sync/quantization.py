@@ -6,7 +6,9 @@ SGLang puts whatever it is sent into the numbers that it holds, whatever they me
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,9 @@ from megatron_rl_corr.engines.control import ServerControl
 from megatron_rl_corr.engines.errors import IncompletePush, RolloutProtocolError
 from megatron_rl_corr.engines.inspection import ServedModel
 from megatron_rl_corr.engines.types import NamedTensor, UnsupportedByEngine
+from megatron_rl_corr.models.architectures import kept_as_loaded
 from megatron_rl_corr.models.block_fp8 import quantise_blockwise
-from megatron_rl_corr.models.hf_checkpoint import read_config
+from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint, read_config
 from megatron_rl_corr.models.quantization import SCALE, BlockFP8
 
 logger = logging.getLogger(__name__)
@@ -84,9 +87,43 @@ def _of_folder(folder: Path) -> BlockFP8 | None:
         expected = BlockFP8.from_config(read_config(folder))
         if expected is None and (folder / _OTHER_CONFIG).is_file():
             raise ValueError(f"{_OTHER_CONFIG} quantises the weights as a push can't; serve the model in 16 bits")
+        if expected is not None:
+            _check_scales(folder, expected)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
     return expected
+
+
+def _check_scales(folder: Path, expected: BlockFP8) -> None:
+    """ValueError where a checkpoint has scales of other weights than its configuration quantises.
+
+    A folder of config.json alone is not looked into.
+    """
+    for file in ("model.safetensors.index.json", "model.safetensors"):
+        if (folder / file).is_file():
+            found = _other_scales(str(folder), (folder / file).stat().st_mtime_ns, expected)
+            if found:
+                raise ValueError(found)
+            return
+
+
+@lru_cache(maxsize=64)
+def _other_scales(folder: str, changed: int, expected: BlockFP8) -> str:
+    """What `_check_scales` says of a folder whose list of tensors was last changed then; "" where all fit."""
+    checkpoint = HFCheckpoint(folder)
+    if "num_hidden_layers" not in checkpoint.config:  # a family that is not known, whose servers are sent nothing
+        return ""
+    names = set(checkpoint.names)
+    kept = [re.compile(one.pattern) for one in kept_as_loaded(checkpoint.config)]
+    sent = [name for name in names if not name.endswith(SCALE) and not any(one.fullmatch(name) for one in kept)]
+    wrong = sorted(name for name in sent if expected.quantises(name) != (name + SCALE in names))
+    if not wrong:
+        return ""
+    there, said = ("no", "in FP8") if expected.quantises(wrong[0]) else ("a", "in 16 bits")
+    return (
+        f"its config.json has {wrong[0]} {said} (one of {len(wrong)}), and there is {there} {wrong[0]}{SCALE} beside "
+        "it; correct quantization_config, with modules_to_not_convert, or serve the model in 16 bits"
+    )
 
 
 def _check_given(checkpoint: str, expected: BlockFP8 | None, served: Path | None) -> None:

@@ -42,6 +42,7 @@ BROAD_EXCEPTIONS = {
     ("data/reward_worker.py", "attempt"): "the trainer counts it, and shows the traceback",
     ("data/worker_pool.py", "_run"): "raised where the call is awaited",
     ("parallel/failure.py", "all_reduce_results"): "all_reduce_done raises it once the other ranks know",
+    ("parallel/failure.py", "broadcast_made"): "all_reduce_failure raises it once the other ranks know",
     ("weight_sync/update.py", "run"): "the thread's error is raised where its answer is read",
     ("rollout/queue.py", "_replace"): "raised by take",
     ("rollout/group_filter.py", "passes"): "counted as a failure, with the user's traceback",

@@ -158,6 +158,17 @@ def checks(dense, moe, latent):
             changed = {"rollout_hf_checkpoint": folder, "rollout_allow_model_differences": allowed}
             yield f"no flags, {allowed}", [text.replace(folder, "DIR") for text in said(
                 check_policy, run_arguments(dense, **changed))]
+    with tempfile.TemporaryDirectory() as folder:
+        config = HFCheckpoint(dense).config | {"hidden_act": "gelu", "logit_scale": 2.0, "mlp_bias": True}
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        for allowed in (False, True):
+            changed = {"rollout_hf_checkpoint": folder, "rollout_allow_model_differences": allowed}
+            yield f"settings, {allowed}", [text.replace(folder, "DIR") for text in said(
+                check_policy, run_arguments(dense, "--norm-epsilon 1e-2", **changed))]
+    args = run_arguments(dense)
+    config = core_transformer_config_from_args(args)
+    config.activation_func = torch.nn.functional.gelu
+    yield "own activation", said(check_model, [build(args, config)], args)
     args = run_arguments(dense)
     parser = policy_check.MegatronParser()
     yield "unknown word", said(policy_check.model_differences, args, ["--no-such-flag", "3"], parser)

@@ -89,10 +89,40 @@ def test_server_of_this_host_when_its_folder_has_other_sizes_then_they_are_named
     _, what = said(Client({"model_path": str(other)}, NAMES), checkpoint)
     assert what == (
         f"its folder {other} has hidden_size 4 where the checkpoint has 8, "
-        "num_hidden_layers 2 where the checkpoint has 1"
+        "num_hidden_layers 2 where the checkpoint has 1, rope 1 where the checkpoint has it not set"
     )
     assert said(Client({"model_path": str(other)}, NAMES, url="http://10.0.0.1:1"), checkpoint) is None
     assert said(Client({"model_path": "org/name"}, NAMES), checkpoint) is None
+
+
+@pytest.mark.parametrize(
+    "changed, words",
+    [
+        ({"hidden_act": "gelu"}, "hidden_act gelu where the checkpoint has silu"),
+        ({"rope_theta": 1000000.0}, "rope rope_theta 1000000.0 where the checkpoint has 10000.0"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope factor 4.0 where the checkpoint has it not set"),
+        ({"rms_norm_eps": 1e-5}, "rms_norm_eps 1e-05 where the checkpoint has 1e-06"),
+        ({"attention_bias": True}, "attention_bias True where the checkpoint has False"),
+        ({"head_dim": 4}, "head_dim 4 where the checkpoint has 128"),
+        ({"rope_scaling": [1]}, "settings that can't be compared: config.json: rope_scaling [1] must be an object"),
+    ],
+)
+def test_server_of_this_host_when_its_folder_has_other_settings_then_they_are_named(
+    checkpoint, tmp_path, changed, words
+):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/config.json").write_text(json.dumps(CONFIG | changed))
+    _, what = said(Client({"model_path": str(tmp_path / "other")}, NAMES), checkpoint)
+    assert what.startswith(f"its folder {tmp_path / 'other'} has {words}")
+
+
+def test_server_of_this_host_when_its_folder_says_the_same_otherwise_then_nothing_is_said(checkpoint, tmp_path):
+    (tmp_path / "other").mkdir()
+    same = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "head_dim": 128, "hidden_act": "silu",
+            "sliding_window": None, "attention_dropout": 0.1, "torch_dtype": "float16", "max_position_embeddings": 64,
+            "layer_types": ["full_attention"], "quantization_config": {"quant_method": "fp8"}}  # fmt: skip
+    (tmp_path / "other/config.json").write_text(json.dumps(CONFIG | same))
+    assert said(Client({"model_path": str(tmp_path / "other")}, NAMES), checkpoint) is None
 
 
 def test_server_when_its_parameters_are_not_to_be_asked_for_then_they_are_not(checkpoint):

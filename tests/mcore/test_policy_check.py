@@ -143,6 +143,25 @@ def test_check_when_megatron_computes_something_else_than_the_model_then_refused
     assert message == "" and words in printed
 
 
+def test_check_when_config_json_has_settings_that_no_flag_trains_then_all_are_named_beside_other_flags(said):
+    settings = [
+        "  --rollout-hf-checkpoint DIR: config.json: hidden_act 'gelu' is not what the flags train",
+        "  --rollout-hf-checkpoint DIR: config.json: logit_scale 2.0 is no setting of llama that is known here",
+        "  --rollout-hf-checkpoint DIR: config.json: mlp_bias true is not what the flags train",
+        "  --norm-epsilon 0.01: config.json says 1e-06; give --norm-epsilon 1e-06",
+    ]
+    message, _ = said["checks"]["settings, False"]
+    lines = message.splitlines()[1:-1]
+    assert sorted(lines) == sorted(line for line in lines if line.startswith(tuple(settings))) and len(lines) == 4
+    message, printed = said["checks"]["settings, True"]
+    assert message == "" and all(start in printed for start in settings)
+
+
+def test_model_when_the_script_gave_it_another_activation_than_its_flags_then_refused(said):
+    message, _ = said["checks"]["own activation"]
+    assert "--swiglu: the script's model has activation_func <" in message and "gelu" in message
+
+
 def test_checkpoint_when_it_can_not_be_read_or_trained_then_its_flag_and_folder_are_named(said):
     missing = "--rollout-hf-checkpoint: nowhere is not a Hugging Face model folder: it has no config.json"
     assert said["checks"]["no folder"] == said["checks"]["run's folder"] == [missing, ""]

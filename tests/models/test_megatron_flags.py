@@ -20,12 +20,13 @@ MIXTRAL = LLAMA | {
     "model_type": "mixtral", "tie_word_embeddings": False, "rope_scaling": None, "num_local_experts": 8,
     "num_experts_per_tok": 2, "sliding_window": None,
 }  # fmt: skip
-QWEN2_MOE = MIXTRAL | {
+QWEN2_MOE = {key: value for key, value in MIXTRAL.items() if key != "num_local_experts"} | {
     "model_type": "qwen2_moe", "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
     "shared_expert_intermediate_size": 5632, "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": [],
 }  # fmt: skip
 DEEPSEEK = LLAMA | {
-    "model_type": "deepseek_v3", "tie_word_embeddings": False, "num_hidden_layers": 4, "first_k_dense_replace": 3,
+    "model_type": "deepseek_v3", "tie_word_embeddings": False, "num_key_value_heads": 32,
+    "num_hidden_layers": 4, "first_k_dense_replace": 3,
     "n_routed_experts": 256, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "norm_topk_prob": True,
     "routed_scaling_factor": 2.5, "moe_intermediate_size": 2048, "n_shared_experts": 2,
     "q_lora_rank": 1536, "kv_lora_rank": 512,
@@ -102,7 +103,9 @@ def test_flags_of_deepseek_v3_then_latent_attention_yarn_sigmoid_scores_groups_a
     assert flags.items() >= expected.items() and "--group-query-attention" not in flags
 
 
-@pytest.mark.parametrize("scaling", [{"rope_scaling": None}, {"rope_parameters": {"rope_type": "default"}}])
+@pytest.mark.parametrize("scaling", [
+    {"rope_scaling": None}, {"rope_scaling": None, "rope_parameters": {"rope_type": "default"}},
+])  # fmt: skip
 def test_flags_of_latent_attention_without_yarn_then_megatrons_fused_kernel_is_off_which_is_yarns_alone(scaling):
     flags = options(DEEPSEEK | scaling)
     assert flags["--rope-type"] == "rope" and "--no-rope-fusion" in flags

@@ -52,10 +52,16 @@ def test_find_when_an_experts_then_its_own_names_from_either_spec(name):
 
 
 def test_find_when_head_dim_is_not_given_then_hidden_size_over_heads():
-    config = {key: value for key, value in CONFIG.items() if key != "head_dim"} | {"model_type": "qwen3"}
-    for given in (config, config | {"head_dim": None}):
+    config = {key: value for key, value in CONFIG.items() if key != "head_dim"} | {"model_type": "qwen2"}
+    for given in (config, config | {"head_dim": None}, config | {"model_type": "qwen3", "head_dim": None}):
         rule = NameTable(given, padded_vocab_size=1000).find(LAYER + "self_attention.linear_qkv.weight")
         assert rule.layout == GroupedQKV(4, 2, 16)
+
+
+def test_find_when_head_dim_is_not_given_to_a_family_with_a_size_of_its_own_then_that_one():
+    config = {key: value for key, value in CONFIG.items() if key != "head_dim"} | {"model_type": "qwen3"}
+    rule = NameTable(config, padded_vocab_size=1000).find(LAYER + "self_attention.linear_qkv.weight")
+    assert rule.layout == GroupedQKV(4, 2, 128)
 
 
 def test_find_when_there_are_no_groups_of_keys_then_as_many_as_heads():

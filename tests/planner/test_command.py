@@ -140,7 +140,6 @@ def test_plan_when_the_model_is_not_known_then_the_supported_ones(plan):
     assert status == 2 and "model_type 'gpt2' is not supported (supported: deepseek_v3" in error
 
 
-def test_plan_when_config_lacks_a_size_then_its_name(plan):
+def test_plan_when_config_lacks_a_size_then_as_with_the_default_of_transformers(plan):
     config = {name: value for name, value in QWEN3_4B.items() if name != "intermediate_size"}
-    status, _, error = plan(config, "--gpus", 8)
-    assert status == 2 and "config.json has no 'intermediate_size'" in error
+    assert plan(config, "--gpus", 8) == plan(config | {"intermediate_size": 22016}, "--gpus", 8)

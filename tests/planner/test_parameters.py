@@ -3,6 +3,7 @@
 import pytest
 
 from megatron_rl_corr.models.architectures import CODE_OF, FAMILIES
+from megatron_rl_corr.models.settings import with_defaults
 from megatron_rl_corr.planner.parameters import PARTS, LayerParameters, model_parameters
 from tests.planner.published import CARDS, DEEPSEEK_V3, QWEN3_4B, QWEN3_30B_A3B
 
@@ -10,7 +11,7 @@ from tests.planner.published import CARDS, DEEPSEEK_V3, QWEN3_4B, QWEN3_30B_A3B
 @pytest.mark.parametrize("name", CARDS)
 def test_parameters_of_a_published_model_then_the_totals_of_its_card(name):
     config, total, active = CARDS[name]
-    counted = model_parameters(config)
+    counted = model_parameters(with_defaults(config))
     # Kimi-K2's report says 1.04 trillion, and its files have 1.026.
     assert counted.total / 1e9 == pytest.approx(total, rel=0.015 if name == "Kimi-K2" else 0.01)
     # Qwen counts 2.7 without the embedding, GLM without both ends; the others round.
@@ -31,7 +32,7 @@ def test_parameters_when_transformers_makes_the_model_then_it_has_as_many(name):
     found = sum(parameter.numel() for parameter in model.parameters())
     # The bias that balances experts is a buffer there, of a number for each expert.
     buffers = {"DeepSeek-V3": 256 * 58, "Kimi-K2": 384 * 60, "GLM-4.5": 160 * 89, "GLM-4.5-Air": 128 * 45}
-    assert model_parameters(config).total == found + buffers.get(name, 0)
+    assert model_parameters(with_defaults(config)).total == found + buffers.get(name, 0)
 
 
 def test_layer_of_qwen3_30b_a3b_when_counted_by_hand_then_the_same():

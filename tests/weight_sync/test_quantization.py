@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -80,6 +81,46 @@ def test_server_when_modelopt_has_quantised_its_checkpoint_then_refused(folder, 
     (tmp_path / "modelopt/hf_quant_config.json").write_text("{}")
     with pytest.raises(ValueError, match=f"{path}: hf_quant_config.json quantises the weights as a push can't"):
         served(path)
+
+
+SHAPE = {"model_type": "qwen3", "num_hidden_layers": 2, "vocab_size": 8}
+WEIGHTS = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj",
+           "mlp.up_proj", "mlp.down_proj"]  # fmt: skip
+
+
+def with_scales(folder, spared, *, lists=()):
+    """A checkpoint whose index has scales of all linear weights but those of `spared`; its list names `lists`."""
+    path = Path(folder("scales", **CONFIG, modules_to_not_convert=list(lists)))
+    (path / "config.json").write_text(json.dumps(json.loads((path / "config.json").read_text()) | SHAPE))
+    names = [f"model.layers.{layer}.{weight}.weight" for layer in (0, 1) for weight in WEIGHTS]
+    scales = [name + SCALE for name in names if name not in spared]
+    both = ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", *names, *scales]
+    index = {"weight_map": dict.fromkeys(both, "model.safetensors")}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    return str(path)
+
+
+def test_server_when_its_checkpoint_has_scales_as_its_list_says_then_taken(folder):
+    assert served(with_scales(folder, [])) == FP8
+    down = "model.layers.1.mlp.down_proj"
+    assert served(with_scales(folder, [down + ".weight"], lists=[down])).spared == {"layers.1.mlp.down_proj"}
+
+
+@pytest.mark.parametrize(
+    ("spared", "lists", "said"),
+    [
+        # A list that misses what was spared, and one that spares what was quantised.
+        (["model.layers.1.mlp.down_proj.weight"], [], "has model.layers.1.mlp.down_proj.weight in FP8 .one of 1., and "
+         "there is no model.layers.1.mlp.down_proj.weight_scale_inv"),
+        ([], ["model.layers.0.mlp.down_proj"], "has model.layers.0.mlp.down_proj.weight in 16 bits .one of 1., and "
+         "there is a model.layers.0.mlp.down_proj.weight_scale_inv"),
+        ([], ["mlp"], "has model.layers.0.mlp.down_proj.weight in 16 bits .one of 6."),
+        (["model.layers.0.mlp.down_proj.weight"], ["model.layers.0.mlp.down_project"], "in FP8 .one of 1."),
+    ],
+)  # fmt: skip
+def test_server_when_its_checkpoint_has_other_scales_than_its_list_says_then_refused(folder, spared, lists, said):
+    with pytest.raises(ValueError, match=said):
+        served(with_scales(folder, spared, lists=lists))
 
 
 def test_server_when_it_runs_vllm_in_fp8_then_refused(folder):
