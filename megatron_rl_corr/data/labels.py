@@ -24,6 +24,13 @@ def labels_of(sample: RewardInput) -> list[str]:
     return [_plain(one) if isinstance(one, float) else str(one) for one in given]
 
 
+def math_texts(label: Any, row: int = 0) -> list[str]:
+    """A label of `math` as texts. Raises ValueError as `labels_of`, and for True and False."""
+    if isinstance(label, bool):  # "True" would be T x r x u x e
+        raise ValueError(f"row {row} of the data set has the label {label}; use exact for it")
+    return labels_of(RewardInput("", "", label, row=row))
+
+
 def _is_finite(value: Any) -> bool:
     return isinstance(value, float) and isfinite(value)
 

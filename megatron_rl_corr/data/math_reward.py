@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_rl_corr.data import math_units
 from megatron_rl_corr.data.answers import TAIL, answer_of, last_formula
-from megatron_rl_corr.data.labels import labels_of
+from megatron_rl_corr.data.labels import math_texts
 from megatron_rl_corr.data.math_text import Reading, label_reading, readings
 from megatron_rl_corr.data.reward_input import RewardInput
 from megatron_rl_corr.data.unreadable import Unreadable
@@ -58,7 +58,7 @@ class MathReward:
     def __call__(self, sample: RewardInput) -> float:
         """The reward. Raises ValueError for a label that can't be read."""
         try:
-            right = [self._right(label) for label in self._texts(sample)]
+            right = [self._right(text) for text in math_texts(sample.label, sample.row)]
         except Unreadable as error:
             raise ValueError(
                 f"row {sample.row} of the data set has the label {sample.label!r}, which `math` can't read: {error}; "
@@ -70,17 +70,11 @@ class MathReward:
     def label_problem(self, label: Any) -> str | None:
         """Why a row's label can't be read; None where it can."""
         try:
-            for text in self._texts(RewardInput("", "", label)):
+            for text in math_texts(label):
                 self._right(text)
         except ValueError as error:
             return str(error)
         return None
-
-    @staticmethod
-    def _texts(sample: RewardInput) -> list[str]:
-        if isinstance(sample.label, bool):  # "True" would be T x r x u x e
-            raise ValueError(f"row {sample.row} of the data set has the label {sample.label}; use exact for it")
-        return labels_of(sample)
 
     def _read_label(self, label: str) -> Right:
         text = answer_of(label.rpartition("####")[2])

@@ -284,6 +284,9 @@ def _latex(text: str) -> str:
             raise Unreadable(f"math-verify does not know the sign {bare[place]!r} in {bare[:40]!r}")
         _check(token[0], previous, bare[: place], bare[token.end() :])
         previous, place = token[0], token.end()
+    sides = re.sub(r"\\[{}]", "", bare)
+    if sides.count("{") != sides.count("}") or len(re.findall(r"[(\[]", bare)) != len(re.findall(r"[)\]]", bare)):
+        raise Unreadable("a bracket is not closed")
     if re.search(r"\d\s*:\s*\d\d(?!\d)", bare) or bare.count(":") > 1:
         raise Unreadable("it may be a time or a ratio")
     if "\\\\" in bare and bare == text:
@@ -309,6 +312,8 @@ def _check(token: str, previous: str, before: str, after: str) -> None:
         raise Unreadable(f"the letters {token!r} would be multiplied")
     if token[0] == OPEN and (len(token[1:-1].split()) != 1 or len(token[1:-1].strip()) > 1 and is_known(token[1:-1].strip())):
         raise Unreadable(f"the words {token[1:-1].strip()[:40]!r} stand within a formula")
+    if token == "^" and re.search(r"\^\{[^{}]*\}\s*$", before):
+        raise Unreadable("an exponent has an exponent without brackets")
     if token == "!" and previous == "!" or token == ">" and previous in ("-", "="):
         raise Unreadable(f"math-verify does not know {previous + token}")
 

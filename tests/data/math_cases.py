@@ -142,5 +142,5 @@ UNREADABLE = [
     "1.2.3", "0.333...", r"0.3\ldots", "0.(3)", "5:30", "1:2:3", "0x1G", "x2", "f'(x)", '5"', r"\approx 5", "≈5", "~=5",
     r"5 \pmod 7", r"\sin 30^\circ", "5 or more apples", "5 times", "5 squared", r"\angle ABC", r"\foo{5}", r"\boxed{5", "5 → 6",
     "5 cm, 12 cm", r"\frac123", r"\sqrt12", "5-6 apples or so", "3?", "(C) 12", "@", "5 @ 3",
-    "{120}_8", "\\boxed{}", "#### ", "5 hours 30 minutes", "1 234/567", "$5 or $6",
+    "{120}_8", "\\boxed{}", "#### ", "5 hours 30 minutes", "1 234/567", "$5 or $6", "2^3^2", "(1, 2", "5)",
 ]  # fmt: skip

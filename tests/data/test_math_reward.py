@@ -76,7 +76,7 @@ def test_label_when_a_digit_of_it_is_another_then_0(math, label):
     [
         ("5e-3", "it can be read as '0.005' or '5 e -3'; write which"), ("128_8", "a digit that base 8 does not have"),
         ("12 34", "there is nothing between the numbers '12' and '34'"), (r"\foo{5}", r"math-verify does not know \\foo"),
-        ("12 cm by 4 cm", "the letters 'cm' would be multiplied"), (r"{120}_8", "math-verify leaves out the digit 8"),
+        ("12 cm by 4 cm", "the letters 'cm' would be multiplied"), (r"5^{0}_{3}", "math-verify"),
         ("12,34,567", "'12,34,567' may be a list or a number"), ("2 3/2", "may be a mixed number or a product"),
         (r"\boxed{5", "its box is not closed"), ("It depends on the apples", "is a sentence"),
     ],
@@ -87,7 +87,7 @@ def test_label_when_not_read_whole_then_the_reason_is_named(math, label, part):
 
 def test_label_when_a_list_then_each_must_be_readable(math):
     assert math.label_problem([7, "7.0", "1 1/2"]) is None
-    assert "12 34" in math.label_problem([7, "12 34"]) or "'12'" in math.label_problem([7, "12 34"])
+    assert "nothing between the numbers '12' and '34'" in math.label_problem([7, "12 34"])
     assert "use exact" in math.label_problem(True)
 
 
