@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 from megatron_rl_corr.data.math_signs import plain_signs
-from megatron_rl_corr.data.math_units import SCALES, is_known
+from megatron_rl_corr.data.math_units import POWERS, SCALES, is_known
 
 TAIL = 1000
 """Characters of a response without a marked answer that are searched for a formula, from its end."""
@@ -23,7 +23,9 @@ _FORMULA = re.compile(
     rf"|(?P<e>[(\[]\s*{_TERM}(?:\s*,\s*{_TERM})+\s*[)\]]|(?<![0-9A-Za-z_.\\^{{]){_TERM})",
     re.DOTALL,
 )
-_SUFFIX = re.compile(r"\s*(?:\\?%|\^\s*\{?\\circ\}?|°[CF]?)|[ \t]*[-~]?(?P<word>[A-Za-z]{2,}|[万亿])(?:/[A-Za-z]+|\^?\d)?")
+_SUFFIX = re.compile(
+    r"\s*(?:\\?%|\^\s*\{?\\circ\}?|°[CF]?)|[ \t]*[-~]?(?P<word>[A-Za-z]{2,}|[万亿])(?:/[A-Za-z]+|\^?\d)?"
+)
 _SAYS = re.compile(r"answers?\b[^.\n]{0,60}?(?:\bis\b|\bare\b|\bbe\b|:|=)|答案[^.\n]{0,20}?(?:是|为|:|=)", re.IGNORECASE)
 _LETTER = re.compile(r"[\s:*]*\(?([A-Z])\)?(?![A-Za-z'])")
 NEAR = 50
@@ -106,4 +108,5 @@ def _belongs(word: str) -> bool:
     lower = word.casefold()
     if lower in NO_SUFFIX:
         return False
-    return lower in SCALES or lower.removesuffix("s") in SCALES or lower in ("percent", "pct", "square", "cubic") or is_known(lower)
+    scale = lower in SCALES or lower.removesuffix("s") in SCALES
+    return scale or lower in ("percent", "pct", *POWERS) or is_known(lower)

@@ -18,32 +18,38 @@ OPEN, CLOSE = "\x01", "\x02"
 """Around the words of a \\text{...}, once it is known that they are words."""
 COMMANDS = frozenset(
     "frac binom sqrt pi infty cdot times div pm le leq ge geq lt gt ne neq in notin cup cap setminus emptyset "
-    "varnothing mathbb lfloor rfloor lceil rceil lvert rvert vert langle rangle text log ln exp sin cos tan csc sec cot "
-    "arcsin arccos arctan arccsc arcsec arccot sinh cosh tanh max min gcd lcm det sum prod int lim to overline vec bar "
+    "varnothing mathbb lfloor rfloor lceil rceil lvert rvert vert langle rangle text log ln exp sin cos tan "
+    "csc sec cot arcsin arccos arctan arccsc arcsec arccot sinh cosh tanh max min gcd lcm det sum "
+    "prod int lim to overline vec bar "
     "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau "
     "upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega".split()
 )
 """Commands that math-verify reads as what they mean."""
 FUNCTIONS = (
-    "arcsin arccos arctan arccsc arcsec arccot sinh cosh tanh sin cos tan csc sec cot log ln exp sqrt pi theta alpha beta "
-    "gamma lambda gcd lcm"
+    "arcsin arccos arctan arccsc arcsec arccot sinh cosh tanh sin cos tan csc sec cot log ln exp sqrt pi theta "
+    "alpha beta gamma lambda gcd lcm"
 ).split()  # fmt: skip
 SHORT_WORDS = frozenset("yes no odd even true none dne red".split())
 MOST_WORDS = 3
 LONG_WORD = 4
 """Letters in a row from which on they are a word, not variables that are multiplied."""
 
-_SPACE = re.compile(r"(?<!\\)\\(?:[,;:> ]|quad(?![A-Za-z])|qquad(?![A-Za-z])|thinspace(?![A-Za-z])|hspace\{[^{}]*\})|~|\s+")
+_SPACE = re.compile(r"(?<!\\)\\(?:[,;:> ]|(?:quad|qquad|thinspace)(?![A-Za-z])|hspace\{[^{}]*\})|~|\s+")
 _TEXT = re.compile(r"\\(?:text|textrm|textnormal|textit|textbf|textsf|texttt|mbox|mathrm|mathsf|rm|operatorname)"
                    r"\s*\{([^{}]*)\}")  # fmt: skip
 _BOLD = re.compile(r"\\(?:mathbf|boldsymbol|bm|mathit|mathcal|boxed|fbox|displaystyle|textstyle|phantom)"
                    r"(?![A-Za-z])(?:\s*\{([^{}]*)\})?")  # fmt: skip
+_MARK = re.compile(r"(?:\\(?:boxed|fbox|mathbf|boldsymbol|bm|displaystyle)\s*)?(?=\{)|\\displaystyle(?![A-Za-z])")
+_AROUND = [(r"\(", r"\)"), (r"\[", r"\]"), *((sign, sign) for sign in ("$$", "$", "**", "`", "__"))]
+"""What may stand around an answer, and is no part of it."""
 _SIZES = re.compile(r"\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])\s*\.?")
 _PERCENT = re.compile(rf"\s*(?:\\?%|{OPEN}\s*(?:percent|per cent|pct)\s*{CLOSE}|(?<![A-Za-z])(?:percent|per cent|pct)"
                       r"(?![A-Za-z]))")  # fmt: skip
 _DEGREES = re.compile(r"\^\s*\{?\s*\\(?:circ|degree)(?![A-Za-z])\s*\}?|\^\s*\{?\s*°\s*\}?|\\degree(?![A-Za-z])")
-_ORDINAL = re.compile(rf"(?<=\d)\s*(?:\^\s*\{{\s*{OPEN}?(?:st|nd|rd|th){CLOSE}?\s*\}}|\^?\s*{OPEN}(?:st|nd|rd|th){CLOSE}|"
-                      r"(?:st|nd|rd|th)(?![A-Za-z]))")  # fmt: skip
+_TH = "(?:st|nd|rd|th)"
+_ORDINAL = re.compile(
+    rf"(?<=\d)\s*(?:\^\s*\{{\s*{OPEN}?{_TH}{CLOSE}?\s*\}}|\^?\s*{OPEN}{_TH}{CLOSE}|{_TH}(?![A-Za-z]))"
+)
 _CURRENCY = re.compile(rf"([-+]?)\s*(?:US\s*)?([{re.escape(CURRENCIES)}]|USD|EUR|GBP)\s*([-+]?)(?=[\d.\\])")
 _WORD = rf"(?:{OPEN}[^{CLOSE}]*{CLOSE}|[^\W\d_]++|[{re.escape(CURRENCIES)}°])"
 _POWER = r"(?:\s*\^\s*(?:\{-?\d\}|-?\d)|(?<=[A-Za-z])\d(?!\d))?"
@@ -140,11 +146,11 @@ def _unwrapped(text: str) -> str:
         previous = text
         text = re.sub(rf"^(?:{_SPACE.pattern})+|(?:{_SPACE.pattern})+$", "", text).strip()
         text = re.sub(r"(?<!\.)[.,;:]$", "", text)
-        for left, right in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("`", "`"), ("__", "__")):
+        for left, right in _AROUND:
             inner = text[len(left) : len(text) - len(right)]
             if len(text) > len(left + right) and text.startswith(left) and text.endswith(right) and left not in inner:
                 text = inner if not inner.endswith("\\") else text
-        marked = re.match(r"(?:\\(?:boxed|fbox|mathbf|boldsymbol|bm|displaystyle)\s*)?(?=\{)|\\displaystyle(?![A-Za-z])", text)
+        marked = _MARK.match(text)
         if marked and text[marked.end() :].startswith("{") and group_end(text, marked.end()) == len(text):
             text = text[marked.end() + 1 : -1]
         elif marked and not text[marked.end() :].startswith("{"):
@@ -291,7 +297,8 @@ def _latex(text: str) -> str:
         raise Unreadable("it may be a time or a ratio")
     if "\\\\" in bare and bare == text:
         raise Unreadable("it has lines, and is not a matrix")
-    return re.sub(rf"{OPEN}\s*([^{CLOSE}]*?)\s*{CLOSE}", lambda m: m[1] if len(m[1]) == 1 else f"\\text{{{m[1]}}}", text)
+    words = re.compile(rf"{OPEN}\s*([^{CLOSE}]*?)\s*{CLOSE}")
+    return words.sub(lambda match: match[1] if len(match[1]) == 1 else f"\\text{{{match[1]}}}", text)
 
 
 def _check(token: str, previous: str, before: str, after: str) -> None:
@@ -310,8 +317,9 @@ def _check(token: str, previous: str, before: str, after: str) -> None:
         raise Unreadable(f"{token}(...) may be a product or a repeating decimal")
     if token.isalpha() and (len(token) >= LONG_WORD or len(token) > 1 and is_known(token)):
         raise Unreadable(f"the letters {token!r} would be multiplied")
-    if token[0] == OPEN and (len(token[1:-1].split()) != 1 or len(token[1:-1].strip()) > 1 and is_known(token[1:-1].strip())):
-        raise Unreadable(f"the words {token[1:-1].strip()[:40]!r} stand within a formula")
+    words = token[1:-1].strip() if token[0] == OPEN else ""
+    if token[0] == OPEN and (len(words.split()) != 1 or (len(words) > 1 and is_known(words))):
+        raise Unreadable(f"the words {words[:40]!r} stand within a formula")
     if token == "^" and re.search(r"\^\{[^{}]*\}\s*$", before):
         raise Unreadable("an exponent has an exponent without brackets")
     if token == "!" and previous == "!" or token == ">" and previous in ("-", "="):

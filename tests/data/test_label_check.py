@@ -106,8 +106,9 @@ def test_labels_when_there_are_more_rows_than_are_read_then_those_drawn_first(mo
 
 def test_labels_when_in_files_then_read_without_their_prompts(tmp_path):
     path = tmp_path / "p.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in (
-        {"prompt": 5, "reward": {"truth": "1/2"}}, {"input_ids": [1], "reward": {"truth": "x2"}}, {"input_ids": [1]})))  # fmt: skip
+    rows = [{"prompt": 5, "reward": {"truth": "1/2"}}, {"input_ids": [1], "reward": {"truth": "x2"}},
+            {"input_ids": [1]}]  # fmt: skip
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     prompts = open_prompts([str(path)], PromptFormat(label_key="reward.truth"))
 
     async def problems_of(labels):
@@ -119,7 +120,8 @@ def test_labels_when_in_files_then_read_without_their_prompts(tmp_path):
 
 def test_flag_when_no_reward_reads_labels_then_without_effect():
     given = ["--rollout-url", "http://127.0.0.1:9", "--rollout-hf-checkpoint", "m", "--rollout-max-new-tokens", "8",
-             "--rollout-prompts", "p.jsonl", "--rollout-unread-labels", "drop", "--rollout-reward-function"]  # fmt: skip
+             "--rollout-prompts", "p.jsonl", "--rollout-unread-labels", "drop",
+             "--rollout-reward-function"]  # fmt: skip
     assert parse([*given, "math"])[1].unread_labels == "drop"
     with pytest.raises(ValueError, match="unread.labels.* drop has no effect without .*math"):
         parse([*given, "exact"])

@@ -132,7 +132,7 @@ def test_can_be_drawn_when_the_label_can_not_be_read_then_counted_apart_and_no_e
     drawn_rows = {data.index_at(number) for number in drawn(data, range(1000))}
     assert drawn_rows == {row for row in range(1000) if row % 3} and drawn_rows == set(rows.made)
     assert data.skipped.since_last() == {"skipped_bad": 0, "skipped_long": 0, "skipped_label": 334}
-    assert len(lines) == 1 and lines[0].endswith("the label 'x2': why; the row is left out; further ones are only counted")
+    assert len(lines) == 1 and lines[0].endswith("'x2': why; the row is left out; further ones are only counted")
     data.leave_out({row: "why" for row in range(1000)})
     drawn(data, range(1000))
     with pytest.raises(TooManyBadRows, match="the last 1000 prompts drawn were all left out"):
