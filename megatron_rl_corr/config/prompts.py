@@ -58,6 +58,11 @@ class PromptsConfig(Options):
     """Prompts that are longer: drop leaves them out and counts them, error refuses the data. Of large data a thousand
     rows are looked at before the start; a longer prompt that is met later is left out and counted as a bad row."""
 
+    unread_labels: Literal["error", "drop"] = "error"
+    """Rows whose label the reward `math` can't read whole: error refuses the data, and names the first of them; drop
+    trains without them, and counts them. All labels are looked at before the start, of large data those of the 50,000
+    rows drawn first."""
+
     def check(self) -> None:
         for weight in self.prompts_weights:
             if not _is_weight(weight):

@@ -27,12 +27,14 @@ class BuiltinReward:
     parameters: Mapping[str, float | str | None] = field(default_factory=dict)
     """Each one's default; REQUIRED: it has none. `max`, where it is None, is the run's max_new_tokens."""
     needs_label: bool = False
+    reads_label: bool = False
+    """It may meet a label that it can't read."""
 
 
 BUILTIN_REWARDS: dict[str, BuiltinReward] = {
     "math": BuiltinReward(
         "1 where the response's answer equals the label as mathematics, else 0: by the library math-verify",
-        needs_label=True,
+        needs_label=True, reads_label=True,
     ),
     "exact": BuiltinReward(
         "1 where the response's answer is the label's text, but for case and white space, else 0", needs_label=True
@@ -81,6 +83,11 @@ class RewardSpec:
     def needs_label(self) -> bool:
         """Whether it is built in and compares with the row's label."""
         return self.kind == "builtin" and BUILTIN_REWARDS[self.source].needs_label
+
+    @property
+    def reads_label(self) -> bool:
+        """Whether it is built in and may meet a label that it can't read."""
+        return self.kind == "builtin" and BUILTIN_REWARDS[self.source].reads_label
 
 
 def parse_rewards(

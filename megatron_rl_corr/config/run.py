@@ -168,6 +168,11 @@ class RunConfig(*reversed(TOPICS)):
             self._check_replay()
         elif not self.rewards and not self.environment:
             raise ValueError("`reward_function` is required; see --help")
+        if self.unread_labels == "drop" and not any(spec.reads_label for spec in self.rewards):
+            raise ValueError(
+                "`unread_labels` drop has no effect without `reward_function` math, which alone may not read a label; "
+                "drop it"
+            )
         if self.colocate:
             self._check_colocated()
         if self.inplace_gradient and (self.linear_logprobs or self.top_k > 0):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -29,12 +30,21 @@ class PromptRows(Sequence):
         return int(self._ends[-1])
 
     def __getitem__(self, index: int) -> Prompt:
+        source, row = self._place(index)
+        return self._format.prompt(source.read(row), index, source.where(row), fills_nulls=source.fills_nulls)
+
+    def label(self, index: int) -> Any:
+        """The label of a row, of which no prompt is made. Raises BadRow, ChangedFile."""
+        source, row = self._place(index)
+        return self._format.label(source.read(row), source.where(row))
+
+    def _place(self, index: int) -> tuple[Rows, int]:
+        """The source of a row, and its number there."""
         if not 0 <= index < len(self):
             raise IndexError(index)
         number = int(np.searchsorted(self._ends, index, side="right"))
         source = self._sources[number]
-        row = index - int(self._ends[number]) + len(source)
-        return self._format.prompt(source.read(row), index, source.where(row), fills_nulls=source.fills_nulls)
+        return source, index - int(self._ends[number]) + len(source)
 
 
 def open_prompts(
@@ -61,4 +71,5 @@ def open_prompts(
         [len(source) for source in sources], [source.groups for source in sources], seed=seed, weights=weights
     )
     digest = " ".join(source.digest() for source in sources)
-    return PromptDataset(PromptRows(sources, form), seed=seed, order=order, digest=digest, warn=warn)
+    rows = PromptRows(sources, form)
+    return PromptDataset(rows, seed=seed, order=order, digest=digest, warn=warn, labels=rows.label)

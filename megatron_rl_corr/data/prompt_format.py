@@ -85,14 +85,24 @@ class PromptFormat:
         except ValueError as error:
             raise BadRow(f"{where}: {error}") from None
 
+    def label(self, row: Mapping[str, Any], where: str) -> Any:
+        """The label of a row; None where it has none. Raises BadRow for a key that is not there."""
+        try:
+            return self._label(row)
+        except ValueError as error:
+            raise BadRow(f"{where}: {error}") from None
+
     def is_plain_text(self, prompt: Prompt) -> bool:
         """Whether the prompt is the row's text as it is, without a template."""
         return prompt.text is not None and prompt.text == _at(prompt.metadata, self._key(prompt.metadata))
 
+    def _label(self, row: Mapping[str, Any]) -> Any:
+        return row.get("label") if self.label_key is None else _at(row, self.label_key)
+
     def _made(self, row: dict[str, Any], index: int, fills_nulls: bool) -> Prompt:
         key = self._key(row)
         value = _at(row, key)
-        label = row.get("label") if self.label_key is None else _at(row, self.label_key)
+        label = self._label(row)
         if isinstance(value, list) and value and isinstance(value[0], dict):
             text, ids = self._rendered(value, row, key, fills_nulls=fills_nulls)
             return Prompt(index, ids, row, text, label)

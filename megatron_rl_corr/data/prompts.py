@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_rl_corr.data.order import MixedOrder
-from megatron_rl_corr.data.rows import BadRow, LongPrompt
+from megatron_rl_corr.data.rows import BadRow, LongPrompt, UnreadLabel
 from megatron_rl_corr.data.skipped import SkippedRows
 
 KEPT_PROMPTS = 512
@@ -47,6 +47,7 @@ class PromptDataset:
         order: of the draws; None: that of one source.
         digest: what tells the data from others with as many rows, also from the same after an edit; "": unknown.
         warn: takes a line about a row that is left out.
+        labels: the label of a row, without making its prompt; None: `rows` have them.
 
     Raises:
         ValueError: no prompts, or a seed out of its range.
@@ -54,7 +55,7 @@ class PromptDataset:
 
     def __init__(
         self, rows: Sequence[Prompt], *, seed: int = 0, order: MixedOrder | None = None, digest: str = "",
-        warn: Callable[[str], None] | None = None,
+        warn: Callable[[str], None] | None = None, labels: Callable[[int], Any] | None = None,
     ):  # fmt: skip
         if not len(rows):
             raise ValueError("a prompt data set needs at least one prompt")
@@ -62,6 +63,8 @@ class PromptDataset:
         """Prompts by their index."""
         self.seed, self.digest = seed, digest
         self._order = MixedOrder([len(rows)], [[]], seed=seed) if order is None else order
+        self._labels = labels
+        self._unread: Mapping[int, str] = {}
         self._kept: OrderedDict[int, Prompt] = OrderedDict()
         self._lock = threading.Lock()
         """Groups are drawn on the event loop; the trainer's thread asks for the prompts of a batch that is done."""
@@ -86,17 +89,31 @@ class PromptDataset:
         with self._lock:
             return self._order.row(number)
 
+    def label(self, index: int) -> Any:
+        """The label of a row; its prompt is not made, where the data can do without. Raises BadRow, ChangedFile."""
+        return self.rows[index].label if self._labels is None else self._labels(index)
+
+    def leave_out(self, problems: Mapping[int, str]) -> None:
+        """Leave rows out whenever they are drawn.
+
+        Args:
+            problems: why their label can't be read, by the row's index.
+        """
+        self._unread = problems
+
     def at(self, number: int) -> Prompt:
         """The prompt at this place of the sequence, from 0: the same for the same data, seed and weights.
 
         Raises:
-            BadRow: its row has no prompt that can be used.
+            BadRow: its row has no prompt that can be used, or is one of `leave_out`'s.
             ChangedFile: a file of the data is not as it was.
             TooManyBadRows: `can_be_drawn` has found nearly all rows bad.
         """
         self.skipped.check()
         with self._lock:
             index = self._order.row(number)
+            if index in self._unread:
+                raise UnreadLabel(f"row {index}: {self._unread[index]}")
             if index in self._kept:
                 self._kept.move_to_end(index)
                 return self._kept[index]
@@ -114,6 +131,8 @@ class PromptDataset:
             self.at(number)
         except LongPrompt as error:
             return not self.skipped.add(self.index_at(number), error, "long")
+        except UnreadLabel as error:
+            return not self.skipped.add(self.index_at(number), error, "label")
         except BadRow as error:
             return not self.skipped.add(self.index_at(number), error, "bad")
         except (OSError, RuntimeError, ValueError):

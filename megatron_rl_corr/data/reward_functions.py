@@ -90,6 +90,22 @@ class RewardFunctions:
                 "out of the row, or use `reward_workers` 0, where an environment may leave objects there too"
             ) from None
 
+    async def label_problems(self, name: str, labels: Sequence[list[str]]) -> list[str | None]:
+        """Why a built-in reward can't read each of these labels; None where it can.
+
+        Labels whose reading takes longer than the limit, or ends the worker, are read again one by one.
+        """
+        if (loaded := self._loaded.get(name)) is not None:
+            job: Any = functools.partial(attempt, functools.partial(loaded.label_problems, labels))
+        else:
+            job = {"function": [spec.name for spec in self._specs].index(name), "labels": list(labels)}
+        try:
+            return value_of(await self._pool.call(job))
+        except (CallTimeout, WorkerGone) as failure:
+            if len(labels) == 1:
+                return [f"when it is read, {failure}"]
+        return [problem for label in labels for problem in await self.label_problems(name, [label])]
+
     def _source_of(self, name: str) -> str:
         return next(f"{FLAG} {spec.source}" for spec in self._specs if spec.name == name)
 

@@ -97,6 +97,10 @@ class LoadedReward:
             return checked_group(value, count, self.spec.name, self.source)
         return [checked_parts(value, self.spec.name, self.source)]
 
+    def label_problems(self, labels: Sequence[list[str]]) -> list[str | None]:
+        """Why each label, of one or several texts, can't be read; None where it can. Of a built-in reward."""
+        return [self.function.label_problem(label) for label in labels]
+
     def score(self, samples: Sequence[RewardInput]) -> list[dict[str, float]]:
         """`call`, `checked`."""
         return self.checked(self.call(samples), len(samples))
@@ -128,7 +132,8 @@ def serve(descriptor: int, parent: int) -> None:
 
     The first message received is {"specs": [...], "texts": [the files']}. The first sent is {"value": [[form, whether
     it is async], ...]}; the trainer runs async functions itself. Then {"function": its number, "samples": [...]} is
-    answered by {"value": [named numbers of each sample]} or {"error": a traceback}.
+    answered by {"value": [named numbers of each sample]} or {"error": a traceback}; with "labels" in the place of
+    "samples" by what `label_problems` says.
 
     Args:
         descriptor: number of the inherited socket to the trainer.
@@ -144,8 +149,12 @@ def serve(descriptor: int, parent: int) -> None:
             return
         channel.sendall(frame(_prepare([RewardSpec(**spec) for spec in begun["specs"]], begun["texts"], functions)))
         while functions and (job := _received(received)):
+            function = functions[job["function"]]
+            if "labels" in job:
+                channel.sendall(frame(attempt(functools.partial(function.label_problems, job["labels"]))))
+                continue
             samples = [RewardInput(**{"prompt": None, "response": None, **sample}) for sample in job["samples"]]
-            channel.sendall(frame(attempt(functools.partial(functions[job["function"]].score, samples))))
+            channel.sendall(frame(attempt(functools.partial(function.score, samples))))
 
 
 def first_message(specs: Sequence[RewardSpec], texts: Sequence[str | None]) -> dict[str, Any]:

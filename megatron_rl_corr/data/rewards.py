@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy as np
 from megatron_rl_corr.config.flags import warn
 from megatron_rl_corr.config.reward_specs import RewardSpec, parse_rewards
 from megatron_rl_corr.config.run import RunConfig
+from megatron_rl_corr.data.label_check import unread_labels
 from megatron_rl_corr.data.loading import load
 from megatron_rl_corr.data.prompts import Prompt, PromptDataset
 from megatron_rl_corr.data.reward_functions import RewardFunctions, as_sample_failure, value_of
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 
 COUNTS_TOKENS = ("overlong", "length")
 """Built-in rewards that need no text."""
+NAMED_LABELS = 5
+"""Labels that can't be read, of which the start shows so many."""
 LABELS_CHECKED = 8
 """Rows whose labels are looked at before the first sample."""
 
@@ -144,6 +148,34 @@ class Rewards:
                     f"{FLAG} {wanting[0]} compares with a label, and row {prompt.index} of {flag} has none; name the "
                     "key that holds it with `label_key`, or leave the row out"
                 )
+
+    async def check_readable(self, prompts: PromptDataset, flag: str, *, drop: bool | None = None) -> None:
+        """Judge the labels of the data before the first sample; those that `math` can't read are named.
+
+        Args:
+            prompts: the data set.
+            flag: the option that named it.
+            drop: leave such rows out, with a line; False refuses them, None too, where no option leaves any out.
+
+        Raises:
+            ValueError: there are such rows, and they are not left out, or all are.
+        """
+        for spec in self._specs:
+            if not spec.reads_label:
+                continue
+            read, problems = await unread_labels(prompts, partial(self._functions.label_problems, spec.name))
+            if not problems:
+                continue
+            named = [f"row {row} has the label {label!r}: {why}" for row, (label, why) in problems.items()]
+            found = (
+                f"{flag}: {FLAG} {spec.source} can't read the label of {len(problems)} of the {read} rows that were "
+                f"looked at; {'; '.join(named[:NAMED_LABELS])}"
+            )
+            if not drop or len(problems) == read:
+                leave = "" if drop is None else ", or train without these rows with `unread_labels` drop"
+                raise ValueError(f"{found}. Mend the labels, or use exact or f1{leave}")
+            warn(f"{found}. They are left out, as `unread_labels` drop says")
+            prompts.leave_out({row: f"the label {label!r}: {why}" for row, (label, why) in problems.items()})
 
     def check_alone(self, flag: str) -> None:
         """Warn that `score` leaves rewards of groups out. Raises ValueError where there are no others.

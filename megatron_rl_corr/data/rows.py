@@ -31,6 +31,10 @@ class LongPrompt(BadRow):
     """A row whose prompt leaves no room for a response, where such rows are left out."""
 
 
+class UnreadLabel(BadRow):
+    """A row whose label a reward can't read, where such rows are left out."""
+
+
 class ChangedFile(RuntimeError):
     """A file is not as it was when its rows were counted, so that numbers no longer mean the same rows."""
 

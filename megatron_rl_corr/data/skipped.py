@@ -1,4 +1,4 @@
-"""Rows that were drawn and left out, because they are bad or too long: how many, which, and whether too many."""
+"""Rows that were drawn and left out, as bad, too long or with an unread label: how many, and whether too many."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HOPELESS_SKIPS = 1000
 """It also ends after so many skipped rows in a row, too long ones too, and after all rows of a smaller data set."""
 NAMED_ROWS = 20
 """Bad rows that are named; later ones are only counted."""
-CAUSES = ("bad", "long")
+CAUSES = ("bad", "long", "label")
 
 logger = logging.getLogger(__name__)
 
@@ -47,9 +47,9 @@ class SkippedRows:
         self._in_a_row = 0
 
     def add(self, row: int, error: ValueError, cause: str) -> bool:
-        """A row that was drawn is left out, for "bad" or "long"; False where the run is to end, as `check` then says.
+        """A row that was drawn is left out, for one of CAUSES; False where the run is to end, as `check` then says.
 
-        Each bad row is named once, up to NAMED_ROWS of them, and the first that is too long.
+        Each bad row is named once, up to NAMED_ROWS of them, and the first of each other cause.
         """
         self.counts[cause] += 1
         EVENTS.tell("prompt_skipped", str(error), row=row, cause=cause)
@@ -72,7 +72,7 @@ class SkippedRows:
             raise TooManyBadRows(f"{self._end}; mend the data, or the flags that say how a row becomes a prompt")
 
     def since_last(self) -> dict[str, int]:
-        """"skipped_bad" and "skipped_long" since the last call."""
+        """"skipped_bad" and so on, for each of CAUSES, since the last call."""
         since = {f"skipped_{cause}": self.counts[cause] - self._told[cause] for cause in CAUSES}
         self._told = Counter(self.counts)
         return since

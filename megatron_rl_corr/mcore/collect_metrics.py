@@ -9,6 +9,7 @@ import torch
 
 from megatron_rl_corr.core.metric_spec import MetricSpec, UsualRange, in_group
 from megatron_rl_corr.core.metrics import Mean, Metric, Sum
+from megatron_rl_corr.data.skipped import CAUSES as SKIP_CAUSES
 from megatron_rl_corr.engines.routes import has_routes
 from megatron_rl_corr.engines.trajectory import Trajectory
 from megatron_rl_corr.rollout import versions
@@ -20,7 +21,7 @@ COUNTED = (
     "continuations", "missed_stops", "left_out", "route_tokens", "route_bytes", "unrouted", "unrouted_sampled",
     "equal_groups", "duplicates", "ended",
     *(f"failed_{cause}" for cause in CAUSES), "replaced", "truncated", "lost_samples", "lost_tokens",
-    "skipped_bad", "skipped_long",
+    *(f"skipped_{cause}" for cause in SKIP_CAUSES),
     "moved_bytes", "filtered", "filtered_above_0", "filtered_samples", "filtered_tokens", "filtered_rewards",
     "refilled", "aborted", "surplus", "surplus_samples", "surplus_tokens", "surplus_kept", "cut", "cut_tokens",
     "cut_ended", "cut_ended_tokens",
@@ -155,7 +156,7 @@ def collection_metrics(
         "rollout/failed_fraction": mean("failed", "ended"),
         **{f"rollout/failed/{cause}": Sum(values[f"failed_{cause}"][None]) for cause in CAUSES},
         "rollout/groups_replaced": Sum(values["replaced"][None]),
-        **{f"rollout/skipped_prompts/{cause}": Sum(values[f"skipped_{cause}"][None]) for cause in ("bad", "long")},
+        **{f"rollout/skipped_prompts/{cause}": Sum(values[f"skipped_{cause}"][None]) for cause in SKIP_CAUSES},
         "rollout/by_fate/kept_length_mean": mean("tokens", "samples"),
         "rollout/by_fate/dropped_length_mean": mean("lost_tokens", "lost_samples"),
     }
@@ -271,8 +272,8 @@ METRICS = (
         ),
         MetricSpec(
             "rollout/skipped_prompts/",
-            "rows drawn since the batch before and left out; bad: they make no prompt; long: too long",
-            "bad, long",
+            "rows drawn since the batch before and left out; bad: they make no prompt; long: too long; label: "
+            "`math` can't read it", ", ".join(SKIP_CAUSES),
         ),
         MetricSpec(
             "rollout/by_fate/", "kept_length_mean, dropped_length_mean: tokens per response of groups kept and dropped",

@@ -95,6 +95,8 @@ class Evaluation:
         source.rewards.check_alone("--rollout-eval-prompts")
         for one in sets:
             source.rewards.check_labels(one.prompts, "--rollout-eval-prompts")
+            if one.prompts is not None:
+                source.loop.call(source.rewards.check_readable(one.prompts, "--rollout-eval-prompts"))
         return cls(
             layout, source, sets, sampling, every=args.eval_interval, pass_reward=options.eval_pass_reward,
             at_once=2 * options.max_concurrency,

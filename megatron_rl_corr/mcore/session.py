@@ -274,6 +274,8 @@ def sample_source(
         loop.call(rewards.start())
         opened.callback(lambda: loop.call(rewards.close()))
     prompts = training_prompts(options, args, layout, tokenizer, vocab_size)
+    if prompts is not None:
+        loop.call(rewards.check_readable(prompts, "--rollout-prompts", drop=options.unread_labels == "drop"))
     return SampleSource(client, loop, prompts, rewards, episodes, tokenizer)
 
 

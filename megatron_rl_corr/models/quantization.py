@@ -130,8 +130,8 @@ def _spared(found: Mapping[str, Any]) -> frozenset[str]:
     key = next((key for key in _LISTS if key in found), _LISTS[0])
     if not found.get(key) and any(found.get(other) for other in _LISTS):
         raise ValueError(
-            f"config.json: quantization_config has {key} {found[key]!r} beside {_LISTS[1]}, which some servers take then and "
-            f"others do not; take {key} out"
+            f"config.json: quantization_config has {key} {found[key]!r} beside {_LISTS[1]}, which some servers take "
+            f"then and others do not; take {key} out"
         )
     paths = found.get(key) or []
     if not isinstance(paths, list | tuple) or not all(isinstance(path, str) for path in paths):

@@ -135,6 +135,8 @@ class OfflineRun:
             if (problem := await client.sampling_problem(self._sampling)) is not None:
                 raise ValueError(problem)
             await self._rewards.start()
+            drop = options.unread_labels == "drop"
+            await self._rewards.check_readable(self._prompts, "--prompts", drop=drop)
             # Enough that every place at the servers is taken while the last samples of a group run.
             at_once = 2 + 2 * options.max_concurrency // options.group_size
             sampler, numbers = self._sampler(client), iter(range(self._groups))

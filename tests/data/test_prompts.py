@@ -90,10 +90,10 @@ def test_can_be_drawn_when_rows_are_bad_or_too_long_then_they_are_counted_by_cau
         "p:4: not JSON; the row is left out",
         f"{rows.errors[first_long]}; the row is left out; further ones are only counted",
     ])  # fmt: skip
-    assert data.skipped.since_last() == {"skipped_bad": 2, "skipped_long": 4}
-    assert data.skipped.since_last() == {"skipped_bad": 0, "skipped_long": 0}
+    assert data.skipped.since_last() == {"skipped_bad": 2, "skipped_long": 4, "skipped_label": 0}
+    assert data.skipped.since_last() == {"skipped_bad": 0, "skipped_long": 0, "skipped_label": 0}
     drawn(data, range(20, 30))
-    assert data.skipped.since_last() == {"skipped_bad": 1, "skipped_long": 2} and len(lines) == 2
+    assert data.skipped.since_last() == {"skipped_bad": 1, "skipped_long": 2, "skipped_label": 0} and len(lines) == 2
 
 
 def test_at_when_the_prompt_was_drawn_then_its_row_is_not_read_again():
@@ -125,9 +125,29 @@ def test_can_be_drawn_when_all_rows_are_too_long_then_the_run_ends_after_an_epoc
         data.at(read - 1)
 
 
+def test_can_be_drawn_when_the_label_can_not_be_read_then_counted_apart_and_no_end_of_the_run():
+    lines = []
+    data = PromptDataset(rows := Rows(1000, {}), warn=lines.append)
+    data.leave_out(dict.fromkeys(range(0, 1000, 3), "the label 'x2': why"))
+    drawn_rows = {data.index_at(number) for number in drawn(data, range(1000))}
+    assert drawn_rows == {row for row in range(1000) if row % 3} and drawn_rows == set(rows.made)
+    assert data.skipped.since_last() == {"skipped_bad": 0, "skipped_long": 0, "skipped_label": 334}
+    assert len(lines) == 1 and lines[0].endswith("'x2': why; the row is left out; further ones are only counted")
+    data.leave_out(dict.fromkeys(range(1000), "why"))
+    drawn(data, range(1000))
+    with pytest.raises(TooManyBadRows, match="the last 1000 prompts drawn were all left out"):
+        data.at(0)
+
+
+def test_label_when_asked_for_then_no_prompt_is_made():
+    rows = Rows(10, {3: BadRow("p:4: not JSON")})
+    assert PromptDataset(rows, labels=lambda row: 7 * row).label(4) == 28 and rows.made == []
+    assert PromptDataset([Prompt(0, [1], label="a")]).label(0) == "a"
+
+
 def test_can_be_drawn_when_a_file_was_changed_then_it_is_told_where_the_prompt_is_used():
     data = PromptDataset(Rows(4, dict.fromkeys(range(4), ChangedFile("p.jsonl"))))
     assert data.can_be_drawn(0)  # the queue draws where nobody would see an error
     with pytest.raises(ChangedFile, match="p.jsonl changed while the run reads it: .*; restore it, or start anew"):
         data.at(0)
-    assert data.skipped.since_last() == {"skipped_bad": 0, "skipped_long": 0}
+    assert data.skipped.since_last() == {"skipped_bad": 0, "skipped_long": 0, "skipped_label": 0}

@@ -1,0 +1,194 @@
+"""The built-in reward `math`: math-verify decides whether an answer equals the label, both read whole or not at all."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from megatron_rl_corr.data import math_units
+from megatron_rl_corr.data.answers import TAIL, answer_of, last_formula
+from megatron_rl_corr.data.labels import math_texts
+from megatron_rl_corr.data.math_text import Reading, label_reading, readings
+from megatron_rl_corr.data.reward_input import RewardInput
+from megatron_rl_corr.data.unreadable import Unreadable
+
+KEPT_LABELS = 64
+"""Labels that are kept as they were read: a group's samples all have one."""
+TOLERANCE = 5e-6
+"""Of the size of the label: math-verify rounds to 6 decimals, which makes 1e-7 of 2e-7."""
+SMALLEST = 1e-30
+"""What is smaller is 0, the label of which no size is."""
+DIGITS = 40
+_PLAIN = re.compile(r"-?\d+(?:\.\d+)?")
+
+
+@dataclass(frozen=True)
+class Right:
+    """A label as it was read."""
+
+    reading: Reading
+    parsed: list[Any]
+    """By math-verify; empty for words."""
+
+
+class MathReward:
+    """1 where the answer equals a label as mathematics, else 0.
+
+    A response without a marked answer is searched for its last formula or number. A label may be a number, LaTeX, or a
+    worked solution that ends in ####, then the answer, or in a box.
+    """
+
+    def __init__(self):
+        from math_verify import LatexExtractionConfig, parse, verify  # it loads sympy
+
+        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are off
+        normalization = replace(LatexExtractionConfig().normalization_config, units=False)  # 3t would be 3
+        latex = LatexExtractionConfig(boxed_match_priority=0, normalization_config=normalization)
+        # Its limits are alarms, which only a main thread can set; ours ends the process.
+        how = {"extraction_config": [latex], "extraction_mode": "first_match", "fallback_mode": "no_fallback"}
+        self._parse = lambda text: parse(f"\\boxed{{{text}}}", parsing_timeout=None, **how)
+        self._verify = lambda right, given: verify(right, given, timeout_seconds=None)
+        self._right = lru_cache(KEPT_LABELS)(self._read_label)
+        self._verify(self._parse("1"), self._parse("\\frac{2}{2}"))  # what it loads late is loaded now
+
+    def __call__(self, sample: RewardInput) -> float:
+        """The reward. Raises ValueError for a label that can't be read."""
+        try:
+            right = [self._right(text) for text in math_texts(sample.label, sample.row)]
+        except Unreadable as error:
+            raise ValueError(
+                f"row {sample.row} of the data set has the label {sample.label!r}, which `math` can't read: {error}; "
+                "mend it, or use exact or f1"
+            ) from None
+        given = _answers(sample)
+        return float(any(self._equal(one, answer) for one in right for answer in given))
+
+    def label_problem(self, label: Any) -> str | None:
+        """Why a row's label can't be read; None where it can."""
+        try:
+            for text in math_texts(label):
+                self._right(text)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def _read_label(self, label: str) -> Right:
+        text = answer_of(label.rpartition("####")[2])
+        if text is None:
+            raise Unreadable("its box is not closed")
+        reading = label_reading(text)
+        if reading.latex is None:
+            return Right(reading, [])
+        parsed = self._parse(reading.latex)
+        if not parsed:
+            raise Unreadable(f"math-verify can't parse {reading.latex[:80]!r}")
+        self._check_whole(reading.latex, parsed)
+        if not self._verify(parsed, parsed):
+            raise Unreadable(f"math-verify does not find {reading.latex[:80]!r} equal to itself")
+        return Right(reading, parsed)
+
+    def _check_whole(self, latex: str, parsed: list[Any]) -> None:
+        """Raises Unreadable where math-verify leaves out a digit, so that another in its place makes no difference."""
+        if _PLAIN.fullmatch(latex):
+            return
+        for digit in re.finditer(r"\d", latex):
+            others = (str((int(digit[0]) + step) % 10) for step in (1, 4))
+            changed = (latex[: digit.start()] + other + latex[digit.end() :] for other in others)
+            if all(self._parse(one) == parsed for one in changed):
+                raise Unreadable(f"math-verify leaves out the digit {digit[0]} in {latex[:80]!r}")
+
+    def _equal(self, right: Right, answer: Reading) -> bool:
+        own = right.reading
+        if not math_units.fit(own.unit, answer.unit):
+            return False
+        if own.words is not None and own.words == answer.words:
+            return True
+        if own.latex is None or answer.latex is None:
+            return False
+        given = self._parse(answer.latex)
+        if not given or not self._verify(right.parsed, given):
+            return False
+        percent = "%" in own.latex or "%" in answer.latex
+        if not same_size(right.parsed[0], given[0], _tolerance(own.latex), percent=percent):
+            return False
+        try:
+            self._check_whole(answer.latex, given)
+        except Unreadable:
+            return False
+        return True
+
+
+def _answers(sample: RewardInput) -> Sequence[Reading]:
+    """All that the response's answer may mean; nothing where it has none, or one that can't be read."""
+    answer = answer_of(sample.response)
+    if answer is None:
+        return ()
+    if answer == sample.response:
+        answer = last_formula(answer, cut=sample.finish_reason == "length")
+    if answer is None or len(answer) > TAIL:
+        return ()
+    try:
+        return readings(answer)
+    except Unreadable:
+        return ()
+
+
+def _tolerance(latex: str) -> float:
+    """Half of the last digit of the label's longest number, and at most TOLERANCE; of its size."""
+    longest = max((int(number.replace(".", "")) for number in re.findall(r"\d+(?:\.\d+)?", latex)), default=0)
+    return min(TOLERANCE, 0.5 / max(1, longest))
+
+
+def same_size(right: Any, given: Any, tolerance: float, *, percent: bool = False) -> bool:
+    """Whether the numbers of two expressions that math-verify calls equal are, relative to their size.
+
+    True also where they are not numbers, or in another arrangement: it then judged by other means than rounding.
+
+    Args:
+        right, given: what math-verify read.
+        tolerance: largest difference, as a part of the label's number.
+        percent: one of them is a percentage, which may stand for a hundredth.
+    """
+    numbers, others = _values(right), _values(given)
+    if numbers is None or others is None or len(numbers) != len(others):
+        return True
+    pairs = list(zip(numbers, others, strict=True))
+    scales = (1, 100, 0.01) if percent else (1,)
+    return any(
+        all(a == b or abs(a - scale * b) <= (tolerance * abs(a) if a else SMALLEST) for a, b in pairs)
+        for scale in scales
+    )
+
+
+def _values(expression: Any) -> list[complex] | None:
+    """The numbers of an expression, set, tuple, interval, matrix or equation, sorted; None where there are others."""
+    import sympy
+
+    found = []
+    for part in _parts(expression):
+        if not isinstance(part, sympy.Expr):
+            return None
+        # Variables have a value, the same in both expressions.
+        symbols = sorted(part.free_symbols, key=str)
+        known = {symbol: sympy.Rational(7 * sum(map(ord, str(symbol))), 1009) for symbol in symbols}
+        try:
+            found.append(complex(sympy.N(part.subs(known), DIGITS)))
+        except (TypeError, ValueError, AttributeError, NotImplementedError, ArithmeticError):
+            return None
+    return sorted(found, key=lambda number: (number.real, number.imag))
+
+
+def _parts(expression: Any) -> list[Any]:
+    import sympy
+
+    if isinstance(expression, sympy.Equality) and isinstance(expression.lhs, sympy.Symbol):
+        return _parts(expression.rhs)
+    if isinstance(expression, sympy.Interval):
+        return [expression.start, expression.end]
+    if isinstance(expression, (sympy.FiniteSet, sympy.Tuple, sympy.Union)):
+        return [part for one in expression.args for part in _parts(one)]
+    return list(expression.flat()) if isinstance(expression, sympy.MatrixBase) else [expression]

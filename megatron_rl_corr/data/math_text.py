@@ -1,0 +1,347 @@
+r"""How `math` reads a text as one answer: common notations become LaTeX that math-verify reads to its last sign.
+
+math-verify multiplies letters that it does not know, leaves out subscripts of numbers and takes units off, so that it
+reads "120_8" as 120 and "0x1F" as 0. Here a text either becomes LaTeX of which this can't be, or is refused by name.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from megatron_rl_corr.data.math_numbers import plain_numbers
+from megatron_rl_corr.data.math_signs import plain_signs
+from megatron_rl_corr.data.math_units import CURRENCIES, NO_UNITS, POWERS, SINGLE, canonical, is_known
+from megatron_rl_corr.data.unreadable import Unreadable
+
+OPEN, CLOSE = "\x01", "\x02"
+"""Around the words of a \\text{...}, once it is known that they are words."""
+COMMANDS = frozenset((
+    "frac", "binom", "sqrt", "pi", "infty", "cdot", "times", "div", "pm", "le", "leq", "ge", "geq", "lt", "gt",
+    "ne", "neq", "in", "notin", "cup", "cap", "setminus", "emptyset", "varnothing", "mathbb", "lfloor", "rfloor",
+    "lceil", "rceil", "lvert", "rvert", "vert", "langle", "rangle", "text", "log", "ln", "exp", "sin", "cos",
+    "tan", "csc", "sec", "cot", "arcsin", "arccos", "arctan", "arccsc", "arcsec", "arccot", "sinh", "cosh",
+    "tanh", "max", "min", "gcd", "lcm", "det", "sum", "prod", "int", "lim", "to", "overline", "vec", "bar",
+    "alpha", "beta", "gamma", "delta", "epsilon", "varepsilon", "zeta", "eta", "theta", "vartheta", "iota",
+    "kappa", "lambda", "mu", "nu", "xi", "rho", "sigma", "tau", "upsilon", "phi", "varphi", "chi", "psi", "omega",
+    "Gamma", "Delta", "Theta", "Lambda", "Xi", "Pi", "Sigma", "Upsilon", "Phi", "Psi", "Omega",
+))  # fmt: skip
+"""Commands that math-verify reads as what they mean."""
+FUNCTIONS = (
+    "arcsin", "arccos", "arctan", "arccsc", "arcsec", "arccot", "sinh", "cosh", "tanh", "sin", "cos", "tan",
+    "csc", "sec", "cot", "log", "ln", "exp", "sqrt", "pi", "theta", "alpha", "beta", "gamma", "lambda", "gcd",
+    "lcm",
+)  # fmt: skip
+SHORT_WORDS = frozenset((
+    "yes", "no", "odd", "even", "true", "none", "dne", "red",
+))  # fmt: skip
+MOST_WORDS = 3
+LONG_WORD = 4
+"""Letters in a row from which on they are a word, not variables that are multiplied."""
+
+_SPACE = re.compile(r"(?<!\\)\\(?:[,;:> ]|(?:quad|qquad|thinspace)(?![A-Za-z])|hspace\{[^{}]*\})|~|\s+")
+_TEXT = re.compile(r"\\(?:text|textrm|textnormal|textit|textbf|textsf|texttt|mbox|mathrm|mathsf|rm|operatorname)"
+                   r"\s*\{([^{}]*)\}")  # fmt: skip
+_BOLD = re.compile(r"\\(?:mathbf|boldsymbol|bm|mathit|mathcal|boxed|fbox|displaystyle|textstyle|phantom)"
+                   r"(?![A-Za-z])(?:\s*\{([^{}]*)\})?")  # fmt: skip
+_MARK = re.compile(r"(?:\\(?:boxed|fbox|mathbf|boldsymbol|bm|displaystyle)\s*)?(?=\{)|\\displaystyle(?![A-Za-z])")
+_AROUND = [(r"\(", r"\)"), (r"\[", r"\]"), *((sign, sign) for sign in ("$$", "$", "**", "`", "__"))]
+"""What may stand around an answer, and is no part of it."""
+_SIZES = re.compile(r"\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])\s*\.?")
+_PERCENT = re.compile(rf"\s*(?:\\?%|{OPEN}\s*(?:percent|per cent|pct)\s*{CLOSE}|(?<![A-Za-z])(?:percent|per cent|pct)"
+                      r"(?![A-Za-z]))")  # fmt: skip
+_DEGREES = re.compile(r"\^\s*\{?\s*\\(?:circ|degree)(?![A-Za-z])\s*\}?|\^\s*\{?\s*°\s*\}?|\\degree(?![A-Za-z])")
+_TH = "(?:st|nd|rd|th)"
+_ORDINAL = re.compile(
+    rf"(?<=\d)\s*(?:\^\s*\{{\s*{OPEN}?{_TH}{CLOSE}?\s*\}}|\^?\s*{OPEN}{_TH}{CLOSE}|{_TH}(?![A-Za-z]))"
+)
+_CURRENCY = re.compile(rf"([-+]?)\s*(?:US\s*)?([{re.escape(CURRENCIES)}]|USD|EUR|GBP)\s*([-+]?)(?=[\d.\\])")
+_WORD = rf"(?:{OPEN}[^{CLOSE}]*{CLOSE}|[^\W\d_]++|[{re.escape(CURRENCIES)}°])"
+_POWER = r"(?:\s*\^\s*(?:\{-?\d\}|-?\d)|(?<=[A-Za-z])\d(?!\d))?"
+_UNIT = re.compile(
+    rf"(?P<value>.*(?:[\d)}}\]!]|\\pi|[A-Za-z](?=\s*{OPEN})))(?P<space>\s*+)"
+    rf"(?P<unit>(?>{_WORD}{_POWER})(?>\s*+(?:/|\\cdot|-)?\s*+(?>{_WORD}{_POWER}))*+)$"
+)
+_CHOICE = re.compile(r"(?:\(([A-Z])\)|([A-Z])[.):])\s*(?=[\d\\$(\w-])(?!\\c[ua]p|\\times|\\cdot|\\in)(.+)")
+_TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|csc|sec|cot)(?![A-Za-z])")
+_MATRIX = re.compile(r"\\(?:begin|end)\s*\{[pbvBV]?matrix\}")
+_TOKEN = re.compile(
+    rf"\\\\|\\[A-Za-z]+|\\[{{}}|%]|\d+(?:\.\d+)?|[A-Za-z]+|{OPEN}[^{CLOSE}]*{CLOSE}|[-+*/^_=<>!|(){{}}\[\],;&: ]"
+)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One way to read a text.
+
+    Example: Reading("12", unit="cm^2") of "12 square centimeters", Reading(None, words="monday") of "Monday".
+    """
+
+    latex: str | None
+    """For math-verify; None: words."""
+    words: str | None = None
+    """In lower case, where all is letters."""
+    unit: str | None = None
+    """Behind it, or the currency before it, as `math_units.canonical` writes it."""
+    loose: bool = False
+    """An answer may mean it, a label does not: 5m as five metres, 3,14 as a decimal."""
+
+
+def readings(text: str) -> list[Reading]:
+    """All ways to read a text, at least one.
+
+    Raises:
+        Unreadable: there is none; the message says what stands in the way.
+    """
+    text = _unwrapped(plain_signs(text))
+    if not text:
+        raise Unreadable("it is empty")
+    choice = _CHOICE.fullmatch(_with_words(text).strip())
+    if choice is not None:
+        return _of_choice(choice[1] or choice[2], choice[3])
+    found, problem = [], None
+    for variant, loose in _variants(text):
+        try:
+            found += [replace(one, loose=one.loose or loose) for one in _read(variant)]
+        except Unreadable as error:
+            problem = problem or error
+    if not any(not one.loose for one in found):
+        raise problem or Unreadable("it can't be read")
+    return found
+
+
+def label_reading(text: str) -> Reading:
+    """The one way to read a label.
+
+    Raises:
+        Unreadable: there is none, or more than one.
+    """
+    found = list(dict.fromkeys(one for one in readings(text) if not one.loose))
+    if len(found) > 1:
+        ways = " or ".join(repr(one.latex if one.words is None else one.words) for one in found[:2])
+        raise Unreadable(f"it can be read as {ways}; write which")
+    return found[0]
+
+
+def _of_choice(letter: str, rest: str) -> list[Reading]:
+    """Readings of "(C) 12": the letter, and what stands behind it."""
+    found = [Reading(letter, words=letter.lower())]
+    try:
+        return found + readings(rest)
+    except Unreadable:
+        return found
+
+
+def _variants(text: str) -> list[tuple[str, bool]]:
+    """The text, once for each thing that it may mean; with whether only an answer may."""
+    euler = re.fullmatch(r"(-?\d+)e([+-]\d)", text)
+    if euler and euler[1].lstrip("-") != "1":  # 5e-3 is 0.005, or 5e - 3
+        return [(text.replace("e", "E"), False), (f"{euler[1]} e {euler[2]}", False)]
+    comma = re.fullmatch(r"(-?\d+),(\d+)", text)
+    if comma and not re.fullmatch(r"-?[1-9]\d{0,2},\d{3}", text):  # 3,14 is a list, or a decimal
+        decimal = f"{comma[1]}.{comma[2]}"
+        return [(f"{comma[1]}, {comma[2]}", False), (decimal, comma[1].lstrip("-") != "0")]
+    return [(text, False)]
+
+
+def _unwrapped(text: str) -> str:
+    """The text without what only marks or ends it: $...$, **...**, a box, spaces, a full stop."""
+    previous = None
+    while text != previous:
+        previous = text
+        text = re.sub(rf"^(?:{_SPACE.pattern})+|(?:{_SPACE.pattern})+$", "", text).strip()
+        text = re.sub(r"(?<!\.)[.,;:]$", "", text)
+        for left, right in _AROUND:
+            inner = text[len(left) : len(text) - len(right)]
+            if len(text) > len(left + right) and text.startswith(left) and text.endswith(right) and left not in inner:
+                text = inner if not inner.endswith("\\") else text
+        marked = _MARK.match(text)
+        if marked and text[marked.end() :].startswith("{") and group_end(text, marked.end()) == len(text):
+            text = text[marked.end() + 1 : -1]
+        elif marked and not text[marked.end() :].startswith("{"):
+            text = text[marked.end() :]
+    return text.removeprefix("+")
+
+
+def group_end(text: str, start: int) -> int | None:
+    """The place behind the bracket that closes the one at `start`, ( or {; None where nothing does."""
+    left, depth = text[start], 0
+    right = ")" if left == "(" else "}"
+    for place in range(start, len(text)):
+        if text[place] in left + right and text[place - 1 : place] != "\\":
+            depth += 1 if text[place] == left else -1
+            if depth == 0:
+                return place + 1
+    return None
+
+
+def _with_words(text: str) -> str:
+    r"""The text with markers around the words of \text{...}; numbers, single letters and "or" stand without."""
+
+    def marked(match: re.Match) -> str:
+        inner = match[1].strip()
+        if re.fullmatch(r",?\s*(?:and|or)\s*,?", inner):
+            return ", "
+        letters = re.fullmatch(r"[^\W\d_][^\d_\\(){}=+]*", inner)
+        return f"{OPEN}{match[1]}{CLOSE}" if letters else f" {match[1]} "
+
+    text = re.sub(r"\{\s*\\rm\s+([^{}]*)\}", r"\\text{\1}", text)
+    text = _TEXT.sub(marked, text)
+    while (plain := _BOLD.sub(lambda match: match[1] or "", text)) != text:
+        text = plain
+    return _SPACE.sub(" ", _SIZES.sub("", plain.replace(r"\!", ""))).strip()
+
+
+def _read(text: str) -> list[Reading]:
+    """Readings of a text that means one thing, but for units."""
+    if "matrix" not in text:
+        text = re.sub(r"\\\\(?=[A-Za-z])", r"\\", text)
+    text = plain_numbers(text)  # it needs to see \, and the like
+    text = _with_words(text.replace(r"\$", "$"))
+    if (words := _words(text)) is not None:
+        return [words]
+    text = _PERCENT.sub(r"\\%", re.sub(r"^(?:minus|negative)\s+(?=[\d.\\])", "-", text))
+    text = _named_functions(_ORDINAL.sub("", _DEGREES.sub("°", text)))
+    text = plain_numbers(text)  # those that words had hidden
+    unit = None
+    if (money := _CURRENCY.match(text)) is not None:
+        unit, text = canonical(money[2]), (money[1] or money[3]) + text[money.end() :]
+    found = []
+    for value, own, loose in _split_unit(text):
+        if unit is not None and own is not None:
+            own = f"{unit}/{own.removeprefix('/')}" if own.startswith("/") else None if own == unit else own
+        latex = _latex(value)
+        found.append(Reading(latex, unit=own or unit, loose=loose))
+    return found
+
+
+def _words(text: str) -> Reading | None:
+    """The reading of a text without mathematics; None for any other.
+
+    Raises:
+        Unreadable: it is a sentence.
+    """
+    bare = text.replace(OPEN, " ").replace(CLOSE, " ").strip()
+    single = re.fullmatch(r"\(?\s*([A-Za-z])\s*\)?\.?", bare)
+    if single:
+        return Reading(single[1], words=single[1].lower())
+    if not re.fullmatch(r"[^\W\d_][^\d_\\^{}()=+*/<>|&%$£€]*", bare):
+        return None
+    plain = re.sub(rf"{OPEN}[^{CLOSE}]*{CLOSE}", " ", text)
+    joined = " ".join(bare.split()).casefold()
+    runs = re.findall(r"[^\W\d_]+", plain)
+    if OPEN not in text and joined not in SHORT_WORDS and not any(len(run) >= LONG_WORD for run in runs):
+        return Reading(bare, words=joined) if bare.isalpha() and bare.isascii() and bare not in FUNCTIONS else None
+    if any(run in FUNCTIONS or run in ("infinity",) for run in runs):
+        return None
+    if len(joined.split()) > MOST_WORDS:
+        raise Unreadable(f"{bare[:40]!r} is a sentence")
+    return Reading(None, words=joined)
+
+
+def _named_functions(text: str) -> str:
+    """The text with commands in the place of plain words and signs that name functions and operators."""
+    text = re.sub(rf"(?<![\\A-Za-z])({'|'.join(FUNCTIONS)})(?![A-Za-z])", r"\\\1 ", text)
+    text = re.sub(r"(?<![\\A-Za-z])(?:infinity|infty|inf|oo)(?![A-Za-z])", r"\\infty ", text)
+    text = re.sub(r"(?<=[\])])\s*(?:U|union)\s*(?=[\[(])", r"\\cup ", text)
+    text = re.sub(r"(?:\s*,)?\s+(?:and|or)\s+", ", ", text)
+    for plain, command in (("<=", r"\le "), (">=", r"\ge "), ("!=", r"\ne "), ("==", "="), ("**", "^")):
+        text = text.replace(plain, command)
+    return text
+
+
+def _split_unit(text: str) -> list[tuple[str, str | None, bool]]:
+    """(value, unit or None, whether only an answer may mean it) of a text, in one or two ways.
+
+    Raises:
+        Unreadable: the words behind the value are not a unit.
+    """
+    match = _UNIT.fullmatch(text)
+    if match is None:
+        return [(text, None, False)]
+    plain = re.findall(r"[^\W\d_]+", re.sub(rf"{OPEN}[^{CLOSE}]*{CLOSE}", " ", match["unit"]).replace(r"\cdot", " "))
+    words = match["unit"].replace(OPEN, " ").replace(CLOSE, " ").strip()
+    spaced = bool(match["space"]) or OPEN in match["unit"] or "/" in words or "°" in words
+    if len(words) == 1 and words in SINGLE and plain:
+        split, whole = (match["value"], canonical(words)), (text, None)
+        return [(*split, False), (*whole, True)] if spaced else [(*whole, False), (*split, True)]
+    if not all(_may_be_unit(word, "/" in words or "°" in words or OPEN in match["unit"]) for word in plain):
+        return [(text, None, False)]
+    unit = canonical(words)
+    if unit is None:
+        raise Unreadable(f"the words {words!r} behind a number say something else of it")
+    if "degree" in unit and _TRIGONOMETRIC.search(match["value"]):
+        raise Unreadable("degrees within a function are left out by math-verify")
+    return [(match["value"].rstrip(), unit, False)]
+
+
+def _may_be_unit(word: str, with_others: bool) -> bool:
+    if not word.isascii() or is_known(word) and (len(word) > 1 or with_others):
+        return True
+    return len(word) >= LONG_WORD or word in ("per", *POWERS, *NO_UNITS) or (with_others and word in SINGLE)
+
+
+def _latex(text: str) -> str:
+    """The text as LaTeX of signs that math-verify knows. Raises Unreadable for any other."""
+    text = _roots(text)
+    if "°" in text:
+        raise Unreadable("degrees within a formula are left out by math-verify")
+    text = re.sub(r"(?<!\d)\.(?=\d)", "0.", text)
+    text = re.sub(r"\s*,\s*", ", ", text.strip())
+    bare, place, previous = _MATRIX.sub("", text), 0, ""
+    while place < len(bare):
+        token = _TOKEN.match(bare, place)
+        if token is None:
+            raise Unreadable(f"math-verify does not know the sign {bare[place]!r} in {bare[:40]!r}")
+        _check(token[0], previous, bare[: place], bare[token.end() :])
+        previous, place = token[0], token.end()
+    sides = re.sub(r"\\[{}]", "", bare)
+    if sides.count("{") != sides.count("}") or len(re.findall(r"[(\[]", bare)) != len(re.findall(r"[)\]]", bare)):
+        raise Unreadable("a bracket is not closed")
+    if re.search(r"\d\s*:\s*\d\d(?!\d)", bare) or bare.count(":") > 1:
+        raise Unreadable("it may be a time or a ratio")
+    if "\\\\" in bare and bare == text:
+        raise Unreadable("it has lines, and is not a matrix")
+    words = re.compile(rf"{OPEN}\s*([^{CLOSE}]*?)\s*{CLOSE}")
+    return words.sub(lambda match: match[1] if len(match[1]) == 1 else f"\\text{{{match[1]}}}", text)
+
+
+def _check(token: str, previous: str, before: str, after: str) -> None:
+    """Raises Unreadable where math-verify reads a token of a formula as something else, or leaves it out."""
+    if token[0] == "\\" and token[1:].isalpha() and token[1:] not in COMMANDS:
+        raise Unreadable(f"math-verify does not know {token}")
+    if token[0].isdigit() and previous.isascii() and previous[:1].isalpha():
+        raise Unreadable(f"a digit stands behind a letter in {(previous + token)[:40]!r}")
+    if token[0].isdigit() and re.search(r"\d\s*$", before):
+        raise Unreadable(f"there is nothing between the numbers {before[-8:].strip()!r} and {token!r}")
+    if token[0].isdigit() and re.search(r"\}\s*$", before) and not re.search(r"\\log_\{\d+\}\s*$", before):
+        raise Unreadable(f"nothing says what {token} behind a bracket does")
+    if token[0].isdigit() and re.match(r"\s*\)?\s*_", after):
+        raise Unreadable(f"the subscript of the number {token} is left out by math-verify")
+    if token[0].isdigit() and "." in token and re.match(r"\s*\(\s*\d", after):
+        raise Unreadable(f"{token}(...) may be a product or a repeating decimal")
+    if token.isalpha() and (len(token) >= LONG_WORD or len(token) > 1 and is_known(token)):
+        raise Unreadable(f"the letters {token!r} would be multiplied")
+    words = token[1:-1].strip() if token[0] == OPEN else ""
+    if token[0] == OPEN and (len(words.split()) != 1 or (len(words) > 1 and is_known(words))):
+        raise Unreadable(f"the words {words[:40]!r} stand within a formula")
+    if token == "^" and re.search(r"\^\{[^{}]*\}\s*$", before):
+        raise Unreadable("an exponent has an exponent without brackets")
+    if token == "!" and previous == "!" or token == ">" and previous in ("-", "="):
+        raise Unreadable(f"math-verify does not know {previous + token}")
+
+
+def _roots(text: str) -> str:
+    """The text with braces around what is under a root or in an exponent."""
+    text = re.sub(r"(\\sqrt\[3\])?√\s*(?:(\d+(?:\.\d+)?|[A-Za-z])|(?=[({]))",
+                  lambda m: (m[1] or "\\sqrt") + (f"{{{m[2]}}}" if m[2] else ""), text)  # fmt: skip
+    text = re.sub(r"\\log\s*_\s*(\d+)", r"\\log_{\1}", text)
+    text = re.sub(r"\\sqrt\s*(\[\d+\])?\s*(\d)(?![\d.])", r"\\sqrt\1{\2}", text)
+    if re.search(r"\\sqrt\s*\d", text):
+        raise Unreadable("a root has no braces, and so no end")
+    while (found := re.search(r"(?:\\sqrt|\^)\s*(?=\()", text)) is not None:
+        end = group_end(text, found.end())
+        if end is None:
+            raise Unreadable("a bracket is not closed")
+        text = f"{text[: found.end()].rstrip()}{{{text[found.end() + 1 : end - 1]}}}{text[end:]}"
+    return text
