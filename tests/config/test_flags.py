@@ -244,7 +244,7 @@ def test_flag_when_it_has_another_name_now_then_an_error_that_names_the_new_one(
     new = {"--rollout-samples": "--rollout-group-size", "--group-size": "--rollout-group-size"}
     monkeypatch.setattr(flags_module, "RENAMED", new)
     with pytest.raises(ValueError) as raised:
-        read([*REQUIRED, *words] if read is parse else words)
+        read([*(REQUIRED if read is parse else [megatron_rl_hooks.NEEDS]), *words])
     assert str(raised.value) == f"{words[0].split('=')[0]} is called --rollout-group-size now"
 
 
