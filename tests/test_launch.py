@@ -5,18 +5,32 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy
 import pytest
+from safetensors.numpy import save_file
 
 ROOT = Path(__file__).resolve().parents[1]
 REQUIRED = {
     "--rollout-url": "http://127.0.0.1:30000", "--rollout-hf-checkpoint": "model",
     "--rollout-prompts": "prompts.jsonl", "--rollout-reward-function": "reward.py:reward",
 }
+"""Paths are in the folder of the fixture `script`."""
 
 
-def run(*arguments: str, rank: str | None = None, code: str | None = None) -> subprocess.CompletedProcess:
+def write_inputs(folder: Path) -> None:
+    """What REQUIRED names."""
+    (folder / "model").mkdir()
+    (folder / "model/config.json").write_text("{}")
+    save_file({"a": numpy.zeros(2)}, folder / "model/model.safetensors")
+    (folder / "prompts.jsonl").write_text('{"prompt": "1 + 1"}\n')
+    (folder / "reward.py").write_text("def reward(sample):\n    return 1.0\n")
+
+
+def run(
+    *arguments: str, rank: str | None = None, code: str | None = None, **variables: str
+) -> subprocess.CompletedProcess:
     command = ["-c", code] if code else ["-m", "megatron_rl_corr.launch", *arguments]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | variables
     environment.pop("RANK", None)
     if rank is not None:
         environment["RANK"] = rank
@@ -32,9 +46,21 @@ def flags(without: str = "", **more: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def script(tmp_path_factory) -> str:
+def folder(tmp_path_factory) -> Path:
+    made = tmp_path_factory.mktemp("script")
+    write_inputs(made)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def _in_folder(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+
+
+@pytest.fixture(scope="module")
+def script(folder) -> str:
     """A script that must never be reached."""
-    path = tmp_path_factory.mktemp("script") / "pretrain_gpt.py"
+    path = folder / "pretrain_gpt.py"
     path.write_text("raise SystemExit('the script ran')\n")
     return str(path)
 

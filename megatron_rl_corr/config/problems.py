@@ -62,6 +62,14 @@ def numbered(problems: Iterable[str]) -> str:
     return "\n".join([f"{len(texts)} problems:", *lines])
 
 
+def known[Value](read: Callable[[], Value]) -> Value | None:
+    """read(), or None where it reads a refused value."""
+    try:
+        return read()
+    except Unknown:
+        return None
+
+
 class Problems:
     """Runs checks, and goes on after those that refuse something.
 

@@ -82,6 +82,11 @@ class ParquetRows:
         """As `Rows`'."""
         return digest_of(self._files)
 
+    @property
+    def column_names(self) -> list[str] | None:
+        """The keys of its rows, which are read a whole row group at a time."""
+        return self._columns
+
     def _group(self, group: int) -> pa.Table:
         if group in self._decoded:
             self._decoded.move_to_end(group)
@@ -106,6 +111,8 @@ class SavedDataset:
     """
 
     groups: list[tuple[int, int]] = []
+    column_names: list[str] | None = None
+    """Any row is read alone."""
 
     def __init__(self, path: str | Path):
         self.path, self.notes = str(path), []
@@ -149,8 +156,8 @@ class SavedDataset:
         return digest_of(self._files)
 
 
-def parquet_folder(path: Path) -> ParquetRows:
-    """The rows of a folder of Parquet files, by their names.
+def parquet_folder(path: Path, *, whole: bool = True) -> ParquetRows:
+    """The rows of a folder of Parquet files, by their names. whole: of all; else of the first one.
 
     Raises:
         ValueError: it holds several splits, such as train and test.
@@ -161,7 +168,7 @@ def parquet_folder(path: Path) -> ParquetRows:
         raise ValueError(
             f"{path}: holds the splits {', '.join(splits)}; name the files of one of them instead of the folder"
         )
-    return ParquetRows(files, path)
+    return ParquetRows(files if whole else files[:1], path)
 
 
 def _row(table: pa.Table | pa.RecordBatch, place: int, where: str) -> dict[str, Any]:

@@ -19,10 +19,18 @@ NEEDS = "--rl-inference-logprobs-is-correction"
 
 def parse(arguments: Sequence[str]) -> tuple[RolloutCorrectionConfig, str | None]:
     """The correction and --rollout-log-dir. ValueError for a flag of ours that has no effect there, or one missing."""
+    problems = Problems()
+    config, log_dir = read(arguments, problems)
+    if problems:
+        raise Refusal(problems.found).each(name_flags)
+    return config, log_dir
+
+
+def read(arguments: Sequence[str], problems: Problems) -> tuple[RolloutCorrectionConfig, str | None]:
+    """As `parse`, for who collects problems: of what is refused nothing can be read in the correction."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     add_group(parser, CORRECTION)
     add_group(parser, (LogsConfig,), only=["log_dir"])
-    problems = Problems()
     given = given_flags(parser, arguments, problems)
     for other in given.others:
         if other.startswith(PREFIX):
@@ -34,8 +42,6 @@ def parse(arguments: Sequence[str]) -> tuple[RolloutCorrectionConfig, str | None
     config = read_correction(given, problems)
     with problems.catch():
         check_settings(config, "Megatron's RL")
-    if problems:
-        raise Refusal(problems.found).each(name_flags)
     return config, given.values.get("log_dir")
 
 

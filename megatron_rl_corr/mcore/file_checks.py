@@ -12,14 +12,9 @@ import torch.distributed as dist
 from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.files import check_writable
 from megatron_rl_corr.mcore import compat
+from megatron_rl_corr.mcore.early_checks import HF_FOLDERS, WEIGHT_FOLDERS, naming_checkpoint, refuse_links
 from megatron_rl_corr.mcore.hf_saves import check_folder
-from megatron_rl_corr.mcore.policy_check import naming_checkpoint
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
-
-HF_FOLDERS = ("iter_*", ".iter_*")
-"""What --rollout-save-hf writes in its folder."""
-WEIGHT_FOLDERS = (".unfinished",)
-"""What a push by disk writes in its folder, under one name each time."""
 
 
 def check_files(options: RunConfig, args: argparse.Namespace) -> None:
@@ -76,9 +71,9 @@ def _check_folders(options: RunConfig, args: argparse.Namespace, written: Iterab
     for flag, folder in written:
         check_writable(folder, flag)
     if options.save_hf is not None:
-        _refuse_links("--rollout-save-hf", Path(options.save_hf), HF_FOLDERS)
+        refuse_links("--rollout-save-hf", Path(options.save_hf), HF_FOLDERS)
     if options.weight_dir is not None:
-        _refuse_links("--rollout-weight-dir", Path(options.weight_dir), WEIGHT_FOLDERS)
+        refuse_links("--rollout-weight-dir", Path(options.weight_dir), WEIGHT_FOLDERS)
 
 
 def written_folders(
@@ -105,12 +100,3 @@ def written_folders(
 
 def _given(*pairs: tuple[str, str | None]) -> Iterator[tuple[str, str]]:
     yield from ((flag, folder) for flag, folder in pairs if folder is not None)
-
-
-def _refuse_links(flag: str, folder: Path, patterns: Iterable[str]) -> None:
-    """ValueError for a link in the place of a folder that will be written: it may lead anywhere."""
-    for link in (path for pattern in patterns for path in folder.glob(pattern) if path.is_symlink()):
-        raise ValueError(
-            f"{flag} {folder}: {link.name} in it is a link to {os.readlink(link)}, and nothing is written through one; "
-            "remove it, or name another folder"
-        )

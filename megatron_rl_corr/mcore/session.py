@@ -21,12 +21,13 @@ from megatron_rl_corr.mcore.batch import BatchShape
 from megatron_rl_corr.mcore.batch_collector import BatchCollector
 from megatron_rl_corr.mcore.collect import Collector, SampleSource
 from megatron_rl_corr.mcore.colocation import TrainerMemory
+from megatron_rl_corr.mcore.early_checks import naming_checkpoint
 from megatron_rl_corr.mcore.evaluate import Evaluation
 from megatron_rl_corr.mcore.forward import LogprobSettings
 from megatron_rl_corr.mcore.hf_saves import HFSaves
 from megatron_rl_corr.mcore.model_check import check_models
 from megatron_rl_corr.mcore.packing import pack_limits
-from megatron_rl_corr.mcore.policy_check import check_model, naming_checkpoint
+from megatron_rl_corr.mcore.policy_check import check_model
 from megatron_rl_corr.mcore.prompt_checks import training_prompts
 from megatron_rl_corr.mcore.push_probe import broadcast_probe, print_probe
 from megatron_rl_corr.mcore.reference import Reference

@@ -769,6 +769,13 @@ def test_router_state_when_put_back_then_what_a_checkpoint_holds_and_no_logits_t
 
 
 CASES["warnings"] = """
+import tempfile
+from pathlib import Path
+from tests.test_launch import write_inputs
+def with_files(flags):
+    names = {"m": "model", "p": "prompts.jsonl", "r.py:r": "reward.py:reward"}
+    write_inputs(folder := Path(tempfile.mkdtemp()))
+    return [str(folder / names[flag]) if flag in names else flag for flag in flags]
 import asyncio, contextlib, dataclasses, io, logging
 import torch.distributed as dist
 from megatron_rl_corr.events import EVENTS
@@ -793,7 +800,7 @@ layout = types.SimpleNamespace(dp_size=1, dp_rank=0)
 errors = io.StringIO()
 logging.getLogger("megatron_rl_corr").addHandler(logging.StreamHandler(errors))
 with contextlib.redirect_stderr(errors):
-    plugin.prepare(FLAGS)()
+    plugin.prepare(with_files(FLAGS))()
     logging.getLogger("megatron_rl_corr.weight_sync.verify").warning("`verify_push` is %s", "off")
     held_out = evaluate.HeldOut(EvaluationSet("", "p", 1), PromptDataset([Prompt(3, [1])]))
     running = types.SimpleNamespace(failed=0)
