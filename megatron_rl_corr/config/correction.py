@@ -13,7 +13,8 @@ from typing import Annotated, Any, Literal, Self
 
 from megatron_rl_corr.config import notation
 from megatron_rl_corr.config.checks import NO_WEIGHTS, check_bounds, close_to, nearest, plain
-from megatron_rl_corr.config.fields import Positive, make, option
+from megatron_rl_corr.config.dialects import in_our_words
+from megatron_rl_corr.config.fields import Positive, check_values, make, option
 from megatron_rl_corr.config.loss_settings import LossSettings
 from megatron_rl_corr.config.presets import PRESET_FIELDS
 from megatron_rl_corr.config.problems import Problems, Refusal
@@ -271,7 +272,9 @@ class RolloutCorrectionConfig(LossSettings):
             ValueError: everything that can't be, or that has no effect.
         """
         problems, fields = Problems(), {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        values, refused = notation.resolve(mapping, fields, problems, set(unknown))
+        values, refused = notation.resolve(mapping, fields, problems, unknown := set(unknown))
+        alone = {name: value for name, value in mapping.items() if name in refused and name not in unknown}
+        check_values(type(self), in_our_words(alone), problems)
         made = make(type(self), values, problems, refused)
         if problems:
             raise Refusal(problems.found, made)

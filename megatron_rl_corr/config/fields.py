@@ -255,6 +255,19 @@ def make[Made: Options](
     return made.collect(problems, unknown)
 
 
+def check_values(owner: type, values: Mapping[str, Any], problems: Problems) -> None:
+    """Judge values each by itself, where it is not known what they will stand beside.
+
+    Args:
+        owner: the dataclass.
+        values: of its fields; other keys are passed over.
+        problems: gets what is refused.
+    """
+    for name, one in options_of(owner).items():
+        if name in values and values[name] != one.none:
+            problems.accepts(lambda one=one: one.check(values[one.name]))
+
+
 @functools.cache
 def options_of(owner: type) -> dict[str, Option]:
     """The options of a dataclass by name, in their order.

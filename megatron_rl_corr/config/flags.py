@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.config.cross_checks import check_given_clips, check_together
-from megatron_rl_corr.config.fields import Option, docs_of, make, options_of
+from megatron_rl_corr.config.dialects import in_our_words
+from megatron_rl_corr.config.fields import Option, check_values, docs_of, make, options_of
 from megatron_rl_corr.config.notation import CorrectionSource
 from megatron_rl_corr.config.problems import Nothing, Problems, Refusal, Unknown
 from megatron_rl_corr.config.run import TOPICS, RunConfig
@@ -284,9 +285,7 @@ def correction_config(given: Mapping[str, Any], unknown: Collection[str] = ()) -
         # Of what the settings would be laid over nothing is known: each can be judged alone.
         problems = Problems()
         problems.add(error)
-        for name, one in options_of(RolloutCorrectionConfig).items():
-            if name in settings and settings[name] != one.none:
-                problems.accepts(lambda one=one, name=name: one.check(settings[name]))
+        check_values(RolloutCorrectionConfig, in_our_words(settings), problems)
         raise Refusal(problems.found) from error
     if config.rollout_is is None and settings.get("rollout_is_threshold") is not None:
         raise Refusal([

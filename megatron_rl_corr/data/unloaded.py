@@ -16,6 +16,8 @@ from megatron_rl_corr.data.reward_input import FORMS as REWARD_FORMS
 
 _DYNAMIC = ("globals", "exec", "eval", "vars", "locals", "setattr", "__getattr__")
 """A file that has one of these names may define what its text does not show."""
+_ENDS = ("exit", "quit", "_exit")
+"""A file that calls one of these as it is loaded is refused for that, when it is."""
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 
@@ -128,7 +130,11 @@ def _is_dynamic(tree: ast.Module) -> bool:
         modules = isinstance(node, ast.Attribute) and node.attr in ("modules", "__dict__")
         if star or called or defined or modules or isinstance(node, (ast.Global, ast.TypeAlias)):
             return True
-    return False
+    return any(
+        isinstance(node, ast.Raise)
+        or (isinstance(node, ast.Attribute) and node.attr in _ENDS) or (isinstance(node, ast.Name) and node.id in _ENDS)
+        for node in _module_nodes(tree)
+    )
 
 
 def _takes(arguments: ast.arguments, count: int) -> bool:
