@@ -74,8 +74,12 @@ class EarlyChecks:
                 read_config(folder)
 
     def _check_replay(self) -> None:
-        if self.options.replay is not None:
+        if self.options.replay is None:
+            return
+        try:
             folder_files(self.options.replay)
+        except (ValueError, OSError) as error:
+            raise ValueError(f"`replay`: {error}") from None
 
     def _check_prompts(self, name: str) -> None:
         options = self.options

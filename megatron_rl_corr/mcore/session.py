@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
-from megatron_rl_corr.config.problems import Problems
+from megatron_rl_corr.config.problems import Problems, check_each
 from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.data.rewards import Rewards
 from megatron_rl_corr.data.tokenizer import Tokenizer
@@ -29,7 +29,7 @@ from megatron_rl_corr.mcore.hf_saves import HFSaves
 from megatron_rl_corr.mcore.model_check import check_models
 from megatron_rl_corr.mcore.packing import pack_limits
 from megatron_rl_corr.mcore.policy_check import check_model
-from megatron_rl_corr.mcore.prompt_checks import training_prompts
+from megatron_rl_corr.mcore.prompt_checks import held_out_prompts, training_prompts
 from megatron_rl_corr.mcore.push_probe import broadcast_probe, print_probe
 from megatron_rl_corr.mcore.reference import Reference
 from megatron_rl_corr.mcore.reference_start import broadcast_reference
@@ -319,7 +319,11 @@ def sample_source(
     prompts = problems.check(
         "prompts", lambda: training_prompts(options, args, layout, tokenizer, vocab_size), needs=["tokenizer"]
     )
-    if not problems.passed("client", "rewards"):
+    if not problems.passed("client", "rewards"):  # an evaluation can't be made, but its data can be looked at
+        problems.check("held-out prompts", lambda: check_each(
+            lambda one: held_out_prompts(one.path, options, args, layout, tokenizer, vocab_size),
+            options.evaluation_sets(),
+        ), needs=["tokenizer"])  # fmt: skip
         return None
     return SampleSource(client, loop, prompts, rewards, episodes, tokenizer)
 
