@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megatron_rl_corr import plugin
 from megatron_rl_corr.config.flags import HelpFormatter, add_flags
+from megatron_rl_corr.config.problems import Problems, numbered
 
 USAGE = "torchrun [...] -m megatron_rl_corr.launch SCRIPT.py [its and Megatron's flags] [rollout flags]"
 DESCRIBE = "--rollout-corr-describe"
@@ -31,9 +32,12 @@ def main(argv: list[str] | None = None) -> int:
         processes, argv = "".join(argv[place + 1 : place + 2]), [*argv[:place], *argv[place + 2 :]]
         if not processes.isdecimal() or not int(processes) or not argv:
             return _refuse(f"{CHECK} takes the number of processes that would train, and a script; got {processes!r}")
+    problems = Problems()
     script, arguments = argv[0], argv[1:]
     if not Path(script).is_file():
-        return _refuse(f"there is no script {script}; the first argument names a Megatron pretrain script")
+        problems.add(f"there is no script {script}; the first argument names a Megatron pretrain script")
+    if script.startswith("--"):  # it was left out
+        arguments = argv
     if "-h" in arguments or "--help" in arguments:
         _print_help()
         print("\nThe script's own flags and Megatron's: run it without the launcher, with --help.")
@@ -41,10 +45,15 @@ def main(argv: list[str] | None = None) -> int:
     if processes is not None:
         # Before anything is read: Megatron, and our own checks, take the place in the job from these.
         os.environ.update({"WORLD_SIZE": processes, "RANK": "0", "LOCAL_RANK": "0"})
+    install, folder = None, str(Path(script).resolve().parent)
     try:
-        install = plugin.prepare(arguments, for_all_ranks=processes is not None)
-    except ValueError as error:
+        install = plugin.prepare(arguments, for_all_ranks=processes is not None, script_folder=folder)
+    except plugin.RefusedHere as error:
         return _refuse(error)
+    except ValueError as error:
+        problems.add(error)
+    if problems:
+        return _refuse(numbered(problems.found))
     if processes is not None:
         return _check(script, arguments, install)
     return _run(script, arguments, install)

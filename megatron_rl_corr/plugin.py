@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl_corr.config.flags import name_flags, parse
+from megatron_rl_corr.config.flags import name_flags, read
+from megatron_rl_corr.config.problems import Problems, Refusal, known, numbered
 from megatron_rl_corr.files import check_writable, refuse_link
 from megatron_rl_corr.integrations import megatron_rl_hooks
 
@@ -32,37 +33,46 @@ _begun = False
 """Whether this process has read its command line: a patched Megatron asks for the plugin again."""
 
 
-def prepare(arguments: Sequence[str], *, for_all_ranks: bool = False) -> Install:
-    """Read a whole command line, before anything heavy is imported.
+def prepare(
+    arguments: Sequence[str], *, for_all_ranks: bool = False, script_folder: str | None = None
+) -> Install:
+    """Read a whole command line, and look at what it names, before anything heavy is imported.
 
     Args:
         arguments: the command line.
-        for_all_ranks: try the folders of the last rank here too, as this process is there for all.
+        for_all_ranks: this process is there for all, and only checks what they would do.
+        script_folder: of the script, where Python does not look for modules yet.
 
     Raises:
-        ValueError: names the flag and the remedy.
+        ValueError: lists everything that is wrong, each with its flag and the remedy. Every rank of the first host
+            raises the same; what only the last rank of another host writes, and can't, is its own RefusedHere.
     """
     global _begun
     # Before anything else: a patched Megatron calls `load` as soon as our hooks import it.
     _begun = True
+    problems, rank, ranks = Problems(), _number("RANK", 0), _number("WORLD_SIZE", 1)
     if any(argument.split("=")[0] == "--yaml-cfg" for argument in arguments):
-        raise ValueError("--yaml-cfg replaces every flag, the rollout ones too; give Megatron's settings as flags")
+        problems.add("--yaml-cfg replaces every flag, the rollout ones too; give Megatron's settings as flags")
     megatrons_own_rl = megatron_rl_hooks.ASKS in arguments
-    try:
-        if megatrons_own_rl:
-            config, log_dir = megatron_rl_hooks.parse(arguments)
-            settings = {"rollout_correction": config}
-        else:
-            config, options = parse(arguments)
-            settings, log_dir = {"rollout_correction": config, "rollout": options}, options.log_dir
-    except OSError as error:
-        raise ValueError(
-            f"--rollout-correction-config {error.filename} cannot be read: {error.strerror}"
-        ) from error
+    if megatrons_own_rl:
+        config, log_dir = megatron_rl_hooks.read(arguments, problems)
+        options, settings = None, {"rollout_correction": config}
+    else:
+        config, options = read(arguments, problems)
+        log_dir, settings = known(lambda: options.log_dir), {"rollout_correction": config, "rollout": options}
+        # Another host may have other files at a path: there, they are looked at when one message can speak for all.
+        if for_all_ranks or rank == _number("LOCAL_RANK", rank):
+            from megatron_rl_corr.mcore.early_checks import EarlyChecks
 
-    folders = _last_ranks_folders(arguments, log_dir)
-    if for_all_ranks or os.environ.get("RANK", "0") == str(int(os.environ.get("WORLD_SIZE", "1")) - 1):
-        _check_folders(folders)
+            EarlyChecks(config, options, script_folder, only_checked=for_all_ranks).collect(problems)
+
+    folders, on_one_host = _last_ranks_folders(arguments, log_dir), _number("LOCAL_WORLD_SIZE", 1) == ranks
+    if for_all_ranks or on_one_host:
+        with problems.catch():
+            _check_folders(folders)
+    elif rank == ranks - 1:
+        _check_folders(folders, RefusedHere)
+    problems.raise_all()
 
     def install() -> Callable[[], None]:
         name_flags_in_logs()
@@ -88,6 +98,11 @@ class RefusedHere(ValueError):
     """What this rank alone may know, such as a folder that only it writes: printed by whichever rank it is."""
 
 
+def _number(variable: str, otherwise: int) -> int:
+    """A number that torchrun has put into the environment."""
+    return int(os.environ.get(variable, otherwise))
+
+
 def _last_ranks_folders(arguments: Sequence[str], log_dir: str | None) -> dict[str, str]:
     """Flag -> folder of what the job's last rank writes: metrics, and what Megatron writes there."""
     folders = {} if log_dir is None else {"--rollout-log-dir": log_dir}
@@ -98,22 +113,28 @@ def _last_ranks_folders(arguments: Sequence[str], log_dir: str | None) -> dict[s
     return {flag: folder for flag, folder in folders.items() if folder}
 
 
-def _check_folders(folders: Mapping[str, str]) -> None:
-    """Write a file into each. Raises RefusedHere with the flag, the folder and the remedy."""
-    try:
-        for flag, folder in folders.items():
+def _check_folders(folders: Mapping[str, str], error: type[ValueError] = ValueError) -> None:
+    """Write a file into each. Raises `error` with all flags, folders and remedies where that fails."""
+    problems = Problems()
+    for flag, folder in folders.items():
+        with problems.catch():
             check_writable(folder, flag)
-        for name in LOG_NAMES if "--rollout-log-dir" in folders else ():
-            path = Path(folders["--rollout-log-dir"], name)
-            if name != "run.json":  # a link of that name is replaced
-                refuse_link(path)
-            kind, fits = ("folder", path.is_dir()) if name == LOG_NAMES[-1] else ("plain file", path.is_file())
-            if path.exists() and not fits and not path.is_symlink():
-                raise RefusedHere(f"--rollout-log-dir: {path} is no {kind}; remove it, or name another folder")
-    except ValueError as error:
-        raise RefusedHere(str(error)) from None
+            for name in LOG_NAMES if flag == "--rollout-log-dir" else ():
+                _check_place(Path(folder, name))
+    if problems:
+        raise error(numbered(problems.found)) if error is RefusedHere else Refusal(problems.found)
+
+
+def _check_place(path: Path) -> None:
+    """ValueError where something else is in the place of what a run writes in --rollout-log-dir."""
+    try:
+        if path.name != "run.json":  # a link of that name is replaced
+            refuse_link(path)
+        kind, fits = ("folder", path.is_dir()) if path.name == LOG_NAMES[-1] else ("plain file", path.is_file())
+        if path.exists() and not fits and not path.is_symlink():
+            raise ValueError(f"--rollout-log-dir: {path} is no {kind}; remove it, or name another folder")
     except OSError as error:
-        raise RefusedHere(f"--rollout-log-dir: {error.filename}: {error.strerror}") from None
+        raise ValueError(f"--rollout-log-dir: {error.filename}: {error.strerror}") from None
 
 
 def name_flags_in_logs() -> None:

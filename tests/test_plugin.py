@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.test_launch import write_inputs
+
 ROOT = Path(__file__).resolve().parents[1]
 CODE = (
     "import sys; from megatron_rl_corr import plugin; {before}; plugin.load(); "
@@ -14,10 +16,27 @@ CODE = (
 )
 
 
+GIVEN = {"--rollout-hf-checkpoint": "model", "--rollout-prompts": "prompts.jsonl",
+         "--rollout-reward-function": "reward.py:reward", "--rollout-url": "http://a:1"}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _in_folder(tmp_path, monkeypatch):
+    """What GIVEN names is in the working folder."""
+    write_inputs(tmp_path)
+    monkeypatch.chdir(tmp_path)
+
+
+def given(**changed):
+    """The command line of GIVEN; changed: flags by their words, None leaves one out."""
+    flags = GIVEN | {f"--rollout-{name.replace('_', '-')}": value for name, value in changed.items()}
+    return tuple(word for flag, value in flags.items() if value is not None for word in (flag, value))
+
+
 def load(*arguments, before="pass", rank="0"):
     return subprocess.run(
-        [sys.executable, "-c", CODE.format(before=before), *arguments], cwd=ROOT, env=os.environ | {"RANK": rank},
-        capture_output=True, text=True, timeout=60,
+        [sys.executable, "-c", CODE.format(before=before), *arguments],
+        env=os.environ | {"RANK": rank, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
 
 
@@ -34,12 +53,11 @@ def test_load_when_the_launcher_has_begun_then_nothing_is_done_again():
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("--lr", "1"), "--rollout-hf-checkpoint is required; see --help"),
-        (("--rollout-hf-checkpoint", "m"), "--rollout-url is required; see --help"),
-        (("--rollout-iss", "token"), "unknown flag --rollout-iss; did you mean --rollout-is?"),
-        (("--rollout-hf-checkpoint", "m", "--rollout-prompts", "p", "--rollout-reward-function", "r.py:r",
-          "--rollout-url", "htp://a:1"), "--rollout-url: a server address is http://HOST:PORT or https://HOST:PORT"),
-        (("--rollout-correction-config", "nowhere.yaml"), "--rollout-correction-config nowhere.yaml cannot be read:"),
+        (given(hf_checkpoint=None), "--rollout-hf-checkpoint is required; see --help"),
+        (given(url=None), "--rollout-url is required; see --help"),
+        (given(iss="token"), "unknown flag --rollout-iss; did you mean --rollout-is?"),
+        (given(url="htp://a:1"), "--rollout-url: a server address is http://HOST:PORT or https://HOST:PORT"),
+        (given(correction_config="nowhere.yaml"), "--rollout-correction-config nowhere.yaml cannot be read:"),
         (("--perform-rl-step",), "--perform-rl-step needs --rl-inference-logprobs-is-correction beside it"),
     ],
 )
@@ -59,9 +77,7 @@ def test_load_when_something_else_is_in_the_place_of_what_a_run_writes_then_refu
         os.mkfifo(path)  # to open one without a reader would hang
     else:
         path.mkdir()
-    flags = ["--rollout-hf-checkpoint", "m", "--rollout-prompts", "p", "--rollout-reward-function", "r.py:r",
-             "--rollout-url", "http://a:1", "--rollout-log-dir", str(tmp_path), "--rollout-pad-sequences"]  # fmt: skip
-    done = load(*flags)
+    done = load(*given(log_dir=str(tmp_path)), "--rollout-pad-sequences")
     kind = "folder" if name == "tensorboard" else "plain file"
     assert done.returncode == 2 and done.stderr == (
         f"MEGATRON_RL_CORR: --rollout-log-dir: {path} is no {kind}; remove it, or name another folder\n"

@@ -73,8 +73,13 @@ def one_of(what: str, value: Any, choices: Iterable[str], also: str | None = Non
         raise ValueError(f"{what} must be one of {listed}; got {value!r}{hint}")
 
 
+def close_to(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> list[str]:
+    """The known name that was meant, where one is near; else none."""
+    return difflib.get_close_matches(str(name), list(known), n=1, cutoff=cutoff)
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """The end of an error about an unknown name: the nearest known one, or all."""
     known = list(known)
-    near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.4)
+    near = close_to(name, known, cutoff=0.4)
     return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known))}"

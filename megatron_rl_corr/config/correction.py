@@ -6,15 +6,18 @@ rho = pi_train / pi_rollout everywhere; every bound is one end of a closed inter
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from megatron_rl_corr.config import notation
-from megatron_rl_corr.config.checks import NO_WEIGHTS, check_bounds, nearest, plain
-from megatron_rl_corr.config.fields import Positive, option
+from megatron_rl_corr.config.checks import NO_WEIGHTS, check_bounds, close_to, nearest, plain
+from megatron_rl_corr.config.dialects import in_our_words
+from megatron_rl_corr.config.fields import Positive, check_values, make, option
 from megatron_rl_corr.config.loss_settings import LossSettings
 from megatron_rl_corr.config.presets import PRESET_FIELDS
+from megatron_rl_corr.config.problems import Problems, Refusal
 from megatron_rl_corr.config.rules import RejectionRule, inputs_of, rules_help
 
 
@@ -69,19 +72,11 @@ class RolloutCorrectionConfig(LossSettings):
     diagnostics_only: bool = False
     """Measure and log the correction, change nothing: every weight is 1 and no valid token is masked."""
 
-    def __post_init__(self) -> None:
+    def collect(self, problems: Problems, unknown: Iterable[str] = ()) -> Self:
         object.__setattr__(self, "rollout_rs", tuple(self.rollout_rs))
-        super().__post_init__()
+        return super().collect(problems, unknown)
 
-    def check(self) -> None:
-        self._check_weights()
-        self._check_rules()
-        if self.advantage_by_token:
-            self._check_token_advantage()
-        if self.bypass_mode:
-            self._check_bypass()
-
-    def _check_weights(self) -> None:
+    def check_weights(self) -> None:
         lower, upper, mode = self.rollout_is_lower, self.rollout_is_upper, self.rollout_is_mode
         if self.rollout_is is None:
             if (lower, upper, self.rollout_is_batch_normalize, mode) != (None, None, False, "truncate"):
@@ -130,19 +125,23 @@ class RolloutCorrectionConfig(LossSettings):
                 "gamma's depend on the advantage's sign; use `kl_loss_type` k3+, or another mode"
             )
 
-    def _check_rules(self) -> None:
+    def check_rules(self) -> None:
         for rule in self.rollout_rs:
             if not isinstance(rule, RejectionRule):
                 raise ValueError(
                     f"`rollout_rs` takes RejectionRule objects, got {rule!r}; from_dict takes their names"
                 )
         names = [rule.name for rule in self.rollout_rs]
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(f"`rollout_rs` names {name} twice; give each rule once, with one pair of bounds")
+        twice = [name for name in names if names.count(name) > 1]
+        if twice:
+            raise Refusal(
+                f"`rollout_rs` names {name} twice; give each rule once, with one pair of bounds" for name in twice
+            )
 
-    def _check_token_advantage(self) -> None:
+    def check_token_advantage(self) -> None:
         kind = self.advantage_kind
+        if not self.advantage_by_token:
+            return
         if self.bypass_mode:
             raise ValueError(
                 f"`advantage` {kind} needs the distributions of pi_old, of a pass that `bypass_mode` leaves out; drop "
@@ -154,24 +153,28 @@ class RolloutCorrectionConfig(LossSettings):
                 "one a token, from the corrected weights; drop one of them"
             )
 
-    def _check_bypass(self) -> None:
-        if self.rollout_is is not None and self.kind.has_ratio:
+    def check_bypass_weights(self) -> None:
+        if self.bypass_mode and self.rollout_is is not None and self.kind.has_ratio:
             raise ValueError(
                 f"`rollout_is` {self.rollout_is} in bypass mode would weigh twice: the ratio of `loss` {self.loss} is "
                 "pi_theta / pi_rollout already; use `rollout_is` none, or `loss` reinforce"
             )
+
+    def check_bypass(self) -> None:
+        if not self.bypass_mode:
+            return
         whole_batch = {
             "`rollout_is_batch_normalize`": self.rollout_is_batch_normalize,
             "`loss_denominator` kept": self.loss_denominator == "kept",
             "`rollout_m2_threshold`": self.rollout_m2_threshold is not None,
             "`rollout_batch_filter_kl`": self.rollout_batch_filter_kl is not None,
         }
-        for setting, given in whole_batch.items():
-            if given:
-                raise ValueError(
-                    f"{setting} needs the whole batch, but bypass mode corrects one microbatch at a time, in the loss; "
-                    "drop it, or `bypass_mode`"
-                )
+        given = [setting for setting, is_given in whole_batch.items() if is_given]
+        if given:
+            raise Refusal(
+                f"{setting} needs the whole batch, but bypass mode corrects one microbatch at a time, in the loss; "
+                "drop it, or `bypass_mode`" for setting in given
+            )
 
     @property
     def needed_inputs(self) -> dict[str, str]:
@@ -188,26 +191,26 @@ class RolloutCorrectionConfig(LossSettings):
         return not self.diagnostics_only and any(part is not None for part in acts)
 
     @classmethod
-    def from_preset(cls, name: str, instead: Mapping[str, Any] | None = None) -> RolloutCorrectionConfig:
+    def from_preset(
+        cls, name: str, instead: Mapping[str, Any] | None = None, unknown: Iterable[str] = ()
+    ) -> RolloutCorrectionConfig:
         """The preset of this name, with these settings (ours or a peer's) replaced.
+
+        Args:
+            name: of the preset.
+            instead: settings over it.
+            unknown: as `with_settings`.
 
         Raises:
             ValueError: a name that no preset has, with the nearest one; or settings that do not go with the preset's,
                 with those of it that the error is about.
         """
         if name not in PRESETS:
-            raise ValueError(f"`rollout_correction_preset`: unknown preset {name!r}{nearest(name, PRESETS)}")
+            raise Refusal([f"`rollout_correction_preset`: unknown preset {name!r}{nearest(name, PRESETS)}"])
         try:
-            return PRESETS[name].with_settings(instead or {})
-        except ValueError as error:
-            named = [field for field in PRESET_FIELDS[name] if f"`{field}`" in str(error) and field not in instead]
-            if not named:
-                raise
-            fields = ", ".join(f"`{field}` {plain(PRESET_FIELDS[name][field])}" for field in named)
-            raise ValueError(
-                f"{error}. {fields} is of `rollout_correction_preset` {name}: leave out what does not go with it, or "
-                "the preset"
-            ) from error
+            return PRESETS[name].with_settings(instead or {}, unknown)
+        except Refusal as error:
+            raise Refusal(_with_presets_own(error.problems, name, instead or {}), error.partial) from error
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any]) -> RolloutCorrectionConfig:
@@ -221,13 +224,22 @@ class RolloutCorrectionConfig(LossSettings):
         """
         ours = [field.name for field in dataclasses.fields(cls)]
         known = [*ours, *notation.KEYS]
+        problems, meant = Problems(), set()
         for key in mapping:
             if key not in known:
-                raise ValueError(f"unknown key {key!r}{nearest(key, known)}")
-        settings = dict(mapping)
-        if "preset" in settings:
-            return cls.from_preset(settings.pop("preset"), settings)
-        return cls().with_settings(settings)
+                problems.add(f"unknown key {key!r}{nearest(key, known)}")
+                meant.update(close_to(key, known))
+        settings = {key: value for key, value in mapping.items() if key in known}
+        try:
+            if "preset" in settings:
+                made = cls.from_preset(settings.pop("preset"), settings, meant)
+            else:
+                made = cls().with_settings(settings, meant)
+        except Refusal as error:
+            problems.add(error)
+            made = error.partial
+        problems.raise_all(made)
+        return made
 
     @classmethod
     def from_yaml(cls, path: str, **instead: Any) -> RolloutCorrectionConfig:
@@ -246,13 +258,52 @@ class RolloutCorrectionConfig(LossSettings):
         content = read_yaml(path)
         try:
             return cls.from_dict({**content, **instead})
-        except ValueError as error:
-            raise ValueError(f"`rollout_correction_config` {path}: {error}") from error
+        except Refusal as error:
+            raise error.each(lambda text: f"`rollout_correction_config` {path}: {text}") from error
 
-    def with_settings(self, mapping: Mapping[str, Any]) -> RolloutCorrectionConfig:
-        """This configuration with these settings (ours or a peer's) replaced; to turn a part off clears its bounds."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return type(self)(**notation.resolve(mapping, fields))
+    def with_settings(self, mapping: Mapping[str, Any], unknown: Iterable[str] = ()) -> RolloutCorrectionConfig:
+        """This configuration with these settings (ours or a peer's) replaced; to turn a part off clears its bounds.
+
+        Args:
+            mapping: the settings.
+            unknown: settings whose values were refused before: what depends on them is not judged.
+
+        Raises:
+            ValueError: everything that can't be, or that has no effect.
+        """
+        problems, fields = Problems(), {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values, refused = notation.resolve(mapping, fields, problems, unknown := set(unknown))
+        alone = {name: value for name, value in mapping.items() if name in refused and name not in unknown}
+        check_values(type(self), in_our_words(alone), problems)
+        made = make(type(self), values, problems, refused)
+        if problems:
+            raise Refusal(problems.found, made)
+        return made
+
+
+def _with_presets_own(problems: Iterable[str], preset: str, given: Mapping[str, Any]) -> Iterator[str]:
+    """The problems of settings over a preset; of one about the preset's fields these are named as such.
+
+    Where settings are told for one field already, what they have against more fields of the preset is left out.
+    """
+    told, rest = [], []
+    for text in problems:
+        fields = frozenset(re.findall(r"`(\w+)`", text))
+        ours, own = fields.intersection(given), [one for one in PRESET_FIELDS[preset] if one in fields - given.keys()]
+        if own:
+            rest.append((text, ours, own))
+        else:
+            told.append(ours)
+            yield text
+    for text, ours, own in rest:
+        if any(ours <= other for other in told):
+            continue
+        told.append(ours)
+        values = ", ".join(f"`{field}` {plain(PRESET_FIELDS[preset][field])}" for field in own)
+        yield (
+            f"{text}. {values} is of `rollout_correction_preset` {preset}: leave out what does not go with it, or the "
+            "preset"
+        )
 
 
 PRESETS: dict[str, RolloutCorrectionConfig] = {

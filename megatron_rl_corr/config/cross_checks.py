@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
+from megatron_rl_corr.config.fields import make, options_of
 from megatron_rl_corr.config.groups import SPREAD
 from megatron_rl_corr.config.losses import WITHOUT_GROUPS, is_own
+from megatron_rl_corr.config.problems import Problems, check_each
 from megatron_rl_corr.config.rules import check_trainer_inputs
 from megatron_rl_corr.config.run import OVER_HTTP, RunConfig
 from megatron_rl_corr.config.urls import check_urls_of
@@ -22,7 +23,15 @@ _CLIPS = (
 
 def check_together(config: RolloutCorrectionConfig, run: RunConfig) -> None:
     """ValueError for settings of the one that the other leaves without effect or without what they need."""
-    _check_reference(config, run)
+    problems = Problems()
+    for check in _TOGETHER:
+        with problems.catch():
+            check(config, run)
+    problems.raise_all()
+
+
+def _check_turns(config: RolloutCorrectionConfig, run: RunConfig) -> None:
+    """ValueError for what looks at turns where there is one in every rollout."""
     by_turn = [rule.name for rule in config.rollout_rs if rule.level == "turn_mean"]
     by_turn += ["`rollout_is` turn"] if config.rollout_is == "turn" else []
     if by_turn and not run.environment and not run.replay:
@@ -30,24 +39,32 @@ def check_together(config: RolloutCorrectionConfig, run: RunConfig) -> None:
             f"{by_turn[0]} looks at turns, and without `environment` every rollout has one; add it, or use a token or "
             "sequence level"
         )
+
+
+def _check_inputs(config: RolloutCorrectionConfig, run: RunConfig) -> None:
+    """ValueError for rules whose inputs the run would lack."""
     check_trainer_inputs(config.rollout_rs, partial(getattr, run), bypass_mode=config.bypass_mode)
+
+
+def _check_statistics(config: RolloutCorrectionConfig, run: RunConfig) -> None:
+    """ValueError for statistics of a pass that is left out."""
     if config.bypass_mode and run.expert_statistics:
         raise ValueError(
             "`expert_statistics` watches the pass that computes old log-probs, which bypass mode leaves out; drop it"
         )
+
+
+def _check_step_scale(config: RolloutCorrectionConfig, run: RunConfig) -> None:
+    """ValueError for a scale of updates that are not to be changed."""
     if config.diagnostics_only and run.ess_step_scale:
         raise ValueError(
             "`ess_step_scale` scales updates, and `diagnostics_only` promises that the correction changes nothing; "
             "drop one of them"
         )
-    _check_gamma(config, run)
-    _check_recorded_routes(config, run)
-    _check_age(config, run)
-    _check_groups(config, run)
 
 
 def _check_groups(config: RolloutCorrectionConfig, run: RunConfig) -> None:
-    """ValueError for groups of one sample where something compares the samples of a group."""
+    """ValueError for groups of one sample where an advantage compares the samples of a group."""
     if run.group_size > 1:
         return
     kind = config.advantage_kind
@@ -61,40 +78,65 @@ def _check_groups(config: RolloutCorrectionConfig, run: RunConfig) -> None:
             f"`group_size` 1 leaves a group-relative `advantage` ({kind}) of 0 everywhere; use 2 or more, or "
             "`advantage` reinforce_plus_plus or raw"
         )
-    if run.group_filter == SPREAD:
+
+
+def _check_group_filter(config: RolloutCorrectionConfig, run: RunConfig) -> None:
+    """ValueError for groups of one sample, of unequal rewards, where nothing else needs larger ones."""
+    compares = config.advantage_kind not in WITHOUT_GROUPS and not is_own(config.advantage_kind)
+    if run.group_size == 1 and run.group_filter == SPREAD and not compares:
         raise ValueError(
             f"`group_filter` {SPREAD} with `group_size` 1: one reward has no spread, so no group would pass; drop it, "
             "or use 2 or more"
         )
 
 
-def _check_reference(config: RolloutCorrectionConfig, run: RunConfig) -> None:
-    """ValueError for a reference policy without a penalty, and for servers that can't score what was sampled."""
-    for name in ("reference_checkpoint", "reference_urls", "reference_reset"):
+def _check_penalty(config: RolloutCorrectionConfig, run: RunConfig) -> None:
+    """ValueError for a reference policy without a penalty."""
+
+    def check(name: str) -> None:
         value = getattr(run, name)
         if value and not config.needs_reference:
             given = " ".join(value) if isinstance(value, tuple) else value
             raise ValueError(
                 f"`{name}` {given} has no effect without a penalty; add `kl_loss_coef` or `kl_reward_coef`, or drop it"
             )
-    sampled = {
-        "temperature": run.temperature != 1, "top_p": run.top_p < 1, "top_k": run.top_k > 0, "min_p": run.min_p > 0
-    }  # fmt: skip
-    for name, changed in sampled.items():
-        if run.reference_urls and changed:
+
+    check_each(check, ("reference_checkpoint", "reference_urls", "reference_reset"))
+
+
+def _check_scored_distribution(config: RolloutCorrectionConfig, run: RunConfig) -> None:
+    """ValueError for servers that can't score what was sampled."""
+    changed = {"temperature": lambda value: value != 1, "top_p": lambda value: value < 1,
+               "top_k": lambda value: value > 0, "min_p": lambda value: value > 0}  # fmt: skip
+
+    def check(name: str) -> None:
+        if run.reference_urls and changed[name](getattr(run, name)):
             raise ValueError(
                 f"`reference_urls` with `{name}` {getattr(run, name)}: servers score tokens under the whole "
                 "distribution at temperature 1, which is not the one that was sampled; use `reference_checkpoint`, "
                 f"whose log-probs are of the sampled one, or drop `{name}`"
             )
+
+    check_each(check, changed)
+
+
+def _check_reference_urls(config: RolloutCorrectionConfig, run: RunConfig) -> None:
+    """ValueError for addresses that can't be servers'."""
     if run.engine in OVER_HTTP:
         check_urls_of("`reference_urls`", run.reference_urls)
-    for url in run.reference_urls:
+
+
+def _check_own_servers(config: RolloutCorrectionConfig, run: RunConfig) -> None:
+    """ValueError for servers of the reference to which the trained weights are pushed."""
+
+    def check(url: str) -> None:
         if url.rstrip("/") in [other.rstrip("/") for other in run.urls]:
             raise ValueError(
                 f"`reference_urls` {url} is one of `urls` too, to which the trained weights are pushed; start a server "
                 "of its own for the reference"
             )
+
+    check_each(check, run.reference_urls)
 
 
 def _check_recorded_routes(config: RolloutCorrectionConfig, run: RunConfig) -> None:
@@ -139,6 +181,14 @@ def _check_age(config: RolloutCorrectionConfig, run: RunConfig) -> None:
         )
 
 
+_TOGETHER = (
+    _check_penalty, _check_scored_distribution, _check_reference_urls, _check_own_servers, _check_turns, _check_inputs,
+    _check_statistics, _check_step_scale, _check_gamma, _check_recorded_routes, _check_age, _check_groups,
+    _check_group_filter,
+)  # fmt: skip
+"""Each is check(correction, run)."""
+
+
 def check_given_clips(config: RolloutCorrectionConfig, given: Mapping[str, Any], updates: int) -> None:
     """ValueError for a clip given as a flag where it can't act.
 
@@ -151,12 +201,15 @@ def check_given_clips(config: RolloutCorrectionConfig, given: Mapping[str, Any],
     Clips of a YAML file pass, as a peer's file describes its whole run, where they always stand; `idle_clips` names
     them.
     """
-    for name in _CLIPS if updates == 1 and not config.bypass_mode else ():
+
+    def check(name: str) -> None:
         if name in given:
             raise ValueError(
                 f"`{name}` {given[name]} has no effect: a batch makes one update, so pi_old is the policy that is "
                 "trained, its ratio is 1 and nothing is clipped, gated or pulled. " + _remedies(config, name)
             )
+
+    check_each(check, _CLIPS if updates == 1 and not config.bypass_mode else ())
 
 
 def _remedies(config: RolloutCorrectionConfig, name: str) -> str:
@@ -173,11 +226,9 @@ def _remedies(config: RolloutCorrectionConfig, name: str) -> str:
 
 def _takes_bypass(config: RolloutCorrectionConfig) -> bool:
     """Whether `bypass_mode` could be added to these settings."""
-    try:
-        dataclasses.replace(config, bypass_mode=True)
-    except ValueError:
-        return False
-    return True
+    known, problems = {**vars(config), "bypass_mode": True}, Problems()
+    make(RolloutCorrectionConfig, known, problems, options_of(RolloutCorrectionConfig).keys() - known)
+    return not problems
 
 
 def idle_clips(config: RolloutCorrectionConfig, updates: int) -> str | None:

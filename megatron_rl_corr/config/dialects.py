@@ -5,7 +5,7 @@ Each part takes its keys out of the mapping and returns ours. What a peer bounds
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_rl_corr.config.checks import check_bool, one_of
@@ -36,9 +36,15 @@ RENAMED = {
 _KL_NAMES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3", "low_var_kl+": "k3+"}
 _LOSS_NAMES = {"vanilla": "ppo_clip", "gpg": "reinforce"}
 _ADVANTAGE_NAMES = {"optimal_token_baseline": "otb", "tir_optimal_token_baseline": "otb"}
+_WORDS = {"loss": _LOSS_NAMES, "advantage": _ADVANTAGE_NAMES, "kl_loss_type": _KL_NAMES}
 _SWIFT = "rollout_importance_sampling_mode"
 _SLIME_LEVELS = {"token": "token", "sequence": "seq_sum", "geometric": "seq_mean"}
 _NEMO = "truncated_importance_sampling_ratio"
+
+
+def in_our_words(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """The same settings; a peer's word for a value that is ours is replaced."""
+    return {key: _WORDS[key].get(value, value) if key in _WORDS else value for key, value in mapping.items()}
 
 
 def in_our_names(mapping: dict[str, Any]) -> dict[str, Any]:
@@ -58,12 +64,7 @@ def in_our_names(mapping: dict[str, Any]) -> dict[str, Any]:
             if name in ours:
                 raise ValueError(f"{name} and {theirs} ({peer}'s name) are the same setting; give one of them")
             ours[name] = ours.pop(theirs)
-    if "loss" in ours:
-        ours["loss"] = _LOSS_NAMES.get(ours["loss"], ours["loss"])
-    if "advantage" in ours:
-        ours["advantage"] = _ADVANTAGE_NAMES.get(ours["advantage"], ours["advantage"])
-    if "kl_loss_type" in ours:
-        ours["kl_loss_type"] = _KL_NAMES.get(ours["kl_loss_type"], ours["kl_loss_type"])
+    ours = in_our_words(ours)
     for peer, (translate, keys) in _PEERS.items():
         given = {key: ours.pop(key) for key in keys if key in ours}
         for key, value in translate(given).items():

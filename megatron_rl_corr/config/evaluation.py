@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from megatron_rl_corr.config.fields import Between, Options, Positive, option
+from megatron_rl_corr.config.problems import Problems, check_each
 
 
 @dataclass(frozen=True)
@@ -53,18 +54,23 @@ class EvaluationConfig(Options):
     """A sample passes with a reward of at least this, for pass@k."""
 
     def check(self) -> None:
-        greedy = self.eval_temperature == 0
         for name in ("eval_top_p", "eval_top_k"):
-            if greedy and getattr(self, name) is not None:
+            if self.eval_temperature == 0 and getattr(self, name) is not None:
                 raise ValueError(f"`{name}` {getattr(self, name)} has no effect with `eval_temperature` 0; drop one")
+
+    def check_top_k(self) -> None:
         if self.eval_top_k is not None and self.eval_top_k != -1 and self.eval_top_k < 2:
             raise ValueError(
                 f"`eval_top_k` must be -1 (off) or at least 2, got {self.eval_top_k}; `eval_temperature` 0 is greedy"
             )
+
+    def check_pass_reward(self) -> None:
         if math.isnan(self.eval_pass_reward):
             raise ValueError("`eval_pass_reward` must be a number, got nan, which no reward reaches")
+
+    def check_sets(self) -> None:
         for one in self.evaluation_sets():
-            if greedy and one.samples > 1:
+            if self.eval_temperature == 0 and one.samples > 1:
                 raise ValueError(
                     f"`eval_samples` {one.samples} with `eval_temperature` 0: greedy samples of a prompt are all the "
                     "same; use 1, or a temperature above 0"
@@ -72,8 +78,12 @@ class EvaluationConfig(Options):
 
     def evaluation_sets(self) -> tuple[EvaluationSet, ...]:
         """The sets that the flags name. Raises ValueError for a name or a number that is wrong or given twice."""
-        paths = self._named("eval_prompts", self.eval_prompts)
-        samples = {name: _positive(text) for name, text in self._named("eval_samples", self.eval_samples).items()}
+        problems = Problems()
+        paths = problems.check("paths", lambda: self._named("eval_prompts", self.eval_prompts))
+        given = problems.check("names", lambda: self._named("eval_samples", self.eval_samples))
+        numbers = problems.check("numbers", lambda: check_each(_positive, given.values()), needs=["names"])
+        problems.raise_all()
+        samples = dict(zip(given, numbers, strict=True))
         unknown = sorted(set(samples) - set(paths) - {""})
         if unknown:
             names = f"the sets are {', '.join(filter(None, paths))}" if any(paths) else "give the number alone"

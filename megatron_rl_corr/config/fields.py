@@ -13,11 +13,12 @@ import math
 import sys
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from megatron_rl_corr.config.checks import check_bool, is_number, one_of, plain
+from megatron_rl_corr.config.problems import Problems, Unknown
 
 
 @dataclass(frozen=True)
@@ -132,26 +133,55 @@ class Option:
 
 
 class Options:
-    """Base of a frozen dataclass that checks itself when it is made.
+    """Base of a frozen dataclass that checks itself when it is made, and refuses everything that is wrong at once.
 
-    First every field by its annotation and `option(...)`, then all together by `check`, which each class of the
-    inheritance may define for its own fields.
+    First every field by its annotation and `option(...)`, then all together by the methods `check` and `check_...`,
+    which each class of the inheritance may define for its own fields: one method for each thing that may be wrong. A
+    method that reads a field whose value was refused is left out.
     """
 
     def __post_init__(self) -> None:
-        known, words = options_of(type(self)), []
-        for name, one in known.items():
+        problems = Problems()
+        problems.raise_all(self.collect(problems))
+
+    def collect(self, problems: Problems, unknown: Iterable[str] = ()) -> Self:
+        """Check all fields.
+
+        Args:
+            problems: gets what is refused.
+            unknown: fields whose values were refused before this was made.
+
+        Returns:
+            This object, or one in its place of which no refused field can be read.
+        """
+        known, words, refused = options_of(type(self)), [], set(unknown)
+        for name in known.keys() - refused:
+            one = known[name]
             if one.none is not None and getattr(self, name) in (one.none, (one.none,)):
                 object.__setattr__(self, name, () if one.kind is tuple else None)
                 words.append(name)
-            one.check(getattr(self, name))
-        for name, one in known.items():
-            self._check_need(one, given_as_word=name in words)
-            if one.required_unless and not getattr(self, name) and not vars(self).get(one.required_unless):
-                raise ValueError(f"`{name}` is required; see --help")
-        for owner in reversed(type(self).__mro__):
-            if "check" in vars(owner):
-                vars(owner)["check"](self)
+        refused |= {
+            name for name, one in known.items()
+            if name not in refused and not problems.accepts(lambda one=one: one.check(getattr(self, one.name)))
+        }
+        seen = _without(self, refused)
+        useless = {
+            name for name, one in known.items()
+            if not problems.accepts(lambda one=one: seen._check_given(one, given_as_word=one.name in words))
+        }
+        seen = _without(seen, refused | useless)
+        for check in checks_of(type(self)):
+            with problems.catch():
+                check(seen)
+        return seen
+
+    def _check_given(self, one: Option, *, given_as_word: bool) -> None:
+        """ValueError for an option that has no effect, or that is required and not given."""
+        self._check_need(one, given_as_word=given_as_word)
+        if one.required_unless and not getattr(self, one.name):
+            other = one.required_unless
+            if not (hasattr(self, other) and getattr(self, other)):
+                raise ValueError(f"`{one.name}` is required; see --help")
 
     def _check_need(self, one: Option, *, given_as_word: bool) -> None:
         """ValueError for an option without what it needs; its usual value where it is not given and has it.
@@ -174,6 +204,68 @@ class Options:
 
     def check(self) -> None:
         """ValueError for fields that do not go together."""
+
+
+@functools.cache
+def checks_of(owner: type) -> tuple[Callable[[Any], None], ...]:
+    """The methods `check` and `check_...` of a dataclass and of those it inherits from, the last one's first."""
+    return tuple(
+        method for base in reversed(owner.__mro__) for name, method in vars(base).items()
+        if inspect.isfunction(method) and (name == "check" or name.startswith("check_"))
+    )
+
+
+def _without[Given: Options](options: Given, names: Iterable[str]) -> Given:
+    """The options, or where some have no usable value a copy, of which these raise Unknown when they are read."""
+    refused = frozenset(names)
+    if not refused:
+        return options
+    seen = object.__new__(_partial_class(type(options), refused))
+    vars(seen).update({name: value for name, value in vars(options).items() if name not in refused})
+    return seen
+
+
+@functools.cache
+def _partial_class(owner: type, refused: frozenset[str]) -> type:
+    def unknown(name: str) -> property:
+        def read(self: Any) -> Any:
+            raise Unknown(name)
+
+        return property(read)
+
+    return type(owner.__name__, (owner,), {name: unknown(name) for name in refused})
+
+
+def make[Made: Options](
+    owner: type[Made], values: Mapping[str, Any], problems: Problems, unknown: Iterable[str] = ()
+) -> Made:
+    """Options of a dataclass, as far as they can be made.
+
+    Args:
+        owner: the dataclass.
+        values: of its fields; the others have their defaults.
+        problems: gets what is refused.
+        unknown: fields whose values were refused before, or that lack; they need no value.
+
+    Returns:
+        The options; of a refused field, or one of `unknown`, nothing can be read.
+    """
+    made = object.__new__(owner)
+    vars(made).update({field.name: values.get(field.name, field.default) for field in dataclasses.fields(owner)})
+    return made.collect(problems, unknown)
+
+
+def check_values(owner: type, values: Mapping[str, Any], problems: Problems) -> None:
+    """Judge values each by itself, where it is not known what they will stand beside.
+
+    Args:
+        owner: the dataclass.
+        values: of its fields; other keys are passed over.
+        problems: gets what is refused.
+    """
+    for name, one in options_of(owner).items():
+        if name in values and values[name] != one.none:
+            problems.accepts(lambda one=one: one.check(values[one.name]))
 
 
 @functools.cache

@@ -13,13 +13,15 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.config.cross_checks import check_given_clips, check_together
-from megatron_rl_corr.config.fields import Option, docs_of, options_of
+from megatron_rl_corr.config.dialects import in_our_words
+from megatron_rl_corr.config.fields import Option, check_values, docs_of, make, options_of
 from megatron_rl_corr.config.notation import CorrectionSource
+from megatron_rl_corr.config.problems import Nothing, Problems, Refusal, Unknown
 from megatron_rl_corr.config.run import TOPICS, RunConfig
 
 PREFIX = "--rollout-"
@@ -128,6 +130,17 @@ def warn(text: object) -> None:
     print(f"[rollout] {name_flags(text)}", file=sys.stderr, flush=True)
 
 
+class Given(NamedTuple):
+    """What a command line gives."""
+
+    values: dict[str, Any]
+    """By the options' names."""
+    others: list[str]
+    """Words that are not ours: Megatron's flags among them."""
+    unknown: set[str]
+    """Options that were given wrongly, or under a wrong name: what they would be is not known."""
+
+
 def parse(arguments: Sequence[str]) -> tuple[RolloutCorrectionConfig, RunConfig]:
     """The correction and the run's options that a command line gives, checked one by one and together.
 
@@ -135,27 +148,42 @@ def parse(arguments: Sequence[str]) -> tuple[RolloutCorrectionConfig, RunConfig]
         arguments: the whole command line of a Megatron script; flags that are not ours are left to Megatron.
 
     Raises:
-        ValueError: names the flag, the value and the remedy.
-        OSError: the file of --rollout-correction-config can't be read.
+        ValueError: names each flag that is wrong, its value and the remedy.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    given, others = given_flags(add_flags(parser), arguments)
-    refuse_unknown(parser, others)
-    try:
-        config = correction_config(given)
-        run = _run_config(given)
-        check_given_clips(config, given, run.updates_of_batch)
-        check_together(config, run)
-    except ValueError as error:
-        raise ValueError(name_flags(error)) from error
+    problems = Problems()
+    config, run = read(arguments, problems)
+    if problems:
+        raise Refusal(problems.found).each(name_flags)
     return config, run
 
 
-def given_flags(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """(the options that the command line sets, by their fields' names; the arguments that are not the parser's).
+def read(arguments: Sequence[str], problems: Problems) -> tuple[RolloutCorrectionConfig, RunConfig]:
+    """As `parse`, for who collects problems: of what is refused nothing can be read in the options that are returned.
 
-    Raises:
-        ValueError: a flag without its value, or one of RENAMED, with the new name.
+    Args:
+        arguments: the whole command line.
+        problems: gets what is refused.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    given = given_flags(add_flags(parser), arguments, problems)
+    fields = {flag: name for name, flag in flags_by_field().items()}
+    given.unknown.update(fields[flag] for flag in meant_by_unknown(parser, given.others, problems))
+    config = read_correction(given, problems)
+    run = _run_config(given, problems)
+    with problems.catch():
+        check_given_clips(config, given.values, run.updates_of_batch)
+    with problems.catch():
+        check_together(config, run)
+    return config, run
+
+
+def given_flags(parser: argparse.ArgumentParser, arguments: Sequence[str], problems: Problems) -> Given:
+    """The options that a command line sets.
+
+    Args:
+        parser: has our flags.
+        arguments: the whole command line.
+        problems: gets flags without their value, or with one of another type, and those of RENAMED, with the new name.
     """
     fields = {flag: name for name, flag in flags_by_field().items()}
     names = {action.dest: fields[action.option_strings[0]] for action in parser._actions}
@@ -164,70 +192,132 @@ def given_flags(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tu
         first = os.environ.get("RANK", "0") == "0"  # one line is enough for all ranks
         if first and action.nargs == "+" and sum(one.split("=")[0] == flag for one in arguments) > 1:
             warn(f"{flag} is given twice: the last one counts; for several values, put all behind one")
-    unset = argparse.Namespace(**dict.fromkeys(names, _NOT_GIVEN))
-    try:
-        values, others = parser.parse_known_args(list(arguments), unset)
-    except argparse.ArgumentError as error:
-        raise ValueError(str(error).removeprefix("argument ")) from None
-    for other in others:
-        if (name := other.split("=")[0]) in RENAMED:
-            raise ValueError(f"{name} is called {RENAMED[name]} now")
-    return {names[dest]: value for dest, value in vars(values).items() if value is not _NOT_GIVEN}, others
+    words, unknown = list(arguments), set()
+    while True:
+        unset = argparse.Namespace(**dict.fromkeys(names, _NOT_GIVEN))
+        try:
+            values, others = parser.parse_known_args(words, unset)
+            break
+        except argparse.ArgumentError as error:
+            problems.add(str(error).removeprefix("argument "))
+            [wrong] = [one for one in parser._actions if "/".join(one.option_strings) == error.argument_name]
+            unknown.add(names[wrong.dest])
+            words = _without_flag(words, wrong.option_strings)
+    renamed = [flag for other in others if (flag := other.split("=")[0]) in RENAMED]
+    for flag in renamed:
+        problems.add(f"{flag} is called {RENAMED[flag]} now")
+        unknown.add(fields[RENAMED[flag]])
+    return Given(
+        {names[dest]: value for dest, value in vars(values).items() if value is not _NOT_GIVEN},
+        [other for other in others if other.split("=")[0] not in renamed], unknown,
+    )
 
 
-def refuse_unknown(parser: argparse.ArgumentParser, others: Sequence[str]) -> None:
-    """ValueError for an argument that looks like one of our flags and is none.
+def _without_flag(words: Sequence[str], names: Sequence[str]) -> list[str]:
+    """A command line without a flag and its values. names: of the flag."""
+    left, drops = [], False
+    for word in words:
+        if word.startswith("--"):
+            drops = word.split("=")[0] in names
+        if not drops:
+            left.append(word)
+    return left
+
+
+def meant_by_unknown(parser: argparse.ArgumentParser, others: Sequence[str], problems: Problems) -> Iterator[str]:
+    """The flags that are meant by arguments which look like ours and are none; problems gets those.
 
     Args:
         parser: has our flags.
         others: what it did not take; Megatron's flags are among them.
+        problems: see above.
     """
-    known = [flag for action in parser._actions for flag in action.option_strings]
+    known = {flag: action.option_strings[0] for action in parser._actions for flag in action.option_strings}
     for other in others:
         name = other.split("=")[0]
         if name.startswith(PREFIX):
             near = [flag for flag in known if flag.startswith(name)] or difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]}?" if near else "see --help"
-            raise ValueError(f"unknown flag {name}; {hint}")
+            problems.add(f"unknown flag {name}; {hint}")
+            yield from map(known.get, near[:1])
 
 
-def _run_config(given: Mapping[str, Any]) -> RunConfig:
-    values = {name: given[name] for name in options_of(RunConfig) if name in given}
+def _run_config(given: Given, problems: Problems) -> RunConfig:
+    values = {name: given.values[name] for name in options_of(RunConfig) if name in given.values}
+    unknown = given.unknown & options_of(RunConfig).keys()
     for name, one in options_of(RunConfig).items():
-        if one.required and not values.get(name):
-            raise ValueError(f"{one.flag} is required; see --help")
+        if one.required and not values.get(name) and name not in unknown:
+            problems.add(f"{one.flag} is required; see --help")
+            unknown.add(name)
         if one.kind is tuple and name in values:
             values[name] = tuple(values[name])
-    return RunConfig(**values)
+    return make(RunConfig, values, problems, unknown)
 
 
-def correction_config(given: Mapping[str, Any]) -> RolloutCorrectionConfig:
+def read_correction(given: Given, problems: Problems) -> RolloutCorrectionConfig:
+    """As `correction_config`, for who collects problems; of what is refused nothing can be read in what is returned."""
+    try:
+        return correction_config(given.values, given.unknown)
+    except Refusal as error:
+        problems.add(error)
+        return Nothing() if error.partial is None else error.partial
+    except Unknown:
+        return Nothing()
+
+
+def correction_config(given: Mapping[str, Any], unknown: Collection[str] = ()) -> RolloutCorrectionConfig:
     """The correction that options make: a preset or a YAML file, and flags over it.
 
     Args:
         given: option -> value, as `given_flags` returns them; options of the run are left alone.
+        unknown: options that were given wrongly.
 
     Raises:
-        ValueError: an unknown preset, a wrong file, or settings that the correction refuses.
+        ValueError: an unknown preset, a file that is wrong or can't be read, or settings that the correction refuses.
     """
     settings = {name: given[name] for owner in CORRECTION for name in options_of(owner) if name in given}
     preset, path = settings.pop("rollout_correction_preset", None), settings.pop("rollout_correction_config", None)
-    if preset and path:
-        raise ValueError(
-            "`rollout_correction_preset` and `rollout_correction_config` both start a configuration; give one (a YAML "
-            "file may name a preset under the key `preset`)"
-        )
-    if preset:
-        config = RolloutCorrectionConfig.from_preset(preset, settings)
-    elif path:
-        # A level given as a flag makes the file's threshold count, where its own level says null.
-        level = {} if settings.get("rollout_is") in (None, "none") else {"rollout_is": settings["rollout_is"]}
-        config = RolloutCorrectionConfig.from_yaml(path, **level).with_settings(settings)
-    else:
-        config = RolloutCorrectionConfig().with_settings(settings)
+    try:
+        config = _begun(preset, path, settings, unknown)
+    except Refusal as error:
+        if error.partial is not None:
+            raise
+        # Of what the settings would be laid over nothing is known: each can be judged alone.
+        problems = Problems()
+        problems.add(error)
+        check_values(RolloutCorrectionConfig, in_our_words(settings), problems)
+        raise Refusal(problems.found) from error
     if config.rollout_is is None and settings.get("rollout_is_threshold") is not None:
-        raise ValueError(
+        raise Refusal([
             f"`rollout_is_threshold` {settings['rollout_is_threshold']} has no effect without weights; add "
             "`rollout_is` token, or drop it"
-        )
+        ], config)
     return config
+
+
+def _begun(
+    preset: str | None, path: str | None, settings: Mapping[str, Any], unknown: Collection[str]
+) -> RolloutCorrectionConfig:
+    """The correction that a preset or a file begins, with settings over it."""
+    if preset and path:
+        raise Refusal([
+            "`rollout_correction_preset` and `rollout_correction_config` both start a configuration; give one (a YAML "
+            "file may name a preset under the key `preset`)"
+        ])
+    if preset:
+        return RolloutCorrectionConfig.from_preset(preset, settings, unknown)
+    if path:
+        # A level given as a flag makes the file's threshold count, where its own level says null.
+        level = {} if settings.get("rollout_is") in (None, "none") else {"rollout_is": settings["rollout_is"]}
+        try:
+            begun = RolloutCorrectionConfig.from_yaml(path, **level)
+        except OSError as error:
+            raise Refusal([
+                f"`rollout_correction_config` {error.filename} cannot be read: {error.strerror}"
+            ]) from error
+        except Refusal as error:
+            raise Refusal(error.problems) from error
+        return begun.with_settings(settings, unknown)
+    if not {"rollout_correction_preset", "rollout_correction_config"}.isdisjoint(unknown):
+        raise Unknown("rollout_correction_preset")
+    return RolloutCorrectionConfig().with_settings(settings, unknown)

@@ -13,12 +13,14 @@ from megatron_rl_corr.config.checks import plain
 from megatron_rl_corr.config.fields import Between, Positive, option
 from megatron_rl_corr.config.kl import KLPenalties
 from megatron_rl_corr.config.losses import (
+    ADVANTAGES,
     AGGREGATIONS,
     BY_TOKEN,
     DUAL_CLIP,
     LOSS_KINDS,
+    LOSSES,
+    KnownOrOwn,
     LossKind,
-    check_names,
     kind_of,
 )
 
@@ -33,7 +35,7 @@ class LossSettings(KLPenalties):
     `advantage_kind`. Example: LossSettings(loss="dapo", clip_ratio_high=0.3)
     """
 
-    loss: str = option(
+    loss: Annotated[str, KnownOrOwn(LOSSES)] = option(
         "ppo_clip", metavar="NAME|FILE.py:NAME",
         more="; ".join(f"{name}: {kind.doc}" for name, kind in LOSS_KINDS.items()) + ".",
     )
@@ -79,45 +81,48 @@ class LossSettings(KLPenalties):
     entropy_coef: Annotated[float, Between(0, remedy="0 turns it off", finite=True)] = option(0.0, metavar="X")
     """Coefficient of the entropy bonus, which is subtracted from the loss; 0 turns it off."""
 
-    advantage: str | None = option(None, metavar="NAME|FILE.py:NAME")
+    advantage: Annotated[str | None, KnownOrOwn(ADVANTAGES)] = option(None, metavar="NAME|FILE.py:NAME")
     """grpo: (r - mean) / (std + 1e-6), group_mean: r - mean, rloo: r - mean of the others, over the group's samples
     that were not rejected; raw: r; reinforce_plus_plus: (r - mean) / std over the tokens of the global batch,
     reinforce_plus_plus_baseline: the same of r - the group's mean; otb: r - the optimal baseline of each token's
     position, the group's rewards weighed by gradient so far (arXiv:2602.07078); or FILE.py:NAME or package.module:NAME
     of your own function. Default: the loss's own, grpo for ppo_clip."""
 
-    def check(self) -> None:
-        check_names(self.loss, self.advantage)
-        self._check_clip()
-        self._check_loss()
+    def check_clip_low(self) -> None:
+        self._check_clip("low", "in (0, 1]", 1.0)
 
-    def _check_clip(self) -> None:
-        kind = self.kind
-        for side, limit, bound in (("low", "in (0, 1]", 1.0), ("high", "positive and finite", math.inf)):
-            value = getattr(self, f"clip_ratio_{side}")
-            if value is not None and kind.clip is None:
-                raise ValueError(
-                    f"`clip_ratio_{side}` has no effect with `loss` {self.loss}, which does not clip; drop it, or use "
-                    "`loss` ppo_clip"
-                )
-            if value is not None and (not 0 < value <= bound or value == math.inf):
-                usual = plain(kind.clip[side == "high"])
-                raise ValueError(
-                    f"`clip_ratio_{side}` must be {limit}, got {plain(value)}; {usual} is usual for {self.loss}"
-                )
+    def check_clip_high(self) -> None:
+        self._check_clip("high", "positive and finite", math.inf)
+
+    def _check_clip(self, side: str, limit: str, bound: float) -> None:
+        value = getattr(self, f"clip_ratio_{side}")
+        if value is not None and self.kind.clip is None:
+            raise ValueError(
+                f"`clip_ratio_{side}` has no effect with `loss` {self.loss}, which does not clip; drop it, or use "
+                "`loss` ppo_clip"
+            )
+        if value is not None and (not 0 < value <= bound or value == math.inf):
+            usual = plain(self.kind.clip[side == "high"])
+            raise ValueError(
+                f"`clip_ratio_{side}` must be {limit}, got {plain(value)}; {usual} is usual for {self.loss}"
+            )
+
+    def check_dual_clip(self) -> None:
         dual = self.clip_ratio_c
         if dual is not None and not 1 < dual < math.inf:
             raise ValueError(f"`clip_ratio_c` must be above 1, got {plain(dual)}; 3 is usual, none turns it off")
-        if dual != DUAL_CLIP and not kind.dual_clip:
+        if dual != DUAL_CLIP and not self.kind.dual_clip:
             raise ValueError(f"`clip_ratio_c` has no effect with `loss` {self.loss}; drop it")
 
-    def _check_loss(self) -> None:
+    def check_dro(self) -> None:
         if self.loss == "dro" and self.dro_beta is None:
             raise ValueError(
                 "`loss` dro needs `dro_beta`, the strength of its pull to pi_old; use 0.05, for example, and with it "
                 "several updates a batch (`updates_per_batch`) or `bypass_mode`, since with one update pi_old is the "
                 "policy itself"
             )
+
+    def check_scale_length(self) -> None:
         normed = self.aggregation == "seq-mean-token-sum-norm"
         if normed and self.loss_scale_length is None:
             raise ValueError(

@@ -100,8 +100,13 @@ def kind_of(loss: str) -> LossKind:
     return OWN_LOSS if is_own(loss) else LOSS_KINDS[loss]
 
 
-def check_names(loss: str, advantage: str | None) -> None:
-    """ValueError unless each is a name of the tables here, or names a function of the user's."""
-    for field, name, known in (("loss", loss, LOSSES), ("advantage", advantage, ADVANTAGES)):
-        if name is not None and not is_own(name):
-            one_of(f"`{field}`", name, known, also="FILE.py:NAME")
+@dataclass(frozen=True)
+class KnownOrOwn:
+    """In Annotated[str, KnownOrOwn(LOSSES)]: a name of the table, or one of a function of the user's."""
+
+    known: tuple[str, ...]
+
+    def check(self, what: str, value: str) -> None:
+        """ValueError, which begins with `what`, for another name."""
+        if not is_own(value):
+            one_of(what, value, self.known, also="FILE.py:NAME")

@@ -7,13 +7,14 @@ translated to rho.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl_corr.config.checks import NO_RULES, check_bounds, check_positive, nearest, plain
 from megatron_rl_corr.config.dialects import PEER_KEYS, in_our_names
 from megatron_rl_corr.config.fields import Options, option
+from megatron_rl_corr.config.problems import Problems, check_each
 from megatron_rl_corr.config.rules import DIVERGENCES, RULE_LEVELS, RULE_NAMES, RejectionRule
 
 
@@ -105,7 +106,7 @@ def parse_rules(
             f"`rollout_rs_threshold` gives {len(specs)} bounds for {len(rules)} rules ({names}); "
             "give one for all or one a rule, separated by commas"
         )
-    return tuple(_parse_rule(name, spec) for name, spec in zip(rules, specs, strict=True))
+    return tuple(check_each(lambda pair: _parse_rule(*pair), zip(rules, specs, strict=True)))
 
 
 def _parse_rule(name: str, spec: str) -> RejectionRule:
@@ -176,27 +177,46 @@ KEYS = ("rollout_is_threshold", "rollout_rs_threshold", *PEER_KEYS, *SHORTHANDS,
 """What a mapping may hold beside the fields of RolloutCorrectionConfig."""
 
 
-def resolve(mapping: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of RolloutCorrectionConfig that settings over a configuration make.
+WEIGHTS = ("rollout_is", "rollout_is_mode", "rollout_is_lower", "rollout_is_upper", "rollout_is_batch_normalize")
+"""Fields of the weights, which are resolved together."""
+RULES = ("rollout_rs",)
+
+
+def resolve(
+    mapping: Mapping[str, Any], base: Mapping[str, Any], problems: Problems, unknown: Set[str] = frozenset()
+) -> tuple[dict[str, Any], set[str]]:
+    """(the fields of RolloutCorrectionConfig that settings over a configuration make, those that have no value).
 
     Args:
         mapping: settings, under our names or a peer's.
         base: all fields of the configuration that they are laid over.
-
-    Raises:
-        ValueError: settings that set one thing twice, or that have no effect.
+        problems: gets settings that set one thing twice, that have no effect, or that can't be read.
+        unknown: settings whose values were refused before; what depends on them is left out.
 
     To turn a part off clears its bounds, and to bound a weight anew sets its mode: one bound truncates, two mask.
     """
-    settings = in_our_names(dict(mapping))
+    settings: dict[str, Any] = {}
+    named = problems.accepts(lambda: settings.update(in_our_names(dict(mapping))))
+    if not named or not unknown.isdisjoint(PEER_KEYS):
+        return dict(base), set(base)
     changes: dict[str, Any] = {}
-    _resolve_weights(base, settings, changes)
-    _resolve_rules(settings, changes)
+    refused = {name for name in unknown if name in base}
+    known = unknown.isdisjoint(("rollout_is_threshold", *WEIGHTS))
+    if not known or not problems.accepts(lambda: _resolve_weights(base, settings, changes)):
+        refused.update(WEIGHTS)
+    known = unknown.isdisjoint(("rollout_rs_threshold", *RULES, *SHORTHANDS))
+    if not known or not problems.accepts(lambda: _resolve_rules(settings, changes)):
+        refused.update(RULES)
     for key in SHORTHANDS:
         if key in settings:
             rules = changes.get("rollout_rs", base["rollout_rs"])
-            changes["rollout_rs"] = with_shorthand(rules, key, settings.pop(key))
-    return {**base, **changes, **settings}
+            value = settings.pop(key)
+            added = problems.check(key, lambda key=key, value=value, rules=rules: with_shorthand(rules, key, value))
+            if added is None:
+                refused.update(RULES)
+            else:
+                changes["rollout_rs"] = added
+    return {**base, **changes, **settings}, refused
 
 
 def _resolve_weights(base: Mapping[str, Any], settings: dict, changes: dict) -> None:
@@ -248,7 +268,7 @@ def _resolve_rules(settings: dict, changes: dict) -> None:
     if not isinstance(rules, (list, tuple)):
         raise ValueError(f"`rollout_rs` must name rules, or be none; got {rules!r}")
     if given:
-        changes["rollout_rs"] = tuple(_rule_from(rule) for rule in rules)
+        changes["rollout_rs"] = tuple(check_each(_rule_from, rules))
 
 
 def _rule_from(rule: Any) -> RejectionRule:

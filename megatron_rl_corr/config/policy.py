@@ -49,6 +49,8 @@ class ModelConfig(Options):
                 f"`max_tokens_per_microbatch` {self.max_tokens_per_microbatch} has no effect with `pad_sequences`; "
                 "drop one"
             )
+
+    def check_lm_head(self) -> None:
         if self.fp32_lm_head and not self.linear_logprobs:
             raise ValueError("`fp32_lm_head` has no effect on Megatron's own logits; add `linear_logprobs`")
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from megatron_rl_corr.config.fields import Options, Positive, option
+from megatron_rl_corr.config.problems import Refusal
 
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize")
 """Variables of a chat template that are not the user's to set, or that have a flag of their own."""
@@ -64,9 +65,13 @@ class PromptsConfig(Options):
     rows drawn first."""
 
     def check(self) -> None:
-        for weight in self.prompts_weights:
-            if not _is_weight(weight):
-                raise ValueError(f"`prompts_weights` must be positive numbers, got {weight}; leave out what has none")
+        wrong = [weight for weight in self.prompts_weights if not _is_weight(weight)]
+        if wrong:
+            raise Refusal(
+                f"`prompts_weights` must be positive numbers, got {weight}; leave out what has none" for weight in wrong
+            )
+
+    def check_count_of_weights(self) -> None:
         if self.prompts_weights and len(self.prompts_weights) != len(self.prompts):
             raise ValueError(
                 f"`prompts_weights` has {len(self.prompts_weights)} numbers for {len(self.prompts)} of `prompts`; give "
@@ -74,8 +79,12 @@ class PromptsConfig(Options):
             )
         if len(self.prompts_weights) == 1:
             raise ValueError("`prompts_weights` has no effect with one of `prompts`; drop it")
+
+    def check_paths(self) -> None:
         if len(set(self.prompts)) < len(self.prompts):
             raise ValueError("`prompts` names a path twice; to draw one more often, use `prompts_weights`")
+
+    def check_template_variables(self) -> None:
         self.template_variables()
 
     @property
@@ -95,9 +104,11 @@ class PromptsConfig(Options):
             raise ValueError(
                 f"`chat_template_kwargs` must be an object with names and values, got {self.chat_template_kwargs}"
             )
-        for name in RESERVED:
-            if name in variables:
-                raise ValueError(f"`chat_template_kwargs` can't set {name}; {_INSTEAD.get(name, 'leave it out')}")
+        reserved = [name for name in RESERVED if name in variables]
+        if reserved:
+            raise Refusal(
+                f"`chat_template_kwargs` can't set {name}; {_INSTEAD.get(name, 'leave it out')}" for name in reserved
+            )
         return variables
 
 

@@ -28,14 +28,14 @@ class ReferenceConfig(Options):
     """After every N batches the reference becomes the policy of then; it is saved with each checkpoint."""
 
     def check(self) -> None:
-        if not self.reference_urls:
-            return
-        if self.reference_checkpoint is not None:
+        if self.reference_urls and self.reference_checkpoint is not None:
             raise ValueError(
                 f"`reference_checkpoint` {self.reference_checkpoint} has no effect with `reference_urls`, whose "
                 "servers score the samples; drop one"
             )
-        if self.reference_reset is not None:
+
+    def check_reset(self) -> None:
+        if self.reference_urls and self.reference_reset is not None:
             raise ValueError(
                 f"`reference_reset` {self.reference_reset} can't reset the weights of `reference_urls`, to which "
                 "nothing is pushed; drop one"

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from urllib.parse import urlsplit
 
+from megatron_rl_corr.config.problems import Problems, check_each
+
 NAMED = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 REQUIRED = "required"
 
@@ -103,7 +105,11 @@ def parse_rewards(
     Raises:
         ValueError: names the option, the value and the remedy.
     """
-    found = [_function(text) for text in functions] + [_url(text) for text in urls]
+    problems = Problems()
+    own = problems.check("functions", lambda: check_each(_function, functions))
+    others = problems.check("urls", lambda: check_each(_url, urls))
+    problems.raise_all()
+    found = own + others
     for spec in found:
         if sum(other.name == spec.name for other in found) > 1:
             raise ValueError(f"{spec.flag}: two rewards are called {spec.name!r}; name them, as in NAME={spec.source}")

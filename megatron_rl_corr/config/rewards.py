@@ -68,10 +68,14 @@ class RewardsConfig(Options):
 
     def check(self) -> None:
         parse_rewards(self.reward_function, self.reward_url, self.reward_weights)
+
+    def check_key(self) -> None:
         if self.reward_api_key_env is not None and not os.environ.get(self.reward_api_key_env):
             raise ValueError(
                 f"`reward_api_key_env`: the environment variable {self.reward_api_key_env} is not set; export it"
             )
+
+    def check_failed_reward(self) -> None:
         if self.on_failed_reward is None:
             return
         rounded = as_float32(self.on_failed_reward)

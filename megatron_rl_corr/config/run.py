@@ -15,6 +15,7 @@ from megatron_rl_corr.config.evaluation import EvaluationConfig
 from megatron_rl_corr.config.fields import Between, Options, Positive, option, options_of
 from megatron_rl_corr.config.groups import GroupsConfig
 from megatron_rl_corr.config.policy import ExpertsConfig, ModelConfig, WeightSyncConfig
+from megatron_rl_corr.config.problems import check_each
 from megatron_rl_corr.config.prompts import PromptsConfig
 from megatron_rl_corr.config.reference import ReferenceConfig
 from megatron_rl_corr.config.replay import ReplayConfig
@@ -82,6 +83,8 @@ class ServersConfig(Options):
     def check(self) -> None:
         if self.engine in OVER_HTTP:
             check_urls_of("`urls`", self.urls)
+
+    def check_key(self) -> None:
         if self.api_key_env is not None and not os.environ.get(self.api_key_env):
             raise ValueError(f"`api_key_env`: the environment variable {self.api_key_env} is not set; export it")
         if self.api_key_env is not None and not is_key(os.environ[self.api_key_env]):
@@ -89,6 +92,8 @@ class ServersConfig(Options):
                 f"`api_key_env`: the value of {self.api_key_env} must be printable ASCII without spaces around it; is "
                 "there a line end at its end?"
             )
+
+    def check_ca_file(self) -> None:
         if self.ca_file is not None and not os.path.isfile(self.ca_file):
             raise ValueError(f"`ca_file`: there is no file {self.ca_file}")
 
@@ -164,60 +169,82 @@ class RunConfig(*reversed(TOPICS)):
         )
 
     def check(self) -> None:
-        if self.replay is not None:
-            self._check_replay()
-        elif not self.rewards and not self.environment:
+        if self.replay is None and not (self.reward_function or self.reward_url or self.environment):
             raise ValueError("`reward_function` is required; see --help")
+
+    def check_rewards(self) -> None:
+        if self.replay is None:
+            parse_rewards(
+                self.reward_function, self.reward_url, self.reward_weights, max_new_tokens=self.max_new_tokens
+            )
+
+    def check_unread_labels(self) -> None:
+        """ValueError where no reward reads a label in a way that may fail."""
         if self.unread_labels == "drop" and not any(spec.reads_label for spec in self.rewards):
             raise ValueError(
                 "`unread_labels` drop has no effect without `reward_function` math, which alone may not read a label; "
                 "drop it"
             )
-        if self.colocate:
-            self._check_colocated()
+
+    def check_gradient(self) -> None:
         if self.inplace_gradient and (self.linear_logprobs or self.top_k > 0):
             raise ValueError(
                 "`inplace_gradient` has no effect with `linear_logprobs`, which holds no logits, nor with `top_k`, "
                 "whose gradient is sparse; drop it"
             )
+
+    def check_logprobs(self) -> None:
         if self.linear_logprobs and (self.top_p < 1 or self.top_k > 0):
             raise ValueError(
                 f"`linear_logprobs` with `top_p` {self.top_p} and `top_k` {self.top_k}: the ids that the server kept "
                 "are looked up in the logits; drop the one or the others"
             )
 
-    def _check_colocated(self) -> None:
-        """ValueError for an option that leaves servers and trainer no turns, or that is not tested with them."""
-        if self.weight_transport != "tensor":
+    def check_colocated_transport(self) -> None:
+        """ValueError for a transport that does not go with turns of servers and trainer."""
+        if self.colocate and self.weight_transport != "tensor":
             raise ValueError(
                 f"`colocate` with `weight_transport` {self.weight_transport}: weights go from one process to the other "
                 "in the memory of the GPU that both are on; give `weight_transport` tensor"
             )
-        if self.max_lag > 0:
+
+    def check_colocated_lag(self) -> None:
+        """ValueError for samples ahead of training where servers and trainer have turns."""
+        if self.colocate and self.max_lag > 0:
             raise ValueError(
                 f"`colocate` with `max_lag` {self.max_lag}: servers have no memory while the trainer trains, and can't "
                 "sample ahead; drop one of them"
             )
-        if self.engine not in (AUTO, "sglang"):
+
+    def check_colocated_engine(self) -> None:
+        """ValueError for an engine whose turns with the trainer are not tested."""
+        if self.colocate and self.engine not in (AUTO, "sglang"):
             raise ValueError(
                 f"`colocate` with `engine` {self.engine}: the release of its memory is not tested here; use SGLang, or "
                 "drop `colocate`"
             )
 
-    def _check_replay(self) -> None:
-        """ValueError for an option that is given and has no effect where nothing is sampled."""
+    def check_replay(self) -> None:
+        """ValueError for options that are given and have no effect where nothing is sampled."""
+        if self.replay is None:
+            return
         acts = OF_SCORERS if self.reference_urls else ()
         acts += ("truncated_samples",) if self.truncated_samples == "mask" else ()
         names = [name for topic in IDLE_TOPICS for name in options_of(topic) if name not in acts]
-        for name in (*names, *IDLE_OPTIONS):
-            if getattr(self, name) != options_of(type(self))[name].default:
+
+        def check(name: str) -> None:
+            if getattr(self, name) != options_of(RunConfig)[name].default:
                 raise ValueError(
                     f"`{name}` has no effect with `replay`, which trains on saved samples: no server is asked, nothing "
                     "is scored or pushed; drop it"
                 )
-        if self.save_trajectories is not None and os.path.realpath(self.save_trajectories) == os.path.realpath(
-            self.replay
-        ):
+
+        check_each(check, (*names, *IDLE_OPTIONS))
+
+    def check_replayed_folder(self) -> None:
+        """ValueError where the samples of a replay would be written over those that it reads."""
+        both = self.replay is not None and self.save_trajectories is not None
+        if both and os.path.realpath(self.save_trajectories) == os.path.realpath(self.replay):
             raise ValueError(
                 f"`save_trajectories` {self.save_trajectories} is the folder of `replay`, whose files it would replace "
                 "while they are read; give another one, or drop it"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from megatron_rl_corr.config.fields import Between, Options, Positive, option
+from megatron_rl_corr.config.problems import Refusal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +53,12 @@ class SamplesConfig(Options):
     with the old ones, and needs servers with --disable-overlap-schedule."""
 
     def check(self) -> None:
-        for token in self.stop_token_ids:
-            if not str(token).isdecimal():
-                raise ValueError(f"`stop_token_ids` must be token ids, whole numbers of at least 0, got {token!r}")
+        wrong = [token for token in self.stop_token_ids if not str(token).isdecimal()]
+        if wrong:
+            raise Refusal(
+                f"`stop_token_ids` must be token ids, whole numbers of at least 0, got {token!r}" for token in wrong
+            )
+
+    def check_stop(self) -> None:
         if "" in self.stop:
             raise ValueError("`stop` has an empty text, which would end every response at once; drop it")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
+from megatron_rl_corr.config.problems import Refusal, check_each, problems_of
+
 
 def checked_urls(base_urls: Sequence[str]) -> tuple[str, ...]:
     """The addresses without a trailing slash.
@@ -15,17 +17,20 @@ def checked_urls(base_urls: Sequence[str]) -> tuple[str, ...]:
     if isinstance(base_urls, str) or not base_urls:
         raise ValueError(f"base_urls must be a non-empty list of server addresses, got {base_urls!r}")
     urls = tuple(url.rstrip("/") for url in base_urls)
-    for url in urls:
-        if "@" in url:
-            raise ValueError(
-                f"the address of {url.rpartition('@')[2]} must not hold a password; name the environment variable of "
-                "the key in `api_key_env`"
-            )
-        if not _is_address(url):
-            raise ValueError(f"a server address is http://HOST:PORT or https://HOST:PORT, got {url!r}")
+    check_each(_check_url, urls)
     if len(set(urls)) != len(urls):
         raise ValueError(f"a server address is given twice: {', '.join(urls)}")
     return urls
+
+
+def _check_url(url: str) -> None:
+    if "@" in url:
+        raise ValueError(
+            f"the address of {url.rpartition('@')[2]} must not hold a password; name the environment variable of "
+            "the key in `api_key_env`"
+        )
+    if not _is_address(url):
+        raise ValueError(f"a server address is http://HOST:PORT or https://HOST:PORT, got {url!r}")
 
 
 def _is_address(url: str) -> bool:
@@ -48,4 +53,4 @@ def check_urls_of(option: str, urls: Sequence[str]) -> None:
         try:
             checked_urls(urls)
         except ValueError as error:
-            raise ValueError(f"{option}: {error}") from None
+            raise Refusal(f"{option}: {text}" for text in problems_of(error)) from None

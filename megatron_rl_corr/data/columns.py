@@ -97,6 +97,11 @@ class ParquetRows:
         """As `Rows`'."""
         return digest_of(self._files)
 
+    @property
+    def column_names(self) -> list[str] | None:
+        """The keys of its rows, which are read a whole row group at a time."""
+        return [column.name for column in self._columns[0]]
+
     def _group(self, group: int) -> pa.Table:
         if group in self._decoded:
             self._decoded.move_to_end(group)
@@ -122,6 +127,8 @@ class SavedDataset:
 
     groups: list[tuple[int, int]] = []
     fills_nulls = True
+    column_names: list[str] | None = None
+    """Any row is read alone."""
 
     def __init__(self, path: str | Path):
         self.path = str(path)
@@ -170,8 +177,8 @@ class SavedDataset:
         return digest_of(self._files)
 
 
-def parquet_folder(path: Path) -> ParquetRows:
-    """The rows of a folder of Parquet files, by their names.
+def parquet_folder(path: Path, *, whole: bool = True) -> ParquetRows:
+    """The rows of a folder of Parquet files, by their names. whole: of all; else of the first one.
 
     Raises:
         ValueError: it holds several splits, such as train and test.
@@ -182,7 +189,7 @@ def parquet_folder(path: Path) -> ParquetRows:
         raise ValueError(
             f"{path}: holds the splits {', '.join(splits)}; name the files of one of them instead of the folder"
         )
-    return ParquetRows(files, path)
+    return ParquetRows(files if whole else files[:1], path)
 
 
 def _row(table: pa.Table | pa.RecordBatch, columns: list[ReadColumn], place: int, where: str) -> dict[str, Any]:

@@ -140,6 +140,31 @@ class PromptFormat:
             raise error(f"{len(ids)} tokens are too many; {limits.max_tokens_from} leaves {limits.max_tokens}")
         return prompt
 
+    def check_keys(self, row: Mapping[str, Any], where: str, *, columns: bool = False) -> None:
+        """BadRow where a row has no prompt, or not the label that `label_key` names.
+
+        Args:
+            row: of the data.
+            where: as `prompt`.
+            columns: it has the names of columns alone, whose values are not known.
+        """
+        try:
+            if columns:
+                self._check_columns(row)
+                return
+            _at(row, self._key(row))
+            if self.label_key is not None:
+                _at(row, self.label_key)
+        except ValueError as error:
+            raise BadRow(f"{where}: {error}") from None
+
+    def _check_columns(self, names: Mapping[str, Any]) -> None:
+        if self.input_key is None and not any(key in names for key in KEYS):
+            self._key(names)
+        for key in (self.input_key, self.label_key):
+            if key is not None and key not in names and key.split(".")[0] not in names:
+                raise ValueError(f'no key "{key}"; the row has {sorted(names)}')
+
     def _key(self, row: Mapping[str, Any]) -> str:
         if self.input_key is not None:
             return self.input_key

@@ -18,7 +18,7 @@ from megatron_rl_corr.data import json_text
 CHUNK_BYTES = 1 << 24
 """Bytes of a file that are searched for line ends at a time."""
 DIGEST_PIECES, DIGEST_BYTES = 64, 4096
-_BOM = b"\xef\xbb\xbf"
+BOM = b"\xef\xbb\xbf"
 _WHITESPACE = 32
 """The last of the bytes that a blank line may have."""
 
@@ -113,6 +113,19 @@ class Stamp:
         return found.st_size, found.st_mtime_ns
 
 
+def json_object(line: bytes, where: str) -> dict[str, Any]:
+    """The object of a line. Raises BadRow, which begins with `where`, for anything else."""
+    try:
+        value = json_text.loads(line)
+    except ValueError as error:
+        remedy = "; write each row on one line" if line.strip() in (b"{", b"[") else ""
+        raise BadRow(f"{where}: not JSON: {error}{remedy}") from None
+    if not isinstance(value, dict):
+        array = "; write its objects on lines of their own" if isinstance(value, list) else ""
+        raise BadRow(f"{where}: expected a JSON object, got {type(value).__name__}{array}")
+    return value
+
+
 class JsonLines:
     """The rows of a file of JSON lines, by the byte at which each begins: 8 bytes a row (4 below 4 GiB).
 
@@ -135,16 +148,7 @@ class JsonLines:
     def read(self, row: int) -> dict[str, Any]:
         """The row, from 0. Raises BadRow for one that is no JSON object, and ChangedFile."""
         self._stamp.check()
-        line = self._line(row)
-        try:
-            value = json_text.loads(line)
-        except ValueError as error:
-            remedy = "; write each row on one line" if line.strip() in (b"{", b"[") else ""
-            raise BadRow(f"{self.where(row)}: not JSON: {error}{remedy}") from None
-        if not isinstance(value, dict):
-            array = "; write its objects on lines of their own" if isinstance(value, list) else ""
-            raise BadRow(f"{self.where(row)}: expected a JSON object, got {type(value).__name__}{array}")
-        return value
+        return json_object(self._line(row), self.where(row))
 
     def where(self, row: int) -> str:
         """p.jsonl:3, for the third line, blank ones counted."""
@@ -163,7 +167,7 @@ class JsonLines:
         """(the byte at which each row begins, for each blank line the rows before it)."""
         dtype = np.uint32 if self._size < 2**32 else np.uint64
         starts, blanks, rows, after_newline = [], [], 0, True
-        at = len(_BOM) if os.pread(self._file.fileno(), len(_BOM), 0) == _BOM else 0
+        at = len(BOM) if os.pread(self._file.fileno(), len(BOM), 0) == BOM else 0
         while chunk := os.pread(self._file.fileno(), CHUNK_BYTES, at):
             data = np.frombuffer(chunk, np.uint8)
             begins = np.flatnonzero(data == ord("\n")) + 1

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
-from megatron_rl_corr.config.flags import CORRECTION, PREFIX, add_group, correction_config, given_flags, name_flags
+from megatron_rl_corr.config.flags import CORRECTION, PREFIX, add_group, given_flags, name_flags, read_correction
+from megatron_rl_corr.config.problems import Problems, Refusal
 from megatron_rl_corr.config.run import LogsConfig
 from megatron_rl_corr.integrations.settings import check_settings
 
@@ -18,23 +19,30 @@ NEEDS = "--rl-inference-logprobs-is-correction"
 
 def parse(arguments: Sequence[str]) -> tuple[RolloutCorrectionConfig, str | None]:
     """The correction and --rollout-log-dir. ValueError for a flag of ours that has no effect there, or one missing."""
+    problems = Problems()
+    config, log_dir = read(arguments, problems)
+    if problems:
+        raise Refusal(problems.found).each(name_flags)
+    return config, log_dir
+
+
+def read(arguments: Sequence[str], problems: Problems) -> tuple[RolloutCorrectionConfig, str | None]:
+    """As `parse`, for who collects problems: of what is refused nothing can be read in the correction."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     add_group(parser, CORRECTION)
     add_group(parser, (LogsConfig,), only=["log_dir"])
-    given, others = given_flags(parser, arguments)
-    for other in others:
+    given = given_flags(parser, arguments, problems)
+    for other in given.others:
         if other.startswith(PREFIX):
-            raise ValueError(
+            problems.add(
                 f"{other.split('=')[0]} has no effect with {ASKS}, where Megatron samples and has its own loss; drop it"
             )
     if NEEDS not in arguments:
-        raise ValueError(f"{ASKS} needs {NEEDS} beside it: without it Megatron keeps no rollout log-probs")
-    try:
-        config = correction_config(given)
+        problems.add(f"{ASKS} needs {NEEDS} beside it: without it Megatron keeps no rollout log-probs")
+    config = read_correction(given, problems)
+    with problems.catch():
         check_settings(config, "Megatron's RL")
-    except ValueError as error:
-        raise ValueError(name_flags(error)) from error
-    return config, given.get("log_dir")
+    return config, given.values.get("log_dir")
 
 
 def install(config: RolloutCorrectionConfig, report: Callable[[dict, Any], None]) -> Callable[[], None]:

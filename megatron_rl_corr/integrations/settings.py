@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
+from megatron_rl_corr.config.problems import Problems
 from megatron_rl_corr.config.rules import RULE_INPUTS
 
 WHOLE_BATCH = ("rollout_is_batch_normalize", "rollout_m2_threshold", "rollout_batch_filter_kl")
@@ -22,20 +24,39 @@ def read_settings(path: str, trainer: str) -> RolloutCorrectionConfig:
 
 def check_settings(config: RolloutCorrectionConfig, trainer: str) -> None:
     """ValueError for a setting that acts on a whole batch, on turns, or on the loss, which is the trainer's own."""
+    problems = Problems()
+    checks = [lambda: _check_turns(config, trainer), lambda: _check_inputs(config, trainer)]
+    checks += [
+        lambda name=field.name, usual=field.default: _check_acts(config, name, usual, trainer)
+        for field in dataclasses.fields(config) if field.name not in ACT
+    ]
+    for check in checks:
+        with problems.catch():
+            check()
+    problems.raise_all()
+
+
+def _check_turns(config: RolloutCorrectionConfig, trainer: str) -> None:
     by_turn = [rule.name for rule in config.rollout_rs if rule.level == "turn_mean"]
     by_turn += ["rollout_is turn"] if config.rollout_is == "turn" else []
     if by_turn:
         raise ValueError(f"{by_turn[0]}: {trainer} do not tell turns; use a token, sequence or geometric level")
+
+
+def _check_inputs(config: RolloutCorrectionConfig, trainer: str) -> None:
     for name, asker in config.needed_inputs.items():
         asker, what = (asker, "mode") if " " in asker else (f"rollout_rs {asker}", "rule")
         raise ValueError(
             f"{asker} needs {name}, {RULE_INPUTS[name].doc}, which {trainer} do not give; use another {what}"
         )
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if field.name in ACT or value == field.default:
-            continue
-        why = f"the loss is {trainer}'s own, with its own flags"
-        if field.name in WHOLE_BATCH:
-            why = f"it needs the whole batch, and {trainer} correct one microbatch at a time"
-        raise ValueError(f"{field.name} {value} has no effect in {trainer}: {why}; drop it")
+
+
+def _check_acts(config: RolloutCorrectionConfig, name: str, usual: Any, trainer: str) -> None:
+    """ValueError for a setting that is not its default, and has no effect."""
+    value = getattr(config, name)
+    if value == usual:
+        return
+    why = f"the loss is {trainer}'s own, with its own flags"
+    if name in WHOLE_BATCH:
+        why = f"it needs the whole batch, and {trainer} correct one microbatch at a time"
+    raise ValueError(f"{name} {value} has no effect in {trainer}: {why}; drop it")

@@ -16,12 +16,11 @@ from megatron.training import training
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.config.flags import name_flags
+from megatron_rl_corr.config.problems import Problems
 from megatron_rl_corr.config.run import RunConfig
-from megatron_rl_corr.mcore import file_checks, hooks, run_flags, session
+from megatron_rl_corr.mcore import file_checks, hooks, session, start_checks
 from megatron_rl_corr.mcore.batch import BatchShape
-from megatron_rl_corr.mcore.collect import Collector
-from megatron_rl_corr.mcore.evaluate import Evaluation
-from megatron_rl_corr.mcore.user_functions import check_user_functions
+from megatron_rl_corr.mcore.early_checks import naming_checkpoint
 from megatron_rl_corr.models.hf_checkpoint import read_model
 from megatron_rl_corr.moe.routes import Routes
 from megatron_rl_corr.rollout.blocking import LoopThread
@@ -100,31 +99,48 @@ def check(config: RolloutCorrectionConfig, options: RunConfig, args: argparse.Na
         Lines that describe the run.
 
     Raises:
-        ValueError: names the flag, its value and the remedy.
+        ValueError: lists everything that is wrong: flag, value and remedy.
     """
-    run_flags.check_megatron_arguments(args)
-    check_user_functions(config, options.group_size)
-    megatron_arguments.core_transformer_config_from_args(args)
-    shape = session.batch_shape(options, args)
-    shape.rows(args.data_parallel_size)
-    without_weights = file_checks.check_files_of_all_ranks(options, args)
-    lines = [_layout(args), _step(options, args)]
+    problems = Problems()
+    start_checks.collect_arguments(config, options, args, problems)
+    problems.check("model", lambda: _check_model(args))
+    shape = problems.check("shape", lambda: session.batch_shape(options, args))
+    without_weights = problems.check("files", lambda: file_checks.check_files_of_all_ranks(options, args))
+    rows = None
     if options.replay is None:
-        lines.append(f"prompts: {_check_data(options, args, shape)} rows; router replay {options.router_replay}")
+        vocab_size = problems.check("config", lambda: _vocab_size(options))
+        rows = problems.check("", lambda: _check_data(options, args, shape, vocab_size), needs=["shape", "config"])
+    problems.raise_all()
+    lines = [_layout(args), _step(options, args)]
+    if rows is not None:
+        lines.append(f"prompts: {rows} rows; router replay {options.router_replay}")
     if without_weights:
         lines.append(f"weights: {' '.join(without_weights)} has none yet, and a run would need them")
     return [*lines, f"servers: {' '.join(options.urls) or 'none'}; not asked", "checked, and nothing was started"]
 
 
-def _check_data(options: RunConfig, args: argparse.Namespace, shape: BatchShape) -> int:
+def _check_model(args: argparse.Namespace) -> None:
+    try:
+        megatron_arguments.core_transformer_config_from_args(args)
+    except AssertionError as error:
+        raise ValueError(str(error) or repr(error)) from error
+
+
+def _vocab_size(options: RunConfig) -> int:
+    with naming_checkpoint(options.hf_checkpoint):
+        return read_model(options.hf_checkpoint)["vocab_size"]
+
+
+def _check_data(options: RunConfig, args: argparse.Namespace, shape: BatchShape, vocab_size: int) -> int:
     """Rows of the training prompts: what a run collects and evaluates with is made as on a leader, and closed."""
-    layout, loop = _FirstLeader(args.data_parallel_size), LoopThread()
-    vocab_size = read_model(options.hf_checkpoint)["vocab_size"]
+    layout, loop, problems = _FirstLeader(args.data_parallel_size), LoopThread(), Problems()
     with ExitStack() as opened:
         opened.callback(loop.close)
-        source = session.sample_source(options, args, layout, loop, vocab_size, Routes(), opened)
-        opened.callback(Collector(options, layout, shape, source, batches=(0, 1)).close)
-        Evaluation.of(options, args, source, layout)
+        source = session.sample_source(options, args, layout, loop, vocab_size, Routes(), opened, problems)
+        collector, _ = session.collectors(options, args, layout, shape, source, problems, batches=(0, 1))
+        if collector is not None:
+            opened.callback(collector.close)
+        problems.raise_all()
         return len(source.prompts)
 
 

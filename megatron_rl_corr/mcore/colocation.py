@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import __version__ as megatron_version
 
+from megatron_rl_corr.config.problems import Problems
 from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.mcore.versions import release
 from megatron_rl_corr.parallel.failure import StartupError, communication_device
@@ -46,26 +47,27 @@ def check_colocation(args: argparse.Namespace) -> None:
             f"--rollout-colocate needs megatron-core {OFFLOAD_SINCE[0]}.{OFFLOAD_SINCE[1]} or newer, which can free "
             f"gradients and move its optimizer to the host, and this is {megatron_version}; leave it out"
         )
-    values = vars(args)
+    values, problems = vars(args), Problems()
     moved = not values.get("optimizer_cpu_offload")  # else its state is on the host always
     if moved and values.get("use_precision_aware_optimizer"):
-        raise ValueError(
+        problems.add(
             "--use-precision-aware-optimizer with --rollout-colocate: it updates the model's weights themselves, and "
             "Megatron's offloading would cut them off from it; leave it out, or add --optimizer-cpu-offload"
         )
     if not moved and (fraction := values.get("optimizer_offload_fraction", 1.0)) < 1:
-        raise ValueError(
+        problems.add(
             f"--optimizer-offload-fraction {fraction} with --rollout-colocate: the share on the GPU is never "
             "freed; give 1.0, or leave --optimizer-cpu-offload out"
         )
     for name, why in _REFUSED.items():
         if values.get(name):
-            raise ValueError(f"--{name.replace('_', '-')} with --rollout-colocate: {why}; leave one of them out")
+            problems.add(f"--{name.replace('_', '-')} with --rollout-colocate: {why}; leave one of them out")
     if values.get("cuda_graph_impl", "none") != "none":
-        raise ValueError(
+        problems.add(
             f"--cuda-graph-impl {args.cuda_graph_impl} with --rollout-colocate: graphs of training keep the addresses "
             "of gradients, which are freed; leave one of them out"
         )
+    problems.raise_all()
 
 
 @dataclass

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from megatron_rl_corr.config.evaluation import EvaluationSet
 from megatron_rl_corr.config.flags import warn
+from megatron_rl_corr.config.problems import Problems, check_each
 from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.core.pass_at_k import pass_at_k, powers_up_to
 from megatron_rl_corr.data.prompts import PromptDataset
@@ -88,15 +89,18 @@ class Evaluation:
             return None
         sampling, given = evaluation_sampling(options), (options, args, layout, source.tokenizer)
         source.client.check_sampling(sampling)
-        sets = [
-            HeldOut(one, held_out_prompts(one.path, *given, source.client.vocab_size))
-            for one in options.evaluation_sets()
-        ]
-        source.rewards.check_alone("--rollout-eval-prompts")
-        for one in sets:
-            source.rewards.check_labels(one.prompts, "--rollout-eval-prompts")
-            if one.prompts is not None:
-                source.loop.call(source.rewards.check_readable(one.prompts, "--rollout-eval-prompts"))
+
+        def opened(one: EvaluationSet) -> HeldOut:
+            prompts = held_out_prompts(one.path, *given, source.client.vocab_size)
+            source.rewards.check_labels(prompts, "--rollout-eval-prompts")
+            if prompts is not None:
+                source.loop.call(source.rewards.check_readable(prompts, "--rollout-eval-prompts"))
+            return HeldOut(one, prompts)
+
+        problems = Problems()
+        sets = problems.check("sets", lambda: check_each(opened, options.evaluation_sets()))
+        problems.check("rewards", lambda: source.rewards.check_alone("--rollout-eval-prompts"))
+        problems.raise_all()
         return cls(
             layout, source, sets, sampling, every=args.eval_interval, pass_reward=options.eval_pass_reward,
             at_once=2 * options.max_concurrency,

@@ -9,17 +9,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron_rl_corr.config.problems import Problems
 from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.files import check_writable
 from megatron_rl_corr.mcore import compat
+from megatron_rl_corr.mcore.early_checks import HF_FOLDERS, WEIGHT_FOLDERS, naming_checkpoint, refuse_links
 from megatron_rl_corr.mcore.hf_saves import check_folder
-from megatron_rl_corr.mcore.policy_check import naming_checkpoint
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
-
-HF_FOLDERS = ("iter_*", ".iter_*")
-"""What --rollout-save-hf writes in its folder."""
-WEIGHT_FOLDERS = (".unfinished",)
-"""What a push by disk writes in its folder, under one name each time."""
 
 
 def check_files(options: RunConfig, args: argparse.Namespace) -> None:
@@ -35,13 +31,15 @@ def check_files(options: RunConfig, args: argparse.Namespace) -> None:
     Raises:
         ValueError: names the flag, the folder or file, and the remedy.
     """
+    problems = Problems()
     if os.environ.get("LOCAL_RANK", "0") == "0":  # hosts may have copies of their own
         for flag, folder in _checkpoints(options):
-            with naming_checkpoint(folder, flag):
+            with problems.catch(), naming_checkpoint(folder, flag):
                 HFCheckpoint(folder).check_files()
     layout = compat.layout()
     sends = dist.get_rank() in (0, layout.stage_groups.sender)
-    _check_folders(options, args, written_folders(options, args, leads=layout.is_data_leader, sends=sends))
+    _check_folders(options, args, written_folders(options, args, leads=layout.is_data_leader, sends=sends), problems)
+    problems.raise_all()
 
 
 def check_files_of_all_ranks(options: RunConfig, args: argparse.Namespace) -> list[str]:
@@ -53,14 +51,15 @@ def check_files_of_all_ranks(options: RunConfig, args: argparse.Namespace) -> li
     Raises:
         ValueError: as `check_files`.
     """
-    without = []
+    without, problems = [], Problems()
     for flag, folder in _checkpoints(options):
         if not any(Path(folder).glob("*.safetensors*")):
             without.append(folder)
             continue
-        with naming_checkpoint(folder, flag):
+        with problems.catch(), naming_checkpoint(folder, flag):
             HFCheckpoint(folder).check_files()
-    _check_folders(options, args, written_folders(options, args, leads=True, sends=True))
+    _check_folders(options, args, written_folders(options, args, leads=True, sends=True), problems)
+    problems.raise_all()
     return without
 
 
@@ -71,14 +70,18 @@ def _checkpoints(options: RunConfig) -> Iterator[tuple[str, str]]:
     )
 
 
-def _check_folders(options: RunConfig, args: argparse.Namespace, written: Iterable[tuple[str, str]]) -> None:
-    check_folder(options, args)
+def _check_folders(
+    options: RunConfig, args: argparse.Namespace, written: Iterable[tuple[str, str]], problems: Problems
+) -> None:
+    problems.check("iterations", lambda: check_folder(options, args))
     for flag, folder in written:
-        check_writable(folder, flag)
-    if options.save_hf is not None:
-        _refuse_links("--rollout-save-hf", Path(options.save_hf), HF_FOLDERS)
-    if options.weight_dir is not None:
-        _refuse_links("--rollout-weight-dir", Path(options.weight_dir), WEIGHT_FOLDERS)
+        problems.check(flag, lambda flag=flag, folder=folder: check_writable(folder, flag))
+    for flag, folder, patterns in (
+        ("--rollout-save-hf", options.save_hf, HF_FOLDERS), ("--rollout-weight-dir", options.weight_dir, WEIGHT_FOLDERS)
+    ):
+        if folder is not None:
+            with problems.catch():
+                refuse_links(flag, Path(folder), patterns)
 
 
 def written_folders(
@@ -105,12 +108,3 @@ def written_folders(
 
 def _given(*pairs: tuple[str, str | None]) -> Iterator[tuple[str, str]]:
     yield from ((flag, folder) for flag, folder in pairs if folder is not None)
-
-
-def _refuse_links(flag: str, folder: Path, patterns: Iterable[str]) -> None:
-    """ValueError for a link in the place of a folder that will be written: it may lead anywhere."""
-    for link in (path for pattern in patterns for path in folder.glob(pattern) if path.is_symlink()):
-        raise ValueError(
-            f"{flag} {folder}: {link.name} in it is a link to {os.readlink(link)}, and nothing is written through one; "
-            "remove it, or name another folder"
-        )

@@ -22,16 +22,17 @@ from megatron.training import checkpointing, global_vars, training
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.config.flags import add_flags
+from megatron_rl_corr.config.problems import Problems
 from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.mcore import (
     checkpoint_cursor,
     checkpoint_files,
     compat,
-    file_checks,
     reference_checkpoint,
     run_flags,
     serving,
     session,
+    start_checks,
     versions,
 )
 from megatron_rl_corr.mcore.colocation import trainers_turn
@@ -118,9 +119,7 @@ class CorrectedTraining:
                 except (RuntimeError, ValueError, OSError) as error:  # what failed may be a group that it has to close
                     logger.warning("what the step before the restart had open was not all closed: %s", error)
             settings = training.get_args()
-            all_reduce_startup(self._supervision.open)
-            all_reduce_startup(lambda: run_flags.check_megatron_arguments(settings))
-            all_reduce_startup(lambda: file_checks.check_files(self._options, settings))
+            all_reduce_startup(lambda: self._check_start(settings))
             if not self._options.pad_sequences:
                 set_packed(settings)
             memory = serving.all_reduce_released_at_start(self._options, self._opened)
@@ -134,6 +133,13 @@ class CorrectedTraining:
             return model, optimizer, scheduler
 
         return setup_model_and_optimizer
+
+    def _check_start(self, settings: Any) -> None:
+        """Open what supervision needs, and check all else too. settings: Megatron's arguments."""
+        problems = Problems()
+        problems.check("supervision", self._supervision.open)
+        problems.check("start", lambda: start_checks.check_start(self._config, self._options, settings))
+        problems.raise_all()
 
     def wrap_train_step(self, original: Callable) -> Callable:
         """Wraps `train_step`: the original is called by a corrected step."""

@@ -6,6 +6,8 @@ import argparse
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from megatron_rl_corr.config.problems import Problems
+
 ROWS = "--rollout-pad-sequences"
 """The flag that trains on padded rows instead."""
 
@@ -67,9 +69,9 @@ UNPACKED = (
 
 def check_packed(args: argparse.Namespace) -> None:
     """ValueError for what packed sequences do not go with."""
-    most = args.rollout_max_tokens_per_microbatch
+    problems, most = Problems(), args.rollout_max_tokens_per_microbatch
     if most is not None and most < args.seq_length:
-        raise ValueError(
+        problems.add(
             f"--rollout-max-tokens-per-microbatch {most} must be at least --seq-length {args.seq_length}: "
             "a sequence is not cut"
         )
@@ -78,9 +80,10 @@ def check_packed(args: argparse.Namespace) -> None:
         if one.where(value, args):
             remedy = f"use {one.flag} {one.instead}" if one.instead else "leave it out"
             shown = "" if value is True else f" {' '.join(value) if isinstance(value, list) else value}"
-            raise ValueError(
+            problems.add(
                 f"{one.flag}{shown} does not go with packed sequences, as {one.why}; {remedy}, or give {ROWS}"
             )
+    problems.raise_all()
 
 
 def set_packed(args: argparse.Namespace) -> None:

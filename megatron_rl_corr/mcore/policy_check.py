@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import nn
 
 from megatron_rl_corr.config.flags import warn
+from megatron_rl_corr.mcore.early_checks import naming_checkpoint
 from megatron_rl_corr.mcore.mtp import mtp_problems
 from megatron_rl_corr.mcore.policy_flags import ALLOW, COMPARED, EFFECTIVE, IGNORED, REFUSED
 from megatron_rl_corr.models.hf_checkpoint import read_config
@@ -65,21 +65,6 @@ class MegatronParser:
                 f"args.{name}"
             )
         return vars(args)[name]
-
-
-@contextmanager
-def naming_checkpoint(path: str, flag: str | None = None) -> Iterator[None]:
-    """Put the flag and the folder before a ValueError about a checkpoint, which names its file or tensor alone.
-
-    Args:
-        path: of the folder.
-        flag: that names it; None: --rollout-hf-checkpoint.
-    """
-    try:
-        yield
-    except ValueError as error:
-        folder = "" if str(path) in str(error).split() else f" {path}"
-        raise ValueError(f"{flag or '--rollout-hf-checkpoint'}{folder}: {error}") from error
 
 
 def check_policy(args: argparse.Namespace) -> None:

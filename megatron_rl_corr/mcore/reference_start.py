@@ -12,7 +12,7 @@ from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.config.flags import warn
 from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.engines.errors import RolloutError
-from megatron_rl_corr.mcore.policy_check import naming_checkpoint
+from megatron_rl_corr.mcore.early_checks import naming_checkpoint
 from megatron_rl_corr.mcore.reference import LocalReference, Reference, ReferenceWeights
 from megatron_rl_corr.mcore.reference_checkpoint import broadcast_saved
 from megatron_rl_corr.mcore.reference_server import ServedReference

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 
 from megatron.core import dist_checkpointing
 from megatron.training import checkpointing
 
 from megatron_rl_corr.config.flags import warn
+from megatron_rl_corr.config.problems import Problems, Refusal, check_each
 from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.mcore.colocation import check_colocation
 from megatron_rl_corr.mcore.packed_flags import check_packed
@@ -17,61 +19,114 @@ from megatron_rl_corr.moe.routers import check_router_replay
 
 
 def check_megatron_arguments(args: argparse.Namespace) -> None:
-    """ValueError for Megatron flags that a corrected step can't honour."""
-    check_router_replay(args)
+    """ValueError, which lists everything, for Megatron flags that a corrected step can't honour.
+
+    A flag is told once: what further checks have against its value is left out.
+    """
+    checks = (
+        check_router_replay, check_context_parallel, compat.check_expert_layout, check_latent_attention,
+        _check_packed_if, check_per_token_loss, check_updates, check_settings_file, check_batch_size, check_offload,
+        check_finetune, check_begin, check_layers, check_skipped, check_evaluation, check_policy, check_vocabulary,
+        check_colocation,
+    )  # fmt: skip
+    found, told = [], set()
+    for check in checks:
+        problems = Problems()
+        if check is check_layers and told & {"--load", "--override-ckpt-iteration"}:
+            continue  # of a checkpoint that can't be begun with
+        with problems.catch():
+            check(args)
+        new = [text for text in problems.found if not flags_told(text) <= told]
+        told.update(*map(flags_told, new))
+        found += new
+    if found:
+        raise Refusal(found)
+    _warn_of_expert_biases(args)
+
+
+def flags_told(problem: str) -> set[str]:
+    """The flags that a problem is about: the first one of it, or of each of its lines where it is a list."""
+    lines = [line for line in problem.split("\n") if line.startswith("  ")] or [problem]
+    return {found[0] for line in lines if (found := re.search(r"--[\w-]+", line))}
+
+
+def _check_packed_if(args: argparse.Namespace) -> None:
+    if not args.rollout_pad_sequences:
+        check_packed(args)
+
+
+def check_context_parallel(args: argparse.Namespace) -> None:
+    """ValueError for rows that can't be cut over context-parallel ranks."""
     chunks = 2 * args.context_parallel_size
     if args.context_parallel_size > 1 and args.seq_length % chunks:
         raise ValueError(
             f"--seq-length {args.seq_length} must be a multiple of 2 * --context-parallel-size, {chunks}: "
             "every row is cut into so many chunks"
         )
-    compat.check_expert_layout(args)
-    check_latent_attention(args)
-    if not args.rollout_pad_sequences:
-        check_packed(args)
-    check_per_token_loss(args)
-    check_updates(args)
+
+
+def check_settings_file(args: argparse.Namespace) -> None:
+    """ValueError for a file that stands in for the flags."""
     if args.yaml_cfg is not None:
         raise ValueError(
             "--yaml-cfg replaces every flag, the rollout ones too; give Megatron's settings as flags"
         )
-    for name in ("rampup_batch_size", "step_batch_size_schedule"):  # the second from 0.19 on
+
+
+def check_batch_size(args: argparse.Namespace) -> None:
+    """ValueError for a batch whose size changes."""
+
+    def check(name: str) -> None:
         if vars(args).get(name) is not None:
             raise ValueError(
                 f"--{name.replace('_', '-')} is not supported with rollouts: every step takes --global-batch-size"
             )
+
+    check_each(check, ("rampup_batch_size", "step_batch_size_schedule"))  # the second from 0.19 on
+
+
+def check_offload(args: argparse.Namespace) -> None:
+    """ValueError for an optimizer on the host that would not learn of the checkpoint's weights."""
     if vars(args).get("optimizer_cpu_offload") and not (args.bf16 or args.fp16):
         raise ValueError(
             "--optimizer-cpu-offload in float32: Megatron's offloaded copies stay those of the initial weights, and "
             "the first update would put them in place of the checkpoint's; use --bf16, or leave it out"
         )
+
+
+def check_finetune(args: argparse.Namespace) -> None:
+    """ValueError for a run that would begin anew each time."""
     if args.finetune:
         raise ValueError(
             "--finetune begins at iteration 0 each time that the run is started; name the checkpoint that training "
             "begins with by --pretrained-checkpoint instead, and the run's own, to go on from, by --load"
         )
-    check_begin(args)
-    check_layers(args)
+
+
+def check_skipped(args: argparse.Namespace) -> None:
+    """ValueError for iterations that are left out."""
     if args.iterations_to_skip:
         raise ValueError(
             f"--iterations-to-skip {args.iterations_to_skip}: samples of a step that is skipped would train a later "
             "one; leave it out"
         )
+
+
+def check_evaluation(args: argparse.Namespace) -> None:
+    """ValueError for an evaluation of the script's data, and for one of ours that never comes."""
+    problems = Problems()
     if args.eval_iters:
-        raise ValueError(
+        problems.add(
             f"--eval-iters {args.eval_iters}: evaluation would score the script's data set, not rollouts; "
             "use --eval-iters 0, and --rollout-eval-prompts for rollouts on held-out prompts"
         )
     steps = _steps(args)
     if args.rollout_eval_prompts and not 0 < (args.eval_interval or 0) <= steps:
-        raise ValueError(
+        problems.add(
             f"--rollout-eval-prompts would never be asked: --eval-interval {args.eval_interval}, the steps from one "
             f"evaluation to the next, must be from 1 to the run's {steps} steps, by --train-iters or --train-samples"
         )
-    check_policy(args)
-    check_vocabulary(args)
-    check_colocation(args)
-    _warn_of_expert_biases(args)
+    problems.raise_all()
 
 
 def _warn_of_expert_biases(args: argparse.Namespace) -> None:
@@ -137,11 +192,12 @@ def check_updates(args: argparse.Namespace) -> None:
         counted.append(("--adlr-autoresume-interval", args.adlr_autoresume_interval))
     # From 0.16 on.
     counted += [("--phase-transition-iterations", at) for at in values.get("phase_transition_iterations") or ()]
-    for name, value in counted:
-        if value and value % updates:
-            raise ValueError(
-                f"{name} {value} must be a multiple of {words}: a run saves, evaluates and ends between two batches"
-            )
+    wrong = [(name, value) for name, value in counted if value and value % updates]
+    if wrong:
+        raise Refusal(
+            f"{name} {value} must be a multiple of {words}: a run saves, evaluates and ends between two batches"
+            for name, value in wrong
+        )
 
 
 def check_loaded_iteration(args: argparse.Namespace) -> None:

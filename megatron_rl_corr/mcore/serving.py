@@ -20,8 +20,8 @@ from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.mcore.collect import SampleSource
 from megatron_rl_corr.mcore.colocation import Colocation, TrainerMemory
+from megatron_rl_corr.mcore.early_checks import naming_checkpoint
 from megatron_rl_corr.mcore.first_step import FirstStep
-from megatron_rl_corr.mcore.policy_check import naming_checkpoint
 from megatron_rl_corr.mcore.push_probe import PushProbe
 from megatron_rl_corr.mcore.reference import Reference
 from megatron_rl_corr.mcore.server_check import broadcast_first_step, check_servers

@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
+from megatron_rl_corr.config.problems import Problems, check_each
 from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.data.rewards import Rewards
 from megatron_rl_corr.data.tokenizer import Tokenizer
@@ -21,14 +22,15 @@ from megatron_rl_corr.mcore.batch import BatchShape
 from megatron_rl_corr.mcore.batch_collector import BatchCollector
 from megatron_rl_corr.mcore.collect import Collector, SampleSource
 from megatron_rl_corr.mcore.colocation import TrainerMemory
+from megatron_rl_corr.mcore.early_checks import naming_checkpoint
 from megatron_rl_corr.mcore.evaluate import Evaluation
 from megatron_rl_corr.mcore.filtered import FilteredMismatch
 from megatron_rl_corr.mcore.forward import LogprobSettings
 from megatron_rl_corr.mcore.hf_saves import HFSaves
 from megatron_rl_corr.mcore.model_check import check_models
 from megatron_rl_corr.mcore.packing import pack_limits
-from megatron_rl_corr.mcore.policy_check import check_model, naming_checkpoint
-from megatron_rl_corr.mcore.prompt_checks import training_prompts
+from megatron_rl_corr.mcore.policy_check import check_model
+from megatron_rl_corr.mcore.prompt_checks import held_out_prompts, training_prompts
 from megatron_rl_corr.mcore.push_probe import broadcast_probe, print_probe
 from megatron_rl_corr.mcore.reference import Reference
 from megatron_rl_corr.mcore.reference_start import broadcast_reference
@@ -40,7 +42,6 @@ from megatron_rl_corr.mcore.serving import WeightPush, broadcast_checked, reach_
 from megatron_rl_corr.mcore.step import CorrectedStep
 from megatron_rl_corr.mcore.step_trace import StepTrace
 from megatron_rl_corr.mcore.updates import Updates
-from megatron_rl_corr.mcore.user_functions import check_user_functions
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.models.names import NameTable
 from megatron_rl_corr.models.shards import LocalParameter, load_shards, local_parameters
@@ -125,7 +126,6 @@ def start(
         PeerFailure: then, on the other ranks.
     """
     args, layout = megatron.args, compat.layout(sequence_parallel=megatron.args.sequence_parallel)
-    all_reduce_startup(lambda: check_user_functions(config, options.group_size))
     if options.linear_logprobs:
         all_reduce_startup(lambda: compat.check_output_processor(compat.unwrapped(megatron.model)))
     shape = batch_shape(options, args)
@@ -205,28 +205,64 @@ def _prepare(
     updates: Updates, saved: SavedCursor | None, opened: ExitStack,
 ) -> _Parts:
     """Everything that needs neither servers nor other ranks. Raises ValueError or OSError for what is wrong."""
-    args = megatron.args
-    with naming_checkpoint(options.hf_checkpoint):
-        checkpoint = HFCheckpoint(options.hf_checkpoint)
-    loop, vocab_size = LoopThread(), checkpoint.config["vocab_size"]
+    args, problems = megatron.args, Problems()
+
+    def opened_checkpoint() -> tuple[HFCheckpoint, int]:
+        with naming_checkpoint(options.hf_checkpoint):
+            checkpoint = HFCheckpoint(options.hf_checkpoint)
+            return checkpoint, checkpoint.config["vocab_size"]
+
+    def loaded_parameters() -> list[LocalParameter]:
+        parameters = _parameters(checkpoint, args, megatron.model)
+        # Weights take minutes to load: not where it is known that the run can't start.
+        if not problems and args.iteration == 0 and not compat.begins_with_pretrained(args):
+            with naming_checkpoint(options.hf_checkpoint):
+                load_shards(parameters, checkpoint, layout.shard)
+        return parameters
+
+    opened_now = problems.check("checkpoint", opened_checkpoint)
+    problems.raise_all()  # all that follows needs it
+    checkpoint, vocab_size = opened_now
+    loop = LoopThread()
     opened.callback(loop.close)
     batches = updates.batches(args.iteration), updates.batches(args.train_iters)
     source = evaluation = None
     if options.replay is not None:
-        collector: BatchCollector = ReplayCollector(
+        collector: BatchCollector | None = problems.check("collector", lambda: ReplayCollector(
             options, layout, shape, batches=batches, iteration=args.iteration, vocab_size=vocab_size, routes=routes
-        )
+        ))  # fmt: skip
     else:
-        source = sample_source(options, args, layout, loop, vocab_size, routes, opened)
-        collector = Collector(options, layout, shape, source, batches=batches, saved=saved, routes=routes)
-        evaluation = Evaluation.of(options, args, source, layout)
-    opened.callback(collector.close)
-    parameters = _parameters(checkpoint, args, megatron.model)
-    if args.iteration == 0 and not compat.begins_with_pretrained(args):
-        with naming_checkpoint(options.hf_checkpoint):
-            load_shards(parameters, checkpoint, layout.shard)
+        source = sample_source(options, args, layout, loop, vocab_size, routes, opened, problems)
+        collector, evaluation = collectors(
+            options, args, layout, shape, source, problems, batches=batches, saved=saved, routes=routes
+        )
+    if collector is not None:
+        opened.callback(collector.close)
+    parameters = problems.check("parameters", loaded_parameters)
+    problems.raise_all()
     log = SampleLog(options, layout, shape, collector.sampling) if options.save_trajectories else None
     return _Parts(source, loop, collector, evaluation, vocab_size, parameters, log)
+
+
+def collectors(
+    options: RunConfig, args: argparse.Namespace, layout: Layout, shape: BatchShape, source: SampleSource | None,
+    problems: Problems, **how: Any,
+) -> tuple[Collector | None, Evaluation | None]:
+    """What collects batches, and the evaluation of a run; problems gets what is wrong.
+
+    Args:
+        options, args, layout, shape: as elsewhere.
+        source: of the samples; None: it could not be made, and of these nothing is known.
+        problems: what was wrong with its prompts is in it.
+        how: `Collector`'s.
+    """
+    if source is None:
+        return None, None
+    prompts = ["prompts"]
+    collector = problems.check(
+        "collector", lambda: Collector(options, layout, shape, source, **how), needs=prompts
+    )
+    return collector, problems.check("evaluation", lambda: Evaluation.of(options, args, source, layout))
 
 
 def batch_shape(options: RunConfig, args: argparse.Namespace) -> BatchShape:
@@ -239,8 +275,8 @@ def batch_shape(options: RunConfig, args: argparse.Namespace) -> BatchShape:
 
 def sample_source(
     options: RunConfig, args: argparse.Namespace, layout: Layout, loop: LoopThread, vocab_size: int, routes: Routes,
-    opened: ExitStack,
-) -> SampleSource:
+    opened: ExitStack, problems: Problems,
+) -> SampleSource | None:
     """Client, prompts and what gives rewards, which is started on the ranks that ask for samples.
 
     No server is asked.
@@ -253,29 +289,51 @@ def sample_source(
         vocab_size: of the model.
         routes: says which experts servers must return.
         opened: gets what closes the client and ends the workers of rewards.
+        problems: gets what is wrong, under the names tokenizer, client, rewards, environment and prompts.
 
-    Raises:
-        ValueError: names the flag, its value and the remedy.
+    Returns:
+        The source, without prompts where they can't be used; None where nothing else can be told without it.
     """
-    tokenizer = Tokenizer.from_folder(options.hf_checkpoint)
-    client = RolloutClient(
-        options.urls, vocab_size=vocab_size, experts=routes.server_shape, seed=args.seed,
-        keyed_cache=options.pause_mode == "in_place", pushes_retract=options.pause_mode == "retract",
-        decode=tokenizer and tokenizer.decode_all, replica=layout.dp_rank, replicas=layout.dp_size,
-        **options.client_arguments(),
-    )  # fmt: skip
-    opened.callback(lambda: loop.call(client.close()))
-    rewards = Rewards.of(options, tokenizer)
-    episodes = None
-    if options.environment is not None:
+
+    def made_client() -> RolloutClient:
+        client = RolloutClient(
+            options.urls, vocab_size=vocab_size, experts=routes.server_shape, seed=args.seed,
+            keyed_cache=options.pause_mode == "in_place", pushes_retract=options.pause_mode == "retract",
+            decode=tokenizer and tokenizer.decode_all, replica=layout.dp_rank, replicas=layout.dp_size,
+            **options.client_arguments(),
+        )  # fmt: skip
+        opened.callback(lambda: loop.call(client.close()))
+        return client
+
+    def started_rewards() -> Rewards:
+        rewards = Rewards.of(options, tokenizer)
+        if layout.is_data_leader:
+            loop.call(rewards.start())
+            opened.callback(lambda: loop.call(rewards.close()))
+        return rewards
+
+    def made_episodes() -> Episodes | None:
+        if options.environment is None:
+            return None
         calls = UserCalls(options.environment_timeout_s)
-        episodes = Episodes(load_environment(options.environment), options.max_turns, calls)
-    if layout.is_data_leader:
-        loop.call(rewards.start())
-        opened.callback(lambda: loop.call(rewards.close()))
-    prompts = training_prompts(options, args, layout, tokenizer, vocab_size)
-    if prompts is not None:
-        loop.call(rewards.check_readable(prompts, "--rollout-prompts", drop=options.unread_labels == "drop"))
+        return Episodes(load_environment(options.environment), options.max_turns, calls)
+
+    tokenizer = problems.check("tokenizer", lambda: Tokenizer.from_folder(options.hf_checkpoint))
+    client = problems.check("client", made_client, needs=["tokenizer"])
+    rewards = problems.check("rewards", started_rewards, needs=["tokenizer"])
+    episodes = problems.check("environment", made_episodes)
+    prompts = problems.check(
+        "prompts", lambda: training_prompts(options, args, layout, tokenizer, vocab_size), needs=["tokenizer"]
+    )
+    if prompts is not None and problems.passed("rewards"):
+        drop = options.unread_labels == "drop"
+        problems.check("labels", lambda: loop.call(rewards.check_readable(prompts, "--rollout-prompts", drop=drop)))
+    if not problems.passed("client", "rewards"):  # an evaluation can't be made, but its data can be looked at
+        problems.check("held-out prompts", lambda: check_each(
+            lambda one: held_out_prompts(one.path, options, args, layout, tokenizer, vocab_size),
+            options.evaluation_sets(),
+        ), needs=["tokenizer"])  # fmt: skip
+        return None
     return SampleSource(client, loop, prompts, rewards, episodes, tokenizer)
 
 

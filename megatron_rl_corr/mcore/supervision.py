@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from megatron_rl_corr.config.problems import Problems
 from megatron_rl_corr.config.supervision import SupervisionConfig
 from megatron_rl_corr.events import EVENTS, KINDS, file_of_host
 from megatron_rl_corr.mcore.endpoint import Endpoint
@@ -47,28 +48,35 @@ class Supervision:
         self.begun = True
         if self._open:
             return
-        self._open, options = True, self._options
-        if options.events is not None:
-            path = file_of_host(options.events)
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                EVENTS.open(path)
-            except OSError as error:
-                raise ValueError(
-                    f"`events` {path} can't be written: {error.strerror or error}; name a file, no link, in a folder "
-                    "that this user may write"
-                ) from error
-        if options.metrics_port is not None and os.environ.get("RANK", "0") == "0":
-            address, port = options.metrics_address, options.metrics_port
-            try:
-                self._endpoint = Endpoint(
-                    address, port, self.text, patience_s=PATIENCE_S if attempts_before() else 0.0
-                )
-            except OSError as error:
-                raise ValueError(
-                    f"`metrics_port` {port} can't be opened at `metrics_address` {address}: {error.strerror or error}; "
-                    "give another one"
-                ) from error
+        self._open, problems = True, Problems()
+        problems.check("events", self._open_events)
+        problems.check("endpoint", self._open_endpoint)
+        problems.raise_all()
+
+    def _open_events(self) -> None:
+        if self._options.events is None:
+            return
+        path = file_of_host(self._options.events)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            EVENTS.open(path)
+        except OSError as error:
+            raise ValueError(
+                f"`events` {path} can't be written: {error.strerror or error}; name a file, no link, in a folder "
+                "that this user may write"
+            ) from error
+
+    def _open_endpoint(self) -> None:
+        address, port = self._options.metrics_address, self._options.metrics_port
+        if port is None or os.environ.get("RANK", "0") != "0":
+            return
+        try:
+            self._endpoint = Endpoint(address, port, self.text, patience_s=PATIENCE_S if attempts_before() else 0.0)
+        except OSError as error:
+            raise ValueError(
+                f"`metrics_port` {port} can't be opened at `metrics_address` {address}: {error.strerror or error}; "
+                "give another one"
+            ) from error
 
     def started(self, session: Session, iteration: int) -> None:
         """The run's first step follows. iteration: steps that a checkpoint has, 0 without one."""

@@ -69,7 +69,7 @@ class HFCheckpoint:
                 f"{self.path} has neither model.safetensors nor model.safetensors.index.json; save the model with "
                 "safe_serialization"
             )
-        with _opened(single) as file:
+        with _opened(single, framework="numpy") as file:
             return dict.fromkeys(file.keys(), single)
 
     def check_files(self) -> None:
@@ -82,7 +82,7 @@ class HFCheckpoint:
         for name, path in self._file_of.items():
             by_file.setdefault(path, []).append(name)
         for path, names in by_file.items():
-            with _opened(path) as file:
+            with _opened(path, framework="numpy") as file:  # no tensor is read: torch need not be there yet
                 lacking = sorted(set(names) - set(file.keys()))
             if lacking:
                 raise ValueError(
@@ -118,10 +118,10 @@ def _json_object(path: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[safe_open]:
+def _opened(path: Path, *, framework: str = "pt") -> Iterator[safe_open]:
     """A safetensors file; one that is missing, or was cut while it was copied, is named."""
     try:
-        with safe_open(path, framework="pt") as file:
+        with safe_open(path, framework=framework) as file:
             yield file
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} can't be read as safetensors ({error}); copy or save the model anew") from error

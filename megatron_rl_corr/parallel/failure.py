@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, TCPStore
 
+from megatron_rl_corr.config.problems import problems_of
 from megatron_rl_corr.events import EVENTS
 
 MEETING_INTERVAL_S = 60.0
@@ -42,7 +43,10 @@ class PeerFailure(RuntimeError):
 
 
 class StartupError(ValueError):
-    """The run can't start, or go on, as configured; the message names the flag and the remedy."""
+    """The run can't start, or go on, as configured; the message names the flag and the remedy, or lists several."""
+
+    problems: tuple[str, ...] = ()
+    """The texts of several."""
 
 
 def meeting_interval_s() -> float:
@@ -136,7 +140,7 @@ def all_reduce_startup[Prepared](prepare: Callable[[], Prepared]) -> Prepared:
     """prepare() on every rank; every rank calls it.
 
     Raises:
-        StartupError: on the first rank whose prepare() raised ValueError or OSError, with its message.
+        StartupError: on the first rank whose prepare() raised ValueError or OSError, with its message or list.
         PeerFailure: on all others.
     """
     prepared, error = None, None
@@ -144,6 +148,7 @@ def all_reduce_startup[Prepared](prepare: Callable[[], Prepared]) -> Prepared:
         prepared = prepare()
     except (ValueError, OSError) as failure:
         error = StartupError(str(failure))
+        error.problems = problems_of(failure)
     all_reduce_failure(error)
     return prepared
 
@@ -236,7 +241,9 @@ class FailureWatch:
             self._reported = error
             EVENTS.tell("rank_failed", f"{type(error).__name__}: {error}")
         if self._ranks > 1:
-            text = json.dumps({"rank": self._rank, "message": f"{type(error).__name__}: {error}"[:MESSAGE_LENGTH]})
+            count = len(error.problems) if isinstance(error, StartupError) else 1
+            what = error if count < 2 else f"{count} problems, which its own message lists"
+            text = json.dumps({"rank": self._rank, "message": f"{type(error).__name__}: {what}"[:MESSAGE_LENGTH]})
             self._request(lambda store: store.compare_set(f"{self._prefix}/failed", "", text))
 
     def peer_failure(self) -> str | None:

@@ -6,8 +6,10 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megatron_rl_corr.rollout.sample_file import SavedBatch, read_batch
+if TYPE_CHECKING:
+    from megatron_rl_corr.rollout.sample_file import SavedBatch
 
 NAME = re.compile(r"step_(\d+)_replica(\d+)\.parquet")
 """What `SavedBatch.file_name` makes."""
@@ -55,6 +57,8 @@ def whole_batch(paths: Sequence[Path]) -> SavedBatch:
         ValueError: a file has no record of its batch, is of another step than its name says, or of another run than the
             first one, or one of the batch's replicas is missing or not of it.
     """
+    from megatron_rl_corr.rollout.sample_file import SavedBatch, read_batch  # torch: names are known without
+
     first: SavedBatch | None = None
     for place, path in enumerate(paths):
         batch = read_batch(path)

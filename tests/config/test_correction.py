@@ -8,6 +8,7 @@ import pytest
 
 from megatron_rl_corr.config.correction import PRESETS, RejectionRule, RolloutCorrectionConfig
 from megatron_rl_corr.config.flags import CORRECTION, add_group, correction_config, given_flags
+from megatron_rl_corr.config.problems import Problems
 
 from_dict = RolloutCorrectionConfig.from_dict
 NO_EFFECT_WITHOUT_WEIGHTS = (
@@ -19,9 +20,10 @@ NO_EFFECT_WITHOUT_WEIGHTS = (
 def from_flags(*flags: str) -> RolloutCorrectionConfig:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     add_group(parser, CORRECTION)
-    given, others = given_flags(parser, flags)
-    assert others == []
-    return correction_config(given)
+    problems = Problems()
+    given = given_flags(parser, flags, problems)
+    assert given.others == [] and not problems
+    return correction_config(given.values)
 
 
 def from_yaml(tmp_path, text: str) -> RolloutCorrectionConfig:

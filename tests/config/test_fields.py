@@ -148,7 +148,7 @@ def test_option_when_added_to_a_dataclass_then_flag_help_check_and_row_without_a
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     changed = tmp_path / "megatron_rl_corr/config/samples.py"
     text = changed.read_text()
-    anchor = "    def check(self) -> None:\n        for token in self.stop_token_ids:"
+    anchor = "    def check(self) -> None:\n        wrong = [token for token in self.stop_token_ids"
     assert anchor in text
     changed.write_text(text.replace(anchor, OPTION.lstrip("\n") + "\n" + anchor))
     required = ["--rollout-url", "http://a", "--rollout-hf-checkpoint", "m", "--rollout-prompts", "p",

@@ -53,7 +53,7 @@ DEFAULTS = CLIENT | {
     "reference_checkpoint": None, "reference_reset": None, "reference_urls": (),
     "reward_function": ("reward.py:reward",), "reward_url": (), "reward_weights": (), "reward_workers": None,
     "reward_timeout_s": 120.0, "reward_url_batch": None, "reward_api_key_env": None, "truncated_samples": "train",
-    "on_failed_reward": None, "max_failed_fraction": 0.05,
+    "on_failed_reward": None, "max_failed_fraction": 0.05, "unread_labels": "error",
     "group_filter": None, "group_filter_limit": None, "group_filter_exhausted": "stop",
     "group_filter_measured": None, "oversampling": 1.0,
     "events": None, "metrics_port": None, "metrics_address": None,
@@ -245,7 +245,7 @@ def test_flag_when_it_has_another_name_now_then_an_error_that_names_the_new_one(
     new = {"--rollout-samples": "--rollout-group-size", "--group-size": "--rollout-group-size"}
     monkeypatch.setattr(flags_module, "RENAMED", new)
     with pytest.raises(ValueError) as raised:
-        read([*REQUIRED, *words] if read is parse else words)
+        read([*(REQUIRED if read is parse else [megatron_rl_hooks.NEEDS]), *words])
     assert str(raised.value) == f"{words[0].split('=')[0]} is called --rollout-group-size now"
 
 

@@ -240,6 +240,63 @@ def test_start_when_something_is_wrong_then_one_line_with_its_flag_and_no_model(
     seen(f"{len(starts)} starts, the longest {max(rank.seconds for _, rank in starts.values()):.1f} s")
 
 
+SEVERAL = (
+    (["--eval-iters", "2"], "--eval-iters 2: evaluation would score the script's data set"),
+    (["--iterations-to-skip", "3"], "--iterations-to-skip [3]: "),
+    (["--rollout-group-size", "3"], "--global-batch-size 8 must be a multiple of --rollout-group-size 3 times the"),
+    (["--rollout-max-new-tokens", "40"], "--seq-length 32 with --rollout-max-new-tokens 40 has no room for a prompt"),
+    (["--attention-dropout", "0.1", "--num-layers", "3"], "Megatron would train another policy than the servers"),
+    (["--rollout-advantage", "user.py:advantage"], "--rollout-advantage user.py:advantage failed on made-up numbers"),
+)  # fmt: skip
+"""What Megatron's arguments are needed for -> how what is told of it begins."""
+OF_DATA = (
+    (["--rollout-prompts", "beyond.jsonl"], "--rollout-prompts: beyond.jsonl:2: token id 100000"),
+    (["--rollout-eval-prompts", "beyond.jsonl", "--eval-interval", "2"], "--rollout-eval-prompts: beyond.jsonl:2: "),
+    (["--rollout-environment", "leaves.py:made"], "--rollout-environment leaves.py:made called exit('I leave')"),
+    (["--rollout-reward-function", "leaves.py:reward"], "--rollout-reward-function leaves.py:reward called exit("),
+)  # fmt: skip
+"""The same for what all of the data, or the user's files, are needed for."""
+
+
+def listed(rank):
+    """The problems of a rank's report, a text each."""
+    [head], texts = rank.lines, re.split(r"^ +\d+\. ", rank.err, flags=re.MULTILINE)[1:]
+    assert head == f"{len(texts)} problems:"
+    return texts
+
+
+@drill("several of these at once", promised="one list, on one rank: each with its flag; nothing twice")
+def test_start_when_several_things_are_wrong_then_one_list_and_the_other_rank_only_says_so(
+    tiny_moe_dir, folder, seen
+):
+    (folder / "beyond.jsonl").write_text('{"input_ids": [1]}\n{"input_ids": [100000]}\n')
+    plain = base(folder, tiny_moe_dir)
+
+    def words(mistakes):
+        flags = [word for words, _ in mistakes for word in words]
+        return [*plain, *(f"{folder}/{word}" if ".py:" in word or ".jsonl" in word else word for word in flags)]
+
+    rows = {"arguments": {"words": words(SEVERAL), "ranks": 2}, "data": {"words": words(OF_DATA)}}
+    found = run_starts(rows, folder)
+    first, second = found["arguments"]
+    [alone] = found["data"]
+    for rank, told in ((first, SEVERAL), (alone, OF_DATA)):
+        texts = [text.replace(f"{folder}/", "") for text in listed(rank)]
+        for _, begins in told:
+            assert sum(text.startswith(begins) for text in texts) == 1, (begins, texts)
+        assert len(texts) == len(told) and rank.status == 1 and "Traceback" not in rank.err
+    assert "--num-layers 3" in rank_text(first, "another policy") and "A MODEL IS MADE" not in first.out + second.out
+    assert second.status == 1 and second.lines == [
+        f"rank 0 failed: StartupError: {len(SEVERAL)} problems, which its own message lists; this is rank 1"
+    ]
+    seen(f"{len(SEVERAL)} and {len(OF_DATA)} problems, each told once")
+
+
+def rank_text(rank, words):
+    """The problem with these words."""
+    return next(text for text in listed(rank) if words in text)
+
+
 def halved(model):
     """Two of the four layers."""
     config = json.loads((model / "config.json").read_text())

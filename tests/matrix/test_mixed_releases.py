@@ -9,7 +9,7 @@ import pytest
 
 from tests.matrix import releases
 from tests.matrix.releases import OVERLAID, release_environment
-from tests.test_launch import flags
+from tests.test_launch import flags, write_inputs
 
 HERE = Path(__file__).resolve().parent
 
@@ -21,9 +21,10 @@ MEGATRONS_RL = ["--perform-rl-step", "--rl-inference-logprobs-is-correction", "-
 def launch(tmp_path, environment, given=None):
     script = tmp_path / "pretrain.py"
     script.write_text("raise SystemExit('the script ran')\n")
+    write_inputs(tmp_path)
     return subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "megatron_rl_corr.launch", script, *(given or flags())], env=environment,
-        capture_output=True, text=True, timeout=120,
+        cwd=tmp_path, capture_output=True, text=True, timeout=120,
     )
 
 

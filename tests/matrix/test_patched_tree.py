@@ -10,6 +10,7 @@ import pytest
 from megatron_rl_corr.integrations import patch_tree as patching
 from tests.matrix.patched import copied_tree, cpu_flags, process_environment, unchanged
 from tests.matrix.releases import OVERLAID, PATCHED, checkout, chosen
+from tests.test_launch import write_inputs
 from tools.local_server import free_port
 
 HERE = Path(__file__).resolve().parent
@@ -95,18 +96,29 @@ replaced = [training.train_step, training.setup_model_and_optimizer, megatron.tr
 print("FILE", megatron.training.__file__)
 print("OURS", *[ours(function) for function in replaced], ours(training.pretrain))
 """
-FLAGS = ["--rollout-url", "http://127.0.0.1:9", "--rollout-hf-checkpoint", "m", "--rollout-prompts", "p",
-         "--rollout-reward-function", "r.py:r"]  # fmt: skip
 
 
-def test_patched_tree_when_the_launcher_is_used_too_then_every_function_is_replaced_once(tree):
-    done = run([sys.executable, "-W", "ignore", "-c", PROBE, *FLAGS], tree[1])
+@pytest.fixture
+def ours(tmp_path):
+    """The flags that every run needs, of files that are there."""
+    write_inputs(tmp_path)
+    words = {
+        "--rollout-hf-checkpoint": "model", "--rollout-prompts": "prompts.jsonl",
+        "--rollout-reward-function": "reward.py:reward",
+    }  # fmt: skip
+    return ["--rollout-url", "http://127.0.0.1:9", *[
+        word for flag, path in words.items() for word in (flag, f"{tmp_path / path}")
+    ]]  # fmt: skip
+
+
+def test_patched_tree_when_the_launcher_is_used_too_then_every_function_is_replaced_once(tree, ours):
+    done = run([sys.executable, "-W", "ignore", "-c", PROBE, *ours], tree[1])
     assert f"FILE {tree[1] / patching.FILE}\nOURS 1 1 1 0\n" in done.stdout, done.stderr[-3000:]
 
 
 @in_the_matrix
-def test_patched_tree_when_a_flag_is_wrong_then_one_line_and_status_2(tree):
-    words = [sys.executable, "-W", "ignore", "-c", "import megatron.training", *FLAGS, "--rollout-iss", "token"]
+def test_patched_tree_when_a_flag_is_wrong_then_one_line_and_status_2(tree, ours):
+    words = [sys.executable, "-W", "ignore", "-c", "import megatron.training", *ours, "--rollout-iss", "token"]
     done = run(words, tree[1])
     assert done.returncode == 2, done.stderr
     told = [line for line in done.stderr.splitlines() if line.startswith("MEGATRON_RL_CORR: ")]

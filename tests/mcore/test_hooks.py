@@ -10,7 +10,7 @@ START = """
 import json, sys, types
 from megatron_rl_corr.config.flags import parse
 from megatron.training import arguments, checkpointing, training
-from megatron_rl_corr.mcore import file_checks, hooks, run_flags, scoring, session, versions
+from megatron_rl_corr.mcore import hooks, run_flags, scoring, session, start_checks, versions
 FLAGS = ["--rollout-url", "http://127.0.0.1:9", "--rollout-hf-checkpoint", "m", "--rollout-prompts", "p",
          "--rollout-reward-function", "r.py:r", "--rollout-pad-sequences"]
 def install():
@@ -119,8 +119,8 @@ def start(config, options, megatron, report, before_push, opened):
     opened.callback(step.close)
     return step
 session.start = start
-run_flags.check_megatron_arguments = run_flags.check_loaded_iteration = lambda args: None
-file_checks.check_files = lambda options, args: None
+run_flags.check_loaded_iteration = lambda args: None
+start_checks.check_start = lambda config, options, args: None
 hooks.all_reduce_startup = lambda prepare: prepare()
 training.get_args = lambda: types.SimpleNamespace(iteration=0)
 def setup_model_and_optimizer(model_provider_func, model_type):
@@ -226,8 +226,8 @@ def save_checkpoint(iteration, model, optimizer, *rest):
     checkpointing.get_checkpoint_tracker_filename(str(folder))
     seen.append(path.exists())
 session.start = lambda *args: Step()
-run_flags.check_megatron_arguments = run_flags.check_loaded_iteration = lambda args: None
-file_checks.check_files = lambda options, args: None
+run_flags.check_loaded_iteration = lambda args: None
+start_checks.check_start = lambda config, options, args: None
 hooks.all_reduce_startup = lambda prepare: prepare()
 training.get_args = lambda: types.SimpleNamespace(save=None, iteration=0)
 training.setup_model_and_optimizer = lambda model_type: (0, 0, 0)
@@ -721,8 +721,8 @@ class Step:
     evaluation = types.SimpleNamespace(is_due=lambda step: True, start=fails)
     step = types.SimpleNamespace(run=lambda train_step, *args: train_step(None, None))
 session.start = lambda *args: Step()
-run_flags.check_megatron_arguments = run_flags.check_loaded_iteration = lambda args: None
-file_checks.check_files = lambda options, args: None
+run_flags.check_loaded_iteration = lambda args: None
+start_checks.check_start = lambda config, options, args: None
 hooks.all_reduce_startup = lambda prepare: prepare()
 training.get_args = lambda: types.SimpleNamespace(iteration=3, curr_iteration=3)
 training.setup_model_and_optimizer = lambda model_provider_func, model_type: ("model", "optimizer", "scheduler")
@@ -769,6 +769,13 @@ def test_router_state_when_put_back_then_what_a_checkpoint_holds_and_no_logits_t
 
 
 CASES["warnings"] = """
+import tempfile
+from pathlib import Path
+from tests.test_launch import write_inputs
+def with_files(flags):
+    names = {"m": "model", "p": "prompts.jsonl", "r.py:r": "reward.py:reward"}
+    write_inputs(folder := Path(tempfile.mkdtemp()))
+    return [str(folder / names[flag]) if flag in names else flag for flag in flags]
 import asyncio, contextlib, dataclasses, io, logging
 import torch.distributed as dist
 from megatron_rl_corr.events import EVENTS
@@ -793,7 +800,7 @@ layout = types.SimpleNamespace(dp_size=1, dp_rank=0)
 errors = io.StringIO()
 logging.getLogger("megatron_rl_corr").addHandler(logging.StreamHandler(errors))
 with contextlib.redirect_stderr(errors):
-    plugin.prepare(FLAGS)()
+    plugin.prepare(with_files(FLAGS))()
     logging.getLogger("megatron_rl_corr.weight_sync.verify").warning("`verify_push` is %s", "off")
     held_out = evaluate.HeldOut(EvaluationSet("", "p", 1), PromptDataset([Prompt(3, [1])]))
     running = types.SimpleNamespace(failed=0)
@@ -854,7 +861,7 @@ from megatron_rl_corr.mcore.updates import Updates
 def fails(*args):
     raise ValueError("the checkpoint has no tensor lm_head.weight")
 session.HFCheckpoint = lambda path: types.SimpleNamespace(config={"vocab_size": 4})
-session.sample_source = lambda *args: None
+session.sample_source = lambda *args: "source"
 session.Evaluation = types.SimpleNamespace(of=lambda *args: None)
 session._parameters, session.load_shards = lambda *args: [], fails
 closed, opened = [], session.ExitStack()
@@ -989,8 +996,8 @@ args = types.SimpleNamespace(iteration=3, curr_iteration=3, exit_interval=None)
 class Step:
     evaluation, step = None, types.SimpleNamespace(leaves_after_batch=False)
 session.start = lambda *args: Step()
-run_flags.check_megatron_arguments = run_flags.check_loaded_iteration = lambda args: None
-file_checks.check_files = lambda options, args: None
+run_flags.check_loaded_iteration = lambda args: None
+start_checks.check_start = lambda config, options, args: None
 hooks.all_reduce_startup = lambda prepare: prepare()
 training.get_args = lambda: args
 training.setup_model_and_optimizer = lambda model_provider_func, model_type: ("model", "optimizer", "scheduler")

@@ -1,0 +1,145 @@
+"""What a run names by its flags, looked at before torch or Megatron is imported: folders, files, data, functions.
+
+Every check is small, so that a user reads all that is wrong after a second. What is too much for that, such as all rows
+of the data, is checked later, as is what hosts other than the first one have at these paths.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from megatron_rl_corr.config.correction import RolloutCorrectionConfig
+from megatron_rl_corr.config.groups import SPREAD
+from megatron_rl_corr.config.losses import is_own
+from megatron_rl_corr.config.problems import Problems, check_each
+from megatron_rl_corr.config.run import RunConfig
+from megatron_rl_corr.data.prompt_format import PromptFormat
+from megatron_rl_corr.data.sources import first_row
+from megatron_rl_corr.data.unloaded import check_unloaded, check_unloaded_reward
+from megatron_rl_corr.files import check_writable
+from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint, read_config
+from megatron_rl_corr.rollout.sample_folder import folder_files
+
+HF_FOLDERS = ("iter_*", ".iter_*")
+"""What --rollout-save-hf writes in its folder."""
+WEIGHT_FOLDERS = (".unfinished",)
+"""What a push by disk writes in its folder, under one name each time."""
+
+
+@dataclass(frozen=True)
+class EarlyChecks:
+    """The checks of one run; a check that needs a refused flag is left out."""
+
+    config: RolloutCorrectionConfig
+    options: RunConfig
+    script_folder: str | None = None
+    """Of the script that will run; None: sys.path has it already."""
+    only_checked: bool = False
+    """The run is only checked, and its checkpoints may have no weights yet."""
+
+    def collect(self, problems: Problems) -> None:
+        """Run all of them, the cheapest first."""
+        checks: tuple[Callable[[], object], ...] = (
+            self._check_config, self._check_quantized, self._check_replay, self._check_rewards, self._check_functions,
+            partial(self._check_prompts, "prompts"), partial(self._check_prompts, "eval_prompts"),
+            partial(self._check_written, "save_trajectories"), partial(self._check_written, "trace"),
+            partial(self._check_written, "save_hf", HF_FOLDERS),
+            partial(self._check_written, "weight_dir", WEIGHT_FOLDERS),
+            partial(self._check_weights, "reference_checkpoint"), partial(self._check_weights, "hf_checkpoint"),
+        )  # fmt: skip
+        for check in checks:
+            with problems.catch():
+                check()
+
+    def _check_config(self) -> None:
+        with naming_checkpoint(self.options.hf_checkpoint):
+            read_config(self.options.hf_checkpoint)
+
+    def _check_weights(self, name: str) -> None:
+        folder = getattr(self.options, name)
+        if folder is None or (self.only_checked and not any(Path(folder).glob("*.safetensors*"))):
+            return
+        with naming_checkpoint(folder, f"--rollout-{name.replace('_', '-')}"):
+            HFCheckpoint(folder).check_files()
+
+    def _check_quantized(self) -> None:
+        folder = self.options.quantized_checkpoint
+        if folder is not None:
+            with naming_checkpoint(folder, "--rollout-quantized-checkpoint"):
+                read_config(folder)
+
+    def _check_replay(self) -> None:
+        if self.options.replay is None:
+            return
+        try:
+            folder_files(self.options.replay)
+        except (ValueError, OSError) as error:
+            raise ValueError(f"`replay`: {error}") from None
+
+    def _check_prompts(self, name: str) -> None:
+        options = self.options
+        paths = [one.path for one in options.evaluation_sets()] if name == "eval_prompts" else getattr(options, name)
+        form = PromptFormat(input_key=options.input_key, label_key=options.label_key)
+
+        def check(path: str) -> None:
+            try:
+                row, where, columns = first_row(path)
+                form.check_keys(row, where, columns=columns)
+            except (ValueError, OSError) as error:
+                raise ValueError(f"--rollout-{name.replace('_', '-')}: {error}") from None
+
+        check_each(check, paths)
+
+    def _check_rewards(self) -> None:
+        own = [one for one in self.options.rewards if one.kind == "function"] if self.options.replay is None else []
+        check_each(lambda one: check_unloaded_reward(one.source, one.flag, self.script_folder), own)
+
+    def _check_functions(self) -> None:
+        problems = Problems()
+        named: Mapping[str, Callable[[], str | None]] = {
+            "environment": lambda: self.options.environment,
+            "group_filter": lambda: None if self.options.group_filter == SPREAD else self.options.group_filter,
+            "loss": lambda: self.config.loss if is_own(self.config.loss) else None,
+            "advantage": lambda: self.config.advantage_kind if is_own(self.config.advantage_kind) else None,
+        }
+        for name, given in named.items():
+            with problems.catch():
+                spec = given()
+                if spec is not None:
+                    check_unloaded(spec, f"`{name}`", self.script_folder)
+        problems.raise_all()
+
+    def _check_written(self, name: str, patterns: Iterable[str] = ()) -> None:
+        folder, flag = getattr(self.options, name), f"--rollout-{name.replace('_', '-')}"
+        if folder is not None:
+            check_writable(folder, flag)
+            refuse_links(flag, Path(folder), patterns)
+
+
+def refuse_links(flag: str, folder: Path, patterns: Iterable[str]) -> None:
+    """ValueError for a link in the place of a folder that will be written: it may lead anywhere."""
+    for link in (path for pattern in patterns for path in folder.glob(pattern) if path.is_symlink()):
+        raise ValueError(
+            f"{flag} {folder}: {link.name} in it is a link to {os.readlink(link)}, and nothing is written through one; "
+            "remove it, or name another folder"
+        )
+
+
+@contextmanager
+def naming_checkpoint(path: str, flag: str | None = None) -> Iterator[None]:
+    """Put the flag and the folder before a ValueError about a checkpoint, which names its file or tensor alone.
+
+    Args:
+        path: of the folder.
+        flag: that names it; None: --rollout-hf-checkpoint.
+    """
+    try:
+        yield
+    except ValueError as error:
+        folder = "" if str(path) in str(error).split() else f" {path}"
+        raise ValueError(f"{flag or '--rollout-hf-checkpoint'}{folder}: {error}") from error
