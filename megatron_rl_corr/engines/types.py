@@ -158,7 +158,7 @@ class ServerRanks:
 
 @dataclass(frozen=True)
 class ServerChecksums:
-    """A server's own checksums of its weights, without those of a draft model, which only guesses tokens."""
+    """A server's own checksums of its weights; those of a draft model, which only guesses tokens, are apart."""
 
     url: str
     device: str
@@ -176,6 +176,8 @@ class ServerChecksums:
     """Every parameter must be as `Engine.possible_layouts` has it; else only those that once were."""
     quantises_updates: bool = False
     """It quantises the weights that it is sent, and makes new scales for them."""
+    drafts: tuple[dict[str, str], ...] = ()
+    """For each rank {parameter of a draft model: checksum}, without those that are tensors of the model itself."""
 
     def fingerprint(self) -> int:
         """A number, within this process, that differs where a checksum does."""

@@ -272,8 +272,8 @@ METRICS = (
         ),
         MetricSpec(
             "rollout/skipped_prompts/",
-            "rows drawn since the batch before and left out; bad: they make no prompt; long: too long; label: "
-            "`math` can't read it", ", ".join(SKIP_CAUSES),
+            "rows left out since the batch before: no prompt (bad), too long, or with an unread label",
+            ", ".join(SKIP_CAUSES),
         ),
         MetricSpec(
             "rollout/by_fate/", "kept_length_mean, dropped_length_mean: tokens per response of groups kept and dropped",

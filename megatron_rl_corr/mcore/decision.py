@@ -35,7 +35,7 @@ class Decision:
     pulling: float = 0.0
     """Those of them that have a gradient."""
     first_step_kl: float = 0.0
-    """Mean k3 to the servers' log-probs, in the first step after a start."""
+    """Mean of min(k3, `FirstStep.most`) to the servers' log-probs, in the first step after a start."""
     kl_to_old: float = 0.0
     """Mean k3 between pi_old and the policy, where --rollout-max-kl-to-old bounds it."""
     ess: float = 1.0
@@ -92,11 +92,11 @@ class Decision:
             print(f"[rollout] {why}", file=sys.stderr, flush=True)
 
 
-def mean_k3(logprobs: Tensor, sampled_logprobs: Tensor, mask: Tensor) -> Mean:
-    """Mean of e^D - 1 - D over the tokens [T] of the mask whose sampled_logprobs are finite; D = log-ratio of the two.
+def mean_k3(logprobs: Tensor, sampled_logprobs: Tensor, mask: Tensor, most: float = math.inf) -> Mean:
+    """Mean of min(e^D - 1 - D, most) over the tokens [T] of the mask whose sampled_logprobs are finite.
 
-    NaN where one of `logprobs` is NaN, or where no token is left.
+    D is the log-ratio of the two. NaN where one of `logprobs` is NaN, or where no token is left.
     """
     mask = mask & sampled_logprobs.isfinite()
     d = torch.where(mask, logprobs.double() - sampled_logprobs.double(), 0.0)
-    return Mean(torch.stack([k3(d).sum(), mask.sum(dtype=torch.float64)]))
+    return Mean(torch.stack([k3(d).clamp(max=most).sum(), mask.sum(dtype=torch.float64)]))

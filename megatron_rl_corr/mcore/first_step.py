@@ -12,6 +12,9 @@ from megatron_rl_corr.parallel.failure import StartupError
 
 FLOAT32_KL, HALF_KL, QUANTIZED_KL = 1e-4, 1e-2, 1e-1
 """Largest mean k3 that rounding explains: both sides in float32, one side in 16 bits, servers quantised."""
+MOST = 20.0
+"""A token counts with at most so many times the bound: it takes a twentieth of the tokens to reach it. Another model is
+off everywhere; a router near a tie, or one absurd log-prob, at single tokens."""
 
 
 @dataclass(frozen=True)
@@ -23,11 +26,16 @@ class FirstStep:
     max_kl: float
     """--rollout-max-first-step-kl, or `first_step_bound`."""
 
+    @property
+    def most(self) -> float:
+        """The largest k3 that a token counts with."""
+        return MOST * self.max_kl
+
     def judge(self, kl: float) -> StartupError | None:
         """The error that ends the run, or None.
 
-        kl is the mean k3 over tokens that the trainer's own weights sampled; NaN (log-probs are NaN, or there is no
-        such token) is an error too.
+        kl is the mean of min(k3, `most`) over tokens that the trainer's own weights sampled; NaN (log-probs are NaN, or
+        there is no such token) is an error too.
         """
         if kl <= self.max_kl:
             return None
@@ -36,11 +44,11 @@ class FirstStep:
             found = "not a number (no token has a log-prob of the servers, or the trainer's own log-probs are NaN)"
         return StartupError(
             f"--rollout-max-first-step-kl {self.max_kl:g}: in the first step the servers sampled with the weights that "
-            f"are trained, and yet the train-infer KL (k3) is {found}, so the policy that would be trained is not the "
-            "one that was sampled; nothing was trained. Look at: dropout (--hidden-dropout 0 --attention-dropout 0); "
-            "Megatron's flags against config.json (`megatron-rl-corr model-flags`); whether the checkpoint is the one "
-            "that the servers run; log-probs shifted by a token, and other temperatures (`megatron-rl-corr doctor`). "
-            "If numerics alone explain it, give a larger bound"
+            f"are trained, and yet the train-infer KL (k3, of a token {self.most:g} at most) is {found}, so the policy "
+            "that would be trained is not the one that was sampled; nothing was trained. Look at: dropout "
+            "(--hidden-dropout 0 --attention-dropout 0); Megatron's flags against config.json (`megatron-rl-corr "
+            "model-flags`); whether the checkpoint is the one that the servers run; log-probs shifted by a token, and "
+            "other temperatures (`megatron-rl-corr doctor`). If numerics alone explain it, give a larger bound"
         )
 
 

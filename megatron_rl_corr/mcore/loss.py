@@ -25,6 +25,7 @@ from megatron_rl_corr.core.token_baseline import gradient_energies
 from megatron_rl_corr.mcore.batch import RolloutBatch, trained_tokens
 from megatron_rl_corr.mcore.batch_advantages import all_reduce_advantages, all_reduce_token_advantages
 from megatron_rl_corr.mcore.decision import mean_k3
+from megatron_rl_corr.mcore.first_step import FirstStep
 from megatron_rl_corr.mcore.forward import LogprobSettings, label_logprobs
 from megatron_rl_corr.mcore.microbatches import Microbatch
 from megatron_rl_corr.mcore.packed_batch import PackedBatch
@@ -196,8 +197,8 @@ class CorrectedLoss:
     the kernels and the rounding of this very pass, so r = 1 exactly."""
     bounds_kl: bool = False
     """Measure the KL to pi_old for the decision whether the batch goes on."""
-    first_step: bool = False
-    """Measure the KL to the servers' log-probs on tokens that were sampled by the weights that are trained."""
+    first_step: FirstStep | None = None
+    """Measure the KL that it bounds, on tokens that the weights that are trained sampled."""
     metrics: dict[int, dict[str, Metric]] = field(default_factory=dict)
     """Microbatch -> its metrics by logged name, and decision/*; one that Megatron replays counts once."""
 
@@ -258,8 +259,7 @@ class CorrectedLoss:
         kept: tokens in the loss. pulling: those of them that have a gradient, as weight x advantage is not 0 (with an
         entropy bonus each has, with a KL penalty or dro's those that are not where it pulls them, weighed ones where
         the pull is weighed; `gradient` [T] tells
-        it of a loss of the user's own, which may need no advantage). first_step_kl: mean k3 over the tokens that were
-        sampled by the trainer's own weights.
+        it of a loss of the user's own, which may need no advantage). first_step_kl: as `FirstStep.judge` takes it.
         kl_to_old: mean k3 between pi_old and the policy over the tokens in the loss. ess: of the sequences that rules
         leave, where they are applied here.
         """
@@ -285,8 +285,9 @@ class CorrectedLoss:
         }
         if not self.scored and config.rollout_rs:  # without rules none is rejected, and the batch's own ESS is this one
             decision["ess"] = sequences_ess(correction, self.groups or ParallelGroups())
-        if self.first_step:
-            decision["first_step_kl"] = mean_k3(current, inputs.rollout_logprobs, inputs.own_weights)
+        if self.first_step is not None:
+            own, most = inputs.own_weights, self.first_step.most
+            decision["first_step_kl"] = mean_k3(current, inputs.rollout_logprobs, own, most)
         if self.bounds_kl:
             decision["kl_to_old"] = mean_k3(current, old, correction.mask)
         return decision

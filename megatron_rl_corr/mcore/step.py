@@ -250,7 +250,7 @@ class CorrectedStep:
         scale = LossScale(num_microbatches=count, dp_size=size, global_positions=counted, per_token=per_token)
         return CorrectedLoss(
             self.config, self.logprobs, scale, scored=bool(self.scoring_reasons), groups=self.layout.groups,
-            first_step=self._is_first(iteration), updates=self.updates.count,
+            first_step=self.first_step if self._is_first(iteration) else None, updates=self.updates.count,
             bounds_kl=self.updates.bounds_kl(iteration),
         )
 

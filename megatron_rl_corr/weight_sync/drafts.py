@@ -1,7 +1,8 @@
 """Which servers are sent the layers that predict further tokens (MTP): those that draft with them, and no others.
 
 A draft model guesses tokens, which the model itself judges: with old layers a server is slower, and samples no other
-tokens. So these layers may stay as loaded, and no checksum of theirs is compared.
+tokens. So these layers may stay as loaded. Servers hold them under names of their own, so their checksums are not
+compared with what was sent, but with those after the push before: `PushVerifier.compare`.
 """
 
 from __future__ import annotations
@@ -36,6 +37,10 @@ class DraftLayers:
     def verified(self, bucket: Sequence[NamedTensor]) -> list[NamedTensor]:
         """What of a bucket is compared with the servers' checksums."""
         return [named for named in bucket if not self.is_draft(named[0])]
+
+    def drafting(self, bucket: Sequence[NamedTensor]) -> list[NamedTensor]:
+        """What of a bucket is the draft model's."""
+        return [named for named in bucket if self.is_draft(named[0])]
 
 
 NO_DRAFTS = DraftLayers()

@@ -205,6 +205,7 @@ class WeightServers:
         check_finite(bucket)
         for verifier in self.verifiers.values():
             verifier.keep(self.drafts.verified(bucket), version)
+            verifier.note_drafts(self.drafts.drafting(bucket))
         self.transport.send(bucket)
         if self.coverage is not None:
             self.coverage.count(bucket)

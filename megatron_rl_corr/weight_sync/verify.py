@@ -18,6 +18,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from megatron_rl_corr.engines.base import Engine
+from megatron_rl_corr.engines.checksums import cpu_checksum
 from megatron_rl_corr.engines.control import ServerControl
 from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError
 from megatron_rl_corr.engines.types import NamedTensor, Part, ServerChecksums
@@ -69,12 +70,15 @@ class PushVerifier:
         self._warned_missing = False
         self._have_checksums: set[str] = set()
         self._warned_layouts: set[tuple] = set()
+        self._drafts: tuple[list[str], dict[str, tuple]] = ([], {})
+        """Checksums of the draft layers that were last sent, and what each server then had of a draft model."""
         self.clear()
 
     def clear(self) -> None:
         """Forget what was kept: an update begins."""
         self._kept: dict[str, dict[Part, Tensor]] = {}
         self._chosen: dict[str, bool] = {}
+        self._sent_drafts: list[str] = []
         self._bytes = 0
 
     def keep(self, bucket: Sequence[NamedTensor], version: str) -> None:
@@ -96,6 +100,10 @@ class PushVerifier:
                 self._chosen[parameter] = False
             else:
                 self._kept.setdefault(parameter, {})[part] = tensor.detach().clone()
+
+    def note_drafts(self, bucket: Sequence[NamedTensor]) -> None:
+        """Remember which layers of a draft model are sent."""
+        self._sent_drafts += [cpu_checksum(tensor) for _, tensor in bucket]
 
     def _choose(self, parameter: str, version: str, element_bytes: int) -> bool:
         """Whether a parameter is verified in this push.
@@ -143,8 +151,10 @@ class PushVerifier:
             The number of parameters that match at every server.
 
         Raises:
-            RolloutProtocolError: a parameter that must match does not.
+            RolloutProtocolError: a parameter that must match does not; or a draft model is the one of the push before,
+                while its layers have changed.
         """
+        self._compare_drafts(servers)
         verified = set(self._kept) if servers else set()
         matching: set[tuple[tuple, str]] = set()
         for server in servers:
@@ -173,6 +183,19 @@ class PushVerifier:
         self._matched |= matching
         self.clear()
         return len(verified)
+
+    def _compare_drafts(self, servers: Sequence[ServerChecksums]) -> None:
+        """A draft model of which other layers were sent than in the push before must have changed."""
+        sent, before = self._drafts
+        self._drafts = (self._sent_drafts, {server.url: server.drafts for server in servers if any(server.drafts)})
+        for url, drafts in self._drafts[1].items() if sent and self._sent_drafts not in ([], sent) else ():
+            if before.get(url) == drafts:
+                raise RolloutProtocolError(
+                    url, self._endpoint,
+                    "its draft model has the weights of the push before, while other ones were sent to it: it would "
+                    "draft tokens that are rejected more and more often. Its engine does not update draft models on "
+                    "this way: use another `weight_transport`, or start it without speculative decoding",
+                )
 
     def _matches(self, parts: dict[Part, Tensor], checksum: str, server: ServerChecksums, rank: int) -> bool:
         """True if the checksum is of these parts, in a layout and a dtype that the server may hold them in."""

@@ -161,7 +161,10 @@ def first_steps(model_dir, samples, spec):
     model, parameters, layout, _, batch, _, logprobs = set_up(model_dir, exact, spec)
     layers = [m for chunk in model for m in chunk.modules() if hasattr(m, "hidden_dropout")]
     found = {}
-    for fault in ("dropout", "shift", "checkpoint", "nan", "no own token", "other tokens are old", "right"):
+    for fault in (
+        "dropout", "shift", "checkpoint", "nan", "no own token", "other tokens are old", "few tokens are absurd",
+        "right",
+    ):  # fmt: skip
         mask, given = batch.loss_mask, batch
         if fault == "shift":
             # The log-prob of the token before, wherever this rank has it.
@@ -175,6 +178,10 @@ def first_steps(model_dir, samples, spec):
             given = replace(
                 batch, version_lags=lags, rollout_logprobs=batch.rollout_logprobs - mask * 0.5 * lags[:, None]
             )
+        elif fault == "few tokens are absurd":
+            few = mask & (mask.flatten().cumsum(0).reshape(mask.shape) % 40 == 20)
+            assert few.any() or mask.sum() < 20
+            given = replace(batch, rollout_logprobs=torch.where(few, -1e30, batch.rollout_logprobs))
         kept = [p.tensor.detach().clone() for p in parameters]
         if fault == "checkpoint":
             for p in parameters:

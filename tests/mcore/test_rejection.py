@@ -149,8 +149,8 @@ def test_first_step_when_what_is_trained_is_not_what_was_sampled_then_all_ranks_
 
 @pytest.mark.parametrize("how", ["scored", "in the loss"])
 @pytest.mark.parametrize("at", range(4), ids=map(json.dumps, [{}, *LAYOUTS]))
-def test_first_step_when_own_samples_agree_then_it_is_taken_whatever_older_ones_say(results, at, how):
-    for fault in ("right", "other tokens are old"):
+def test_first_step_when_own_samples_agree_then_it_is_taken_whatever_older_or_few_ones_say(results, at, how):
+    for fault in ("right", "other tokens are old", "few tokens are absurd"):
         assert [rank["first"][fault, how] for rank in results[at]] == [(None, 1, [6])] * len(results[at])
 
 

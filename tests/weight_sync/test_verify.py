@@ -155,6 +155,44 @@ def test_layout_when_servers_hold_their_experts_otherwise_then_it_is_another_and
         assert ENGINE.checksums(B, info | {other: "x"}, answer).layout != old.layout
 
 
+def drafting(model, own, shared="9"):
+    """A server's checksums after a push; its draft model has the embedding of the model and a layer of its own."""
+    info = dict(zip(("tp_size", "pp_size", "ep_size", "dtype", "device"), LAYOUT, strict=False), quantization=None)
+    roles = [{"tp_rank": 0, "role": "target"}, {"tp_rank": 0, "role": "draft"}]
+    sums = {"norm": model, "embed": shared, "draft.embed": shared, "draft.enorm": own}
+    return ENGINE.checksums(A, info, {"ranks": [{"parallelism_info": roles, "checksums": sums}]})
+
+
+def pushed(verifier, layer, shown):
+    verifier.clear()
+    verifier.note_drafts([("model.layers.61.enorm.weight", torch.tensor([layer]))])
+    verifier.compare([shown])
+
+
+def test_drafts_when_other_layers_are_sent_and_the_server_keeps_the_old_ones_then_its_draft_model_is_named():
+    shown = drafting("1", "5")
+    assert shown.drafts == ({"draft.enorm": "5"},) and shown.ranks[0][1].keys() == {"norm", "embed"}
+    for then in ("6", "5"):
+        verifier = PushVerifier(ENGINE, 1)
+        pushed(verifier, 1.0, drafting("1", "5", shared="7"))
+        if then == "6":
+            pushed(verifier, 2.0, drafting("2", then))
+            continue
+        with pytest.raises(RolloutProtocolError, match="its draft model has the weights of the push before"):
+            pushed(verifier, 2.0, drafting("2", then))  # though the embedding, which is the model's, has changed
+
+
+def test_drafts_when_nothing_changed_or_nothing_is_known_then_no_draft_model_is_accused():
+    verifier = PushVerifier(ENGINE, 1)
+    pushed(verifier, 1.0, drafting("1", "5"))
+    pushed(verifier, 1.0, drafting("1", "5"))  # the same layers, as with a learning rate of 0
+    pushed(verifier, 2.0, drafting("2", "6"))
+    verifier.compare([drafting("2", "6")])  # a rank that sends no such layer
+    pushed(verifier, 3.0, drafting("2", "6"))  # nothing was sent before
+    pushed(verifier, 4.0, server(A, norm="1"))
+    pushed(verifier, 5.0, drafting("2", "6"))  # nothing was known of it
+
+
 def test_keep_when_a_stack_outgrows_the_limit_then_it_is_dropped_whole_and_smaller_ones_stay():
     verifier = PushVerifier(ENGINE, 1, kept_bytes=100)
     expert = torch.ones(10)  # 40 bytes

@@ -126,7 +126,8 @@ def checksums(url: str, server_info: Mapping[str, Any], answer: Mapping[str, Any
         RolloutProtocolError: there is no checksum for each rank.
     """
     try:
-        of_ranks = tuple(_rank_checksums(rank) for rank in answer["ranks"])
+        found = [_rank_checksums(rank) for rank in answer["ranks"]]
+        of_ranks, drafts = tuple(own for own, _ in found), tuple(drafts for _, drafts in found)
         layout = (*(server_info[key] for key in _LAYOUT[:6]), *(server_info.get(key) for key in _LAYOUT[6:]))
         quantization = server_info["quantization"] or _quantization_of_folder(server_info.get("model_path"))
         device = server_info["device"]
@@ -138,7 +139,7 @@ def checksums(url: str, server_info: Mapping[str, Any], answer: Mapping[str, Any
         shows_all=server_info["pp_size"] == 1,  # of several pipeline stages SGLang shows the first one's (0.5.23)
         # In 16 bits a CPU with AMX holds its matrices packed, and /server_info does not tell; float32 is never packed.
         layout_is_known=device == "cpu" and layout[:4] == (1, 1, 1, "float32") and quantization is None,
-        quantises_updates=quantises_updates(server_info),
+        quantises_updates=quantises_updates(server_info), drafts=drafts,
     )  # fmt: skip
 
 
@@ -162,14 +163,17 @@ def _quantization_of_folder(model_path: str | None) -> str | None:
     return quantised.get("quant_method", "by its config.json") if quantised else None
 
 
-def _rank_checksums(rank: Mapping[str, Any]) -> tuple[int, dict[str, str]]:
+def _rank_checksums(rank: Mapping[str, Any]) -> tuple[tuple[int, dict[str, str]], dict[str, str]]:
+    """((tensor-parallel rank, the model's checksums), those of what a draft model has of its own)."""
     infos = rank["parallelism_info"]
     all_sums = checked_checksums(rank["checksums"])
     if isinstance(infos, dict):  # SGLang <= 0.5.20
-        return rank_number(infos["tp_rank"]), all_sums
-    drafts = tuple(f"{info['role']}." for info in infos if info["role"] != "target")
-    sums = {name: checksum for name, checksum in all_sums.items() if not name.startswith(drafts)}
-    return rank_number(infos[0]["tp_rank"]), sums
+        return (rank_number(infos["tp_rank"]), all_sums), {}
+    roles = tuple(f"{info['role']}." for info in infos if info["role"] != "target")
+    sums = {name: checksum for name, checksum in all_sums.items() if not name.startswith(roles)}
+    shared = {*sums.values()}  # the embedding and the output layer, which draft models take from the model
+    drafts = {name: one for name, one in all_sums.items() if name not in sums and one not in shared}
+    return (rank_number(infos[0]["tp_rank"]), sums), drafts
 
 
 def tokenized(answer: Mapping[str, Any]) -> list[int] | None:

@@ -1,0 +1,97 @@
+"""Many pushes in whole runs against real servers: does the probe accuse one that is well, and what does it cost?
+
+python benchmarks/pushes.py [--pushes 500] [--engine sglang vllm] [--dtype float32 bfloat16] [--model dense moe]
+                            [--out DIR]
+
+A run trains a tiny Qwen3 with Adam on answers of two tokens, in float32, so that its weights move by as much as a
+real run's in a step, and its log-probs become as sharp. Of each run: its exit status, the pushes, those after which a
+server was suspicious and asked for more, the mean |log-ratio| of the worst text over what simulated rounding explains,
+the bits against each server (positive: it differs), and the seconds of a push with the probe and, in a shorter run
+before, without.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from itertools import product
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+
+from local_run import environment, local_server, megatron_flags, torchrun  # noqa: E402
+
+PLAIN = 40
+"""Pushes of the run without the probe."""
+REWARD = """def reward(prompt, output_ids, finish_reason):
+    return (output_ids[0] * 7 + prompt.input_ids[0]) % 5 / 4
+"""
+COLUMNS = ("engine", "server", "model", "status", "pushes", "asked again", "times rounding: median", "max", "most bits",
+           "push s", "without probe s")  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--pushes", type=int, default=500)
+    add("--engine", nargs="+", choices=("sglang", "vllm"), default=["sglang", "vllm"])
+    add("--dtype", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"], help="the servers'")
+    add("--model", nargs="+", choices=("dense", "moe"), default=["dense", "moe"])
+    add("--out", type=Path, help="new folder that keeps the runs (default: a temporary one)")
+    options = parser.parse_args()
+    print("| " + " | ".join(COLUMNS) + " |\n|" + "---|" * len(COLUMNS), flush=True)
+    with tempfile.TemporaryDirectory() as temporary:
+        out = options.out or Path(temporary)
+        for kind, engine, dtype in product(options.model, options.engine, options.dtype):
+            row = measured(out / f"{engine}-{dtype}-{kind}", kind, engine, dtype, options.pushes)
+            print("| " + " | ".join(map(str, row)) + " |", flush=True)
+
+
+def measured(folder: Path, kind: str, engine: str, dtype: str, pushes: int) -> tuple:
+    """One row of the table."""
+    folder.mkdir(parents=True)
+    model = folder / "model"
+    subprocess.run([sys.executable, ROOT / "benchmarks/tiny_qwen3.py", model, kind], check=True, capture_output=True)
+    (folder / "prompts.jsonl").write_text("".join(f'{{"prompt": "{n} + {n}:"}}\n' for n in range(16)))
+    (folder / "reward.py").write_text(REWARD)
+    server = local_server(model, engine=engine, dtype=dtype, log_path=folder / "server.log", seed=0, slots=32)
+    server.start()
+    try:
+        server.wait_ready()
+        plain, _ = run(folder / "plain", model, server.url, engine, PLAIN, "--rollout-probe-push", "off")
+        rows, status = run(folder / "probed", model, server.url, engine, pushes)
+    finally:
+        server.stop()
+    over = [row["rollout/probe_over_rounding"] for row in rows]
+    return (
+        engine, dtype, kind, status, len(rows), sum(row["rollout/probe_rounds"] > 0 for row in rows),
+        f"{statistics.median(over):.2f}", f"{max(over):.2f}", f"{max(row['rollout/probe_bits'] for row in rows):.1f}",
+        *(f"{statistics.median(row['time/push_s'] for row in each):.2f}" for each in (rows, plain)),
+    )  # fmt: skip
+
+
+def run(folder: Path, model: Path, url: str, engine: str, steps: int, *more: str) -> tuple[list[dict], int]:
+    """The rows of metrics.jsonl of a run of one process, and its exit status."""
+    dense = "num_experts" not in json.loads((model / "config.json").read_text())
+    flags = megatron_flags(model, folder / "tensorboard")
+    flags = [flag for flag in flags if not dense or not str(flag).startswith("--moe-")]
+    command = torchrun([
+        *flags, "--micro-batch-size", 8, "--global-batch-size", 8, "--train-iters", steps, "--lr", 1e-3,
+        "--lr-decay-style", "constant", "--eval-interval", 100000, "--rollout-url", url, "--rollout-engine", engine,
+        "--rollout-prompts", folder.parent / "prompts.jsonl", "--rollout-reward-function",
+        f"{folder.parent / 'reward.py'}:reward", "--rollout-group-size", 4, "--rollout-max-new-tokens", 2,
+        "--rollout-log-dir", folder, "--rollout-correction-preset", "decoupled_token_is", *more,
+    ], processes=1)  # fmt: skip
+    folder.mkdir()
+    with open(folder / "train.log", "w") as log:
+        status = subprocess.run(command, cwd=ROOT, env=environment("megatron"), stdout=log, stderr=log).returncode
+    if not (folder / "metrics.jsonl").exists():
+        raise SystemExit(f"{folder}: no step: {(folder / 'train.log').read_text()[-3000:]}")
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()], status
+
+
+if __name__ == "__main__":
+    main()
