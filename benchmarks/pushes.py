@@ -24,6 +24,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
 from local_run import environment, local_server, megatron_flags, torchrun  # noqa: E402
 
+from benchmarks.quiet import only_tables  # noqa: E402
+
 PLAIN = 40
 """Pushes of the run without the probe."""
 REWARD = """def reward(prompt, output_ids, finish_reason):
@@ -54,7 +56,8 @@ def measured(folder: Path, kind: str, engine: str, dtype: str, pushes: int) -> t
     """One row of the table."""
     folder.mkdir(parents=True)
     model = folder / "model"
-    subprocess.run([sys.executable, ROOT / "benchmarks/tiny_qwen3.py", model, kind], check=True, capture_output=True)
+    maker = [sys.executable, ROOT / "benchmarks/tiny_qwen3_worker.py", model, kind]
+    subprocess.run(maker, check=True, capture_output=True)
     (folder / "prompts.jsonl").write_text("".join(f'{{"prompt": "{n} + {n}:"}}\n' for n in range(16)))
     (folder / "reward.py").write_text(REWARD)
     server = local_server(model, engine=engine, dtype=dtype, log_path=folder / "server.log", seed=0, slots=32)
@@ -94,4 +97,5 @@ def run(folder: Path, model: Path, url: str, engine: str, steps: int, *more: str
 
 
 if __name__ == "__main__":
-    main()
+    with only_tables():
+        main()

@@ -1,6 +1,7 @@
 """Start an SGLang or vLLM server on this machine's loopback, wait until it answers, stop it with all its children."""
 
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -11,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -69,11 +71,21 @@ class LocalServerError(RuntimeError):
     """The server did not start, or has ended."""
 
 
-def free_port() -> int:
-    """A TCP port of the loopback on which no process listens now."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return probe.getsockname()[1]
+def free_port(row: int = 1) -> int:
+    """The first of so many TCP ports in a row of the loopback on which no process listens now.
+
+    They are drawn below the ports that Linux gives to connections: one of those may be given away between this call
+    and the time at which its user listens.
+    """
+    while True:
+        first = random.SystemRandom().randrange(10000, 32768 - row)
+        try:
+            with ExitStack() as opened:
+                for port in range(first, first + row):
+                    opened.enter_context(socket.socket()).bind((HOST, port))
+            return first
+        except OSError:
+            continue
 
 
 class LocalServer:

@@ -1,10 +1,7 @@
 """What a recipe needs, at the real models' sizes and without a download: config.json, a tokenizer, Parquet data."""
 
 import json
-import random
-import socket
 import string
-from contextlib import ExitStack
 
 import pyarrow
 from pyarrow import parquet
@@ -32,19 +29,6 @@ def write_model(folder, config):
     fast.chat_template = TEMPLATE
     fast.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(config))
-
-
-def free_ports(count):
-    """The first of so many ports in a row of the loopback, below those that connections are given."""
-    while True:
-        first = random.randrange(10000, 30000)
-        try:
-            with ExitStack() as opened:
-                for port in range(first, first + count):
-                    opened.enter_context(socket.socket()).bind(("127.0.0.1", port))
-            return first
-        except OSError:
-            continue
 
 
 def write_gsm8k(path):

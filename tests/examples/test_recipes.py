@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.examples.recipe_inputs import CONFIGS, free_ports, write_dapo, write_gsm8k, write_model
+from tests.examples.recipe_inputs import CONFIGS, write_dapo, write_gsm8k, write_model
 from tests.preloaded import run_preloaded
 from tools.cpu import environment
+from tools.local_server import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "examples/recipes"
@@ -151,7 +152,7 @@ def test_training_flags_when_colocated_and_one_leaves_no_turns_then_refused_by_n
 
 
 def test_run_when_colocated_then_every_server_sees_all_gpus_and_takes_its_own(recipe):
-    port = free_ports(8)
+    port = free_port(8)
     run = recipe.run(PORT=port, COLOCATE=1)
     assert run.returncode == 0, run.stdout + run.stderr
     servers, count = recipe.asked("-m", "sglang.launch_server"), 2 * SERVERS[recipe.name]
@@ -243,7 +244,7 @@ def test_run_when_the_environment_is_the_cpus_then_refused_and_the_dry_run_says_
         dry = sparse.run("--dry-run", PYTHON="", SKIP_PLAN=1)
         assert dry.returncode == 0 and f"this would not start: {message}" in dry.stdout, dry.stdout + dry.stderr
         (tmp_path / ".venv/cuda").mkdir()
-        run = sparse.run(PYTHON="", PORT=free_ports(4))
+        run = sparse.run(PYTHON="", PORT=free_port(4))
         assert run.returncode == 0 and message not in run.stderr, run.stdout + run.stderr
     finally:
         sparse.script = kept
@@ -310,7 +311,7 @@ def test_plan_of_a_recipe_then_its_flags_are_those_that_the_recipe_gives(recipe)
 
 
 def test_run_then_servers_start_and_answer_before_training_and_end_after_it(recipe):
-    port = free_ports(4)
+    port = free_port(4)
     run = recipe.run(PORT=port)
     assert run.returncode == 0, run.stdout + run.stderr
     servers, count = recipe.asked("-m", "sglang.launch_server"), SERVERS[recipe.name]
@@ -331,7 +332,7 @@ def test_run_then_servers_start_and_answer_before_training_and_end_after_it(reci
 def test_run_when_sizes_and_threads_are_set_then_the_trainer_has_them_and_else_its_share_of_the_cores(sparse):
     given = {"GROUP_SIZE": 4, "BATCH_SIZE": 64, "RESPONSE_TOKENS": 2048, "PROMPT_TOKENS": 512}
     for threads, expected in ((3, "3"), ("", str(max(len(os.sched_getaffinity(0)) // 4, 1)))):
-        run = sparse.run(PORT=free_ports(4), OMP_NUM_THREADS=threads, **given)
+        run = sparse.run(PORT=free_port(4), OMP_NUM_THREADS=threads, **given)
         assert run.returncode == 0, run.stdout + run.stderr
         [training] = sparse.asked("-m", "torch.distributed.run")
         words = training["words"]
@@ -352,7 +353,7 @@ def test_run_when_sizes_and_threads_are_set_then_the_trainer_has_them_and_else_i
 def test_pinned_memory_when_the_host_has_the_optimizer_then_it_is_not_rounded_up_to_powers_of_two(
     sparse, given, expected
 ):
-    run = sparse.run(PORT=free_ports(4), **given)
+    run = sparse.run(PORT=free_port(4), **given)
     assert run.returncode == 0, run.stdout + run.stderr
     [training] = sparse.asked("-m", "torch.distributed.run")
     assert training["PYTORCH_ALLOC_CONF"] == expected
@@ -377,13 +378,13 @@ def test_flags_of_the_model_when_a_file_matches_a_value_then_the_value_stays(spa
 
 
 def test_run_when_a_server_ends_at_its_start_then_its_log_is_named_and_nothing_trains(sparse):
-    run = sparse.run(PORT=free_ports(4), SERVERS_END=1)
+    run = sparse.run(PORT=free_port(4), SERVERS_END=1)
     assert run.returncode == 2 and "a server ended at its start; see" in run.stderr
     assert sparse.asked("-m", "torch.distributed.run") == []
 
 
 def test_run_when_somebody_elses_server_has_a_port_then_refused_before_ours_start(sparse):
-    port = free_ports(4)
+    port = free_port(4)
     with socket.create_server(("127.0.0.1", port + 1)):
         run = sparse.run(PORT=port)
     assert run.returncode == 2
@@ -392,7 +393,7 @@ def test_run_when_somebody_elses_server_has_a_port_then_refused_before_ours_star
 
 
 def test_run_when_a_server_ends_after_its_answer_then_nothing_trains(sparse):
-    port = free_ports(4)
+    port = free_port(4)
     run = sparse.run(PORT=port, PORT_THAT_ENDS=port)  # as the second is asked
     assert run.returncode == 2 and "a server ended at its start; see" in run.stderr
     assert run.stdout.count("answers") == 2 and sparse.asked("-m", "torch.distributed.run") == []
@@ -419,7 +420,7 @@ def test_run_when_colocated_then_servers_find_cudas_libraries_before_python_is_t
     cuda = sparse.python.parent.parent / "cuda"
     cuda.mkdir()
     try:
-        run = sparse.run(PORT=free_ports(4), COLOCATE=colocate, LD_LIBRARY_PATH="/own")
+        run = sparse.run(PORT=free_port(4), COLOCATE=colocate, LD_LIBRARY_PATH="/own")
     finally:
         cuda.rmdir()
     assert run.returncode == 0, run.stdout + run.stderr
@@ -431,7 +432,7 @@ def test_run_when_colocated_then_servers_find_cudas_libraries_before_python_is_t
 
 def sparse_environments(sparse, **variables):
     """([(CUDA_HOME, first folder of PATH)] of the servers and the trainer, what the script said)."""
-    run = sparse.run(PORT=free_ports(4), **variables)
+    run = sparse.run(PORT=free_port(4), **variables)
     assert run.returncode == 0, run.stdout + run.stderr
     calls = [*sparse.asked("-m", "sglang.launch_server"), *sparse.asked("-m", "torch.distributed.run")]
     return [(call["CUDA_HOME"], call["PATH"].split(":")[0]) for call in calls], run.stdout
@@ -439,7 +440,7 @@ def sparse_environments(sparse, **variables):
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_run_when_it_is_ended_by_a_signal_then_training_gets_it_and_gives_the_status_and_servers_end(sparse, sent):
-    port, begun = free_ports(4), sparse.folder / f"begun_{sent}"
+    port, begun = free_port(4), sparse.folder / f"begun_{sent}"
     process = sparse.start(PORT=port, TRAINING_WAITS=begun)
     end = time.monotonic() + 120
     while not begun.exists() and process.poll() is None and time.monotonic() < end:
@@ -456,7 +457,7 @@ def test_run_when_it_is_ended_by_a_signal_then_training_gets_it_and_gives_the_st
 
 
 def test_run_when_servers_do_not_end_then_they_and_their_children_are_killed(sparse, tmp_path):
-    port, children = free_ports(4), tmp_path / "children"
+    port, children = free_port(4), tmp_path / "children"
     run = sparse.run(PORT=port, SERVERS_STAY=children, END_TIMEOUT_S=1)
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stdout.count("has not ended within 1 s: it is killed") == 2
@@ -466,7 +467,7 @@ def test_run_when_servers_do_not_end_then_they_and_their_children_are_killed(spa
 
 
 def test_run_when_a_second_signal_comes_while_servers_end_then_they_are_killed_at_once(sparse, tmp_path):
-    port, children, begun = free_ports(4), tmp_path / "children", tmp_path / "begun"
+    port, children, begun = free_port(4), tmp_path / "children", tmp_path / "begun"
     process = sparse.start(PORT=port, SERVERS_STAY=children, END_TIMEOUT_S=100, TRAINING_WAITS=begun)
     end = time.monotonic() + 120
     while not begun.exists() and process.poll() is None and time.monotonic() < end:

@@ -1,4 +1,4 @@
-"""Makes a tiny Qwen3, dense or with experts, and its tokenizer: tiny_qwen3.py OUT_DIR dense|moe"""
+"""Makes a tiny Qwen3, dense or with experts, and its tokenizer: tiny_qwen3_worker.py OUT_DIR dense|moe"""
 
 import sys
 from pathlib import Path
