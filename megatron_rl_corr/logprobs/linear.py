@@ -13,13 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_rl_corr.logprobs.products import multiply, pieces
 from megatron_rl_corr.logprobs.sampled_rows import SampledRows
 from megatron_rl_corr.logprobs.torch_backend import LogitColumns
 from megatron_rl_corr.logprobs.vocab import backend, check_sampled, check_settings, vocab_columns
 from megatron_rl_corr.parallel.collectives import all_gather_stacked
 
-WEIGHT_ROWS = 8192
-"""Rows of the weight that are converted to float32 at a time."""
+WIDER_ROWS = 8192
+"""Rows of the weight at a time where logits are wider than it: it, or their gradient, is then copied to another type."""
 
 
 def linear_logprobs(
@@ -41,9 +42,9 @@ def linear_logprobs(
     """vocab_parallel_logprobs of logits = hidden weight^T, of which only C V/tp numbers exist at a time.
 
     The columns are cut, not the tokens: tiles of C / N of them, with all N rows. So each row of the weight's gradient
-    is the product of one multiplication, and is written once; hidden's gradient is summed over tiles in float32. The
-    tiles of backward are those of forward, so that their logits are the same numbers. Collectives over tp_group: one in
-    forward, and one in backward, an all-reduce of hidden's gradient [N, H], to which every rank has a share.
+    is of one tile alone; hidden's gradient is summed over tiles in float32. The tiles of backward are those of forward,
+    so that their logits are the same numbers. Collectives over tp_group: one in forward, and one in backward, an
+    all-reduce of hidden's gradient [N, H], to which every rank has a share.
 
     Args:
         hidden: [T, H], the same on all tensor-parallel ranks.
@@ -55,8 +56,8 @@ def linear_logprobs(
         with_entropy: whether to compute the entropy.
         with_collision: whether to compute the probability that two draws are the same; it has no gradient.
         chunk_tokens: C; with N tokens or more there is one tile.
-        fp32_lm_head: logits and their gradient are float32, from float32 copies of hidden and weight, at float32's
-            speed; else they have the type of hidden, as in Megatron's output layer.
+        fp32_lm_head: logits and their gradient are float32, as of float32 copies of hidden and weight; else they have
+            the type of hidden, as in Megatron's output layer. On a GPU no copies of bfloat16 are made: `products.py`.
         reduce_hidden_gradient: False leaves hidden's gradient as this rank's share, for hidden states whose own
             backward sums over tp: those that Megatron gathers from sequence-parallel ranks.
         sampled: the rows to work on. The others are not multiplied, whatever they hold; their results are 0, without a
@@ -93,10 +94,10 @@ def linear_logprobs(
 class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, labels, tp_group, reduced, head, columns, sampled, into_main_grad):
-        inputs = (hidden if sampled is None else hidden.index_select(0, sampled.rows)).to(head)
+        inputs = hidden if sampled is None else hidden.index_select(0, sampled.rows)
         labels = labels if sampled is None else labels.index_select(0, sampled.rows)
         kernels, stats = backend(hidden), None
-        for _, part, logits in _tiles(inputs, weight, columns):
+        for _, part, logits in _tiles(inputs, weight, head, columns):
             more = kernels.label_stats(logits, labels, part)
             stats = more if stats is None else kernels.merge_stats(torch.stack([stats, more]))
         combined = kernels.combine_stats(all_gather_stacked(stats, tp_group), columns.with_entropy, sampled)
@@ -119,22 +120,27 @@ class _LinearLogProbs(torch.autograd.Function):
             upstream = [None if x is None else x.index_select(-1, sampled.rows) for x in upstream]
             inputs = hidden.index_select(0, sampled.rows)
         hidden_needed, weight_needed = ctx.needs_input_grad[:2]
-        inputs, wide = inputs.to(ctx.head), torch.promote_types(weight.dtype, torch.float32)
+        wide = torch.promote_types(weight.dtype, torch.float32)
         grad_hidden = grad_weight = None
         if hidden_needed:
             # One share is rounded once, by its multiplication; several are summed in float32.
-            alone = _tile_width(inputs, weight, ctx.columns.chunk_tokens) == len(weight)
+            alone = _tile_width(inputs, weight, ctx.head, ctx.columns.chunk_tokens) == len(weight)
             grad_hidden = torch.zeros_like(inputs, dtype=ctx.head if alone else wide)
         if weight_needed:
             grad_weight = torch.empty_like(weight) if ctx.parameter is None else ctx.parameter.main_grad
-        for some, part, logits in _tiles(inputs, weight, ctx.columns):
+            # Products of a wider type are summed before they are rounded to the gradient's.
+            direct = torch.promote_types(grad_weight.dtype, ctx.head) == grad_weight.dtype
+        for some, part, logits in _tiles(inputs, weight, ctx.head, ctx.columns):
             backend(logits).logits_gradient(logits, labels, *upstream, part, out=logits)
-            if hidden_needed:
-                _add_product(grad_hidden, logits, weight[some].to(ctx.head))
-            if weight_needed and ctx.parameter is not None:
-                _add_product(grad_weight[some], logits.t(), inputs)
-            elif weight_needed:
-                grad_weight[some] = logits.t() @ inputs
+            if weight_needed:
+                rows = grad_weight[some] if direct else weight.new_empty(weight[some].shape, dtype=ctx.head)
+            for number, piece in enumerate(pieces(logits, weight)):
+                if hidden_needed:
+                    multiply(piece, weight[some], out=grad_hidden, add=True)
+                if weight_needed:
+                    multiply(piece.t(), inputs, out=rows, add=number > 0 or direct and ctx.parameter is not None)
+            if weight_needed and not direct:
+                grad_weight[some] = rows if ctx.parameter is None else grad_weight[some] + rows
         if hidden_needed:
             grad_hidden = _all_reduce_hidden_gradient(grad_hidden, hidden, ctx.sampled, ctx.reduced)
         if weight_needed and ctx.parameter is not None:
@@ -142,34 +148,28 @@ class _LinearLogProbs(torch.autograd.Function):
         return grad_hidden, grad_weight, *[None] * 7
 
 
-def _tile_width(inputs: Tensor, weight: Tensor, chunk_tokens: int) -> int:
+def _tile_width(inputs: Tensor, weight: Tensor, head: torch.dtype, chunk_tokens: int) -> int:
     """Columns of a tile of all N rows with as many logits as C rows have; a multiple of 64, if that is near."""
     width = max(len(weight) * chunk_tokens // max(len(inputs), 1), 1)
-    if weight.dtype != inputs.dtype:
-        width = min(width, WEIGHT_ROWS)
+    if weight.dtype != head:
+        width = min(width, WIDER_ROWS)
     if width >= len(weight):
         return len(weight)
     return width if width < 1024 else width // 64 * 64
 
 
-def _tiles(inputs: Tensor, weight: Tensor, columns: LogitColumns) -> Iterator[tuple[slice, LogitColumns, Tensor]]:
+def _tiles(
+    inputs: Tensor, weight: Tensor, head: torch.dtype, columns: LogitColumns
+) -> Iterator[tuple[slice, LogitColumns, Tensor]]:
     """(rows of the weight, the columns they make, their logits [N, width]): all in one buffer, free to overwrite."""
-    width = _tile_width(inputs, weight, columns.chunk_tokens)
-    buffer = inputs.new_empty(len(inputs) * width)
+    width = _tile_width(inputs, weight, head, columns.chunk_tokens)
+    buffer = inputs.new_empty(len(inputs) * width, dtype=head)
     for start in range(0, len(weight), width):
         some = slice(start, min(start + width, len(weight)))
         logits = buffer[: len(inputs) * (some.stop - start)].view(len(inputs), some.stop - start)
-        torch.mm(inputs, weight[some].to(inputs.dtype).t(), out=logits)
+        multiply(inputs, weight[some].t(), out=logits)
         limit = min(max(columns.limit - start, 0), some.stop - start)
         yield some, replace(columns, first=columns.first + start, limit=limit), logits
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left right, in the type of total: a product of another type is rounded to its own first."""
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    else:
-        total += left @ right
 
 
 def _all_reduce_hidden_gradient(

@@ -63,7 +63,9 @@ def round_int4_group(weight: Tensor) -> Tensor:
     """
     columns = weight.shape[-1]
     groups = pad(weight.float(), (0, -columns % INT4_GROUP)).unflatten(-1, (-1, INT4_GROUP))  # [..., N, G, 128]
-    scale = groups.abs().amax(dim=-1, keepdim=True) / INT4_MAX
+    largest = groups.abs().amax(dim=-1, keepdim=True)
+    # By a tensor: a GPU multiplies by the reciprocal of a number, which rounds twice.
+    scale = largest / largest.new_full((), INT4_MAX)
     # 1 where there is nothing to divide, or a scale of float32 would be 0.
     scale = torch.where(scale == 0, 1.0, scale)
     rounded = (groups / scale).round().clamp(-INT4_MAX, INT4_MAX) * scale

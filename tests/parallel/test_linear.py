@@ -97,7 +97,7 @@ def run(given, **options):
 
 
 def test_fp32_head_when_the_inputs_are_bfloat16_then_log_probs_of_exact_logits(monkeypatch):
-    monkeypatch.setattr(linear, "WEIGHT_ROWS", 7)  # 40 rows in six parts
+    monkeypatch.setattr(linear, "WIDER_ROWS", 7)  # 40 rows in six parts
     given = inputs()
     logprobs, _, hidden, weight = reference(**given)
     narrow, wide = run(given, chunk_tokens=20), run(given, chunk_tokens=20, fp32_lm_head=True)

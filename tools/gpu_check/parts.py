@@ -45,6 +45,10 @@ PARTS = (
         120, ("triton", "numpy"), runs_as="interpreter",
     ),
     Part(
+        "linear-head", "linear_head.check", "log-probs from hidden states, and both gradients, are those of float64",
+        60, ("numpy",),
+    ),
+    Part(
         "host-sync", "host_sync.check", "from logits to their gradient, no loss and no preset waits for the device",
         90, ("numpy",), only_on_a_gpu=SYNC_DEBUG,
     ),
