@@ -20,7 +20,7 @@ from megatron_rl_corr.logprobs.vocab import backend, check_sampled, check_settin
 from megatron_rl_corr.parallel.collectives import all_gather_stacked
 
 WIDER_ROWS = 8192
-"""Rows of the weight at a time where logits are wider than it: it, or their gradient, is then copied to another type."""
+"""Rows of the weight at a time where logits are wider than it: then it, or their gradient, is copied."""
 
 
 def linear_logprobs(

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.recipe_inputs import CONFIGS, free_ports, write_dapo, write_gsm8k, write_model
+from tests.examples.recipe_inputs import CONFIGS, write_dapo, write_gsm8k, write_model
+from tools.local_server import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/get_started/first_gpu_run.md").read_text()
@@ -76,7 +77,7 @@ def calls(tmp_path_factory):
         # The first commands come before the page's own PATH.
         "PATH": f"{binaries}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "PYTHON": str(binaries / "python"),
         "CALLS": str(folder / "calls"), "RECORD": str(folder / "record"), "INPUTS": str(inputs), "SKIP_PLAN": "1",
-        "PORT": str(free_ports(4)),
+        "PORT": str(free_port(4)),
     }  # fmt: skip
     run = subprocess.run(
         ["bash", "-c", script], cwd=folder, env=os.environ | variables, capture_output=True, text=True, timeout=600

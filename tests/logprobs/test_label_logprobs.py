@@ -130,11 +130,11 @@ def test_gradient_when_in_one_pass_then_that_of_float64_and_nothing_else_is_writ
 
 @pytest.mark.parametrize("name", ["temperature 0.7", "five tiles, parts"])
 def test_label_when_almost_certain_then_its_log_prob_keeps_its_digits_whatever_the_temperature(runs, name):
-    # Logits of 40 against 26: -log(1 + (V - 1) exp(-14 / temperature)).
+    # Logits of 40 against 26: -log(1 + (V - 1) exp(-14 / temperature)); V is 20480 at most, of a GPU's tiles.
     name = name if name in runs["cases"] else f"width {name}"
     inputs, result = runs["cases"][name]
     _, logprobs, _, gradient = reference(**inputs)
-    assert -2e-4 < logprobs[2] < -1e-8
+    assert -0.02 < logprobs[2] < -1e-8
     assert abs(result["logprobs"][2].double() - logprobs[2]) < 1.2e-7
     column = inputs["labels"][2]
     assert abs(result["gradient"][2, column].double() - gradient[2, column]) < 1e-6
