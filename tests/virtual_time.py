@@ -1,4 +1,4 @@
-"""An event loop whose clock moves only when nothing can run: waits take no time, and are exactly as long as they say.
+"""An event loop whose clock moves only when nothing can run: waits take no time, and are just as long as they say.
 
 So a test of limits, pauses and bounds does not depend on the machine's speed. Servers are functions of the test, as in
 stand_in_server.py, and no socket is between: a socket's bytes would come by the real clock.
@@ -16,6 +16,10 @@ import pytest
 from megatron_rl_corr.engines.errors import RolloutServerError
 from megatron_rl_corr.engines.http import HTTPTransport
 from megatron_rl_corr.rollout import RolloutClient
+
+
+TURN_S = 1e-9
+"""What a turn of the loop takes."""
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -39,7 +43,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         if not found and timeout is None:
             raise RuntimeError("every task waits for what never comes")
         if not found:
-            self._now += max(0.0, timeout)
+            # A clock that stood still would never reach a time that is nearer than a float resolves.
+            self._now += max(TURN_S, timeout)
         return found
 
 
