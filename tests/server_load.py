@@ -11,17 +11,18 @@ OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 WITHIN_S = 30.0
 
 
-def wait_until_sampling(url: str) -> None:
-    """Returns once a real server holds 20 tokens of running requests."""
+def wait_until_sampling(url: str, requests: int = 1) -> None:
+    """Returns once a real server holds 20 tokens of running requests, and so many requests, some of which may wait."""
     before = None
 
     def has_sampled() -> bool:
         nonlocal before
         if not has_loads(url):
-            running, tokens = _vllm_load(url)
+            running, tokens, waiting = _vllm_load(url)
             before = tokens if before is None else before
-            return running > 0 and tokens >= before + 20
-        return _load(url)["num_used_tokens"] >= 20
+            return running > 0 and tokens >= before + 20 and running + waiting >= requests
+        load = _load(url)
+        return load["num_used_tokens"] >= 20 and load["num_running_reqs"] + load["num_waiting_reqs"] >= requests
 
     _wait(has_sampled, f"{url} has not sampled 20 tokens")
 
@@ -40,7 +41,7 @@ def wait_for_tokens(urls: Sequence[str], steps: int = 5) -> None:
                 load = _load(url)
                 used, requests = load["num_used_tokens"], load["num_running_reqs"]
             else:
-                requests, used = _vllm_load(url)
+                requests, used, _ = _vllm_load(url)
             least[url] = min(used, least.get(url, used))  # after a pause they are computed anew, from none
             running += [url] if requests else []
             grown += [url] if requests and used >= least[url] + steps * requests else []
@@ -59,13 +60,13 @@ def has_loads(url: str) -> bool:
     return True
 
 
-def _vllm_load(url: str) -> tuple[float, float]:
-    """(running requests, tokens sampled so far)."""
+def _vllm_load(url: str) -> tuple[float, float, float]:
+    """(running requests, tokens sampled so far, requests that wait)."""
     with OPENER.open(f"{url}/metrics", timeout=10) as answer:
         lines = answer.read().decode().splitlines()
     return tuple(
         sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"vllm:{name}{{"))
-        for name in ("num_requests_running", "generation_tokens_total")
+        for name in ("num_requests_running", "generation_tokens_total", "num_requests_waiting")
     )
 
 

@@ -17,7 +17,6 @@ from megatron_rl_corr.engines.errors import RolloutServerError
 from megatron_rl_corr.engines.http import HTTPTransport
 from megatron_rl_corr.rollout import RolloutClient
 
-
 TURN_S = 1e-9
 """What a turn of the loop takes."""
 

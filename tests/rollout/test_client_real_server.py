@@ -251,7 +251,7 @@ def test_pause_when_aborting_then_running_and_queued_samples_return_what_they_ha
 ):
     long = SamplingParams(400, ignore_eos=True)
     future = loop.submit(client.generate([[1, 2, 3]], long, samples_per_prompt=60))
-    wait_until_sampling(client.base_urls[0])
+    wait_until_sampling(client.base_urls[0], requests=60)  # one that came after the pause would wait for its end
     try:
         loop.call(client.pause_generation("abort"))
         trajectories = future.result(30)
