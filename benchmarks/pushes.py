@@ -78,7 +78,7 @@ def measured(folder: Path, kind: str, engine: str, dtype: str, pushes: int) -> t
 
 def run(folder: Path, model: Path, url: str, engine: str, steps: int, *more: str) -> tuple[list[dict], int]:
     """The rows of metrics.jsonl of a run of one process, and its exit status."""
-    dense = "num_experts" not in json.loads((model / "config.json").read_text())
+    dense = json.loads((model / "config.json").read_text())["model_type"] == "qwen3"
     flags = megatron_flags(model, folder / "tensorboard")
     flags = [flag for flag in flags if not dense or not str(flag).startswith("--moe-")]
     command = torchrun([
