@@ -61,6 +61,18 @@ def plain_numbers(text: str) -> str:
     return text
 
 
+def percentages(text: str) -> str:
+    r"""The text with 12.5\% for \frac{25}{2}\%, which math-verify can't read, and \frac{1}{3} for \frac{100}{3}\%."""
+
+    def written(match: re.Match) -> str:
+        value = Fraction(int(match[1]), int(match[2]))
+        if 10**20 % value.denominator == 0:
+            return _plain(Decimal(value.numerator) / Decimal(value.denominator)) + r"\%"
+        return f"\\frac{{{value.numerator}}}{{{value.denominator * 100}}}"
+
+    return re.sub(r"\\frac\s*\{\s*(\d+)\s*\}\s*\{\s*([1-9]\d*)\s*\}\s*\\%", written, text)
+
+
 def _joined(text: str) -> str:
     """The text with numbers of several groups of thousands in one piece."""
     if (unclear := _UNCLEAR.search(text)) is not None and not _in_brackets(text, unclear.start()):
@@ -86,7 +98,10 @@ def _in_brackets(text: str, place: int) -> bool:
 
 def _fractions(text: str) -> str:
     r"""The text with \frac and both braces, for \dfrac12 and \frac1{2}."""
-    text = re.sub(r"\\[dtc]frac(?![A-Za-z])", r"\\frac", text)
+    text = re.sub(r"\\[dtc](frac|binom)(?![A-Za-z])", r"\\\1", text)
+    text = re.sub(r"\\binom\s*(\d)\s*(\d)(?!\d)", r"\\binom{\1}{\2}", text)
+    text = re.sub(r"(?:\{|^)\s*([^{}]*?)\s*\\over(?![A-Za-z])\s*([^{}]*?)\s*(?:\}|$)", r"\\frac{\1}{\2}", text)
+    text = re.sub(r"\\frac\s*(\\pi|[A-Za-z])\s*(\d)(?!\d)", r"\\frac{\1}{\2}", text)
     if re.search(r"\\frac\s*\d\s*\d\d", text):
         raise Unreadable(r"\frac has no braces, and so its parts no end")
     text = re.sub(r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}", text)

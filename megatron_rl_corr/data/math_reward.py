@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 from megatron_rl_corr.data import math_units
 from megatron_rl_corr.data.answers import TAIL, answer_of, last_formula
 from megatron_rl_corr.data.labels import math_texts
+from megatron_rl_corr.data.math_names import function_values, without_names
 from megatron_rl_corr.data.math_text import Reading, label_reading, readings
 from megatron_rl_corr.data.reward_input import RewardInput
 from megatron_rl_corr.data.unreadable import Unreadable
@@ -24,15 +25,6 @@ SMALLEST = 1e-30
 """What is smaller is 0, the label of which no size is."""
 DIGITS = 40
 _PLAIN = re.compile(r"-?\d+(?:\.\d+)?")
-
-
-@dataclass(frozen=True)
-class Right:
-    """A label as it was read."""
-
-    reading: Reading
-    parsed: list[Any]
-    """By math-verify; empty for words."""
 
 
 class MathReward:
@@ -50,8 +42,9 @@ class MathReward:
         latex = LatexExtractionConfig(boxed_match_priority=0, normalization_config=normalization)
         # Its limits are alarms, which only a main thread can set; ours ends the process.
         how = {"extraction_config": [latex], "extraction_mode": "first_match", "fallback_mode": "no_fallback"}
-        self._parse = lambda text: parse(f"\\boxed{{{text}}}", parsing_timeout=None, **how)
-        self._verify = lambda right, given: verify(right, given, timeout_seconds=None)
+        self._parse = lambda text: _with_imaginary_unit(parse(f"\\boxed{{{text}}}", parsing_timeout=None, **how))
+        self._verify = lambda right, given: verify(right, given, timeout_seconds=None, allow_set_relation_comp=True)
+        self._parse_label = lru_cache(KEPT_LABELS)(self._parse)
         self._right = lru_cache(KEPT_LABELS)(self._read_label)
         self._verify(self._parse("1"), self._parse("\\frac{2}{2}"))  # what it loads late is loaded now
 
@@ -76,20 +69,20 @@ class MathReward:
             return str(error)
         return None
 
-    def _read_label(self, label: str) -> Right:
+    def _read_label(self, label: str) -> Reading:
         text = answer_of(label.rpartition("####")[2])
         if text is None:
             raise Unreadable("its box is not closed")
         reading = label_reading(text)
         if reading.latex is None:
-            return Right(reading, [])
-        parsed = self._parse(reading.latex)
+            return reading
+        parsed = self._parse_label(reading.latex)
         if not parsed:
             raise Unreadable(f"math-verify can't parse {reading.latex[:80]!r}")
         self._check_whole(reading.latex, parsed)
         if not self._verify(parsed, parsed):
             raise Unreadable(f"math-verify does not find {reading.latex[:80]!r} equal to itself")
-        return Right(reading, parsed)
+        return reading
 
     def _check_whole(self, latex: str, parsed: list[Any]) -> None:
         """Raises Unreadable where math-verify leaves out a digit, so that another in its place makes no difference."""
@@ -101,25 +94,45 @@ class MathReward:
             if all(self._parse(one) == parsed for one in changed):
                 raise Unreadable(f"math-verify leaves out the digit {digit[0]} in {latex[:80]!r}")
 
-    def _equal(self, right: Right, answer: Reading) -> bool:
-        own = right.reading
+    def _equal(self, own: Reading, answer: Reading) -> bool:
         if not math_units.fit(own.unit, answer.unit):
             return False
         if own.words is not None and own.words == answer.words:
             return True
         if own.latex is None or answer.latex is None:
             return False
-        given = self._parse(answer.latex)
-        if not given or not self._verify(right.parsed, given):
+        if self._equal_formulas(own.latex, answer.latex):
+            return True
+        of_hundred = ("%" in own.latex) != ("%" in answer.latex)  # 12.5 is 12.5%, as 0.125 is
+        return of_hundred and self._equal_formulas(own.latex.replace(r"\%", ""), answer.latex.replace(r"\%", ""))
+
+    def _equal_formulas(self, label: str, answer: str) -> bool:
+        label, answer = without_names(label, answer)
+        right, given = self._parse_label(label), self._parse(answer)
+        values = function_values(right[0], given[0]) if right and given else None
+        if values is None or not self._verify([values[0], *right[1:]], [values[1], *given[1:]]):
             return False
-        percent = "%" in own.latex or "%" in answer.latex
-        if not same_size(right.parsed[0], given[0], _tolerance(own.latex), percent=percent):
+        if not same_size(*values, _tolerance(label), percent="%" in label or "%" in answer):
             return False
         try:
-            self._check_whole(answer.latex, given)
+            self._check_whole(answer, given)
         except Unreadable:
             return False
         return True
+
+
+def _with_imaginary_unit(parsed: list[Any]) -> list[Any]:
+    """What was parsed with i as the root of -1, where math-verify has a variable."""
+    import sympy
+
+    def with_unit(one: Any) -> Any:
+        if not isinstance(one, (sympy.Expr, sympy.FiniteSet, sympy.Tuple)) or one.has(sympy.Equality):
+            return one  # i=5 is a variable
+        names = {symbol: sympy.I for symbol in one.free_symbols if symbol.name == "i"}
+        found = one.xreplace({**names, sympy.Pow(-1, sympy.S.Half, evaluate=False): sympy.I})
+        return one if found == one else found.doit()
+
+    return [with_unit(one) for one in parsed]
 
 
 def _answers(sample: RewardInput) -> Sequence[Reading]:
@@ -177,7 +190,7 @@ def _values(expression: Any) -> list[complex] | None:
         known = {symbol: sympy.Rational(7 * sum(map(ord, str(symbol))), 1009) for symbol in symbols}
         try:
             found.append(complex(sympy.N(part.subs(known), DIGITS)))
-        except (TypeError, ValueError, AttributeError, NotImplementedError, ArithmeticError):
+        except (TypeError, ValueError, AttributeError, NotImplementedError, ArithmeticError, RecursionError):
             return None
     return sorted(found, key=lambda number: (number.real, number.imag))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from itertools import groupby
 
@@ -22,7 +23,7 @@ def plain_signs(text: str) -> str:
 
     Example: plain_signs("１２½ x²") == r"12\frac{1}{2} x^{2}", and "120₈" becomes "120_{8}".
     """
-    found = []
+    found, text = [], re.sub(r"(?:^|(?<=[(\[,{=$]))\s*–(?=\s*[\d.\\])", "-", text)
     for kind, group in groupby(text, key=_kind):
         signs = "".join(group)
         if kind in ("<super>", "<sub>"):

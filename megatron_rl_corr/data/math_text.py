@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from megatron_rl_corr.data.math_numbers import plain_numbers
+from megatron_rl_corr.data.math_numbers import percentages, plain_numbers
 from megatron_rl_corr.data.math_signs import plain_signs
 from megatron_rl_corr.data.math_units import CURRENCIES, NO_UNITS, POWERS, SINGLE, canonical, is_known
 from megatron_rl_corr.data.unreadable import Unreadable
@@ -127,7 +127,8 @@ def _of_choice(letter: str, rest: str) -> list[Reading]:
     """Readings of "(C) 12": the letter, and what stands behind it."""
     found = [Reading(letter, words=letter.lower())]
     try:
-        return found + readings(rest)
+        # "A) B" is A: who names two letters has chosen the first.
+        return found + [one for one in readings(rest) if not re.fullmatch("[A-Z]", one.latex or "")]
     except Unreadable:
         return found
 
@@ -141,7 +142,12 @@ def _variants(text: str) -> list[tuple[str, bool]]:
     if comma and not re.fullmatch(r"-?[1-9]\d{0,2},\d{3}", text):  # 3,14 is a list, or a decimal
         decimal = f"{comma[1]}.{comma[2]}"
         return [(f"{comma[1]}, {comma[2]}", False), (decimal, comma[1].lstrip("-") != "0")]
-    return [(text, False)]
+    if re.fullmatch(r"-?[1-9]\d{0,2}(?:,\d{3})+", text):  # 100,200 is a number; in an answer perhaps a list
+        return [(text, False), (text.replace(",", ", "), True)]
+    point = re.fullmatch(r"([A-Z])\s*(\([^()]*,[^()]*\))", text)
+    if point and point[1] in "CP":
+        raise Unreadable(f"{text!r} may be a point or a number of choices")
+    return [(point[2], False)] if point else [(text, False)]
 
 
 def _unwrapped(text: str) -> str:
@@ -182,6 +188,8 @@ def _with_words(text: str) -> str:
         inner = match[1].strip()
         if re.fullmatch(r",?\s*(?:and|or)\s*,?", inner):
             return ", "
+        if re.fullmatch(r"[A-Za-z]", inner) and inner not in SINGLE or re.fullmatch(r"[A-Z][.):]", inner):
+            return f" {inner} "  # a variable, i, e; or the name of a choice
         letters = re.fullmatch(r"[^\W\d_][^\d_\\(){}=+]*", inner)
         return f"{OPEN}{match[1]}{CLOSE}" if letters else f" {match[1]} "
 
@@ -200,9 +208,9 @@ def _read(text: str) -> list[Reading]:
     text = _with_words(text.replace(r"\$", "$"))
     if (words := _words(text)) is not None:
         return [words]
-    text = _PERCENT.sub(r"\\%", re.sub(r"^(?:minus|negative)\s+(?=[\d.\\])", "-", text))
+    text = _PERCENT.sub(r"\%", re.sub(r"^(?:minus|negative)\s+(?=[\d.\\])", "-", text))
     text = _named_functions(_ORDINAL.sub("", _DEGREES.sub("°", text)))
-    text = plain_numbers(text)  # those that words had hidden
+    text = percentages(plain_numbers(text))  # those that words had hidden
     unit = None
     if (money := _CURRENCY.match(text)) is not None:
         unit, text = canonical(money[2]), (money[1] or money[3]) + text[money.end() :]
@@ -230,6 +238,8 @@ def _words(text: str) -> Reading | None:
     plain = re.sub(rf"{OPEN}[^{CLOSE}]*{CLOSE}", " ", text)
     joined = " ".join(bare.split()).casefold()
     runs = re.findall(r"[^\W\d_]+", plain)
+    if len(bare) > 1 and bare.isalpha() and bare.isupper():
+        return Reading(None, words=joined)  # IV and BAC are names: as products they would be VI and ABC
     if OPEN not in text and joined not in SHORT_WORDS and not any(len(run) >= LONG_WORD for run in runs):
         return Reading(bare, words=joined) if bare.isalpha() and bare.isascii() and bare not in FUNCTIONS else None
     if any(run in FUNCTIONS or run in ("infinity",) for run in runs):
@@ -241,6 +251,7 @@ def _words(text: str) -> Reading | None:
 
 def _named_functions(text: str) -> str:
     """The text with commands in the place of plain words and signs that name functions and operators."""
+    text = re.sub(r"(?<![A-Za-z])\\?log(2|10)\s*(?=\()", r"\\log_{\1}", text)
     text = re.sub(rf"(?<![\\A-Za-z])({'|'.join(FUNCTIONS)})(?![A-Za-z])", r"\\\1 ", text)
     text = re.sub(r"(?<![\\A-Za-z])(?:infinity|infty|inf|oo)(?![A-Za-z])", r"\\infty ", text)
     text = re.sub(r"(?<=[\])])\s*(?:U|union)\s*(?=[\[(])", r"\\cup ", text)
@@ -283,7 +294,7 @@ def _may_be_unit(word: str, with_others: bool) -> bool:
 
 def _latex(text: str) -> str:
     """The text as LaTeX of signs that math-verify knows. Raises Unreadable for any other."""
-    text = _roots(text)
+    text = _roots(text.replace(r"\varnothing", r"\emptyset"))
     if "°" in text:
         raise Unreadable("degrees within a formula are left out by math-verify")
     text = re.sub(r"(?<!\d)\.(?=\d)", "0.", text)
@@ -302,8 +313,20 @@ def _latex(text: str) -> str:
         raise Unreadable("it may be a time or a ratio")
     if "\\\\" in bare and bare == text:
         raise Unreadable("it has lines, and is not a matrix")
-    words = re.compile(rf"{OPEN}\s*([^{CLOSE}]*?)\s*{CLOSE}")
+    text, words = _products(text), re.compile(rf"{OPEN}\s*([^{CLOSE}]*?)\s*{CLOSE}")
     return words.sub(lambda match: match[1] if len(match[1]) == 1 else f"\\text{{{match[1]}}}", text)
+
+
+def _products(text: str) -> str:
+    r"""The text with \cdot before a bracket, or a binomial, behind a number or a bracket: else they would be added."""
+    text = re.sub(r"(?<=[\d)}!])\s*(?=\\binom)", r" \\cdot ", text)
+    for found in reversed(list(re.finditer(r"(?<=[\d)!])\s*(?=\()", text))):
+        end = group_end(text, found.end())
+        before = text[: found.start()]
+        of_list = before.endswith(")") and "," in before[before.rfind("(") :]
+        if end is not None and "," not in text[found.end() : end] and not of_list:
+            text = f"{text[: found.start()]} \\cdot {text[found.end() :]}"
+    return text
 
 
 def _check(token: str, previous: str, before: str, after: str) -> None:

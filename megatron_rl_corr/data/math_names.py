@@ -1,0 +1,84 @@
+r"""Values with names, such as x=1, y=2 or f(2)=4: which of them an answer without names stands for.
+
+math-verify compares x=1, y=2 with (2, 1) as sets of numbers, and f(2)=4 with f(5)=4 by their right sides.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+_NAMED = re.compile(r"\s*((?:[A-Za-z]|\\[a-z]+)(?:_(?:\w|\{\w+\}))?)\s*=\s*([^=<>]+?)\s*")
+
+
+def without_names(label: str, answer: str) -> tuple[str, str]:
+    r"""Two formulas for math-verify, both as a tuple where one has names for its values and the other has not.
+
+    Example: without_names("x=1, y=2", "2, 1") == ("(1, 2)", "(2, 1)"). A label's values are in its own order; an
+    answer's in that of its names, which a tuple without names is in by custom.
+    """
+    label_values, answer_values = _named(label), _named(answer)
+    if (label_values is None) == (answer_values is None):
+        return label, answer
+    if label_values is not None:
+        elements = _elements(answer)
+        known = len(elements) == len(label_values) and "=" not in answer
+        return (_tuple(list(label_values.values())), _tuple(elements)) if known else (label, answer)
+    elements = _elements(label)
+    if not label.startswith("(") or len(elements) != len(answer_values):
+        return label, answer
+    return label, _tuple([answer_values[name] for name in sorted(answer_values)])
+
+
+def function_values(label: Any, answer: Any) -> tuple[Any, Any] | None:
+    """What to compare of two expressions of sympy: f(2)=4 is 4 beside a number; None for f(2)=4 beside f(5)=4."""
+    if not _of_function(label):
+        return label, answer
+    if _of_function(answer) and label.lhs != answer.lhs:
+        return None
+    return label.rhs, answer.rhs if _of_function(answer) else answer
+
+
+def _of_function(expression: Any) -> bool:
+    import sympy
+    from sympy.core.function import AppliedUndef
+
+    return isinstance(expression, sympy.Equality) and isinstance(expression.lhs, AppliedUndef)
+
+
+def _named(latex: str) -> dict[str, str] | None:
+    """{"x": "1", "y": "2"} of x=1, y=2; None where one has no name, or two names have one letter, as x_1 and x_2."""
+    found = [_NAMED.fullmatch(element) for element in _elements(latex)]
+    if len(found) < 2 or None in found:
+        return None
+    letters = {match[1].partition("_")[0] for match in found}
+    return {match[1]: match[2] for match in found} if len(letters) == len(found) else None
+
+
+def _elements(latex: str) -> list[str]:
+    """The parts of a list, with brackets around it or without."""
+    latex = latex.strip()
+    for left, right in (("(", ")"), (r"\{", r"\}")):
+        if latex.startswith(left) and latex.endswith(right):
+            inner = _split(latex[len(left) : -len(right)])
+            if inner is not None:
+                return inner
+    return _split(latex) or [latex]
+
+
+def _split(latex: str) -> list[str] | None:
+    """The parts between the commas that stand in no bracket; None where brackets do not match."""
+    parts, depth = [""], 0
+    for sign in latex:
+        depth += (sign in "([{") - (sign in ")]}")
+        if depth < 0:
+            return None
+        if sign == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += sign
+    return [part.strip() for part in parts] if depth == 0 else None
+
+
+def _tuple(elements: list[str]) -> str:
+    return f"({', '.join(elements)})"
