@@ -11,6 +11,7 @@ import runpy
 import signal
 import sys
 from collections.abc import Sequence
+from multiprocessing import spawn
 
 TORCHRUN = ["-m", "torch.distributed.run"]
 
@@ -47,8 +48,8 @@ def _rank(*words: str) -> None:
 
 
 def main() -> None:
+    import megatron.core.tokenizers.text  # noqa: F401
     import megatron.training  # noqa: F401
-    import transformers  # noqa: F401
     from torch.distributed import run
 
     import megatron_rl_corr.mcore.hooks  # noqa: F401
@@ -60,6 +61,11 @@ def main() -> None:
         return launch(config=config, entrypoint=_rank)
 
     run.elastic_launch = launch_forks
+    # Megatron's writer of checkpoints starts a process that hands on results: five seconds, if it read the script again.
+    prepared = spawn.get_preparation_data
+    spawn.get_preparation_data = lambda name: {
+        key: value for key, value in prepared(name).items() if not key.startswith("init_main_from")
+    }
     gc.freeze()  # as in tests/preloaded.py
     run.main()
 

@@ -32,7 +32,8 @@ from tools.process_group import die_with_parent
 
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = {
-    "megatron": ("megatron.training", "transformers", "megatron_rl_corr.mcore.hooks"),
+    "megatron": ("megatron.training", "megatron.core.tokenizers.text", "tests.megatron_flags",
+                 "megatron_rl_corr.mcore.hooks"),
     "sglang": ("sglang.srt.entrypoints.http_server", "sglang.srt.models.registry"),
     "vllm": ("vllm.entrypoints.openai.api_server",),
     "vllm_v2": ("vllm.entrypoints.openai.api_server",),
