@@ -48,7 +48,7 @@ def _rank(*words: str) -> None:
 
 
 def main() -> None:
-    import megatron.core.tokenizers.text  # noqa: F401
+    import megatron.core.tokenizers.text
     import megatron.training  # noqa: F401
     from torch.distributed import run
 
@@ -61,7 +61,7 @@ def main() -> None:
         return launch(config=config, entrypoint=_rank)
 
     run.elastic_launch = launch_forks
-    # Megatron's writer of checkpoints starts a process that hands on results: five seconds, if it read the script again.
+    # The process that Megatron starts to hand on what it wrote would read the script again: five seconds.
     prepared = spawn.get_preparation_data
     spawn.get_preparation_data = lambda name: {
         key: value for key, value in prepared(name).items() if not key.startswith("init_main_from")

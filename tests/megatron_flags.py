@@ -1,4 +1,4 @@
-"""Megatron's parser, whose help is read from its classes' sources once: in each rank that takes a second of its start."""
+"""Megatron's parser, whose help is read from its classes' sources once: a second of each rank's start otherwise."""
 
 import argparse
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import tensor_files
 from tests.mcore.test_packed import COUNTS, GRADIENT, LOGPROBS, METRIC, REFERENCE
 from tests.megatron_forks import run_megatron
 from tests.preloaded import run_preloaded
@@ -29,7 +30,7 @@ def updates_of(processes, model_dir, reference, specs, folder):
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-3000:]
     numbers = {labels: at for at, labels in enumerate(labels_of(reference))}
-    for spec, ranks in zip(specs, torch.load(out), strict=True):
+    for spec, ranks in zip(specs, tensor_files.load(out), strict=True):
         for case in spec["cases"]:
             kinds = {kind: joined([rank[kind, case] for rank in ranks]) for kind in ("rows", "packed")}
             taken = {

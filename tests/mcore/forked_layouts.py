@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import start_processes
 
+from tests import tensor_files
 from tools.local_server import free_port
 
 
@@ -18,13 +19,13 @@ def save_results(result_of, processes, model_dir, samples, out, specs):
         start_processes(
             _rank_main, (size, free_port(), result_of, model_dir, samples, spec, out), size, start_method="fork"
         )
-        results.append([torch.load(f"{out}.{rank}") for rank in range(size)])
-    torch.save(results, out)
+        results.append([tensor_files.load(f"{out}.{rank}") for rank in range(size)])
+    tensor_files.save(results, out)
 
 
 def _rank_main(rank, size, port, result_of, model_dir, samples, spec, out):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
-    torch.save(result_of(model_dir, samples, spec), f"{out}.{rank}")
+    tensor_files.save(result_of(model_dir, samples, spec), f"{out}.{rank}")
     dist.barrier()
     os._exit(0)  # Megatron's leftovers may wait for each other at interpreter exit

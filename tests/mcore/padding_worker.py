@@ -6,8 +6,6 @@ samples of so many tokens.
 "old": as of a Megatron whose models take no mask.
 """
 
-import json
-import os
 import sys
 from pathlib import Path
 
@@ -15,7 +13,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
-from torch.multiprocessing import start_processes
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.mcore import compat
@@ -25,10 +22,10 @@ from megatron_rl_corr.mcore.packs import Packs
 from megatron_rl_corr.moe import padding
 from megatron_rl_corr.moe.routers import moe_routers
 from megatron_rl_corr.moe.routes import Routes
-from tools.local_server import free_port
 
 sys.path.insert(0, str(Path(__file__).parent))
 import layout_worker
+from forked_layouts import save_results
 from layout_worker import GROUP_SIZE, local_parameters, set_up, step, whole_gradients
 
 LEARNING = {
@@ -90,21 +87,8 @@ def learned(model_dir, spec):
     return gradients, counts, logged
 
 
-def rank_main(rank, size, port, model_dir, spec, out):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
-    torch.save(learned(model_dir, spec), f"{out}.{rank}")
-    dist.barrier()
-    os._exit(0)  # Megatron's leftovers may wait for each other at interpreter exit
-
-
 def main(processes, model_dir, out, *specs):
-    results, size = [], int(processes)
-    for spec in map(json.loads, specs):
-        # A fork a layout: the threads of its gloo groups go with it.
-        start_processes(rank_main, (size, free_port(), model_dir, spec, out), size, start_method="fork")
-        results.append([torch.load(f"{out}.{rank}") for rank in range(size)])
-    torch.save(results, out)
+    save_results(lambda model_dir, _, spec: learned(model_dir, spec), processes, model_dir, None, out, specs)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from tests import tensor_files
+
 sys.path.insert(0, str(Path(__file__).parent))
 from hf_reference import load, logprobs_of
 from updates_cases import EPOCHS, PARTS, sample_part
@@ -28,7 +30,7 @@ def main(model_dir, reference, out):
     with torch.no_grad():
         drifts = [(logprobs_of(model, s)[0] - s["rollout"]).sum().item() for s in samples]
     weights = [math.exp(drift) for drift in drifts]
-    torch.save({
+    tensor_files.save({
         replicas: [step_scale([weights[i] for i in sample_part(u, replicas)]) for u in range(PARTS * EPOCHS)]
         for replicas in (1, 2)
     }, out)  # fmt: skip

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
+from tests import tensor_files
 from tests.megatron_forks import run_megatron
 
 HERE = Path(__file__).resolve().parent
@@ -29,7 +29,7 @@ def run(tiny_moe_dir, tmp_path_factory):
         ended = run_megatron(HERE / "padding_worker.py", processes, tiny_moe_dir, out, *map(json.dumps, specs))
         assert ended.returncode == 0, ended.stderr[-3000:]
         found = []
-        for ranks in torch.load(out):
+        for ranks in tensor_files.load(out):
             gradients, counts = {}, {}
             for mine, tokens, _ in ranks:
                 gradients |= mine

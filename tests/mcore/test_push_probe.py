@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.rollout.blocking import LoopThread
+from tests import tensor_files
 from tests.mcore.server_weights import load
 from tests.megatron_forks import run_megatron
 from tests.preloaded import PreloadedServer
@@ -34,7 +35,7 @@ def probed(processes, model_dir, engine_server, folder, specs):
     where = f"{engine}={server.url}"
     run = run_megatron(HERE / "probe_worker.py", processes, model_dir, where, out, *map(json.dumps, specs))
     assert run.returncode == 0 and out.exists(), run.stderr[-4000:]
-    return torch.load(out, weights_only=False)
+    return tensor_files.load(out)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import tensor_files
 from tests.megatron_forks import run_megatron
 
 HERE = Path(__file__).resolve().parent
@@ -30,7 +31,7 @@ def results(tiny_moe_dir, reference, tmp_path_factory):
         arguments = [processes, tiny_moe_dir, reference, out, *map(json.dumps, layouts)]
         run = run_megatron(HERE / "rejection_worker.py", *arguments, timeout=600)
         assert run.returncode == 0, run.stderr[-3000:]
-        return torch.load(out)
+        return tensor_files.load(out)
 
     return of(1, [{}]) + of(2, LAYOUTS)
 

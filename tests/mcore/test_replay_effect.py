@@ -10,6 +10,7 @@ import torch
 
 from megatron_rl_corr.config.flags import parse
 from megatron_rl_corr.moe.effect import effect_metrics
+from tests import tensor_files
 from tests.mcore.test_router_replay import EXPERTS, LAYERS, TOP_K, some_samples
 from tests.megatron_forks import run_megatron
 
@@ -66,7 +67,7 @@ def results(tiny_moe_dir, tmp_path_factory):
         arguments = [processes, tiny_moe_dir, folder / "samples.pt", out, *specs]
         run = run_megatron(HERE / "replay_effect_worker.py", *arguments, timeout=600)
         assert run.returncode == 0, run.stderr[-4000:]
-        return dict(zip(specs, torch.load(out), strict=True))
+        return dict(zip(specs, tensor_files.load(out), strict=True))
 
     return lambda processes, layout: of_processes(processes)[layout]
 

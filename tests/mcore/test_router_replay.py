@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import tensor_files
 from tests.megatron_forks import run_megatron
 
 HERE = Path(__file__).resolve().parent
@@ -59,7 +60,7 @@ def worked(processes, model_dir, folder, samples, specs):
     arguments = [processes, model_dir, source, out, *map(json.dumps, specs)]
     run = run_megatron(HERE / "replay_worker.py", *arguments, timeout=600)
     assert run.returncode == 0, run.stderr[-4000:]
-    return torch.load(out)
+    return tensor_files.load(out)
 
 
 def chosen_alone(rank, samples, *, biased=False):

@@ -15,6 +15,7 @@ from megatron_rl_corr.core.metrics import EffectiveSampleSize
 from megatron_rl_corr.mcore.decision import Decision
 from megatron_rl_corr.mcore.step_scale import scaled_learning_rates, sequences_ess
 from megatron_rl_corr.parallel.collectives import ParallelGroups
+from tests import tensor_files
 from tests.mcore.updates_cases import BYPASS
 from tests.megatron_forks import run_megatron
 from tests.preloaded import run_preloaded
@@ -42,7 +43,7 @@ def expected(tiny_moe_dir, reference, tmp_path_factory):
     out = tmp_path_factory.mktemp("step_scale") / "expected.pt"
     made = run_preloaded([HERE / "step_scale_reference.py", tiny_moe_dir, reference, out])
     assert made.returncode == 0, made.stderr
-    return torch.load(out)
+    return tensor_files.load(out)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,7 @@ def results(tiny_moe_dir, reference, tmp_path_factory):
         out, layouts = folder / f"{processes}.pt", map(json.dumps, LAYOUTS[processes])
         run = run_megatron(HERE / "step_scale_worker.py", processes, tiny_moe_dir, reference, out, *layouts)
         assert run.returncode == 0, run.stderr[-3000:]
-        return torch.load(out)
+        return tensor_files.load(out)
 
     return {processes: of(processes) for processes in LAYOUTS}
 

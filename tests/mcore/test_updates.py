@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import tensor_files
 from tests.mcore.updates_cases import (
     BATCH,
     BYPASS,
@@ -48,7 +49,7 @@ def expected(tiny_moe_dir, reference, tmp_path_factory):
     out = tmp_path_factory.mktemp("updates") / "expected.pt"
     made = run_preloaded([HERE / "updates_reference.py", tiny_moe_dir, reference, out])
     assert made.returncode == 0, made.stderr
-    return torch.load(out)
+    return tensor_files.load(out)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +62,7 @@ def results(tiny_moe_dir, reference, tmp_path_factory):
         layouts = map(json.dumps, LAYOUTS[processes])
         run = run_megatron(HERE / "updates_worker.py", processes, tiny_moe_dir, reference, out, *layouts)
         assert run.returncode == 0, run.stderr[-3000:]
-        return torch.load(out)
+        return tensor_files.load(out)
 
     return {processes: of(processes) for processes in LAYOUTS}
 

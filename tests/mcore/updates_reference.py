@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from tests import tensor_files
+
 sys.path.insert(0, str(Path(__file__).parent))
 from hf_reference import advantages_of, hf_named, load, logprobs_of, token_advantages_of
 from updates_cases import (
@@ -127,7 +129,7 @@ def main(model_dir, reference, out):
     torch.set_default_dtype(torch.float64)
     made = torch.load(reference, weights_only=True)
     samples, few = near(made["samples"]), near(made["truncated"]["samples"])
-    torch.save({
+    tensor_files.save({
         (case, replicas): trained(case, model_dir, few if case == TRUNCATED else samples, replicas)
         for case in (*CLIP, *SOFT, *REJECTING, BYPASS, TRUNCATED, WHOLE, OTB) for replicas in (1, 2)
         if replicas == 1 or case in (*CLIP, *SOFT, *REJECTING, OTB)
