@@ -30,7 +30,8 @@ from benchmarks.exchanges import ExchangeCount
 from benchmarks.metric_exchanges import WAYS, check_equal
 from megatron_rl_corr.config.correction import PRESETS, RejectionRule
 from megatron_rl_corr.config.run import RunConfig
-from megatron_rl_corr.data.prompts import Prompt, PromptDataset
+from megatron_rl_corr.data.prompt import Prompt
+from megatron_rl_corr.data.prompts import PromptDataset
 from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.mcore import compat, forward_only, step
 from megatron_rl_corr.mcore.batch import BatchShape, RolloutBatch

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.quiet import only_tables  # noqa: E402
-from megatron_rl_corr.data.prompts import Prompt  # noqa: E402
+from megatron_rl_corr.data.prompt import Prompt  # noqa: E402
 from megatron_rl_corr.data.rewards import Rewards  # noqa: E402
 from megatron_rl_corr.data.tokenizer import Tokenizer  # noqa: E402
 from megatron_rl_corr.engines.trajectory import Trajectory, VersionSpan  # noqa: E402

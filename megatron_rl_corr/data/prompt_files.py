@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from megatron_rl_corr.data.order import MixedOrder
+from megatron_rl_corr.data.prompt import Prompt
 from megatron_rl_corr.data.prompt_format import PromptFormat
-from megatron_rl_corr.data.prompts import Prompt, PromptDataset
+from megatron_rl_corr.data.prompts import PromptDataset
 from megatron_rl_corr.data.rows import Rows
 from megatron_rl_corr.data.sources import open_rows
 

@@ -12,7 +12,7 @@ import orjson
 from megatron_rl_corr.config.prompts import PromptsConfig
 from megatron_rl_corr.data.checked_template import CheckedTemplate
 from megatron_rl_corr.data.messages import chat_of, tools_of
-from megatron_rl_corr.data.prompts import Prompt
+from megatron_rl_corr.data.prompt import Prompt
 from megatron_rl_corr.data.row_sampling import row_settings
 from megatron_rl_corr.data.rows import BadRow, LongPrompt
 from megatron_rl_corr.data.tokenizer import Tokenizer

@@ -1,40 +1,19 @@
-"""A prompt, and the endless sequence of prompts that a run draws: it depends on the data and the seed alone."""
+"""The endless sequence of prompts that a run draws: it depends on the data and the seed alone."""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_rl_corr.data.order import MixedOrder
+from megatron_rl_corr.data.prompt import Prompt
 from megatron_rl_corr.data.rows import BadRow, LongPrompt, UnreadLabel
 from megatron_rl_corr.data.skipped import SkippedRows
 
 KEPT_PROMPTS = 512
 """Prompts that are kept after they were made: one that is drawn is asked for again soon."""
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One row of the data set."""
-
-    index: int
-    """Row number in the data, from 0, not counting blank lines; with several sources, one behind another."""
-    input_ids: list[int]
-    metadata: dict[str, Any] = field(default_factory=dict)
-    """The row, for the reward function; where its prompt is ids, without them."""
-    text: str | None = None
-    """The prompt as text, where the row had text or messages; None: the row had ids."""
-    label: Any = None
-    """What the reward compares with, where the row has it."""
-    sampling: dict[str, Any] = field(default_factory=dict)
-    """The row's own settings, which `data.row_sampling` has checked."""
-
-    def copied(self) -> Prompt:
-        """A copy for the user's code, which may change its lists and dicts: other samples use the row as well."""
-        return replace(self, input_ids=list(self.input_ids), metadata=_copied(self.metadata), label=_copied(self.label))
 
 
 class PromptDataset:
@@ -152,9 +131,3 @@ class PromptDataset:
         if step < 0 or n < 1:
             raise ValueError(f"step must be at least 0 and n at least 1, got {step} and {n}")
         return [self.at(number) for number in range(step * n, step * n + n)]
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _copied(one) for key, one in value.items()}
-    return [_copied(one) for one in value] if isinstance(value, list) else value

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from megatron_rl_corr.data.prompts import Prompt
+    from megatron_rl_corr.data.prompt import Prompt
     from megatron_rl_corr.engines.trajectory import Trajectory
 
 Form = Literal["sample", "group", "ids"]

@@ -1,6 +1,6 @@
 """The process that computes rewards with the user's functions for `RewardProcess`.
 
-The process imports the users' files, and neither torch nor Megatron. Messages are JSON behind their length, over a
+The process imports the users' files, and neither numpy nor torch nor Megatron. Messages are JSON behind their length, over a
 socket that it inherits; standard output and error are the trainer's.
 """
 
@@ -24,15 +24,11 @@ from megatron_rl_corr.config.reward_specs import RewardSpec
 from megatron_rl_corr.data import json_text
 from megatron_rl_corr.data.builtin_rewards import builtin_reward
 from megatron_rl_corr.data.loading import load_with_module
-from megatron_rl_corr.data.prompts import Prompt
+from megatron_rl_corr.data.prompt import Prompt
 from megatron_rl_corr.data.reward_input import Form, RewardInput, form_of
 from megatron_rl_corr.data.reward_value import checked_group, checked_parts
 
 FLAG = "`reward_function`"
-DEFAULT_WORKERS = 4
-"""Processes of a replica."""
-
-
 LENGTH_BYTES = 8
 
 PR_SET_PDEATHSIG = 1

@@ -17,7 +17,8 @@ from megatron_rl_corr.config.reward_specs import RewardSpec, parse_rewards
 from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.data.label_check import unread_labels
 from megatron_rl_corr.data.loading import load
-from megatron_rl_corr.data.prompts import Prompt, PromptDataset
+from megatron_rl_corr.data.prompt import Prompt
+from megatron_rl_corr.data.prompts import PromptDataset
 from megatron_rl_corr.data.reward_functions import RewardFunctions, as_sample_failure, value_of
 from megatron_rl_corr.data.reward_input import RewardInput, reward_input
 from megatron_rl_corr.data.reward_url import RewardURL

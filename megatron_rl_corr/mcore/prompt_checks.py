@@ -8,9 +8,10 @@ from contextlib import contextmanager
 
 from megatron_rl_corr.config.flags import warn
 from megatron_rl_corr.config.run import RunConfig
+from megatron_rl_corr.data.prompt import Prompt
 from megatron_rl_corr.data.prompt_files import open_prompts
 from megatron_rl_corr.data.prompt_format import PromptFormat, PromptLimits
-from megatron_rl_corr.data.prompts import Prompt, PromptDataset
+from megatron_rl_corr.data.prompts import PromptDataset
 from megatron_rl_corr.data.rows import LongPrompt
 from megatron_rl_corr.data.tokenizer import Tokenizer
 from megatron_rl_corr.parallel.layout import Layout

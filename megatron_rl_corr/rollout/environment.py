@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 
 from megatron_rl_corr.data.loading import load
-from megatron_rl_corr.data.prompts import Prompt
+from megatron_rl_corr.data.prompt import Prompt
 
 FLAG = "`environment`"
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_rl_corr.data.prompts import Prompt
+from megatron_rl_corr.data.prompt import Prompt
 from megatron_rl_corr.data.reward_value import checked_reward
 from megatron_rl_corr.data.worker_pool import CallTimeout, UserCalls
 from megatron_rl_corr.engines.concurrency import all_or_first_failure

@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megatron_rl_corr.data.prompts import Prompt
+from megatron_rl_corr.data.prompt import Prompt
 from megatron_rl_corr.engines.errors import SampleFailure, TooManyFailures
 from megatron_rl_corr.events import EVENTS
 

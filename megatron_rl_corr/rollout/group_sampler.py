@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
-from megatron_rl_corr.data.prompts import Prompt, PromptDataset
+from megatron_rl_corr.data.prompt import Prompt
+from megatron_rl_corr.data.prompts import PromptDataset
 from megatron_rl_corr.data.rewards import Rewards, Score
 from megatron_rl_corr.engines.errors import SampleFailure
 from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_rl_corr.config.run import RunConfig
-from megatron_rl_corr.data.prompts import Prompt
+from megatron_rl_corr.data.prompt import Prompt
 from megatron_rl_corr.engines.trajectory import SamplingParams
 
 

@@ -6,9 +6,9 @@ import orjson
 import pytest
 
 from megatron_rl_corr.data import json_text
+from megatron_rl_corr.data.prompt import Prompt
 from megatron_rl_corr.data.prompt_files import open_prompts
 from megatron_rl_corr.data.prompt_format import PromptFormat
-from megatron_rl_corr.data.prompts import Prompt
 from megatron_rl_corr.data.reward_worker import LENGTH_BYTES, frame
 from megatron_rl_corr.data.sources import open_rows
 

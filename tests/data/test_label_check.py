@@ -8,9 +8,10 @@ import pytest
 from megatron_rl_corr.config.flags import parse
 from megatron_rl_corr.data import label_check
 from megatron_rl_corr.data.label_check import unread_labels
+from megatron_rl_corr.data.prompt import Prompt
 from megatron_rl_corr.data.prompt_files import open_prompts
 from megatron_rl_corr.data.prompt_format import PromptFormat
-from megatron_rl_corr.data.prompts import Prompt, PromptDataset
+from megatron_rl_corr.data.prompts import PromptDataset
 from megatron_rl_corr.data.rewards import Rewards
 from megatron_rl_corr.data.tokenizer import Tokenizer
 from tests.data.test_reward_text import Letters

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from megatron_rl_corr.config.reward_specs import parse_rewards
-from megatron_rl_corr.data.prompts import Prompt, PromptDataset
+from megatron_rl_corr.data.prompt import Prompt
+from megatron_rl_corr.data.prompts import PromptDataset
 from megatron_rl_corr.data.reward_input import RewardInput, form_of
 from megatron_rl_corr.data.rewards import Rewards, Score
 from megatron_rl_corr.data.tokenizer import Tokenizer

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from megatron_rl_corr.config.reward_specs import parse_rewards
 from megatron_rl_corr.data import reward_url
-from megatron_rl_corr.data.prompts import Prompt
+from megatron_rl_corr.data.prompt import Prompt
 from megatron_rl_corr.data.rewards import Rewards
 from megatron_rl_corr.engines.errors import SampleFailure
 from megatron_rl_corr.engines.trajectory import Trajectory, VersionSpan

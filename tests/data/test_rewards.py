@@ -52,7 +52,7 @@ def fate(first):
 def reward(prompt, output_ids, finish_reason):
     global calls
     calls += 1
-    assert ready == os.getpid() and "torch" not in sys.modules and "megatron.core" not in sys.modules
+    assert ready == os.getpid() and not {"numpy", "torch", "megatron.core"} & sys.modules.keys()
     assert prompt.metadata["nested"] == {"a": [1.5, None]} and prompt.metadata["text"] == "\\u00e4\\n"
     assert "RANK" not in os.environ and os.path.isdir(os.environ["KEPT"])
     if output_ids[0] > 90:

@@ -17,7 +17,8 @@ from megatron.core import parallel_state as ps
 from safetensors.torch import load_file
 from server_weights import load
 
-from megatron_rl_corr.data.prompts import Prompt, PromptDataset
+from megatron_rl_corr.data.prompt import Prompt
+from megatron_rl_corr.data.prompts import PromptDataset
 from megatron_rl_corr.engines.errors import RolloutError
 from megatron_rl_corr.mcore.batch import BatchShape
 from megatron_rl_corr.mcore.probe_texts import round_texts
