@@ -1,7 +1,7 @@
 """The process that computes rewards with the user's functions for `RewardProcess`.
 
-The process imports the users' files, and neither numpy nor torch nor Megatron. Messages are JSON behind their length, over a
-socket that it inherits; standard output and error are the trainer's.
+The process imports the users' files, and neither numpy nor torch nor Megatron. Messages are JSON behind their length,
+over a socket that it inherits; standard output and error are the trainer's.
 """
 
 from __future__ import annotations

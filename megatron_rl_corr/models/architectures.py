@@ -77,10 +77,13 @@ def is_tied(config: Config) -> bool:
     return bool(config.get("tie_word_embeddings", False))
 
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""config.json's names of the number of experts of a layer."""
+
+
 def num_experts(config: Config) -> int | None:
     """Experts of a layer; None for a dense model."""
-    keys = ("num_experts", "num_local_experts", "n_routed_experts")
-    return next((config[key] for key in keys if config.get(key)), None)
+    return next((config[key] for key in EXPERTS if config.get(key)), None)
 
 
 def expert_layers(config: Config) -> tuple[int, ...]:

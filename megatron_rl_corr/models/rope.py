@@ -106,8 +106,10 @@ def _wrong_numbers(rope: Mapping[str, Any], where: str) -> list[str]:
         value, needed = rope.get(key), key in NEEDED[kind]
         if key == "truncate" or (value is None and not needed):
             continue
-        if not (is_number(value) and value >= 0 and (value > 0 or not needed)):
-            least = "above 0" if needed else "from 0 on"
+        # A border of 0 is 0 for a server, and the usual one for transformers.
+        positive = needed or key in ("beta_fast", "beta_slow")
+        if not (is_number(value) and value >= 0 and (value > 0 or not positive)):
+            least = "above 0" if positive else "from 0 on"
             lines.append(
                 f"config.json: {where}{key} {value!r} must be a number {least}, for rope_type {kind!r}; correct it"
             )
@@ -199,7 +201,7 @@ def _magnitudes(rope: Mapping[str, Any]) -> list:
 
 def _betas(rope: Mapping[str, Any]) -> list:
     """YaRN's two borders, as rotations within the original context, where they are not those of DeepSeek-V3."""
-    found = {"--beta-fast": rope.get("beta_fast") or 32, "--beta-slow": rope.get("beta_slow") or 1}
+    found = {"--beta-fast": rope.get("beta_fast", 32), "--beta-slow": rope.get("beta_slow", 1)}
     return [word for flag, value in found.items() if value != ADDED[flag][0] for word in (flag, value)]
 
 

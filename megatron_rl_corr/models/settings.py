@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from megatron_rl_corr.models.architectures import CODE_OF, Config, parts_of
+from megatron_rl_corr.models.architectures import CODE_OF, EXPERTS, Config, num_experts, parts_of
 from megatron_rl_corr.models.rope import is_number, rope_problems, rope_settings
 
 _QWEN = {"vocab_size": 151936, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
@@ -263,7 +263,8 @@ def malformed(config: Config) -> list[str]:
     for key, value in config.items():
         if names.get(key, key) in DEFAULTS[kind] and key not in ROPE:
             lines += _wrong_value(names.get(key, key), key, value)
-    return lines + rope_problems(with_defaults(config), DEFAULTS[kind])
+    filled = with_defaults(config)
+    return lines + _too_many_chosen(config, filled) + rope_problems(filled, DEFAULTS[kind])
 
 
 def not_trained(config: Config) -> list[str]:
@@ -332,7 +333,7 @@ def _wrong_value(name: str, key: str, value: Any) -> list[str]:
     """A line for a value of a key of DEFAULTS that is none of its kind."""
     if name in ELSEWHERE:
         kind, right = "a list of numbers of layers", name != "mlp_only_layers" or value is None or (
-            isinstance(value, list | tuple) and all(_is_whole(layer) for layer in value)
+            isinstance(value, list | tuple) and all(_is_whole(layer) and layer >= 0 for layer in value)
         )  # fmt: skip
     elif value is None and name in NULLS:
         return []
@@ -345,6 +346,16 @@ def _wrong_value(name: str, key: str, value: Any) -> list[str]:
     else:
         kind, right = "a whole number from 1 on", _is_whole(value) and value > 0
     return [] if right else [f"config.json: {_shown(key, value)} must be {kind}; correct it"]
+
+
+def _too_many_chosen(config: Config, filled: Mapping[str, Any]) -> list[str]:
+    """A line where a token has more experts than a layer has."""
+    chosen, experts = filled.get("num_experts_per_tok"), num_experts(filled)
+    if not (_is_whole(experts) and _is_whole(chosen) and chosen > experts):
+        return []
+    names = [key for key in EXPERTS if key in config]  # the alias, too
+    return [f"config.json: num_experts_per_tok {chosen} is more than {' or '.join(names or EXPERTS)} {experts}; "
+            "correct one of the two"]  # fmt: skip
 
 
 def _another(key: str, value: Any, only: Only) -> list[str]:

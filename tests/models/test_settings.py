@@ -214,6 +214,9 @@ def test_flags_when_a_key_is_left_out_then_those_of_its_default_and_never_a_trac
         (QWEN3_30B_A3B, "num_experts", 0, "num_experts 0 must be a whole number from 1 on"),
         (QWEN3_30B_A3B, "decoder_sparse_step", 0, "decoder_sparse_step 0 must be a whole number from 1 on"),
         (QWEN3_30B_A3B, "mlp_only_layers", ["3"], "mlp_only_layers ['3'] must be a list of numbers of layers"),
+        (QWEN3_30B_A3B, "mlp_only_layers", [-1], "mlp_only_layers [-1] must be a list of numbers of layers"),
+        (QWEN3_30B_A3B, "num_experts_per_tok", 129, "num_experts_per_tok 129 is more than num_experts 128"),
+        (DEEPSEEK_V3, "num_experts_per_tok", 257, "num_experts_per_tok 257 is more than n_routed_experts 256"),
         (QWEN1_5_MOE, "norm_topk_prob", None, "norm_topk_prob null must be true or false"),
         (DEEPSEEK_V3, "num_experts_per_tok", 1, "num_experts_per_tok is 1 with norm_topk_prob true"),
         (KIMI_K2, "num_experts_per_tok", 1, "Megatron does not normalise the score of one expert"),
@@ -273,6 +276,8 @@ YARN, LLAMA3 = DEEPSEEK_V3["rope_scaling"], LLAMA_3_1_8B["rope_scaling"]
         (DEEPSEEK_V3, YARN | {"mscale": 0.707, "mscale_all_dim": 0}, "mscale is 0.707 and mscale_all_dim 0, which"),
         (DEEPSEEK_V3, YARN | {"mscale": None}, "mscale is None and mscale_all_dim 1.0, which transformers and"),
         (DEEPSEEK_V3, YARN | {"factor": 0}, "rope_scaling: factor 0 must be a number above 0"),
+        # 0 for servers, and 1 for transformers.
+        (DEEPSEEK_V3, YARN | {"beta_slow": 0}, "rope_scaling: beta_slow 0 must be a number above 0"),
         (DEEPSEEK_V3, YARN | {"factor": "40"}, "factor '40' must be a number above 0"),
         (QWEN3_8B, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
          "rope_type 'yarn' is not supported for this architecture"),
