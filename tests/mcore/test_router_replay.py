@@ -76,15 +76,26 @@ def chosen_alone(rank, samples, *, biased=False):
     return [routes.to(torch.uint8) for routes in found]
 
 
+MISSING, RETRACTED, LOST = 255, 3, slice(4, 11)
+"""An id that is none; tokens of a sample whose routes are lost, as after a retraction, the last of its prompt too."""
+
+
+def known(routes):
+    """[T] bool: the tokens of `changed` that have routes."""
+    return (routes != MISSING).all(dim=(1, 2))
+
+
 def changed(routes, index):
     """As another engine would: every seventh token's second expert is another in one layer; sample 5 has none."""
     routes = routes.clone()
     if index == 5:
-        return torch.full_like(routes, 255)
+        return torch.full_like(routes, MISSING)
     for token in range(index % 7, len(routes), 7):
         layer = token % LAYERS
         taken = routes[token, layer].tolist()
         routes[token, layer, 1] = next(e for e in range(EXPERTS) if e not in taken)
+    if index == RETRACTED:
+        routes[LOST] = MISSING
     return routes
 
 
@@ -140,9 +151,9 @@ def assert_replayed(rank, samples, name):
             routes = samples[first + row][name]
             here = rank["positions"] < len(routes)
             wanted = routes[rank["positions"][here], layer].long()
-            known = wanted[:, 0] != wanted[:, 1]
-            used = chosen[here, row][known]
-            expected = torch.zeros_like(used).scatter(1, wanted[known], True)
+            told = wanted[:, 0] != wanted[:, 1]
+            used = chosen[here, row][told]
+            expected = torch.zeros_like(used).scatter(1, wanted[told], True)
             assert torch.equal(used, expected), (kind, first + row)
             assert (chosen[:, row].sum(dim=1) == TOP_K).all()
     assert all(rows == share for rows in count.values())
@@ -213,6 +224,17 @@ def test_tokens_without_routes_when_one_sample_has_none_then_they_go_where_megat
         assert torch.equal(used, torch.zeros_like(used).scatter(1, own, True))
 
 
+def test_tokens_without_routes_when_in_the_middle_of_a_sample_then_they_go_where_megatron_chooses(results, samples):
+    [rank], own, lost = results["{}", "R3"], samples[RETRACTED]["own"], ~known(samples[RETRACTED]["routes"])
+    assert lost.tolist() == [LOST.start <= at < LOST.stop for at in range(len(own))] and lost.sum() == 7
+    for layer in range(LAYERS):
+        used = [pas[3] for pas in rank["passes"] if pas[:2] == (layer, False)][1][: len(own), 1]
+        natural = torch.zeros_like(used).scatter(1, own[:, layer].long(), True)
+        # What comes into later layers has changed with the routes of tokens before; few choices do.
+        assert (used == natural).all(dim=1)[lost].sum() >= (7 if layer == 0 else 5)
+        assert used[lost].sum() == 7 * TOP_K
+
+
 @pytest.mark.parametrize(("layout", "run"), cases("R3"))
 def test_routes_when_scattered_then_each_rank_holds_its_own_layers_and_tokens(results, layout, run):
     ranks = results[layout, run]
@@ -228,10 +250,10 @@ def test_routes_when_scattered_then_each_rank_holds_its_own_layers_and_tokens(re
 def test_disagreement_when_routes_were_changed_by_hand_then_each_layers_share_of_tokens(results, samples):
     [rank] = results["{}", "R3"]
     # In the first layer nothing has changed what comes in, so Megatron's choice is `own` there.
-    tokens = [s for index, s in enumerate(samples) if index != 5]
-    differs = sum(int((s["own"][:, 0] != s["routes"][:, 0]).any(dim=1).sum()) for s in tokens)
-    total = sum(len(s["own"]) for s in tokens)
-    assert differs > 5
+    told = [(s["own"][known(s["routes"]), 0], s["routes"][known(s["routes"]), 0]) for s in samples]
+    differs = sum(int((own != routes).any(dim=1).sum()) for own, routes in told)
+    total = sum(len(own) for own, _ in told)
+    assert differs > 5 and total == sum(len(s["own"]) for i, s in enumerate(samples) if i != 5) - 7
     assert rank["metrics"]["router_replay/disagreement/layer_000"] == pytest.approx(differs / total)
     assert rank["metrics"]["router_replay/overlap/layer_000"] == pytest.approx(1 - differs / total / TOP_K)
 
@@ -314,10 +336,9 @@ def test_rejection_by_routing_when_one_expert_of_eight_differs_then_those_tokens
     assert rank["metrics"]["rollout_corr/rejected_fraction/token_routing"] > 0.05
     # In the first layer Megatron's choice is `own`; a token that was changed there is rejected, whatever the others.
     for index, sample in enumerate(samples):
-        if index == 5:
-            continue
+        told = known(sample["routes"])
         for at in range(len(sample["prompt"]) - 1, len(sample["own"])):
-            if set(sample["own"][at, 0].tolist()) != set(sample["routes"][at, 0].tolist()):
+            if told[at] and set(sample["own"][at, 0].tolist()) != set(sample["routes"][at, 0].tolist()):
                 assert not values["mask"][index, at]
 
 
