@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -71,6 +71,8 @@ class JudgeMemory:
     """Answers before the run's first push, which is compared with them; None: not asked yet, {}: compared."""
     expected: list[TextRounding] | None = None
     """What rounding does to the texts of every push; None: not simulated yet."""
+    decoded: list[TextRounding] = field(default_factory=list)
+    """What it does to responses of the last further round."""
     rounding: Rounding | None = None
     """The one that was simulated."""
     movement: Movement = field(default_factory=Movement)
@@ -137,7 +139,7 @@ class PushJudge:
         self._answers, self._compared, self._suspects, self.numbers = {}, {}, {}, {}
         rounding = self._rounding(self._source.loop.call(ask_types(self._source.client.control(servers.urls))))
         if rounding != memory.rounding:
-            memory.rounding, memory.expected = rounding, None
+            memory.rounding, memory.expected, memory.decoded = rounding, None, []
         self._question = Question(self.texts, self._draws(0))
         return self._asked(self._question.texts, simulates=memory.expected is None)
 
@@ -168,7 +170,7 @@ class PushJudge:
         if moved:
             memory.expected = [TextRounding.of(one, memory.rounding) for one in moved]
         expected = memory.expected or self._bounds(own)
-        usual = _usual(expected)
+        usual = _usual([*expected, *memory.decoded])
         for url, answer in answers.items():
             evidence = self._compared[url] = ServerEvidence(_ratios(own, answer.scores, expected))
             for decoded in answer.decoded:
@@ -209,15 +211,16 @@ class PushJudge:
         expected = [TextRounding.of(one, self._memory.rounding) for one in moved] if moved else self._bounds(own)
         if moved:  # rounding may have grown with the policy: the next push is compared with that of now
             self._memory.expected = expected[-TEXTS:]
-        place = len(self._question.texts)
+        place, tails = len(self._question.texts), []
         for url, evidence in self._suspects.items():
             answer = self._answers[url]
             evidence.scores += _ratios(own[: len(answer.scores)], answer.scores, expected)
             for decoded in answer.decoded:
-                count = len(decoded.sampled)
-                tail = replace(expected[place], tied=expected[place].tied[-count:])
-                judge_decoded(evidence, decoded, own[place][-count:], tail)
+                tail = self._of_response(moved[place] if moved else None, len(decoded.sampled))
+                judge_decoded(evidence, decoded, own[place][-len(decoded.sampled) :], tail)
+                tails.append(tail)
                 place += 1
+        self._memory.decoded = tails or self._memory.decoded
         if self._suspects:
             bits = max(one.bits for one in self._suspects.values())
             self.numbers["rollout/probe_bits"] = max(bits, self.numbers["rollout/probe_bits"])
@@ -277,6 +280,17 @@ class PushJudge:
     def _bounds(self, own: Logprobs) -> list[TextRounding]:
         """With --rollout-max-probe-log-ratio."""
         return [TextRounding.bound(self._bound, len(one)) for one in own]
+
+    def _of_response(self, moved: np.ndarray | None, count: int) -> TextRounding:
+        """What rounding does to a response, whose prompt the policy may be much surer of.
+
+        Args:
+            moved: [R, T] of prompt and response; None: there is a bound of the user's.
+            count: tokens of the response.
+        """
+        if moved is None:
+            return TextRounding.bound(self._bound, count)
+        return TextRounding.of(moved[:, -count:], self._memory.rounding)
 
     def _rounding(self, types: set[str]) -> Rounding:
         """The coarsest of what trainer and servers compute in, and of what is pushed."""

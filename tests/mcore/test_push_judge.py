@@ -1,0 +1,109 @@
+"""Rank 0's part of the probe on made-up servers, whose log-probs differ from the trainer's by rounding and faults."""
+
+import asyncio
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from megatron_rl_corr.data.prompts import Prompt, PromptDataset
+from megatron_rl_corr.mcore import push_judge
+from megatron_rl_corr.mcore.push_judge import ROUNDS, PushJudge
+from megatron_rl_corr.weight_sync.probe import DECODED_TOKENS, Decoded, ProbeAnswer
+
+SURE, MOVES = 1e-6, 2e-2
+"""Nats by which bfloat16 moves a sure token's log-prob, and another one's."""
+TEMPLATE = list(range(40))
+"""Ids that begin each prompt, of which the policy is sure."""
+
+
+class World:
+    """A model's log-probs: those of TEMPLATE are near 0; each server's own rounding, and what is wrong with it."""
+
+    def __init__(self, **wrong):
+        self.wrong, self.random = wrong, np.random.default_rng(1)
+        """By server what of its log-probs is off: "scores", "samples" or "weights"."""
+
+    def moves(self, ids):
+        return np.where(np.array(ids[1:]) < len(TEMPLATE), SURE, MOVES)
+
+    def rounded(self, own, ids, nats=0.0):
+        unsure = self.moves(ids) == MOVES
+        return own + self.random.standard_normal(own.shape) * self.moves(ids) + nats * unsure
+
+    def own(self, ids):
+        return -100 * self.moves(ids)
+
+    def simulated(self, ids):
+        return self.random.standard_normal((4, len(ids) - 1)) * self.moves(ids)
+
+    def answer(self, url, question):
+        wrong = self.wrong.get(url, "")
+        scores_off, samples_off = ((wrong in (side, "weights")) * 0.5 for side in ("scores", "samples"))
+
+        def decoded(draw):
+            ids = (*draw.prompt, *self.random.integers(len(TEMPLATE), 1000, DECODED_TOKENS).tolist())
+            own = self.own(ids)[-DECODED_TOKENS:]
+            sides = [self.rounded(own, ids[-DECODED_TOKENS - 1 :], off) for off in (samples_off, scores_off)]
+            return Decoded(ids, *sides, draw.fresh)
+
+        scores = tuple(self.rounded(self.own(ids), ids, scores_off) for ids in question.texts)
+        return ProbeAnswer(scores, tuple(map(decoded, question.draws)), "/generate")
+
+
+def made_judge(monkeypatch, world, urls, *, template=TEMPLATE, **settings):
+    """A judge of these servers, and what judges one push: (its error or None, its numbers)."""
+
+    async def types(servers):
+        return {"bfloat16"}
+
+    async def answers(asked, question, **_):
+        return {url: world.answer(url, question) for url in asked}
+
+    def submit(coroutine):
+        future = Future()
+        future.set_result(asyncio.run(coroutine))
+        return future
+
+    monkeypatch.setattr(push_judge, "ask_types", types)
+    monkeypatch.setattr(push_judge, "ask_servers", answers)
+    rows = [[*template, *range(100 + 50 * i, 150 + 50 * i)] for i in range(12)]
+    source = SimpleNamespace(
+        client=SimpleNamespace(control=lambda urls: urls, vocab_size=1000, cache_key=None),
+        loop=SimpleNamespace(call=asyncio.run, submit=submit),
+        prompts=PromptDataset([Prompt(i, ids) for i, ids in enumerate(rows)]),
+    )
+    settings = {"dtype": "bfloat16", "max_log_ratio": None, "push_rounding": "none"} | settings
+    judge = PushJudge(source, responses=lambda: [], longest=1023, **settings)
+    servers = SimpleNamespace(urls=urls, loaded={}, quantization=None)
+
+    def computed(asked):
+        own = [world.own(ids) for ids in asked.texts]
+        return own, [world.simulated(ids) for ids in asked.texts] if asked.relative_error else []
+
+    def push():
+        asked = judge.begin(servers, "id-1")
+        judge.screen(judge.ask(0).result(), *computed(asked))
+        for number in range(1, ROUNDS + 1):
+            if not judge.goes_on:
+                break
+            judge.take(judge.ask(number).result())
+            if (error := judge.judge(*computed(judge.asked))) is not None:
+                return error, judge.numbers
+        return None, judge.numbers
+
+    return push
+
+
+@pytest.mark.parametrize("sure", [30, 40], ids=["of most of it", "of all of it"])
+def test_judge_when_the_policy_is_sure_of_the_prompt_of_responses_then_a_healthy_server_does_not_differ(
+    monkeypatch, sure
+):
+    push = made_judge(monkeypatch, World(), ["a"], template=TEMPLATE[:sure])
+    rounds = []
+    for _ in range(20):
+        error, numbers = push()
+        assert error is None, error
+        rounds.append(numbers["rollout/probe_rounds"])
+    assert sum(rounds[1:]) <= 2, rounds  # the first one has shown what rounding does to such responses
