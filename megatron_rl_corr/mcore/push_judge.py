@@ -182,8 +182,8 @@ class PushJudge:
         if len(suspects) > SUSPECTS:
             logger.warning("%d more servers are compared again after the next push", len(suspects) - SUSPECTS)
         self._suspects = {url: self._compared[url] for url in suspects[:SUSPECTS]}
-        for evidence in self._suspects.values():
-            evidence.begin_evidence()
+        for url in suspects:
+            self._compared[url].begin_evidence()
         ratios = {url: _ratios(own, answer.scores, expected) for url, answer in before.items()}
         self._off_before = {url for url, found in ratios.items() if sum(map(is_off, found)) > len(found) / 2}
 
@@ -231,7 +231,7 @@ class PushJudge:
         if not wrong:
             return None
         url, evidence = wrong[0], self._suspects[wrong[0]]
-        alone = any(not one.suspicious for one in self._compared.values())
+        alone = any(one.is_well for one in self._compared.values())
         cause = cause_of(evidence, before=url in self._off_before, alone=alone)
         return error_of(url, self._answers[url], evidence, own, cause, version=self._version)
 

@@ -112,6 +112,11 @@ class ServerEvidence:
         return next(answer for answer in ("differs", "unclear", "numerics", "equal") if answer in found)
 
     @property
+    def is_well(self) -> bool:
+        """Whether nothing was off, or further texts have cleared the server."""
+        return not self.suspicious or bool(self.scores) and self.answer in ("equal", "numerics")
+
+    @property
     def bits(self) -> float:
         """Of the side with the most."""
         return max(bits_of(self.scores), bits_of([*self.decode, *self.fresh]))

@@ -107,3 +107,24 @@ def test_judge_when_the_policy_is_sure_of_the_prompt_of_responses_then_a_healthy
         assert error is None, error
         rounds.append(numbers["rollout/probe_rounds"])
     assert sum(rounds[1:]) <= 2, rounds  # the first one has shown what rounding does to such responses
+
+
+@pytest.mark.parametrize("servers", [1, 4, 9])
+def test_judge_when_more_servers_differ_than_are_asked_again_then_all_are_said_to(monkeypatch, servers):
+    urls = [f"s{i}" for i in range(servers)]
+    error, _ = made_judge(monkeypatch, World(**dict.fromkeys(urls, "weights")), urls)()
+    assert "Every server differs" in str(error)
+
+
+def test_judge_when_another_server_was_suspicious_and_is_cleared_then_the_fault_is_the_servers_own(monkeypatch):
+    world = World(a="weights", b="weights")
+    push = made_judge(monkeypatch, world, ["a", "b"])
+    answer = world.answer
+
+    def cleared(url, question):
+        world.wrong["b"] = "weights" if len(question.draws) == 1 else ""  # off in the first round alone
+        return answer(url, question)
+
+    world.answer = cleared
+    error, _ = push()
+    assert error.url == "a" and "It is the server's: a tensor was loaded wrongly" in str(error), error
