@@ -73,6 +73,8 @@ class JudgeMemory:
     """What rounding does to the texts of every push; None: not simulated yet."""
     decoded: list[TextRounding] = field(default_factory=list)
     """What it does to responses of the last further round."""
+    waiting: list[str] = field(default_factory=list)
+    """Suspicious servers for which there was no place after the last push; the first one waits longest."""
     rounding: Rounding | None = None
     """The one that was simulated."""
     movement: Movement = field(default_factory=Movement)
@@ -177,15 +179,24 @@ class PushJudge:
                 judge_decoded(evidence, decoded, None, usual)
         before, memory.before = memory.before or {}, {}
         self.numbers = self._measured(own, answers, before)
-        seen = {url: [*one.screened, *one.decode] for url, one in self._compared.items()}
-        suspects = sorted((url for url in seen if any(map(is_off, seen[url]))), key=lambda url: -bits_of(seen[url]))
+        suspects = self._by_suspicion()
         if len(suspects) > SUSPECTS:
             logger.warning("%d more servers are compared again after the next push", len(suspects) - SUSPECTS)
+        memory.waiting = suspects[SUSPECTS:]
         self._suspects = {url: self._compared[url] for url in suspects[:SUSPECTS]}
         for url in suspects:
             self._compared[url].begin_evidence()
         ratios = {url: _ratios(own, answer.scores, expected) for url, answer in before.items()}
         self._off_before = {url for url, found in ratios.items() if sum(map(is_off, found)) > len(found) / 2}
+
+    def _by_suspicion(self) -> list[str]:
+        """Servers of which a text or a response was off: the most suspicious first, of equal ones who waits longest."""
+        bits = {
+            url: max(bits_of(one.screened), bits_of(one.decode)) for url, one in self._compared.items()
+            if any(map(is_off, [*one.screened, *one.decode]))
+        }  # fmt: skip
+        places = {url: place for place, url in enumerate(self._memory.waiting)}
+        return sorted(bits, key=lambda url: (-bits[url], places.get(url, len(places))))
 
     @property
     def goes_on(self) -> bool:

@@ -128,3 +128,24 @@ def test_judge_when_another_server_was_suspicious_and_is_cleared_then_the_fault_
     world.answer = cleared
     error, _ = push()
     assert error.url == "a" and "It is the server's: a tensor was loaded wrongly" in str(error), error
+
+
+@pytest.mark.parametrize("sampled_off", [False, True], ids=["a text of each", "a response of each"])
+def test_judge_when_many_healthy_servers_are_suspicious_in_every_push_then_the_wrong_one_is_soon_asked(
+    monkeypatch, sampled_off
+):
+    urls = [f"s{i}" for i in range(9)]
+    world = World(s8="samples")
+    answer = world.answer
+
+    def near_a_tie(url, question):
+        found = answer(url, question)
+        if url != "s8" and len(question.draws) == 1:
+            off = found.decoded[0].sampled if sampled_off else found.scores[0]
+            off -= 1.0
+        return found
+
+    world.answer = near_a_tie
+    push = made_judge(monkeypatch, world, urls)
+    errors = [error for _ in range(3) if (error := push()[0])]
+    assert errors and errors[0].url == "s8" and "decode path" in str(errors[0])
