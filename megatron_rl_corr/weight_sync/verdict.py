@@ -153,7 +153,7 @@ def cause_of(evidence: ServerEvidence, *, before: bool, alone: bool) -> str:
     """
     answers = evidence.answers
     if answers["decode"] == "differs":
-        if answers["triangle"] != "differs":
+        if answers["triangle"] != "differs" and bits_of(evidence.sampled) < bits_of(evidence.scores):
             return (
                 "its scores of given tokens are wrong and its samples are right: the prefill, or what stands between "
                 "(a proxy that asks another server to score). Restart it"
