@@ -21,7 +21,15 @@ from megatron_rl_corr.engines.errors import RolloutError
 from megatron_rl_corr.engines.trajectory import Trajectory
 from megatron_rl_corr.mcore.collect import SampleSource
 from megatron_rl_corr.mcore.probe_texts import TEXTS, prompt_text, round_texts
-from megatron_rl_corr.weight_sync.evidence import ROUNDINGS, Rounding, TextRounding, bits_of, is_off, off_by
+from megatron_rl_corr.weight_sync.evidence import (
+    DIFFERS_BITS,
+    ROUNDINGS,
+    Rounding,
+    TextRounding,
+    bits_of,
+    is_off,
+    off_by,
+)
 from megatron_rl_corr.weight_sync.probe import (
     DECODED_TOKENS,
     PROMPT_TOKENS,
@@ -177,6 +185,7 @@ class PushJudge:
             evidence = self._compared[url] = ServerEvidence(_ratios(own, answer.scores, expected))
             for decoded in answer.decoded:
                 judge_decoded(evidence, decoded, None, usual)
+                evidence.responses.add(decoded.ids)
         before, memory.before = memory.before or {}, {}
         self.numbers = self._measured(own, answers, before)
         suspects = self._by_suspicion()
@@ -190,13 +199,13 @@ class PushJudge:
         self._off_before = {url for url, found in ratios.items() if sum(map(is_off, found)) > len(found) / 2}
 
     def _by_suspicion(self) -> list[str]:
-        """Servers of which a text or a response was off: the most suspicious first, of equal ones who waits longest."""
+        """Servers of which a text or a response was off: those of most texts first, then who waits longest."""
         bits = {
             url: max(bits_of(one.screened), bits_of(one.decode)) for url, one in self._compared.items()
             if any(map(is_off, [*one.screened, *one.decode]))
         }  # fmt: skip
         places = {url: place for place, url in enumerate(self._memory.waiting)}
-        return sorted(bits, key=lambda url: (-bits[url], places.get(url, len(places))))
+        return sorted(bits, key=lambda url: (bits[url] < DIFFERS_BITS, places.get(url, len(places)), -bits[url]))
 
     @property
     def goes_on(self) -> bool:
@@ -228,7 +237,9 @@ class PushJudge:
             evidence.scores += _ratios(own[: len(answer.scores)], answer.scores, expected)
             for decoded in answer.decoded:
                 tail = self._of_response(moved[place] if moved else None, len(decoded.sampled))
-                judge_decoded(evidence, decoded, own[place][-len(decoded.sampled) :], tail)
+                if decoded.ids not in evidence.responses:  # the same tokens again are the same rounding
+                    judge_decoded(evidence, decoded, own[place][-len(decoded.sampled) :], tail)
+                evidence.responses.add(decoded.ids)
                 tails.append(tail)
                 place += 1
         self._memory.decoded = tails or self._memory.decoded
@@ -273,16 +284,17 @@ class PushJudge:
     def _draws(self, number: int) -> tuple[ProbeDraw, ...]:
         """Responses to ask a server for: one in every push, TEXTS in a further round, half of them without the cache.
 
-        Those with the cache have the prompt of every push, so that a prefix that was kept too long is met.
+        Those with the cache have beginnings of the prompt of every push, so that a prefix that was kept too long is
+        met. No two rounds have a prompt in common: a sure policy answers it alike, and that is no further evidence.
         """
         length = max(min(PROMPT_TOKENS, self._longest - DECODED_TOKENS), 2)
-        count, shared = (1, 1) if number == 0 else (TEXTS, TEXTS // 2)
-        first = number * 100
+        if number == 0:
+            return (ProbeDraw(prompt_text(self._source.prompts, 0, length), 0),)
         made = []
-        for place in range(count):
-            fresh = place >= shared
-            prompt = prompt_text(self._source.prompts, place if fresh else 0, length)
-            made.append(ProbeDraw(prompt, first + place, fresh))
+        for place in range(TEXTS):
+            fresh, cut = place >= TEXTS // 2, (number - 1) * TEXTS // 2 + place + 1
+            at, count = (number * TEXTS + place, length) if fresh else (0, max(length - cut, 2))
+            made.append(ProbeDraw(prompt_text(self._source.prompts, at, count), number * 100 + place, fresh))
         return tuple(made)
 
     def _asked(self, texts: Sequence[tuple[int, ...]], *, simulates: bool) -> Asked:

@@ -91,6 +91,9 @@ class ServerEvidence:
     sampled: list[float] = field(default_factory=list)
     """Trainer against sampled, of its responses."""
 
+    responses: set[tuple[int, ...]] = field(default_factory=set)
+    """Ids of those that were judged, whether or not before the suspicion: each is evidence once at most."""
+
     suspicious: bool = False
     """A text of the round that every push has was off."""
 

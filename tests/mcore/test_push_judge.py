@@ -2,6 +2,7 @@
 
 import asyncio
 from concurrent.futures import Future
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -106,7 +107,7 @@ def test_judge_when_the_policy_is_sure_of_the_prompt_of_responses_then_a_healthy
         error, numbers = push()
         assert error is None, error
         rounds.append(numbers["rollout/probe_rounds"])
-    assert sum(rounds[1:]) <= 2, rounds  # the first one has shown what rounding does to such responses
+    assert sum(rounds[1:]) <= 5, rounds  # the first one has shown what rounding does to such responses
 
 
 @pytest.mark.parametrize("servers", [1, 4, 9])
@@ -149,3 +150,39 @@ def test_judge_when_many_healthy_servers_are_suspicious_in_every_push_then_the_w
     push = made_judge(monkeypatch, world, urls)
     errors = [error for _ in range(3) if (error := push()[0])]
     assert errors and errors[0].url == "s8" and "decode path" in str(errors[0])
+
+
+def test_judge_when_a_sure_policy_gives_one_response_again_and_again_then_it_is_no_evidence_for_itself(monkeypatch):
+    world = World()
+    answer, first = world.answer, []
+
+    def sure(url, question):
+        found = answer(url, question)
+        first.append(found.decoded[0])
+        first[0].sampled[:] = first[0].scored + 1.0  # near a tie of a router
+        return replace(found, decoded=(first[0],) * len(found.decoded))
+
+    world.answer = sure
+    error, numbers = made_judge(monkeypatch, world, ["a"])()
+    assert error is None and numbers["rollout/probe_rounds"] >= 1
+
+
+def test_judge_in_further_rounds_then_prompts_of_responses_are_others_and_the_cached_ones_begin_alike(monkeypatch):
+    world, asked = World(), []
+    answer = world.answer
+
+    def off(url, question):
+        asked.append(question.draws)
+        found = answer(url, question)
+        for score in found.scores[: 1 if len(asked) == 1 else 3]:
+            score -= 1.0  # as many as leave it unclear
+        return found
+
+    world.answer = off
+    made_judge(monkeypatch, world, ["a"], template=[])()
+    [usual], *further = asked
+    draws = [draw for draws in further for draw in draws]
+    assert len(further) == ROUNDS and len({draw.prompt for draw in (usual, *draws)}) == 1 + ROUNDS * 8
+    cached = [draw.prompt for draw in draws if not draw.fresh]
+    assert len(cached) == ROUNDS * 4 and all(usual.prompt[: len(prompt)] == prompt for prompt in cached)
+    assert min(map(len, cached)) >= 20
