@@ -15,7 +15,7 @@ from megatron_rl_corr.config.evaluation import EvaluationConfig
 from megatron_rl_corr.config.fields import Between, Options, Positive, option, options_of
 from megatron_rl_corr.config.groups import GroupsConfig
 from megatron_rl_corr.config.policy import ExpertsConfig, ModelConfig, WeightSyncConfig
-from megatron_rl_corr.config.problems import check_each
+from megatron_rl_corr.config.problems import check_each, known
 from megatron_rl_corr.config.prompts import PromptsConfig
 from megatron_rl_corr.config.reference import ReferenceConfig
 from megatron_rl_corr.config.replay import ReplayConfig
@@ -229,11 +229,12 @@ class RunConfig(*reversed(TOPICS)):
         if self.replay is None:
             return
         acts = OF_SCORERS if self.reference_urls else ()
-        acts += ("truncated_samples",) if self.truncated_samples == "mask" else ()
+        acts += ("truncated_samples",) if known(lambda: self.truncated_samples) == "mask" else ()
         names = [name for topic in IDLE_TOPICS for name in options_of(topic) if name not in acts]
 
         def check(name: str) -> None:
-            if getattr(self, name) != options_of(RunConfig)[name].default:
+            one = options_of(RunConfig)[name]
+            if getattr(self, name) not in (one.default, one.usual):  # nobody gives the usual one beside what it needs
                 raise ValueError(
                     f"`{name}` has no effect with `replay`, which trains on saved samples: no server is asked, nothing "
                     "is scored or pushed; drop it"

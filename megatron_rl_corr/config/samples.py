@@ -19,10 +19,10 @@ class SamplesConfig(Options):
     max_new_tokens: Annotated[int, Positive()] = option(1024, metavar="N")
     """Longest response, in tokens; what an environment answers counts too."""
 
-    temperature: Annotated[float, Positive()] = option(1.0, metavar="T")
+    temperature: Annotated[float, Positive(finite=True)] = option(1.0, metavar="T")
     """Sampling temperature; the training log-probs are divided by it too."""
 
-    top_p: float = option(1.0, metavar="P")
+    top_p: Annotated[float, Positive(), Between(0, 1)] = option(1.0, metavar="P")
     """Nucleus sampling; the training log-probs are renormalised on the ids that it kept."""
 
     top_k: int = option(-1, metavar="K")
@@ -58,6 +58,14 @@ class SamplesConfig(Options):
             raise Refusal(
                 f"`stop_token_ids` must be token ids, whole numbers of at least 0, got {token!r}" for token in wrong
             )
+
+    def check_top_k(self) -> None:
+        if self.top_k != -1 and self.top_k < 2:
+            raise ValueError(f"`top_k` must be -1 (off) or at least 2, got {self.top_k}")
+
+    def check_min_p(self) -> None:
+        if self.min_p >= 1:
+            raise ValueError(f"`min_p` must be in [0, 1), got {self.min_p:g}; 0 keeps every token")
 
     def check_stop(self) -> None:
         if "" in self.stop:

@@ -9,6 +9,7 @@ from typing import Any
 
 import orjson
 
+from megatron_rl_corr.config.problems import Problems
 from megatron_rl_corr.config.prompts import PromptsConfig
 from megatron_rl_corr.data.checked_template import CheckedTemplate
 from megatron_rl_corr.data.messages import chat_of, tools_of
@@ -148,22 +149,24 @@ class PromptFormat:
             where: as `prompt`.
             columns: it has the names of columns alone, whose values are not known.
         """
-        try:
-            if columns:
-                self._check_columns(row)
-                return
-            _at(row, self._key(row))
-            if self.label_key is not None:
-                _at(row, self.label_key)
-        except ValueError as error:
-            raise BadRow(f"{where}: {error}") from None
+        problems = Problems()
+        for check in (self._check_input_key, self._check_label_key):
+            with problems.catch():
+                check(row, columns)
+        if problems:
+            raise BadRow(f"{where}: {'; and '.join(problems.found)}")
 
-    def _check_columns(self, names: Mapping[str, Any]) -> None:
-        if self.input_key is None and not any(key in names for key in KEYS):
-            self._key(names)
-        for key in (self.input_key, self.label_key):
-            if key is not None and key not in names and key.split(".")[0] not in names:
-                raise ValueError(f'no key "{key}"; the row has {sorted(names)}')
+    def _check_input_key(self, row: Mapping[str, Any], columns: bool) -> None:
+        if not columns:
+            _at(row, self._key(row))
+        elif self.input_key is not None:
+            _check_column(row, self.input_key)
+        elif not any(key in row for key in KEYS):
+            self._key(row)
+
+    def _check_label_key(self, row: Mapping[str, Any], columns: bool) -> None:
+        if self.label_key is not None:
+            (_check_column if columns else _at)(row, self.label_key)
 
     def _key(self, row: Mapping[str, Any]) -> str:
         if self.input_key is not None:
@@ -257,6 +260,12 @@ def _at_or_null(row: Mapping[str, Any], key: str) -> Any:
             raise ValueError(f'no key "{key}"; the row has {sorted(row)}')
         value = value[part]
     return value
+
+
+def _check_column(names: Mapping[str, Any], key: str) -> None:
+    """ValueError where no column has the name, or the first part of the path."""
+    if key not in names and key.split(".")[0] not in names:
+        raise ValueError(f'no key "{key}"; the row has {sorted(names)}')
 
 
 def _is_json_of_messages(text: str) -> bool:

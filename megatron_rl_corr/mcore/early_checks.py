@@ -17,6 +17,7 @@ from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.config.groups import SPREAD
 from megatron_rl_corr.config.losses import is_own
 from megatron_rl_corr.config.problems import Problems, check_each
+from megatron_rl_corr.config.reward_specs import parse_rewards
 from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.data.prompt_format import PromptFormat
 from megatron_rl_corr.data.sources import first_row
@@ -96,8 +97,16 @@ class EarlyChecks:
         check_each(check, paths)
 
     def _check_rewards(self) -> None:
-        own = [one for one in self.options.rewards if one.kind == "function"] if self.options.replay is None else []
-        check_each(lambda one: check_unloaded_reward(one.source, one.flag, self.script_folder), own)
+        """By the names alone: what is wrong with weights, addresses or lengths is no reason to pass over a file."""
+        functions = self.options.reward_function if self.options.replay is None else ()
+        problems = Problems()
+        for function in functions:
+            # One that no reward can be made of is refused with the flags.
+            [reward] = problems.check("", lambda function=function: parse_rewards([function], [], [])) or [None]
+            if reward is not None and reward.kind == "function":
+                with problems.catch():
+                    check_unloaded_reward(reward.source, reward.flag, self.script_folder)
+        problems.raise_all()
 
     def _check_functions(self) -> None:
         problems = Problems()

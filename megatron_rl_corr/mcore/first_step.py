@@ -11,7 +11,7 @@ from megatron_rl_corr.engines.base import Engine
 from megatron_rl_corr.parallel.failure import StartupError
 
 FLOAT32_KL, HALF_KL, QUANTIZED_KL = 1e-4, 1e-2, 1e-1
-"""Largest mean k3 that rounding explains: both sides in float32, one side in 16 bits, servers quantised."""
+"""Largest mean k3 that rounding explains: both sides in float32, one side in 16 bits, one side quantised."""
 MOST = 20.0
 """A token counts with at most so many times the bound: it takes a twentieth of the tokens to reach it. Another model is
 off everywhere; a router near a tie, or one absurd log-prob, at single tokens."""
@@ -61,7 +61,7 @@ def first_step_bound(
         float32: the trainer computes in float32.
         engines: what each server runs.
         infos: their answers to `Engine.server_info`.
-        rounded: they were sent weights that --rollout-push-rounding rounds.
+        rounded: they were sent weights that --rollout-push-rounding rounds, or the trainer multiplies in FP8 or FP4.
 
     Raises:
         UnsupportedByEngine: the engine does not tell its servers' number types.

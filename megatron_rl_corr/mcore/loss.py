@@ -43,7 +43,7 @@ class LossInputs:
     loss_mask: Tensor
     """[T] bool: the label was sampled by the policy, in a sample of the loss, whatever its log-prob."""
     own_weights: Tensor
-    """[T] bool: sampled, and by the weights that the trainer has now."""
+    """[T] bool: sampled, and by the weights that the trainer has now, whether or not its sample is in the loss."""
     advantages: Tensor
     """[T] float32."""
     correction: Correction
@@ -139,7 +139,8 @@ def _loss_inputs(
     """advantages [T]."""
     mask = trained_tokens(batch)
     return LossInputs(
-        batch.flat(batch.rollout_logprobs), mask, mask & batch.spread(batch.version_lags == 0),
+        batch.flat(batch.rollout_logprobs), mask,
+        batch.flat(batch.loss_mask) & batch.spread(batch.version_lags == 0),
         advantages, correction, token_coefficients(correction, batch.seq_ids, config), old_logprobs,
         **_parts(batch),
     )

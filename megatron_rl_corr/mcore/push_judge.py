@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -21,7 +21,15 @@ from megatron_rl_corr.engines.errors import RolloutError
 from megatron_rl_corr.engines.trajectory import Trajectory
 from megatron_rl_corr.mcore.collect import SampleSource
 from megatron_rl_corr.mcore.probe_texts import TEXTS, prompt_text, round_texts
-from megatron_rl_corr.weight_sync.evidence import ROUNDINGS, Rounding, TextRounding, bits_of, is_off, off_by
+from megatron_rl_corr.weight_sync.evidence import (
+    DIFFERS_BITS,
+    ROUNDINGS,
+    Rounding,
+    TextRounding,
+    bits_of,
+    is_off,
+    off_by,
+)
 from megatron_rl_corr.weight_sync.probe import (
     DECODED_TOKENS,
     PROMPT_TOKENS,
@@ -71,6 +79,10 @@ class JudgeMemory:
     """Answers before the run's first push, which is compared with them; None: not asked yet, {}: compared."""
     expected: list[TextRounding] | None = None
     """What rounding does to the texts of every push; None: not simulated yet."""
+    decoded: list[TextRounding] = field(default_factory=list)
+    """What it does to responses of the last further round."""
+    waiting: list[str] = field(default_factory=list)
+    """Suspicious servers for which there was no place after the last push; the first one waits longest."""
     rounding: Rounding | None = None
     """The one that was simulated."""
     movement: Movement = field(default_factory=Movement)
@@ -137,7 +149,7 @@ class PushJudge:
         self._answers, self._compared, self._suspects, self.numbers = {}, {}, {}, {}
         rounding = self._rounding(self._source.loop.call(ask_types(self._source.client.control(servers.urls))))
         if rounding != memory.rounding:
-            memory.rounding, memory.expected = rounding, None
+            memory.rounding, memory.expected, memory.decoded = rounding, None, []
         self._question = Question(self.texts, self._draws(0))
         return self._asked(self._question.texts, simulates=memory.expected is None)
 
@@ -168,22 +180,32 @@ class PushJudge:
         if moved:
             memory.expected = [TextRounding.of(one, memory.rounding) for one in moved]
         expected = memory.expected or self._bounds(own)
-        usual = _usual(expected)
+        usual = _usual([*expected, *memory.decoded])
         for url, answer in answers.items():
             evidence = self._compared[url] = ServerEvidence(_ratios(own, answer.scores, expected))
             for decoded in answer.decoded:
                 judge_decoded(evidence, decoded, None, usual)
+                evidence.responses.add(decoded.ids)
         before, memory.before = memory.before or {}, {}
         self.numbers = self._measured(own, answers, before)
-        seen = {url: [*one.screened, *one.decode] for url, one in self._compared.items()}
-        suspects = sorted((url for url in seen if any(map(is_off, seen[url]))), key=lambda url: -bits_of(seen[url]))
+        suspects = self._by_suspicion()
         if len(suspects) > SUSPECTS:
             logger.warning("%d more servers are compared again after the next push", len(suspects) - SUSPECTS)
+        memory.waiting = suspects[SUSPECTS:]
         self._suspects = {url: self._compared[url] for url in suspects[:SUSPECTS]}
-        for evidence in self._suspects.values():
-            evidence.begin_evidence()
+        for url in suspects:
+            self._compared[url].begin_evidence()
         ratios = {url: _ratios(own, answer.scores, expected) for url, answer in before.items()}
         self._off_before = {url for url, found in ratios.items() if sum(map(is_off, found)) > len(found) / 2}
+
+    def _by_suspicion(self) -> list[str]:
+        """Servers of which a text or a response was off: those of most texts first, then who waits longest."""
+        bits = {
+            url: max(bits_of(one.screened), bits_of(one.decode)) for url, one in self._compared.items()
+            if any(map(is_off, [*one.screened, *one.decode]))
+        }  # fmt: skip
+        places = {url: place for place, url in enumerate(self._memory.waiting)}
+        return sorted(bits, key=lambda url: (bits[url] < DIFFERS_BITS, places.get(url, len(places)), -bits[url]))
 
     @property
     def goes_on(self) -> bool:
@@ -209,15 +231,18 @@ class PushJudge:
         expected = [TextRounding.of(one, self._memory.rounding) for one in moved] if moved else self._bounds(own)
         if moved:  # rounding may have grown with the policy: the next push is compared with that of now
             self._memory.expected = expected[-TEXTS:]
-        place = len(self._question.texts)
+        place, tails = len(self._question.texts), []
         for url, evidence in self._suspects.items():
             answer = self._answers[url]
             evidence.scores += _ratios(own[: len(answer.scores)], answer.scores, expected)
             for decoded in answer.decoded:
-                count = len(decoded.sampled)
-                tail = replace(expected[place], tied=expected[place].tied[-count:])
-                judge_decoded(evidence, decoded, own[place][-count:], tail)
+                tail = self._of_response(moved[place] if moved else None, len(decoded.sampled))
+                if decoded.ids not in evidence.responses:  # the same tokens again are the same rounding
+                    judge_decoded(evidence, decoded, own[place][-len(decoded.sampled) :], tail)
+                evidence.responses.add(decoded.ids)
+                tails.append(tail)
                 place += 1
+        self._memory.decoded = tails or self._memory.decoded
         if self._suspects:
             bits = max(one.bits for one in self._suspects.values())
             self.numbers["rollout/probe_bits"] = max(bits, self.numbers["rollout/probe_bits"])
@@ -228,7 +253,7 @@ class PushJudge:
         if not wrong:
             return None
         url, evidence = wrong[0], self._suspects[wrong[0]]
-        alone = any(not one.suspicious for one in self._compared.values())
+        alone = any(one.is_well for one in self._compared.values())
         cause = cause_of(evidence, before=url in self._off_before, alone=alone)
         return error_of(url, self._answers[url], evidence, own, cause, version=self._version)
 
@@ -259,16 +284,17 @@ class PushJudge:
     def _draws(self, number: int) -> tuple[ProbeDraw, ...]:
         """Responses to ask a server for: one in every push, TEXTS in a further round, half of them without the cache.
 
-        Those with the cache have the prompt of every push, so that a prefix that was kept too long is met.
+        Those with the cache have beginnings of the prompt of every push, so that a prefix that was kept too long is
+        met. No two rounds have a prompt in common: a sure policy answers it alike, and that is no further evidence.
         """
         length = max(min(PROMPT_TOKENS, self._longest - DECODED_TOKENS), 2)
-        count, shared = (1, 1) if number == 0 else (TEXTS, TEXTS // 2)
-        first = number * 100
+        if number == 0:
+            return (ProbeDraw(prompt_text(self._source.prompts, 0, length), 0),)
         made = []
-        for place in range(count):
-            fresh = place >= shared
-            prompt = prompt_text(self._source.prompts, place if fresh else 0, length)
-            made.append(ProbeDraw(prompt, first + place, fresh))
+        for place in range(TEXTS):
+            fresh, cut = place >= TEXTS // 2, (number - 1) * TEXTS // 2 + place + 1
+            at, count = (number * TEXTS + place, length) if fresh else (0, max(length - cut, 2))
+            made.append(ProbeDraw(prompt_text(self._source.prompts, at, count), number * 100 + place, fresh))
         return tuple(made)
 
     def _asked(self, texts: Sequence[tuple[int, ...]], *, simulates: bool) -> Asked:
@@ -277,6 +303,17 @@ class PushJudge:
     def _bounds(self, own: Logprobs) -> list[TextRounding]:
         """With --rollout-max-probe-log-ratio."""
         return [TextRounding.bound(self._bound, len(one)) for one in own]
+
+    def _of_response(self, moved: np.ndarray | None, count: int) -> TextRounding:
+        """What rounding does to a response, whose prompt the policy may be much surer of.
+
+        Args:
+            moved: [R, T] of prompt and response; None: there is a bound of the user's.
+            count: tokens of the response.
+        """
+        if moved is None:
+            return TextRounding.bound(self._bound, count)
+        return TextRounding.of(moved[:, -count:], self._memory.rounding)
 
     def _rounding(self, types: set[str]) -> Rounding:
         """The coarsest of what trainer and servers compute in, and of what is pushed."""

@@ -17,6 +17,7 @@ from megatron_rl_corr.mcore.batch import BatchShape, RolloutBatch
 from megatron_rl_corr.mcore.batch_collector import BatchCollector
 from megatron_rl_corr.mcore.collect import SampleSource
 from megatron_rl_corr.mcore.forward import LogprobSettings
+from megatron_rl_corr.mcore.number_types import trained_type
 from megatron_rl_corr.mcore.packed_batch import PackedBatch, sequence_multiple
 from megatron_rl_corr.mcore.packing import microbatch_multiple
 from megatron_rl_corr.mcore.packs import Packs
@@ -178,11 +179,8 @@ def broadcast_probe(
 
     judge, args = None, megatron.args
     if dist.get_rank() == 0:
-        dtype = str(args.params_dtype).removeprefix("torch.")
-        if dtype == "float32" and torch.cuda.is_available():
-            dtype = "tf32"  # Transformer Engine's products of float32
         judge = PushJudge(
-            source, dtype=dtype, max_log_ratio=options.max_probe_log_ratio,
+            source, dtype=trained_type(args), max_log_ratio=options.max_probe_log_ratio,
             push_rounding=options.push_rounding, responses=lambda: collector.trajectories, longest=args.seq_length - 1,
         )  # fmt: skip
     broadcast_made(lambda: judge.texts)

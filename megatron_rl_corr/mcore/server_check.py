@@ -12,6 +12,7 @@ from megatron_rl_corr.doctor import Expected, Finding, quick_check
 from megatron_rl_corr.engines.errors import RolloutError
 from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.mcore.first_step import FirstStep, first_step_bound
+from megatron_rl_corr.mcore.number_types import trains_quantized
 from megatron_rl_corr.parallel.failure import StartupError, all_reduce_failure, broadcast_made
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
@@ -98,7 +99,8 @@ def broadcast_first_step(
         servers = client.control()
         infos = loop.call(servers.server_info())
         engines = [client.engine_of(url) for url in servers.base_urls]
-        return first_step_bound(args.params_dtype == torch.float32, engines, infos, rounded=rounded)
+        coarse = rounded or trains_quantized(args)
+        return first_step_bound(args.params_dtype == torch.float32, engines, infos, rounded=coarse)
 
     return FirstStep(args.iteration, broadcast_made(bound))
 

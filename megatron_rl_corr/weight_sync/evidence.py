@@ -38,6 +38,8 @@ QUANTILE, SHORT_QUANTILE, SHORT = 0.9, 0.75, 48
 and of shorter ones, where two tokens near a tie would decide."""
 TIE = 16.0
 """A token that the simulated rounding moves more than so many times the text's median stands near a tie of a router."""
+LEAST_TIED = 4
+"""Such tokens from which on they are judged, too: by their median, against the QUANTILE of what moves them."""
 WITHOUT_SIMULATION = 10.0
 """Nats over the relative error, for a model that no simulation reaches."""
 
@@ -75,7 +77,10 @@ class TextRounding:
     upper: float
     """Their upper quantile."""
     tied: np.ndarray
-    """[T] bool: tokens that a rounding of the trainer's own forward pass moves much farther than the others."""
+    """[T] bool: tokens that a rounding of the trainer's own forward pass moves much farther than the others: near a
+    tie, or where the policy is sure of most of the text, simply those of which it is not."""
+    at_ties: float = math.inf
+    """Upper quantile of |D| of these."""
 
     @classmethod
     def of(cls, simulated: np.ndarray, rounding: Rounding) -> TextRounding:
@@ -96,7 +101,8 @@ class TextRounding:
         if 2 * tied.sum() > len(tied):
             tied = np.zeros_like(tied)
         median, upper = np.quantile(moved[:, ~tied], (0.5, _upper(moved.shape[1])))
-        return cls(max(float(median), rounding.least), max(float(upper), rounding.least), tied)
+        at_ties = float(np.quantile(moved[:, tied], QUANTILE)) if tied.sum() >= LEAST_TIED else math.inf
+        return cls(max(float(median), rounding.least), max(float(upper), rounding.least), tied, at_ties)
 
     @classmethod
     def bound(cls, largest: float, tokens: int) -> TextRounding:
@@ -107,6 +113,8 @@ class TextRounding:
 def off_by(difference: np.ndarray, expected: TextRounding) -> float:
     """How far apart the log-probs of a text are, over what rounding does: of median and upper quantile the larger one.
 
+    The median of tokens that are set apart counts too, where it is larger still.
+
     A text is off where it is not at most MARGIN; it is NaN where a log-prob is not finite.
 
     Args:
@@ -116,9 +124,10 @@ def off_by(difference: np.ndarray, expected: TextRounding) -> float:
     distance = np.abs(difference)
     if not np.isfinite(distance).all():
         return math.nan
-    kept = distance[~expected.tied] if len(expected.tied) == len(distance) else distance
-    median, upper = np.quantile(kept, (0.5, _upper(len(distance))))
-    return max(float(median) / expected.median, float(upper) / expected.upper)
+    tied = expected.tied if len(expected.tied) == len(distance) else np.zeros(len(distance), dtype=bool)
+    median, upper = np.quantile(distance[~tied], (0.5, _upper(len(distance))))
+    at_ties = float(np.median(distance[tied])) / expected.at_ties if tied.any() else 0.0
+    return max(float(median) / expected.median, float(upper) / expected.upper, at_ties)
 
 
 def _upper(tokens: int) -> float:

@@ -91,6 +91,9 @@ class ServerEvidence:
     sampled: list[float] = field(default_factory=list)
     """Trainer against sampled, of its responses."""
 
+    responses: set[tuple[int, ...]] = field(default_factory=set)
+    """Ids of those that were judged, whether or not before the suspicion: each is evidence once at most."""
+
     suspicious: bool = False
     """A text of the round that every push has was off."""
 
@@ -110,6 +113,11 @@ class ServerEvidence:
         """differs > unclear > numerics > equal of trainer against scores, and of sampled against scores."""
         found = [self.answers["scores"], self.answers["decode"]]
         return next(answer for answer in ("differs", "unclear", "numerics", "equal") if answer in found)
+
+    @property
+    def is_well(self) -> bool:
+        """Whether nothing was off, or further texts have cleared the server."""
+        return not self.suspicious or bool(self.scores) and self.answer in ("equal", "numerics")
 
     @property
     def bits(self) -> float:
@@ -148,7 +156,7 @@ def cause_of(evidence: ServerEvidence, *, before: bool, alone: bool) -> str:
     """
     answers = evidence.answers
     if answers["decode"] == "differs":
-        if answers["triangle"] != "differs":
+        if answers["triangle"] != "differs" and bits_of(evidence.sampled) < bits_of(evidence.scores):
             return (
                 "its scores of given tokens are wrong and its samples are right: the prefill, or what stands between "
                 "(a proxy that asks another server to score). Restart it"

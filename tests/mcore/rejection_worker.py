@@ -163,12 +163,14 @@ def first_steps(model_dir, samples, spec):
     found = {}
     for fault in (
         "dropout", "shift", "checkpoint", "nan", "no own token", "other tokens are old", "few tokens are absurd",
-        "right",
+        "all are cut", "shift of cut ones", "right",
     ):  # fmt: skip
         mask, given = batch.loss_mask, batch
-        if fault == "shift":
+        if "cut" in fault:  # as --rollout-truncated-samples mask leaves them
+            given = replace(batch, in_loss=torch.zeros_like(batch.version_lags, dtype=torch.bool))
+        if fault.startswith("shift"):
             # The log-prob of the token before, wherever this rank has it.
-            given = replace(batch, rollout_logprobs=batch.rollout_logprobs.roll(1, 1).where(mask, 0.0))
+            given = replace(given, rollout_logprobs=batch.rollout_logprobs.roll(1, 1).where(mask, 0.0))
         elif fault == "no own token":
             given = replace(batch, version_lags=batch.version_lags + 1)
         elif fault == "nan":

@@ -131,3 +131,44 @@ def test_checks_when_a_flag_was_refused_then_those_of_it_are_left_out_and_others
     assert [one.split(" ")[0].rstrip(":") for one in answer] == [
         "--rollout-temperature", "--rollout-eval-samples", "--rollout-prompts"
     ]
+
+
+def test_functions_when_something_else_of_the_reward_is_refused_then_their_files_are_told_all_the_same():
+    write("bad.py", "def f(:\n")
+    for changed, flag in (
+        ({"max_new_tokens": "0"}, "--rollout-max-new-tokens"),
+        ({"reward_weights": "1 2 3"}, "--rollout-reward-weights"),
+        ({"reward_url": "ftp://x"}, "--rollout-reward-url"),
+    ):  # fmt: skip
+        answer = found(reward_function="gone.py:r bad.py:f", **changed)
+        assert [one.split(" ")[0].rstrip(":") for one in answer] == [flag, *["--rollout-reward-function"] * 2], answer
+
+
+def test_prompts_when_both_keys_are_others_then_both_are_told():
+    pq.write_table(pa.table({"question": ["a"]}), "d.parquet")
+    for path in ("prompts.jsonl", "d.parquet"):
+        [answer] = found(prompts=path, input_key="questoin", label_key="anwser")
+        assert 'no key "questoin"' in answer and 'no key "anwser"' in answer
+
+
+@pytest.mark.parametrize(("flags", "told"), [
+    ({"top_p": "1.5"}, ["--rollout-top-p must be from 0 to 1, got 1.5"]),
+    ({"top_p": "0", "top_k": "50"}, ["--rollout-top-p must be positive"]),
+    ({"top_k": "1", "min_p": "1"},
+     ["--rollout-top-k must be -1 (off) or at least 2, got 1", "--rollout-min-p must be in [0, 1)"]),
+    ({"temperature": "inf"}, ["--rollout-temperature must be finite, got inf"]),
+    ({"top_p": "0.9", "top_k": "50", "min_p": "0.05", "temperature": "0.7"}, []),
+])  # fmt: skip
+def test_sampling_when_it_is_none_then_it_is_told_before_anything_heavy_is_imported(flags, told):
+    answer = found(**flags)
+    assert len(answer) == len(told) and all(map(str.startswith, answer, told)), answer
+
+
+def test_replay_when_flags_have_no_effect_then_those_alone_that_were_given():
+    given = {"reward_url": "http://a:1/r", "environment": "reward.py:reward", "group_filter": "reward.py:reward"}
+    for more in ({}, {"truncated_samples": "cut"}):
+        answer = found(replay="model", **given, **more)
+        idle = sorted(one.split(" ")[0] for one in answer if "has no effect with --rollout-replay" in one)
+        names = ("environment", "group-filter", "prompts", "reward-function", "reward-url", "url")
+        assert idle == [f"--rollout-{name}" for name in names], answer
+    assert any(one.startswith("--rollout-truncated-samples must be one of") for one in answer)

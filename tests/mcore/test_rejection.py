@@ -136,7 +136,7 @@ def test_step_when_megatron_leaves_before_its_update_then_nothing_is_pushed_or_r
 
 
 @pytest.mark.parametrize("how", ["scored", "in the loss"])
-@pytest.mark.parametrize("fault", ["dropout", "shift", "checkpoint", "nan", "no own token"])
+@pytest.mark.parametrize("fault", ["dropout", "shift", "shift of cut ones", "checkpoint", "nan", "no own token"])
 @pytest.mark.parametrize("at", range(4), ids=map(json.dumps, [{}, *LAYOUTS]))
 def test_first_step_when_what_is_trained_is_not_what_was_sampled_then_all_ranks_end_before_an_update(
     results, at, fault, how
@@ -153,6 +153,8 @@ def test_first_step_when_what_is_trained_is_not_what_was_sampled_then_all_ranks_
 def test_first_step_when_own_samples_agree_then_it_is_taken_whatever_older_or_few_ones_say(results, at, how):
     for fault in ("right", "other tokens are old", "few tokens are absurd"):
         assert [rank["first"][fault, how] for rank in results[at]] == [(None, 1, [6])] * len(results[at])
+    # Nothing is trained where every sample was cut, and that is no disagreement.
+    assert [rank["first"]["all are cut", how] for rank in results[at]] == [(None, 0, [6])] * len(results[at])
 
 
 @pytest.mark.parametrize("at", range(4), ids=map(json.dumps, [{}, *LAYOUTS]))

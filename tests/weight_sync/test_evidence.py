@@ -105,3 +105,14 @@ def test_number_types_then_a_coarser_one_explains_more():
     for name, bits in {"float32": 24, "float16": 11, "bfloat16": 8}.items():  # of a significand
         exact = 2.0 ** -(bits + 1) / math.sqrt(3)
         assert exact < ROUNDINGS[name].relative_error < 16 * exact, name
+
+
+def test_text_when_the_policy_is_sure_of_most_of_it_then_the_other_tokens_count():
+    draw = np.random.default_rng(0)
+    moves = np.concatenate([np.full(39, 1e-6), np.full(24, 2e-2)])
+    expected = TextRounding.of(draw.standard_normal((4, 63)) * moves, Rounding(2.5e-3, 2e-4))
+    assert expected.tied.sum() > 12
+    for _ in range(200):
+        rounding = draw.standard_normal(63) * moves
+        assert not is_off(off_by(rounding, expected))
+        assert is_off(off_by(rounding + 0.5 * expected.tied, expected))

@@ -31,10 +31,13 @@ def evidence(scores=FINE, decode=FINE, fresh=(), sampled=FINE):
         (evidence(scores=OFF, sampled=OFF), True, False, "before the first push, .* Megatron's flags"),
         (evidence(decode=OFF, fresh=OFF, sampled=OFF), False, True, "its decode path computes with other weights"),
         (evidence(decode=OFF, fresh=FINE[:2], sampled=OFF), False, True, "its prefix cache keeps keys and values"),
+        (evidence(decode=OFF[3:], fresh=FINE[:3], sampled=OFF[4:] + FINE[:4]), False, True, "its prefix cache keeps"),
+        (evidence(decode=OFF[6:] + FINE[:2], fresh=OFF[5:] + FINE[:1], sampled=OFF[4:] + FINE[:4]), False, True,
+         "its decode path computes with other weights"),
         (evidence(scores=OFF, decode=OFF, fresh=OFF), False, True, "scores of given tokens are wrong and its samples"),
     ],
-    ids=["weights", "all", "trainer", "decode", "cache", "prefill"],
-)
+    ids=["weights", "all", "trainer", "decode", "cache", "cache, nearly", "decode, nearly", "prefill"],
+)  # fmt: skip
 def test_cause_then_the_side_that_is_too_long_is_named(found, before, alone, words):
     import re
 

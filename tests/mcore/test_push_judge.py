@@ -1,0 +1,188 @@
+"""Rank 0's part of the probe on made-up servers, whose log-probs differ from the trainer's by rounding and faults."""
+
+import asyncio
+from concurrent.futures import Future
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from megatron_rl_corr.data.prompts import Prompt, PromptDataset
+from megatron_rl_corr.mcore import push_judge
+from megatron_rl_corr.mcore.push_judge import ROUNDS, PushJudge
+from megatron_rl_corr.weight_sync.probe import DECODED_TOKENS, Decoded, ProbeAnswer
+
+SURE, MOVES = 1e-6, 2e-2
+"""Nats by which bfloat16 moves a sure token's log-prob, and another one's."""
+TEMPLATE = list(range(40))
+"""Ids that begin each prompt, of which the policy is sure."""
+
+
+class World:
+    """A model's log-probs: those of TEMPLATE are near 0; each server's own rounding, and what is wrong with it."""
+
+    def __init__(self, **wrong):
+        self.wrong, self.random = wrong, np.random.default_rng(1)
+        """By server what of its log-probs is off: "scores", "samples" or "weights"."""
+
+    def moves(self, ids):
+        return np.where(np.array(ids[1:]) < len(TEMPLATE), SURE, MOVES)
+
+    def rounded(self, own, ids, nats=0.0):
+        unsure = self.moves(ids) == MOVES
+        return own + self.random.standard_normal(own.shape) * self.moves(ids) + nats * unsure
+
+    def own(self, ids):
+        return -100 * self.moves(ids)
+
+    def simulated(self, ids):
+        return self.random.standard_normal((4, len(ids) - 1)) * self.moves(ids)
+
+    def answer(self, url, question):
+        wrong = self.wrong.get(url, "")
+        scores_off, samples_off = ((wrong in (side, "weights")) * 0.5 for side in ("scores", "samples"))
+
+        def decoded(draw):
+            ids = (*draw.prompt, *self.random.integers(len(TEMPLATE), 1000, DECODED_TOKENS).tolist())
+            own = self.own(ids)[-DECODED_TOKENS:]
+            sides = [self.rounded(own, ids[-DECODED_TOKENS - 1 :], off) for off in (samples_off, scores_off)]
+            return Decoded(ids, *sides, draw.fresh)
+
+        scores = tuple(self.rounded(self.own(ids), ids, scores_off) for ids in question.texts)
+        return ProbeAnswer(scores, tuple(map(decoded, question.draws)), "/generate")
+
+
+def made_judge(monkeypatch, world, urls, *, template=TEMPLATE, **settings):
+    """A judge of these servers, and what judges one push: (its error or None, its numbers)."""
+
+    async def types(servers):
+        return {"bfloat16"}
+
+    async def answers(asked, question, **_):
+        return {url: world.answer(url, question) for url in asked}
+
+    def submit(coroutine):
+        future = Future()
+        future.set_result(asyncio.run(coroutine))
+        return future
+
+    monkeypatch.setattr(push_judge, "ask_types", types)
+    monkeypatch.setattr(push_judge, "ask_servers", answers)
+    rows = [[*template, *range(100 + 50 * i, 150 + 50 * i)] for i in range(12)]
+    source = SimpleNamespace(
+        client=SimpleNamespace(control=lambda urls: urls, vocab_size=1000, cache_key=None),
+        loop=SimpleNamespace(call=asyncio.run, submit=submit),
+        prompts=PromptDataset([Prompt(i, ids) for i, ids in enumerate(rows)]),
+    )
+    settings = {"dtype": "bfloat16", "max_log_ratio": None, "push_rounding": "none"} | settings
+    judge = PushJudge(source, responses=lambda: [], longest=1023, **settings)
+    servers = SimpleNamespace(urls=urls, loaded={}, quantization=None)
+
+    def computed(asked):
+        own = [world.own(ids) for ids in asked.texts]
+        return own, [world.simulated(ids) for ids in asked.texts] if asked.relative_error else []
+
+    def push():
+        asked = judge.begin(servers, "id-1")
+        judge.screen(judge.ask(0).result(), *computed(asked))
+        for number in range(1, ROUNDS + 1):
+            if not judge.goes_on:
+                break
+            judge.take(judge.ask(number).result())
+            if (error := judge.judge(*computed(judge.asked))) is not None:
+                return error, judge.numbers
+        return None, judge.numbers
+
+    return push
+
+
+@pytest.mark.parametrize("sure", [30, 40], ids=["of most of it", "of all of it"])
+def test_judge_when_the_policy_is_sure_of_the_prompt_of_responses_then_a_healthy_server_does_not_differ(
+    monkeypatch, sure
+):
+    push = made_judge(monkeypatch, World(), ["a"], template=TEMPLATE[:sure])
+    rounds = []
+    for _ in range(20):
+        error, numbers = push()
+        assert error is None, error
+        rounds.append(numbers["rollout/probe_rounds"])
+    assert sum(rounds[1:]) <= 5, rounds  # the first one has shown what rounding does to such responses
+
+
+@pytest.mark.parametrize("servers", [1, 4, 9])
+def test_judge_when_more_servers_differ_than_are_asked_again_then_all_are_said_to(monkeypatch, servers):
+    urls = [f"s{i}" for i in range(servers)]
+    error, _ = made_judge(monkeypatch, World(**dict.fromkeys(urls, "weights")), urls)()
+    assert "Every server differs" in str(error)
+
+
+def test_judge_when_another_server_was_suspicious_and_is_cleared_then_the_fault_is_the_servers_own(monkeypatch):
+    world = World(a="weights", b="weights")
+    push = made_judge(monkeypatch, world, ["a", "b"])
+    answer = world.answer
+
+    def cleared(url, question):
+        world.wrong["b"] = "weights" if len(question.draws) == 1 else ""  # off in the first round alone
+        return answer(url, question)
+
+    world.answer = cleared
+    error, _ = push()
+    assert error.url == "a" and "It is the server's: a tensor was loaded wrongly" in str(error), error
+
+
+@pytest.mark.parametrize("sampled_off", [False, True], ids=["a text of each", "a response of each"])
+def test_judge_when_many_healthy_servers_are_suspicious_in_every_push_then_the_wrong_one_is_soon_asked(
+    monkeypatch, sampled_off
+):
+    urls = [f"s{i}" for i in range(9)]
+    world = World(s8="samples")
+    answer = world.answer
+
+    def near_a_tie(url, question):
+        found = answer(url, question)
+        if url != "s8" and len(question.draws) == 1:
+            off = found.decoded[0].sampled if sampled_off else found.scores[0]
+            off -= 1.0
+        return found
+
+    world.answer = near_a_tie
+    push = made_judge(monkeypatch, world, urls)
+    errors = [error for _ in range(3) if (error := push()[0])]
+    assert errors and errors[0].url == "s8" and "decode path" in str(errors[0])
+
+
+def test_judge_when_a_sure_policy_gives_one_response_again_and_again_then_it_is_no_evidence_for_itself(monkeypatch):
+    world = World()
+    answer, first = world.answer, []
+
+    def sure(url, question):
+        found = answer(url, question)
+        first.append(found.decoded[0])
+        first[0].sampled[:] = first[0].scored + 1.0  # near a tie of a router
+        return replace(found, decoded=(first[0],) * len(found.decoded))
+
+    world.answer = sure
+    error, numbers = made_judge(monkeypatch, world, ["a"])()
+    assert error is None and numbers["rollout/probe_rounds"] >= 1
+
+
+def test_judge_in_further_rounds_then_prompts_of_responses_are_others_and_the_cached_ones_begin_alike(monkeypatch):
+    world, asked = World(), []
+    answer = world.answer
+
+    def off(url, question):
+        asked.append(question.draws)
+        found = answer(url, question)
+        for score in found.scores[: 1 if len(asked) == 1 else 3]:
+            score -= 1.0  # as many as leave it unclear
+        return found
+
+    world.answer = off
+    made_judge(monkeypatch, world, ["a"], template=[])()
+    [usual], *further = asked
+    draws = [draw for draws in further for draw in draws]
+    assert len(further) == ROUNDS and len({draw.prompt for draw in (usual, *draws)}) == 1 + ROUNDS * 8
+    cached = [draw.prompt for draw in draws if not draw.fresh]
+    assert len(cached) == ROUNDS * 4 and all(usual.prompt[: len(prompt)] == prompt for prompt in cached)
+    assert min(map(len, cached)) >= 20
