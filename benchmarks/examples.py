@@ -13,11 +13,16 @@ import json
 import os
 import re
 import subprocess
+import sys
 import time
 from pathlib import Path
 from statistics import mean
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.quiet import only_tables  # noqa: E402
+
 QUICKSTARTS = ("", "ENGINE=vllm", "COLOCATE=1", "ASYNC=1")
 COLUMNS = ("command", "date", "exit status", "seconds", "reward: first steps", "last steps", "held-out before", "after")
 
@@ -65,4 +70,5 @@ def learnt(said: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    main()
+    with only_tables():
+        main()

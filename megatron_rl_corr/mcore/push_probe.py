@@ -21,6 +21,7 @@ from megatron_rl_corr.mcore.number_types import trained_type
 from megatron_rl_corr.mcore.packed_batch import PackedBatch, sequence_multiple
 from megatron_rl_corr.mcore.packing import microbatch_multiple
 from megatron_rl_corr.mcore.packs import Packs
+from megatron_rl_corr.mcore.probe_texts import row_length
 from megatron_rl_corr.mcore.push_judge import ROUNDS, Asked, PushJudge
 from megatron_rl_corr.mcore.reference import ReferencePass
 from megatron_rl_corr.mcore.simulated_rounding import simulated_rounding
@@ -59,6 +60,8 @@ class PushProbe:
     settings: LogprobSettings
     multiple: int
     """A pass of the model takes a multiple of so many microbatches."""
+    row_length: int
+    """Tokens of a padded row: `row_length`."""
     judge: PushJudge | None
     """On rank 0: asks the servers, and judges them."""
 
@@ -117,7 +120,7 @@ class PushProbe:
             settings = replace(settings, from_hidden=False)
         packs = None if self.shape.packing is None else Packs.all_reduce(batch, self.shape.packing, self.layout)
         logprobs = ReferencePass(
-            self.model, self.optimizer, batch, settings, self.shape.micro_batch_size, self.shape.seq_length, packs
+            self.model, self.optimizer, batch, settings, self.shape.micro_batch_size, self.row_length, packs
         ).run()
         starts = np.concatenate([[0], np.cumsum([len(ids) - 1 for ids in texts])])
         own = torch.zeros(int(starts[-1]), dtype=torch.float64, device=communication_device())
@@ -141,13 +144,15 @@ class PushProbe:
             count = -(-len(texts) // multiple) * multiple
         rows = [_trajectory(texts[row % len(texts)]) for row in range(count)]
         cp_rank, cp_size = self.layout.cp_group.rank(), self.layout.cp_size
-        rewards, length = torch.zeros(count), self.shape.seq_length
+        rewards = torch.zeros(count)
         made: RolloutBatch | PackedBatch
         if packed:
             multiple = sequence_multiple(cp_size)
-            made = PackedBatch.from_trajectories(rows, rewards, length=length, version=0, multiple=multiple)
+            made = PackedBatch.from_trajectories(
+                rows, rewards, length=self.shape.seq_length, version=0, multiple=multiple
+            )
         else:
-            made = RolloutBatch.from_trajectories(rows, rewards, length=length, version=0)
+            made = RolloutBatch.from_trajectories(rows, rewards, length=self.row_length, version=0)
         return made.context_slice(cp_rank, cp_size)
 
 
@@ -185,7 +190,8 @@ def broadcast_probe(
         )  # fmt: skip
     broadcast_made(lambda: judge.texts)
     return PushProbe(
-        megatron.model, megatron.optimizer, layout, shape, settings, microbatch_multiple(args), judge
+        megatron.model, megatron.optimizer, layout, shape, settings, microbatch_multiple(args),
+        row_length(args, layout.cp_size, layout.tp_group.size()), judge,
     )
 
 

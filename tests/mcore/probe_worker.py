@@ -42,6 +42,7 @@ def state(model):
 
 def probed(model_dir, arguments, spec):
     (engine, url), samples = arguments
+    length = spec.get("length", LENGTH)
     model, _, layout, _, _, _, settings = set_up(model_dir, samples, spec)
     with LoopThread() as loop:
         client = RolloutClient([url], vocab_size=settings.vocab_size, engine=engine, timeout_s=60)
@@ -54,18 +55,18 @@ def probed(model_dir, arguments, spec):
             probe_push="on", max_probe_log_ratio=spec.get("bound"), push_rounding=spec.get("rounding", "none")
         )
         arguments = SimpleNamespace(
-            seq_length=LENGTH, params_dtype=torch.bfloat16 if spec.get("half") else torch.float32,
+            seq_length=length, params_dtype=torch.bfloat16 if spec.get("half") else torch.float32,
             virtual_pipeline_model_parallel_size=spec.get("vpp"), pipeline_model_parallel_size=spec.get("pp", 1),
             microbatch_group_size_per_vp_stage=None,
         )
         megatron = SimpleNamespace(args=arguments, model=model, optimizer=None)
-        shape = BatchShape(8, 4, 2, LENGTH, packing=limits_of(spec))
+        shape = BatchShape(8, 4, 2, length, packing=limits_of(spec))
         # Another temperature, as of a run: a text is scored at 1.
         settings = type(settings)(**(vars(settings) | {"temperature": 0.7}))
         before = state(model)
         collector = SimpleNamespace(trajectories=[])
         probe = broadcast_probe(options, megatron, source, layout, shape, settings, collector)
-        texts = tuple(round_texts(source.prompts, 0, (), LENGTH - 1))
+        texts = tuple(round_texts(source.prompts, 0, (), length - 1))
         own, rounded = probe._all_reduce_simulated(Asked(texts, 2e-3))
         probe.before_push()
         if "sent" in spec:  # what the first push brings
