@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 from collections.abc import Sequence
 
@@ -16,8 +15,6 @@ TEXTS = 8
 """Texts of a round."""
 TEXT_TOKENS, LONG_TOKENS = 64, 256
 """Ids of a text at most, and of the first one, which shows positions farther apart."""
-RANK_TOKENS = 64
-"""What a short row's tokens on each rank are a multiple of, which all number types and kernels take."""
 
 
 def round_texts(prompts: PromptDataset, number: int, responses: Sequence[Trajectory], longest: int) -> list[tuple]:
@@ -35,20 +32,6 @@ def round_texts(prompts: PromptDataset, number: int, responses: Sequence[Traject
     for place in range(number * TEXTS, (number + 1) * TEXTS - len(made)):
         made.append(prompt_text(prompts, place, min(LONG_TOKENS if place == 0 else TEXT_TOKENS, longest)))
     return made
-
-
-def row_length(args: argparse.Namespace, cp_size: int, tp_size: int) -> int:
-    """Tokens of a padded row of texts: as few as they need, as all others are computed for nothing.
-
-    A run's whole row where Megatron keeps graphs or buffers of its shape.
-    """
-    values = vars(args)  # not every release has every flag
-    if values.get("cuda_graph_impl") not in (None, "none") or any(
-        values.get(name) for name in ("enable_cuda_graph", "external_cuda_graph", "tp_comm_overlap")
-    ):
-        return args.seq_length
-    unit = RANK_TOKENS * cp_size * tp_size
-    return min(args.seq_length, -(-LONG_TOKENS // unit) * unit)
 
 
 def prompt_text(prompts: PromptDataset, place: int, count: int) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -21,7 +21,7 @@ from megatron_rl_corr.mcore.number_types import trained_type
 from megatron_rl_corr.mcore.packed_batch import PackedBatch, sequence_multiple
 from megatron_rl_corr.mcore.packing import microbatch_multiple
 from megatron_rl_corr.mcore.packs import Packs
-from megatron_rl_corr.mcore.probe_texts import row_length
+from megatron_rl_corr.mcore.probe_rows import RANK_TOKENS, RowShapes, keeps_shape
 from megatron_rl_corr.mcore.push_judge import ROUNDS, Asked, PushJudge
 from megatron_rl_corr.mcore.reference import ReferencePass
 from megatron_rl_corr.mcore.simulated_rounding import simulated_rounding
@@ -58,10 +58,8 @@ class PushProbe:
     layout: Layout
     shape: BatchShape
     settings: LogprobSettings
-    multiple: int
-    """A pass of the model takes a multiple of so many microbatches."""
-    row_length: int
-    """Tokens of a padded row: `row_length`."""
+    shapes: RowShapes
+    """Of padded rows."""
     judge: PushJudge | None
     """On rank 0: asks the servers, and judges them."""
 
@@ -115,45 +113,45 @@ class PushProbe:
         Every replica computes them, because experts may be spread over replicas; the first one's are taken, which are
         the weights that were pushed.
         """
-        batch, settings = self._batch(texts), replace(self.settings, temperature=1.0)
+        settings = replace(self.settings, temperature=1.0)
         if simulates and not settings.fp32_lm_head:  # a server rounds its logits, which there would be none of
             settings = replace(settings, from_hidden=False)
-        packs = None if self.shape.packing is None else Packs.all_reduce(batch, self.shape.packing, self.layout)
-        logprobs = ReferencePass(
-            self.model, self.optimizer, batch, settings, self.shape.micro_batch_size, self.row_length, packs
-        ).run()
         starts = np.concatenate([[0], np.cumsum([len(ids) - 1 for ids in texts])])
         own = torch.zeros(int(starts[-1]), dtype=torch.float64, device=communication_device())
-        if logprobs is not None and self.layout.dp_rank == 0 and self.layout.tp_group.rank() == 0:
-            # Where each sequence of the batch begins among the texts' tokens, and ends; repeated ones have no place.
-            borders = torch.from_numpy(np.stack([starts[:-1], starts[1:]])).to(own.device)
-            rows = batch.seq_ids < len(texts)
-            begin, end = borders[:, batch.seq_ids[rows]]
-            places = begin + batch.flat_positions[rows]
-            own[places[places < end]] = logprobs[rows][places < end].double()
+        for places, forward in self._passes(texts, settings):
+            logprobs, batch = forward.run(), forward.batch
+            if logprobs is not None and self.layout.dp_rank == 0 and self.layout.tp_group.rank() == 0:
+                # Where each sequence of the batch begins among the texts' tokens, and ends; a repeated one has none.
+                borders = torch.from_numpy(np.stack([starts[:-1], starts[1:]])[:, places]).to(own.device)
+                begin, end = borders[:, batch.seq_ids]
+                to = begin + batch.flat_positions
+                ours = (batch.seq_ids < len(set(places))) & (to < end)
+                own[to[ours]] = logprobs[ours].double()
         dist.all_reduce(own)
         return np.split(own.cpu().numpy(), starts[1:-1])
 
-    def _batch(self, texts: Texts) -> RolloutBatch | PackedBatch:
-        """The texts as a batch of the run's kind, repeated as far as a pass of the model needs sequences."""
-        packed = self.shape.packing is not None
-        if packed:
-            count = max(len(texts), self.multiple)
-        else:
-            multiple = self.shape.micro_batch_size * self.multiple
-            count = -(-len(texts) // multiple) * multiple
-        rows = [_trajectory(texts[row % len(texts)]) for row in range(count)]
+    def _passes(self, texts: Texts, settings: LogprobSettings) -> Iterator[tuple[Sequence[int], ReferencePass]]:
+        """Forward passes that have each text once at least, and of each which texts its sequences are."""
         cp_rank, cp_size = self.layout.cp_group.rank(), self.layout.cp_size
-        rewards = torch.zeros(count)
-        made: RolloutBatch | PackedBatch
-        if packed:
-            multiple = sequence_multiple(cp_size)
-            made = PackedBatch.from_trajectories(
-                rows, rewards, length=self.shape.seq_length, version=0, multiple=multiple
+        if self.shape.packing is not None:
+            places = [row % len(texts) for row in range(max(len(texts), self.shapes.multiple))]
+            batch = PackedBatch.from_trajectories(
+                [_trajectory(texts[place]) for place in places], torch.zeros(len(places)),
+                length=self.shape.seq_length, version=0, multiple=sequence_multiple(cp_size),
+            ).context_slice(cp_rank, cp_size)  # fmt: skip
+            packs = Packs.all_reduce(batch, self.shape.packing, self.layout)
+            yield places, ReferencePass(
+                self.model, self.optimizer, batch, settings, self.shape.micro_batch_size, self.shape.seq_length, packs
             )
-        else:
-            made = RolloutBatch.from_trajectories(rows, rewards, length=self.row_length, version=0)
-        return made.context_slice(cp_rank, cp_size)
+            return
+        for rows in self.shapes.rows([len(text) for text in texts]):
+            batch = RolloutBatch.from_trajectories(
+                [_trajectory(texts[place]) for place in rows.places], torch.zeros(len(rows.places)),
+                length=rows.length, version=0,
+            ).context_slice(cp_rank, cp_size)  # fmt: skip
+            yield rows.places, ReferencePass(
+                self.model, self.optimizer, batch, settings, rows.micro_batch_size, rows.length
+            )
 
 
 def _trajectory(text: tuple[int, ...]) -> Trajectory:
@@ -189,10 +187,9 @@ def broadcast_probe(
             push_rounding=options.push_rounding, responses=lambda: collector.trajectories, longest=args.seq_length - 1,
         )  # fmt: skip
     broadcast_made(lambda: judge.texts)
-    return PushProbe(
-        megatron.model, megatron.optimizer, layout, shape, settings, microbatch_multiple(args),
-        row_length(args, layout.cp_size, layout.tp_group.size()), judge,
-    )
+    unit = 0 if keeps_shape(args) else RANK_TOKENS * layout.cp_size * layout.tp_group.size()
+    shapes = RowShapes(shape.seq_length, shape.micro_batch_size, microbatch_multiple(args), unit)
+    return PushProbe(megatron.model, megatron.optimizer, layout, shape, settings, shapes, judge)
 
 
 def print_probe(found: Mapping[str, float]) -> None:

@@ -14,7 +14,6 @@ from aiohttp import web
 from safetensors.torch import load_file, save_file
 
 from megatron_rl_corr.engines import load_engine
-from megatron_rl_corr.mcore.probe_texts import row_length
 from megatron_rl_corr.rollout.blocking import LoopThread
 from tests import tensor_files
 from tests.mcore.server_weights import load
@@ -79,21 +78,6 @@ def test_probe_when_rows_are_long_then_its_own_are_as_short_as_its_texts(tiny_mo
     for [numbers, moved, logprobs, _], *_ in layouts:
         assert 0 < numbers["rollout/probe_max_abs_log_ratio"] < 1e-5 and not moved, (numbers, moved)
         assert [len(one) for one in logprobs] == [255] + [63] * 7
-
-
-@pytest.mark.parametrize(
-    ("values", "cp", "tp", "wanted"),
-    [
-        ({}, 1, 1, 256), ({}, 2, 4, 512), ({}, 1, 8, 512), ({"seq_length": 128}, 2, 2, 128),
-        ({"cuda_graph_impl": "none", "tp_comm_overlap": False}, 1, 1, 256),
-        ({"cuda_graph_impl": "local"}, 1, 1, 8192), ({"enable_cuda_graph": True}, 1, 1, 8192),
-        ({"tp_comm_overlap": True}, 1, 8, 8192),
-    ],
-)  # fmt: skip
-def test_row_length_then_that_of_texts_in_whole_chunks_or_the_runs_where_megatron_keeps_its_shape(
-    values, cp, tp, wanted
-):
-    assert row_length(SimpleNamespace(**({"seq_length": 8192} | values)), cp, tp) == wanted
 
 
 def test_probe_when_one_experts_weights_are_exchanged_at_the_server_then_it_is_named_and_every_rank_ends(
