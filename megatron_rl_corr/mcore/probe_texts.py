@@ -11,16 +11,17 @@ from megatron_rl_corr.data.prompts import PromptDataset
 from megatron_rl_corr.data.rows import BadRow
 from megatron_rl_corr.engines.trajectory import Trajectory
 
-TEXTS = 8
-"""Texts of a round."""
-TEXT_TOKENS, LONG_TOKENS = 64, 256
+FIRST_TEXTS, TEXTS = 5, 8
+"""Texts of every push, and of a further round."""
+TEXT_TOKENS, LONG_TOKENS = 64, 192
 """Ids of a text at most, and of the first one, which shows positions farther apart."""
 
 
 def round_texts(prompts: PromptDataset, number: int, responses: Sequence[Trajectory], longest: int) -> list[tuple]:
-    """TEXTS texts of a round; those of another round begin elsewhere in the data.
+    """The texts of a round; those of another round begin elsewhere in the data.
 
-    Round 0 has prompts alone, the same in every push. Half of a later round's are responses, as far as there are some.
+    Round 0 has FIRST_TEXTS, prompts alone, the same in every push. A later one has TEXTS, half of them responses as far
+    as there are some.
 
     Args:
         prompts: of the run.
@@ -28,9 +29,12 @@ def round_texts(prompts: PromptDataset, number: int, responses: Sequence[Traject
         responses: of the last batch.
         longest: ids that a text may have.
     """
-    made = [] if number == 0 else _response_texts(responses, number - 1, min(TEXT_TOKENS, longest))
+    if number == 0:
+        counts = [LONG_TOKENS] + [TEXT_TOKENS] * (FIRST_TEXTS - 1)
+        return [prompt_text(prompts, place, min(count, longest)) for place, count in enumerate(counts)]
+    made = _response_texts(responses, number - 1, min(TEXT_TOKENS, longest))
     for place in range(number * TEXTS, (number + 1) * TEXTS - len(made)):
-        made.append(prompt_text(prompts, place, min(LONG_TOKENS if place == 0 else TEXT_TOKENS, longest)))
+        made.append(prompt_text(prompts, place, min(TEXT_TOKENS, longest)))
     return made
 
 

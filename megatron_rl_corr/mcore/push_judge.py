@@ -1,6 +1,6 @@
 """Rank 0's part of the probe after a push: it asks the servers, and says which of them differ, with its evidence.
 
-In every push each server scores the same TEXTS texts and samples one response. Where one of them is further apart than
+In every push each server scores the same texts and samples one response. Where one of them is further apart than
 rounding explains, the server is suspicious: it is asked for other texts and responses, in up to ROUNDS rounds, and
 these alone are evidence.
 
@@ -83,6 +83,8 @@ class JudgeMemory:
     """What it does to responses of the last further round."""
     waiting: list[str] = field(default_factory=list)
     """Suspicious servers for which there was no place after the last push; the first one waits longest."""
+    typed: tuple[str, ...] = ()
+    """Servers that were asked for their number types."""
     rounding: Rounding | None = None
     """The one that was simulated."""
     movement: Movement = field(default_factory=Movement)
@@ -145,16 +147,25 @@ class PushJudge:
 
         Rounding is simulated in the first push, and where number types have changed.
         """
-        memory, self._servers, self._version = self._memory, servers, version
+        self._servers, self._version = servers, version
         self._answers, self._compared, self._suspects, self.numbers = {}, {}, {}, {}
-        rounding = self._rounding(self._source.loop.call(ask_types(self._source.client.control(servers.urls))))
+        if tuple(servers.urls) != self._memory.typed:
+            self._ask_types()
+        self._question = Question(self.texts, self._draws(0))
+        return self._asked(self._question.texts, simulates=self._memory.expected is None)
+
+    def _ask_types(self) -> None:
+        """Note what the servers compute in, which a server may do otherwise after a restart."""
+        memory, urls = self._memory, self._servers.urls
+        rounding = self._rounding(self._source.loop.call(ask_types(self._source.client.control(urls))))
+        memory.typed = tuple(urls)
         if rounding != memory.rounding:
             memory.rounding, memory.expected, memory.decoded = rounding, None, []
-        self._question = Question(self.texts, self._draws(0))
-        return self._asked(self._question.texts, simulates=memory.expected is None)
 
     def ask(self, number: int) -> Future[dict[str, ProbeAnswer]]:
         """Ask all servers in the first round, and the suspects for other texts in a later one."""
+        if number == 1:
+            self._ask_types()
         if number:
             texts = round_texts(self._source.prompts, number, self._responses(), self._longest)
             self._question = Question(tuple(texts), self._draws(number))
@@ -230,7 +241,7 @@ class PushJudge:
         self.numbers["rollout/probe_rounds"] += 1
         expected = [TextRounding.of(one, self._memory.rounding) for one in moved] if moved else self._bounds(own)
         if moved:  # rounding may have grown with the policy: the next push is compared with that of now
-            self._memory.expected = expected[-TEXTS:]
+            self._memory.expected = expected[-len(self.texts) :]
         place, tails = len(self._question.texts), []
         for url, evidence in self._suspects.items():
             answer = self._answers[url]
