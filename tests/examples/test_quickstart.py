@@ -153,10 +153,10 @@ def assert_learned(steps):
 def assert_sampled_and_drawn(quickstart, runs):
     """What the server was asked for by trainings of STEPS steps, and what each of them leaves in its folder."""
     # Every sample was requested over HTTP: 28 steps of 64, and 17 to check the server first. One push before the first
-    # step, one after each; the probe's 8 texts are scored after every push, and before the first, and one response is
+    # step, one after each; the probe's 5 texts are scored after every push, and before the first, and one response is
     # sampled and scored. A further round has 8 texts and 8 such responses.
     log = (quickstart.out / "server.log").read_text()
-    further = log.count("POST /generate HTTP/1.1") - len(runs) * (STEPS * 64 + 17 + (STEPS + 1) * 10 + 8)
+    further = log.count("POST /generate HTTP/1.1") - len(runs) * (STEPS * 64 + 17 + (STEPS + 1) * 7 + 5)
     assert further >= 0 and further % 24 == 0, further
     assert log.count("POST /update_weights_from_distributed") >= len(runs) * (STEPS + 1)
     assert log.count("POST /end_weight_update") == len(runs) * (STEPS + 1)
