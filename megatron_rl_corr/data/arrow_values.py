@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -59,7 +60,7 @@ def _reader(kind: pa.DataType, path: str, column: ReadColumn) -> Read | None:
     elif any(test(kind) for test in _LISTS):
         read = _list_reader(kind, path, column)
     else:
-        read = _leaf_reader(kind)
+        read = _leaf_reader(kind, path)
         column.leaves.append(read is not None)
     if read is None:
         column.left_out[fields:] = [f"{path} ({kind})"]
@@ -72,7 +73,7 @@ _LISTS = (
     types.is_large_list_view,
 )  # fmt: skip
 _TEXTS = (types.is_string, types.is_large_string, types.is_string_view)
-_PLAIN = (types.is_null, types.is_boolean, types.is_integer, types.is_float64, *_TEXTS)
+_PLAIN = (types.is_null, types.is_boolean, types.is_integer, *_TEXTS)
 
 
 def _as_py(cell: pa.Scalar) -> Any:
@@ -80,17 +81,37 @@ def _as_py(cell: pa.Scalar) -> Any:
     return cell.as_py()
 
 
-def _leaf_reader(kind: pa.DataType) -> Read | None:
+def _leaf_reader(kind: pa.DataType, path: str) -> Read | None:
     if any(test(kind) for test in _PLAIN) or isinstance(kind, pa.BaseExtensionType):
         return _as_py
-    if types.is_float16(kind) or types.is_float32(kind):
-        return _read_short_float
+    if types.is_floating(kind):
+        return _FloatReader(path, None if types.is_float64(kind) else kind.to_pandas_dtype())
     return _read_whole_decimal if types.is_decimal(kind) and kind.scale <= 0 else None
 
 
-def _read_short_float(cell: pa.Scalar) -> float | None:
-    """As it was written: 123.1 in 4 bytes is 123.0999985 in 8, a label that no answer equals."""
-    return float(str(cell.type.to_pandas_dtype()(cell.as_py()))) if cell.is_valid else None
+@dataclass(frozen=True)
+class _FloatReader:
+    """Reads floats, which must be finite: JSON has no others, and would have null or an error far from here."""
+
+    path: str
+    """Of the column or field, for messages."""
+    short: Callable[[float], Any] | None
+    """Of a type of fewer than 64 bits, that type."""
+
+    def __call__(self, cell: pa.Scalar) -> float | None:
+        return self._checked(cell.as_py())
+
+    def values(self, cell: pa.Scalar) -> list[float | None] | None:
+        """Those of a list, which may be long."""
+        return [self._checked(value) for value in cell.as_py()] if cell.is_valid else None
+
+    def _checked(self, value: float | None) -> float | None:
+        if value is None:
+            return None
+        if not math.isfinite(value):
+            raise ValueError(f"{self.path} has {value}, which is not a number in JSON; write null, or leave it out")
+        # As it was written: 123.1 in 4 bytes is 123.0999985 in 8, a label that no answer equals.
+        return value if self.short is None else float(str(self.short(value)))
 
 
 def _read_whole_decimal(cell: pa.Scalar) -> int | None:
@@ -107,6 +128,8 @@ def _list_reader(kind: pa.DataType, path: str, column: ReadColumn) -> Read | Non
     read = _reader(kind.value_type, f"{path}[]", column)
     if read is None or read is _as_py:
         return read
+    if isinstance(read, _FloatReader):
+        return read.values
     return lambda cell: [read(one) for one in cell.values] if cell.is_valid else None
 
 

@@ -3,7 +3,9 @@
 import datetime
 import decimal
 import json
+import re
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -106,6 +108,29 @@ def test_column_when_whole_decimals_or_short_floats_are_nested_then_every_digit(
     for rows in both(tmp_path, pa.table({"a": pa.array(cells, kind), "b": nested})):
         assert rows.read(0) == {"a": value, "b": [{"x": value, "y": "a"}]} and rows.notes == []
         assert type(rows.read(0)["a"]) is type(value)
+
+
+@pytest.mark.parametrize("word", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("kind", [pa.float64(), pa.float32(), pa.float16()], ids=str)
+@pytest.mark.parametrize("place", ["a", "a[]", "a.b", "a.b[][]", "a[].b"])
+def test_row_when_a_float_is_none_that_json_has_then_error_has_file_row_field_and_remedy(tmp_path, word, kind, place):
+    def in_place(value):
+        for part in reversed(re.findall(r"\[\]|\.\w", place)):
+            value = [value] if part == "[]" else {part[1:]: value}
+        return value
+
+    own = kind
+    for part in reversed(re.findall(r"\[\]|\.\w", place)):
+        own = pa.list_(own) if part == "[]" else pa.struct({part[1:]: own})
+    good, bad = (np.float16(value) if kind == pa.float16() else float(value) for value in ("0.1", word))
+    table = pa.table({"a": pa.array([in_place(good), in_place(bad), in_place(None), None], own), "b": [1, 2, 3, 4]})
+    for rows in both(tmp_path, table):
+        assert [rows.read(row) for row in (0, 2, 3)] == [
+            {"a": in_place(0.1), "b": 1}, {"a": in_place(None), "b": 3}, {"a": None, "b": 4},
+        ]  # fmt: skip
+        said = f'row 1: "a" cannot be read: {place} has {word}, which is not a number in JSON; write null, or leave it'
+        with pytest.raises(BadRow, match=re.escape(said)):
+            rows.read(1)
 
 
 def test_column_when_a_map_has_no_text_as_keys_or_parts_of_values_then_named(tmp_path):
