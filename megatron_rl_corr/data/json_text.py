@@ -13,14 +13,19 @@ import orjson
 _DIGITS_AS_ZEROS = bytes.maketrans(b"123456789", b"000000000")
 _LONG = b"0" * 19
 """The shortest whole number that 64 bits may not hold, with all its digits as zeros."""
+_WHITE_AS_SPACES = bytes.maketrans(b"\t\n\r", b"   ")
 _NOT_A_NUMBER = re.compile(r"[+-]?(nan|inf(inity)?)\b", re.IGNORECASE)
 
 
-def loads(text: bytes | str) -> Any:
+def loads(text: bytes | str, *, unique_keys: bool = True) -> Any:
     """The value of a JSON text. A whole number is an int of any size, another number a float of 64 bits.
 
+    Args:
+        text: the JSON.
+        unique_keys: a key that comes twice in an object is an error; otherwise the last one's value is taken.
+
     Raises:
-        ValueError: it is not JSON; the message says where, and the remedy for NaN and infinity.
+        ValueError: it is not JSON; the message says where, and the remedy for NaN and infinity. Or a key comes twice.
     """
     data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
     value = None
@@ -29,9 +34,12 @@ def loads(text: bytes | str) -> Any:
     except orjson.JSONDecodeError as error:
         if not str(error).startswith("number is infinity"):  # perhaps a whole number of hundreds of digits
             raise ValueError(f"{error}{_remedy(error)}") from None
-    if _LONG in data.translate(_DIGITS_AS_ZEROS) or value is None:
-        return json.loads(data, parse_int=_whole, parse_float=_finite, parse_constant=_refuse)
-    return value
+    has_long = _LONG in data.translate(_DIGITS_AS_ZEROS) or value is None
+    if not has_long and (not unique_keys or _has_each_key_once(value, data)):
+        return value
+    hook = _object_of if unique_keys else None
+    read = json.loads(data, parse_int=_whole, parse_float=_finite, parse_constant=_refuse, object_pairs_hook=hook)
+    return read if has_long else value
 
 
 def dumps(value: Any) -> bytes:
@@ -49,6 +57,33 @@ def dumps(value: Any) -> bytes:
         return json.dumps(value, ensure_ascii=False).encode()
     except (TypeError, ValueError) as error:
         raise orjson.JSONEncodeError(str(error)) from None
+
+
+def _has_each_key_once(value: Any, data: bytes) -> bool:
+    """Whether it is certain, at a glance: the text has no more places that may end a key than the value has keys.
+
+    False as well where such a place is within a text, or a colon stands behind white space.
+    """
+    if b" :" in data.translate(_WHITE_AS_SPACES):
+        return False
+    keys, waiting = 0, [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, dict):
+            keys += len(one)
+            waiting += one.values()
+        elif isinstance(one, list) and one and isinstance(one[0], (dict, list)):
+            waiting += one
+    return data.count(b'":') == keys
+
+
+def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f'the key "{twice}" comes twice in an object, whose readers take different ones; keep one')
+    return made
 
 
 def _whole(digits: str) -> int:

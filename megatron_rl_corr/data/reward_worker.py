@@ -161,7 +161,7 @@ def first_message(specs: Sequence[RewardSpec], texts: Sequence[str | None]) -> d
 def _received(channel: BinaryIO) -> dict[str, Any] | None:
     """The next message; None once the trainer has hung up."""
     head = channel.read(LENGTH_BYTES)
-    return json_text.loads(channel.read(int.from_bytes(head, "big"))) if head else None
+    return json_text.loads(channel.read(int.from_bytes(head, "big")), unique_keys=False) if head else None
 
 
 def _prepare(specs: list[RewardSpec], texts: list[str | None], functions: list[LoadedReward]) -> dict[str, Any]:

@@ -58,6 +58,45 @@ def test_loads_when_it_can_not_be_read_whole_then_error(text, named):
         json_text.loads(text)
 
 
+TWICE = [
+    '{"a":1,"a":1}', '{"a": 1, "b": {"c": [1, {"d": 2, "e": 3, "d": 2}]}}', '{"a" : 1, "a": 2, "b": "x"}',
+    '{"a":1,"b":"say \\":","a" :2}', '[[{"k":1,"k":2}]]', '{"a\t":1, "a":{"b":1}, "a\\u0000":3,\n"a"\n:4}',
+    '{"n": 123456789012345678901, "a": 1, "a": 2}', '{"\\u0061":1,"a":2}', '[1, {"a":1,"a":2}]',
+    '[null,[{"a":1,"a":2}]]', '{"":1,"":2}', '{"a":1,"a":NaN}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", TWICE)
+def test_loads_when_a_key_comes_twice_in_an_object_then_error_names_it(text):
+    if "NaN" not in text and "\t" not in text:
+        with pytest.raises(ValueError, match='the key ".?" comes twice in an object, whose readers take diff'):
+            json_text.loads(text)
+        assert json_text.loads(text, unique_keys=False) == json.loads(text)
+    else:
+        with pytest.raises(ValueError):
+            json_text.loads(text)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"a": {"a": {"a": 1}}, "b": [{"a": 1}, {"a": 2}]}, {"text": '{"a":1,"a":2}', "b": '":":":'}, [], {}, 1, "a",
+        {"a :": 1, "a": " :", ":": '"'}, [[], [{"a": 1}], 3, {"a": 1}], {"A": 1, "a": 2}, {"é": 1, "e\u0301": 2},
+        {"n": 2**70, "m": {"n": 2**70}}, {"a\"": 1, "a": {'":': 2}},
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("form", [{}, {"indent": 1}, {"separators": (",", ":")}, {"separators": (" , ", " : ")}])
+def test_loads_when_each_key_comes_once_then_the_value_however_it_is_written(value, form):
+    assert json_text.loads(json.dumps(value, **form)) == value
+
+
+def test_rows_when_a_key_comes_twice_then_error_has_file_line_and_key(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "a"}\n\n{"prompt": "a", "label": 1, "label": 2}\n')
+    with pytest.raises(ValueError, match='p.jsonl:3: .*the key "label" comes twice'):
+        open_rows(path).read(1)
+
+
 def test_dumps_when_a_part_has_no_form_then_the_error_of_orjson():
     for value in ({"a": object()}, {"a": 2**70, "b": object()}, {1: 2**70}):
         with pytest.raises(orjson.JSONEncodeError):

@@ -164,7 +164,7 @@ def test_parquet_when_a_column_has_no_json_values_then_it_is_left_out_with_a_lin
 
 
 def test_parquet_when_numbers_have_4_bytes_or_2_then_they_are_as_they_were_written(tmp_path):
-    path, values = tmp_path / "p.parquet", [123.1, None, float("inf"), 2.0]
+    path, values = tmp_path / "p.parquet", [123.1, None, 1e30, 2.0]
     columns = {"a": pa.array(values, pa.float32()), "b": pa.array([0.1, None, 1, 2], pa.float16())}
     pq.write_table(pa.table({"input_ids": [[1]] * 4, **columns}), path)
     found = [open_rows(path).read(row) for row in range(4)]
