@@ -25,6 +25,10 @@ KEPT = 8192
 """Kinds of conversations of which it is kept what the template shows."""
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Keys of thoughts beside a content, which templates show for the last answer alone or not at all."""
+_MARKED_ITEMS = 4
+"""Of a list in the arguments of a call so many are marked: a template shows all of them or none."""
+_NUMBER = 7310
+"""What numbers in the place of those of a call begin with."""
 _CALL_IT = {"developer": "system", "function": "tool", "observation": "tool", "ipython": "tool"}
 _PUT_INTO = {"system": "the first message of the user", "tool": "a message of the user"}
 
@@ -37,7 +41,7 @@ class _Loss:
     call: int | None = None
     tool: int | None = None
     is_part: bool = False
-    """Only a part of the content."""
+    """Only a part of the content, or what a tool is for and takes."""
 
 
 @dataclass(frozen=True)
@@ -187,6 +191,10 @@ class _Marked:
     def __init__(self, chat: Chat):
         self._ids: dict[str, str] = {}
         """Of the ids of tool calls, what stands in their place: they differ from row to row."""
+        self._shown: dict[tuple[int, int], list[str]] = {}
+        """By message and call, the marks in its arguments."""
+        self._described: dict[int, list[str]] = {}
+        """By tool, those in its description and as names of its parameters."""
         messages = [self._message(message, number) for number, message in enumerate(chat.messages)]
         tools = [self._tool(tool, number) for number, tool in enumerate(chat.tools or [])]
         self.chat = Chat(messages, tools or None)
@@ -201,8 +209,11 @@ class _Marked:
                 _Loss(number, call=place) for place, call in enumerate(message.get("tool_calls") or [])
                 if not self._shows_call(call, number, place, text, form)
             ]  # fmt: skip
-        tools = range(len(self.chat.tools or []))
-        return losses + [_Loss(tool=place) for place in tools if _mark("tool", place) not in text]
+        for place, described in self._described.items():
+            named = _mark("tool", place) in text
+            if not named or not all(mark in text for mark in described):
+                losses.append(_Loss(tool=place, is_part=named))
+        return losses
 
     def _message(self, message: Mapping[str, Any], number: int) -> dict[str, Any]:
         marked = dict(message)
@@ -221,8 +232,9 @@ class _Marked:
 
     def _call(self, call: Mapping[str, Any], number: int, place: int) -> dict[str, Any]:
         function = function_of(call)
-        key, value = _mark("key", number, place), _mark("value", number, place)
-        changed: dict[str, Any] = {"arguments": Arguments({key: value} if function["arguments"] else {})}
+        self._shown[number, place] = shown = []
+        arguments = self._value(dict(function["arguments"]), shown, f"{number}q{place}")
+        changed: dict[str, Any] = {"arguments": Arguments(arguments)}
         marked, own_id = dict(call), call.get("id")
         if _has_name(function):
             changed["name"] = _mark("name", number, place)
@@ -233,27 +245,64 @@ class _Marked:
             marked["id"] = self._id(own_id)
         return with_function(marked, **changed)
 
+    def _value(self, value: Any, shown: list[str], where: str) -> Any:
+        """Arguments of the same types with marks as keys, texts and numbers, all of which are added to `shown`."""
+        if isinstance(value, dict):
+            made = {}
+            for one in value.values():
+                key = _mark("key", where, len(shown))
+                shown.append(key)
+                made[key] = self._value(one, shown, where)
+            return made
+        if isinstance(value, list):
+            return [self._value(one, shown, where) for one in value[:_MARKED_ITEMS]]
+        if not value or value is True:  # a template that leaves these out does so with their keys
+            return value
+        if isinstance(value, str):
+            shown.append(_mark("value", where, len(shown)))
+            return shown[-1]
+        shown.append(f"{_NUMBER}{len(shown):03}")
+        if isinstance(value, int):
+            return int(shown[-1])
+        shown[-1] += ".5"
+        return float(shown[-1])
+
     def _id(self, own_id: str) -> str:
         """A number of as many characters."""
         return self._ids.setdefault(own_id, str(len(self._ids)).rjust(len(own_id), "0"))
 
-    @staticmethod
-    def _tool(tool: Mapping[str, Any], number: int) -> dict[str, Any]:
-        mark = _mark("tool", number)
-        return with_function(tool, name=mark) if _has_name(function_of(tool)) else {**tool, mark: mark}
+    def _tool(self, tool: Mapping[str, Any], number: int) -> dict[str, Any]:
+        function, mark = function_of(tool), _mark("tool", number)
+        self._described[number] = shown = []
+        if not _has_name(function):
+            return {**tool, mark: mark}
+        changed: dict[str, Any] = {"name": mark}
+        if isinstance(function.get("description"), str) and function["description"].strip():
+            shown.append(_mark("description", number))
+            changed["description"] = shown[-1]
+        parameters = function.get("parameters")
+        if isinstance(parameters, dict) and isinstance(parameters.get("properties"), dict):
+            names = {name: _mark("parameter", number, place) for place, name in enumerate(parameters["properties"])}
+            shown += names.values()
+            changed["parameters"] = parameters | {
+                "properties": {names[name]: one for name, one in parameters["properties"].items()}
+            }
+            if isinstance(parameters.get("required"), list):
+                changed["parameters"]["required"] = [
+                    names.get(one, one) if isinstance(one, str) else one for one in parameters["required"]
+                ]
+        return with_function(tool, **changed)
 
-    @staticmethod
-    def _shows_call(call: Mapping[str, Any], number: int, place: int, text: str, form: Form) -> bool:
+    def _shows_call(self, call: Mapping[str, Any], number: int, place: int, text: str, form: Form) -> bool:
         function = function_of(call)
         if _has_name(function) and function["name"] not in text:
             return False
         if not function["arguments"]:
             return True
-        [(key, value)] = function["arguments"].items()
         if form.arguments_as_text:  # one that is made JSON again has other quotation marks
             return function["arguments"].as_text() in text
         is_python = repr(dict(function["arguments"])) in text  # not JSON
-        return key in text and value in text and not is_python
+        return all(mark in text for mark in self._shown[number, place]) and not is_python
 
 
 def _has_name(function: Mapping[str, Any]) -> bool:
@@ -319,7 +368,8 @@ def _named(loss: _Loss, chat: Chat) -> str:
     """The name of what is left out, and the remedy."""
     if loss.tool is not None:
         name = function_of(chat.tools[loss.tool]).get("name")
-        return f'tool {loss.tool}, whose name is "{name}"; use a template that shows it, or drop `tools_key`'
+        part = "the description or a parameter of " if loss.is_part else ""
+        return f'{part}tool {loss.tool}, whose name is "{name}"; use a template that shows it, or drop `tools_key`'
     if loss.message < chat.added:
         return "the system message of `system_prompt`; put it into the first message of the user"
     message, role = chat.messages[loss.message], chat.messages[loss.message]["role"]

@@ -75,6 +75,10 @@ WITH_CALLS = {
     "a call with thoughts": [USER, called({"n": [1]}, reasoning_content="Look.", thinking="Look."), RESULT,
                              said("assistant", "It is."), USER],
     "text as arguments": [USER, called('{"city": "Oslo", "unit": null}'), RESULT, said("assistant", "It is."), USER],
+    "arguments of every type": [USER, called({
+        "text": "a b", "n": 3, "x": 0.5, "on": True, "off": False, "none": None, "zero": 0, "no text": "",
+        "deep": {"a": [1, {"b": "c"}, [2.5]], "e": {}}, "list": [1, "a", None, False, *range(9)], "big": 10**20,
+    }), RESULT, said("assistant", "It is."), USER],
     "no calls in a list of calls": [USER, said("assistant", "It is.", tool_calls=[]), USER],
 }  # fmt: skip
 
@@ -214,6 +218,52 @@ def test_text_when_a_template_leaves_out_a_tool_then_error(template):
     number, name = (0, "get_weather") if template == "phi_3" else (1, "get_time")
     with pytest.raises(BadRow, match=f'leaves out tool {number}, whose name is "{name}"; use a template that '):
         text(template, [USER], [TOOL, second])
+
+
+CALLS = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls or [] %}<{{ c.function.name }}"
+    "{% for k, v in c.function.arguments.items() %}ARGUMENT{% endfor %}>{% endfor %}{% endfor %}"
+)
+SHOWN = " {{ k }}={{ v | tojson }}"
+
+
+@pytest.mark.parametrize(
+    "argument, arguments",
+    [
+        ("{% if v is string %} {{ k }}={{ v }}{% endif %}", {"city": "Oslo", "n": 3}),
+        ("{% if v %}" + SHOWN + "{% endif %}", {"city": "Oslo", "n": 0}),
+        ("{% if v %}" + SHOWN + "{% endif %}", {"city": "Oslo", "in": {"none": None}, "on": False}),
+        ("{% if v is not none %}" + SHOWN + "{% endif %}", {"city": "Oslo", "unit": None}),
+        ("{% if loop.first %}" + SHOWN + "{% endif %}", {"city": "Oslo", "unit": "C"}),
+        (" {{ k }}={{ v.values() | list | tojson if v is mapping else v }}", {"city": {"name": "Oslo"}}),
+        (" {{ k }}={{ v | first if v is sequence and v is not string else v }}", {"cities": [1, 2]}),
+        (" {{ k }}={{ v | int if v is number else v }}", {"city": "Oslo", "n": 2.25}),
+        (" {{ k }}={{ v | upper }}", {"city": "Oslo"}),
+    ],
+)
+def test_text_when_a_template_leaves_out_an_argument_by_its_type_or_place_then_error(argument, arguments):
+    messages = [USER, called(arguments), RESULT, said("assistant", "It is."), USER]
+    with pytest.raises(BadRow, match='leaves out tool call 0 .*"get_weather". of message 1'):
+        text(CALLS.replace("ARGUMENT", argument), messages)
+    assert all(f'{key}={json.dumps(one)}' in text(CALLS.replace("ARGUMENT", SHOWN), messages)
+               for key, one in arguments.items())  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "tools, message",
+    [
+        ("{{ t.function.name }}", "the description or a parameter of tool 0, whose name is .get_weather"),
+        ("{{ t.function.name }}: {{ t.function.description }}", "the description or a parameter of tool 0"),
+        ("{{ t.function.name }}{{ t.function.parameters | tojson }}", "the description or a parameter of tool 0"),
+        ("{{ t.function.description }}", "leaves out tool 0"),
+    ],
+)
+def test_text_when_a_template_leaves_out_what_a_tool_is_for_or_takes_then_error(tools, message):
+    template = "{% for t in tools or [] %}" + tools + "{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    with pytest.raises(BadRow, match=message):
+        text(template, [USER], [TOOL])
+    bare = {"type": "function", "function": {"name": "now"}}
+    assert ("now" in text(template, [USER], [bare])) if "name" in tools and "parameters" not in tools else True
 
 
 @pytest.mark.parametrize(
