@@ -25,6 +25,8 @@ KEPT = 8192
 """Kinds of conversations of which it is kept what the template shows."""
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Keys of thoughts beside a content, which templates show for the last answer alone or not at all."""
+_USUAL = {"role", "content", "tool_calls", "tool_call_id", *_THOUGHTS}
+"""Keys of messages that may have no effect by their meaning, or that are looked at by themselves."""
 _MARKED_ITEMS = 4
 """Of a list in the arguments of a call so many are marked: a template shows all of them or none."""
 _NUMBER = 7310
@@ -66,6 +68,13 @@ class CheckedTemplate:
     def __init__(self, tokenizer: Tokenizer, variables: Mapping[str, Any]):
         self._tokenizer, self._variables = tokenizer, dict(variables)
         self._found: OrderedDict[bytes, _Finding] = OrderedDict()
+        self._reads: dict[str, bool] = {}
+        """By key of messages whether the template has shown it anywhere."""
+
+    @property
+    def unread_keys(self) -> list[str]:
+        """Keys of messages that have changed no text so far, but for those that every format has."""
+        return sorted(name for name, is_read in self._reads.items() if not is_read)
 
     def text(self, chat: Chat) -> str:
         """The conversation as text, up to where the assistant begins.
@@ -103,9 +112,23 @@ class CheckedTemplate:
             if found.form is not None and not found.losses:
                 break
         self._found[key] = found
+        if found.form is not None:
+            self._look_for_unread_keys(chat, found.form)
         if len(self._found) > KEPT:
             self._found.popitem(last=False)
         return found
+
+    def _look_for_unread_keys(self, chat: Chat, form: Form) -> None:
+        messages, text = chat.in_form(form), None
+        for name in sorted({name for one in messages for name in one} - _USUAL):
+            if self._reads.get(name):
+                continue
+            without = [{key: value for key, value in one.items() if key != name} for one in messages]
+            try:
+                text = self._render(messages, chat.tools) if text is None else text
+                self._reads[name] = self._render(without, chat.tools) != text
+            except ValueError:
+                self._reads[name] = True
 
     def _tried(self, marked: _Marked, form: Form) -> _Finding | None:
         """What the template does with it in one form; None: it refuses it."""

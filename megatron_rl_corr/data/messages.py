@@ -12,6 +12,8 @@ from megatron_rl_corr.data.rows import MapObject
 
 _OTHER_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
 """Roles by the names of other data formats: many templates would write these, and no model knows them."""
+_MEDIA = ("image", "images", "image_url", "video", "videos", "video_url", "audio", "audios", "input_audio")
+"""Keys of messages in other data formats, whose values are no text."""
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function", "observation", "ipython")
 
 
@@ -137,6 +139,8 @@ def _message(value: Mapping[str, Any], what: str, *, fills_nulls: bool) -> dict[
         raise ValueError(f'{what}, whose role is "{value["role"]}", {_no_text(content)}')
     if "function_call" in message:
         raise ValueError(f'{what} has a "function_call", which templates leave out; write it as "tool_calls"')
+    if media := [name for name in _MEDIA if message.get(name)]:
+        raise ValueError(f'{what} has "{media[0]}", and prompts are text alone; leave such rows out')
     message.setdefault("content", "")
     if calls is not None:
         if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):

@@ -20,6 +20,8 @@ from megatron_rl_corr.data.tokenizer import Tokenizer
 
 KEYS = ("input_ids", "prompt", "messages")
 """Where the prompt is, unless `input_key` says so."""
+_PLACEHOLDERS = {f"<{kind}>": (kind, f"{kind}s") for kind in ("image", "video", "audio")}
+"""What stands in a text for something that the row has beside it, and that one's keys."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,11 @@ class PromptFormat:
         """Whether the prompt is the row's text as it is, without a template."""
         return prompt.text is not None and prompt.text == _at(prompt.metadata, self._key(prompt.metadata))
 
+    @property
+    def unread_keys(self) -> list[str]:
+        """Keys of messages, beside those of every format, that have changed no prompt so far."""
+        return [] if self.tokenizer is None else self._template.unread_keys
+
     def _label(self, row: Mapping[str, Any]) -> Any:
         return row.get("label") if self.label_key is None else _at(row, self.label_key)
 
@@ -104,6 +111,7 @@ class PromptFormat:
         key = self._key(row)
         value = _at(row, key)
         label = self._label(row)
+        _check_media(value, row, key)
         if isinstance(value, list) and value and isinstance(value[0], dict):
             text, ids = self._rendered(value, row, key, fills_nulls=fills_nulls)
             return Prompt(index, ids, row, text, label)
@@ -260,6 +268,18 @@ def _at_or_null(row: Mapping[str, Any], key: str) -> Any:
             raise ValueError(f'no key "{key}"; the row has {sorted(row)}')
         value = value[part]
     return value
+
+
+def _check_media(value: Any, row: Mapping[str, Any], key: str) -> None:
+    """ValueError for a text with a place for an image, or the like, which the row has beside it."""
+    parts = value if isinstance(value, list) else [value]
+    texts = [one.get("content") if isinstance(one, dict) else one for one in parts]
+    for place, names in _PLACEHOLDERS.items():
+        media = next((name for name in names if row.get(name)), None)
+        if media is not None and any(isinstance(text, str) and place in text for text in texts):
+            raise ValueError(
+                f'"{key}" has {place} for the row\'s "{media}", and prompts are text alone; leave such rows out'
+            )
 
 
 def _check_column(names: Mapping[str, Any], key: str) -> None:

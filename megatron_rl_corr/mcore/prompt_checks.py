@@ -51,6 +51,9 @@ def training_prompts(
             f"--rollout-prompts: {len(long)} of the {checked} rows that were looked at are left out, as "
             f"`long_prompts` drop says; the first: {long[0]}"
         )
+    if form.unread_keys and layout.dp_rank == 0:
+        names = ", ".join(form.unread_keys)
+        warn(f"--rollout-prompts: messages have {names}, which the chat template does not show to the model")
     has_template = tokenizer is not None and tokenizer.has_template and not long
     if layout.dp_rank == 0 and has_template and form.is_plain_text(prompts.rows[0]):
         warn("--rollout-prompts: text is tokenised as it is, though the tokenizer has a chat template; "

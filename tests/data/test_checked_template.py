@@ -267,6 +267,41 @@ def test_text_when_a_template_leaves_out_what_a_tool_is_for_or_takes_then_error(
 
 
 @pytest.mark.parametrize(
+    "key, value",
+    [("images", ["a.png"]), ("image", "a.png"), ("videos", [{"bytes": None}]), ("audio", {"path": "a.wav"}),
+     ("image_url", {"url": "a"}), ("input_audio", {"data": "x"})],
+)  # fmt: skip
+def test_row_when_a_message_has_more_than_text_then_error_names_message_and_key(key, value):
+    with pytest.raises(BadRow, match=f'message 1 of "messages" has "{key}", and prompts are text alone; leave'):
+        text("qwen3", [SYSTEM, {**USER, key: value}])
+    for nothing in (None, [], "", {}):
+        assert text("qwen3", [SYSTEM, {**USER, key: nothing}]) == text("qwen3", [SYSTEM, USER])
+
+
+@pytest.mark.parametrize("place, key", [("<image>", "images"), ("<image>", "image"), ("<video>", "videos")])
+@pytest.mark.parametrize("column", ["messages", "prompt"])
+def test_row_when_its_text_has_a_place_for_an_image_beside_it_then_error(place, key, column):
+    form = PromptFormat(tokenizer("qwen3"))
+    question = f"What is in {place}?"
+    value = [SYSTEM, said("user", question)] if column == "messages" else question
+    row = {column: value, key: [{"path": "a.png"}]}
+    with pytest.raises(BadRow, match=f'"{column}" has {place} for the row.s "{key}", and prompts are text alone'):
+        form.prompt(row, 0, "p.jsonl:1")
+    for alone in (row | {key: None}, row | {key: []}, {column: value}):
+        assert question in form.prompt(alone, 0, "p.jsonl:1").text
+
+
+def test_keys_of_messages_when_the_template_shows_them_nowhere_then_they_are_known():
+    form = PromptFormat(tokenizer("{% for m in messages %}{{ m.name if m.role == 'tool' }}{{ m.content }}{% endfor %}"))
+    form.prompt({"messages": [USER]}, 0, "p.jsonl:1")
+    assert form.unread_keys == []
+    form.prompt({"messages": [{**USER, "name": "ada", "id": 7, "weight": 0}]}, 0, "p.jsonl:1")
+    assert form.unread_keys == ["id", "name", "weight"]
+    form.prompt({"messages": [USER, {**RESULT, "name": "weather", "reasoning": "none"}, USER]}, 0, "p.jsonl:1")
+    assert form.unread_keys == ["id", "weight"]  # a name is shown somewhere; thoughts and ids of calls are not told
+
+
+@pytest.mark.parametrize(
     "content, message",
     [
         ([{"type": "text", "text": "a"}], r"\(it has text\): store them as one text"),

@@ -144,3 +144,14 @@ def test_prompts_when_rows_have_tools_that_no_flag_names_then_a_line_says_so(tmp
     training_prompts(options, types.SimpleNamespace(seq_length=32, seed=1), layout, tokenizer_with(True), 10)
     line = "[rollout] --rollout-prompts: rows have `tools`, which the model does not see; --rollout-tools-key tools "
     assert capsys.readouterr().err == (line + "shows them\n") * told
+
+
+def test_prompts_when_messages_have_keys_that_the_template_does_not_show_then_a_line_names_them(tmp_path, capsys):
+    message = {"role": "user", "content": "1+1", "weight": 1, "id": "a"}
+    (tmp_path / "p.jsonl").write_text(json.dumps({"messages": [message]}))
+    _, options = parse([*FLAGS, "--rollout-prompts", str(tmp_path / "p.jsonl")])
+    layout = types.SimpleNamespace(is_data_leader=True, dp_rank=0)
+    training_prompts(options, types.SimpleNamespace(seq_length=32, seed=1), layout, tokenizer_with(True), 10)
+    assert capsys.readouterr().err == (
+        "[rollout] --rollout-prompts: messages have id, weight, which the chat template does not show to the model\n"
+    )
