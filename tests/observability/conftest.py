@@ -5,7 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl_corr.observability import page
 from megatron_rl_corr.observability.metrics_file import FILE_NAME, MetricsFile
+from megatron_rl_corr.observability.plots import write_overview
+
+_DRAWN: dict = {}
 
 HEALTHY = {
     "step": 7, "reward/mean": 0.53125, "reward/std": 0.25, "reward/max": 1.0, "reward/min": 0.0,
@@ -33,6 +37,28 @@ BINS = {
     f"rollout_corr/log_ratio_abs_bin/{label}": SHARES.get(label, 0.0) for label in [*LABELS, "above_100"]
 }
 HEALTHY |= BINS
+
+
+@pytest.fixture
+def figures_drawn_once(monkeypatch):
+    """Pages of the same steps share their figures, which take seconds: for tests that look at what stands beside them."""
+
+    def overview(rows, path, *, title):
+        key = (json.dumps(rows), title)
+        if key not in _DRAWN:
+            write_overview(rows, path, title=title)
+            _DRAWN[key] = path.read_bytes()
+        path.write_bytes(_DRAWN[key])
+
+    def figures(rows):
+        key = json.dumps(rows)
+        if key not in _DRAWN:
+            _DRAWN[key] = draw(rows)
+        return _DRAWN[key]
+
+    draw = page._figures
+    monkeypatch.setattr(page, "write_overview", overview)
+    monkeypatch.setattr(page, "_figures", figures)
 
 
 @pytest.fixture

@@ -6,6 +6,8 @@ import pytest
 
 from megatron_rl_corr.observability.page import write_page
 
+pytestmark = pytest.mark.usefixtures("figures_drawn_once")
+
 STEP = {
     "step": 2, "layers": [1, 3], "tokens": [[4, 0, 2], [1, 2, 3]], "log_ratio_abs_mean": [[0.1, None, 0.2], [0.1] * 3],
     "weight_mean": [[1.0, None, 1.1]] * 2, "rejected_fraction": [[0.0, None, 0.5]] * 2,

@@ -10,6 +10,8 @@ from megatron_rl_corr.observability.page import write_page
 from megatron_rl_corr.observability.page_events import LOST, MENDED
 from tests.observability.test_page import read
 
+pytestmark = pytest.mark.usefixtures("figures_drawn_once")
+
 
 def line(moment, kind, reason="", **facts):
     event = {"time": moment, "rank": 0, "step": facts.pop("step", None), "kind": kind, "reason": reason}

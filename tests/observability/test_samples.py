@@ -17,6 +17,8 @@ from megatron_rl_corr.observability.token_text import TextSpan, text_spans, visi
 from tests.observability.samples import END, sample, save_tokenizer, write_run
 from tests.observability.test_page import read
 
+pytestmark = pytest.mark.usefixtures("figures_drawn_once")
+
 NAN = math.nan
 RULES = RolloutCorrectionConfig.from_dict(
     {"rollout_rs": ["token_ratio", "seq_mean_ratio"], "rollout_rs_threshold": ["0.25_4.0", "0.5_2.0"]}
