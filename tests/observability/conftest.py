@@ -41,7 +41,7 @@ HEALTHY |= BINS
 
 @pytest.fixture
 def figures_drawn_once(monkeypatch):
-    """Pages of the same steps share their figures, which take seconds: for tests that look at what stands beside them."""
+    """Pages of the same steps share their figures, which take seconds: for tests that look at what is beside them."""
 
     def overview(rows, path, *, title):
         key = (json.dumps(rows), title)
