@@ -13,14 +13,15 @@ from tools.local_server import free_port
 
 def save_results(result_of, processes, model_dir, samples, out, specs):
     """out: of each spec, JSON, every rank's result_of(model_dir, samples, spec)."""
-    results, size = [], int(processes)
-    for spec in map(json.loads, specs):
+    size, paths = int(processes), []
+    for number, spec in enumerate(map(json.loads, specs)):
+        own = f"{out}.{number}"
         # A fork a layout: the threads of its gloo groups go with it.
         start_processes(
-            _rank_main, (size, free_port(), result_of, model_dir, samples, spec, out), size, start_method="fork"
+            _rank_main, (size, free_port(), result_of, model_dir, samples, spec, own), size, start_method="fork"
         )
-        results.append([tensor_files.load(f"{out}.{rank}") for rank in range(size)])
-    tensor_files.save(results, out)
+        paths.append([f"{own}.{rank}" for rank in range(size)])
+    tensor_files.save(tensor_files.Files(paths), out)
 
 
 def _rank_main(rank, size, port, result_of, model_dir, samples, spec, out):
