@@ -39,6 +39,7 @@ MODULES = {
     "vllm_v2": ("vllm.entrypoints.openai.api_server",),
 }
 """What a process of each engine spends its first seconds on."""
+MOCK_DOCUMENTS = 1000
 LARGEST = 200_000
 """Bytes of a message: a command line with its environment."""
 
@@ -49,9 +50,10 @@ _NewInterpreter = subprocess.Popen  # a program may put the class below in its p
 class PreloadedPopen(subprocess.Popen):
     """subprocess.Popen, but `[sys.executable, ...]` runs in a fork where its environment names an engine of tools.cpu.
 
-    A fork is what a new interpreter would be, with these differences: the engine is in sys.modules; its PYTHONPATH's
-    sitecustomize is not read; it always has a session of its own, and it ends with all below it, whatever `preexec_fn`
-    is, when this object's process ends; it ends without Python's finalisation; /proc shows the environment of before.
+    A fork is what a new interpreter would be, with these differences: the engine is in sys.modules, and its mock data
+    are MOCK_DOCUMENTS; its PYTHONPATH's sitecustomize is not read; it always has a session of its own, and it ends with
+    all below it, whatever `preexec_fn` is, when this object's process ends; it ends without Python's finalisation;
+    /proc shows the environment of before.
     """
 
     _status: socket.socket | None = None
@@ -182,6 +184,9 @@ def main(engine: str, folder: str) -> None:
     setproctitle(f"{__spec__.name} {engine}")  # later it would not find where: forks change their variables
     for module in MODULES[engine]:
         importlib.import_module(module)
+    if engine == "megatron":
+        # Each rank shuffles what is in all of Megatron's 100,000 mock documents, and takes a few from the samples.
+        importlib.import_module("megatron.core.datasets.gpt_dataset").MockGPTLowLevelDataset.size = MOCK_DOCUMENTS
     gc.freeze()  # or each fork would walk all that was imported, again and again
     while True:
         asker, _ = listener.accept()

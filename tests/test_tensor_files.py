@@ -9,7 +9,8 @@ def test_load_then_what_was_saved(tmp_path):
     shared = torch.arange(7, dtype=torch.bfloat16)
     results = {
         "a": [torch.tensor(True), torch.tensor([True, False, True]), torch.empty(0, 3), torch.tensor(2**40)],
-        ("b", 1): (shared, shared.view(1, 7), torch.randn(3, 5).t(), torch.nn.Parameter(torch.ones(2))), "c": [1.5, None],
+        ("b", 1): (shared, shared.view(1, 7), torch.randn(3, 5).t(), torch.nn.Parameter(torch.ones(2))),
+        "c": [1.5, None],
     }
     tensor_files.save(results, tmp_path / "one")
     tensor_files.save([torch.ones(1)], tmp_path / "two")

@@ -10,7 +10,7 @@ import inspect
 import logging
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import ModuleType
@@ -239,13 +239,11 @@ def install(config: RolloutCorrectionConfig, options: RunConfig, report: Report)
     Raises:
         UnsupportedMegatron: and nothing is replaced, for a Megatron that is not known.
     """
-    for hook in HOOKS:
-        checked(hook.module, hook.name, hook.parameters)
+    originals = [checked(hook.module, hook.name, hook.parameters) for hook in HOOKS]
     run = CorrectedTraining(config, options, report)
     wraps = (with_our_flags, run.wrap_set_up, run.wrap_train_step, run.wrap_save, checkpoint_files.with_ours_first,
              run.wrap_decide_exit)  # fmt: skip
-    for hook, wrap in zip(HOOKS, wraps, strict=True):
-        replace(hook.module, hook.name, hook.parameters, wrap)
+    _replace(originals, wraps)
     return run.close
 
 
@@ -258,9 +256,9 @@ def describe() -> str:
     """What `install` would replace in this Megatron, and where; nothing is replaced."""
     lines = [f"megatron-core {versions.megatron_version} in {versions.tree()}; supported are {versions.SUPPORTED}; "
              f"Transformer Engine: {versions.transformer_engine()}"]  # fmt: skip
-    for hook in HOOKS:
-        original = checked(hook.module, hook.name, hook.parameters)
-        places = [f"{module.__name__}.{name}" for module, name in _holders(original)]
+    originals = [checked(hook.module, hook.name, hook.parameters) for hook in HOOKS]
+    for hook, holders in zip(HOOKS, _holders(originals), strict=True):
+        places = [f"{module.__name__}.{name}" for module, name in holders]
         lines += [f"{hook.module.__name__}.{hook.name}({', '.join(hook.parameters)}, ...)", f"    by: {hook.by}",
                   f"    at: {', '.join(sorted(places))}"]  # fmt: skip
     return "\n".join(lines)
@@ -280,10 +278,16 @@ def _console_losses(numbers: dict[str, float]) -> dict[str, torch.Tensor]:
     return {name: torch.tensor(value, device=communication_device()) for name, value in shown.items()}
 
 
-def _holders(function: Callable) -> list[tuple[ModuleType, str]]:
-    """Every (module, name) that is bound to the function, wherever it was imported and whatever it is called there."""
-    modules = [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
-    return [(module, name) for module in modules for name, value in list(vars(module).items()) if value is function]
+def _holders(functions: Sequence[Callable]) -> list[list[tuple[ModuleType, str]]]:
+    """Every (module, name) that is bound to each function, wherever it was imported and whatever it is called there."""
+    found: dict[int, list] = {id(function): [] for function in functions}
+    for module in [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]:
+        # Thousands of modules have a million names, and every rank looks through them as it starts.
+        if not found.keys().isdisjoint(map(id, list(vars(module).values()))):
+            for name, value in list(vars(module).items()):
+                if id(value) in found:
+                    found[id(value)].append((module, name))
+    return [found[id(function)] for function in functions]
 
 
 def checked(module: ModuleType, name: str, parameters: tuple[str, ...]) -> Callable:
@@ -300,7 +304,11 @@ def checked(module: ModuleType, name: str, parameters: tuple[str, ...]) -> Calla
 
 def replace(module: ModuleType, name: str, parameters: tuple[str, ...], wrap: Callable[[Callable], Callable]) -> None:
     """Bind the wrapped function wherever the original is bound: a copy would go on with the original."""
-    original = checked(module, name, parameters)
-    replacement = wrap(original)
-    for holder, bound in _holders(original):
-        setattr(holder, bound, replacement)
+    _replace([checked(module, name, parameters)], [wrap])
+
+
+def _replace(originals: Sequence[Callable], wraps: Sequence[Callable[[Callable], Callable]]) -> None:
+    for original, holders, wrap in zip(originals, _holders(originals), wraps, strict=True):
+        replacement = wrap(original)
+        for holder, bound in holders:
+            setattr(holder, bound, replacement)
