@@ -92,7 +92,7 @@ say(
     renewed=[new.__wrapped__ is old for new, old in zip(bound(), originals)],
     names=[importer.train_step is training.train_step, importer.step_of_mine is training.train_step],
     left=importer.another is another,
-    stale=[f"{m.__name__}.{n}" for m, n in sum(map(hooks._holders, originals), [])],
+    stale=[f"{m.__name__}.{n}" for m, n in sum(hooks._holders(originals), [])],
 )
 """
 

@@ -149,13 +149,13 @@ def test_generate_when_a_stop_text_is_sampled_then_its_ids_end_the_response_and_
     stop = tuple(f"{a}{b}" for a in "347" for b in range(10)) + ("<eos>",)
     sampling = SamplingParams(200, stop=stop, ignore_eos=ignore_eos)
     stopped = 0
-    for t in loop.call(client.generate(PROMPTS, sampling, samples_per_prompt=16)):
+    for t in loop.call(client.generate(PROMPTS, sampling, samples_per_prompt=32)):
         text, before = decode(t.output_ids.tolist()), decode(t.output_ids[:-1].tolist())
         assert not any(one in before for one in stop)
         assert (t.finish_reason == "stop") == any(one in text for one in stop)
         stopped += t.finish_reason == "stop" and not text.endswith("<eos>")
         assert_is_truth(t, model, atol=2e-5)
-    assert stopped > 1  # about 13 of 48; end-of-sequence ends the others
+    assert stopped > 1  # about 17 of 96; end-of-sequence ends the others. Of 48 one run in a thousand had fewer than 2
     assert client.counts()["missed_stops"] == 0
 
 

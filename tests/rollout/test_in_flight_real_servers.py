@@ -191,7 +191,7 @@ def test_in_place_when_prompts_of_before_come_again_then_their_keys_are_not_met_
     length, behind = PROMPT_TOKENS[engine]
     # No other test's prompt begins with its first id, so nothing of it is cached.
     prompt, short = [75 - 7 * i % 71 for i in range(length)], SamplingParams(8, ignore_eos=True)
-    plain = client
+    plain, (other, _) = client, set_up(loop, [url], tiny_moe_dir, "in_place", engine=engine)
     if not keyed:
         plain, _ = set_up(loop, [url], tiny_moe_dir, "in_place", engine=engine, keyed=False)
 
@@ -204,7 +204,8 @@ def test_in_place_when_prompts_of_before_come_again_then_their_keys_are_not_met_
         push(servers, weights["first"], "1")
         _, prefilled = ask()
         assert prefilled == length + 3 * behind
-        running = loop.submit(client.generate([[3, 1]], LONG))  # so that the server would refuse to drop its cache
+        # So that the server would refuse to drop its cache. By another client: this one counts whenever it ends.
+        running = loop.submit(other.generate([[3, 1]], LONG))
         wait_until_sampling(url)
         push(servers, weights["second"], "2")
         assert not running.done()
@@ -212,7 +213,7 @@ def test_in_place_when_prompts_of_before_come_again_then_their_keys_are_not_met_
         running.result(60)
     finally:
         servers.close()
-        for each in {client, plain}:
+        for each in {client, plain, other}:
             loop.call(each.close())
     far = []
     for t in made:
