@@ -10,10 +10,10 @@ from typing import Any
 
 import orjson
 
-_DIGITS_AS_ZEROS = bytes.maketrans(b"123456789", b"000000000")
+_ALIKE = bytes.maketrans(b"123456789\t\n\r", b"000000000   ")
+"""Makes all digits zeros and all white space spaces, so that one search finds them."""
 _LONG = b"0" * 19
 """The shortest whole number that 64 bits may not hold, with all its digits as zeros."""
-_WHITE_AS_SPACES = bytes.maketrans(b"\t\n\r", b"   ")
 _NOT_A_NUMBER = re.compile(r"[+-]?(nan|inf(inity)?)\b", re.IGNORECASE)
 
 
@@ -34,8 +34,9 @@ def loads(text: bytes | str, *, unique_keys: bool = True) -> Any:
     except orjson.JSONDecodeError as error:
         if not str(error).startswith("number is infinity"):  # perhaps a whole number of hundreds of digits
             raise ValueError(f"{error}{_remedy(error)}") from None
-    has_long = _LONG in data.translate(_DIGITS_AS_ZEROS) or value is None
-    if not has_long and (not unique_keys or _has_each_key_once(value, data)):
+    alike = data.translate(_ALIKE)
+    has_long = _LONG in alike or value is None
+    if not has_long and (not unique_keys or _has_each_key_once(value, alike)):
         return value
     hook = _object_of if unique_keys else None
     read = json.loads(data, parse_int=_whole, parse_float=_finite, parse_constant=_refuse, object_pairs_hook=hook)
@@ -59,12 +60,12 @@ def dumps(value: Any) -> bytes:
         raise orjson.JSONEncodeError(str(error)) from None
 
 
-def _has_each_key_once(value: Any, data: bytes) -> bool:
+def _has_each_key_once(value: Any, alike: bytes) -> bool:
     """Whether it is certain, at a glance: the text has no more places that may end a key than the value has keys.
 
     False as well where such a place is within a text, or a colon stands behind white space.
     """
-    if b" :" in data.translate(_WHITE_AS_SPACES):
+    if b" :" in alike:
         return False
     keys, waiting = 0, [value]
     while waiting:
@@ -74,7 +75,7 @@ def _has_each_key_once(value: Any, data: bytes) -> bool:
             waiting += one.values()
         elif isinstance(one, list) and one and isinstance(one[0], (dict, list)):
             waiting += one
-    return data.count(b'":') == keys
+    return alike.count(b'":') == keys
 
 
 def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
