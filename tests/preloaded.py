@@ -40,6 +40,7 @@ MODULES = {
 }
 """What a process of each engine spends its first seconds on."""
 MOCK_DOCUMENTS = 1000
+"""Of Megatron's mock data, of which a run reads a few."""
 LARGEST = 200_000
 """Bytes of a message: a command line with its environment."""
 

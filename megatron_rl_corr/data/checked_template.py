@@ -23,6 +23,8 @@ from megatron_rl_corr.data.tokenizer import Tokenizer
 
 KEPT = 8192
 """Kinds of conversations of which it is kept what the template shows."""
+LOOKED_AT = 1000
+"""Kinds, from the first one on, in which keys are looked for that it does not show: as many as rows at the start."""
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Keys of thoughts beside a content, which templates show for the last answer alone or not at all."""
 _USUAL = {"role", "content", "tool_calls", "tool_call_id", *_THOUGHTS}
@@ -73,7 +75,7 @@ class CheckedTemplate:
 
     @property
     def unread_keys(self) -> list[str]:
-        """Keys of messages that have changed no text so far, but for those that every format has."""
+        """Keys of messages that have changed no text of the first LOOKED_AT kinds, but for those of every format."""
         return sorted(name for name, is_read in self._reads.items() if not is_read)
 
     def text(self, chat: Chat) -> str:
@@ -112,7 +114,7 @@ class CheckedTemplate:
             if found.form is not None and not found.losses:
                 break
         self._found[key] = found
-        if found.form is not None:
+        if found.form is not None and len(self._found) <= LOOKED_AT:
             self._look_for_unread_keys(chat, found.form)
         if len(self._found) > KEPT:
             self._found.popitem(last=False)
@@ -216,6 +218,8 @@ class _Marked:
         """Of the ids of tool calls, what stands in their place: they differ from row to row."""
         self._shown: dict[tuple[int, int], list[str]] = {}
         """By message and call, the marks in its arguments."""
+        self._numbers = 0
+        """Numbers that are marks."""
         self._described: dict[int, list[str]] = {}
         """By tool, those in its description and as names of its parameters."""
         messages = [self._message(message, number) for number, message in enumerate(chat.messages)]
@@ -256,7 +260,7 @@ class _Marked:
     def _call(self, call: Mapping[str, Any], number: int, place: int) -> dict[str, Any]:
         function = function_of(call)
         self._shown[number, place] = shown = []
-        arguments = self._value(dict(function["arguments"]), shown, f"{number}q{place}")
+        arguments = self._value(dict(function["arguments"]), shown, number, place)
         changed: dict[str, Any] = {"arguments": Arguments(arguments)}
         marked, own_id = dict(call), call.get("id")
         if _has_name(function):
@@ -268,23 +272,24 @@ class _Marked:
             marked["id"] = self._id(own_id)
         return with_function(marked, **changed)
 
-    def _value(self, value: Any, shown: list[str], where: str) -> Any:
+    def _value(self, value: Any, shown: list[str], *where: int) -> Any:
         """Arguments of the same types with marks as keys, texts and numbers, all of which are added to `shown`."""
         if isinstance(value, dict):
             made = {}
             for one in value.values():
-                key = _mark("key", where, len(shown))
+                key = _mark("key", *where, len(shown))
                 shown.append(key)
-                made[key] = self._value(one, shown, where)
+                made[key] = self._value(one, shown, *where)
             return made
         if isinstance(value, list):
-            return [self._value(one, shown, where) for one in value[:_MARKED_ITEMS]]
+            return [self._value(one, shown, *where) for one in value[:_MARKED_ITEMS]]
         if not value or value is True:  # a template that leaves these out does so with their keys
             return value
         if isinstance(value, str):
-            shown.append(_mark("value", where, len(shown)))
+            shown.append(_mark("value", *where, len(shown)))
             return shown[-1]
-        shown.append(f"{_NUMBER}{len(shown):03}")
+        self._numbers += 1  # no other call has it
+        shown.append(f"{_NUMBER}{self._numbers:04}")
         if isinstance(value, int):
             return int(shown[-1])
         shown[-1] += ".5"

@@ -59,7 +59,7 @@ class PushProbe:
     shape: BatchShape
     settings: LogprobSettings
     shapes: RowShapes
-    """Of padded rows."""
+    """Of padded rows; packs, too, come in its multiples."""
     judge: PushJudge | None
     """On rank 0: asks the servers, and judges them."""
 

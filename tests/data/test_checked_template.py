@@ -262,8 +262,21 @@ def test_text_when_a_template_leaves_out_what_a_tool_is_for_or_takes_then_error(
     template = "{% for t in tools or [] %}" + tools + "{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
     with pytest.raises(BadRow, match=message):
         text(template, [USER], [TOOL])
-    bare = {"type": "function", "function": {"name": "now"}}
-    assert ("now" in text(template, [USER], [bare])) if "name" in tools and "parameters" not in tools else True
+
+
+@pytest.mark.parametrize("shown", ["{{ t.function.name }}", "{{ t.function.name }}: {{ t.function.description }}"])
+def test_text_when_a_tool_has_a_name_alone_then_no_template_leaves_out_more(shown):
+    template = "{% for t in tools or [] %}" + shown + "{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert "now" in text(template, [USER], [{"type": "function", "function": {"name": "now"}}])
+
+
+def test_text_when_a_template_leaves_out_the_number_of_a_second_call_then_error():
+    messages = [USER, called({"n": 3}), RESULT, called({"n": 4}, call_id="call67890"),
+                said("tool", "dry", tool_call_id="call67890"), USER]  # fmt: skip
+    number = " {{ k }}={{ v if m is sameas messages[1] }}"
+    with pytest.raises(BadRow, match='leaves out tool call 0 .*"get_weather". of message 3'):
+        text(CALLS.replace("ARGUMENT", number), messages)
+    assert "n=3" in text(CALLS.replace("ARGUMENT", SHOWN), messages)
 
 
 @pytest.mark.parametrize(
