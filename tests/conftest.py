@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import gc
 import importlib.util
 import os
 import signal
@@ -35,6 +36,10 @@ def pytest_configure(config):
         config.pluginmanager.register(Record(Path(folder)))
     if getattr(config.option, "numprocesses", None):  # all workers share what their parent starts
         preload_all()
+
+
+def pytest_collection_finish():
+    gc.freeze()  # the collector would walk thousands of tests again and again
 
 
 @pytest.fixture(scope="session")

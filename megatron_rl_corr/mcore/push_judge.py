@@ -32,6 +32,7 @@ from megatron_rl_corr.weight_sync.evidence import (
 )
 from megatron_rl_corr.weight_sync.probe import (
     DECODED_TOKENS,
+    FIRST_DECODED,
     PROMPT_TOKENS,
     ProbeAnswer,
     ProbeDraw,
@@ -300,12 +301,12 @@ class PushJudge:
         """
         length = max(min(PROMPT_TOKENS, self._longest - DECODED_TOKENS), 2)
         if number == 0:
-            return (ProbeDraw(prompt_text(self._source.prompts, 0, length), 0),)
+            return (ProbeDraw(prompt_text(self._source.prompts, 0, length), 0, FIRST_DECODED),)
         made = []
         for place in range(TEXTS):
             fresh, cut = place >= TEXTS // 2, (number - 1) * TEXTS // 2 + place + 1
             at, count = (number * TEXTS + place, length) if fresh else (0, max(length - cut, 2))
-            made.append(ProbeDraw(prompt_text(self._source.prompts, at, count), number * 100 + place, fresh))
+            made.append(ProbeDraw(prompt_text(self._source.prompts, at, count), number * 100 + place, fresh=fresh))
         return tuple(made)
 
     def _asked(self, texts: Sequence[tuple[int, ...]], *, simulates: bool) -> Asked:

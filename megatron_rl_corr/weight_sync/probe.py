@@ -26,8 +26,8 @@ from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.engines.types import Request
 from megatron_rl_corr.events import EVENTS
 
-DECODED_TOKENS = 16
-"""K, the length of a sampled response."""
+FIRST_DECODED, DECODED_TOKENS = 8, 16
+"""K, the length of the sampled response of every push, for which it waits; and of one that is evidence."""
 PROMPT_TOKENS = 32
 """Most tokens of the prompt before it."""
 
@@ -45,6 +45,7 @@ class ProbeDraw:
 
     prompt: tuple[int, ...]
     seed: int
+    tokens: int = DECODED_TOKENS
     fresh: bool = False
     """Share no cached keys and values with any other request."""
 
@@ -184,12 +185,12 @@ class _Asked:
     async def _decode(self, draw: ProbeDraw) -> Decoded | None:
         """None: the server can't sample from the whole vocabulary, as vLLM with --return-sampling-mask can't."""
         engine, prompt = self.servers.engine_of(self.url), list(draw.prompt)
-        sampling = SamplingParams(max_new_tokens=DECODED_TOKENS, temperature=1.0, ignore_eos=True)
+        sampling = SamplingParams(max_new_tokens=draw.tokens, temperature=1.0, ignore_eos=True)
         key = f"{self.cache_key or ''}probe-{draw.seed}" if draw.fresh else self.cache_key
         request = engine.detailed_sample(prompt, sampling, seed=draw.seed, likeliest=1, cache_key=key)
 
         def parse(answer: Mapping[str, Any]) -> DetailedSample:
-            return engine.parse_detailed_sample(answer, server=self.url, prompt_ids=prompt, tokens=DECODED_TOKENS)
+            return engine.parse_detailed_sample(answer, server=self.url, prompt_ids=prompt, tokens=draw.tokens)
 
         try:
             sample = await self._retried(request, parse)

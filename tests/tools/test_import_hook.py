@@ -65,7 +65,8 @@ import tools.cpu.replacement as replacement
 OWNERS = {"torch": torch, "torch.Tensor": torch.Tensor, "torch.nn.Module": torch.nn.Module,
           "torch.cuda": torch.cuda, "torch.cuda.random": torch.cuda.random, "torch.cuda.nvtx":
           torch.cuda.nvtx, "torch.utils.cpp_extension": torch.utils.cpp_extension,
-          "torch.distributed": torch.distributed, "torch.backends": torch.backends}
+          "torch.distributed": torch.distributed, "torch.backends": torch.backends,
+          "torch.distributed.distributed_c10d": torch.distributed.distributed_c10d}
 def attributes():  # of a class also those it inherits
     return {f"{o}.{n}": inspect.getattr_static(owner, n) for o, owner in OWNERS.items() for n in dir(owner)}
 before = attributes()
@@ -152,7 +153,8 @@ print(json.dumps({"missing": [r.target for r in (*EARLY, *LATE) if not r.is_appl
         f"{fp8}.Fp8Config.get_supported_act_dtypes",
     ]  # fmt: skip
     assert [target for target in listed if not target.startswith((fp8, "torch.distributed.broadcast"))] == [
-        "sgl_kernel", "torch.cuda.synchronize", "sglang.srt.entrypoints.engine._set_envs_and_config",
+        "sgl_kernel", "torch.distributed.distributed_c10d.ProcessGroupGloo", "torch.cuda.synchronize",
+        "sglang.srt.entrypoints.engine._set_envs_and_config",
         "sglang.srt.mem_cache.pool_host.common._cuda_host_register",
         "sglang.kernels.ops.sampling.murmur_hash.murmur_hash32",
         "sglang.srt.arg_groups.overrides._deterministic_attention_backend",
@@ -199,8 +201,35 @@ print(json.dumps(model.model.rotary_emb.inv_freq.tolist()))
 def test_vllm_when_imported_under_the_hook_then_its_list_is_replaced(tmp_path):
     code = """
 import json, vllm.v1.engine.core
-from tools.cpu.vllm_replacements import LATE
-print(json.dumps([r.is_applied() for r in LATE]))
+from tools.cpu.vllm_replacements import EARLY, LATE
+print(json.dumps([r.is_applied() for r in (*EARLY, *LATE)]))
 """
     applied = preloaded_output(code, "vllm", tmp_path)
     assert applied and all(applied)
+
+
+def test_groups_when_many_then_one_thread_serves_them_and_each_keeps_its_timeout(tmp_path):
+    code = """
+import json, os
+from datetime import timedelta
+import torch, torch.distributed as dist
+import megatron.core
+store = dist.HashStore()
+dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=77))
+groups = [dist.new_group([0], timeout=timedelta(seconds=9)), *(dist.new_group([0]) for _ in range(7))]
+ones = torch.ones(2)
+for group in groups:
+    dist.all_reduce(ones, group=group)
+names = [open(f"/proc/self/task/{thread}/comm").read().strip() for thread in os.listdir("/proc/self/task")]
+backends = [group._get_backend(torch.device("cpu")) for group in [dist.group.WORLD, *groups[:2]]]
+timeouts = [backend.options._timeout.seconds for backend in backends]
+print(json.dumps([ones.tolist(), names.count("gloo_tcp_loop"), timeouts]))
+"""
+    # torch does not hand on the first group's timeout
+    assert preloaded_output(code, "megatron", tmp_path) == [[1.0, 1.0], 1, [77, 9, 1800]]
+
+
+def test_process_of_an_engine_then_its_threads_do_not_preempt_each_other(tmp_path):
+    code = "import os; print(os.sched_getscheduler(0) == os.SCHED_BATCH)"
+    with_engine, without = environment("megatron"), {n: v for n, v in environment("megatron").items() if n != VARIABLE}
+    assert [run(code, variables).stdout.split() for variables in (with_engine, without)] == [["True"], ["False"]]

@@ -9,7 +9,7 @@ import torch
 from tools.cpu import torch_cuda, torch_devices, torch_gloo
 from tools.cpu.replacement import MissingName, Replacement
 
-EARLY = [*torch_cuda.REPLACEMENTS, *torch_devices.REPLACEMENTS, *torch_gloo.REPLACEMENTS]
+EARLY = [*torch_cuda.REPLACEMENTS, *torch_devices.REPLACEMENTS, *torch_gloo.REPLACEMENTS, torch_gloo.ONE_DEVICE]
 
 
 def _get_rng_state(original):

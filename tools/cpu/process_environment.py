@@ -190,7 +190,7 @@ def replacements(engine: str) -> list[tuple[str, str]]:
 
         return [(STUB, STUB_WHY), *((r.target, r.why) for r in (*EARLY, *LATE))]
     if engine in ("vllm", "vllm_v2"):
-        from tools.cpu.vllm_replacements import LATE, LATE_V2
+        from tools.cpu.vllm_replacements import EARLY, LATE, LATE_V2
 
-        return [(r.target, r.why) for r in (LATE if engine == "vllm" else LATE_V2)]
+        return [(r.target, r.why) for r in (*EARLY, *(LATE if engine == "vllm" else LATE_V2))]
     raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tools.cpu import sglang_fp8, sglang_memory
 from tools.cpu.replacement import Replacement
+from tools.cpu.torch_gloo import ONE_DEVICE
 
 WORD = 0xFFFFFFFF
 
@@ -15,7 +16,7 @@ WORD = 0xFFFFFFFF
 STUB = "sgl_kernel"
 STUB_WHY = "SGLang imports its GPU kernels by name; without them a stand-in can be imported but not called"
 
-EARLY: list[Replacement] = [*sglang_fp8.EARLY, *sglang_memory.EARLY]
+EARLY: list[Replacement] = [ONE_DEVICE, *sglang_fp8.EARLY, *sglang_memory.EARLY]
 
 
 def _skip_registration(original):

@@ -1,4 +1,4 @@
-"""all_gather and reduce_scatter of lists with unequal sizes, which NCCL has and gloo lacks, as one all-to-all."""
+"""What gloo needs to stand in for NCCL: one device a process, and lists of unequal sizes as one all-to-all."""
 
 import functools
 
@@ -49,8 +49,25 @@ def _reduce_scatter(original):
     return reduce_scatter
 
 
+def _on_one_device(original):
+    device = functools.cache(original.create_default_device)
+
+    class ProcessGroupGloo(original):
+        def __init__(self, store, rank, size, timeout=dist.default_pg_timeout, enable_reconfigure=False):
+            options = original._Options()
+            options._devices, options._timeout = [device()], timeout
+            options.enable_reconfigure = enable_reconfigure
+            super().__init__(store, rank, size, options)
+
+    return ProcessGroupGloo
+
+
 _WHY = "gloo refuses lists of unequal sizes, which experts split over both EP and TP exchange"
 
+ONE_DEVICE = Replacement(
+    "torch.distributed.distributed_c10d", "ProcessGroupGloo", _on_one_device,
+    "each group's own device has a thread that wakes 100 times a second: 50 groups cost 4% of a core, idle or not",
+)  # fmt: skip
 REPLACEMENTS = [
     Replacement("torch.distributed", "all_gather", _all_gather, _WHY),
     Replacement("torch.distributed", "reduce_scatter", _reduce_scatter, _WHY),

@@ -8,9 +8,10 @@ import signal
 import torch
 
 from tools.cpu.replacement import NewEntry, Replacement
+from tools.cpu.torch_gloo import ONE_DEVICE
 from tools.process_group import PR_SET_PDEATHSIG
 
-EARLY: list[Replacement] = []
+EARLY: list[Replacement] = [ONE_DEVICE]
 
 
 def _ends_with_its_parent(original):
