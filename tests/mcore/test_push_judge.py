@@ -11,7 +11,7 @@ import pytest
 from megatron_rl_corr.data.prompts import Prompt, PromptDataset
 from megatron_rl_corr.mcore import push_judge
 from megatron_rl_corr.mcore.push_judge import ROUNDS, PushJudge
-from megatron_rl_corr.weight_sync.probe import DECODED_TOKENS, Decoded, ProbeAnswer
+from megatron_rl_corr.weight_sync.probe import Decoded, ProbeAnswer
 
 SURE, MOVES = 1e-6, 2e-2
 """Nats by which bfloat16 moves a sure token's log-prob, and another one's."""
@@ -44,9 +44,9 @@ class World:
         scores_off, samples_off = ((wrong in (side, "weights")) * 0.5 for side in ("scores", "samples"))
 
         def decoded(draw):
-            ids = (*draw.prompt, *self.random.integers(len(TEMPLATE), 1000, DECODED_TOKENS).tolist())
-            own = self.own(ids)[-DECODED_TOKENS:]
-            sides = [self.rounded(own, ids[-DECODED_TOKENS - 1 :], off) for off in (samples_off, scores_off)]
+            ids = (*draw.prompt, *self.random.integers(len(TEMPLATE), 1000, draw.tokens).tolist())
+            own = self.own(ids)[-draw.tokens :]
+            sides = [self.rounded(own, ids[-draw.tokens - 1 :], off) for off in (samples_off, scores_off)]
             return Decoded(ids, *sides, draw.fresh)
 
         scores = tuple(self.rounded(self.own(ids), ids, scores_off) for ids in question.texts)
@@ -183,6 +183,7 @@ def test_judge_in_further_rounds_then_prompts_of_responses_are_others_and_the_ca
     [usual], *further = asked
     draws = [draw for draws in further for draw in draws]
     assert len(further) == ROUNDS and len({draw.prompt for draw in (usual, *draws)}) == 1 + ROUNDS * 8
+    assert usual.tokens == 8 and {draw.tokens for draw in draws} == {16}
     cached = [draw.prompt for draw in draws if not draw.fresh]
     assert len(cached) == ROUNDS * 4 and all(usual.prompt[: len(prompt)] == prompt for prompt in cached)
     assert min(map(len, cached)) >= 20
