@@ -106,7 +106,7 @@ class ServerHealth:
         self._pool.release()
         for server in self._pool.left_out:
             server.refused = None
-            self._probe(server, 0.0)
+            self._probe(server, 0.0, updated=server.url in restarted)
 
     def hold_outage(self, *, released: bool = False) -> None:
         """Declare no outage until the next `expect`. released: servers lack memory until then, and `watching` fails."""
@@ -169,21 +169,26 @@ class ServerHealth:
         for server in self._pool.left_out:
             self._pool.rejoin(server)
 
-    def _probe(self, server: Server, delay_s: float) -> None:
+    def _probe(self, server: Server, delay_s: float, *, updated: bool = False) -> None:
         if server in self._probes:
             self._probes[server].cancel()
-        self._probes[server] = asyncio.create_task(self._readmit(server, delay_s))
+        self._probes[server] = asyncio.create_task(self._readmit(server, delay_s, updated))
 
-    async def _readmit(self, server: Server, delay_s: float) -> None:
+    async def _readmit(self, server: Server, delay_s: float, updated: bool) -> None:
+        """Ask until it is well. updated: it has just taken all of an update, and is not asked whether it lives.
+
+        SGLang takes a second to say so, and longer while it is paused: a step may have sampled by then.
+        """
         stale = 0
         while True:
             await asyncio.sleep(delay_s)
             delay_s = min(max(2 * delay_s, FIRST_PROBE_S), LONGEST_BACKOFF_S)
             try:
-                await self._check(server.url)
+                await self._check(server.url, lives=updated)
             except LocalFault:
                 continue  # it says nothing about the server
             except RolloutError as error:
+                updated = False
                 self._refuse(server, error)
                 if isinstance(error, StaleWeightsError):
                     stale += 1
@@ -204,9 +209,10 @@ class ServerHealth:
         server.refused = error
         server.answered = server.answered and not may_be_gone(error)
 
-    async def _check(self, url: str) -> None:
+    async def _check(self, url: str, *, lives: bool) -> None:
         engine = self._fleet.engine_of(url)
-        await self._fleet.send(url, engine.health(), timeout_s=HEALTH_PROBE_TIMEOUT_S)
+        if not lives:
+            await self._fleet.send(url, engine.health(), timeout_s=HEALTH_PROBE_TIMEOUT_S)
         if self.expected_version is None:
             return
         request = engine.model_info()

@@ -497,6 +497,38 @@ def test_expect_version_when_a_push_names_a_servers_weights_late_then_it_is_aske
     run_client(scenario, handle, right)
 
 
+def test_expect_version_when_a_restarted_server_has_taken_the_update_then_it_is_not_asked_whether_it_lives(
+    faulty, fakes
+):
+    """SGLang takes a second for that answer, and may have none while it is paused: the step has sampled by then."""
+    anew, other = fakes
+    anew.version, other.version, asked = "7", "old", {"anew": [], "other": []}
+
+    async def handle(request):
+        asked["anew"].append(request.path)
+        return await anew(request)
+
+    async def handle_other(request):
+        asked["other"].append(request.path)
+        return await other(request)
+
+    async def scenario(client):
+        await client.expect_version("7", restarted=client.base_urls[:1])
+        async with asyncio.timeout(5):
+            while client.left_out:
+                await asyncio.sleep(0.02)
+        assert {t.server for t in await client.generate(PROMPTS, ONE)} == {client.base_urls[0]}  # the other is stale
+        other.version = "8"
+        anew.version = "8"
+        await client.expect_version("8")
+        async with asyncio.timeout(5):
+            while client.left_out:
+                await asyncio.sleep(0.02)
+
+    run_client(scenario, handle, handle_other)
+    assert "/health" not in asked["anew"] and "/health" in asked["other"]
+
+
 def test_server_when_its_weights_are_others_and_it_falls_ill_then_it_is_asked_less_and_less_often(
     faulty, fakes, monkeypatch
 ):
