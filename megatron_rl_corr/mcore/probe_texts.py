@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Sequence
 
@@ -39,28 +40,41 @@ def round_texts(prompts: PromptDataset, number: int, responses: Sequence[Traject
 
 
 def prompt_text(prompts: PromptDataset, place: int, count: int) -> tuple[int, ...]:
-    """`count` ids of the data's prompts one behind the other, from the beginning again where they are too few.
+    """`count` ids of the data: the end of a long prompt, as many begin alike; short ones one behind the other.
 
     Args:
         prompts: of the run.
-        place: texts of other places begin with other prompts, or with other tokens where there are too few.
+        place: texts of other places are of other prompts, or of other parts of them where there are too few.
         count: ids, at least 2.
 
     Raises:
         ValueError, OSError: as `PromptDataset.rows`, for a row of another fault than a prompt that can't be used.
     """
+    again, begin = divmod(place * _prompts_of_text(prompts), len(prompts))
     ids: list[int] = []
-    skipped, begin = divmod(place, len(prompts))
     for offset in itertools.count():
         index = (begin + offset) % len(prompts)
         try:
-            ids += prompts.rows[index].input_ids
+            more = prompts.rows[index].input_ids
         except BadRow:
             if offset == len(prompts) - 1 and not ids:
                 raise
-        if len(ids) >= count + skipped:
-            return tuple(ids[skipped : count + skipped])
+            continue
+        if not ids and len(more) >= count:
+            end = len(more) - again * count % (len(more) - count + 1)
+            return tuple(more[end - count : end])
+        ids += more
+        if len(ids) >= count + again:
+            return tuple(ids[again : count + again])
     raise AssertionError("a data set has at least one row")
+
+
+def _prompts_of_text(prompts: PromptDataset) -> int:
+    """How many prompts make TEXT_TOKENS, by the first that can be used."""
+    for row in range(len(prompts)):
+        with contextlib.suppress(BadRow):
+            return -(-TEXT_TOKENS // len(prompts.rows[row].input_ids))
+    return 1
 
 
 def _response_texts(responses: Sequence[Trajectory], place: int, count: int) -> list[tuple[int, ...]]:

@@ -27,6 +27,7 @@ from megatron_rl_corr.weight_sync.evidence import (
     Rounding,
     TextRounding,
     bits_of,
+    is_new,
     is_off,
     off_by,
 )
@@ -55,6 +56,8 @@ from megatron_rl_corr.weight_sync.verdict import (
 
 ROUNDS = 3
 """Further rounds at most; a server without enough evidence for either side after them is not said to differ."""
+UNKNOWN_TYPE = "bfloat16"
+"""What a server computes in that has never said it."""
 SUSPECTS = 4
 """Servers at most that are asked again after one push."""
 
@@ -86,6 +89,8 @@ class JudgeMemory:
     """Suspicious servers for which there was no place after the last push; the first one waits longest."""
     typed: tuple[str, ...] = ()
     """Servers that were asked for their number types."""
+    types: dict[str, str] = field(default_factory=dict)
+    """What each has said last; one that does not answer once computes as before."""
     rounding: Rounding | None = None
     """The one that was simulated."""
     movement: Movement = field(default_factory=Movement)
@@ -102,13 +107,15 @@ class PushJudge:
         push_rounding: --rollout-push-rounding: the servers' weights differ from the trainer's by it.
         responses: those of the last batch.
         longest: ids that a text may have. A server samples a token behind a text.
+        resumed: the run goes on at a checkpoint, which servers that loaded another one rightly differ from before
+            the first push.
     """
 
     def __init__(
         self, source: SampleSource, *, dtype: str, max_log_ratio: float | None, push_rounding: str,
-        responses: Callable[[], Sequence[Trajectory]], longest: int,
+        responses: Callable[[], Sequence[Trajectory]], longest: int, resumed: bool,
     ):  # fmt: skip
-        self._source, self._memory, self._dtype = source, JudgeMemory(), dtype
+        self._source, self._memory, self._dtype = source, JudgeMemory(before={} if resumed else None), dtype
         self._bound, self._push_rounding = max_log_ratio, push_rounding
         self._responses, self._longest = responses, longest
         self._servers: WeightServers | None = None
@@ -117,6 +124,8 @@ class PushJudge:
         self._answers: dict[str, ProbeAnswer] = {}
         self._compared: dict[str, ServerEvidence] = {}
         """Of each server that has answered after this push."""
+        self._scored: list[tuple[int, ...]] = []
+        """Texts that were scored after this push."""
         self._suspects: dict[str, ServerEvidence] = {}
         self._off_before: set[str] = set()
         """After the first push, servers that were off before it, too."""
@@ -150,6 +159,7 @@ class PushJudge:
         """
         self._servers, self._version = servers, version
         self._answers, self._compared, self._suspects, self.numbers = {}, {}, {}, {}
+        self._scored = list(self.texts)
         if tuple(servers.urls) != self._memory.typed:
             self._ask_types()
         self._question = Question(self.texts, self._draws(0))
@@ -158,7 +168,8 @@ class PushJudge:
     def _ask_types(self) -> None:
         """Note what the servers compute in, which a server may do otherwise after a restart."""
         memory, urls = self._memory, self._servers.urls
-        rounding = self._rounding(self._source.loop.call(ask_types(self._source.client.control(urls))))
+        memory.types |= self._source.loop.call(ask_types(self._source.client.control(urls)))
+        rounding = self._rounding({memory.types.get(url, UNKNOWN_TYPE) for url in urls})
         memory.typed = tuple(urls)
         if rounding != memory.rounding:
             memory.rounding, memory.expected, memory.decoded = rounding, None, []
@@ -173,7 +184,7 @@ class PushJudge:
         client = self._source.client
         return self._source.loop.submit(ask_servers(
             client.control(list(self._suspects) if number else self._servers.urls), self._question,
-            version=self._version, vocab_size=client.vocab_size, cache_key=client.cache_key,
+            version=self._version, vocab_size=client.vocab_size, cache_key=client.cache_key, required=not number,
         ))  # fmt: skip
 
     def screen(self, answers: Mapping[str, ProbeAnswer], own: Logprobs, moved: Logprobs) -> None:
@@ -197,7 +208,7 @@ class PushJudge:
             evidence = self._compared[url] = ServerEvidence(_ratios(own, answer.scores, expected))
             for decoded in answer.decoded:
                 judge_decoded(evidence, decoded, None, usual)
-                evidence.responses.add(decoded.ids)
+                evidence.responses.append(decoded.ids)
         before, memory.before = memory.before or {}, {}
         self.numbers = self._measured(own, answers, before)
         suspects = self._by_suspicion()
@@ -244,14 +255,16 @@ class PushJudge:
         if moved:  # rounding may have grown with the policy: the next push is compared with that of now
             self._memory.expected = expected[-len(self.texts) :]
         place, tails = len(self._question.texts), []
+        new = self._new_texts()
         for url, evidence in self._suspects.items():
             answer = self._answers[url]
-            evidence.scores += _ratios(own[: len(answer.scores)], answer.scores, expected)
+            ratios = _ratios(own[: len(answer.scores)], answer.scores, expected)
+            evidence.scores += [ratio for ratio, counts in zip(ratios, new, strict=True) if counts]
             for decoded in answer.decoded:
                 tail = self._of_response(moved[place] if moved else None, len(decoded.sampled))
-                if decoded.ids not in evidence.responses:  # the same tokens again are the same rounding
+                if is_new(decoded.ids, evidence.responses, len(decoded.sampled)):
                     judge_decoded(evidence, decoded, own[place][-len(decoded.sampled) :], tail)
-                evidence.responses.add(decoded.ids)
+                evidence.responses.append(decoded.ids)
                 tails.append(tail)
                 place += 1
         self._memory.decoded = tails or self._memory.decoded
@@ -259,6 +272,15 @@ class PushJudge:
             bits = max(one.bits for one in self._suspects.values())
             self.numbers["rollout/probe_bits"] = max(bits, self.numbers["rollout/probe_bits"])
         return self._error(own[: len(self._question.texts)])
+
+    def _new_texts(self) -> list[bool]:
+        """Of each text of this round whether it is evidence: few prompts, or some that begin alike, make the same ones.
+        """
+        found = []
+        for text in self._question.texts:
+            found.append(is_new(text, self._scored, len(text)))
+            self._scored.append(text)
+        return found
 
     def _error(self, own: Logprobs) -> RolloutError | None:
         wrong = [url for url, one in self._suspects.items() if one.answer == "differs"]
@@ -300,13 +322,16 @@ class PushJudge:
         met. No two rounds have a prompt in common: a sure policy answers it alike, and that is no further evidence.
         """
         length = max(min(PROMPT_TOKENS, self._longest - DECODED_TOKENS), 2)
+        most = max(self._longest - length, 1)
+        usual = prompt_text(self._source.prompts, 0, length)
         if number == 0:
-            return (ProbeDraw(prompt_text(self._source.prompts, 0, length), 0, FIRST_DECODED),)
-        made = []
+            return (ProbeDraw(usual, 0, min(FIRST_DECODED, most)),)
+        made, tokens = [], min(DECODED_TOKENS, most)
         for place in range(TEXTS):
             fresh, cut = place >= TEXTS // 2, (number - 1) * TEXTS // 2 + place + 1
-            at, count = (number * TEXTS + place, length) if fresh else (0, max(length - cut, 2))
-            made.append(ProbeDraw(prompt_text(self._source.prompts, at, count), number * 100 + place, fresh=fresh))
+            other = prompt_text(self._source.prompts, number * TEXTS + place, length)
+            prompt = other if fresh else usual[: max(length - cut, 2)]
+            made.append(ProbeDraw(prompt, number * 100 + place, tokens, fresh))
         return tuple(made)
 
     def _asked(self, texts: Sequence[tuple[int, ...]], *, simulates: bool) -> Asked:

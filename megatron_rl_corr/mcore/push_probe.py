@@ -185,6 +185,7 @@ def broadcast_probe(
         judge = PushJudge(
             source, dtype=trained_type(args), max_log_ratio=options.max_probe_log_ratio,
             push_rounding=options.push_rounding, responses=lambda: collector.trajectories, longest=args.seq_length - 1,
+            resumed=args.iteration > 0,
         )  # fmt: skip
     broadcast_made(lambda: judge.texts)
     unit = 0 if keeps_shape(args) else RANK_TOKENS * layout.cp_size * layout.tp_group.size()

@@ -18,6 +18,7 @@ Source: Wald, Sequential tests of statistical hypotheses, 1945; Ville, Étude cr
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -137,6 +138,16 @@ def _upper(tokens: int) -> float:
 def is_off(ratio: float) -> bool:
     """Whether rounding does not explain such an `off_by`; True for NaN."""
     return not ratio <= MARGIN
+
+
+def is_new(ids: Sequence[int], earlier: Iterable[Sequence[int]], scored: int) -> bool:
+    """Whether more than half of a text's last `scored` tokens are none that an earlier one has, too.
+
+    A token's log-prob follows from it and from all ids before it: of two texts that begin alike, it is the same token
+    with the same rounding as far as they are alike, and that is evidence once.
+    """
+    common = max((len(os.path.commonprefix([tuple(ids), tuple(one)])) for one in earlier), default=0)
+    return 2 * (len(ids) - common) > scored
 
 
 def bits_of(ratios: Iterable[float]) -> float:

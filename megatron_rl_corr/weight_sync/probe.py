@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rl_corr.engines.addresses import may_change
 from megatron_rl_corr.engines.control import ServerControl
 from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, RolloutServerError, StaleWeightsError
 from megatron_rl_corr.engines.inspection import DetailedSample, TokenScores
@@ -86,7 +87,8 @@ class ProbeAnswer:
 
 
 async def ask_servers(
-    servers: ServerControl, question: Question, *, version: str, vocab_size: int, cache_key: str | None
+    servers: ServerControl, question: Question, *, version: str, vocab_size: int, cache_key: str | None,
+    required: bool = True,
 ) -> dict[str, ProbeAnswer]:
     """The answers of the servers that answer.
 
@@ -99,10 +101,11 @@ async def ask_servers(
         version: of the weights that were pushed.
         vocab_size: of the model.
         cache_key: of requests to the new weights.
+        required: one answer at least.
 
     Raises:
-        RolloutServerError: a server refuses to score; or no server is compared, and one answers that it failed.
-        RolloutProtocolError: no server is compared, and one's answers are no scores of these ids.
+        RolloutServerError: a server refuses to score; or one is required, and none of them has more than failures.
+        RolloutProtocolError: one is required, and answers that come are no scores of these ids.
     """
     answers: dict[str, ProbeAnswer] = {}
     failed = []
@@ -117,7 +120,7 @@ async def ask_servers(
         EVENTS.tell("server_not_compared", str(found), server=url, version=version)
         if isinstance(found, RolloutProtocolError) or isinstance(found, RolloutServerError) and found.status:
             failed.append(found)
-    if failed and not answers:  # all of them alive: so it would be after every push, and nothing ever compared
+    if required and failed and not answers:  # all of them alive: nothing would ever be compared
         raise failed[0]
     return answers
 
@@ -139,8 +142,8 @@ async def ask_earlier(
     return {url: answer for url, answer in found if answer is not None}
 
 
-async def ask_types(servers: ServerControl) -> set[str]:
-    """The number types that the servers compute in; of one that does not answer or tell, nothing."""
+async def ask_types(servers: ServerControl) -> dict[str, str]:
+    """The number type that each server computes in; nothing of one that does not answer or tell."""
 
     async def ask(url: str) -> str | None:
         engine = servers.engine_of(url)
@@ -150,7 +153,8 @@ async def ask_types(servers: ServerControl) -> set[str]:
             return None
         return "fp8" if engine.is_quantized(info) else engine.dtype(info)
 
-    return set(await asyncio.gather(*map(ask, servers.base_urls))) - {None}
+    found = zip(servers.base_urls, await asyncio.gather(*map(ask, servers.base_urls)), strict=True)
+    return {url: dtype for url, dtype in found if dtype is not None}
 
 
 @dataclass(frozen=True)
@@ -186,7 +190,8 @@ class _Asked:
         """None: the server can't sample from the whole vocabulary, as vLLM with --return-sampling-mask can't."""
         engine, prompt = self.servers.engine_of(self.url), list(draw.prompt)
         sampling = SamplingParams(max_new_tokens=draw.tokens, temperature=1.0, ignore_eos=True)
-        key = f"{self.cache_key or ''}probe-{draw.seed}" if draw.fresh else self.cache_key
+        # With the weights' name: a cache that outlives pushes would have what this very request left there before.
+        key = f"{self.cache_key or ''}probe-{self.version}-{draw.seed}" if draw.fresh else self.cache_key
         request = engine.detailed_sample(prompt, sampling, seed=draw.seed, likeliest=1, cache_key=key)
 
         def parse(answer: Mapping[str, Any]) -> DetailedSample:
@@ -229,4 +234,4 @@ class _Asked:
 
 def _refuses(error: RolloutError) -> bool:
     """Whether a server has understood the question and does not answer it."""
-    return isinstance(error, RolloutServerError) and error.status is not None and error.status < 500
+    return isinstance(error, RolloutServerError) and error.status is not None and not may_change(error)

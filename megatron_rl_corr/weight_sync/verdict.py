@@ -65,7 +65,8 @@ METRICS = in_group(
     ),
     MetricSpec(
         "rollout/probe_bits", "evidence that a server computes with other weights than the trainer",
-        "log2 of the likelihood ratio, of the worst server; 20 end the run", only_with=_WITH_PROBE,
+        "log2 of the likelihood ratio, of the worst server; 20 of further texts (probe_rounds > 0) end the run",
+        only_with=_WITH_PROBE,
     ),
     MetricSpec(
         "rollout/probe_rounds", "times that further texts were asked before the verdict",
@@ -91,8 +92,8 @@ class ServerEvidence:
     sampled: list[float] = field(default_factory=list)
     """Trainer against sampled, of its responses."""
 
-    responses: set[tuple[int, ...]] = field(default_factory=set)
-    """Ids of those that were judged, whether or not before the suspicion: each is evidence once at most."""
+    responses: list[tuple[int, ...]] = field(default_factory=list)
+    """Ids of those that it has sampled, whether or not before the suspicion: each is evidence once at most."""
 
     suspicious: bool = False
     """A text of the round that every push has was off."""

@@ -57,7 +57,7 @@ def probed(model_dir, arguments, spec):
         arguments = SimpleNamespace(
             seq_length=length, params_dtype=torch.bfloat16 if spec.get("half") else torch.float32,
             virtual_pipeline_model_parallel_size=spec.get("vpp"), pipeline_model_parallel_size=spec.get("pp", 1),
-            microbatch_group_size_per_vp_stage=None,
+            microbatch_group_size_per_vp_stage=None, iteration=0,
         )
         megatron = SimpleNamespace(args=arguments, model=model, optimizer=None)
         shape = BatchShape(8, 4, 2, length, packing=limits_of(spec))

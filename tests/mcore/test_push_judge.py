@@ -1,6 +1,7 @@
 """Rank 0's part of the probe on made-up servers, whose log-probs differ from the trainer's by rounding and faults."""
 
 import asyncio
+from collections import defaultdict
 from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ import pytest
 
 from megatron_rl_corr.data.prompts import Prompt, PromptDataset
 from megatron_rl_corr.mcore import push_judge
+from megatron_rl_corr.mcore.probe_texts import round_texts
 from megatron_rl_corr.mcore.push_judge import ROUNDS, PushJudge
 from megatron_rl_corr.weight_sync.probe import Decoded, ProbeAnswer
 
@@ -25,6 +27,7 @@ class World:
     def __init__(self, **wrong):
         self.wrong, self.random = wrong, np.random.default_rng(1)
         """By server what of its log-probs is off: "scores", "samples" or "weights"."""
+        self.types = defaultdict(lambda: "bfloat16")
 
     def moves(self, ids):
         return np.where(np.array(ids[1:]) < len(TEMPLATE), SURE, MOVES)
@@ -53,11 +56,11 @@ class World:
         return ProbeAnswer(scores, tuple(map(decoded, question.draws)), "/generate")
 
 
-def made_judge(monkeypatch, world, urls, *, template=TEMPLATE, **settings):
+def made_judge(monkeypatch, world, urls, *, template=TEMPLATE, prompts=12, simulates=None, **settings):
     """A judge of these servers, and what judges one push: (its error or None, its numbers)."""
 
     async def types(servers):
-        return {"bfloat16"}
+        return {url: world.types[url] for url in servers if world.types[url]}
 
     async def answers(asked, question, **_):
         return {url: world.answer(url, question) for url in asked}
@@ -69,19 +72,22 @@ def made_judge(monkeypatch, world, urls, *, template=TEMPLATE, **settings):
 
     monkeypatch.setattr(push_judge, "ask_types", types)
     monkeypatch.setattr(push_judge, "ask_servers", answers)
-    rows = [[*template, *range(100 + 50 * i, 150 + 50 * i)] for i in range(12)]
+    rows = prompts
+    if isinstance(prompts, int):
+        rows = [[*template, *range(100 + 50 * i, 150 + 50 * i)] for i in range(prompts)]
     source = SimpleNamespace(
         client=SimpleNamespace(control=lambda urls: urls, vocab_size=1000, cache_key=None),
         loop=SimpleNamespace(call=asyncio.run, submit=submit),
         prompts=PromptDataset([Prompt(i, ids) for i, ids in enumerate(rows)]),
     )
-    settings = {"dtype": "bfloat16", "max_log_ratio": None, "push_rounding": "none"} | settings
-    judge = PushJudge(source, responses=lambda: [], longest=1023, **settings)
+    settings = {"dtype": "bfloat16", "max_log_ratio": None, "push_rounding": "none", "longest": 1023} | settings
+    judge = PushJudge(source, responses=lambda: [], resumed=False, **settings)
     servers = SimpleNamespace(urls=urls, loaded={}, quantization=None)
 
     def computed(asked):
         own = [world.own(ids) for ids in asked.texts]
-        return own, [world.simulated(ids) for ids in asked.texts] if asked.relative_error else []
+        moved = [simulates(asked, ids) if simulates else world.simulated(ids) for ids in asked.texts]
+        return own, moved if asked.relative_error else []
 
     def push():
         asked = judge.begin(servers, "id-1")
@@ -187,3 +193,101 @@ def test_judge_in_further_rounds_then_prompts_of_responses_are_others_and_the_ca
     cached = [draw.prompt for draw in draws if not draw.fresh]
     assert len(cached) == ROUNDS * 4 and all(usual.prompt[: len(prompt)] == prompt for prompt in cached)
     assert min(map(len, cached)) >= 20
+
+
+def numbered(sizes):
+    """Prompts of so many ids each, all ids different."""
+    ids = iter(range(10**6))
+    return PromptDataset([Prompt(i, [next(ids) for _ in range(size)]) for i, size in enumerate(sizes)])
+
+
+@pytest.mark.parametrize("size", [8, 16, 64, 300])
+def test_texts_of_rounds_then_they_have_no_ids_in_common(size):
+    prompts = numbered([size] * 1000)
+    later = [text for number in range(1, ROUNDS + 1) for text in round_texts(prompts, number, (), 1023)]
+    ids = [one for text in later for one in text]
+    assert len(ids) == len(set(ids)) == ROUNDS * 8 * 64
+
+
+def test_texts_when_all_prompts_begin_alike_then_they_are_of_what_is_their_own():
+    prompts = PromptDataset([Prompt(i, [*range(80), *range(100 + 50 * i, 150 + 50 * i)]) for i in range(1000)])
+    texts = [text for number in range(ROUNDS + 1) for text in round_texts(prompts, number, (), 1023)]
+    assert len(set(texts)) == len(texts) and all(sum(one >= 100 for one in text) >= 50 for text in texts)
+
+
+def test_judge_when_there_is_one_prompt_then_a_text_that_is_off_is_evidence_once(monkeypatch):
+    """A healthy server, and a text that stands at a tie: the same one in every round."""
+    world = World()
+    answer = world.answer
+
+    def off(url, question):
+        found = answer(url, question)
+        for score in found.scores:
+            score -= 1.0
+        return found
+
+    world.answer = off
+    error, numbers = made_judge(monkeypatch, world, ["a"], prompts=[[107]])()
+    assert error is None and numbers["rollout/probe_rounds"] >= 1
+
+
+def test_judge_when_a_sure_policy_goes_on_alike_from_each_beginning_then_its_tokens_are_evidence_once(monkeypatch):
+    """Healthy: ten neighbouring tokens of the one continuation of a prompt are off in decoding, as at a tie."""
+    chain, world = list(range(100, 200)), World()
+    world.moves = lambda ids: np.full(len(ids) - 1, MOVES)
+
+    def answer(url, question):
+        def decoded(draw):
+            sure = draw.prompt[0] == usual[0]
+            tail = usual[len(draw.prompt) :] + (*range(500, 600),)
+            random = world.random.integers(0, 1000, draw.tokens).tolist()
+            ids = (*draw.prompt, *(tail[: draw.tokens] if sure else random))
+            sampled, scored = (world.rounded(world.own(ids)[-draw.tokens :], ids[-draw.tokens - 1 :]) for _ in range(2))
+            at = np.arange(len(draw.prompt), len(ids))
+            sampled -= 0.5 * ((at >= 32) & (at < 42)) * sure
+            return Decoded(ids, sampled, scored, draw.fresh)
+
+        scores = tuple(world.rounded(world.own(ids), ids) for ids in question.texts)
+        return ProbeAnswer(scores, tuple(map(decoded, question.draws)), "/generate")
+
+    world.answer = answer
+    usual = tuple(chain[-32:])
+    rows = [chain, *([*range(1000 + 80 * i, 1080 + 80 * i)] for i in range(1000))]
+    error, numbers = made_judge(monkeypatch, world, ["a"], prompts=rows)()
+    assert error is None and numbers["rollout/probe_rounds"] >= 1
+
+
+@pytest.mark.parametrize(("dtype", "served"), [("float32", "bfloat16"), ("bfloat16", "fp8")])
+def test_judge_when_a_server_does_not_tell_its_type_once_then_it_is_that_of_before(monkeypatch, dtype, served):
+    world, asked = World(), []
+    world.types["a"] = served
+    answer = world.answer
+
+    def once_odd(url, question):
+        asked.append(url)
+        found = answer(url, question)
+        if len(asked) == 1:
+            found.scores[0][:] -= 1.0
+            world.types["a"] = None
+        return found
+
+    world.answer = once_odd
+    relative = {"float32": 2e-7, "bfloat16": 2.5e-3, "fp8": 4e-2}[served]
+    push = made_judge(monkeypatch, world, ["a"], dtype=dtype, simulates=lambda asked, ids: (
+        world.random.standard_normal((4, len(ids) - 1)) * world.moves(ids) * asked.relative_error / relative
+    ))  # fmt: skip
+    error, numbers = push()
+    assert error is None and numbers["rollout/probe_rounds"] == 1
+
+
+def test_draws_when_sequences_are_short_then_prompt_and_response_fit(monkeypatch):
+    world, asked = World(sounds="weights"), []
+    answer = world.answer
+
+    def noted(url, question):
+        asked.extend(question.draws)
+        return answer(url, question)
+
+    world.answer = noted
+    made_judge(monkeypatch, world, ["sounds"], longest=15)()
+    assert len(asked) > 1 and all(len(draw.prompt) >= 2 and len(draw.prompt) + draw.tokens <= 15 for draw in asked)

@@ -122,7 +122,8 @@ def test_response_then_it_is_sampled_with_the_seed_and_scored_by_the_same_server
     assert not one.fresh and other.fresh
     samples = [how for _, _, how in servers.asked if "seed" in how]
     assert [how["seed"] for how in samples] == [3, 4]
-    assert samples[0]["cache_key"] == "k" and samples[1]["cache_key"] not in ("k", None)  # shares no prefix
+    assert samples[0]["cache_key"] == "k"
+    assert samples[1]["cache_key"] == "kprobe-v2-4"  # shares no prefix, nor with what other weights left there
     samplings = [sampling for _, sampling, how in servers.asked if "seed" in how]
     assert [one.max_new_tokens for one in samplings] == [8, 16]
     assert all(one.temperature == 1.0 and one.ignore_eos for one in samplings)
@@ -151,4 +152,19 @@ def test_response_when_the_server_cannot_sample_so_then_its_scores_are_still_com
 def test_number_types_then_of_the_servers_that_answer():
     dead = RolloutServerError("x", "/info", None, "why")
     found = asyncio.run(ask_types(Servers(a="float32", b="q", c=dead)))
-    assert found == {"float32", "fp8"}
+    assert found == {"a": "float32", "b": "fp8"}
+
+
+@pytest.mark.parametrize("status", [408, 425, 429])
+def test_scores_when_a_server_is_too_busy_then_it_is_asked_again(monkeypatch, status):
+    monkeypatch.setattr(probe, "PAUSE_S", 0.0)
+    busy = RolloutServerError("a", "/score", status, "too many requests")
+    assert list(ask(Servers(a=[busy, busy, "v2"], b="v2"))) == ["a", "b"]
+    assert list(ask(Servers(a=[busy] * 3, b="v2"))) == ["b"]
+
+
+def test_scores_when_only_suspects_are_asked_and_one_fails_then_it_is_left_out(monkeypatch):
+    monkeypatch.setattr(probe, "PAUSE_S", 0.0)
+    failing = RolloutServerError("a", "/score", 502, "no upstream")
+    how = {"version": "v2", "vocab_size": 9, "cache_key": "k", "required": False}
+    assert asyncio.run(ask_servers(Servers(a=[failing] * 3), QUESTION, **how)) == {}
