@@ -19,6 +19,7 @@ EngineRequest = Callable[[Engine], Request | None]
 
 HEALTH_POLL_S = 0.5
 HEALTH_PROBE_TIMEOUT_S = 30.0  # a paused server may take long to answer
+IDLE_S, IDLE_POLL_S = 2.0, 0.1
 BRIEF_S = 0.3
 """For a server that did not answer before: it must not cost every step the time of the first."""
 
@@ -214,8 +215,23 @@ class ServerControl:
         )
 
     async def flush_cache(self) -> list[dict[str, Any]]:
-        """Forget cached prefixes. Raises RolloutServerError while requests run or wait."""
-        return await self._ask_all(lambda engine: engine.flush_cache())
+        """Forget cached prefixes. Raises RolloutServerError while requests run or wait, as `flush_cache_of` does."""
+        calls = [self.flush_cache_of(url) for url in self.base_urls]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        raise_first(answers)
+        return answers
+
+    async def flush_cache_of(self, url: str, *, timeout_s: float = IDLE_S) -> dict[str, Any]:
+        """One server's answer, once nothing runs there. Raises RolloutServerError where something does after timeout_s.
+
+        An answer leaves SGLang's scheduler a moment before it knows that nothing runs, and until then it refuses.
+        """
+        request = self.engine_of(url).flush_cache()
+        return await poll_until(
+            lambda _: self.ask(url, request), timeout_s=timeout_s, pause_s=IDLE_POLL_S, longest_attempt_s=timeout_s,
+            retry=lambda error: isinstance(error, RolloutServerError) and error.status == 400,
+            waited_for="it to be idle: does another client sample from it?", address=url,
+        )  # fmt: skip
 
     async def weights_checker(self) -> list[dict[str, Any]]:
         """Checksums of the weights that each server holds."""

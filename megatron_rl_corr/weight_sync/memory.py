@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from megatron_rl_corr.engines.concurrency import poll_until, raise_first
+from megatron_rl_corr.engines.concurrency import raise_first
 from megatron_rl_corr.engines.control import ServerControl
 from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError, UnreadableAnswer, is_refusal
 from megatron_rl_corr.engines.memory import ALL_MEMORY, MemoryPart
@@ -21,8 +21,8 @@ from megatron_rl_corr.engines.types import Request
 from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.weight_sync.updatable import briefly, changing, check_memory, missing_memory, released, weights_of
 
-IDLE_S, POLL_S = 10.0, 0.1
-"""How long a paused server may take to be rid of requests that were ended; the time between two questions."""
+IDLE_S = 10.0
+"""How long a paused server may take to be rid of requests that were ended; then it drops its cache."""
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class ServerMemory:
         if present:
             await ask(engine.pause_generation("retract"))
             try:
-                await self._wait_idle(control, url)
+                await control.flush_cache_of(url, timeout_s=IDLE_S)
             except RolloutServerError as error:
                 if error.status is not None:
                     await self._go_on(control, url, name)
@@ -155,15 +155,6 @@ class ServerMemory:
         """Let a server whose weights have this name sample again, if it has all of its memory."""
         if not missing_memory(name):
             await briefly(control.ask(url, control.engine_of(url).continue_generation()))
-
-    async def _wait_idle(self, control: ServerControl, url: str) -> None:
-        """Return once a paused server runs nothing, not even what was ended a moment ago: then it drops its cache."""
-        request = control.engine_of(url).flush_cache()
-        await poll_until(
-            lambda limit_s: control.ask(url, request, timeout_s=limit_s), timeout_s=IDLE_S, pause_s=POLL_S,
-            longest_attempt_s=IDLE_S, retry=lambda error: isinstance(error, RolloutServerError) and error.status == 400,
-            waited_for="it to be idle: does another client sample from it?", address=url,
-        )  # fmt: skip
 
 
 def _is_lost(error: BaseException) -> bool:

@@ -5,6 +5,7 @@ Its command line is sglang.launch_server's. Run in a fork that has SGLang, so it
 
 import os
 import runpy
+import time
 from pathlib import Path
 
 from sglang.srt.layers import sampler
@@ -30,13 +31,19 @@ def plant_in_sampler(module):
 
 
 def plant_in_scheduler(module):
-    """keep_cache: a flush that says it has flushed."""
-    flush_cache = module.Scheduler.flush_cache
+    """keep_cache: a flush that says it has flushed. slow_loop: answers leave 50 ms before their batch is over."""
+    flush_cache, process_batch_result = module.Scheduler.flush_cache, module.Scheduler.process_batch_result
 
     def planted_flush_cache(self, *args, **kwargs):
         return True if planted("keep_cache") else flush_cache(self, *args, **kwargs)
 
+    def planted_process_batch_result(self, *args, **kwargs):
+        process_batch_result(self, *args, **kwargs)
+        if planted("slow_loop"):
+            time.sleep(0.05)
+
     module.Scheduler.flush_cache = planted_flush_cache
+    module.Scheduler.process_batch_result = planted_process_batch_result
 
 
 sampler.SGLANG_RETURN_ORIGINAL_LOGPROB = sampler.get_bool_env_var("SGLANG_RETURN_ORIGINAL_LOGPROB")

@@ -192,6 +192,18 @@ def test_quick_check_when_every_request_is_drawn_with_one_seed_then_one_response
     assert finding.numbers["log_probability"] < -50  # 24 tokens of a fresh model: ln 83 = 4.4 nats each
 
 
+def test_flush_when_the_scheduler_is_not_done_with_what_it_has_answered_then_it_is_waited_for(
+    servers, plant, vocab_size
+):
+    async def scenario(client):
+        await client.generate([[1, 2, 3]], SamplingParams(2))
+        await client.flush_cache()
+
+    plant("slow_loop")
+    for _ in range(3):
+        ask(servers.right, vocab_size, scenario)
+
+
 @drill("a server that keeps prefixes of old weights", promised="the doctor names it")
 def test_full_when_a_flush_does_nothing_then_stale_prefix_cache_alone(servers, plant, doctor):
     plant("keep_cache")
