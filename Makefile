@@ -25,9 +25,9 @@ setup-vllm: setup ## Lay vLLM for the CPU beside .venv (once), for make quicksta
 # Tests start thousands of interpreters; without bytecode each would compile the package again.
 test test-matrix test-faults: export PYTHONDONTWRITEBYTECODE :=
 
-# Three processes share the tests (tests/schedule.py), as a third of the time each waits for a server.
+# Four processes share the tests (tests/schedule.py), as each waits for servers for almost half of its time.
 test: setup-vllm ## Run every test; TESTS=path or TESTS="-k name" for some of them
-	$(PYTHON) -m pytest $(if $(TESTS),$(TESTS),-n 3 --durations=10 --record=runs/tests)
+	$(PYTHON) -m pytest $(if $(TESTS),$(TESTS),-n 4 --durations=10 --record=runs/tests)
 
 test-matrix: setup-vllm ## Run corrected steps on every supported release of megatron-core (fetches five wheels once); MEGATRON_CHECKOUT= adds one
 	MEGATRON_RELEASES=all $(PYTHON) -m pytest -n 2 tests/matrix $(TESTS)

@@ -210,7 +210,7 @@ print(json.dumps([r.is_applied() for r in (*EARLY, *LATE)]))
 
 def test_groups_when_many_then_one_thread_serves_them_and_each_keeps_its_timeout(tmp_path):
     code = """
-import json, os
+import json, os, time
 from datetime import timedelta
 import torch, torch.distributed as dist
 import megatron.core
@@ -220,10 +220,16 @@ groups = [dist.new_group([0], timeout=timedelta(seconds=9)), *(dist.new_group([0
 ones = torch.ones(2)
 for group in groups:
     dist.all_reduce(ones, group=group)
-names = [open(f"/proc/self/task/{thread}/comm").read().strip() for thread in os.listdir("/proc/self/task")]
+def serving():
+    names = [open(f"/proc/self/task/{thread}/comm").read().strip() for thread in os.listdir("/proc/self/task")]
+    return names.count("gloo_tcp_loop")
+end = time.monotonic() + 60
+while not serving() and time.monotonic() < end:
+    time.sleep(0.01)  # a thread names itself, once it has its turn
+time.sleep(0.5)  # for others, if there were any
 backends = [group._get_backend(torch.device("cpu")) for group in [dist.group.WORLD, *groups[:2]]]
 timeouts = [backend.options._timeout.seconds for backend in backends]
-print(json.dumps([ones.tolist(), names.count("gloo_tcp_loop"), timeouts]))
+print(json.dumps([ones.tolist(), serving(), timeouts]))
 """
     # torch does not hand on the first group's timeout
     assert preloaded_output(code, "megatron", tmp_path) == [[1.0, 1.0], 1, [77, 9, 1800]]
