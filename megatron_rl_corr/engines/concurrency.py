@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -21,6 +21,13 @@ def raise_first(answers: Sequence[Any]) -> None:
         for other in failures[1:]:
             failures[0].add_note(f"also: {other}")
         raise failures[0]
+
+
+async def all_or_raise_first(calls: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """Run all calls at once, each to its end; their results in order, or the failures as `raise_first` raises them."""
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    raise_first(answers)
+    return answers
 
 
 async def all_or_first_failure(calls: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:

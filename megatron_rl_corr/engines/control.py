@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_rl_corr.engines.addresses import may_change
 from megatron_rl_corr.engines.base import Engine
-from megatron_rl_corr.engines.concurrency import all_or_first_failure, poll_until, raise_first
+from megatron_rl_corr.engines.concurrency import all_or_first_failure, all_or_raise_first, poll_until, raise_first
 from megatron_rl_corr.engines.errors import RolloutError, RolloutServerError, may_be_gone
 from megatron_rl_corr.engines.fleet import Fleet
 from megatron_rl_corr.engines.trajectory import SamplingParams
@@ -19,7 +19,7 @@ EngineRequest = Callable[[Engine], Request | None]
 
 HEALTH_POLL_S = 0.5
 HEALTH_PROBE_TIMEOUT_S = 30.0  # a paused server may take long to answer
-IDLE_S, IDLE_POLL_S = 2.0, 0.1
+IDLE_S, IDLE_POLL_S = 2.0, 0.1  # a server that has answered all is idle a moment later
 BRIEF_S = 0.3
 """For a server that did not answer before: it must not cost every step the time of the first."""
 
@@ -136,12 +136,9 @@ class ServerControl:
 
         For each engine by itself: what closes the session of one may spoil another, which closes its own.
         """
-        opened = await asyncio.gather(
-            *(control._reopen(tensors, checksums=checksums) for control in self.by_engine().values()),
-            return_exceptions=True,
-        )
-        raise_first(opened)
-        return any(opened)
+        return any(await all_or_raise_first(
+            control._reopen(tensors, checksums=checksums) for control in self.by_engine().values()
+        ))  # fmt: skip
 
     async def _reopen(self, tensors: Mapping[str, Sequence[int]] | None, *, checksums: bool) -> bool:
         """The same for servers of one engine."""
@@ -195,10 +192,9 @@ class ServerControl:
             entries: for each server, what `Engine.serialized` made for each of its tensor-parallel ranks.
         """
         entry_of = dict(zip(self.base_urls, entries, strict=True))
-        calls = [self.ask(u, self.engine_of(u).update_weights_from_tensor(entry)) for u, entry in entry_of.items()]
-        answers = await asyncio.gather(*calls, return_exceptions=True)
-        raise_first(answers)
-        return answers
+        return await all_or_raise_first(
+            [self.ask(u, self.engine_of(u).update_weights_from_tensor(entry)) for u, entry in entry_of.items()]
+        )
 
     async def update_weights_from_disk(self, model_path: str) -> list[dict[str, Any]]:
         """Load a Hugging Face folder that every server sees under this path."""
@@ -216,19 +212,24 @@ class ServerControl:
 
     async def flush_cache(self) -> list[dict[str, Any]]:
         """Forget cached prefixes. Raises RolloutServerError while requests run or wait, as `flush_cache_of` does."""
-        calls = [self.flush_cache_of(url) for url in self.base_urls]
-        answers = await asyncio.gather(*calls, return_exceptions=True)
-        raise_first(answers)
-        return answers
+        return await all_or_raise_first([self.flush_cache_of(url) for url in self.base_urls])
 
-    async def flush_cache_of(self, url: str, *, timeout_s: float = IDLE_S) -> dict[str, Any]:
-        """One server's answer, once nothing runs there. Raises RolloutServerError where something does after timeout_s.
+    async def flush_cache_of(self, url: str, *, timeout_s: float | None = None) -> dict[str, Any]:
+        """One server's answer, once nothing runs there.
 
         An answer leaves SGLang's scheduler a moment before it knows that nothing runs, and until then it refuses.
+
+        Args:
+            url: of the server.
+            timeout_s: limit of the wait and of each request in it; None: IDLE_S, and each request has the transport's.
+
+        Raises:
+            RolloutServerError: something still runs after that time, or the server fails otherwise.
         """
-        request = self.engine_of(url).flush_cache()
+        request, wait_s = self.engine_of(url).flush_cache(), IDLE_S if timeout_s is None else timeout_s
         return await poll_until(
-            lambda _: self.ask(url, request), timeout_s=timeout_s, pause_s=IDLE_POLL_S, longest_attempt_s=timeout_s,
+            lambda limit_s: self.ask(url, request, timeout_s=None if timeout_s is None else limit_s),
+            timeout_s=wait_s, pause_s=IDLE_POLL_S, longest_attempt_s=wait_s,
             retry=lambda error: isinstance(error, RolloutServerError) and error.status == 400,
             waited_for="it to be idle: does another client sample from it?", address=url,
         )  # fmt: skip

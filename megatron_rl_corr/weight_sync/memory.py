@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from megatron_rl_corr.engines.concurrency import raise_first
+from megatron_rl_corr.engines.concurrency import all_or_raise_first, raise_first
 from megatron_rl_corr.engines.control import ServerControl
 from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError, UnreadableAnswer, is_refusal
 from megatron_rl_corr.engines.memory import ALL_MEMORY, MemoryPart
@@ -113,7 +113,7 @@ class ServerMemory:
             if not missing_memory(after[url]):
                 self.lacking.discard(url)
 
-        raise_first(await asyncio.gather(*(resume(*one) for one in names.items()), return_exceptions=True))
+        await all_or_raise_first(resume(*one) for one in names.items())
         self.resume_s += time.monotonic() - begun
 
     def take_resume_s(self) -> float:

@@ -62,6 +62,53 @@ def test_control_when_it_reads_or_writes_all_weights_then_the_bound_of_updates_h
     faulty.run(impatient, slow, timeout_s=10, update_timeout_s=0.3)
 
 
+def test_flush_when_the_server_is_busy_for_a_moment_then_asked_again(faulty):
+    answers = [400, 400, 200]
+
+    async def handle(request):
+        return web.Response(status=answers.pop(0), text="Cache flushed")
+
+    async def scenario(client):
+        await client.flush_cache()
+
+    faulty.run(scenario, handle)
+    assert answers == []
+
+
+@pytest.mark.parametrize("status", [400, 500])
+def test_flush_when_the_server_stays_busy_or_fails_then_raised(faulty, status):
+    asked = 0
+
+    async def handle(request):
+        nonlocal asked
+        asked += 1
+        return web.Response(status=status, text="Flush cache failed.")
+
+    async def scenario(client):
+        control = client.control(client.base_urls)
+        with pytest.raises(RolloutServerError, match=f"HTTP {status}") as error:
+            await control.flush_cache_of(client.base_urls[0], timeout_s=0.3)
+        assert getattr(error.value, "__notes__", []) == (
+            ["waited 0.3 s for it to be idle: does another client sample from it?"] if status == 400 else []
+        )
+
+    faulty.run(scenario, handle)
+    assert (asked > 1) == (status == 400)
+
+
+def test_flush_with_a_limit_when_the_server_is_silent_then_it_holds_for_the_request_too(faulty):
+    async def silent(request):
+        await asyncio.sleep(2)
+        return web.Response(text="Cache flushed")
+
+    async def scenario(client):
+        control = client.control(client.base_urls)
+        with pytest.raises(RolloutServerError, match=r"timed out after 0\.[0-9]+ s"):
+            await control.flush_cache_of(client.base_urls[0], timeout_s=0.3)
+
+    faulty.run(scenario, silent, timeout_s=60)
+
+
 @pytest.mark.parametrize("is_busy", [True, False])
 def test_control_when_a_server_gives_no_sign_of_life_then_a_request_fails_that_a_busy_one_may_take_long_for(is_busy):
     over = asyncio.Event()
