@@ -11,7 +11,10 @@ import runpy
 import signal
 import sys
 from collections.abc import Sequence
-from multiprocessing import spawn
+from multiprocessing import get_context
+from multiprocessing.managers import SyncManager
+
+from tools.process_group import die_with_parent
 
 TORCHRUN = ["-m", "torch.distributed.run"]
 
@@ -50,22 +53,28 @@ def _rank(*words: str) -> None:
 def main() -> None:
     import megatron.core.tokenizers.text
     import megatron.training  # noqa: F401
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
     from torch.distributed import run
 
     import megatron_rl_corr.mcore.hooks  # noqa: F401
 
+    # Each rank that saves would start an interpreter, which imports torch, for its queue of what it has written.
+    queues = None
+    if "--save" in sys.argv:
+        queues = SyncManager(ctx=get_context("fork"))
+        queues.start(initializer=die_with_parent())
     launch = run.elastic_launch
+
+    def rank(*words):
+        if queues is not None:
+            filesystem_async._results_queue = queues.Queue()
+        _rank(*words)
 
     def launch_forks(config, entrypoint):
         config.start_method = "fork"
-        return launch(config=config, entrypoint=_rank)
+        return launch(config=config, entrypoint=rank)
 
     run.elastic_launch = launch_forks
-    # The process that Megatron starts to hand on what it wrote would read the script again: five seconds.
-    prepared = spawn.get_preparation_data
-    spawn.get_preparation_data = lambda name: {
-        key: value for key, value in prepared(name).items() if not key.startswith("init_main_from")
-    }
     gc.freeze()  # as in tests/preloaded.py
     run.main()
 
