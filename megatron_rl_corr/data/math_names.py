@@ -1,6 +1,7 @@
 r"""Values with names, such as x=1, y=2 or f(2)=4: which of them an answer without names stands for.
 
-math-verify compares x=1, y=2 with (2, 1) as sets of numbers, and f(2)=4 with f(5)=4 by their right sides.
+math-verify compares x=1, y=2 with (2, 1) as sets of numbers, and f(2)=4 with f(5)=4 by their right sides. It reads R as
+r, so that R-r is 0.
 """
 
 from __future__ import annotations
@@ -9,6 +10,27 @@ import re
 from typing import Any
 
 _NAMED = re.compile(r"\s*((?:[A-Za-z]|\\[a-z]+)(?:_(?:\w|\{\w+\}))?)\s*=\s*([^=<>]+?)\s*")
+
+_LETTER = re.compile(r"\\(?:text|begin|end|mathbb)\s*\{[^{}]*\}|\\[A-Za-z]+|(?P<letter>[A-Za-z])"
+                     r"(?P<index>_(?:\{[^{}]*\}|[A-Za-z0-9]))?")  # fmt: skip
+
+
+def cases_apart(*formulas: str) -> tuple[str, ...]:
+    r"""The formulas with another name for each capital letter that one of them has beside the small letter.
+
+    Example: cases_apart("R-r", "0") == ("x_{capitalr}-r", "0"); cases_apart("2R", "2r") stays: a habit of writing.
+    """
+    capitals = set()
+    for formula in formulas:
+        letters = {match["letter"] for match in _LETTER.finditer(formula)} - {None}
+        capitals |= {letter for letter in letters if letter.isupper() and letter.lower() in letters}
+
+    def renamed(match: re.Match) -> str:
+        if match["letter"] not in capitals:
+            return match[0]
+        return f"x_{{capital{match['letter'].lower()}{(match['index'] or '').strip('_{}')}}}"
+
+    return tuple(_LETTER.sub(renamed, formula) if capitals else formula for formula in formulas)
 
 
 def without_names(label: str, answer: str) -> tuple[str, str]:

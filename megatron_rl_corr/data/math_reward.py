@@ -12,7 +12,7 @@ from typing import Any
 from megatron_rl_corr.data import math_units
 from megatron_rl_corr.data.answers import TAIL, answer_of, last_formula
 from megatron_rl_corr.data.labels import math_texts
-from megatron_rl_corr.data.math_names import function_values, without_names
+from megatron_rl_corr.data.math_names import cases_apart, function_values, without_names
 from megatron_rl_corr.data.math_text import Reading, label_reading, readings
 from megatron_rl_corr.data.reward_input import RewardInput
 from megatron_rl_corr.data.unreadable import Unreadable
@@ -107,7 +107,7 @@ class MathReward:
         return of_hundred and self._equal_formulas(own.latex.replace(r"\%", ""), answer.latex.replace(r"\%", ""))
 
     def _equal_formulas(self, label: str, answer: str) -> bool:
-        label, answer = without_names(label, answer)
+        label, answer = cases_apart(*without_names(label, answer))
         right, given = self._parse_label(label), self._parse(answer)
         values = function_values(right[0], given[0]) if right and given else None
         if values is None or not self._verify([values[0], *right[1:]], [values[1], *given[1:]]):

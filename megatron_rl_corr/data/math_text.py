@@ -155,7 +155,7 @@ def _unwrapped(text: str) -> str:
     previous = None
     while text != previous:
         previous = text
-        text = re.sub(rf"^(?:{_SPACE.pattern})+|(?:{_SPACE.pattern})+$", "", text).strip()
+        text = re.sub(rf"^(?:{_SPACE.pattern})++|(?:{_SPACE.pattern})++$", "", text).strip()
         text = re.sub(r"(?<!\.)[.,;:]$", "", text)
         for left, right in _AROUND:
             inner = text[len(left) : len(text) - len(right)]

@@ -127,6 +127,7 @@ def test_text_when_it_may_mean_two_things_then_an_answer_may_mean_either(math):
 
 def test_texts_when_long_or_odd_then_read_in_no_time(math):
     many = ("a" * 1000, "1 " * 500, "(" * 1000, "√(" * 300, "{" * 900, "\\text{" * 150, "1,234" * 200, "$" * 1000,
-            "5 " + "km " * 300, "\\boxed{" * 100 + "5" + "}" * 100, "2^" * 300 + "2")  # fmt: skip
+            "5 " + "km " * 300, "\\boxed{" * 100 + "5" + "}" * 100, "2^" * 300 + "2",
+            "1" + " " * 900 + "x", "5" + "\\, " * 250 + "x")  # fmt: skip
     for text in many:
         assert score(math, "5", f"<answer>{text}</answer>") in (0, 1) and last_formula(text) != ""
