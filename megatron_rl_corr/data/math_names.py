@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from megatron_rl_corr.data.math_lists import elements
+
 _NAMED = re.compile(r"\s*((?:[A-Za-z]|\\[a-z]+)(?:_(?:\w|\{\w+\}))?)\s*=\s*([^=<>]+?)\s*")
 
 _LETTER = re.compile(r"\\(?:text|begin|end|mathbb)\s*\{[^{}]*\}|\\[A-Za-z]+|(?P<letter>[A-Za-z])"
@@ -43,11 +45,10 @@ def without_names(label: str, answer: str) -> tuple[str, str]:
     if (label_values is None) == (answer_values is None):
         return label, answer
     if label_values is not None:
-        elements = _elements(answer)
-        known = len(elements) == len(label_values) and "=" not in answer
-        return (_tuple(list(label_values.values())), _tuple(elements)) if known else (label, answer)
-    elements = _elements(label)
-    if not label.startswith("(") or len(elements) != len(answer_values):
+        values = elements(answer)
+        known = len(values) == len(label_values) and "=" not in answer
+        return (_tuple(list(label_values.values())), _tuple(values)) if known else (label, answer)
+    if not label.startswith("(") or len(elements(label)) != len(answer_values):
         return label, answer
     return label, _tuple([answer_values[name] for name in sorted(answer_values)])
 
@@ -70,37 +71,12 @@ def _of_function(expression: Any) -> bool:
 
 def _named(latex: str) -> dict[str, str] | None:
     """{"x": "1", "y": "2"} of x=1, y=2; None where one has no name, or two names have one letter, as x_1 and x_2."""
-    found = [_NAMED.fullmatch(element) for element in _elements(latex)]
+    found = [_NAMED.fullmatch(element) for element in elements(latex)]
     if len(found) < 2 or None in found:
         return None
     letters = {match[1].partition("_")[0] for match in found}
     return {match[1]: match[2] for match in found} if len(letters) == len(found) else None
 
 
-def _elements(latex: str) -> list[str]:
-    """The parts of a list, with brackets around it or without."""
-    latex = latex.strip()
-    for left, right in (("(", ")"), (r"\{", r"\}")):
-        if latex.startswith(left) and latex.endswith(right):
-            inner = _split(latex[len(left) : -len(right)])
-            if inner is not None:
-                return inner
-    return _split(latex) or [latex]
-
-
-def _split(latex: str) -> list[str] | None:
-    """The parts between the commas that stand in no bracket; None where brackets do not match."""
-    parts, depth = [""], 0
-    for sign in latex:
-        depth += (sign in "([{") - (sign in ")]}")
-        if depth < 0:
-            return None
-        if sign == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += sign
-    return [part.strip() for part in parts] if depth == 0 else None
-
-
-def _tuple(elements: list[str]) -> str:
-    return f"({', '.join(elements)})"
+def _tuple(values: list[str]) -> str:
+    return f"({', '.join(values)})"

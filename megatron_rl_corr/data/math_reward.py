@@ -12,6 +12,7 @@ from typing import Any
 from megatron_rl_corr.data import math_units
 from megatron_rl_corr.data.answers import TAIL, answer_of, last_formula
 from megatron_rl_corr.data.labels import math_texts
+from megatron_rl_corr.data.math_lists import counted, same_kind
 from megatron_rl_corr.data.math_names import cases_apart, function_values, without_names
 from megatron_rl_corr.data.math_text import Reading, label_reading, readings
 from megatron_rl_corr.data.reward_input import RewardInput
@@ -108,6 +109,9 @@ class MathReward:
 
     def _equal_formulas(self, label: str, answer: str) -> bool:
         label, answer = cases_apart(*without_names(label, answer))
+        if not same_kind(label, answer):
+            return False
+        label, answer = counted(label, answer)
         right, given = self._parse_label(label), self._parse(answer)
         values = function_values(right[0], given[0]) if right and given else None
         if values is None or not self._verify([values[0], *right[1:]], [values[1], *given[1:]]):
@@ -198,7 +202,7 @@ def _values(expression: Any) -> list[complex] | None:
 def _parts(expression: Any) -> list[Any]:
     import sympy
 
-    if isinstance(expression, sympy.Equality) and isinstance(expression.lhs, sympy.Symbol):
+    if isinstance(expression, sympy.Equality) and expression.lhs.is_Symbol and not expression.rhs.free_symbols:
         return _parts(expression.rhs)
     if isinstance(expression, sympy.Interval):
         return [expression.start, expression.end]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from megatron_rl_corr.data.math_numbers import percentages, plain_numbers
 from megatron_rl_corr.data.math_signs import plain_signs
-from megatron_rl_corr.data.math_units import CURRENCIES, NO_UNITS, POWERS, SINGLE, canonical, is_known
+from megatron_rl_corr.data.math_units import CURRENCIES, NO_UNITS, POWERS, SINGLE, SPACED, canonical, is_known
 from megatron_rl_corr.data.unreadable import Unreadable
 
 OPEN, CLOSE = "\x01", "\x02"
@@ -42,11 +42,17 @@ LONG_WORD = 4
 _SPACE = re.compile(r"(?<!\\)\\(?:[,;:> ]|(?:quad|qquad|thinspace)(?![A-Za-z])|hspace\{[^{}]*\})|~|\s+")
 _TEXT = re.compile(r"\\(?:text|textrm|textnormal|textit|textbf|textsf|texttt|mbox|mathrm|mathsf|rm|operatorname)"
                    r"\s*\{([^{}]*)\}")  # fmt: skip
+_UNIT_TEXT = re.compile(r"\\(?:text|mathrm|textrm|rm)\s*\{((?:[A-Za-z]++(?:\^(?:\{-?\d\}|-?\d))?"
+                        r"(?:\s|/|\\[,;:]|\\cdot(?![A-Za-z]))*+)++)\}")  # fmt: skip
 _BOLD = re.compile(r"\\(?:mathbf|boldsymbol|bm|mathit|mathcal|boxed|fbox|displaystyle|textstyle|phantom)"
                    r"(?![A-Za-z])(?:\s*\{([^{}]*)\})?")  # fmt: skip
 _MARK = re.compile(r"(?:\\(?:boxed|fbox|mathbf|boldsymbol|bm|displaystyle)\s*)?(?=\{)|\\displaystyle(?![A-Za-z])")
 _AROUND = [(r"\(", r"\)"), (r"\[", r"\]"), *((sign, sign) for sign in ("$$", "$", "**", "`", "__"))]
 """What may stand around an answer, and is no part of it."""
+_COLOR = re.compile(r"\\(?:text)?color\s*\{[^{}]*\}")
+_NAMED = re.compile(r"^(?:\\text\s*\{(?P<text>[A-Za-z ]{2,})\}|(?=[ a-z]*[A-Za-z]{4})(?P<plain>[A-Za-z ]++))\s*[:=]+\s*"
+                    r"(?=\S)")  # fmt: skip
+"""What names the value behind it: Area = 12, Answer: 72."""
 _SIZES = re.compile(r"\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])\s*\.?")
 _PERCENT = re.compile(rf"\s*(?:\\?%|{OPEN}\s*(?:percent|per cent|pct)\s*{CLOSE}|(?<![A-Za-z])(?:percent|per cent|pct)"
                       r"(?![A-Za-z]))")  # fmt: skip
@@ -105,7 +111,7 @@ def readings(text: str) -> list[Reading]:
             found += [replace(one, loose=one.loose or loose) for one in _read(variant)]
         except Unreadable as error:
             problem = problem or error
-    if not any(not one.loose for one in found):
+    if not found:
         raise problem or Unreadable("it can't be read")
     return found
 
@@ -117,6 +123,8 @@ def label_reading(text: str) -> Reading:
         Unreadable: there is none, or more than one.
     """
     found = list(dict.fromkeys(one for one in readings(text) if not one.loose))
+    if not found:
+        raise Unreadable(f"{text.strip()[:40]!r} may mean several things")
     if len(found) > 1:
         ways = " or ".join(repr(one.latex if one.words is None else one.words) for one in found[:2])
         raise Unreadable(f"it can be read as {ways}; write which")
@@ -135,6 +143,11 @@ def _of_choice(letter: str, rest: str) -> list[Reading]:
 
 def _variants(text: str) -> list[tuple[str, bool]]:
     """The text, once for each thing that it may mean; with whether only an answer may."""
+    text = re.sub(r"(?<=\d)\s*(?:\\text\s*\{\s*)?\(\s*([A-Za-z][A-Za-z ]+)\)(?:\s*\})?$", r"\\text{ \1}", text)
+    if (about := re.fullmatch(r"(?:\\approx(?![A-Za-z])|≈)\s*(.*)", text)) is not None:
+        return [(about[1], True)]
+    if (ratio := re.fullmatch(r"(\d+)\s*(?:to|\\text\s*\{\s*to\s*\})\s*(\d+)", text)) is not None:
+        return [(f"{ratio[1]}:{ratio[2]}", True)]
     euler = re.fullmatch(r"(-?\d+)e([+-]\d)", text)
     if euler and euler[1].lstrip("-") != "1":  # 5e-3 is 0.005, or 5e - 3
         return [(text.replace("e", "E"), False), (f"{euler[1]} e {euler[2]}", False)]
@@ -152,11 +165,12 @@ def _variants(text: str) -> list[tuple[str, bool]]:
 
 def _unwrapped(text: str) -> str:
     """The text without what only marks or ends it: $...$, **...**, a box, spaces, a full stop."""
-    previous = None
+    previous, text = None, re.sub(r"^\s*~\s*=", "≈", text)
     while text != previous:
         previous = text
         text = re.sub(rf"^(?:{_SPACE.pattern})++|(?:{_SPACE.pattern})++$", "", text).strip()
-        text = re.sub(r"(?<!\.)[.,;:]$", "", text)
+        text = re.sub(r"(?<!\.)[.,;:]$|\\\\$", "", _COLOR.sub("", text))
+        text = _NAMED.sub(lambda match: match[0] if _says_more(match) else "", text.removeprefix("="), count=1)
         for left, right in _AROUND:
             inner = text[len(left) : len(text) - len(right)]
             if len(text) > len(left + right) and text.startswith(left) and text.endswith(right) and left not in inner:
@@ -167,6 +181,12 @@ def _unwrapped(text: str) -> str:
         elif marked and not text[marked.end() :].startswith("{"):
             text = text[marked.end() :]
     return text.removeprefix("+")
+
+
+def _says_more(name: re.Match) -> bool:
+    """Whether the words before a value are a part of what it means: "not: 5", "sinh x = 5"."""
+    words = set((name["text"] or name["plain"]).casefold().split())
+    return bool(words & (NO_UNITS - {"a", "an", "the", "of", "and"} | set(FUNCTIONS)))
 
 
 def group_end(text: str, start: int) -> int | None:
@@ -187,7 +207,9 @@ def _with_words(text: str) -> str:
     def marked(match: re.Match) -> str:
         inner = match[1].strip()
         if re.fullmatch(r",?\s*(?:and|or)\s*,?", inner):
-            return ", "
+            return " and "
+        if inner in FUNCTIONS:
+            return f"\\{inner} "
         if re.fullmatch(r"[A-Za-z]", inner) and inner not in SINGLE or re.fullmatch(r"[A-Z][.):]", inner):
             return f" {inner} "  # a variable, i, e; or the name of a choice
         letters = re.fullmatch(r"[^\W\d_][^\d_\\(){}=+]*", inner)
@@ -204,7 +226,7 @@ def _read(text: str) -> list[Reading]:
     """Readings of a text that means one thing, but for units."""
     if "matrix" not in text:
         text = re.sub(r"\\\\(?=[A-Za-z])", r"\\", text)
-    text = plain_numbers(text)  # it needs to see \, and the like
+    text = plain_numbers(_UNIT_TEXT.sub(_word_by_word, text))  # it needs to see \, and the like
     text = _with_words(text.replace(r"\$", "$"))
     if (words := _words(text)) is not None:
         return [words]
@@ -223,6 +245,12 @@ def _read(text: str) -> list[Reading]:
     return found
 
 
+def _word_by_word(unit: re.Match) -> str:
+    r"""\text{m}/\text{s}^2 for \mathrm{m/s^2}, which is no text without numbers."""
+    written = "^" in unit[1] or "\\" in unit[1]
+    return re.sub(r"(?<!\\)\b[A-Za-z]+", r"\\text{\g<0>}", unit[1]) if written else unit[0]
+
+
 def _words(text: str) -> Reading | None:
     """The reading of a text without mathematics; None for any other.
 
@@ -236,7 +264,7 @@ def _words(text: str) -> Reading | None:
     if not re.fullmatch(r"[^\W\d_][^\d_\\^{}()=+*/<>|&%$£€]*", bare):
         return None
     plain = re.sub(rf"{OPEN}[^{CLOSE}]*{CLOSE}", " ", text)
-    joined = " ".join(bare.split()).casefold()
+    joined = " ".join(bare.rstrip(".").split()).casefold()
     runs = re.findall(r"[^\W\d_]+", plain)
     if len(bare) > 1 and bare.isalpha() and bare.isupper():
         return Reading(None, words=joined)  # IV and BAC are names: as products they would be VI and ABC
@@ -255,7 +283,7 @@ def _named_functions(text: str) -> str:
     text = re.sub(rf"(?<![\\A-Za-z])({'|'.join(FUNCTIONS)})(?![A-Za-z])", r"\\\1 ", text)
     text = re.sub(r"(?<![\\A-Za-z])(?:infinity|infty|inf|oo)(?![A-Za-z])", r"\\infty ", text)
     text = re.sub(r"(?<=[\])])\s*(?:U|union)\s*(?=[\[(])", r"\\cup ", text)
-    text = re.sub(r"(?:\s*,)?\s+(?:and|or)\s+", ", ", text)
+    text = re.sub(r"(?:\s*,)?\s+(?:and|or)\s+(?:,\s*)?", ", ", text)
     for plain, command in (("<=", r"\le "), (">=", r"\ge "), ("!=", r"\ne "), ("==", "="), ("**", "^")):
         text = text.replace(plain, command)
     return text
@@ -273,10 +301,15 @@ def _split_unit(text: str) -> list[tuple[str, str | None, bool]]:
     plain = re.findall(r"[^\W\d_]+", re.sub(rf"{OPEN}[^{CLOSE}]*{CLOSE}", " ", match["unit"]).replace(r"\cdot", " "))
     words = match["unit"].replace(OPEN, " ").replace(CLOSE, " ").strip()
     spaced = bool(match["space"]) or OPEN in match["unit"] or "/" in words or "°" in words
-    if len(words) == 1 and words in SINGLE and plain:
+    if plain and re.fullmatch(rf"[{SINGLE}]|[ms]\s*\^?\s*\{{?[234]\}}?", words):
         split, whole = (match["value"], canonical(words)), (text, None)
         return [(*split, False), (*whole, True)] if spaced else [(*whole, False), (*split, True)]
-    if not all(_may_be_unit(word, "/" in words or "°" in words or OPEN in match["unit"]) for word in plain):
+    with_others = any(sign in match["unit"] for sign in ("/", "°", OPEN)) or not POWERS.keys().isdisjoint(plain)
+    plain = [word for word in plain if not (spaced and len(word) > 1 and len(max(plain, key=len)) >= LONG_WORD)]
+    units = SPACED if spaced else frozenset()
+    if not all(_may_be_unit(word, with_others) or word.casefold() in units for word in plain):
+        if spaced and all(len(word) > 1 for word in plain) and any(map(_looks_like_a_word, plain)):
+            raise Unreadable(f"the words {words!r} may be a unit, or letters that are multiplied")
         return [(text, None, False)]
     unit = canonical(words)
     if unit is None:
@@ -290,6 +323,12 @@ def _may_be_unit(word: str, with_others: bool) -> bool:
     if not word.isascii() or is_known(word) and (len(word) > 1 or with_others):
         return True
     return len(word) >= LONG_WORD or word in ("per", *POWERS, *NO_UNITS) or (with_others and word in SINGLE)
+
+
+def _looks_like_a_word(letters: str) -> bool:
+    """Whether letters read as a word rather than a product: with a vowel, and not in the order of the alphabet."""
+    of_variables = list(letters) == sorted(set(letters))
+    return len(letters) >= LONG_WORD or len(letters) == 3 and not of_variables and not set(letters).isdisjoint("aeiou")
 
 
 def _latex(text: str) -> str:
@@ -335,6 +374,8 @@ def _check(token: str, previous: str, before: str, after: str) -> None:
         raise Unreadable(f"math-verify does not know {token}")
     if token[0].isdigit() and previous.isascii() and previous[:1].isalpha():
         raise Unreadable(f"a digit stands behind a letter in {(previous + token)[:40]!r}")
+    if token[0].isdigit() and re.search(r"(?<![\\A-Za-z])[A-Za-z]+\s+$", before):
+        raise Unreadable(f"nothing says what {token} behind {before.split()[-1]!r} does")
     if token[0].isdigit() and re.search(r"\d\s*$", before):
         raise Unreadable(f"there is nothing between the numbers {before[-8:].strip()!r} and {token!r}")
     if token[0].isdigit() and re.search(r"\}\s*$", before) and not re.search(r"\\log_\{\d+\}\s*$", before):
@@ -348,6 +389,9 @@ def _check(token: str, previous: str, before: str, after: str) -> None:
     words = token[1:-1].strip() if token[0] == OPEN else ""
     if token[0] == OPEN and (len(words.split()) != 1 or (len(words) > 1 and is_known(words))):
         raise Unreadable(f"the words {words[:40]!r} stand within a formula")
+    between = re.search(r"[\w)}]\s*$", before) and re.match(r"\s*[\w(\\]", after)
+    if token[0] == OPEN and len(words) > 1 and between:
+        raise Unreadable(f"the word {words[:40]!r} stands between values")
     if token == "^" and re.search(r"\^\{[^{}]*\}\s*$", before):
         raise Unreadable("an exponent has an exponent without brackets")
     if token == "!" and previous == "!" or token == ">" and previous in ("-", "="):

@@ -54,10 +54,41 @@ yen ¥ jpy
 rupee ₹ rs inr
 yuan 元 rmb cny
 cent ¢
+qt quart
 mi/h mph
 km/h kmh kph kmph
 unit
 """.strip()
+_SHORT = """
+pt point
+cc
+gb gigabyte
+mb megabyte
+kb kilobyte
+tb terabyte
+psi
+rpm
+am
+pm
+cup
+man men
+boy
+egg
+pen
+box
+can
+car
+bus buses
+bag
+jar
+dog
+cat
+cow
+hen
+pig
+kid
+"""
+"""Units where they stand behind a number and a space; elsewhere they may be letters that are multiplied."""
 CURRENCIES = "$£€¥₹¢"
 SINGLE = "mgshlLNJWVKACF"
 """Single letters that are units where they stand behind a number and a space: 5 m, not 5m."""
@@ -75,8 +106,9 @@ NO_UNITS = frozenset((
 ))  # fmt: skip
 """Words behind a number that say something else of it, so that the number alone is not what was meant."""
 
-_CANONICAL = {word: line.split()[0] for line in _SAME.splitlines() for word in line.split()}
-KNOWN = frozenset(_CANONICAL)
+_CANONICAL = {word: line.split()[0] for line in (_SAME + _SHORT).splitlines() for word in line.split()}
+KNOWN = frozenset(word for line in _SAME.splitlines() for word in line.split())
+SPACED = frozenset(_CANONICAL) - KNOWN | {f"{word}s" for word in _SHORT.split()}
 POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 _FACTOR = re.compile(r"(?P<name>[^\d^{}\s]+)\s*\^?\s*\{?(?P<power>-?\d)?\}?")
 MOST_WORDS = 4

@@ -142,9 +142,44 @@ RIGHT = {
     "E-e": ["E-e", "-e+E"],
     r"\frac{R}{r}": ["R/r"],
     "2R": ["2r", "2R"],
+    # What stands around an answer, or names it.
+    "72": ["= 72", r"72\\", r"{\color{red}72}", r"\textcolor{blue}{72}", "72 (clips)", "Answer: 72", "Area = 72", "≈72",
+           r"\text{Total} = 72", r"72\text{ (clips)}", r"\approx 72", "72 red clips", r"72\,\mathrm{cm^2}",
+           r"72\ \mathrm{m/s^2}", r"72\ \mathrm{kg\,m}"],  # fmt: skip
+    "Area = 12": ["12", "Area = 12", "x = 12"],
+    # Units with powers, and short ones behind a space.
+    "300 m^2": ["300", r"300\text{ m}^2", "300 m²", "300 sq m", "300 square meters", r"300\,\mathrm{m^2}", "300m^2"],
+    "5 m/s^2": ["5", r"5\ \mathrm{m/s^2}", "5 m/s²", r"5\text{ m/s}^2"],
+    "5 men": ["5", "5 men", r"5\text{ men}"],
+    "7 pts": ["7", "7 points", "7 pts"],
+    "5 GB": ["5", "5 gb", "5 gigabytes"],
+    "6 pm": ["6", "6 PM"],
+    # Letters that are multiplied.
+    "5xy": ["5xy", "5 xy", "5yx", r"5 \cdot x y"],
+    "ax+by": ["by+ax"],
+    "am+bn": ["bn + am"],
+    "v_0 t + at": ["at + v_0 t"],
+    # Ratios, lists, equations.
+    "3:5": ["3 to 5", r"3\text{ to }5"],
+    "3,5,7": [r"3,5,\text{ and }7", "3, 5, and 7", "7,5,3"],
+    "1,1,2": ["2,1,1", "1 and 1 and 2", "1.0, 2, 1.0"],
+    "y=x": ["x=y", "y-x=0"],
+    r"\pm 3": ["3,-3", r"\{3,-3\}", r"x = \pm 3"],
+    r"\text{lcm}(4,6)": ["12"],
+    r"\text{No solution.}": ["no solution", "No solution."],
 }
 
 WRONG = {
+    "72": ["= 73", "Answer: 7", "not: 72", "at least: 72", "72 (7)", r"\approx 73", "Area = 72, 73"],
+    "300 m^2": ["300 m", "300 cm^2", "30", "300 m^3", r"300\,\mathrm{m^3}"],
+    "5 GB": ["5 MB", "6"],
+    "6 pm": ["6 am", "7"],
+    "3:5": ["5 to 3", r"5\text{ to }3"],
+    "1,1,2": ["1,2", r"1,2,2"],
+    "1,2": ["1,2,2"],
+    r"\{1,2\}": ["(1,2)", "[1,2]"],
+    "(1,2)": [r"\{1,2\}", r"\{(1,2)\}"],
+    "y=x": ["y=-x", "x=2y"],
     "R-r": ["0", "r-R", "R", "r"],
     r"\pi(R^2-r^2)": ["0", r"\pi(r^2-R^2)"],
     "A+a": ["2a", "2A"],
@@ -225,5 +260,6 @@ UNREADABLE = [
     "5 → 6",
     "5 cm, 12 cm", r"\frac123", r"\sqrt12", "5-6 apples or so", "3?", "(C) 12", "@", "5 @ 3",
     "{120}_8", "\\boxed{}", "#### ", "5 hours 30 minutes", "1 234/567", "$5 or $6", "2^3^2", "(1, 2", "5)",
+    "1 to 4", "3 by 4", r"3\text{ to }5", "3h 20min", "x 2", "5 foo", "3 ab 5", "not 5", "at most: 5",
     "C(10,3)", "P(1,2)", r"(1,2)(3,4)", r"\sqrt{(1,2)}",
 ]  # fmt: skip
