@@ -1,6 +1,6 @@
 """In place of the recipes' python: writes down what it is to run; servers only answer /health, training ends at once,
 or with status 7 on SIGTERM where TRAINING_WAITS names a file for its process id. SERVERS_STAY names a file for the
-process ids of servers' children, where no server ends on SIGTERM.
+process ids of servers' children, where no server ends on SIGTERM; beside it FILE.told says that one came.
 
 Everything else, as the reading of columns and `megatron-rl-corr`, is run as it is.
 """
@@ -44,7 +44,8 @@ if words[:2] == ["-m", "sglang.launch_server"]:
     if str(address[1]) == os.environ.get("PORT_THAT_ENDS"):
         ENDING.write_text(str(os.getpid()))
     if os.environ.get("SERVERS_STAY"):
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        told = Path(os.environ["SERVERS_STAY"] + ".told")
+        signal.signal(signal.SIGTERM, lambda *_: told.touch())
         with open(os.environ["SERVERS_STAY"], "a") as children:
             print(subprocess.Popen(["sleep", "300"]).pid, file=children)
     HTTPServer(address, Health).serve_forever()

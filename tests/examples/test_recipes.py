@@ -475,8 +475,8 @@ def test_run_when_a_second_signal_comes_while_servers_end_then_they_are_killed_a
     while not begun.exists() and process.poll() is None and time.monotonic() < end:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    wait_until_ended(int(begun.read_text()))
-    time.sleep(0.5)  # the script has seen it, and waits for the servers
+    while not Path(f"{children}.told").exists() and time.monotonic() < end:
+        time.sleep(0.05)  # the training has ended, and the script waits for the servers
     process.send_signal(signal.SIGINT)
     out, error = process.communicate(timeout=60)
     assert process.returncode == 7, out + error
